@@ -1,1 +1,1 @@
-"""The tests, fast ones first; `./tests/run` installs what they need."""
+"""The tests; `./tests/run` installs what they need and runs them, fast ones first."""

@@ -1,7 +1,7 @@
-"""Class-data sharing (JEP 350): a broker whose classes were recorded once starts in half the time.
+"""Class-data sharing (JEP 350): a broker whose classes were recorded starts in half the time.
 
-`python -m tests.class_data` records them; `use` has every broker of this process take them. The tests start dozens of
-brokers; a user's stack starts one and does without.
+`python -m tests.class_data` records the classes; with `use`, every broker of this process takes them from the archive.
+Only the tests use it, because they start dozens of brokers.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from deploy.stack.kafka import BRIEF
 
 
 def use() -> None:
-    """Have the brokers that this process starts take their classes from the archive, if there is one."""
+    """Make the brokers of this process load their classes from the archive, if there is one."""
     Kafka.archive_options = options()
 
 
 def options() -> list[str]:
-    """Return the JVM options that name the archive; none where nothing was recorded."""
+    """Return the JVM options that name the archive; none if nothing was recorded."""
     recorded = archive()
     return [f"-XX:SharedArchiveFile={recorded}", "-Xshare:auto"] if recorded.exists() else []
 
@@ -45,7 +45,7 @@ def main() -> int:
                 tempfile.TemporaryDirectory(prefix="record-", dir=places.cache()) as folder,
             ):
                 record(Path(folder)).replace(recorded)
-        except StackError as error:  # a Java that cannot record: brokers start more slowly
+        except StackError as error:  # this Java cannot record: brokers start more slowly
             say(f"not recorded, brokers will start more slowly: {error}", sys.stderr)
     return 0
 
@@ -60,7 +60,7 @@ def record(folder: Path) -> Path:
     broker = Kafka(folder / "kafka")
     broker.java_options = BRIEF
     with broker:
-        broker.stop()  # its storage is formatted by a JVM of its own, which is not to be recorded
+        broker.stop()  # the JVM that formatted the storage must not write the archive
         broker.extra_env["JDK_JAVA_OPTIONS"] = f"-XX:ArchiveClassesAtExit={written}"
         broker.start()
         broker.create_topic("any")

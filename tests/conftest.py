@@ -1,4 +1,4 @@
-"""What every test may use: the real stack, started at its first use, and names that no other test has."""
+"""Fixtures for all tests: the real stack, started at its first use, and names that no other test has."""
 
 import fnmatch
 import os
@@ -22,37 +22,39 @@ from tests import class_data
 from tests.minutes import MinutesByFolder, folder
 from tests.secured import Authority, SecuredKafka, SecuredRedis
 
-# As if there had been no compiler: the whole service in Python, as `tests/run` has the fast tests once more.
+# WITHOUT_NATIVE: use the Python implementations only, as if there were no compiler; `tests/run` runs the fast tests so
+# too.
 if os.environ.get("WITHOUT_NATIVE"):
     sys.modules["service.native.bodies"] = None  # type: ignore[assignment] # an import of it fails
 
-# How long an example takes is the machine's affair: a busy one would fail any test.
+# No deadline: a busy machine would fail any test.
 hypothesis.settings.register_profile("fencepost", deadline=None)
 hypothesis.settings.load_profile("fencepost")
 
-# The order in which the folders run: a mistake should show in seconds, not after the slow ones.
+# The order of the folders: fast tests first, so that a mistake shows in seconds.
 _ORDER = ("unit", "contract", "kubernetes", "model", "stack", "integration", "faults", "bench", "images", "spark")
-# Of several processes one has all of these: they load the machine, and must not run two at a time.
+# Folders whose tests run in one process, one after the other, because they load the machine.
 _ALONE = ("faults", "bench", "images")
 
-# Of the caller's settings, those that say how to run the stack stay.
+# Variables of the caller that choose how the stack runs are kept.
 _KEPT = ("FENCEPOST_CACHE", "FENCEPOST_REDIS_SERVER")
 
 
-# Heavy and rare cases (`@pytest.mark.long`) run with `TEST_LONG=1 ./tests/run FOLDER`; a slice of each always runs.
+# Slow tests (`@pytest.mark.long`) run with `TEST_LONG=1 ./tests/run FOLDER`; a short version of each always runs.
 LONG = bool(os.environ.get("TEST_LONG"))
 
 
 class MakeTopic(Protocol):
-    """Makes a topic with a name of its own, and returns the name."""
+    """Creates a topic with a unique name, and returns the name."""
 
     def __call__(self, partitions: int = 1, config: Mapping[str, str] | None = None) -> str: ...
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No setting of the caller's may change a test, and Spark shall run on the Java that the stack runs on.
+    """Remove the caller's settings from the environment, and let Spark use the stack's Java.
 
-    Brokers are run as they start quickest: there are dozens of them. No proxy comes between a test and its servers.
+    Brokers run with the options of the fastest start, because tests start dozens of them. Requests to local servers use
+    no proxy.
     """
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))
@@ -63,12 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAVA_HOME"] = str(home)
         class_data.use()
     Kafka.java_options = BRIEF
-    if not hasattr(config, "workerinput"):  # one of xdist's processes, which the controller hears of
+    if not hasattr(config, "workerinput"):  # a worker of xdist; the controller gets the reports of all tests
         config.pluginmanager.register(MinutesByFolder())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `long`, unless it is asked for. Sort by folder; within one, pytest's own order stays."""
+    """Deselect tests marked `long`, unless they are wanted. Sort by folder; in a folder, pytest's order stays."""
     left_out = [item for item in items if not LONG and item.get_closest_marker("long")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -82,12 +84,12 @@ def _rank(name: str) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Of several processes one runs all tests of a file."""
+    """With several processes, run all tests of a file in one of them."""
     return _FromBothEnds(config, log)
 
 
 class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
-    """The first process takes files from the end of the list, where those of Spark are; the others from the start.
+    """Give the first process files from the end of the list, where those of Spark are, and the others from the start.
 
     Only the first process runs Spark, because each JVM with Spark takes minutes of processor time to warm up.
     """
@@ -112,14 +114,14 @@ def _is_spark(scope: str) -> bool:
 
 
 def top_level(root: Path) -> set[str]:
-    """The names of the files and folders in `root` that its .gitignore does not name."""
+    """List the files and folders in `root` that its .gitignore does not name."""
     ignored = {line.strip("/") for line in (root / ".gitignore").read_text().splitlines()}
     return {path.name for path in root.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in ignored)}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _top_level_stays() -> Iterator[None]:
-    """No test leaves a file in the project's top folder, as a server does that saves into the current folder."""
+    """Check that no test leaves a file in the project's top folder, such as one that a server saves there."""
     before = top_level(places.ROOT)
     yield
     left = sorted(top_level(places.ROOT) - before)
@@ -128,29 +130,29 @@ def _top_level_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
-    """The run's one broker. A test that stops, kills or pauses a broker takes one of its own."""
-    # The log cleaner looks for work five times a second, not every 15 s: a test waits for it.
+    """The broker of the whole run. A test that stops, kills or pauses a broker starts its own."""
+    # The log cleaner looks for work five times a second instead of every 15 s, because a test waits for it.
     with Kafka(tmp_path_factory.mktemp("kafka"), settings={"log.cleaner.backoff.ms": "200"}) as broker:
         yield broker
 
 
 @pytest.fixture(scope="session")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
-    """The run's one Redis. A test that flushes, stops or pauses a server takes `own_redis`."""
+    """The Redis of the whole run. A test that flushes, stops or pauses a server uses `own_redis`."""
     with Redis(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def older_redis(tmp_path_factory: pytest.TempPathFactory, redis: Redis) -> Iterator[Redis]:
-    """One that has no MSETEX, as no server has before Valkey 9.1 and Redis 8.4."""
+    """A Redis without MSETEX, like servers before Valkey 9.1 and Redis 8.4."""
     args = ["--rename-command", "MSETEX", "NONE-SUCH"] if "msetex" in _commands(redis) else []
     with Redis(tmp_path_factory.mktemp("older-redis"), args=args) as server:
         yield server
 
 
 def _commands(redis: Redis) -> str:
-    """Every command that a server knows, as it prints them."""
+    """List every command that a server knows."""
     with redis.client() as client:
         return str(
             client.eval(
@@ -161,40 +163,40 @@ def _commands(redis: Redis) -> str:
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Signs the certificates of the next two."""
+    """Signs the certificates of the two secured servers."""
     return Authority(tmp_path_factory.mktemp("authority") / "ca")
 
 
 @pytest.fixture(scope="session")
 def secured_kafka(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[SecuredKafka]:
-    """A broker that is reached by TLS with a password or a certificate, and allows nothing that no ACL names."""
+    """A broker with TLS, passwords and certificates, whose ACLs deny everything that they do not name."""
     with SecuredKafka(tmp_path_factory.mktemp("secured-kafka"), authority) as broker:
         yield broker
 
 
 @pytest.fixture(scope="session")
 def secured_redis(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[SecuredRedis]:
-    """A Redis that is reached by TLS."""
+    """A Redis with TLS."""
     with SecuredRedis(tmp_path_factory.mktemp("secured-redis"), authority) as server:
         yield server
 
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[Redis]:
-    """A Redis for one test alone, to do anything with."""
+    """A Redis for one test alone."""
     with Redis(tmp_path / "redis") as server:
         yield server
 
 
 @pytest.fixture
 def namespace() -> str:
-    """A namespace (FENCEPOST_NAMESPACE) that no other test has."""
+    """A unique namespace (FENCEPOST_NAMESPACE)."""
     return f"t-{uuid.uuid4().hex[:12]}"
 
 
 @pytest.fixture
 def make_topic(kafka: Kafka) -> MakeTopic:
-    """Makes topics on the run's broker, with names that no other test has."""
+    """Creates topics with unique names on the run's broker."""
 
     def make(partitions: int = 1, config: Mapping[str, str] | None = None) -> str:
         name = f"topic-{uuid.uuid4().hex[:12]}"

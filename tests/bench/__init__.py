@@ -1,1 +1,1 @@
-"""Measurements on the real stack, each by its own command: `python -m tests.bench NAME`. Never part of the tests."""
+"""Benchmarks on the real stack: `python -m tests.bench NAME`. `./tests/run` does not run them."""

@@ -1,7 +1,7 @@
-"""`python -m tests.bench [NAME…]`: measure on the real stack, print, and keep the results in tests/bench/results.
+"""`python -m tests.bench [NAME…]`: measures on the real stack, prints, and keeps the results in tests/bench/results.
 
-`python -m tests.bench against REV` compares this tree's service with that of another revision (against.py).
-Exit 0, or 1 where a bench's check failed (it has no number then). A goal that is not met is a result, not an error.
+`python -m tests.bench against REV` compares this tree's service with that of another revision (against.py). Exits with
+0, or with 1 if a benchmark's check failed (it then has no number). A missed goal is a result, not an error.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tests.bench import against, report, results
 from tests.bench.rows import NotRealWork, Row
 from tests.bench.stage import Stage, stack
 
-# In the order of the report; each is a module with one function, measure(stage), that answers rows.
+# In the order of the report. Each is a module with a function `measure(stage)` that returns rows.
 NAMES = (
     "post",
     "batch",
@@ -45,7 +45,7 @@ NAMES = (
 def run(
     stage: Stage, name: str, measure: Callable[[Stage], list[Row]], about: str, more: Mapping[str, Any] | None = None
 ) -> bool:
-    """Measure one, print it and keep it, with `more` of what it was measured on; False where its check failed."""
+    """Run one benchmark, print and keep its result with `more` about its conditions; False if its check failed."""
     print(f"\n== {name}", flush=True)
     where = {**results.describe(stage), **(more or {})}
     started = time.monotonic()
@@ -67,7 +67,7 @@ def _run_named(stage: Stage, name: str) -> bool:
 
 
 def _compare(arguments: Sequence[str]) -> int:
-    """`against REV`; exit 0, or 1 where there is no number."""
+    """Run `against REV`. Returns the exit status: 0, or 1 without a number."""
     plan = against.Plan.of(arguments)
     with stack(plan.folder, plan.depth) as stage:
         other = against.checkout(plan.revision, stage.folder / "other")
@@ -78,7 +78,7 @@ def _compare(arguments: Sequence[str]) -> int:
 
 
 def main() -> int:
-    # Ended from outside, it takes its stack and its folder with it.
+    # On SIGTERM, stop the stack and delete its folder.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if sys.argv[1:2] == ["against"]:
         return _compare(sys.argv[2:])

@@ -1,9 +1,9 @@
-"""This tree's service against that of another revision: `python -m tests.bench against REV`.
+"""Compares this tree's service with that of another revision: `python -m tests.bench against REV`.
 
-The revision is unpacked into a temporary folder, with a virtual environment and compiled modules of its own. Both
-services are up at the same time, each in a namespace of its own, on one broker and one Redis that are warm, and are
-loaded in turn, so that a machine that slows down takes both sides with it. Each ratio is this tree's figure over the
-revision's, round by round; the goals are the floors that a change of the service has to keep.
+The revision is unpacked into a temporary folder, with its own virtual environment and compiled modules. Both services
+run at the same time, each in its own namespace, on one warm broker and one warm Redis. They are loaded in turn, so that
+a change of the machine's speed affects both. Each ratio is this tree's figure over the revision's, round by round. The
+goals are the floors for a change of the service.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from tests.bench.stage import Stage, Target
 
 @dataclass(frozen=True)
 class Load:
-    """How both sides are loaded for one ratio, and the floor that it has."""
+    """The load for one ratio, and the floor of the ratio."""
 
     of: str
     goal: Goal
     connections: int = 1  # one: a client that waits for each answer
-    batch: int = 0  # events in a request
+    batch: int = 0  # events in each request
     replays: bool = False
 
 
@@ -50,13 +50,13 @@ LOADS: Final = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared, on which loads, how often, and where the result is kept."""
+    """The revision to compare with, the loads, the number of rounds, and the folder of the result."""
 
     revision: str
     loads: Sequence[str] = tuple(LOADS)
-    rounds: int = 0  # as many as the depth has
+    rounds: int = 0  # 0: the number of the depth
     depth: str = "standard"
-    settings: dict[str, Any] = field(default_factory=dict)  # of this tree's side
+    settings: dict[str, Any] = field(default_factory=dict)  # for this tree's side
     folder: Path = results.KEPT
     name: str = "against"
 
@@ -66,7 +66,7 @@ class Plan:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> Self:
-        """The plan of a command line."""
+        """Parse a command line."""
         parser = argparse.ArgumentParser(prog="python -m tests.bench against", description=(__doc__ or "").strip())
         parser.add_argument("revision", metavar="REV", help="a commit, a tag or a branch of this repository")
         parser.add_argument("--rows", default=",".join(LOADS), help=f"of {','.join(LOADS)}")
@@ -86,14 +86,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A project that can be run: its folder, and the commit that it is."""
+    """A project to run: its folder and its commit."""
 
     root: Path
     commit: str
 
 
 def checkout(revision: str, folder: Path) -> Checkout:
-    """Unpack a revision into a folder, and make its virtual environment there.
+    """Unpack a revision into a folder, and create its virtual environment there.
 
     Raises:
         StackError: git does not know it, or it could not be installed.
@@ -104,7 +104,7 @@ def checkout(revision: str, folder: Path) -> Checkout:
 
 
 def unpack(revision: str, folder: Path) -> Checkout:
-    """The files of a revision. Raises StackError where git does not know it."""
+    """Read the files of a revision. Raises StackError if git does not know it."""
     commit = _run("git", "rev-parse", "--verify", "--short=12", f"{revision}^{{commit}}", cwd=ROOT).strip()
     folder.mkdir(parents=True)
     archive = folder.with_suffix(".tar")
@@ -115,7 +115,7 @@ def unpack(revision: str, folder: Path) -> Checkout:
 
 
 def _uv() -> str:
-    """uv on PATH, or the one that the local stack has installed into its cache."""
+    """Find uv: on PATH, or where the local stack has installed it."""
     found = shutil.which("uv") or str(places.cache() / "uv" / "bin" / "uv")
     if not Path(found).exists():
         raise StackError("no uv here, which installs the other revision: run ./tests/run once, or install uv")
@@ -123,7 +123,7 @@ def _uv() -> str:
 
 
 def _run(*command: str, cwd: Path) -> str:
-    # These would lead uv to another environment than the folder's own .venv.
+    # These variables would make uv use another environment than the folder's own .venv.
     left_out = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
@@ -133,7 +133,7 @@ def _run(*command: str, cwd: Path) -> str:
 
 
 def _compiled(root: Path) -> str:
-    """Whether the project's inner loops are compiled. Raises NotRealWork where its service is not its own."""
+    """Check whether a project's inner loops are compiled. Raises NotRealWork if the project imports another service."""
     told = "import service, service.native; print(service.__file__, service.native.COMPILED)"
     python = Path(sys.executable) if root == ROOT else root / ".venv" / "bin" / "python"
     file, _, compiled = _run(str(python), "-c", told, cwd=root).strip().rpartition(" ")
@@ -143,21 +143,21 @@ def _compiled(root: Path) -> str:
 
 
 class _Side:
-    """One of the two services, and what came of its rounds of one load."""
+    """One of the two services, and its figures for one load."""
 
     def __init__(self, target: Target, known: dict[str, Any]) -> None:
         self.target = target
-        self.figures: list[float] = []  # answers a second; of one client, its p50 in ms
+        self.figures: list[float] = []  # answers a second; for one client, its p50 in ms
         self.p99_ms: list[float] = []
-        self.cpu_us: list[float] = []  # a request; of one client not measured
+        self.cpu_us: list[float] = []  # for a request; not measured for one client
         self._known = known
 
     def begin(self) -> None:
-        """Forget what came of the load before this one."""
+        """Reset the figures for the next load."""
         self.figures, self.p99_ms, self.cpu_us = [], [], []
 
     def run(self, load: Load, seconds: float, count: int) -> None:
-        """One round: of so many seconds, or of one client's so many requests."""
+        """Run one round: `seconds` long, or `requests` of one client."""
         if load.connections == 1:
             with OneClient(self.target.service.port) as client:
                 took_ms = one_by_one(self.target, client, count)
@@ -177,7 +177,7 @@ class _Side:
 
 
 def measure(stage: Stage, other: Checkout, plan: Plan) -> list[Row]:
-    """All the loads of a plan on both services.
+    """Run all loads of a plan on both services.
 
     Raises:
         NotRealWork: a side's work was not real, or one of them only is compiled.
@@ -197,7 +197,7 @@ def measure(stage: Stage, other: Checkout, plan: Plan) -> list[Row]:
 @contextmanager
 def _side(stage: Stage, root: Path, settings: dict[str, Any]) -> Iterator[_Side]:
     with stage.target(root=root, **settings) as target:
-        target.warm(stage.pick(2, 4), 64)  # the first answers of a cold broker
+        target.warm(stage.pick(2, 4), 64)  # the first answers of a cold broker are slow
         yield _Side(target, replay.write_known(target, stage.pick(200, 2_000)))
 
 

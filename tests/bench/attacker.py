@@ -1,9 +1,10 @@
-"""One attacker beside good clients: for how long a request holds the event loop, and what that does to the others.
+"""Measures one attacker beside good clients: for how long it holds the event loop, and the latency of the others.
 
-The good clients are 32 connections, each of which waits 10 ms in the mean before a request; the attacker is one that
-sends as fast as it is answered, each time a body of up to 8 MiB of one shape. In each round the good clients are alone
-first, and then the attacker beside them. A task on the loop tells for how long it could not run (held.py): "held" is
-the longest time of a round, without the time for which the loop's thread waited for a CPU that another process had.
+The good clients are 32 connections, each with a pause of 10 ms on average before a request. The attacker is one
+connection without pauses, each time with a body of up to 8 MiB of one shape. In each round the good clients run alone
+first, and then beside the attacker. A task on the event loop measures for how long it could not run (held.py): "held"
+is the longest time of a round, less the time for which the thread of the loop waited for a CPU that another process
+used.
 """
 
 import http.client
@@ -24,7 +25,7 @@ EVENTS = 10_000
 HELD = Goal(most=20.0)
 SLOWER = Goal(most=2.0)
 ANSWER_S = 60.0
-# In the place of a number of eight digits, which is another one for each request.
+# Replaced by a number of eight digits, a new one for each request.
 NUMBER = b"########"
 
 JSON, LINES, CLOUDEVENTS = "application/json", "application/x-ndjson", "application/cloudevents-batch+json"
@@ -32,11 +33,11 @@ JSON, LINES, CLOUDEVENTS = "application/json", "application/x-ndjson", "applicat
 
 @dataclass(frozen=True)
 class Shape:
-    """What the attacker sends, and the status that it has to be answered with."""
+    """The attacker's request, and the status that it must get."""
 
     of: str
     status: int
-    body: Callable[[bytes], bytes]  # to a topic
+    body: Callable[[bytes], bytes]  # for a topic
     path: str = "/events/batch"
     kind: str = JSON
 
@@ -50,7 +51,7 @@ def _names(count: int, before: bytes = b"") -> bytes:
 
 
 def _value(value: bytes) -> Callable[[bytes], bytes]:
-    """A batch of one event, which is too large; that it is JSON has to be seen first."""
+    """Make a batch of one event that is too large; the service must check that the body is JSON first."""
     return lambda topic: b'{"events":[{"topic":"%b","value":%b}]}' % (topic, value)
 
 
@@ -97,7 +98,7 @@ class _Attacker:
     def __init__(self, target: Target, shape: Shape, topic: str, number: int) -> None:
         self.requests = 0
         self.written = 0  # events
-        self.wrong = ""  # what it was answered otherwise than it had to be
+        self.wrong = ""  # an unexpected answer
         self._shape = shape
         self._number = number
         self._body = shape.body(topic.encode())
@@ -106,7 +107,8 @@ class _Attacker:
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        # A real attacker has a CPU of its own: this thread gives way to the service and the good clients.
+        # A real attacker has a CPU of its own: on this machine its thread gives way to the service and the good
+        # clients.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while not self._stop.is_set() and not self.wrong:
             body = self._body.replace(NUMBER, b"%08d" % (self._number + self.requests))
@@ -130,7 +132,7 @@ class _Attacker:
 
 @dataclass
 class _Rounds:
-    """What came of one shape."""
+    """The figures of one shape."""
 
     shape: Shape
     alone: list[Loaded] = field(default_factory=list)
@@ -168,7 +170,7 @@ def measure(stage: Stage) -> list[Row]:
 
 
 def _round(target: Target, each: _Rounds, seconds: float, number: int) -> float:
-    """Good clients alone, for how long the loop was held then, and then the attacker beside them.
+    """Run the good clients alone, then beside the attacker, and measure for how long the loop was held in both.
 
     Raises:
         NotRealWork: the attacker was not answered as it had to be.

@@ -1,8 +1,8 @@
-"""The audit: a first run against a bare Spark read of the same topics, its steps, and what history costs a later run.
+"""Measures the audit: a first run against a bare Spark read of the same topics, its steps, and later runs by history.
 
-Bare is no more than this, in the same warm session: read the data, the ledger and the journal, take the ids out, count
-the records, entries and answers of each, and see that it is as many as there should be. Beside it, without a goal: the
-same, but that only the records' ids are counted, and of ledger and journal the bytes.
+The bare read, in the same warm session, reads data, ledger and journal, extracts the ids, counts the records, entries
+and answers of each, and checks the totals. A second bare read without a goal counts the ids of the records only, and
+the bytes of ledger and journal.
 """
 
 import shutil
@@ -31,10 +31,10 @@ from tests.bench.stage import Stage
 
 WARM: Final = 40_000
 LATER_MS: Final = HOUR_MS
-# Hours of history, and ids in each, of a run that finds little new; and ten times as many hours.
+# Hours of history, and ids in each, before a run with few new records; and ten times as many hours.
 HISTORY: Final = (24, 240)
 IDS_AN_HOUR: Final = 20_000
-# Two years of hours and more; headers of a few bytes each that fill a record.
+# More than two years of hours; as many small headers as fit into a record.
 STRANGE_RECORDS: Final = 20_000
 STRANGE_HEADERS: Final = 150_000
 
@@ -65,7 +65,7 @@ def _run(spark: SparkSession, kafka: Kafka, namespace: str, folder: Path, now_ms
 
 
 def _first(spark: SparkSession, stage: Stage, records: Records) -> list[Row]:
-    """A first run over all records, and the bare read that it is compared with."""
+    """Measure a first run over all records, and the bare read."""
     count = f"{records.count:,} records"
     shared = SharedSettings(kafka=stage.kafka.bootstrap, namespace=records.namespace)
     rounds = range(stage.pick(1, 2))
@@ -128,7 +128,7 @@ def _bare_s(spark: SparkSession, shared: SharedSettings, records: Records, *, de
 
 
 def _with_history(spark: SparkSession, stage: Stage) -> list[Row]:
-    """The same new records, merged into a lake with a history and into one with ten times as much."""
+    """Merge the same new records into a lake with a history, and into one with ten times that history."""
     hours = stage.pick((2, 20), HISTORY)
     took: dict[int, list[float]] = {length: [] for length in hours}
     ids_s: dict[int, float] = {}
@@ -157,8 +157,11 @@ def _with_history(spark: SparkSession, stage: Stage) -> list[Row]:
 
 
 def _with_strangers(spark: SparkSession, stage: Stage) -> list[Row]:
-    """A run over what others may write into an audited topic: each record in a past hour of its own, and one with as
-    many headers as a record can hold; beside it, as many records of one hour."""
+    """Measure a run over records that a foreign writer may put into an audited topic.
+
+    Each record is in a past hour of its own, or one has as many headers as a record can hold. The comparison has as
+    many records in one hour.
+    """
     count = stage.pick(1_000, STRANGE_RECORDS)
     wild = _strangers_s(spark, stage, count, HOUR_MS, STRANGE_HEADERS)
     tame = _strangers_s(spark, stage, count, 0, 1)
@@ -194,7 +197,7 @@ def _strangers_s(spark: SparkSession, stage: Stage, count: int, apart_ms: int, h
 
 
 def _grow(spark: SparkSession, folder: Path, records: Records, hours: int) -> None:
-    """Put healthy hours into a lake, before those that it has."""
+    """Write healthy hours into a lake, before its own."""
     nth = F.col("id")
     at = F.lit(records.now_ms - (hours + 24) * HOUR_MS) + F.floor(nth / IDS_AN_HOUR) * HOUR_MS
     made = spark.range(hours * IDS_AN_HOUR).select(at.alias("at"), nth)

@@ -1,6 +1,6 @@
-"""What the libraries cost by themselves, in a process of its own: `python -m tests.bench.bare BOOTSTRAP`.
+"""Measures the libraries alone, in a process of its own: `python -m tests.bench.bare BOOTSTRAP`.
 
-It reads a command a line (JSON) and answers each with a line. `Bare` is the side that asks.
+The process reads a command (JSON) from each line and answers with a line. `Bare` sends the commands.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from aiokafka.structs import TopicPartition
 from deploy.places import ROOT
 from tests.bench.rows import NotRealWork
 
-# As large as those that Fencepost adds, which the bare producer writes too where it is to write the same bytes.
+# Headers as large as Fencepost's, which the bare producer adds to write the same number of bytes.
 STAMP: Final = ("fencepost", b"1;" + b"0" * 96)
 
 _CLAIM: Final = """
@@ -37,7 +37,7 @@ return 1
 
 
 class Bare:
-    """The process, and one command at a time to it."""
+    """The process, and its commands, one at a time."""
 
     def __init__(self, bootstrap: str) -> None:
         command = [sys.executable, "-m", "tests.bench.bare", bootstrap]
@@ -48,7 +48,7 @@ class Bare:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         assert self._child.stdin is not None
-        self._child.stdin.close()  # which ends it
+        self._child.stdin.close()  # ends the process
         self._child.wait(timeout=20)
 
     def ask(self, do: str, **arguments: object) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Bare:
 
 
 class _Redis:
-    """One connection, one call at a time, with nothing around it."""
+    """Make calls over one connection, one at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -84,7 +84,7 @@ class _Redis:
 
 
 def value_of(number: int, size: int) -> bytes:
-    """An event's value, as load.lua makes them."""
+    """Make an event's value as load.lua does."""
     head = f'{{"n":{number},"pad":"'
     return f'{head}{"x" * max(0, size - len(head) - 2)}"}}'.encode()
 
@@ -132,7 +132,7 @@ class _Side:
         stamped: bool = True,
         values: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Write transactions of `events` each, from several producers at once, for so long."""
+        """Write transactions of `events` each from several producers at once, for some seconds."""
         sides = [await self._producer(topic, n, codec) for n in range(producers)]
         texts = [value.encode() for value in values]
         written = 0
@@ -168,19 +168,19 @@ class _Side:
         return {"events": written, "seconds": took, "cpu_s": time.process_time() - cpu}
 
     async def single(self, port: int, topic: str, ledger: str, count: int, prefix: str, size: int) -> dict[str, Any]:
-        """The round trips of one event, one event at a time: claim, transaction with a ledger record, mark."""
+        """Measure the round trips of one event, one event at a time: claim, transaction with a ledger record, mark."""
         redis = _Redis(*await asyncio.open_connection("127.0.0.1", port))
         claim, mark = await redis.call("SCRIPT", "LOAD", _CLAIM), await redis.call("SCRIPT", "LOAD", _MARK)
         sides = [await self._producer(topic, n, None) for n in range(4)]
         took_ms: list[float] = []
         for place in range(count):
-            producer = sides[place % 4]  # as slots do: the last one's markers are still being written
+            producer = sides[place % 4]  # as slots do: the markers of the last producer are still being written
             event = self._event(prefix, size, stamped=True)
             key = b"bare-" + event["headers"][0][1]
             started = time.perf_counter()
             await redis.call("EVALSHA", claim, 1, key, b"c" * 27, 86_400_000)
             await producer.begin_transaction()
-            # With the data's partition, in one request.
+            # Together with the data's partition, in one request.
             producer._txn_manager.maybe_add_partition_to_txn(TopicPartition(ledger, 0))
             metadata = await (await producer.send(topic, **event))
             entry = b"e" * 300

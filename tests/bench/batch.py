@@ -1,14 +1,14 @@
-"""(b) POST /events/batch of 100 and 1,000 events against a bare aiokafka transactional producer of the same bytes.
+"""(b) POST /events/batch of 100 and 1,000 events against a bare aiokafka transactional producer with the same bytes.
 
-The bare side is one process with as many transactional producers as the service has slots (4), all at work at once. Its
-records have the same keys, values and headers (stamps too) over the same number of partitions, and each of its
-transactions has as many events as the service's had in the same round (from its own metric, for it puts several
-batches into one). It writes no ledger, claims nothing, parses nothing. `send()` is how everybody uses aiokafka, and
-what the goal is held to; `send_batch()` with batches made by hand is the least that the library can cost.
+The bare side is one process with as many transactional producers as the service has slots (4), all working at once. Its
+records have the same keys, values and headers (also Fencepost's), over the same number of partitions. Its transactions
+have as many events as the service's in the same round, by the service's own metric. It writes no ledger, claims nothing
+and parses nothing. The goal is for `send()`, the usual way to use aiokafka; `send_batch()` with batches made by hand is
+the least cost of the library.
 
-Some rounds are slow, and the row of Redis' CPU tells which: its table of keys doubles in them. It does so at 1.8, 3.7,
-7.3 … million keys, and for the seconds that this lasts each operation moves a part of the old table to the new one.
-So the rounds are as many as leave the median to the others.
+Rounds in which Redis's hash table doubles (at 1.8, 3.7, 7.3 … million keys) are slow, because each operation then also
+moves a part of the table; the row of Redis's CPU shows them. There are enough rounds for the median to be of other
+ones.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from tests.bench.rows import Goal, NotRealWork, Row, ratios
 from tests.bench.stage import Stage, Target
 from tests.faults.cluster import Cluster
 
-# Events a batch, and connections that send them.
+# Events in a batch, and the number of connections.
 SIZES = {100: 16, 1_000: 4}
 PARTITIONS = 3
 SLOTS = 4
@@ -76,7 +76,7 @@ def _compare(stage: Stage, kafka: Kafka, where: str, goal: Goal) -> list[Row]:
         sides = [_Bare("send", f"{target.namespace}-send"), _Bare("batch", f"{target.namespace}-batch")]
         for side in sides:
             kafka.create_topic(side.topic, partitions=PARTITIONS)
-            side.run(bare, seconds, 400)  # warm
+            side.run(bare, seconds, 400)  # warm-up
         target.warm_up(stage.pick(2, 3), 16, batch=100, bytes=EVENT_BYTES)
         for size, connections in SIZES.items():
             for side in sides:

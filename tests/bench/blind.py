@@ -1,4 +1,4 @@
-"""`python -m tests.bench.blind`: the service without its own look at a record's size, so that the broker refuses it."""
+"""`python -m tests.bench.blind`: runs the service without its check of event sizes, so that the broker refuses."""
 
 import sys
 

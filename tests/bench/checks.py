@@ -1,4 +1,4 @@
-"""That the work was real: every key once in the topic, and the ledger complete. Read with another client."""
+"""Checks with another client library that the work was real: every key once in the topic, and the ledger complete."""
 
 import json
 import uuid
@@ -18,7 +18,7 @@ Place = tuple[str, int, int]
 
 
 def committed(bootstrap: str, topics: Sequence[str]) -> Iterator[Any]:
-    """Every committed message of the topics, up to where they end now.
+    """Read every committed message of the topics, up to their present ends.
 
     Raises:
         NotRealWork: the broker stopped before the end.
@@ -54,10 +54,10 @@ def committed(bootstrap: str, topics: Sequence[str]) -> Iterator[Any]:
 
 
 def keys_of(bootstrap: str, topics: Sequence[str]) -> dict[Place, bytes]:
-    """The idempotency key at each place of the topics, but for what a bench wrote to touch their files.
+    """Read the idempotency key at each offset of the topics, except records that a benchmark wrote to warm their files.
 
     Raises:
-        NotRealWork: a key is there twice.
+        NotRealWork: a key occurs twice.
     """
     places: dict[Place, bytes] = {}
     for message in committed(bootstrap, topics):
@@ -70,10 +70,10 @@ def keys_of(bootstrap: str, topics: Sequence[str]) -> dict[Place, bytes]:
 
 
 def entries_of(bootstrap: str, namespace: str) -> set[Place]:
-    """The places that the ledger names.
+    """Read the coordinates that the ledger names.
 
     Raises:
-        NotRealWork: it names one twice.
+        NotRealWork: the ledger names coordinates twice.
     """
     places: set[Place] = set()
     count = 0
@@ -87,17 +87,17 @@ def entries_of(bootstrap: str, namespace: str) -> set[Place]:
 
 
 def exactly_once(bootstrap: str, namespace: str, topics: Sequence[str], answered: int, cut: int) -> None:
-    """Every answered event is in the topics once, and in the ledger.
+    """Check that every answered event is in the topics once, and in the ledger.
 
     Args:
         bootstrap: the brokers.
-        namespace: whose ledger.
-        topics: all that was written to.
-        answered: how many events were answered with success.
-        cut: how many more may be there: wrk goes away without waiting for its last answers.
+        namespace: the namespace of the ledger.
+        topics: all topics that were written to.
+        answered: the number of events that were answered with success.
+        cut: how many more events are allowed: wrk ends without waiting for its last answers.
 
     Raises:
-        NotRealWork: it is not so.
+        NotRealWork: an event is missing or duplicated.
     """
     found = keys_of(bootstrap, topics)
     if not answered <= len(found) <= answered + cut:

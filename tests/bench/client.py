@@ -1,4 +1,4 @@
-"""One client that waits for each answer: a blocking socket, so that what it takes is the service's time."""
+"""One client that waits for each answer, over a blocking socket, so that its own time is small."""
 
 import socket
 import time
@@ -22,7 +22,7 @@ class OneClient:
         self._socket.close()
 
     def send(self, key: str, body: bytes) -> None:
-        """POST /events, without waiting for the answer."""
+        """Send POST /events, without waiting for the answer."""
         head = (
             f"POST /events HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
             f"Idempotency-Key: {key}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -30,7 +30,7 @@ class OneClient:
         self._socket.sendall(head.encode() + body)
 
     def receive(self) -> int:
-        """The status of the next answer, which is read whole.
+        """Read the next answer completely, and return its status.
 
         Raises:
             NotRealWork: the connection ended.
@@ -45,7 +45,7 @@ class OneClient:
         return int(raw[9:12])
 
     def post(self, key: str, body: bytes) -> tuple[int, float]:
-        """One event: the answer's status, and how long it took in ms."""
+        """Send one event; returns the status, and the time to the answer in ms."""
         started = time.perf_counter()
         self.send(key, body)
         status = self.receive()
@@ -59,6 +59,6 @@ class OneClient:
 
 
 def body_of(topic: str, number: int, size: int = 250) -> bytes:
-    """An event of about so many bytes, as load.lua makes them."""
+    """Make an event of about this many bytes, as load.lua does."""
     head = f'{{"topic":"{topic}","key":"c{number % 1000}","value":{{"n":{number},"pad":"'
     return f'{head}{"x" * max(0, size - len(head) - 3)}"}}}}'.encode()

@@ -1,8 +1,9 @@
-"""What each codec of Kafka's would cost and save: a bare aiokafka producer, in batches, with real events.
+"""Measures the cost and saving of Kafka's compression codecs: a bare aiokafka producer, in batches, with real events.
 
-The events are flights (370 bytes of JSON each, no two alike) without Fencepost's headers, 100 and 1,000 a transaction
-over three partitions. CPU is the producer's process, where the codec runs on the event loop; bytes are those of the
-topic's segments. The same for the ledger, whose ids are noise: a record of 100 entries, compressed alone.
+The events are flights (370 bytes of JSON each, all different) without Fencepost's headers, 100 and 1,000 in each
+transaction over three partitions. CPU is that of the producer's process, in which the codec runs on the event loop;
+bytes are those of the topic's segments. The same is measured for the ledger, whose ids are random: a record of 100
+entries, compressed alone.
 """
 
 import os
@@ -36,7 +37,7 @@ def measure(stage: Stage) -> list[Row]:
     with Bare(stage.kafka.bootstrap) as bare:
         for events in stage.pick((100,), (100, 1_000)):
             found: dict[str | None, list[tuple[float, float, float]]] = {name: [] for name in had}
-            for number in range(rounds + 1):  # the first warms
+            for number in range(rounds + 1):  # the first round is a warm-up
                 for name in found:
                     topic = f"codec-{name}-{events}-{number}"
                     found[name].append(_run(stage, bare, topic, name, events, seconds, values))
@@ -52,7 +53,7 @@ def measure(stage: Stage) -> list[Row]:
 def _run(
     stage: Stage, bare: Bare, topic: str, codec: str | None, events: int, seconds: float, values: list[str]
 ) -> tuple[float, float, float]:
-    """CPU (µs) and log (bytes) of an event, and events a second."""
+    """Measure CPU (µs) and log (bytes) of an event, and events a second."""
     stage.kafka.create_topic(topic, partitions=3)
     arguments = {"topic": topic, "prefix": topic, "partitions": 3, "size": 0, "producers": 4, "stamped": False}
     done = bare.ask(
@@ -66,7 +67,7 @@ def _run(
 
 
 def _ledger(stage: Stage) -> list[Row]:
-    """A ledger record of 100 entries under each codec: CPU and bytes an entry."""
+    """Measure a ledger record of 100 entries with each codec: CPU and bytes of an entry."""
     now = time.time_ns() // 1_000_000
     encode: dict[str, Callable[[bytes], bytes]] = {
         "none": lambda raw: raw,

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.empty`: what FastAPI costs before anything is done: the same body, checked, and an answer."""
+"""`python -m tests.bench.empty`: an empty FastAPI handler, which parses the same body and sends an answer."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ async def readyz() -> dict[str, bool]:
 
 
 def main() -> int:
-    # As service/__main__.py has it, with uvicorn's own httptools protocol.
+    # The settings of service/__main__.py, with uvicorn's own httptools protocol.
     uvicorn.run(
         app,
         host=os.environ["FENCEPOST_HOST"],

@@ -1,12 +1,12 @@
-"""Keys in Redis by the million: real entries in the format of claims.lua, written by a script inside the server."""
+"""Fills Redis with millions of keys: real entries in the format of claims.lua, written by a script in the server."""
 
 from tests.bench.stage import Target
 
-# One call's worth: some 50 ms of Redis's time, well within a client's patience.
+# Keys of one call: some 50 ms of Redis's time, well within a client's timeout.
 _CHUNK = 20_000
 
 # KEYS[1] the namespace's prefix, ARGV: first number, count, topic, retention in ms. Ids are 16 bytes that differ from
-# one another; what claims them would be SHA-256, and Redis hashes them again.
+# one another; they need not be SHA-256, because Redis hashes them again.
 _SCRIPT = """
 local t = redis.call('TIME')
 local now, first, topic = t[1] * 1000 + math.floor(t[2] / 1000), tonumber(ARGV[1]), ARGV[3]
@@ -20,7 +20,7 @@ return 1
 
 
 def fill(target: Target, start: int, end: int) -> None:
-    """Make the delivered keys number `start` up to `end` in the target's store."""
+    """Write the delivered keys with the numbers from `start` to before `end` into the target's store."""
     with target.redis.client() as store:
         for first in range(start, end, _CHUNK):
             count = min(_CHUNK, end - first)

@@ -1,4 +1,4 @@
-"""A flame graph as one SVG, from py-spy's raw stacks: hover for names and shares; no script in it."""
+"""Draws a flame graph as one SVG from py-spy's raw stacks. Names and shares show on hover; there is no script in it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from html import escape
 Stack = tuple[str, ...]
 
 _WIDE, _ROW = 1200, 16
-_LEAST_SHARE = 0.001  # narrower than a pixel or so
+_LEAST_SHARE = 0.001  # narrower than about a pixel
 
 
 @dataclass
@@ -17,7 +17,7 @@ class _Node:
 
 
 def render(stacks: Mapping[Stack, int], title: str, colour: Callable[[Stack], str]) -> str:
-    """The graph, roots at the bottom; `colour` is asked for each frame, as the stack that ends with it."""
+    """Draw the graph, roots at the bottom; `colour` gets each frame as the stack that ends with it."""
     root = _Node()
     for stack, samples in stacks.items():
         node = root

@@ -1,8 +1,8 @@
-"""(h) Growth: what a POST costs as there is more of everything. A doubling of the work may at most double the cost.
+"""(h) Growth: the cost of a POST by the amount of work. A doubling of the work may at most double the cost.
 
-Processes share 256 connections, each with a load generator of its own, on this machine's cores; the cost is the CPU of
-all of them together. Connections, topics and sizes: the CPU of the one process. Keys: servers that hold so many already
-(real entries, written by a script), each with a process of its own, pressed in turn.
+Processes share 256 connections and this machine's cores, each with a load generator of its own; the cost is the CPU of
+all of them together. Connections, topics and sizes: the CPU of one process. Keys: servers that hold that many keys
+already (real entries, written by a script), each with a process of its own, loaded in turn.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def _cost(target: Target, seconds: float, connections: int, **arguments: Any) ->
 
 
 def _rounds(stage: Stage, points: Sequence[int], run: Callable[[int], Cost], what: str) -> list[Row]:
-    """Each point once a round; rows of cost and rate."""
+    """Measure each point once in each round; returns rows of cost and rate."""
     costs: dict[int, list[float]] = defaultdict(list)
     rates: dict[int, list[float]] = defaultdict(list)
     for _ in range(stage.pick(1, 3, 5)):
@@ -109,7 +109,7 @@ def _topics(stage: Stage) -> list[Row]:
     seconds, points = stage.pick(1, 2), stage.pick((1, 10), (1, 10, 100, 1_000))
     name = "growth-topic"
     topics = [f"{name}-{number}" for number in range(points[-1])]
-    admin = stage.kafka.admin()  # it must live until the topics are made
+    admin = stage.kafka.admin()  # keeps the client alive until the topics exist
     made = admin.create_topics([NewTopic(topic, num_partitions=1) for topic in topics])
     for topic in made.values():
         topic.result(120)
@@ -118,7 +118,7 @@ def _topics(stage: Stage) -> list[Row]:
         target.topics = [*target.topics, *topics]
 
         def run(count: int) -> Cost:
-            # With one, wrk's script takes the name as it is.
+            # With one topic, wrk's script takes the name as it is.
             to = {"topic": name, "topics": count} if count > 1 else {"topic": topics[0]}
             return _cost(target, seconds, CONNECTIONS, **to)
 
@@ -129,9 +129,9 @@ def _topics(stage: Stage) -> list[Row]:
 
 
 def _touch(stage: Stage, topics: Sequence[str]) -> None:
-    """Write the first lines of each log's indexes: the broker's first touch of those files takes it 10 ms each."""
+    """Write the first entries of each log's index files, whose first access takes the broker 10 ms each."""
     producer = Producer({"bootstrap.servers": stage.kafka.bootstrap, "linger.ms": 0})
-    for _ in range(2):  # a line is written once 4 KiB have come since the last one
+    for _ in range(2):  # the index gets an entry only after another 4 KiB
         for topic in topics:
             producer.produce(topic, b"-" * 5_000, headers={TOUCH_HEADER: b""})
         producer.flush(120)

@@ -1,4 +1,4 @@
-"""(e) `exactly_once` against `idempotent`, on one process whose rules name a topic of each; and what each costs alone.
+"""(e) `exactly_once` against `idempotent`: one process whose rules have a topic of each; and each guarantee alone.
 
 `idempotent` has no transaction and no ledger; its claims, marks and answers are the same.
 """

@@ -1,8 +1,8 @@
-"""`python -m tests.bench.held`: the service, with a task on its event loop that tells for how long others had to wait.
+"""`python -m tests.bench.held`: runs the service with a task that measures for how long the event loop was held.
 
-The task sleeps a millisecond at a time. Whenever it runs later than that by `LEAST_S` or more, a line on stdout says
-when it had begun to sleep, how long that took, and for how much of it the loop's thread waited for a CPU: other
-processes had that time, not a request. Waiting for Python's lock counts as held.
+The task sleeps a millisecond at a time. If it runs later than that by `LEAST_S` or more, it prints a line to stdout
+with the time at which it began to sleep, the duration, and the part of it for which the thread of the loop waited for a
+CPU: other processes had that time, not a request. Time of waiting for Python's GIL counts as held.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ MARK: Final = "loop held"
 
 
 def read(log: Path, start: float, end: float) -> list[tuple[float, float]]:
-    """In ms: how long the loop was held each time between two times of the monotonic clock, and waited for a CPU."""
+    """In ms: each time for which the loop was held between two times of the monotonic clock, and its wait for a CPU."""
     found = []
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith(MARK):
@@ -33,7 +33,7 @@ def read(log: Path, start: float, end: float) -> list[tuple[float, float]]:
 
 
 class _Watched(app.Service):
-    """The service, watched."""
+    """The service with that task."""
 
     def start(self) -> None:
         super().start()
@@ -55,7 +55,7 @@ async def _watch() -> None:
 
 
 def _waited_ns(schedstat: int) -> int:
-    """Time that a thread could have run and had no CPU."""
+    """Read the time for which a thread was ready to run but had no CPU."""
     return int(os.pread(schedstat, 128, 0).split()[1])
 
 

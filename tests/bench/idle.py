@@ -1,9 +1,9 @@
-"""At rest and at the start: CPU of a process without traffic, and from its start until it serves, with 64 slots.
+"""Measures a process without traffic: CPU at rest, and the time from its start until it is ready, with 64 slots.
 
-The start is timed from `python -m service` to the first 200 of /readyz: in a new namespace (it makes its topics), and
-after a kill -9 of a process that held all 64 slots (each is fenced, its ledger read, before it serves again; the first
-one that is ready is enough to serve). The leases of the dead end when their last beat is a lease old, so the kills come
-at all times between two beats, as crashes do.
+The start is timed from `python -m service` to the first 200 of /readyz: in a new namespace (the process creates the
+topics), and after a kill -9 of a process that held all 64 slots (each is fenced and its ledger read before it is ready;
+one ready slot is enough to serve). The leases of the dead process expire one lease after its last heartbeat, so the
+kills come at different times between two heartbeats, as crashes do.
 """
 
 import time
@@ -33,19 +33,19 @@ def measure(stage: Stage) -> list[Row]:
 
 
 def _idle_share(target: Target, seconds: float) -> float:
-    """Per cent of a core over so many seconds without a request."""
+    """Measure the CPU use over some seconds without a request, in per cent of a core."""
     before, started = _run_ns(target.service.pid), time.monotonic_ns()
     time.sleep(seconds)
     return 100 * (_run_ns(target.service.pid) - before) / (time.monotonic_ns() - started)
 
 
 def _run_ns(pid: int) -> int:
-    """CPU of all threads of a process, in ns: the hundredths of /proc/PID/stat are too coarse for a process at rest."""
+    """Read the CPU time of all threads of a process, in ns: the hundredths of /proc/PID/stat are too coarse at rest."""
     return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
 
 
 def _starts(stage: Stage, rounds: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds to ready in a new namespace, to ready again after a kill, and to all slots ready."""
+    """Measure seconds to ready in a new namespace, to ready again after a kill, and to all slots ready."""
     fresh: list[float] = []
     again: list[float] = []
     whole: list[float] = []
@@ -56,7 +56,7 @@ def _starts(stage: Stage, rounds: int) -> tuple[list[float], list[float], list[f
         with service:
             fresh.append(time.monotonic() - started)
             target = Target(service, stage.kafka, stage.redis, name, [])
-            _all_ready(target)  # just after a beat
+            _all_ready(target)  # a heartbeat has just been sent
             time.sleep(BEAT_S * (number + 0.5) / rounds)
             service.kill()
             started = time.monotonic()

@@ -1,10 +1,10 @@
--- wrk's load for the benches: `wrk -s load.lua URL -- name=value ...`, one thread. Ends with one line of JSON.
+-- wrk's load for the benchmarks: `wrk -s load.lua URL -- name=value ...`, one thread. Ends with one line of JSON.
 --   prefix  of the keys: "<prefix>-<n>"; each run has its own, so that every key is new
---   topic   where the events go; with topics=N to <topic>-0 ... <topic>-(N-1) in turn
---   bytes   about so many in an event's JSON
+--   topic   the topic of the events; with topics=N <topic>-0 ... <topic>-(N-1) in turn
+--   bytes   about this many in an event's JSON
 --   batch   events in a request: 0 is POST /events, else POST /events/batch
---   keys    after so many keys they come again from the first one (0: never)
---   delay   ms that a connection waits before each request, in the mean (as long as twice that, or not at all)
+--   keys    the number of keys after which they repeat from the first (0: never)
+--   delay   ms of pause of a connection before each request, on average (uniform, from 0 to twice that)
 
 local set = {prefix = 'k', topic = 'bench', topics = '1', bytes = '250', batch = '0', keys = '0', delay = '0'}
 local n, count, topics, keys = 0, 0, 1, 0

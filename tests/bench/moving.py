@@ -1,4 +1,4 @@
-"""Processes that come and go under load, 1 → 8 → 2: how long a slot takes to move, and that nothing is in doubt."""
+"""Measures how long slots take to move while processes start and stop under load (1 → 8 → 2), without doubts."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ EVENTS = 8_000
 
 
 def _held(stage: Stage) -> Counter[str]:
-    """Slots by the process that holds them."""
+    """List the slots by the process that holds them."""
     with stage.redis.client() as store:
         tokens = [store.get(f"{{{NAMESPACE}:0}}l{slot}") for slot in range(SLOTS_MAX)]
     names = [(token.decode() if isinstance(token, bytes) else str(token)) for token in tokens if token is not None]
@@ -26,7 +26,7 @@ def _held(stage: Stage) -> Counter[str]:
 
 
 def _moved(stage: Stage, processes: int) -> float:
-    """Wait until each of so many processes holds its share; how long it took, in seconds."""
+    """Wait until each of this many processes holds its share; returns the seconds that this took."""
     started = time.monotonic()
     share = min(4, SLOTS_MAX // processes)
     until(lambda: sorted(_held(stage).values()) == [share] * processes, 60, f"{processes} processes hold {share} each")

@@ -1,10 +1,10 @@
-"""Overload: more POSTs than the process can take, from clients that wait before the next, and from some that do not.
+"""Overload: more POSTs than a process can write, from clients with pauses, and from clients without.
 
-The peak is that of 256 connections that send as fast as they are answered, at a queue of 512 events. Then there are
-1,280: first each waits before a request, at random, for as long in the mean as makes twice the peak when those that are
-not taken are refused at once; then none of them waits. Who is refused hears of it in turn, so fewer come through than
-would: "answered" tells how many. A client beside them, one request at a time, tells how long the 503s take. Memory is
-the process's own, looked at all the time.
+The peak is the rate of 256 connections without pauses, at a queue of 512 events. Then 1,280 connections send: first
+each waits a random time before a request, on average as long as gives twice the peak if refusals come at once; then
+without pauses. Because refusals are delayed in turn, fewer requests come than planned: "answered" is their number. A
+separate client, with one request at a time, measures the time to a 503. Memory is that of the process, measured all the
+time.
 """
 
 import threading
@@ -20,11 +20,11 @@ QUEUE_EVENTS = 512
 CONNECTIONS = 1_280
 PEAK_CONNECTIONS = 256
 LEAST = Goal(least=0.9)
-REFUSED_LEAST = 0.1  # of all that is answered: fewer would be no overload
+REFUSED_LEAST = 0.1  # share of all answers; fewer refusals would be no overload
 
 
 class _Beside:
-    """A client and a look at the memory, in a thread, while the load runs."""
+    """Measures the time to a 503 and the memory, in a thread, while the load runs."""
 
     def __init__(self, target: Target) -> None:
         self.written = 0
@@ -57,7 +57,7 @@ class _Beside:
 
 @dataclass
 class _Load:
-    """What came of one kind of overload, a round each."""
+    """The figures of one kind of overload, by round."""
 
     of: str
     waits: bool
@@ -66,7 +66,7 @@ class _Load:
     grown_mib: list[float] = field(default_factory=list)
 
     def press(self, target: Target, seconds: float, peak: float, refused_least: float) -> None:
-        """Raises NotRealWork where it was no overload, or a request had no answer."""
+        """Run one round. Raises NotRealWork if it was no overload, or a request got no answer."""
         before = memory_bytes(target.service.pid)
         wait_ms = max(1, round(1000 * (CONNECTIONS - QUEUE_EVENTS) / (2 * peak))) if self.waits else 0
         with _Beside(target) as beside:

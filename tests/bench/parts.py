@@ -1,10 +1,10 @@
 """(g) CPU by part, and a flame graph, of POSTs at 256 connections and of batches of 100 at 16.
 
-py-spy samples the process 200 times a second while it works. A sample belongs to its leaf-most frame of the service
-or of a library (not Python's own modules; helpers that all parts share count as their caller's). A sample with no such
-frame is the event loop's own: uvloop's callbacks and the sockets' system calls, for HTTP, Kafka and Redis alike. The
-part of Redis is told by its caller: claim or mark. The shares are those of the samples; the CPU they divide is that of
-runs without py-spy, from /proc/PID/stat.
+py-spy samples the process 200 times a second under load. A sample belongs to its leaf-most frame in the service or in a
+library (not in Python's own modules; helpers that all parts share count for their caller). A sample without such a
+frame belongs to the event loop: uvloop's callbacks and the system calls of sockets, for HTTP, Kafka and Redis alike.
+Redis's part is known by its caller: claim or mark. The shares are those of the samples; the CPU that they divide was
+measured in runs without py-spy, from /proc/PID/stat.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from tests.bench.stage import Stage, Target
 
 SAMPLES_A_SECOND = 200
 
-# A part's files, by the beginning of their names; the first that fits counts.
+# The files of each part, by the beginning of their names; the first match counts.
 PARTS = {
     "HTTP": (
         "uvicorn/",
@@ -44,7 +44,7 @@ PARTS = {
     "queue and path": ("service/",),
 }
 REDIS = ("service/claims/redis_store", "redis/", "hiredis/")
-# Helpers: what they do is their caller's work.
+# Helpers, which count for their caller.
 SHARED = ("service/contract/", "service/claims/states", "service/__main__")
 LOOP = "event loop"
 COLOURS = {
@@ -62,7 +62,7 @@ COLOURS = {
 
 
 def part_of(stack: Stack) -> str:
-    """The part that a stack, leaf last, belongs to."""
+    """Find the part of a stack, whose leaf is last."""
     for frame in reversed(stack):
         file = frame.rpartition("(")[2]
         if file.startswith(SHARED):
@@ -70,7 +70,7 @@ def part_of(stack: Stack) -> str:
         if file.startswith(REDIS):
             return _redis_part(stack)
         for part, files in PARTS.items():
-            # The loop is run from uvicorn's server: that is no work of its own.
+            # The loop is run by uvicorn's server, which does not count as work of the server.
             if file.startswith(files) and not file.startswith(("uvicorn/server", "uvicorn/_compat", "uvicorn/main")):
                 return part
     return LOOP
@@ -82,7 +82,7 @@ def _redis_part(stack: Stack) -> str:
 
 
 def module_of(stack: Stack) -> str:
-    """The file of the leaf-most frame that is not Python's own."""
+    """Find the file of the leaf-most frame that is not in Python's own modules."""
     files = (frame.rpartition("(")[2].rstrip(")").partition(":")[0] for frame in reversed(stack))
     loop = ("uvicorn/server", "uvicorn/_compat", "uvicorn/main", "service/__main__")
     own = (file for file in files if file.startswith(("service/", *_VENDORS)) and not file.startswith(loop))
@@ -93,7 +93,7 @@ _VENDORS = tuple({name for files in PARTS.values() for name in files if name.end
 
 
 def parse(raw: str) -> Counter[Stack]:
-    """py-spy's raw format, `frame;frame;… samples` a line, without line numbers."""
+    """Parse py-spy's raw format, `frame;frame;… samples` on each line, without line numbers."""
     stacks: Counter[Stack] = Counter()
     for line in raw.splitlines():
         frames, _, samples = line.rpartition(" ")
@@ -112,7 +112,7 @@ def _spy(pid: int, seconds: int, to: Path) -> subprocess.Popen[bytes]:
 
 @dataclass(frozen=True)
 class _Load:
-    """What is pressed: single POSTs, or batches. Shares are of an event."""
+    """The load: single POSTs, or batches. Shares are for one event."""
 
     of: str
     connections: int
@@ -124,7 +124,7 @@ LOADS = (_Load("a POST", 256, 0, "parts.svg"), _Load("an event in batches of 100
 
 
 def sample(target: Target, load: _Load, seconds: int, to: Path) -> Counter[Stack]:
-    """Stacks of the process while it is under load.
+    """Sample the stacks of a process under load.
 
     Raises:
         NotRealWork: py-spy brought nothing back.

@@ -1,4 +1,4 @@
-"""Plots as inline SVG: no library, no script."""
+"""Draws plots as inline SVG, without a library or a script."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _COLOURS = ("#1f6f8b", "#c8553d", "#588157", "#7b5ea7")
 
 
 def series(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Medians with their quartiles against `at`, both axes logarithmic."""
+    """Draw medians with their quartiles against `at`, on logarithmic axes."""
     xs = [row["at"] for row in rows]
     lows, highs = [row["quartiles"][0] for row in rows], [row["quartiles"][1] for row in rows]
     x_of = _axis(min(xs), max(xs), _LEFT, _WIDE - _RIGHT)
@@ -43,7 +43,7 @@ def series(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def strip(row: dict[str, Any]) -> str:
-    """The rounds of a row as dots on a line, and its goal as a bar across."""
+    """Draw the rounds of a row as dots on a line, and its goal as a bar."""
     goals = [float(word.replace(",", "")) for word in str(row.get("goal", "")).split() if word[0].isdigit()]
     rounds = row["rounds"]
     most = max([*rounds, *goals]) * 1.08 or 1.0

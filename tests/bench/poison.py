@@ -1,4 +1,4 @@
-"""A caller who sends nothing but events that the broker refuses: what it costs the others."""
+"""Measures the others' throughput beside a caller who sends only events that the broker refuses."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ ROUNDS = 3
 
 
 async def _others(url: str, prefix: str, until: float) -> tuple[int, list[int]]:
-    """Events that others got written in the time, and the statuses other than 201."""
+    """Write events of other callers; returns their number, and the statuses other than 201."""
     written = 0
     strange: list[int] = []
     numbers = itertools.count()
@@ -36,7 +36,7 @@ async def _others(url: str, prefix: str, until: float) -> tuple[int, list[int]]:
 
 
 async def _poison(url: str, prefix: str, until: float) -> int:
-    """Send events that are too large for their topic, from four connections; how many were refused."""
+    """Send events that are too large for their topic, from four connections; returns how many were refused."""
     refused = 0
     numbers = itertools.count()
 
@@ -65,7 +65,7 @@ async def _round(url: str, number: int, seconds: float) -> tuple[int, int, int, 
 def measure(stage: Stage) -> list[Row]:
     stage.kafka.create_topic("good", partitions=3)
     stage.kafka.create_topic("poisoned", partitions=1, config={"max.message.bytes": "1000"})
-    # The edge would refuse what it knows to be too large; the broker is to do it.
+    # The service's own check of the size is off, so that the broker refuses the events.
     with stage.service("poison", module="tests.bench.blind", namespace="poison") as service:
         seconds, count = stage.pick(1.0, SECONDS), stage.pick(1, ROUNDS)
         rounds = [asyncio.run(_round(service.url, number, seconds)) for number in range(count)]

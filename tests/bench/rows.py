@@ -1,4 +1,4 @@
-"""What a bench answers: rows of figures, one a round, each with the goal that it is held to."""
+"""The rows of a benchmark: figures, one for each round, each with its goal."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class NotRealWork(Exception):
-    """A bench's check failed: what was timed is not the work that it claims. There is no number then."""
+    """A benchmark's check failed: the timed work was not the claimed work, so there is no number."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: its value in each round. Rows of one `series` are the points of a plot, `at` their places on x."""
+    """One figure: its value in each round. Rows of one `series` are the points of a plot, `at` their positions on x."""
 
     name: str
     unit: str
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The spread: the first and the third quartile of the rounds."""
+        """The first and the third quartile of the rounds."""
         if len(self.values) < 2:
             return self.values[0], self.values[0]
         first, _, third = statistics.quantiles(self.values, n=4, method="inclusive")
@@ -69,23 +69,23 @@ class Row:
 
 
 def _round(value: float) -> float:
-    """Four digits are more than any of these figures has."""
+    """Round to four digits, which is more than any figure is exact to."""
     return float(f"{value:.4g}")
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Round by round, so that a machine that slows down takes both sides with it."""
+    """Divide round by round, so that a change of the machine's speed affects both sides."""
     return [one / other for one, other in zip(over, under, strict=True)]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie (nearest rank)."""
+    """Return the value below which `share` of the values lie (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def growth(name: str, unit: str, costs: Mapping[int, Sequence[float]], series: str) -> list[Row]:
-    """A cost at growing amounts of work, and by how much a doubling of the work multiplies it at the worst place."""
+    """Make rows of a cost by the amount of work, and the largest factor of the cost for a doubling of the work."""
     points = [Row(f"{name} at {at:,g}", unit, values, series=series, at=at) for at, values in costs.items()]
     worst = [
         max((later / earlier) ** (1 / _doublings(a, b)) for (a, earlier), (b, later) in itertools.pairwise(round_))

