@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
-from service.http.request import Bodies, Handler, PostRequest
+from service.http.request import WRITE_BYTES, Bodies, Handler, PostRequest
 from service.http.responses import headers_of
 
 # A server may cancel the task of a client that has disconnected; these go on. The loop keeps no reference to a task.
@@ -111,7 +111,7 @@ class AsgiRequest(PostRequest):
             headers = self._headers(outcome.head)
             headers.append((b"content-length", b"%d" % len(outcome.body)))
             await send({"type": "http.response.start", "status": outcome.status, "headers": headers})
-            await send({"type": "http.response.body", "body": outcome.body})
+            await _send_body(outcome.body, send)
         elif outcome is not None:
             await send(
                 {"type": "http.response.start", "status": outcome.status, "headers": self._headers(outcome.head)}
@@ -123,6 +123,17 @@ class AsgiRequest(PostRequest):
         if not self.keep_alive and self._version.startswith("1."):  # HTTP/2 has no such header
             headers.append((b"connection", b"close"))
         return headers
+
+
+async def _send_body(body: bytes, send: Send) -> None:
+    """Send a whole body; each turn of the loop sends a slice of a long one."""
+    start = 0
+    while len(body) - start > WRITE_BYTES:
+        slice = body[start : start + WRITE_BYTES]
+        await send({"type": "http.response.body", "body": slice, "more_body": True})
+        await asyncio.sleep(0)
+        start += WRITE_BYTES
+    await send({"type": "http.response.body", "body": body[start:]})
 
 
 class _Whole:

@@ -203,7 +203,7 @@ class EventsEndpoint:
 
     async def _write_each(self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller) -> None:
         groups = self._results_of_each(post, parts, parse, caller)
-        self._answer(post, 207, JSON_LINE, join_results([result async for group in groups for result in group]))
+        self._answer(post, 207, JSON_LINE, join_results([",".join(group).encode() async for group in groups]))
 
     async def _write_lines(self, post: PostRequest, traceparent: bytes | None, caller: Caller) -> None:
         """Write the events of a batch of lines, and each result as soon as it is known, in the order of the events."""

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from service.http.headers import UsedHeaders
 from service.http.limits import GuardedProtocol
-from service.http.request import OWN_BYTES, Bodies, Handler, PostRequest
+from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Handler, PostRequest
 from service.http.request_reader import Head, PlainPost, Refusal, RequestReader
 from service.http.responses import lines_of
 
@@ -153,7 +153,6 @@ class HttpRequest(PostRequest):
 
     def complete(self, content: bytes) -> None:
         """Write the end of the response, and go on with the connection's next request."""
-        self.response_complete = True
         self._connection.finish(self, content)
 
     def cut(self) -> None:
@@ -202,6 +201,7 @@ class PostsProtocol(GuardedProtocol):
     """Hand POSTs to the handlers of their routes, and all other requests to the ASGI app."""
 
     posts: Posts
+    _unwritten: tuple[HttpRequest, memoryview] | None = None  # the rest of a long response
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
 
     def __init__(self, posts: Posts, *arguments: Any, **named: Any) -> None:
@@ -222,6 +222,8 @@ class PostsProtocol(GuardedProtocol):
 
     def _refuse(self, refusal: Refusal) -> None:
         self.posts.responses.write()  # a refusal ends the connection, and comes after the answers
+        while self._unwritten is not None:
+            self._write_on()
         super()._refuse(refusal)
 
     def take_post(self, post: PlainPost) -> None:
@@ -279,19 +281,35 @@ class PostsProtocol(GuardedProtocol):
         end = b"\r\n" if post.keep_alive else b"connection: close\r\n\r\n"
         return b"%b%b%b%b%b" % (STATUS_LINE[status], self._dated(), head, framing, end)
 
-    def write(self, post: HttpRequest, content: bytes) -> bool:
+    def write(self, post: HttpRequest, content: bytes | memoryview) -> bool:
         """Write a part of a response; return False if the client has gone."""
         there = not post.disconnected and not self.transport.is_closing()
         if there:
             self.transport.write(content)
         return there
 
-    def finish(self, post: HttpRequest, content: bytes) -> None:
-        """Write the last part of a response, then go on with the next request of the connection."""
+    def finish(self, post: HttpRequest, content: bytes | memoryview) -> None:
+        """Write the last part of a response, then go on with the next request of the connection.
+
+        If the part is long, each turn of the loop writes a slice of it.
+        """
+        if len(content) > WRITE_BYTES:
+            content = memoryview(content)
+            if self.write(post, content[:WRITE_BYTES]):
+                self._unwritten = post, content[WRITE_BYTES:]
+                self.loop.call_soon(self._write_on)
+                return
+        post.response_complete = True
         if self.write(post, content):
             if not post.keep_alive:
                 self.transport.close()
             self.on_response_complete()
+
+    def _write_on(self) -> None:
+        """Write the next slice of a long response, unless all of it was written because of a refusal."""
+        if self._unwritten is not None:
+            (post, content), self._unwritten = self._unwritten, None
+            self.finish(post, content)
 
     def _dated(self) -> bytes:
         """Return the lines of uvicorn's default headers (Date), which uvicorn replaces each second."""

@@ -9,6 +9,9 @@ from service.http.headers import UsedHeaders
 # Bytes of a body that do not count against the bound of all bodies, so that large bodies never block small ones.
 OWN_BYTES: Final = 64 * 1024
 
+# Bytes of a response that one turn of the loop writes: a large response as a whole takes milliseconds.
+WRITE_BYTES: Final = 64 * 1024
+
 
 class Bodies:
     """The bytes in memory of all bodies, beyond the first OWN_BYTES of each; `most` is their bound."""

@@ -101,14 +101,9 @@ def render_metadata(place: Delivery) -> bytes:
     return _encode(_Metadata(id.hex(), there.topic, there.partition, there.offset, there.ts))
 
 
-def render_results(answers: Iterable[WriteResult]) -> bytes:
-    """Render the body of a 207: the result of each event, in order."""
-    return join_results(map(render_result, answers))
-
-
-def join_results(results: Iterable[str]) -> bytes:
-    """Join rendered results to the body of a 207."""
-    return f'{{"results":[{",".join(results)}]}}'.encode()
+def join_results(pieces: Iterable[bytes]) -> bytes:
+    """Join rendered results, or pieces of several with commas between them, to the body of a 207."""
+    return b'{"results":[%b]}' % b",".join(pieces)
 
 
 def render_result(answer: WriteResult) -> str:

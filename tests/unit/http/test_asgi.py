@@ -15,6 +15,7 @@ from service.contract import CallerRule, Rules, SettingsError
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.events.schemas import Schemas
+from service.http import asgi as module
 from service.http.asgi import AsgiEndpoint
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
@@ -99,6 +100,36 @@ async def test_refusals_are_problems(
     assert response.status_code == status
     if code:
         assert (response.json()["code"], response.headers["content-type"]) == (code, "application/problem+json")
+
+
+async def test_a_long_answer_is_sent_in_slices_between_which_other_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WRITE_BYTES", 100)
+    body = bytes(range(250))
+    endpoint = AsgiEndpoint(lambda post: post.answer(200, b"", body), 1_000, Bodies(0))
+    sent: list[Any] = []
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        sent.append((turns, message))
+
+    counting = asyncio.create_task(count_turns())
+    await endpoint({"type": "http", "http_version": "1.1", "headers": [], "client": None}, receive, send)
+    counting.cancel()
+    (_, start), *slices = sent
+    assert start["headers"] == [(b"content-length", b"250")]
+    assert [len(message["body"]) for _, message in slices] == [100, 100, 50]
+    assert b"".join(message["body"] for _, message in slices) == body
+    assert [message.get("more_body", False) for _, message in slices] == [True, True, False]
+    assert len({turn for turn, _ in slices}) == 3
 
 
 async def test_a_percent_encoded_path_is_decoded_before_it_is_matched(http: httpx.AsyncClient) -> None:

@@ -31,9 +31,10 @@ from service.http.responses import (
     committed_lines,
     echo_of,
     imf_fixdate,
+    join_results,
     render_metadata,
     render_problem,
-    render_results,
+    render_result,
     render_whole,
 )
 from service.pipeline.admission import Admission
@@ -114,7 +115,7 @@ def test_answers_are_json() -> None:
     place = {"id": "01" * 16, "topic": "orders", "partition": 2, "offset": 12, "timestamp": 1_700_000_000_000}
     assert json.loads(render_metadata(PLACE)) == place
     answers: list[WriteResult] = [Committed(1, (PLACE,), True), Problem(KINDS["in-progress"], "wait")]
-    done, busy = json.loads(render_results(answers))["results"]
+    done, busy = json.loads(join_results(render_result(each).encode() for each in answers))["results"]
     assert done == {"status": 201, **place, "replayed": True}
     assert (busy["status"], busy["problem"]["code"]) == (409, "in-progress")
     whole = json.loads(render_whole(b"\x02" * 16, Committed(1, (PLACE, PLACE), False)))

@@ -564,6 +564,47 @@ async def narrow(server: uvicorn.Server) -> AsyncIterator[socket.socket]:
         yield client
 
 
+@only_direct
+async def test_a_long_answer_is_written_in_slices_between_which_other_tasks_run(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = 0
+    written: list[tuple[int, int]] = []  # the turn of the loop, and the bytes
+    write = PostsProtocol.write
+
+    def seen(self: PostsProtocol, request: Any, content: bytes | memoryview) -> bool:
+        written.append((turn, len(content)))
+        return write(self, request, content)
+
+    monkeypatch.setattr(PostsProtocol, "write", seen)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    await caller.say(post(b"/long", b"") + post(b"/now", b"next"))
+    assert (await caller.hear())[2] == bytes(LONG_BYTES)
+    assert (await caller.hear())[2] == b"next"
+    counting.cancel()
+    slices = [each for each in written if each[1] > 1_000]
+    assert max(size for _, size in slices) <= request_module.WRITE_BYTES
+    assert len({turn for turn, _ in slices}) == len(slices) == -(-LONG_BYTES // request_module.WRITE_BYTES)
+
+
+@only_direct
+async def test_a_refusal_comes_after_all_slices_of_the_answer_before_it(caller: Caller) -> None:
+    protocol = next(iter(caller.server.server_state.connections))
+    assert isinstance(protocol, PostsProtocol)
+    protocol.data_received(post(b"/long", b""))
+    await asyncio.sleep(0)  # the first slice is written
+    protocol.data_received(b"no request\r\n\r\n")
+    assert (await caller.hear())[2] == bytes(LONG_BYTES)
+    assert (await caller.hear())[0] == 400
+
+
 @pytest.mark.parametrize("rest", [b"", b"POST /no"])
 async def test_a_client_that_does_not_read_its_answers_is_no_longer_read_and_is_closed(
     server: uvicorn.Server, rest: bytes

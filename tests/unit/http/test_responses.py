@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from service.claims.states import Delivered
 from service.core.problems import NOT_WRITTEN, Problem
-from service.http.responses import render_metadata, render_result, render_results, render_whole
+from service.http.responses import join_results, render_metadata, render_result, render_whole
 from service.pipeline.request import Committed, Delivery
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**53)
@@ -51,7 +51,7 @@ def test_results_are_rendered_with_their_id_place_and_replayed(places: list[Deli
     answers = [Committed(1, (place,), replayed) for place in places]
     assert render_metadata(places[0]).decode() == text(members_of(places[0]))
     assert [render_result(answer) for answer in answers] == [text(result) for result in results]
-    assert render_results(answers).decode() == text({"results": results})
+    assert join_results(render_result(each).encode() for each in answers).decode() == text({"results": results})
     whole = {"id": "02" * 16, "results": [{"status": 201, **members_of(place)} for place in places]}
     assert render_whole(b"\x02" * 16, Committed(1, tuple(places), replayed)).decode() == text(whole)
 
