@@ -1,1 +1,1 @@
-"""One suite for the real thing and its fake: what the fake passes, a test that uses it may believe."""
+"""Runs one suite on the real thing and on its fake, so that tests with the fake can rely on it."""

@@ -1,4 +1,4 @@
-"""The key stores that the suite runs on: Redis, one that lacks a newer command, and the fake with its own clock."""
+"""The key stores of the suite: Redis, a Redis that lacks a newer command, and the fake with its own clock."""
 
 import contextlib
 import time
@@ -14,7 +14,7 @@ from service.claims.redis_store import KeyStore, RedisKeys, StoreGeneration
 from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
-# Long enough for a few script calls, short enough to wait for.
+# Long enough for a few script calls, short enough for a test to wait for.
 LEASE_MS = 300
 HOUR_MS = 3_600_000
 RETENTION_MS = 60_000
@@ -23,18 +23,18 @@ LEAST_LEFT_MS = 5_000
 
 @dataclass
 class Bench:
-    """A key store, and what a test does to it from outside."""
+    """A key store, and ways to change it from outside."""
 
     keys: KeyStore
     flush: Callable[[], None]
-    save: Callable[[], Callable[[], None]]  # copies what the store holds; what it answers puts that back
+    save: Callable[[], Callable[[], None]]  # copies the data of the store; returns a function that restores the copy
     elapse: Callable[[int], None]
     now_ms: Callable[[], int]
-    full: Callable[[bool], None]  # it takes no more writes, or does again
-    hour: KeyStore  # the same store, to which a process has come whose leases last for an hour
+    full: Callable[[bool], None]  # whether the store takes no more writes
+    hour: KeyStore  # the same store, used by a process whose leases last for an hour
 
     async def settled(self, generation: int = 1, freed: tuple[int, ...] = (10, 20)) -> StoreGeneration:
-        """Have the store complete in a generation, each slot freed up to an offset; such an offset is a term."""
+        """Make the store complete in a generation, with `freed` of each slot; each of these offsets is a term."""
         store = (await self.keys.who()).store
         assert await self.keys.recover(await self.keys.who(), "the first")
         await self.keys.recover_end(store, "the first", generation, freed)
@@ -45,7 +45,7 @@ SERVERS = ("redis", "older_redis")
 
 
 def assert_expires(client: Client, key: bytes, at_ms: int) -> None:
-    """A key expires at a time of the server's clock; before Redis 7.0, which tells a TTL only, within 10 ms of it."""
+    """Check the expiry of a key, by the server's clock; within 10 ms before Redis 7.0, which reports only a TTL."""
     try:
         assert client.pexpiretime(key) == at_ms  # type: ignore[arg-type] # bytes are fine
     except ResponseError:
@@ -89,7 +89,7 @@ def redis_bench(redis: Redis, namespace: str, keys: RedisKeys, hour: RedisKeys) 
     with redis.client() as client:
 
         def forget() -> None:
-            """What a flush would do to this namespace, and to no other test's."""
+            """Delete the keys of this namespace only, as a flush would."""
             for key in client.scan_iter(match=pattern):
                 client.delete(key)
 

@@ -1,4 +1,4 @@
-"""The key store in memory: the rules of `service.claims.states` over plain dicts, with a clock that a test moves."""
+"""The key store in memory: the rules of `service.claims.states` over dicts, with a clock that tests move."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ LEASES_MOST = 10
 
 
 class Clock:
-    """Milliseconds that pass when they are told to."""
+    """A clock in milliseconds, which tests move."""
 
     def __init__(self, now_ms: int = 1_700_000_000_000) -> None:
         self.now_ms = now_ms
@@ -24,12 +24,12 @@ class Clock:
 
 @dataclass
 class Server:
-    """A store in one of its lives: what Redis would hold of a namespace. `flush` forgets all but the life itself."""
+    """A store with one identity: what Redis would hold of a namespace. `flush` deletes all but the identity."""
 
     store: str
     clock: Clock
     held: StoreGeneration | None = None
-    claims: int = 0  # how many calls have claimed something
+    claims: int = 0  # the number of calls that claimed something
     nonce: tuple[str, int] | None = None  # with the time at which it expires
     freed: dict[int, int] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
@@ -37,14 +37,16 @@ class Server:
     taken: set[int] = field(default_factory=set)
     members: dict[str, int] = field(default_factory=dict)
     keys: dict[bytes, states.Claimed | states.Delivered | states.DeliveredBatch] = field(default_factory=dict)
-    full: bool = False  # it takes no more claims
-    evicts: str = ""  # its maxmemory-policy, where that is not noeviction
-    evicted: int = 0  # keys; and how many before the last store recovery began, and the one that made the generation
+    full: bool = False  # whether it takes no more claims
+    evicts: str = ""  # its maxmemory-policy, "" for noeviction
+    # evicted keys: their number, and the number at the begin of the last store recovery, and of the one that made the
+    # generation
+    evicted: int = 0
     evicted_at_begin: int = 0
     evicted_before: int = 0
 
     def save(self) -> Callable[[], None]:
-        """Copy what it holds; what this answers puts that back."""
+        """Copy its data; returns a function that restores the copy."""
         saved = copy.deepcopy({name: held for name, held in vars(self).items() if name != "clock"})
         return lambda: vars(self).update(copy.deepcopy(saved))
 
@@ -53,7 +55,7 @@ class Server:
 
 
 class MemoryKeys:
-    """`service.claims.redis_store.KeyStore` on a `Server`; several may share one, as processes share a Redis."""
+    """`service.claims.redis_store.KeyStore` on a `Server`, which several may share, as processes share a Redis."""
 
     def __init__(self, server: Server, *, retention_ms: int, least_left_ms: int, lease_ttl_ms: int) -> None:
         self.server = server
@@ -63,7 +65,7 @@ class MemoryKeys:
         self._claims_seen: dict[StoreGeneration, int] = {}
         self._incomplete: StoreGeneration | None = None
 
-    # ------------------------------------------------------------------------------------- what the script has too
+    # ------------------------------------------------------------------------------------- helpers, as in the script
 
     @property
     def _now_ms(self) -> int:

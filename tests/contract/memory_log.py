@@ -1,4 +1,4 @@
-"""Kafka's transactions in memory: enough of a broker for `TransactionalProducer`, and for those who read its topics."""
+"""Kafka's transactions in memory: as much of a broker as `TransactionalProducer` and the readers of its topics need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ TOO_LARGE_CODE = 10
 
 @dataclass
 class Log:
-    """One partition: records of transactions, each with what became of its transaction; None is a marker."""
+    """One partition: records, each with the state of its transaction; None is a marker."""
 
     entries: list[tuple[bytes | None, "Transaction"] | None] = field(default_factory=list)
 
     def committed(self) -> list[tuple[int, bytes | None]]:
-        """What a consumer sees with read_committed: up to the first record of an open transaction."""
+        """Return what a read_committed consumer sees: up to the first record of an open transaction."""
         seen = []
         for offset, entry in enumerate(self.entries):
             if entry is None:
@@ -34,7 +34,7 @@ class Log:
 
 @dataclass
 class Transaction:
-    """`open`, `committed` or `aborted`, and the partitions that it has touched."""
+    """The state (`open`, `committed` or `aborted`), and the partitions of the transaction."""
 
     state: str = "open"
     touched: list[Log] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Transaction:
 
 
 class Broker:
-    """Topics, and for each transactional id its newest producer and its open transaction."""
+    """Topics, and by transactional id the newest producer and its open transaction."""
 
     def __init__(self) -> None:
         self.topics: dict[str, list[Log]] = {}
@@ -61,7 +61,7 @@ class Broker:
         self.bytes_max[topic] = bytes_max
 
     def init_producer_id(self, transactional_id: str) -> tuple[int, int]:
-        """Fence the older producers, and make the fate of their transaction final."""
+        """Fence the older producers, and end their transaction."""
         if self.away:
             raise KafkaAway("it is away")
         producer_id, epoch = self.epochs.get(transactional_id, (1000 + len(self.epochs), -1))
@@ -79,15 +79,15 @@ class Broker:
 
 
 class MemoryProducer(TransactionalProducer):
-    """One life of a transactional id's producer on a `Broker`."""
+    """One session of a transactional id's producer on a `Broker`."""
 
     def __init__(self, broker: Broker, transactional_id: str) -> None:
         self._broker = broker
         self._transactional_id = transactional_id
         self._mine = (-1, -1)
         self._over = True
-        self._wanted: list[tuple[str, int]] | None = None  # what is to be opened
-        self._half: tuple[Transaction, tuple[str, int]]  # what is sent and not committed
+        self._wanted: list[tuple[str, int]] | None = None  # the partitions to open
+        self._half: tuple[Transaction, tuple[str, int]]  # sent and not committed
 
     async def start(self) -> None:
         self._mine = self._broker.init_producer_id(self._transactional_id)
@@ -114,7 +114,7 @@ class MemoryProducer(TransactionalProducer):
             del self._broker.open[self._transactional_id]
 
     def _transaction(self) -> Transaction:
-        """The transaction, in which what was asked for is if all of it is there."""
+        """Return the open transaction if it includes all of these partitions, else begin another."""
         self._check()
         wanted, self._wanted = self._wanted or [], None
         transaction = self._broker.open[self._transactional_id] = Transaction()

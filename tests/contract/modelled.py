@@ -1,6 +1,6 @@
-"""A real Redis, and its double in memory, holding just what a store of the model holds: both can be set and read.
+"""Redis and its fake in memory, set to a store of the model and read back in the model's terms.
 
-The model's numbers for stores: THIS is the server that answers, OTHER is any other one. Nonces are numbers too.
+The model numbers stores: THIS is the server that answers, OTHER is any other one. Nonces are numbers too.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ THIS: Final = 0
 OTHER: Final = 1
 ELSEWHERE: Final = "another/server"
 
-# Nothing expires in a test of these.
+# No key expires during these tests.
 RETENTION_MS: Final = 3_600_000
-LEAST_LEFT_MS: Final = 600_000  # a state that is about to expire has half of it left: more than a test takes
+LEAST_LEFT_MS: Final = 600_000  # half of the retention that is left counts as little: more than a test takes
 LEASE_MS: Final = 60_000
 
-IDS: Final = tuple(bytes([number]) * 16 for number in range(3))  # the event; or the whole and its two members
+IDS: Final = tuple(bytes([number]) * 16 for number in range(3))  # the event; or the whole batch and its two members
 
 
 def name_of(nonce: int) -> str:
@@ -33,22 +33,22 @@ def name_of(nonce: int) -> str:
 
 
 class Modelled(Protocol):
-    """A key store that can be compared with the model's."""
+    """A key store that can be compared with the model's store."""
 
     keys: KeyStore
     server: str  # its run_id/master_replid
 
     def read(self, count: int) -> Store:
-        """What it holds, with the first `count` of IDS."""
+        """Read its data, with the first `count` of IDS."""
 
     def write(self, store: Store) -> None:
-        """Have it hold this and nothing else."""
+        """Replace its data."""
 
     def now_ms(self) -> int: ...
 
 
 class InRedis:
-    """Its contents go past the script, straight by the keyspace that claims.lua opens with."""
+    """Redis. Its data are set and read without the script, by the keys that claims.lua describes."""
 
     def __init__(self, redis: Redis, namespace: str, client: Client) -> None:
         self.keys: KeyStore = RedisKeys(
@@ -107,7 +107,7 @@ class InRedis:
 
 
 class InMemory:
-    """The double that the unit tests use; its clock stands still."""
+    """The fake of the unit tests; its clock does not move."""
 
     def __init__(self, now_ms: int) -> None:
         self.server = "double/replid"
@@ -131,7 +131,7 @@ class InMemory:
         held = self._held
         claims = held.claims
         held.flush()
-        held.claims = claims  # which the model does not have: no store of it is an older copy
+        held.claims = claims  # the model has no such number, because none of its stores is an older copy
         if store.generation != NONE:
             held.held = StoreGeneration(store.generation, _name(store.named, self.server))
         if store.nonce != NONE:
@@ -146,35 +146,35 @@ class InMemory:
 
 
 def generation_of(generation: int, named: int, server: str) -> StoreGeneration:
-    """A caller's generation and store, by the model's numbers."""
+    """Convert a caller's generation and store from the model's numbers."""
     return StoreGeneration(generation, _name(named, server))
 
 
 def identity_of(store: Store, server: str) -> Identity:
-    """What a caller has seen when the store was this one."""
+    """Return what a caller knows of a store that was this one."""
     seen = None if store.generation == NONE else generation_of(store.generation, store.named, server)
     return Identity(server, seen)
 
 
 def rows_of(count: int, at: int) -> list[Row]:
-    """What the ledger says of the first `count` of IDS."""
+    """Return the ledger's rows for the first `count` of IDS."""
     one, whole = replace(ONE, at=at), replace(WHOLE, at=at)
     rows: Sequence[Delivered | DeliveredBatch] = (one,) if count == 1 else (whole, one, one)
     return list(zip(IDS, rows, strict=False))
 
 
 def asked_of(count: int) -> list[tuple[bytes, bytes]]:
-    """What a claim asks for."""
+    """Return the (id, fingerprint) pair of a claim."""
     return [(id, FP) for id in IDS[:count]]
 
 
 def timed(state: KeyState, at: int) -> KeyState:
-    """A state of the model, accepted at `at`."""
+    """Convert a state of the model, with `at` as accepted_at."""
     return state and replace(state, at=at)
 
 
 def timeless(state: KeyState) -> KeyState:
-    """A state as the model has it: it knows of one fingerprint, one place and no time."""
+    """Convert a state to the model's, which has one fingerprint, one position and no time."""
     found = timed(state, 0)
     assert not isinstance(found, Claimed) or found.fp == FP
     assert not isinstance(found, Delivered) or found == ONE

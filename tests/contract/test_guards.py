@@ -1,8 +1,8 @@
-"""The guards of `claims.lua` against those of the model: the same small stores and calls, one by one, in both.
+"""Compares the guards of `claims.lua` with those of the model: the same small stores and calls in both.
 
-What a script demands before it writes (generation, store, term, nonce), and how it moves `applied`, `freed` and the
-generation, is said twice: in Lua, and in `tests.model.scripts`, which the search goes by. The vectors here hold one to
-the other, as `test_vectors` does for keys' states; the double in memory is held to them as well.
+The conditions that a script checks before it writes (generation, store, term, nonce), and the moves of `applied`,
+`freed` and the generation, are implemented twice: in Lua, and in `tests.model.scripts` for the search. The vectors here
+compare both, as `test_vectors` does for the states of keys. The fake in memory is compared too.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -38,7 +38,7 @@ CLAIM = encode(Claimed(SLOT, TERM, 0, FP))
 STORE = Store(5, THIS, NONE, (TERM, 60), (104, 60), (CLAIM,))
 
 Call = Callable[[KeyStore, StoreGeneration], Awaitable[object]]
-# Every operation that is for one generation of one store, with arguments that no other guard refuses.
+# Every operation for one generation of one store, with arguments that no other guard refuses.
 GUARDED: dict[str, Call] = {
     "claim": lambda keys, generation: keys.claim(generation, SLOT, TERM, asked_of(1)),
     "claim_all": lambda keys, generation: keys.claim_all(generation, SLOT, TERM, asked_of(3)),
@@ -57,7 +57,7 @@ CLAIMS: tuple[Call, ...] = (
     GUARDED["claim"],
     lambda keys, generation: keys.claim_all(generation, SLOT, TERM, asked_of(1)),
 )
-# Every operation of a store recovery that is under way: for a server, and under nonce 7.
+# Every operation of a store recovery in progress: for a server, and under nonce 7.
 RecoveryCall = Callable[[Modelled, str], Awaitable[object]]
 RECOVERING: dict[str, RecoveryCall] = {
     "recover_read": lambda held, server: held.keys.recover_read(server, name_of(7), 2),
@@ -80,7 +80,7 @@ async def held(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[
 
 @pytest.mark.parametrize("operation", GUARDED)
 async def test_an_operation_for_another_generation_or_store_is_refused(held: Modelled, operation: str) -> None:
-    """Of each operation: whatever generation and store it is called for, and whatever the server holds."""
+    """With every generation and store of the call, and every state of the server."""
     refused = 0
     for generation, named, caller in product((NONE, 4, 5, 6), (THIS, OTHER), (THIS, OTHER)):
         before = STORE._replace(generation=generation, named=NONE if generation == NONE else named)
@@ -93,7 +93,7 @@ async def test_an_operation_for_another_generation_or_store_is_refused(held: Mod
             with pytest.raises(StoreLost):
                 await call
             assert held.read(1) == before
-    assert refused == 15  # of 16: one generation of one store, and a caller who means just that
+    assert refused == 15  # of 16: only one generation of one store, and a caller with both, is accepted
 
 
 @pytest.mark.parametrize("freed", [NONE, TERM - 1, TERM, TERM + 1])
@@ -139,7 +139,7 @@ async def test_a_replay_raises_freed_and_applied_and_lowers_neither(held: Modell
         held.write(before)
         wanted = scripts.free(scripts.replay(before, 1), SLOT, term, term)
         call = held.keys.replay(generation_of(5, THIS, held.server), rows_of(1, held.now_ms()), (SLOT, term))
-        if wanted.freed[SLOT] != term:  # a later term has been freed: who replays was fenced
+        if wanted.freed[SLOT] != term:  # a later term was freed: the caller was fenced
             with pytest.raises(Fenced):
                 await call
         else:

@@ -1,4 +1,4 @@
-"""What every key store does: claims, marks and releases."""
+"""Tests claims, marks and releases of every key store."""
 
 from collections.abc import Awaitable, Callable
 
@@ -66,7 +66,7 @@ async def test_a_claim_outside_the_slot_s_term_is_fenced(bench: Bench, slot: int
 
 
 async def test_a_full_store_answers_known_keys_and_claims_nothing(bench: Bench) -> None:
-    """A client that had no answer asks again just then."""
+    """Clients without an answer send again at such a time."""
     generation = await bench.settled()
     (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
     await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(claim.state.at))])
@@ -114,12 +114,12 @@ async def test_a_mark_replaces_only_a_claim_of_its_own_term(bench: Bench) -> Non
         await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(5)), (OTHER, delivered(mine.state.at))]) == 1
     )
     assert (await bench.keys.find(generation, ID)).state == mine.state
-    # One that has expired meanwhile comes back: the event is in Kafka.
+    # An entry that expired meanwhile comes back: the event is in Kafka.
     assert (await bench.keys.find(generation, OTHER)).state == delivered(mine.state.at)
 
 
 async def test_applied_moves_only_from_the_record_before(bench: Bench) -> None:
-    """Only from exactly the record before: what was not marked must be found by the next recovery."""
+    """`applied` moves only from the very record before: a later recovery must find records without a mark."""
     generation = await bench.settled()
     assert await bench.keys.applied(generation, 0) == 10
     await bench.keys.mark(generation, 0, 10, 10, 12, [])
@@ -141,7 +141,7 @@ async def test_a_dead_claim_is_taken_over_with_its_time(bench: Bench) -> None:
     (new,) = await bench.keys.claim(generation, 1, 20, [(ID, FP2)])
     assert (new.outcome, new.state) == (Outcome.TAKEN_OVER, Claimed(1, 20, old.state.at, FP2))
     assert (await bench.keys.find(generation, ID)).state == new.state
-    # Its own mark counts, the one of the dead term does not.
+    # The claim of its own term is marked, that of the ended term is not.
     assert await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(old.state.at))]) == 1
     assert await bench.keys.mark(generation, 1, 20, 20, 21, [(ID, delivered(old.state.at, FP2))]) == 0
 
@@ -190,8 +190,8 @@ async def test_a_slot_is_leased_to_one_process_until_it_gives_it_back(bench: Ben
     assert (heartbeat.members, heartbeat.slots) == (2, "tff")
     assert (
         await bench.keys.heartbeat(generation, "b", 3, {0: -1})
-    ).slots == "tff"  # the reply marks the slot that was lost
-    await bench.keys.give_back(generation, 0, "b", True)  # not b's to give
+    ).slots == "tff"  # the reply shows that the slot was lost
+    await bench.keys.give_back(generation, 0, "b", True)  # the lease is not b's
     assert (await bench.keys.heartbeat(generation, "b", 1, {})).slots == "t"
     await bench.keys.give_back(generation, 0, "a", True)
     assert (await bench.keys.heartbeat(generation, "b", 1, {})).slots == "f"
@@ -203,7 +203,7 @@ async def test_a_slot_is_leased_to_one_process_until_it_gives_it_back(bench: Ben
 
 
 async def test_slots_beyond_those_that_a_process_knows_are_seen_once_they_were_taken(bench: Bench) -> None:
-    """SLOTS_MAX is being raised: who has the lower one yet must see what dies beyond it, or nobody may."""
+    """While SLOTS_MAX is raised, a process with the lower value must also see dead slots beyond its own."""
     generation = await bench.settled()
     await bench.keys.take(generation, 10, "new")
     assert (await bench.keys.heartbeat(generation, "old", 2, {})).slots == 10 * "f" + "t"
@@ -232,12 +232,12 @@ async def test_a_silent_process_loses_its_slots(bench: Bench) -> None:
     bench.elapse(350)
     heartbeat = await bench.keys.heartbeat(generation, "other", 1, {})
     assert (heartbeat.members, heartbeat.slots) == (1, "d")
-    # Who was only late, and finds that nobody took it, goes on.
+    # A holder that was only late continues if no other process took the slot.
     assert (await bench.keys.heartbeat(generation, "silent", 1, {0: -1})).slots == "m"
 
 
 async def test_a_heartbeat_renews_only_its_own_leases(bench: Bench) -> None:
-    """A slot whose holder was killed is dead after a lease's time, however often others send heartbeats meanwhile."""
+    """A slot of a killed holder is dead after one lease, however often other processes send heartbeats."""
     generation = await bench.settled()
     for slot, token in ((0, "here"), (1, "gone")):
         assert await bench.keys.take(generation, slot, token)
@@ -250,7 +250,7 @@ async def test_a_heartbeat_renews_only_its_own_leases(bench: Bench) -> None:
 
 
 async def test_a_slot_that_is_held_through_a_flush_is_dead_and_not_free_once_its_holder_is_gone(bench: Bench) -> None:
-    """Free would be left lying, with whatever its holder had open."""
+    """A free slot would not be recovered, and its open transaction would stay."""
     await bench.settled()
     bench.flush()
     generation = await bench.settled(generation=2)
@@ -324,7 +324,7 @@ async def test_a_key_is_forgotten_after_its_retention(bench: Bench) -> None:
 
 
 async def test_a_mark_leaves_the_time_at_which_a_key_is_forgotten(redis: Redis, namespace: str) -> None:
-    """Of its own claim, and of another's, which it must not touch."""
+    """For the mark of its own claim, and for a state that the mark leaves as it is."""
     keys = redis_keys(redis, namespace)
     seen = await keys.who()
     assert await keys.recover(seen, "the first")

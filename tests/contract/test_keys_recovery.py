@@ -1,4 +1,4 @@
-"""What every key store does in recovery: of a slot, and of itself."""
+"""Tests the recovery of slots and of the store, with every key store."""
 
 import asyncio
 import time
@@ -50,7 +50,7 @@ async def test_a_replay_of_more_rows_than_a_call_takes_writes_all_of_them(bench:
 
 
 async def test_a_replay_leaves_newer_states_and_expired_entries_alone(bench: Bench) -> None:
-    """The expired, and what was accepted later than the entry: a key may have come back after its retention."""
+    """Expired entries, and states accepted later than the entry: a key may be used again after its retention."""
     generation = await bench.settled()
     now = bench.now_ms()
     await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(now, FP2, 9))])
@@ -61,7 +61,7 @@ async def test_a_replay_leaves_newer_states_and_expired_entries_alone(bench: Ben
 
 
 async def test_a_replay_replaces_a_claim_that_is_newer_than_the_record(bench: Bench) -> None:
-    """It was made in a store that did not know of the record; once freed, it would be written a second time."""
+    """The claim was made in a store without the record; once it is freed, the event would be written again."""
     generation = await bench.settled()
     earlier = bench.now_ms() - 1_000
     (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
@@ -112,14 +112,14 @@ async def test_one_recovery_at_a_time_until_its_nonce_runs_out(bench: Bench) -> 
         await bench.keys.recover_replay(store, "dead", [])
     with pytest.raises(StoreLost):
         await bench.keys.recover_end(store, "dead", 9, [])
-    await bench.keys.recover_abandon(store, "dead")  # not its own: nothing happens
+    await bench.keys.recover_abandon(store, "dead")  # the nonce of another attempt: nothing happens
     assert not await bench.keys.recover(await bench.keys.who(), "another")
     await bench.keys.recover_abandon(store, "mine")
     assert await bench.keys.recover(await bench.keys.who(), "another")
 
 
 async def test_a_store_that_another_process_has_recovered_is_not_recovered_again(bench: Bench) -> None:
-    """Two processes see a flush; the second may come when the first is done."""
+    """Two processes may notice a flush, and one of them only after the other has recovered the store."""
     seen = await bench.keys.who()
     generation = await bench.settled(generation=3)
     assert not await bench.keys.recover(seen, "mine")
@@ -127,7 +127,7 @@ async def test_a_store_that_another_process_has_recovered_is_not_recovered_again
 
 
 async def test_a_flush_ends_a_recovery(bench: Bench) -> None:
-    """Else a store from which the replay has vanished again would be believed to be complete."""
+    """Otherwise a store that lost its replayed keys would count as complete."""
     store = (await bench.keys.who()).store
     assert await bench.keys.recover(await bench.keys.who(), "mine")
     await bench.keys.recover_replay(store, "mine", [(ID, delivered(bench.now_ms()))])
@@ -172,7 +172,7 @@ async def test_claims_of_all_slots_are_dead_after_a_recovery(bench: Bench) -> No
 
 
 async def test_each_step_of_a_store_recovery_renews_its_nonce(redis: Redis, namespace: str) -> None:
-    """However long the fences and the replay take: only who is silent is taken over from."""
+    """However long fences and replay take, another process takes over only after silence."""
     keys = redis_keys(redis, namespace, lease_ttl_ms=60_000)
     seen = await keys.who()
     assert await keys.recover(seen, "mine")
@@ -190,7 +190,7 @@ async def test_each_step_of_a_store_recovery_renews_its_nonce(redis: Redis, name
 
 
 async def test_replays_of_a_store_recovery_take_turns(own_redis: Redis, namespace: str) -> None:
-    """However many are called for at once: Redis gets so many that it is never without work, and no more wait there."""
+    """Redis always has work, and no further calls wait at Redis."""
     keys = redis_keys(own_redis, namespace)
     seen = await keys.who()
     assert await keys.recover(seen, "mine")
@@ -206,7 +206,7 @@ async def test_replays_of_a_store_recovery_take_turns(own_redis: Redis, namespac
 
 
 async def test_a_replica_is_no_store(own_redis: Redis, namespace: str) -> None:
-    """It answers as its primary did, and what is written there is not here."""
+    """A replica answers as its primary did, but does not have later writes."""
     keys = redis_keys(own_redis, namespace)
     store = (await keys.who()).store
     assert await keys.recover(await keys.who(), "mine")
@@ -222,7 +222,7 @@ async def test_a_replica_is_no_store(own_redis: Redis, namespace: str) -> None:
 
 
 async def test_an_older_copy_of_the_store_is_met_by_every_call(bench: Bench) -> None:
-    """Same server, same generation: what tells it is that fewer calls have claimed something."""
+    """Server and generation are the same; only the number of claiming calls is smaller."""
     generation = await bench.settled()
     await bench.keys.claim(generation, 0, 10, [(THIRD, FP)])
     put_back = bench.save()
@@ -258,7 +258,7 @@ async def test_an_older_copy_that_lacks_an_atomic_batch(bench: Bench) -> None:
 
 
 async def test_a_heartbeat_reveals_an_older_copy_of_the_store_by_its_claims(bench: Bench) -> None:
-    """A heartbeat tells of claims, so that who has made none since is not taken in either."""
+    """The heartbeat returns the number of claiming calls, so that a process without claims of its own notices too."""
     generation = await bench.settled()
     put_back = bench.save()
     await bench.keys.claim(generation, 0, 10, [(ID, FP)])
@@ -269,7 +269,7 @@ async def test_a_heartbeat_reveals_an_older_copy_of_the_store_by_its_claims(benc
 
 
 async def test_an_older_copy_with_new_claims_is_revealed_by_applied(bench: Bench) -> None:
-    """Who did not know has claimed as much as was lost; what a holder knows of its slot's `applied` still tells it."""
+    """Other processes have claimed as often as was lost; the `applied` that a holder knows still shows it."""
     generation = await bench.settled()
     put_back = bench.save()
     await bench.keys.claim(generation, 0, 10, [(ID, FP)])
@@ -283,7 +283,7 @@ async def test_an_older_copy_with_new_claims_is_revealed_by_applied(bench: Bench
 
 
 async def test_a_call_that_claims_nothing_is_not_counted(bench: Bench) -> None:
-    """Replays, and calls of a full store: no write more than before."""
+    """Replays, and calls of a full store, cost no additional write."""
     generation = await bench.settled()
     await bench.keys.claim(generation, 0, 10, [(ID, FP)])
     await bench.keys.mark(generation, 0, 10, 10, 12, [(ID, delivered(bench.now_ms()))])
@@ -295,9 +295,9 @@ async def test_a_call_that_claims_nothing_is_not_counted(bench: Bench) -> None:
 
 
 def evict(client: Client) -> int:
-    """Have Redis evict by the policy that it was given meanwhile; how many keys it did."""
+    """Let Redis evict keys by a policy that was set after the start; returns the number of evicted keys."""
     before = int(client.info("stats")["evicted_keys"])
-    client.config_set("maxmemory-policy", "volatile-ttl")  # the nonce lives longest
+    client.config_set("maxmemory-policy", "volatile-ttl")  # evicts the nonce last
     client.config_set("maxmemory", int(client.info("memory")["used_memory"]) - 100_000)
     deadline = time.monotonic() + 10
     while not (evicted := int(client.info("stats")["evicted_keys"]) - before):
@@ -324,7 +324,7 @@ async def test_keys_that_were_evicted_are_missed_at_the_next_heartbeat(own_redis
         assert await keys.who() == Identity(seen.store, generation, incomplete=True, evicts="volatile-ttl")
         client.config_set("maxmemory-policy", "noeviction")
         assert await keys.recover(await keys.who(), "mine")
-        # Of what was marked something lacks: all of the ledger is to be read that has living keys.
+        # Some marks are missing: the ledger must be read back to the oldest key that has not expired.
         assert await keys.recover_read(seen.store, "mine", 2) == [None, None]
         await keys.recover_end(seen.store, "mine", 2, [30, 40])
         recovered = StoreGeneration(2, seen.store)
@@ -332,7 +332,7 @@ async def test_keys_that_were_evicted_are_missed_at_the_next_heartbeat(own_redis
         assert await keys.who() == Identity(seen.store, recovered)
         assert await keys.recover(await keys.who(), "another")
         assert await keys.recover_read(seen.store, "another", 2) == [30, 40]
-        assert evict(client) > 0  # during a recovery: it is not believed for longer than until the next heartbeat
+        assert evict(client) > 0  # during a recovery, which counts until the next heartbeat only
         await keys.recover_end(seen.store, "another", 3, [30, 40])
         with pytest.raises(StoreIncomplete):
             await keys.heartbeat(StoreGeneration(3, seen.store), "me", 2, {})

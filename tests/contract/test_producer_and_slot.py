@@ -1,4 +1,4 @@
-"""What every transactional producer does, and a slot on top of it: on Kafka, and on the fake in memory."""
+"""Tests every transactional producer, on Kafka and on the fake in memory, and a slot that uses it."""
 
 import asyncio
 import time
@@ -24,20 +24,20 @@ from tests.contract.memory_log import Broker, MemoryProducer
 from tests.integration.judge import read_committed
 
 LEDGER_PARTITIONS = 2
-# Kafka writes a transaction's markers behind its commit, in some milliseconds; until then nothing can be opened.
+# Kafka writes the markers of a transaction some milliseconds after its commit; until then no other can begin.
 MARKERS_S = 0.5
 NOW_MS = time.time_ns() // 1_000_000
 
 
 @dataclass
 class Bench:
-    """Where producers write: a topic with two partitions, one that takes little, and a ledger."""
+    """The topics: one with two partitions, one that accepts only small records, and a ledger."""
 
     topic: str
     narrow: str
     ledger: str
     new_producer: Callable[[str], Awaitable[TransactionalProducer]]
-    read: Callable[[str], Awaitable[list[tuple[int, int, bytes | None]]]]  # partition, offset, value
+    read: Callable[[str], Awaitable[list[tuple[int, int, bytes | None]]]]  # rows of (partition, offset, value)
 
     def record(self, value: bytes, partition: int = 0, topic: str = "") -> Record:
         return Record(topic or self.topic, partition, None, value, [], NOW_MS)
@@ -90,7 +90,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 async def write(
     producer: TransactionalProducer, records: Sequence[Record], ledger: tuple[str, int], line: bytes = b"a line"
 ) -> tuple[list[RecordMetadata], int]:
-    """Write records in a transaction of their own: where they are, and the offset of the ledger record."""
+    """Write records in a transaction of their own; returns their coordinates and the ledger record's offset."""
     places = await producer.send(records, ledger)
     return places, await producer.commit(line)
 
@@ -101,7 +101,7 @@ async def write_in(slot: Slot, record: Record) -> LedgerPosition:
 
 
 async def writing(bench: Bench) -> TransactionalProducer:
-    """A producer that has written to both partitions, and so knows their leaders."""
+    """Make a producer that has written to both partitions, and so knows their leaders."""
     producer = await bench.new_producer("slot")
     await write(producer, [bench.record(b"0", 0), bench.record(b"1", 1)], (bench.ledger, 0))
     return producer
@@ -122,7 +122,7 @@ async def test_a_transaction_returns_the_offsets_of_its_records(bench: Bench) ->
 
 
 async def test_offsets_grow_by_more_than_the_records(bench: Bench) -> None:
-    """Each transaction leaves a marker: offsets are not counts."""
+    """Each transaction leaves a marker, so offsets are not counts."""
     producer = await bench.new_producer("slot")
     (first,), one = await write(producer, [bench.record(b"a")], (bench.ledger, 0))
     (second,), two = await write(producer, [bench.record(b"b")], (bench.ledger, 0))
@@ -138,7 +138,7 @@ async def test_a_begin_record_is_a_transaction_without_events(bench: Bench) -> N
 
 
 async def test_a_transaction_may_be_opened_before_its_records_are_known(bench: Bench) -> None:
-    """A partition that gets no record gets a marker all the same, and one that was not foreseen is added."""
+    """A partition without a record gets a marker too, and a partition that was not opened is added."""
     producer = await writing(bench)
     await asyncio.sleep(MARKERS_S)
     producer.open([(bench.topic, 0), (bench.topic, 1), (bench.ledger, 0)])
@@ -153,7 +153,7 @@ async def test_a_transaction_may_be_opened_before_its_records_are_known(bench: B
 
 async def test_an_opened_transaction_that_is_abandoned_is_ended(bench: Bench) -> None:
     producer = await writing(bench)
-    await producer.abandon()  # where nothing is open there is nothing to do
+    await producer.abandon()  # does nothing without an open transaction
     await asyncio.sleep(MARKERS_S)
     producer.open([(bench.topic, 0), (bench.ledger, 0)])
     await producer.abandon()
@@ -162,7 +162,7 @@ async def test_an_opened_transaction_that_is_abandoned_is_ended(bench: Bench) ->
 
 
 async def test_one_transaction_may_be_opened_right_behind_another(bench: Bench) -> None:
-    """Whether the markers of the one before are written by then or not."""
+    """Whether or not the markers of the first transaction are written."""
     producer = await writing(bench)
     written = []
     for n in range(12):
@@ -176,7 +176,7 @@ async def test_one_transaction_may_be_opened_right_behind_another(bench: Bench) 
 
 
 async def test_a_missing_topic_fails_only_the_records_for_it(bench: Bench) -> None:
-    """Its event turned out to be there already: the others are written."""
+    """The events of other topics are written."""
     producer = await writing(bench)
     producer.open([(bench.topic, 0), ("not-there-" + bench.topic, 0), (bench.ledger, 0)])
     await write(producer, [bench.record(b"a")], (bench.ledger, 0))
@@ -266,7 +266,7 @@ async def test_a_closed_producer_writes_no_more(bench: Bench) -> None:
 
 
 class Plain(IdempotentProducer):
-    """Not used here."""
+    """A producer that the tests do not use."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -276,7 +276,7 @@ class Plain(IdempotentProducer):
 
 
 class Forgetful(MemoryKeys):
-    """A key store that refuses so many marks."""
+    """A key store that refuses this many marks."""
 
     refuse = 0
 
@@ -294,7 +294,7 @@ async def keys() -> Forgetful:
 
 
 async def ready(bench: Bench, keys: Forgetful) -> Slot:
-    """Slot 1, through recovery to READY."""
+    """Make slot 1, recovered to READY."""
     slot = Slot(1, keys, bench.ledger, "me", Plain())
     slot.move(SlotEvent.LEASE)
     slot.enter(StoreGeneration(5, "run/replid"), await bench.new_producer("slot.1"))

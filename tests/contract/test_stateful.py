@@ -1,8 +1,8 @@
-"""A store through random lives, step by step: Redis, and its double in memory, with the model as their oracle.
+"""Random steps on a store: Redis, and its fake in memory, with the model as the oracle.
 
-Hypothesis draws the steps: calls of processes that are up to date, late, or wrong about everything, and what happens
-to a store from outside. After each step both stores hold just what the model's functions say, and both have answered
-so; a failure is shrunk to the fewest steps.
+Hypothesis draws the steps: calls of processes that are up to date, late, or wrong, and changes of a store from outside.
+After each step both stores must have the state and the answer of the model's functions; a failure is shrunk to the
+fewest steps.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ EXAMPLES: Final = 40
 STEPS: Final = 40
 RULES: Final = Rules()
 
-# What a call answered, or the kind of exception that it raised.
+# The reply of a call, or the kind of exception that it raised.
 Answer = Any
 Call = Callable[[Modelled], Awaitable[Answer]]
 
 a_slot = st.sampled_from(SLOTS)
-# How far a caller's numbers are from the store's: mostly not at all.
+# The distance of a caller's numbers from the store's, mostly 0.
 off = st.sampled_from([0, 0, 0, 0, 0, -1, 1])
 a_store = st.sampled_from([THIS, THIS, THIS, THIS, OTHER])
 a_nonce = st.sampled_from([1, 1, 1, 2])
@@ -55,39 +55,39 @@ some_offsets = st.tuples(st.integers(-1, 12), st.integers(-1, 12))
 
 
 class Life(RuleBasedStateMachine):
-    """One store in the model, in Redis and in memory, under the same steps."""
+    """One store in the model, in Redis and in memory, with the same steps."""
 
     def __init__(self, stores: tuple[Modelled, ...], loop: asyncio.AbstractEventLoop, count: int) -> None:
         super().__init__()
         self.stores = stores
         self.loop = loop
-        self.count = count  # ids: one event, or an atomic batch and its two members
+        self.count = count  # number of ids: one event, or an atomic batch and its two members
         self.empty = scripts.flushed(Store(NONE, NONE, NONE, (), (), (0,) * count))
         self.at = min(store.now_ms() for store in stores)
-        # It begins in a store that is complete.
+        # The first store is complete.
         self.put(self.empty._replace(generation=2, named=THIS, freed=(3, 5), applied=(3, 5)))
 
     def put(self, model: Store) -> None:
-        """Something happens to the store from outside."""
+        """Change the store from outside."""
         self.model = model
         for store in self.stores:
             store.write(model)
 
     def ask(self, call: Call, wanted: Answer, after: Store) -> None:
-        """Call each store: all answer what the model says, which goes on to `after`."""
+        """Call each store: all must answer as the model, whose store is then `after`."""
         for store in self.stores:
             answer = self.loop.run_until_complete(_outcome(call(store)))
             assert answer == wanted, f"{type(store).__name__} answers {answer}, the model {wanted}"
         self.model = after
 
     def ask_within(self, generation: int, named: int, call: Call, wanted: Answer, after: Store) -> None:
-        """`ask` for a generation of a store, which may not be what is there."""
+        """Do `ask` for a generation of a store, which may not be the present one."""
         if not scripts.settled(self.model, THIS, generation, named, RULES):
             wanted, after = StoreLost, self.model
         self.ask(call, wanted, after)
 
     def ask_under(self, call: Call, after: Store | None) -> None:
-        """`ask` of a store recovery; None where the model refuses it."""
+        """Do `ask` for a step of store recovery; `after` is None if the model refuses it."""
         self.ask(call, StoreLost if after is None else None, self.model if after is None else after)
 
     @invariant()
@@ -219,14 +219,14 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.model.generation != NONE)
     @rule(really=st.sampled_from([False, False, False, True]))
     def another_server_has_its_data(self, really: bool) -> None:
-        """A replica was promoted, or the server restarted with its dump: the generation names the store before it."""
+        """Promote a replica, or restart the server with its dump: the generation names the store before."""
         if really:
             self.put(self.model._replace(named=OTHER))
 
     @precondition(lambda self: self.model.generation == NONE or self.model.named == OTHER)
     @rule(through=some_offsets)
     def recover_from_it(self, through: tuple[int, int]) -> None:
-        """A whole store recovery at once: else most of a life would be spent in lost stores."""
+        """Run a whole store recovery, because otherwise most steps would meet a lost store."""
         if self.model.nonce == NONE:
             self.recover(1, False)
         self.recover_replay(self.model.nonce, THIS, True)

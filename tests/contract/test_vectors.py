@@ -1,6 +1,6 @@
-"""`claims.lua` against the rules of `states.py`: each state that a key can be in, under each operation, in both.
+"""Compares `claims.lua` with the rules of `states.py`: each state of a key under each operation.
 
-Redis has the time; a rule is given the same time as "now", and what both call now counts as equal.
+The rules get the time of Redis as "now"; times that both set to now count as equal.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -22,12 +22,12 @@ SLOT, TERM = 0, 100
 DEAD_SLOT, DEAD_TERM = 1, 50
 FREED = {SLOT: TERM, DEAD_SLOT: 60, 2: 70}
 FP, FP2 = b"f" * 8, b"2" * 8
-NOW = -1  # stands for whatever the clock says
+NOW = -1  # stands for the present time
 Present = Claimed | Delivered | DeliveredBatch
 
 
 def present(now: int) -> dict[str, KeyState]:
-    """Every kind of state at a time: ages matter where retention is nearly over."""
+    """Make every kind of state at a time: the age matters if the retention is nearly over."""
     aged, old = now - 1_000, now - RETENTION_MS + LEAST_LEFT_MS // 2
     return {
         "nothing": None,
@@ -49,7 +49,7 @@ NAMES = list(present(0))
 
 
 class Bed:
-    """Redis with states in it that no operation has made."""
+    """A Redis whose states are set directly, without an operation."""
 
     def __init__(self, keys: RedisKeys, client: Client, namespace: str, generation: StoreGeneration) -> None:
         self.keys = keys
@@ -69,7 +69,7 @@ class Bed:
         return True
 
     def calls(self, command: str) -> int:
-        """How often the server has carried this command out."""
+        """Count the calls of a command that the server has executed."""
         stats: dict[str, dict[str, int]] = self.client.info("commandstats")
         return stats.get(f"cmdstat_{command}", {}).get("calls", 0)
 
@@ -107,7 +107,7 @@ def freed(slot: int) -> int:
 
 
 def anytime(state: KeyState, since: int) -> KeyState:
-    """The state with every time of this test's own run as NOW."""
+    """Replace every time of this test's run in a state by NOW."""
     if state is None or state.at < since:
         return state
     return replace(state, at=NOW)
@@ -133,7 +133,7 @@ async def test_a_claim_does_what_the_table_of_states_says(bed: Bed, fp: bytes) -
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_many_claims_in_one_call_end_as_each_would_alone(bed: Bed, name: str) -> None:
-    """What is new is written many at a time where none of them is there; each is as if it were alone."""
+    """New keys are written many at a time, if none of them exists; the result must be that of single calls."""
     now = bed.now_ms()
     before: list[KeyState] = [None] * 250
     before[99] = before[240] = present(now)[name]
@@ -149,7 +149,7 @@ async def test_many_claims_in_one_call_end_as_each_would_alone(bed: Bed, name: s
 
 @pytest.mark.parametrize("present_id", [None, 1])
 async def test_new_claims_are_written_with_one_msetex_where_the_server_has_it(bed: Bed, present_id: int | None) -> None:
-    """The answers are the same without it, so only the server's own count tells."""
+    """The answers are the same without MSETEX, so the server's call counts are compared."""
     now = bed.now_ms()
     if present_id is not None:
         bed.put(ids(3)[present_id], present(now)["delivered"])
@@ -219,7 +219,7 @@ async def test_a_replay_does_what_the_table_of_states_says(bed: Bed, age_ms: int
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_many_replayed_entries_in_one_call_end_as_each_would_alone(bed: Bed, name: str) -> None:
-    """Entries of one time are written many at a time where none of them is there; each is as if it were alone."""
+    """Entries with one time are written together, if none of them exists; the result must be that of single calls."""
     now = bed.now_ms()
     ages_ms = [500] * 120 + [1_500] * 30 + [RETENTION_MS + 1] * 5 + [500] * 40 + [700, 900, 700] * 15 + [500] * 10
     rows = [(id, delivered(number, now - ms)) for number, (id, ms) in enumerate(zip(ids(250), ages_ms, strict=True))]
@@ -248,7 +248,7 @@ async def test_many_marks_in_one_call_end_as_each_would_alone(bed: Bed, name: st
 
 
 def delivered(number: int, at: int) -> Delivered | DeliveredBatch:
-    """Of three lengths, the lengths in runs and one by one."""
+    """Make states of three lengths, in runs and one by one."""
     if number % 60 == 59:
         return DeliveredBatch(at, FP2, 5)
     return Delivered(at, FP2, "o" if number % 50 < 40 or number % 2 else "orders", 0, number, at)
@@ -263,7 +263,7 @@ def test_a_packed_state_unpacks_to_itself(name: str) -> None:
 
 @pytest.mark.parametrize("state", [b"Z" + bytes(60), b"D", b"Z" + bytes(8) + FP + bytes(20)], ids=repr)
 async def test_a_state_that_no_script_writes_is_unreadable(bed: Bed, state: bytes) -> None:
-    """Such a key is neither delivered nor in conflict; nothing is claimed of it, and it stays as it is."""
+    """Such a key is neither delivered nor in conflict; no claim of it stands, and it keeps its state."""
     key = bed.prefix + b"k" + ids(1)[0]
     bed.client.set(key, state)
     claims = await bed.keys.claim(bed.generation, SLOT, TERM, [(id, FP) for id in ids(2)])

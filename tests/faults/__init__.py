@@ -1,1 +1,1 @@
-"""Real faults on real parts."""
+"""Injects real faults into real processes, networks, disks and clocks."""

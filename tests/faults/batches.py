@@ -1,4 +1,4 @@
-"""Which producer wrote which offsets, from the record batches themselves (KIP-98): consumers do not show it."""
+"""Reads the producer of each offset from the record batches (KIP-98), because consumers do not return it."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _CONTROL: Final = 0x20
 
 @dataclass(frozen=True)
 class Batch:
-    """One record batch: its first and last offset, and who produced it."""
+    """A record batch: its first and last offset, and its producer."""
 
     first: int
     last: int
@@ -29,7 +29,7 @@ class Batch:
 
 
 def batches(bootstrap: str, topic: str, partition: int, end: int = 0) -> list[Batch]:
-    """Every batch of a partition, at least to `end`, read from its leader (also aborted ones and markers)."""
+    """Read every batch of a partition, at least up to `end`, from its leader (also aborted ones and markers)."""
     found = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0}).list_topics(topic, timeout=_ANSWER_S)
     leader = found.brokers[found.topics[topic].partitions[partition].leader]
     read: list[Batch] = []
@@ -44,7 +44,7 @@ def batches(bootstrap: str, topic: str, partition: int, end: int = 0) -> list[Ba
 
 
 def parse(records: bytes) -> Iterator[Batch]:
-    """The batches of a Fetch response; the last may be cut off, and is then left out."""
+    """Parse the batches of a Fetch response; a last batch that is cut off is left out."""
     at = 0
     while at + _BATCH.size <= len(records):
         first, length, _, magic, _, attributes, delta, _, _, pid, epoch, _, _ = _BATCH.unpack_from(records, at)
@@ -56,7 +56,7 @@ def parse(records: bytes) -> Iterator[Batch]:
 
 
 def producer_of(sorted_batches: Sequence[Batch], offset: int) -> tuple[int, int] | None:
-    """Producer id and epoch of the batch that holds an offset, None where there is none."""
+    """Find the producer id and epoch of the batch that contains an offset; None if there is none."""
     low, high = 0, len(sorted_batches)
     while low < high:
         middle = (low + high) // 2

@@ -1,12 +1,12 @@
-"""`python -m tests.faults.checker`: the judge, a process of its own with a client that is not the service's.
+"""`python -m tests.faults.checker`: the checker, a process of its own with another client library than the service's.
 
-It reads the clients' logs and the topics (read_committed) after everything has healed, and holds them against each
-other: each 201 exactly once, at its offset and with its bytes; what is in doubt at most once; what was refused nowhere;
-nothing that nobody sent; an atomic batch whole or not at all; per record key each client's order; no transaction left
-open; every key posted again answered the same and written nowhere; the producer in each stamp the one of the log's
-batch; ledger and topics of one mind; with --audit, the reconciliation job too.
+It reads the clients' logs and the topics (read_committed) after all faults have ended, and checks: each event that was
+answered 201 is there exactly once, at its offset and with its bytes; an event in doubt is there at most once, a refused
+event nowhere, and no event that nobody sent; an atomic batch is complete or absent; the order of each client for each
+record key; no transaction is open; every key that is posted again gets the same answer and writes nothing; the producer
+in each header is that of the record batch; ledger and topics agree; with --audit, the reconciliation job agrees too.
 
-It prints a verdict as JSON and exits with 3 where anything is wrong.
+It prints a verdict as JSON and exits with 3 if anything is wrong.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from tests.integration.client import Attempt
 from tests.integration.judge import Delivered, faults_of_key, ledger_faults, read_committed, wait_until_stable
 
 WRONG: Final = 3
-# What each assertion is called in a verdict.
+# The names of the assertions in a verdict.
 ASSERTIONS: Final = ("stable", "once", "stranger", "torn", "order", "producer", "ledger", "again", "audit")
 
 POSTS_AT_ONCE: Final = 16
 ANSWER_S: Final = 8.0
 SETTLED_S: Final = 60.0
-# Records of which the reconciliation job is done before its compiler is.
+# With fewer records, the job ends before the JVM has compiled it.
 SMALL: Final = 20_000
 READ_S: Final = 120.0
 
@@ -45,29 +45,29 @@ Violations = list[tuple[str, str]]
 
 @dataclass
 class Verdict:
-    """What was found. `violations` are (assertion, text); the rest are figures."""
+    """The result. `violations` are (assertion, text); the other fields are figures."""
 
     violations: Violations = field(default_factory=list)
     keys: int = 0
     acknowledged: int = 0
-    doubtful: int = 0  # never acknowledged, and possibly written
-    refused: int = 0  # surely not written
+    doubtful: int = 0  # never acknowledged, and perhaps written
+    refused: int = 0  # not written
     records: int = 0
     lost: int = 0
     duplicates: int = 0
     attempts: int = 0
     replays: int = 0
-    named: int = 0  # duplicates of idempotent topics that the audit named
+    named: int = 0  # duplicates in idempotent topics that the audit reported
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything the pure judges look at."""
+    """The input of the pure checks."""
 
     tries: Mapping[str, Sequence[Try]]  # by client
     records: Sequence[Delivered]
     batches: Mapping[tuple[str, int], Sequence[Batch]] = field(default_factory=dict)
-    repeatable: frozenset[str] = frozenset()  # topics of the guarantee `idempotent`
+    repeatable: frozenset[str] = frozenset()  # topics with the guarantee `idempotent`
 
     def attempts(self) -> dict[bytes, list[Attempt]]:
         """Every attempt of each event id."""
@@ -78,7 +78,7 @@ class Evidence:
         return found
 
     def by_id(self) -> dict[bytes | None, list[Delivered]]:
-        """The records of each event id; under None those without a stamp of ours."""
+        """The records of each event id; under None those without Fencepost's header."""
         found: dict[bytes | None, list[Delivered]] = defaultdict(list)
         for record in self.records:
             stamp = stamp_of(record)
@@ -94,11 +94,11 @@ def stamp_of(record: Delivered) -> Stamp | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------------- pure judges
+# ------------------------------------------------------------------------------------------------- pure checks
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """All that histories and topics tell without asking anybody again."""
+    """Check all that histories and topics show, without sending requests."""
     attempts, records = evidence.attempts(), evidence.by_id()
     verdict = figures(attempts, records)
     verdict.violations += [("once", text) for text in once(evidence, attempts, records)]
@@ -131,7 +131,7 @@ def once(
     attempts: Mapping[bytes, Sequence[Attempt]],
     records: Mapping[bytes | None, Sequence[Delivered]],
 ) -> Iterator[str]:
-    """Every ok exactly once at its offset with its bytes; every info at most once; every fail nowhere."""
+    """Check that ok events are there once, at their offsets with their bytes, info events at most once, fail not."""
     for id, made in attempts.items():
         there = records.get(id, ())
         if made[0].asked.topic in evidence.repeatable:
@@ -140,20 +140,20 @@ def once(
 
 
 def _told(there: Sequence[Delivered], made: Sequence[Attempt]) -> Sequence[Delivered]:
-    """Of several copies the one that a client was told of."""
+    """Choose, of several copies, the one that a client got as its answer."""
     places = {attempt.place for attempt in made if attempt.kind == "ok"}
     return [record for record in there if record.place in places] or there[:1]
 
 
 def strangers(attempts: Mapping[bytes, object], records: Mapping[bytes | None, Sequence[Delivered]]) -> Iterator[str]:
-    """Nothing that nobody sent."""
+    """Check that there is no event that nobody sent."""
     for id, there in records.items():
         if id is None or id not in attempts:
             yield from (f"nobody sent what is at {record.place}: {record.idempotency_key}" for record in there)
 
 
 def torn(evidence: Evidence, records: Mapping[bytes | None, Sequence[Delivered]]) -> Iterator[str]:
-    """An atomic batch is there with all its members or with none."""
+    """Check that all members of an atomic batch are there, or none."""
     for request in unique(evidence, "atomic"):
         there = sum(bool(records.get(id)) for id in request.ids)
         if there not in (0, len(request.events)):
@@ -161,15 +161,15 @@ def torn(evidence: Evidence, records: Mapping[bytes | None, Sequence[Delivered]]
 
 
 def order(evidence: Evidence, records: Mapping[bytes | None, Sequence[Delivered]]) -> Iterator[str]:
-    """What a client sent after it was told of another event of the same record key comes after it in the partition.
+    """Check the order of a client: an event sent after the answer to another with its record key has the higher offset.
 
-    Within one batch that went through at its first attempt, too.
+    Within one batch that succeeded at its first attempt, too.
     """
     for tries in evidence.tries.values():
         asked: dict[bytes, float] = {}
         told: dict[bytes, float] = {}
         chains: dict[tuple[str, str], list[bytes]] = defaultdict(list)
-        together: dict[bytes, int] = {}  # which request wrote it at once
+        together: dict[bytes, int] = {}  # by event: the request that wrote it
         for number, each in enumerate(tries):
             fresh = all(result.type == "ok" and not result.replayed for result in each.results)
             for (id, attempt), result in zip(each.attempts(), each.results, strict=False):
@@ -190,7 +190,7 @@ def order(evidence: Evidence, records: Mapping[bytes | None, Sequence[Delivered]
 
 
 def producers(evidence: Evidence) -> Iterator[str]:
-    """Producer id and epoch in the stamp are those of the record batch."""
+    """Check that producer id and epoch in the header are those of the record batch."""
     for record in evidence.records:
         topic, partition, offset = record.place
         if (topic, partition) not in evidence.batches:
@@ -204,7 +204,7 @@ def producers(evidence: Evidence) -> Iterator[str]:
 def again(
     request: Request, before: Sequence[Result], after: Sequence[Result], body: str, repeated: str
 ) -> Iterator[str]:
-    """A request that was acknowledged is answered the same once more; a batch's events each for itself."""
+    """Check that an acknowledged request gets the same answer again; in a batch each event by itself."""
     if request.kind != "batch" and body and repeated != body:
         yield f"{request.key} was answered {body}, and then {repeated}"
     for asked, was, now in zip(request.events, before, after, strict=True):
@@ -213,7 +213,7 @@ def again(
 
 
 def disagreements(report: Mapping[str, Any], evidence: Evidence, verdict: Verdict) -> list[str]:
-    """Where the reconciliation job's report is not of the checker's mind."""
+    """List where the job's report disagrees with the checker."""
     attempts, records = evidence.attempts(), evidence.by_id()
     twice = {id.hex() for id, there in records.items() if id is not None and len(there) > 1}
     once = {id.hex() for id, there in records.items() if id is not None and len(there) == 1}
@@ -239,7 +239,7 @@ def disagreements(report: Mapping[str, Any], evidence: Evidence, verdict: Verdic
 
 
 def _untold(evidence: Evidence, attempts: Mapping[bytes, Sequence[Attempt]]) -> set[bytes]:
-    """Events of `idempotent` topics that no client was told of: without ledger and answer nobody ever accepted them."""
+    """Find events of `idempotent` topics in no client's answer: without a ledger they do not count as accepted."""
     return {
         id
         for id, made in attempts.items()
@@ -250,12 +250,12 @@ def _untold(evidence: Evidence, attempts: Mapping[bytes, Sequence[Attempt]]) -> 
 def _may_be_stuck(
     id: bytes, attempts: Mapping[bytes, Sequence[Attempt]], records: Mapping[bytes | None, Sequence[Delivered]]
 ) -> bool:
-    """Was it left in doubt, given up by its client, and never written?"""
+    """Check whether an event was left in doubt, given up by its client, and never written."""
     return id in attempts and not records.get(id) and all(attempt.kind != "ok" for attempt in attempts[id])
 
 
 def unique(evidence: Evidence, kind: str = "") -> Iterator[Request]:
-    """Each request (of a kind) once, however often it was sent."""
+    """List each request (of a kind) once, however often it was sent."""
     seen: set[tuple[str, bytes]] = set()
     for each in (each for tries in evidence.tries.values() for each in tries):
         if (not kind or each.request.kind == kind) and (mark := (each.request.kind, each.request.body)) not in seen:
@@ -263,12 +263,14 @@ def unique(evidence: Evidence, kind: str = "") -> Iterator[Request]:
             yield each.request
 
 
-# ------------------------------------------------------------------------------------- judges that ask once more
+# ------------------------------------------------------------------------------------- checks that send requests
 
 
 def acknowledged(tries: Iterable[Try]) -> list[Try]:
-    """The first try that was told most of each request, and of that the events that are in Kafka: those alone can be
-    posted again without a new record."""
+    """Choose, of each request, the first try with the most answers, and of its events those that are in Kafka.
+
+    Only these can be posted again without a new record.
+    """
     best: dict[tuple[str, bytes], Try] = {}
     for each in tries:
         mark = (each.request.kind, each.request.body)
@@ -292,7 +294,7 @@ def _only_oks(each: Try) -> Try:
 
 
 async def post_again(urls: Sequence[str], tries: Sequence[Try]) -> list[str]:
-    """Post every acknowledged request once more, to any process: the same answers."""
+    """Post every acknowledged request again, to any process, and compare the answers."""
     waiting = list(tries)
     wrong: list[str] = []
 
@@ -340,8 +342,10 @@ def check(
     lake: Path | None = None,
     rules: Path | None = None,
 ) -> Verdict:
-    """Judge everything. `urls` are the service processes at which keys are posted again; `stable_s` is how long a
-    transaction may be open from now on."""
+    """Run all checks.
+
+    `urls`: the processes to which keys are posted again; `stable_s`: how long a transaction may stay open from now on.
+    """
     try:
         ends = wait_until_stable(bootstrap, [*topics, ledger_topic(namespace)], stable_s)
     except AssertionError as error:

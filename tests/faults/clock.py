@@ -1,4 +1,4 @@
-"""A clock of its own for a process of the stack: it jumps, an hour ahead or behind, while everything else goes on.
+"""Gives a process of the stack its own clock, which jumps an hour ahead or back while all other clocks go on.
 
     clock = Clock(redis)  # before its start
     redis.start()
@@ -29,12 +29,12 @@ _ENVIRONMENT: Final = ("LD_PRELOAD", "FENCEPOST_TEST_CLOCK")
 
 
 def lacking() -> str:
-    """Why there can be no such clock here; empty where there can."""
+    """Return why a clock cannot be changed here; "" if it can."""
     return lacks(_can_compile, "C compiler (cc)", "build-essential")
 
 
 class Clock:
-    """The time of day as one process sees it, from its next start on."""
+    """The time of day of one process, from its next start on."""
 
     def __init__(self, process: Process) -> None:
         """Give a process, which is not running, a clock that is right at first.
@@ -51,21 +51,21 @@ class Clock:
         process.extra_env |= dict(zip(_ENVIRONMENT, (str(_library()), str(self._file)), strict=True))
 
     def shift(self, seconds: int) -> None:
-        """Have it go wrong by so many seconds (negative: behind); 0 puts it right."""
+        """Shift the clock by this many seconds (negative: back); 0 sets it right."""
         file = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
-            os.pwrite(file, _SHIFT.pack(seconds), 0)  # in place: it is mapped
+            os.pwrite(file, _SHIFT.pack(seconds), 0)  # in place, because the file is mapped
         finally:
             os.close(file)
 
     def remove(self) -> None:
-        """From its next start on the process goes by the machine's clock again."""
+        """Use the machine's clock again, from the next start of the process on."""
         for name in _ENVIRONMENT:
             self._process.extra_env.pop(name, None)
 
 
 def _library() -> Path:
-    """The compiled library, kept in the project's cache."""
+    """Compile the library, or take it from the project's cache."""
     version = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
     library = places.cache() / f"clock-{version}.so"
     if not library.exists():
@@ -84,7 +84,7 @@ def _compile(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _can_compile() -> bool:
-    """Whether there is a compiler, with the C library's headers."""
+    """Check whether there is a compiler with the C library's headers."""
     try:
         return _compile("#include <stdio.h>\nint fine;\n", "-fsyntax-only").returncode == 0
     except FileNotFoundError:

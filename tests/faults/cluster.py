@@ -1,4 +1,4 @@
-"""One or three real brokers, with a way to each part that a fault is aimed at."""
+"""One or three real brokers, with access to each part at which a fault is aimed."""
 
 import functools
 import time
@@ -15,7 +15,7 @@ from deploy.stack import Kafka, StackError, free_port
 from tests.faults.proxy import Proxy
 
 THREE: Final = 3
-# What a cluster of three needs on top of the local stack's settings for one.
+# Further settings of a cluster of three, beside those of the local stack for one.
 _REPLICATED: Final = {
     "default.replication.factor": "3",
     "min.insync.replicas": "2",
@@ -23,13 +23,14 @@ _REPLICATED: Final = {
     "transaction.state.log.replication.factor": "3",
     "transaction.state.log.min.isr": "2",
     "unclean.leader.election.enable": "false",
-    # A follower that stands still must leave the ISR before producers give up.
+    # A paused follower must leave the ISR before producers give up.
     "replica.lag.time.max.ms": "3000",
-    # A coordinator has one request of markers to a broker under way. One whose replicas went after it was appended
-    # stays there for so long (30 s by default), and with it the markers of all other transactions of this coordinator.
+    # A coordinator has one request of markers to a broker in flight. If replicas go away after such a request was
+    # appended, it waits for this long (30 s by default), and with it the markers of all other transactions of this
+    # coordinator.
     "request.timeout.ms": "10000",
 }
-# What is open for longer than its timeout is aborted at the next look.
+# Transactions past their timeout are aborted at the next scan.
 TRANSACTION_SCAN_S: Final = 2
 _SCAN: Final = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": str(TRANSACTION_SCAN_S * 1000)}
 _TRANSACTION_LOG: Final = "__transaction_state"
@@ -40,7 +41,7 @@ _ANSWER_S: Final = 5.0
 class Cluster:
     """Brokers 1..count with their data in `folder`; with three, replication 3 and min ISR 2.
 
-    `proxy` stands in front of them for those who connect to `proxy.bootstrap`.
+    `proxy` is between them and the clients of `proxy.bootstrap`.
     """
 
     def __init__(self, folder: Path, count: int = 1, settings: Mapping[str, str] | None = None) -> None:
@@ -82,18 +83,18 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.kill()  # nobody reads its data again
+        self.kill()  # their data are not needed any more
         self.proxy.__exit__(None, None, None)
 
     def start(self) -> None:
-        """Start those that do not run, all at once, and return when all answer."""
+        """Start the stopped brokers, all at once, and wait until all answer."""
         down = [broker for broker in self.brokers if not broker.running]
         with ThreadPoolExecutor(len(self.brokers)) as starters:
             list(starters.map(Kafka.begin, down))
             list(starters.map(Kafka.wait_ready, down))
 
     def _knows_all(self, broker: Kafka) -> bool:
-        """A broker that answers may not have heard of the others yet, nor count for a topic's replicas."""
+        """Check whether a broker knows all brokers; one that answers may not know the others yet."""
         return len(broker.admin().list_topics(timeout=_ANSWER_S).brokers) == len(self.brokers)
 
     def kill(self) -> None:
@@ -101,7 +102,7 @@ class Cluster:
             broker.kill()
 
     def heal(self) -> None:
-        """Wake and start every broker, and return when each partition has all its replicas in sync.
+        """Resume and start every broker, and wait until all replicas of each partition are in sync.
 
         Raises:
             StackError: that took too long.
@@ -116,7 +117,7 @@ class Cluster:
             time.sleep(0.2)
 
     def _lacking(self) -> list[str]:
-        """Partitions without a leader or with a replica out of sync."""
+        """List the partitions without a leader or with a replica out of sync."""
         try:
             topics = self.admin().list_topics(timeout=_ANSWER_S).topics
         except KafkaException as error:
@@ -135,12 +136,12 @@ class Cluster:
         self.brokers[0].create_topic(name, partitions, config)
 
     def leader(self, topic: str, partition: int = 0) -> Kafka:
-        """The broker that leads a partition now."""
+        """Find the leader of a partition."""
         found = self.admin().list_topics(topic, timeout=_ANSWER_S).topics[topic].partitions[partition].leader
         return next(broker for broker in self.brokers if broker.node_id == found)
 
     def coordinator(self, transactional_id: str) -> Kafka:
-        """The transaction coordinator of an id: who leads its partition of the transaction log (KIP-98)."""
+        """Find the transaction coordinator of an id: the leader of its partition of the transaction log (KIP-98)."""
         partitions = len(
             self.admin().list_topics(_TRANSACTION_LOG, timeout=_ANSWER_S).topics[_TRANSACTION_LOG].partitions
         )
@@ -148,7 +149,7 @@ class Cluster:
 
 
 def _java_hash(text: str) -> int:
-    """`String.hashCode` of ASCII text."""
+    """Compute `String.hashCode` of ASCII text."""
     code = 0
     for each in text.encode("ascii"):
         code = (31 * code + each) & 0xFFFFFFFF

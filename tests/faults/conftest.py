@@ -1,4 +1,4 @@
-"""One cluster at a time for the rows and the soak: each leaves it as it found it, or has it dropped."""
+"""Provides one cluster at a time for rows and soak. A test leaves the cluster healthy, or has it dropped."""
 
 from collections.abc import Iterator
 

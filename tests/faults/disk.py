@@ -1,4 +1,4 @@
-"""A small disk under a server's folder, which can be full at a chosen moment, and have room again.
+"""Mounts a small disk under a server's folder, which a test can fill, and empty again.
 
     with Disk(folder, megabytes=64) as disk:  # what was in the folder is on it; its server must not run
         server.start()
@@ -25,7 +25,7 @@ _PAGE_BYTES: Final = 4096
 
 
 def lacking() -> str:
-    """Why there can be no such disk here; empty where there can."""
+    """Return why a disk cannot be mounted here; "" if it can."""
     if why := lacks_root():
         return why
     tried = subprocess.run(
@@ -35,7 +35,7 @@ def lacking() -> str:
 
 
 class Disk:
-    """A tmpfs that is mounted on a folder; the folder's contents move onto it, and back at the end."""
+    """A tmpfs mounted on a folder; the folder's contents are copied onto it, and back at the end."""
 
     def __init__(self, folder: Path, megabytes: int) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class Disk:
         self._leave()
 
     def fill(self) -> None:
-        """Leave no room on it, not for a byte."""
+        """Fill the disk to the last byte."""
         with (self.folder / _FILLER).open("ab", buffering=0) as filler:
             try:
                 while True:
@@ -71,7 +71,7 @@ class Disk:
                     raise
 
     def free(self) -> None:
-        """There is room again."""
+        """Free the space again."""
         (self.folder / _FILLER).unlink(missing_ok=True)
 
     def _leave(self) -> None:
@@ -82,7 +82,7 @@ class Disk:
 
 
 def _copy(there: Path, here: Path) -> None:
-    """Copy a folder's contents; Kafka's indexes are made large and have nothing in them, so holes stay holes."""
+    """Copy a folder's contents with their holes: Kafka's index files are large and mostly empty."""
     _run("cp", "--archive", "--sparse=always", f"{there}/.", str(here))
 
 

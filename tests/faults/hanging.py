@@ -1,12 +1,12 @@
-"""`python -m tests.faults hanging --kills N`: brokers and services killed amid commits, and what stays open afterwards.
+"""`python -m tests.faults hanging --kills N`: kills brokers and services amid commits, and counts hanging transactions.
 
-No client asks for anything after a kill, and the processes of the service that are started again have nothing to write:
-traffic would end what hangs, and hide it. Every partition must be readable to its end by `read_committed`, and what was
-acknowledged must be there, once, and be answered the same again. `--service` runs the service of another tree;
-`results/hanging.md` keeps a line for each tree and number of brokers.
+After a kill no client sends a request, and the restarted processes of the service have nothing to write, because
+traffic would end the hanging transactions. Every partition must become readable to its end by `read_committed`;
+acknowledged events must be there once, and get the same answer again. `--service` runs the service of another tree;
+`results/hanging.md` has a line for each tree and number of brokers.
 
-How a marker is lost: a broker that starts takes the leadership of its earlier life, and loads the transactions of its
-coordinators. Then its registration in this life is published, which withdraws all leaders until it is unfenced. A
+How a marker is lost: a broker that starts takes over its earlier leadership, and loads the transactions of its
+coordinators. Then its new registration is published, which withdraws all leaders until the broker is unfenced. A
 transaction that is loaded between the two is completed without markers (KAFKA-20734).
 """
 
@@ -31,24 +31,24 @@ from tests.faults.world import SETTLED_S, World
 
 Partition = tuple[str, int]
 
-# What the coordinator logs as it completes a transaction without a partition's markers.
+# The coordinator's log line about a transaction that is completed without a partition's markers.
 SKIPPED: Final = "likely deleted already and hence can be skipped"
-# What the service logs for each partition in which recovery has ended a hanging transaction.
+# The service's log line about a partition in which recovery has ended a hanging transaction.
 ENDED: Final = "hanging transaction ended"
-# Where the notes of the results begin.
+# The heading of the notes in the results.
 NOTES: Final = "\n## "
 DOWN_S: Final = 0.5
 LOAD_S: Final = (0.5, 2.0)
 POLL_S: Final = 0.5
 ANSWER_S: Final = 10.0
-# Several commits are under way at nearly every moment, each with several partitions.
+# So that at nearly every moment several commits are in progress, each with several partitions.
 TOPICS: Final = {"a": 12, "b": 12}
 CLIENTS: Final = 48
 KEYS_PER_S: Final = 2_000.0
 SETTINGS: Final = {"FENCEPOST_SLOTS": "4", "FENCEPOST_SLOTS_MAX": "8"}
-# Topics and partitions of each, beside those that are written to. Leaders are withdrawn one after the other, then the
-# coordinators: the more partitions there are, the longer a coordinator completes transactions while there is no leader.
-# Of three brokers each has as many, as there are three replicas of a third of the topics.
+# Further topics, and the partitions of each. Leaders are withdrawn one after the other, then the coordinators: with
+# more partitions a coordinator completes transactions without leaders for longer. With three brokers each has as many,
+# because each topic has three replicas and there is a third of the topics.
 OTHERS: Final = (20, 20)
 HEADS: Final = (
     "service",
@@ -66,19 +66,19 @@ HEADS: Final = (
 
 
 class Kill(NamedTuple):
-    """What one kill led to."""
+    """The result of one kill."""
 
     skipped: int  # transactions that were completed without the markers of some partitions
     ended: int  # partitions in which recovery wrote the missing markers
-    standing: Mapping[Partition, int]  # the last stable offsets that stay behind the end
+    standing: Mapping[Partition, int]  # the last stable offsets that stay below the end
     settled_s: float  # until all partitions were readable to their ends
     acknowledged: int  # events
-    invisible: int  # events that were acknowledged, and are behind what stands
+    invisible: int  # acknowledged events behind a last stable offset
     wrong: Sequence[str]
 
 
 def standing(world: World) -> dict[Partition, int]:
-    """The last stable offset of each partition that `read_committed` cannot read to its end now.
+    """Find the last stable offset of each partition that `read_committed` cannot read to its end now.
 
     Raises:
         KafkaException: not every partition has a leader yet.
@@ -101,7 +101,7 @@ def _offsets(admin: AdminClient, partitions: Sequence[TopicPartition], level: Is
 
 
 def wait_until_readable(world: World) -> tuple[dict[Partition, int], float]:
-    """What still stands when everything has had its time to be settled; and how long the wait was, in seconds."""
+    """Wait for recovery; returns the partitions that are still blocked, and the seconds waited."""
     begun = time.monotonic()
     while True:
         waited_s = time.monotonic() - begun
@@ -117,7 +117,7 @@ def wait_until_readable(world: World) -> tuple[dict[Partition, int], float]:
 
 
 def invisible(folder: Path, left: Mapping[Partition, int]) -> int:
-    """How many events that clients were told of, by their logs, are not before these last stable offsets."""
+    """Count the acknowledged events, by the clients' logs, that are not below these last stable offsets."""
     told = {
         (fields["topic"], fields["partition"], fields["offset"])
         for tries in history.read(folder).values()
@@ -138,7 +138,7 @@ def _logged(text: str, processes: Sequence[Process]) -> int:
 
 
 def kill(folder: Path, cluster: Cluster, rng: random.Random, project: Path) -> Kill:
-    """Two processes under load; they and every broker are killed, and started again, and nobody asks for anything."""
+    """Kill two processes under load and every broker, and start them again, without further requests."""
     with World(folder, cluster, settings=SETTINGS, topics=TOPICS, project=project) as world:
         world.start_services(2)
         load = world.start_load(rng.random().hex(), clients=CLIENTS, keys_per_s=KEYS_PER_S)
@@ -175,7 +175,7 @@ def run(
     project: Path = places.ROOT,
     until_standing: int | None = None,
 ) -> list[Kill]:
-    """Kill so many times, or until so many partitions have stood; the result's line is written."""
+    """Kill this many times, or until this many partitions were blocked; writes the line of the result."""
     rng = random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="fencepost-hanging-"))
     done: list[Kill] = []
@@ -210,7 +210,7 @@ def _line(number: int, outcome: Kill) -> str:
 
 
 def write(project: Path, brokers: int, done: Sequence[Kill], path: Path = RESULTS / "hanging.md") -> None:
-    """The results, with the line of this tree and number of brokers made anew; notes below the table stay."""
+    """Renew the line of this tree and number of brokers in the results; notes below the table stay."""
     cells = [
         f"{len(done)}",
         f"{sum(bool(each.skipped) for each in done)}",

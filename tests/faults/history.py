@@ -1,11 +1,10 @@
-"""What clients asked and what they were told, one JSON object a line, written before anybody can act on it.
+"""The log of a client: its requests and their answers, one JSON object on each line, written before the client goes on.
 
 `{"type": "invoke", "n": 7, "at": <s, monotonic>, "to": "service-0", "kind": "single|batch|atomic", "key": <of the
-whole>, "events": [{"key", "topic", "record_key", "value": <JSON text>}]}` and then, with the same `n`,
-`{"type": "told", "n": 7, "at", "status": <0: no answer>, "body": <of a 201>, "results": [{"type": "ok|fail|info|busy",
-"status", "code", "told": <the fields of a 201 as JSON text>, "replayed"}]}`: one result an event. An invocation
-without a second line is in doubt. `fail` is surely not written, `info` not known, `busy` (409) says nothing of this
-attempt.
+whole>, "events": [{"key", "topic", "record_key", "value": <JSON text>}]}` and then, with the same `n`, `{"type":
+"told", "n": 7, "at", "status": <0: no answer>, "body": <of a 201>, "results": [{"type": "ok|fail|info|busy", "status",
+"code", "told": <the fields of a 201 as JSON text>, "replayed"}]}`: one result for each event. A request without a
+second line is in doubt. `fail`: not written; `info`: not known; `busy` (409): nothing is known of this attempt.
 """
 
 import json
@@ -26,7 +25,7 @@ _JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request for one or more events. `key` is that of a single event or of an atomic whole."""
+    """An HTTP request for one or more events. `key` is that of a single event or of an atomic batch."""
 
     kind: RequestKind
     events: tuple[Asked, ...]
@@ -55,7 +54,7 @@ class Request:
 
     @property
     def ids(self) -> list[bytes]:
-        """The event id of each."""
+        """The id of each event."""
         if self.kind == "atomic":
             return [member_id(self.key, index) for index in range(len(self.events))]
         return [event_id(event.key) for event in self.events]
@@ -78,7 +77,7 @@ def single(asked: Asked) -> Request:
 
 @dataclass(frozen=True)
 class Result:
-    """What one event of a request was told."""
+    """The result of one event of a request."""
 
     type: Kind
     status: int = 0
@@ -88,13 +87,13 @@ class Result:
 
     @property
     def final(self) -> bool:
-        """Does nothing more come of sending it again?"""
+        """Check whether the result is final, so that sending again changes nothing."""
         return self.type == "ok" or (self.type == "fail" and 400 <= self.status < 500)
 
 
 @dataclass
 class Try:
-    """One invocation as the checker reads it. `told_at` is infinite where nothing was told."""
+    """One request as the checker reads it. `told_at` is infinite without an answer."""
 
     request: Request
     at: float
@@ -103,14 +102,14 @@ class Try:
     results: list[Result] = field(default_factory=list)
 
     def attempts(self) -> Iterator[tuple[bytes, Attempt]]:
-        """Each event's id, and what the judge of one key wants."""
+        """Return each event's id, with what the judge needs of one key."""
         results = self.results or [Result("info")] * len(self.request.events)
         for id, asked, result in zip(self.request.ids, self.request.events, results, strict=True):
             yield id, Attempt(asked, result.type, result.status, result.code, result.told.encode(), result.replayed)
 
 
 class Log:
-    """The file of one client; each line is in the kernel's hands before `invoke` or `told` returns."""
+    """The log file of one client; each line is written to the kernel before `invoke` or `told` returns."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -133,7 +132,7 @@ class Log:
 
 
 def read(folder: Path) -> dict[str, list[Try]]:
-    """Every client's invocations, in its order; a last line that was cut off by a crash is left out."""
+    """Read every client's requests in order; a last line that a crash has cut off is left out."""
     return {path.stem: list(_tries(path)) for path in sorted(folder.glob("*.jsonl"))}
 
 
@@ -153,7 +152,7 @@ def _tries(path: Path) -> Iterator[Try]:
 
 
 def results_of(request: Request, answer: Answer) -> list[Result]:
-    """What an answer says of each event of the request."""
+    """Split an answer into the result of each event."""
     count = len(request.events)
     if answer.status == 201:
         replayed = answer.headers.get("idempotent-replayed") == "true"

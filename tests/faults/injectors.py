@@ -1,8 +1,8 @@
-"""Faults that mend themselves: what the soak draws from, and what rows of the matrix are made of.
+"""Faults that end by themselves, from which the soak draws, and of which rows of the matrix consist.
 
-An injector is a function of the world and a random source of its own; it breaks something, waits, mends it, and returns
-when nothing is broken any more. Those of one `part` never run at the same time. More of them may stand in any module
-`injectors_*.py` of this folder.
+An injector is a function of the world and a random source: it injects a fault, waits, ends the fault, and returns when
+all is repaired. Injectors of one `part` never run at the same time. Modules `injectors_*.py` of this folder may add
+more.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from tests.faults.proxy import Do
 from tests.faults.wire import Broker
 from tests.faults.world import START_S, Odd, World
 
-# What the manifest grants: while Kafka or Redis are away a stop waits for deadlines, slots and the journal in turn.
+# As in the manifest: while Kafka or Redis are unreachable, a stop waits for deadlines, slots and the journal in turn.
 GRACE_S: Final = 90.0
-# A client settles a request within this time, or notes that it hangs: other faults of the group may keep Kafka away for
-# several starts of all brokers.
+# A client settles a request within this time, or notes that it hangs: other faults of the group may keep Kafka
+# unreachable for several starts of all brokers.
 REQUEST_S: Final = HANGING_S + ANSWER_S
 
 Part = Literal["service", "store", "broker", "client", "network", "clock"]
@@ -36,7 +36,7 @@ Inject = Callable[[World, random.Random], None]
 
 @dataclass(frozen=True)
 class Injector:
-    """`weight`: how often it is drawn, in relation to the others. `available`: whether this machine and world can."""
+    """`weight`: how often it is drawn, relative to others. `available`: whether this machine and world allow it."""
 
     name: str
     part: Part
@@ -51,7 +51,7 @@ INJECTORS: Final[dict[str, Injector]] = {}
 def injector(
     part: Part, weight: int = 2, available: Callable[[World], bool] = lambda _: True
 ) -> Callable[[Inject], Inject]:
-    """Put an injector among those that the soak draws from; its name is that of the function."""
+    """Register an injector for the soak; its name is that of the function."""
 
     def add(inject: Inject) -> Inject:
         name = inject.__name__.replace("_", "-")
@@ -63,7 +63,7 @@ def injector(
 
 
 def load_injectors() -> dict[str, Injector]:
-    """All of them."""
+    """Load the injectors of all modules."""
     for path in sorted(Path(__file__).parent.glob("injectors_*.py")):
         importlib.import_module(f"tests.faults.{path.stem}")
     return INJECTORS
@@ -92,7 +92,7 @@ def all_services_killed(world: World, rng: random.Random) -> None:
 
 @injector("service", weight=4)
 def service_paused(world: World, rng: random.Random) -> None:
-    """For less or for more than its lease."""
+    """Pause a process, for less or for more than its lease."""
     service = rng.choice(world.services)
     service.pause()
     time.sleep(rng.choice((0.3, 0.9, 1.5, 4.0)) * rng.uniform(0.9, 1.1))
@@ -109,7 +109,7 @@ def service_stopped(world: World, rng: random.Random) -> None:
 
 @injector("service")
 def service_replaced(world: World, rng: random.Random) -> None:
-    """By another one, which is ready before the old one is told to stop."""
+    """Replace a process by another one, which is ready before the old one is stopped."""
     old = rng.choice([each for each in world.services if world.odd is None or each is not world.odd.service])
     world.start_services(1)
     world.retire(old)
@@ -132,7 +132,7 @@ def redis_asleep(world: World, rng: random.Random) -> None:
 
 
 def sleep(world: World, seconds: float) -> None:
-    """DEBUG SLEEP: the server answers nobody, and runs later what was sent meanwhile."""
+    """Run DEBUG SLEEP: the server answers nobody, and runs later the commands that it got meanwhile."""
     with redis_client.Redis.from_url(world.redis.url, socket_timeout=60, retry=None) as store:
         store.execute_command("DEBUG", "SLEEP", f"{seconds:.2f}")
 
@@ -171,7 +171,7 @@ def dump(world: World) -> Path:
 
 @injector("store", available=lambda world: world.replica is not None)
 def redis_failed_over(world: World, rng: random.Random) -> None:
-    """The replica takes over, the old primary is dead; it comes back as a replica."""
+    """Promote the replica after the primary was killed; the old primary comes back as a replica."""
     world.redis.kill()
     world.promote()
     time.sleep(rng.uniform(0, 1))
@@ -180,7 +180,7 @@ def redis_failed_over(world: World, rng: random.Random) -> None:
 
 @injector("store", available=lambda world: world.replica is not None)
 def redis_failed_over_with_lost_claims(world: World, rng: random.Random) -> None:
-    """The replica lags behind when it takes over: what the primary answered in the meantime is lost."""
+    """Promote a replica that lags: the last answers of the primary are lost."""
     world.link.hold()
     time.sleep(rng.uniform(0.2, 2))
     world.redis.kill()
@@ -189,7 +189,7 @@ def redis_failed_over_with_lost_claims(world: World, rng: random.Random) -> None
 
 
 def come_back(world: World) -> None:
-    """The old primary follows the new one."""
+    """Let the old primary follow the new one."""
     assert world.replica is not None
     if not world.replica.running:
         world.replica.start()
@@ -209,7 +209,7 @@ def broker_killed(world: World, rng: random.Random) -> None:
 
 @injector("broker")
 def broker_paused(world: World, rng: random.Random) -> None:
-    """For less or for more than its session."""
+    """Pause a broker, for less or for more than its session."""
     broker = rng.choice(world.cluster.brokers)
     broker.pause()
     time.sleep(rng.choice((0.5, 3.0, 8.0)) * rng.uniform(0.9, 1.1))
@@ -233,14 +233,14 @@ def two_brokers_killed(world: World, rng: random.Random) -> None:
 
 @injector("broker", weight=3)
 def brokers_killed_amid_commits(world: World, rng: random.Random) -> None:
-    """One or all of them, and started again at once: a coordinator may have its log before partitions have leaders.
+    """Kill one broker or all during commits, and start them at once: coordinators may load before leaders are known.
 
     Then it completes transactions without the markers of those partitions (KAFKA-20734).
     """
     killed = world.cluster.brokers if rng.random() < 0.5 else [rng.choice(world.cluster.brokers)]
     commit = world.cluster.proxy.plan("EndTxn", "hold") if world.proxied else None
     if commit is not None:
-        with contextlib.suppress(AssertionError):  # nothing commits while something else is broken
+        with contextlib.suppress(AssertionError):  # nothing commits while another fault lasts
             commit.wait(2)
         world.cluster.proxy.let_go(commit)
     time.sleep(rng.uniform(0, 0.02))
@@ -256,27 +256,27 @@ def all_brokers_killed(world: World, rng: random.Random) -> None:
     world.cluster.heal()
 
 
-# -------------------------------------------------------------------------------------- others at the same cluster
+# -------------------------------------------------------------------------------------- other programs at the cluster
 
 
 @injector("client", weight=3)
 def transactional_ids_stolen(world: World, rng: random.Random) -> None:
-    """Somebody initialises the service's transactional ids: every slot's producer is fenced."""
+    """Initialise the service's transactional ids, so that every slot's producer is fenced."""
     ids = world.transactional_ids()
     for transactional_id in rng.sample(ids, rng.randint(1, len(ids))):
-        with contextlib.suppress(OSError, KafkaException, StopIteration, AssertionError):  # brokers may be away
+        with contextlib.suppress(OSError, KafkaException, StopIteration, AssertionError):  # brokers may be unreachable
             steal(world.cluster.coordinator(transactional_id), transactional_id)
 
 
 def steal(coordinator: Kafka, transactional_id: str) -> tuple[int, int]:
-    """InitProducerId on somebody else's id; the producer id and epoch that it gave."""
+    """Send InitProducerId for a transactional id; returns the new producer id and epoch."""
     with Broker("127.0.0.1", coordinator.port) as broker:
         return broker.init_producer_id(transactional_id)
 
 
 @injector("client")
 def one_key_posted_by_many(world: World, rng: random.Random) -> None:
-    """Fifty posts of one key at once, at all processes."""
+    """Post one key fifty times at once, to all processes."""
     assert world.load is not None
     request = world.ask(f"many-{rng.random()}")
     told = world.load.send([request] * 50).result(REQUEST_S)
@@ -293,17 +293,17 @@ def is_proxied(world: World) -> bool:
 
 @injector("network", weight=4, available=is_proxied)
 def kafka_request_or_reply_lost(world: World, rng: random.Random) -> None:
-    """One connection to Kafka ends, or falls silent, around one request of a chosen kind."""
+    """End or silence one connection to Kafka around one request of a chosen kind."""
     api = rng.choice(("Produce", "AddPartitionsToTxn", "EndTxn", "EndTxn", "InitProducerId"))
     do: Do = rng.choice(("cut", "cut-before", "drop-reply"))
     loss = world.cluster.proxy.plan(api, do, nth=rng.randint(1, 8))
-    with contextlib.suppress(AssertionError):  # the kind may be rare; then it happens later
+    with contextlib.suppress(AssertionError):  # the kind may be rare: the fault then happens later
         loss.wait(5)
 
 
 @injector("network", weight=2, available=is_proxied)
 def kafka_request_late(world: World, rng: random.Random) -> None:
-    """One request is held, for less or for more than its own deadline, and then arrives."""
+    """Hold one request, for less or for more than its deadline, and then send it on."""
     loss = world.cluster.proxy.plan(rng.choice(("Produce", "AddPartitionsToTxn", "EndTxn", "EndTxn")), "hold")
     with contextlib.suppress(AssertionError):
         loss.wait(5)
@@ -311,7 +311,7 @@ def kafka_request_late(world: World, rng: random.Random) -> None:
     world.cluster.proxy.let_go(loss)
 
 
-# ------------------------------------------------------------------------- the process that has a network of its own
+# ------------------------------------------------------------------------- the process with a network of its own
 
 
 def has_odd(world: World) -> bool:
@@ -325,7 +325,7 @@ def odd(world: World) -> Odd:
 
 @injector("network", available=has_odd)
 def one_process_cut_off(world: World, rng: random.Random) -> None:
-    """From Kafka, from Redis or from both, in one direction or in both, for less or for more than its lease."""
+    """Cut one process off from Kafka, Redis or both, in one direction or both, for less or for more than its lease."""
     peers = rng.choice((("kafka",), ("redis",), ("kafka", "redis")))
     directions: tuple[Direction, ...] = ("both", "in", "out")
     odd(world).network.cut(*peers, direction=rng.choice(directions))
@@ -335,7 +335,7 @@ def one_process_cut_off(world: World, rng: random.Random) -> None:
 
 @injector("network", available=has_odd)
 def packets_lost(world: World, rng: random.Random) -> None:
-    """30 % of what one process sends to Kafka and Redis, and of what it receives."""
+    """Lose 30 % of one process's packets to and from Kafka and Redis."""
     odd(world).network.lose(0.3, "kafka", "redis")
     time.sleep(rng.uniform(2, 8))
     odd(world).network.mend()

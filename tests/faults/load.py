@@ -1,4 +1,4 @@
-"""Good clients under a seed: they send each request again, with the same key, until they know; and they note it all."""
+"""Clients that draw requests from a seed, send each again with the same key until its outcome is known, and log it."""
 
 import asyncio
 import contextlib
@@ -15,13 +15,13 @@ from deploy.demo.http import Connection, NoAnswer
 from tests.faults.history import Log, Request, RequestKind, Result, results_of, single
 from tests.integration.client import Asked
 
-ANSWER_S: Final = 8.0  # longer than the request timeout of 5 s that the world sets: the service's word is better
-PAUSE_S: Final = (0.03, 0.4)  # the first pause after an error and the longest; Retry-After says a second
-HANGING_S: Final = 300.0  # for one request; whoever measures a recovery has given it up long before
-RECORD_KEYS: Final = 3  # a client's own, so that it knows in which order it wrote them
+ANSWER_S: Final = 8.0  # longer than the request timeout of 5 s in this world, so that the service's answer decides
+PAUSE_S: Final = (0.03, 0.4)  # the first pause after an error, and the longest; Retry-After says a second
+HANGING_S: Final = 300.0  # for one request; a test of a recovery gives up much earlier
+RECORD_KEYS: Final = 3  # of one client, which so knows the order in which it wrote them
 POLL_S: Final = 0.02
 
-# Of all requests; the rest are single events. Given up: not sent again after the first answer that is no 201.
+# Shares of all requests; the rest are single events. Given up: not sent again after the first answer other than 201.
 BATCHES: Final = 0.15
 ATOMIC: Final = 0.08
 AGAIN: Final = 0.04
@@ -33,7 +33,7 @@ BATCH_MOST: Final = 20
 class Load:
     """Clients in a thread of their own, each with one request at a time and a log in `folder`.
 
-    `targets` (name to URL) may change while it runs. Everything that a client draws comes from the seed and its number.
+    `targets` (name to URL) may change during the run. All that a client draws depends on the seed and its number.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Load:
         atomic: bool = True,
     ) -> None:
         self.targets = dict(targets)
-        self.mistakes: list[str] = []  # an answer that no client should get
+        self.mistakes: list[str] = []  # answers that no client should get
         self.hanging: list[str] = []
         self.acked = 0  # events
-        self.longest_s = 0.0  # that a request waited to be settled
+        self.longest_s = 0.0  # until a request was settled
         self.asked = 0
         self.attempts = 0
         self._folder = folder
@@ -62,7 +62,7 @@ class Load:
         self._keys_per_s = keys_per_s
         self._keys_max = keys_max
         self._atomic = ATOMIC if atomic else 0.0
-        self._open: dict[int, str] = {}  # what is not settled, by a number of its own
+        self._open: dict[int, str] = {}  # requests that are not settled, by a number of their own
         self._numbers = itertools.count()
         self._stopping = False
         self._loop = asyncio.new_event_loop()
@@ -70,7 +70,7 @@ class Load:
         self._running: Future[None] | None = None
         self._extra = itertools.count()
 
-    # ------------------------------------------------------------------------- for the thread that breaks things
+    # ------------------------------------------------------------------------- for the thread that injects faults
 
     def start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -78,14 +78,14 @@ class Load:
         self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
     def stop(self) -> None:
-        """Let every client finish what it has begun, and return."""
+        """Wait until every client has settled its request, then stop them."""
         self._stopping = True
         if self._running is not None:
             self._running.result(HANGING_S + ANSWER_S)
             self._running = None
 
     def close(self) -> None:
-        """End the thread; whatever is still under way is left in doubt."""
+        """End the thread; requests in progress are left in doubt."""
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result(ANSWER_S)
@@ -114,7 +114,7 @@ class Load:
     ) -> Future[list[list[Result]]]:
         """Send requests, all at once, each until it is settled (or once); `to` limits them to these processes.
 
-        Each is a client with a log of its own.
+        Each has a client and a log of its own.
         """
         return asyncio.run_coroutine_threadsafe(self._send(requests, to, once), self._loop)
 
@@ -158,7 +158,7 @@ class Load:
 
 
 class _Client:
-    """One client: what it has written, its connections, its log."""
+    """One client: its written events, its connections, its log."""
 
     def __init__(self, load: Load, name: str, rng: random.Random) -> None:
         self._load = load
@@ -178,7 +178,7 @@ class _Client:
         self._log.close()
 
     async def next(self, topics: Sequence[str]) -> int:
-        """Draw the next request and settle it; the number of new keys in it."""
+        """Draw the next request and settle it; returns the number of its new keys."""
         draw = self._rng.random()
         if self._known and draw < AGAIN:
             await self.settle(single(self._rng.choice(self._known)))
@@ -213,7 +213,7 @@ class _Client:
         return Asked(key, self._rng.choice(topics), value, record_key)
 
     async def settle(self, request: Request, to: Sequence[str] = (), *, give_up: bool = False) -> list[Result]:
-        """Send it until each event is settled; answers the last results."""
+        """Send a request until each of its events is settled; returns the last results."""
         with self._load.unsettled(f"{self._name}: {request.events[0].key}"):
             begun, pause_s = time.monotonic(), PAUSE_S[0]
             while True:
@@ -231,7 +231,7 @@ class _Client:
                 pause_s = min(2 * pause_s, PAUSE_S[1])
 
     async def _refused(self, request: Request, status: int) -> None:
-        """Send what must be refused, until it is."""
+        """Send a request that must be refused, until it is."""
         for _ in range(200):
             (result,) = await self.attempt(request)
             if result.final:
@@ -241,7 +241,7 @@ class _Client:
             await asyncio.sleep(PAUSE_S[1])
 
     async def attempt(self, request: Request, to: Sequence[str] = ()) -> list[Result]:
-        """One attempt at a process drawn from those that there are."""
+        """Send a request once, to one of the processes."""
         targets = self._load.targets
         names = [name for name in (to or targets) if name in targets]
         if not names:  # all are being replaced

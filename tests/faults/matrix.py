@@ -1,4 +1,4 @@
-"""The matrix: each row breaks one thing under load, and says within which time acknowledgements must resume.
+"""The matrix: each row injects one fault under load, with a bound on the time until acknowledgements resume.
 
 How a row is written (in any `rows_*.py` of this folder; the module is found by its name):
 
@@ -60,7 +60,7 @@ Play = Callable[[World], None]
 
 @dataclass(frozen=True)
 class Row:
-    """One row; the fields are those of `row`."""
+    """One row; the fields are the arguments of `row`."""
 
     name: str
     title: str
@@ -81,13 +81,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a row; `wrong` is empty where it is as expected."""
+    """The result of a row; `wrong` is empty if it is as expected."""
 
     row: Row
     wrong: list[str]
     recovery_s: float | None
     verdict: Verdict
-    longest_s: float  # that any request waited for its acknowledgement
+    longest_s: float  # of any request, until its acknowledgement
     notes: list[str]
     took_s: float
 
@@ -96,7 +96,7 @@ ROWS: Final[dict[str, Row]] = {}
 
 
 def row(title: str, **fields: object) -> Callable[[Play], Play]:
-    """Put a row into the table; its name is that of the function."""
+    """Add a row to the table; its name is that of the function."""
 
     def add(play: Play) -> Play:
         name = play.__name__.replace("_", "-")
@@ -108,14 +108,14 @@ def row(title: str, **fields: object) -> Callable[[Play], Play]:
 
 
 def load_rows() -> dict[str, Row]:
-    """The whole table."""
+    """Load all rows."""
     for path in sorted(Path(__file__).parent.glob("rows_*.py")):
         importlib.import_module(f"tests.faults.{path.stem}")
     return ROWS
 
 
 def play(row: Row, folder: Path, cluster: Cluster, seed: int | str = 1) -> Outcome:
-    """Play a row on a healthy cluster, and leave it healthy."""
+    """Play a row on a healthy cluster, and leave the cluster healthy."""
     begun = time.monotonic()
     wrong: list[str] = []
     recovery_s: float | None = None
@@ -148,7 +148,7 @@ def play(row: Row, folder: Path, cluster: Cluster, seed: int | str = 1) -> Outco
 
 
 class Clusters:
-    """A cluster for each row: the last one again where it is healthy and of the right kind."""
+    """Provides a cluster for each row: the last one, if it is healthy and of the right kind."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -172,13 +172,13 @@ class Clusters:
         return self._kept[1]
 
     def drop(self) -> None:
-        """End the cluster; the next row gets a new one."""
+        """Stop the cluster; the next row gets a new one."""
         self._exits.close()
         self._kept = None
 
 
 def run(names: Sequence[str], say: Callable[[str], None], seed: int = 1) -> list[Outcome]:
-    """Play rows, those of a kind of cluster together; what a failed one left behind is kept, and said where."""
+    """Play rows, grouped by kind of cluster; keeps the folder of a failed row, and prints its path."""
     rows = load_rows()
     chosen = [rows[name] for name in names or rows]
     outcomes: list[Outcome] = []
@@ -210,7 +210,7 @@ def describe(outcome: Outcome) -> str:
 
 
 def write(outcomes: Sequence[Outcome]) -> None:
-    """Renew these rows in results/matrix.md; the others stay as they were last measured."""
+    """Renew these rows in results/matrix.md; other rows keep their last results."""
     lines = {
         outcome.row.name: [
             outcome.row.title,

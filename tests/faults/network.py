@@ -1,4 +1,4 @@
-"""A network of its own for processes of the service: the servers are where they always are, and the wire can be cut.
+"""Runs processes of the service in a network of their own, whose connection to the servers can be cut.
 
     with Network(folder, {"kafka": [kafka.port], "redis": [redis.port]}) as network:
         service = Service(folder, ..., argv_prefix=network.prefix)
@@ -27,16 +27,16 @@ from deploy.stack.process import Process
 from tests.faults.relay import Relay
 from tests.faults.tools import lacks_program, lacks_root
 
-Direction = Literal["both", "out", "in"]  # out: what the inside sends; in: what it is sent
+Direction = Literal["both", "out", "in"]  # out: sent by the processes inside; in: sent to them
 
 _PROGRAMS: Final = {"ip": "iproute2", "iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux"}
 _READY_S: Final = 10.0
 _CALL_S: Final = 20.0
-_numbers = itertools.count(os.getpid() * 8)  # of two runs on one machine, different ones
+_numbers = itertools.count(os.getpid() * 8)  # differ between two runs on one machine
 
 
 def lacking() -> str:
-    """Why there can be no such network here; empty where there can."""
+    """Return why no network can be made here; "" if it can."""
     if why := lacks_root() or next(filter(None, (lacks_program(*each) for each in _PROGRAMS.items())), ""):
         return why
     tried = subprocess.run(["unshare", "-n", "true"], capture_output=True, text=True, timeout=_CALL_S, check=False)
@@ -44,20 +44,20 @@ def lacking() -> str:
 
 
 class Network(Process):
-    """One namespace with its wire. It is a process to the local stack: the one that keeps the namespace."""
+    """One network namespace with its link. For the local stack it is the process that keeps the namespace."""
 
     def __init__(self, folder: Path, peers: Mapping[str, Sequence[int]], *, name: str = "network") -> None:
-        """Prepare one.
+        """Prepare a network.
 
         Args:
-            folder: where its log goes.
+            folder: for the log.
             peers: servers outside, by a name for `cut` and `lose`: their ports on the loopback interface.
-            name: the name of its log.
+            name: the name of the log.
         """
         super().__init__(name, folder.absolute())
         self._peers = {peer: list(ports) for peer, ports in peers.items()}
         number = next(_numbers)
-        # Four addresses of 100.64/10, which is for links inside of a provider, and no private network's.
+        # Four addresses of 100.64/10, which providers use for their own links, and no private network.
         base = f"100.{64 + (number >> 14) % 64}.{(number >> 6) % 256}."
         self._outside, self._address = (f"{base}{4 * (number % 64) + last}" for last in (1, 2))
         self._link = f"fp{number % 2**32:x}"
@@ -65,14 +65,14 @@ class Network(Process):
 
     @property
     def prefix(self) -> list[str]:
-        """What to put in front of a command, so that it runs inside."""
+        """The command prefix by which a program runs inside."""
         return ["nsenter", "--target", str(self.pid), "--net"]
 
     def start(self) -> None:
-        """Make the namespace and its wire.
+        """Make the namespace and its link.
 
         Raises:
-            StackError: that failed; the text has what was said.
+            StackError: that failed; the text has the error message.
         """
         self.spawn(["unshare", "--net", "sleep", "infinity"], env=places.hermetic_environment())
         self.wait_until(self._is_apart, _READY_S)
@@ -87,39 +87,39 @@ class Network(Process):
             f"iptables -t nat -A POSTROUTING -o {there} -j SNAT --to-source {self._address}",
         ):
             self._inside(*command.split())
-        # What is for 127.0.0.1 may come and go by the wire, once it is for the other end.
+        # Packets for 127.0.0.1 may use the link once they are readdressed to its other end.
         self._inside("sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/all/route_localnet")
         for port in itertools.chain.from_iterable(self._peers.values()):
             self._relays.enter_context(Relay(port, host=self._outside, port=port))
             self._inside(*_rule("nat", "OUTPUT", f"-d 127.0.0.1 -p tcp --dport {port} -j DNAT --to {self._outside}"))
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """End it at once."""
+        """Kill the process, and so end the network."""
         self.kill()
 
     def kill(self) -> None:
-        """End it: what still runs inside has no network any more."""
+        """End the network; programs that still run inside lose it."""
         self._relays.close()
         super().kill()
 
     def admit(self, port: int) -> None:
-        """Let the outside reach a server that listens inside: each knows the other at 127.0.0.1."""
+        """Make a server inside reachable from outside: each side sees the other at 127.0.0.1."""
         self._inside(*_rule("nat", "PREROUTING", f"-p tcp --dport {port} -j DNAT --to 127.0.0.1"))
         self._inside(*_rule("nat", "INPUT", f"-p tcp --dport {port} -j SNAT --to-source 127.0.0.1"))
         self._relays.enter_context(Relay(port, port=port, target_host=self._address))
 
     def cut(self, *peers: str, direction: Direction = "both") -> None:
-        """From now on no packet comes through between the inside and these servers; nobody is told."""
+        """Drop all packets between the inside and these servers from now on, silently."""
         self._drop(peers, direction, "")
 
     def lose(self, share: float, *peers: str, direction: Direction = "both") -> None:
-        """Lose a share (0 to 1) of the packets between the inside and these servers, at random."""
+        """Drop a share (0 to 1) of the packets between the inside and these servers, at random."""
         self._drop(peers, direction, f"-m statistic --mode random --probability {share}")
 
     def forget(self, *peers: str) -> None:
-        """No packet of the present connections to these servers comes through any more; new ones can be made.
+        """Drop the packets of the present connections to these servers; new connections work.
 
-        So does a firewall that was restarted, or to which a connection was idle for too long.
+        As with a firewall that was restarted, or to which a connection was idle for too long.
         """
         for port in itertools.chain.from_iterable(self._peers[peer] for peer in peers):
             for line in self._inside("ss", "-Htn", "state", "established", f"( dport = :{port} )").splitlines():
@@ -128,11 +128,11 @@ class Network(Process):
                 self._inside(*_rule("filter", "INPUT", f"-p tcp --sport {port} --dport {own} -j DROP"))
 
     def mend(self) -> None:
-        """All packets come through again."""
+        """Let all packets through again."""
         self._inside("iptables", "-F")
 
     def dropped(self) -> int:
-        """How many packets were dropped since the last `mend`."""
+        """Count the packets dropped since the last `mend`."""
         shown = self._inside("iptables", "-L", "-v", "-x", "-n")
         return sum(int(line.split()[0]) for line in shown.splitlines() if " DROP " in line)
 
@@ -145,7 +145,7 @@ class Network(Process):
                     self._inside(*_rule("filter", "INPUT", f"-p tcp --sport {port} {match} -j DROP"))
 
     def _is_apart(self) -> bool:
-        """Whether the process has the namespace already."""
+        """Check whether the process has the namespace."""
         mine, its = (Path(f"/proc/{pid}/ns/net").readlink() for pid in ("self", self.pid))
         return mine != its
 

@@ -1,4 +1,4 @@
-"""A proxy between Kafka's clients and brokers that knows requests from replies, and loses just the one it is told to.
+"""A proxy between Kafka's clients and brokers that parses requests and replies, and loses just the one it is told to.
 
 Each broker gets a listener of its own that advertises the proxy's port, so that a client which bootstraps through the
 proxy never learns another way:
@@ -50,12 +50,12 @@ APIS: Final = {
     75: "DescribeTopicPartitions",
 }
 
-# hold: the request waits here until `let_go`, also when its client hangs up meanwhile: then it is late.
-# delay: it waits for `delay_ms`.
-# hold-reply: the broker has answered, and the reply waits until `let_go`.
-# drop-reply: the broker has answered, and this reply and all that follow on the connection are swallowed: a stream has
-#   no holes, so a lost reply looks like silence to its client.
-# cut: the broker has answered, and the connection ends instead of the reply.
+# hold: the request waits here until `let_go`, even if its client disconnects meanwhile: it then arrives late.
+# delay: the request waits for `delay_ms`.
+# hold-reply: the broker has replied, and the reply waits until `let_go`.
+# drop-reply: the broker has replied; this reply and all later ones of the connection are dropped, because a stream has
+#   no gaps: the client sees silence.
+# cut: the broker has replied, and the connection ends instead of the reply.
 # cut-before: the connection ends instead of the request.
 Do = Literal["hold", "delay", "hold-reply", "drop-reply", "cut", "cut-before"]
 
@@ -66,7 +66,7 @@ _CALL_S: Final = 10.0
 
 
 class Request(NamedTuple):
-    """What a request's frame says of itself."""
+    """The header of a request's frame."""
 
     api: str
     correlation_id: int
@@ -75,7 +75,7 @@ class Request(NamedTuple):
 
 @dataclass(eq=False)
 class Loss:
-    """One planned fault. It happens to the `nth` request, counted from the plan on, that fits all it names."""
+    """A planned fault. It happens to the `nth` matching request, counted from the plan on."""
 
     api: str
     do: Do
@@ -83,8 +83,8 @@ class Loss:
     client: str
     containing: bytes
     delay_ms: int
-    broker: int | None = None  # to which one that request went
-    client_id: str = ""  # and from whom
+    broker: int | None = None  # the broker that the request was sent to
+    client_id: str = ""  # the client that sent it
     seen: int = 0
     _happened: threading.Event = field(default_factory=threading.Event)
     _gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,7 +94,7 @@ class Loss:
         return self._happened.is_set()
 
     def wait(self, timeout_s: float = 20.0) -> None:
-        """Return when it has happened: the request is held, or the broker's reply is here and goes no further.
+        """Wait until the fault has happened: the request is held, or the broker's reply is held or lost.
 
         Raises:
             AssertionError: it did not happen in time.
@@ -102,7 +102,7 @@ class Loss:
         assert self._happened.wait(timeout_s), f"no such request within {timeout_s} s: {self}"
 
     def fits(self, request: Request, frame: bytes) -> bool:
-        """Is this the request? Counts it where it is of the kind."""
+        """Check whether this is the request; counts it if it matches."""
         if request.api != self.api or self.client not in request.client_id or self.containing not in frame:
             return False
         self.seen += 1
@@ -110,13 +110,13 @@ class Loss:
 
 
 class Proxy:
-    """One port for each of some brokers, served by a thread of its own; ends with its `with`."""
+    """A port for each of some brokers, served by a thread of its own, which ends with the `with` block."""
 
     def __init__(self, brokers: int = 1) -> None:
         """Prepare the ports.
 
         Args:
-            brokers: how many brokers there are.
+            brokers: the number of brokers.
         """
         self._doors = [(free_port(), free_port()) for _ in range(brokers)]  # the clients' port, the broker's
         self._losses: list[Loss] = []
@@ -130,25 +130,25 @@ class Proxy:
 
     @property
     def bootstrap(self) -> str:
-        """Where clients connect."""
+        """The bootstrap servers."""
         return ",".join(f"127.0.0.1:{port}" for port, _ in self._doors)
 
     def listener(self, broker: int) -> Listener:
-        """The listener that a broker must have for its clients to come through here; brokers count from 0."""
+        """Make the listener that a broker needs for clients that come through the proxy; brokers count from 0."""
         port, behind = self._doors[broker]
         return Listener("PROXIED", f"127.0.0.1:{behind}", f"127.0.0.1:{port}")
 
     def plan(
         self, api: str, do: Do, *, nth: int = 1, client: str = "", containing: bytes = b"", delay_ms: int = 0
     ) -> Loss:
-        """Have something happen to one request, or to its reply.
+        """Plan a fault for one request, or for its reply.
 
         Args:
             api: the name of its API, as in Kafka's protocol guide.
-            do: what happens; the comment at `Do` says what each does.
-            nth: to which of those to come.
-            client: part of its client id, to single one producer out.
-            containing: bytes somewhere in the request: the name of a topic, or of a transactional id.
+            do: the fault; the comment at `Do` describes each.
+            nth: the number of the matching request, from now on.
+            client: a part of its client id, to choose one producer.
+            containing: bytes anywhere in the request: the name of a topic, or a transactional id.
             delay_ms: for `delay`, in ms.
         """
         assert api in APIS.values(), f"no such API: {api}"
@@ -158,11 +158,11 @@ class Proxy:
         return loss
 
     def let_go(self, loss: Loss) -> None:
-        """What is held goes on its way."""
+        """Let all that is held go on."""
         self._loop.call_soon_threadsafe(loss._gone.set)
 
     def forget(self) -> None:
-        """Lose what comes on the present connections from now on, as a firewall does that has forgotten them."""
+        """Drop all bytes of the present connections from now on, as a firewall that has forgotten them."""
         self._run(self._forget())
 
     async def _forget(self) -> None:
@@ -170,7 +170,7 @@ class Proxy:
             connection.forgotten = True
 
     def count(self, api: str) -> int:
-        """How many requests of an API came here."""
+        """Count the requests of an API so far."""
         return self._seen[api]
 
     def __enter__(self) -> Self:
@@ -243,21 +243,21 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _Connection:
-    """A client's connection and the one to the broker behind it."""
+    """A client's connection and the connection to the broker."""
 
     def __init__(self, choose: Callable[[Request, bytes], Loss | None], client: Stream, broker: Stream) -> None:
         self._choose = choose
         self._client = client
         self._broker = broker
-        self._losses: dict[int, Loss] = {}  # of replies to come, by correlation id
+        self._losses: dict[int, Loss] = {}  # by correlation id: for replies to come
         self.forgotten = False  # nothing comes through any more, in either direction
 
     async def run(self) -> None:
-        """Carry both ways until the connection ends, on either side or by a fault."""
+        """Forward in both directions until one side ends the connection, or a fault does."""
         requests = asyncio.create_task(self._requests())
         replies = asyncio.create_task(self._replies())
         try:
-            # When the client hangs up, what it has sent still goes to the broker, which then ends the other side.
+            # When the client disconnects, the broker still gets all that it has sent, and then ends the other side.
             await replies
         finally:
             requests.cancel()
@@ -281,7 +281,7 @@ class _Connection:
             self._broker[1].write_eof()
 
     async def _before(self, loss: Loss, request: Request) -> bool:
-        """A fault that comes before the broker: does the request go on?"""
+        """Apply a fault before the broker; returns whether the request goes on."""
         if loss.do in ("hold", "delay"):
             loss._happened.set()
             await (loss._gone.wait() if loss.do == "hold" else asyncio.sleep(loss.delay_ms / 1000))
@@ -309,12 +309,12 @@ class _Connection:
                 try:
                     self._client[1].write(frame)
                     await self._client[1].drain()
-                except OSError:  # it has hung up; a request of its may still be held
+                except OSError:  # the client has disconnected; one of its requests may still be held
                     silent = True
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:
-    """The next frame with its length, empty where the stream has ended."""
+    """Read the next frame with its length; empty at the end of the stream."""
     try:
         head = await reader.readexactly(_SIZE.size)
         return head + await reader.readexactly(_SIZE.unpack(head)[0])

@@ -1,4 +1,4 @@
-"""An address that leads to one server after another, as a virtual IP or a DNS name does at a failover."""
+"""A TCP relay whose target can change, as that of a virtual IP or a DNS name at a failover."""
 
 import asyncio
 import threading
@@ -9,14 +9,14 @@ from deploy.stack import free_port
 
 _CALL_S: Final = 5.0
 _CHUNK_BYTES: Final = 65_536
-# Passes of the loop from a connection that was accepted to the callback of its server: asyncio's task, its transport.
+# Turns of the loop from an accepted connection to the callback of its server: asyncio's task, its transport.
 _ACCEPT_PASSES: Final = 3
 
 
 async def stop_serving(server: asyncio.Server) -> None:
-    """Close a server; each connection that it has accepted by then has come to its callback.
+    """Close a server, after the callback of each connection that it has accepted.
 
-    `Server.close` alone fails for those that were accepted just now, and leaves their sockets open.
+    `Server.close` alone fails for connections that were just accepted, and leaves their sockets open.
     """
     loop = asyncio.get_running_loop()
     for listening in server.sockets:
@@ -27,18 +27,18 @@ async def stop_serving(server: asyncio.Server) -> None:
 
 
 class Relay:
-    """Forwards TCP from a port of its own to `target`; it runs in a thread, so that its user may block."""
+    """Forwards TCP from its own port to `target`, in a thread, so that tests may block."""
 
     def __init__(
         self, target: int, *, host: str = "127.0.0.1", port: int | None = None, target_host: str = "127.0.0.1"
     ) -> None:
-        """Prepare one.
+        """Prepare a relay.
 
         Args:
-            target: the port to which it leads at first.
-            host: where it listens.
-            port: where it listens; a free one if not given.
-            target_host: where all its targets are.
+            target: the first target port.
+            host: the address to listen on.
+            port: the port to listen on; default: a free one.
+            target_host: the host of all targets.
         """
         self.host = host
         self.port = port or free_port()
@@ -63,11 +63,11 @@ class Relay:
         self._loop.close()
 
     def lead_to(self, target: int) -> None:
-        """Lead to another port from now on; what is connected is cut, and what was held is lost."""
+        """Change the target port: open connections are cut, and held bytes are lost."""
         self._do(self._lead_to(target))
 
     def hold(self) -> None:
-        """Forward nothing more, and cut nothing: what is sent waits."""
+        """Hold all bytes from now on, without cutting connections."""
         self._loop.call_soon_threadsafe(self._flows.clear)
 
     def let_go(self) -> None:
@@ -100,7 +100,7 @@ class Relay:
         self._writers.clear()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A task of our own: asyncio's for a coroutine complains when it is cancelled.
+        # A task made here: asyncio's own for a coroutine logs an error when it is cancelled.
         self._writers.add(writer)
         task = self._loop.create_task(self._serve(reader, writer))
         self._connections.add(task)
@@ -124,7 +124,7 @@ class Relay:
             onward.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one direction until either end closes; the other is then closed too."""
+        """Forward one direction until either end closes; then close the other."""
         try:
             while data := await reader.read(_CHUNK_BYTES):
                 await self._flows.wait()

@@ -1,4 +1,4 @@
-"""Results as Markdown tables that are committed."""
+"""Writes results as Markdown tables, which are committed."""
 
 import os
 import subprocess
@@ -13,12 +13,12 @@ RESULTS: Final = Path(__file__).parent / "results"
 
 
 def machine() -> str:
-    """When, on which commit and on how many cores."""
+    """Return date, commit and number of cores."""
     return f"{time.strftime('%Y-%m-%d', time.gmtime())} {revision(ROOT)}, {os.cpu_count()} cores"
 
 
 def revision(tree: Path) -> str:
-    """The commit that a tree is on; empty where it has no git history."""
+    """Return the commit of a tree; "" without a git history."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -31,7 +31,7 @@ def table(heads: Sequence[str], lines: Mapping[str, Sequence[str]]) -> str:
 def update(
     path: Path, heads: Sequence[str], lines: Mapping[str, Sequence[str]], order: Sequence[str] | None = None
 ) -> dict[str, Sequence[str]]:
-    """The lines of a table in a file, with those that are given anew, in this order or in the file's."""
+    """Update the lines of a table in a file, in this order or in the file's."""
     known: dict[str, Sequence[str]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]

@@ -1,4 +1,4 @@
-"""Rows about what the reconciliation job says."""
+"""Rows that check the report of the reconciliation job."""
 
 from tests.faults.matrix import row
 from tests.faults.rows_service import dies, doomed
@@ -31,6 +31,6 @@ def idempotent_killed(world: World) -> None:
     world.rules = world.folder / "rules.toml"
     world.rules.write_text(f'[[topics]]\npattern = "{world.topics[0]}"\nguarantee = "idempotent"\n')
     world.start_services(1)
-    world.start_load(atomic=False)  # all or nothing is not to be had there
+    world.start_load(atomic=False)  # atomic batches are refused there
     for _ in range(3):
         dies(world, doomed(world, Fault("plain.done", "kill", first=10)))

@@ -1,4 +1,4 @@
-"""Rows that break brokers of a cluster of three (replication 3, min ISR 2)."""
+"""Rows with faults of brokers in a cluster of three (replication 3, min ISR 2)."""
 
 import time
 
@@ -74,13 +74,13 @@ def topic_below_its_min_isr(world: World) -> None:
     world.cluster.brokers[0].create_topic(weak, 2, {"min.insync.replicas": "3"})
     world.topics.append(weak)  # for the checker
     assert world.load is not None
-    # While all are in sync it takes events; by then the service knows it, whichever broker is killed.
+    # With all replicas in sync the topic takes events; then the service knows it, whichever broker is killed.
     world.load.send([world.ask("before", weak)]).result(timeout=30)
     world.cluster.brokers[2].kill()
     waiting = world.load.send([world.ask(f"weak-{n}", weak) for n in range(20)])
-    time.sleep(2.0)  # it has failed a group
+    time.sleep(2.0)  # the topic has failed a group
     begun = time.monotonic()
-    world.wait_acked(200)  # also of what was in the group that failed
+    world.wait_acked(200)  # also those of the failed group
     world.notes.append(f"200 others acknowledged within {time.monotonic() - begun:.1f} s")
     assert not waiting.done()
     world.cluster.heal()

@@ -12,7 +12,7 @@ MEANWHILE: Final = 60  # events acknowledged while the clock is wrong
 
 
 def jump(world: World, clock: Clock, shift_s: int) -> None:
-    """The load runs; the clock goes wrong, and events are acknowledged as ever; then it is put right."""
+    """Shift a clock under load, wait for acknowledged events, and set it right again."""
     world.start_load()
     clock.shift(shift_s)
     world.wait_acked(MEANWHILE)
@@ -20,7 +20,7 @@ def jump(world: World, clock: Clock, shift_s: int) -> None:
 
 
 def clock_of(server: Process) -> Clock:
-    """A running server's own clock: it is started anew."""
+    """Give a running server a clock of its own, by a restart."""
     server.stop()
     clock = Clock(server)
     server.start()

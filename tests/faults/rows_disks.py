@@ -1,4 +1,4 @@
-"""Rows in which a server's disk is full, and has room again."""
+"""Rows in which a server's disk is full, and has space again."""
 
 import time
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def redis_disk_full_rdb(world: World) -> None:
 
 
 def redis_disk_full(world: World, saving: Sequence[str]) -> None:
-    """Redis refuses to write, and says so; nothing is lost by it, for it still has what it had."""
+    """Redis refuses writes, and keeps its data."""
     world.redis.stop()
     disk = world.exits.enter_context(Disk(world.folder / "disk", megabytes=64))
     world.redis.args += ["--dir", str(disk.folder), *saving]

@@ -1,4 +1,4 @@
-"""Rows about transactional ids: stolen, expired, and with no epoch left."""
+"""Rows about transactional ids: used by another program, expired, or without epochs left."""
 
 import time
 
@@ -32,7 +32,7 @@ def transactional_ids_stolen(world: World) -> None:
     },
 )
 def transactional_ids_expired(world: World) -> None:
-    """The coordinator has forgotten them: the next transaction is refused, and nobody may be told a wrong thing."""
+    """The coordinator has forgotten the ids: the next transaction is refused, and all answers must be right."""
     time.sleep(2 * EXPIRES_MS / 1000 + 2)
     world.start_load()
 

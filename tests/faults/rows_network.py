@@ -1,4 +1,4 @@
-"""Rows that cut one of two processes off from its servers, or lose what is sent between them."""
+"""Rows that cut one of two processes off from its servers, or lose its packets."""
 
 import time
 from typing import Final
@@ -7,13 +7,13 @@ from tests.faults.matrix import row
 from tests.faults.network import Direction, Network, lacking
 from tests.faults.world import World
 
-IDLE_S: Final = 6.0  # longer than a connection to Kafka is used without a look whether it is there
+IDLE_S: Final = 6.0  # longer than the idle time after which a connection to Kafka is probed
 FORGOTTEN_MOST_S: Final = 3.0  # of a request's five
 CUT_S: Final = 7.0  # longer than a request's deadline, and than several leases
 
 
 def behind_a_wire(world: World) -> Network:
-    """Two processes under load, one beside the servers and one behind a wire of its own."""
+    """Start two processes under load, one beside the servers and one in a network of its own."""
     peers = {"kafka": [broker.port for broker in world.cluster.brokers], "redis": [world.redis.port]}
     network = world.exits.enter_context(Network(world.folder, peers))
     world.start_services(1)

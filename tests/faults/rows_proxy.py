@@ -1,4 +1,4 @@
-"""Rows that lose, hold or delay one chosen request to Kafka, or its reply: each lost answer is exactly placed."""
+"""Rows that lose, hold or delay one chosen request to Kafka, or its reply."""
 
 import time
 from typing import Final
@@ -7,14 +7,14 @@ from tests.faults.matrix import row
 from tests.faults.proxy import Do, Loss
 from tests.faults.world import World
 
-# A request without an answer is given up soon, and so are its bounds: two of these, and a recovery.
+# A request without a reply is given up soon, which bounds the recovery time: two of these, and a recovery.
 SHORT: Final = {"FENCEPOST_REQUEST_TIMEOUT_MS": "2000", "FENCEPOST_TRANSACTION_TIMEOUT_MS": "3000"}
-WARM: Final = 5  # requests of the kind before the one that is lost
+WARM: Final = 5  # requests of the kind before the lost one
 WAIT_S: Final = 30.0
 
 
 def lose(world: World, api: str, do: Do, *, nth: int = WARM, containing: str = "") -> Loss:
-    """Plan a fault for a request of the first process; the load brings it about."""
+    """Plan a fault for a request of the first process, which the load sends."""
     client = world.services[0].name
     return world.cluster.proxy.plan(api, do, nth=nth, client=client, containing=containing.encode())
 
@@ -31,7 +31,7 @@ def end_txn_reply_dropped(world: World) -> None:
 
 @row("a late EndTxn arrives in its slot's next transaction", services=1, proxied=True, settings=SHORT, in_run=True)
 def late_end_txn(world: World) -> None:
-    """Given up by its producer, it comes between the sends and the commit of the next one's group (KAFKA-17754).
+    """The EndTxn, given up by its producer, arrives between the sends and the commit of the next group (KAFKA-17754).
 
     Of the same epoch it would commit a group whose own commit is still to be asked for.
     """
@@ -41,9 +41,9 @@ def late_end_txn(world: World) -> None:
 
 
 def arrive_in_the_next_group(world: World, late: Loss) -> None:
-    """Let a held request go when the next life of its producer has sent a group, and not yet asked for its commit."""
+    """Release a held request when the next session of the producer has sent a group and not requested its commit."""
     proxy = world.cluster.proxy
-    # The first commit of a life is its begin record's.
+    # The first commit of a session is that of its begin record.
     open_group = proxy.plan("EndTxn", "hold", nth=2, client=late.client_id)
     open_group.wait(WAIT_S)
     commits = proxy.count("EndTxn")
@@ -89,7 +89,7 @@ def add_partitions_reply_dropped(world: World) -> None:
 
 @row("an InitProducerId done, its reply dropped", proxied=True, settings=SHORT)
 def init_producer_id_reply_dropped(world: World) -> None:
-    """It is the fence of a recovery, which a lost commit has made necessary."""
+    """The request is the fence of a recovery after a lost commit."""
     fence = lose(world, "InitProducerId", "drop-reply", nth=1)
     lose(world, "EndTxn", "cut").wait(WAIT_S)
     fence.wait(WAIT_S)
@@ -97,7 +97,7 @@ def init_producer_id_reply_dropped(world: World) -> None:
 
 @row("a fence held until after the next owner's", proxied=True, settings=SHORT)
 def late_init_producer_id(world: World) -> None:
-    """The late one fences the slot's new owner, which has to recover once more."""
+    """The late fence fences the slot's new owner, which must recover again."""
     proxy = world.cluster.proxy
     late = lose(world, "InitProducerId", "hold", nth=1)
     lose(world, "EndTxn", "cut").wait(WAIT_S)
@@ -111,7 +111,7 @@ def late_init_producer_id(world: World) -> None:
 
 @row("a late Produce arrives in its slot's next transaction", services=1, proxied=True, settings=SHORT)
 def late_produce(world: World) -> None:
-    """Of the same epoch it would be part of that transaction (KIP-890)."""
+    """With the same epoch it would become part of that transaction (KIP-890)."""
     late = lose(world, "Produce", "hold", containing=world.topics[0])
     late.wait(WAIT_S)
     arrive_in_the_next_group(world, late)

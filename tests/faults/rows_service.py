@@ -1,4 +1,4 @@
-"""Rows that break processes of the service, at places of the path or at any."""
+"""Rows with faults of the service's processes, at certain points of a write or at any."""
 
 import re
 import time
@@ -14,13 +14,13 @@ KILLED = -9
 
 
 def doomed(world: World, *faults: Fault, **settings: object) -> Service:
-    """A process that meets a fault once it has worked for a while; it is not expected back."""
+    """Start a process that meets a fault after some work, and then stays down."""
     (service,) = world.start_services(1, faults=faults, **settings)
     return service
 
 
 def dies(world: World, service: Service) -> None:
-    """Return when it has killed itself."""
+    """Wait until the process has killed itself."""
     world.until(lambda: service.exit_code == KILLED, 30, f"{service.name} dies")
     world.retire(service)
 
@@ -57,7 +57,7 @@ def killed_before_mark(world: World) -> None:
 
 @row("killed inside a slot recovery, after its fence", services=1)
 def killed_in_slot_recovery(world: World) -> None:
-    """The heir of dead slots dies while it recovers them; a third process finds the slots of both."""
+    """The process that recovers the dead slots is killed too; a third process recovers the slots of both."""
     first = world.services[0]
     heir = doomed(world, Fault("slot.replay", "kill", first=3))  # two are its own at its start
     first.kill()
@@ -68,7 +68,7 @@ def killed_in_slot_recovery(world: World) -> None:
 
 @row("killed inside a store recovery, after its fences", services=1)
 def killed_in_store_recovery(world: World) -> None:
-    """Whoever recovers the flushed store dies at it, one after the other; a fresh process does it again."""
+    """Each process that recovers the flushed store is killed; a new process recovers it."""
     first = world.services[0]
     two = [doomed(world, Fault("store.replay", "kill")) for _ in range(2)]
     world.retire(first)
@@ -110,7 +110,7 @@ def many_posts_of_one_key(world: World) -> None:
 
 @row("SIGTERM under load", expect="each event once; no doubtful answer")
 def terminated(world: World) -> None:
-    """Nobody who asked the leaving process is told 504, or has a request cut off that it had begun to answer."""
+    """No client of the leaving process gets 504, or loses a response that has begun."""
     assert world.load is not None
     leaving = world.services[0]
     leaving.stop()
@@ -130,7 +130,7 @@ def rolling_replacement(world: World) -> None:
 
 
 def no_doubt(world: World) -> None:
-    """No 504 so far; a connection that was idle and is closed may swallow a request, which is then not written."""
+    """Check that there was no 504; a connection that is being closed may lose a request, which is then not written."""
     tries = [each for made in read(world.history).values() for each in made if each.results]
     statuses = [result.status for each in tries for result in each.results if result.type == "info"]
     assert 504 not in statuses
@@ -139,7 +139,7 @@ def no_doubt(world: World) -> None:
 
 @row("transactions held open for longer than their timeout", services=1)
 def transaction_over_its_timeout(world: World) -> None:
-    """Kafka aborts it and raises the epoch; the late commit must not succeed, and must not be believed."""
+    """Kafka aborts the transaction and raises the epoch; the late commit must fail, and must not count as committed."""
     slow = doomed(world, Fault("commit", "hold", first=20))
     world.until(lambda: plan_of(slow).happened("commit"), 30, "a commit is held")
     time.sleep(9.0)

@@ -1,4 +1,4 @@
-"""Rows that break Redis."""
+"""Rows with faults of Redis."""
 
 import time
 
@@ -49,7 +49,7 @@ def redis_failed_over_with_lost_claims(world: World) -> None:
 
 @row("split brain: a process is left on the old primary, then that one dies", pair=True, services=1)
 def split_brain(world: World) -> None:
-    """As long as somebody commits claims of the old store, the new one is not believed: its process is not ready."""
+    """While a process commits claims of the old store, no process accepts the new one: its process is not ready."""
     moved = world.services[0]
     (left,) = world.start_services(1, redis=world.redis.url)
     world.wait_acked(30)

@@ -8,14 +8,14 @@ T = TypeVar("T")
 
 
 class OutOfTime(Exception):
-    """`fails` was asked too often; what is left is not the fewest."""
+    """`fails` was called too often; the present result is not minimal."""
 
 
 def shrink(causes: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """The fewest of `causes`, in their order, with which it still fails: without any one of them it does not.
+    """Find the fewest of `causes`, in order, with which `fails` is true: without any one of them it is false.
 
-    `fails` is not asked about the whole, which is known to fail. Where it raises OutOfTime, the best so far is the
-    answer. A failure that does not come each time makes the answer larger, never wrong.
+    `fails` is not called for all causes, which are known to fail. If it raises OutOfTime, the smallest set so far is
+    returned. A failure that does not occur each time makes the result larger, never wrong.
     """
     left = list(causes)
     try:
@@ -37,7 +37,7 @@ def shrink(causes: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]
 
 
 def _smaller(causes: list[T], parts: int, fails: Callable[[Sequence[T]], bool]) -> list[T] | None:
-    """One of so many parts, or all but one, with which it still fails; None where there is none."""
+    """Return one of this many parts, or all but one, with which `fails` is true; None if there is none."""
     cuts = [round(len(causes) * number / parts) for number in range(parts + 1)]
     pieces = [causes[start:end] for start, end in pairwise(cuts)]
     for piece in pieces:

@@ -1,9 +1,9 @@
 """The soak: faults drawn from a seed, several at a time, under load; then the checker's verdict.
 
-`python -m tests.faults soak --seed N --minutes M` plays legs of some minutes, each in a fresh namespace on the same
-cluster, so that what fails is short. Faults, pauses and clients all come from the seed; the machine's own timing does
-not, so a failure may need more than one try to come again. When a leg fails, its faults are shrunk to the fewest that
-still make it fail, by playing again, and printed. `results/soak.md` is written after each leg that passes.
+`python -m tests.faults soak --seed N --minutes M` plays legs of some minutes, each in a new namespace on the same
+cluster, so that a failing leg is short. Faults, pauses and clients depend on the seed; the timing of the machine does
+not, so a failure may need several tries to occur again. The faults of a failed leg are shrunk, by playing again, to the
+fewest that still make it fail, and printed. `results/soak.md` is written after each leg that passes.
 """
 
 import random
@@ -28,23 +28,23 @@ from tests.faults.shrink import OutOfTime, shrink
 from tests.faults.world import NotRecovered, World
 
 BOUND_S: Final = 60.0
-GROUP: Final = 7  # faults at most between two moments at which everything is whole
+GROUP: Final = 7  # the most faults between two moments without any
 PAUSE_S: Final = (1.5, 5.0)
 AFTERWARDS: Final = 20  # events acknowledged after the last fault
-CHECK_S: Final = 3600.0  # its parts end what hangs
+CHECK_S: Final = 3600.0  # the parts of the checker have bounds of their own
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One fault of a leg; what it draws, it draws from `seed`.
+    """A fault of a leg, with a seed of its own.
 
-    Those of one group that break the same part come one after the other, those of different parts at the same time.
+    Faults of one group that concern the same part come one after the other, others at the same time.
     """
 
     group: int
     name: str
     seed: str
-    pause_s: float  # afterwards
+    pause_s: float  # after the fault
 
     def __str__(self) -> str:
         return f"{self.name} (group {self.group}, seed {self.seed!r})"
@@ -52,7 +52,7 @@ class Planned:
 
 @dataclass
 class Leg:
-    """What one leg showed; `wrong` is empty where all is well."""
+    """The result of a leg; `wrong` is empty if all is well."""
 
     played: list[Planned] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -66,10 +66,10 @@ class Leg:
 
 @dataclass(frozen=True)
 class Options:
-    """How to play a leg."""
+    """The options of a leg."""
 
     services: int = 3
-    odd: bool = False  # whether one of them has a network and a clock of its own
+    odd: bool = False  # whether one process has a network and a clock of its own
     pair: bool = True
     proxied: bool = True
     keys_per_s: float = 150.0
@@ -79,7 +79,7 @@ class Options:
 
 
 def plan(seed: str, injectors: Sequence[Injector]) -> Iterator[Planned]:
-    """Faults without end."""
+    """Draw faults without end."""
     rng = random.Random(seed)
     weights = [each.weight for each in injectors]
     group = 0
@@ -100,7 +100,7 @@ def play(
     options: Options,
     say: Callable[[str], None] = lambda _: None,
 ) -> Leg:
-    """Play faults until they or the time have ended, and judge."""
+    """Play faults until they or the time have ended, and run the checker."""
     begun = time.monotonic()
     leg = Leg()
     with World(folder, cluster, pair=options.pair, proxied=options.proxied, mutants=options.mutants) as world:
@@ -140,14 +140,14 @@ def play(
 
 
 def start(world: World, options: Options) -> None:
-    """The processes of a leg."""
+    """Start the processes of a leg."""
     world.start_services(options.services - options.odd)
     if options.odd:
         world.start_odd_service()
 
 
 def _inject(world: World, group: Sequence[Planned]) -> None:
-    """Play the faults of a group, each part in a thread of its own; the first that fails is raised."""
+    """Play the faults of a group, each part in a thread of its own; raises the first failure."""
     failed: list[BaseException] = []
     parts: dict[str, list[Planned]] = defaultdict(list)
     for fault in group:
@@ -185,7 +185,7 @@ def run(
     brokers: int = 3,
     only: Sequence[str] = (),
 ) -> tuple[list[Leg], list[Planned]]:
-    """Legs until the time has passed or one fails; of that one, the fewest faults that make it fail."""
+    """Play legs until the time is over or one fails; shrink the faults of a failed leg."""
     known = load_injectors()
     legs: list[Leg] = []
     folder = Path(tempfile.mkdtemp(prefix="fencepost-soak-"))
@@ -255,7 +255,7 @@ def _quantiles(values: Sequence[float]) -> str:
 
 
 def write(seed: int, minutes: float, legs: Sequence[Leg], options: Options) -> None:
-    """results/soak.md."""
+    """Write results/soak.md."""
     recoveries = [each for leg in legs for each in leg.recoveries]
     verdicts = [leg.verdict for leg in legs]
     figures = {

@@ -1,4 +1,4 @@
-"""The checker can fail: each of its assertions is shown doctored logs or topics, and what is right is let pass."""
+"""Tests that the checker can fail: each assertion gets changed logs or topics, and correct ones pass."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def result(kind: Kind, id: bytes, offset: int = 0, replayed: bool = False) -> Re
 
 
 def tried(request: Request, *outcomes: tuple[Kind, int], at: float = 0.0) -> Try:
-    """A try that began at `at` and was told a second later; an outcome is its kind and offset."""
+    """Make a try that began at `at` and was answered a second later; an outcome is its kind and offset."""
     results = [result(kind, id, offset) for id, (kind, offset) in zip(request.ids, outcomes, strict=True)]
     return Try(request, at, at + 1, "", results)
 
@@ -77,7 +77,7 @@ def test_a_correct_history_has_no_violations() -> None:
     ("kind", "records"),
     [
         ("ok", []),  # lost
-        ("ok", [record(A, 4)]),  # elsewhere
+        ("ok", [record(A, 4)]),  # at another offset
         ("ok", [record(A, 3), record(A, 4)]),
         ("ok", [record(A, 3, value=b"2")]),
         ("ok", [record(A, 3, record_key=None)]),
@@ -100,7 +100,7 @@ def test_a_try_without_an_end_may_be_there_once() -> None:
 def test_copies_on_idempotent_topics_are_counted_and_not_held_against_it() -> None:
     tries, records = [tried(single(asked("a")), ("ok", 3))], [record(A, 2), record(A, 3)]
     assert found(tries, records, repeatable=frozenset({TOPIC})) == set()
-    assert found(tries, records[:1], repeatable=frozenset({TOPIC})) == {"once"}  # not where it was told
+    assert found(tries, records[:1], repeatable=frozenset({TOPIC})) == {"once"}  # not at the offset of its answer
     assert judge(Evidence({"c": tries}, records, repeatable=frozenset({TOPIC}))).duplicates == 1
 
 
@@ -137,7 +137,7 @@ def test_another_answer_to_the_same_request_is_seen() -> None:
     same = dataclasses.replace(was[0], replayed=True)
     assert list(again(request, was, [same], "{}", "{}")) == []
     assert list(again(request, was, [same], "{}", "{ }")) != []  # byte for byte
-    assert list(again(request, was, was, "{}", "{}")) != []  # written anew
+    assert list(again(request, was, was, "{}", "{}")) != []  # written again
     for other in (result("ok", A, 4, True), result("info", A), Result("fail", 422, "fingerprint-mismatch")):
         assert list(again(request, was, [other], "", "")) != []
 
@@ -167,7 +167,7 @@ def test_the_job_and_the_checker_agree_or_it_is_said() -> None:
     assert disagreements(report(once=0), twice, Verdict()) != []
     gone = Evidence({"c": [tried(single(asked("a")), ("info", 3))]}, [])
     assert disagreements(report(("stuck", A), once=0), gone, Verdict()) == []
-    # Of an `idempotent` topic and told to nobody, as by a process that died: the job cannot say that it was accepted.
+    # In an `idempotent` topic and in no answer, as of a killed process: the job cannot know that it was accepted.
     for topics in (frozenset[str](), frozenset({TOPIC})):
         untold = Evidence(gone.tries, [record(A, 3)], repeatable=topics)
         assert disagreements(report(), untold, Verdict()) == []

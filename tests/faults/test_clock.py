@@ -1,4 +1,4 @@
-"""A process whose clock jumps: as its own clients see it, and nobody else."""
+"""Tests a process whose clock jumps, by what its clients see."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def _possible() -> None:
 
 
 def arrives(error_s: Callable[[], float], wanted_s: float) -> None:
-    """The clock is off by as much, within what reading it takes."""
+    """Wait until the clock is off by this much, within the time that reading it takes."""
     deadline = time.monotonic() + 10
     while abs(error_s() - wanted_s) > 5:
         assert time.monotonic() < deadline, f"off by {error_s()} s instead of {wanted_s}"
@@ -28,7 +28,7 @@ def arrives(error_s: Callable[[], float], wanted_s: float) -> None:
 
 
 def test_redis_runs_by_a_shifted_clock(tmp_path: Path) -> None:
-    """Ahead, behind and right again, while it runs; what is to expire in a second expires in a second."""
+    """Ahead, behind and right again, while it runs; a key with an expiry of one second expires after one second."""
     server = Redis(tmp_path / "redis")
     clock = Clock(server)
     with server, server.client() as client:
@@ -54,7 +54,7 @@ def test_redis_runs_by_a_shifted_clock(tmp_path: Path) -> None:
 
 
 def test_a_broker_runs_by_a_shifted_clock(tmp_path: Path) -> None:
-    """It stamps records with its own time."""
+    """Records get the broker's own time."""
     broker = Kafka(tmp_path / "kafka")
     clock = Clock(broker)
     with broker:
@@ -69,7 +69,7 @@ def test_a_broker_runs_by_a_shifted_clock(tmp_path: Path) -> None:
 
 
 def stamp_ms(broker: Kafka) -> int:
-    """The time of a record that is written now."""
+    """Write a record, and return its timestamp."""
     stamps: list[int] = []
 
     def written(_: object, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""A disk that is full: as a file's writer and as Redis see it. (The broker's is in the matrix: it dies of it.)"""
+"""Tests a full disk, for the writer of a file and for Redis. (A broker with a full disk ends: see the matrix.)"""
 
 import errno
 import time
@@ -45,13 +45,13 @@ def test_redis_refuses_writes_for_as_long_as_its_disk_is_full(tmp_path: Path, sa
             client.set("key", "before")
             disk.fill()
             assert until(client, fails=True).startswith("MISCONF")
-            assert client.get("key") is not None  # it can be read
+            assert client.get("key") is not None  # reads succeed
             disk.free()
             until(client, fails=False)
 
 
 def until(client: redis_client.Redis, fails: bool) -> str:
-    """Write until that fails, or goes well; what was answered."""
+    """Write until a write fails, or succeeds; returns the last answer."""
     deadline = time.monotonic() + 20
     number = 0
     while True:

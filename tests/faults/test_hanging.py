@@ -1,4 +1,4 @@
-"""The loop of kills counts what nobody can read, keeps a line for each tree, and runs the service of another one."""
+"""Tests that the loop of kills counts unreadable events, keeps a line for each tree, and runs a service of another."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""The most telling rows of the matrix; `python -m tests.faults matrix` plays all of them.
+"""Plays the most important rows of the matrix; `python -m tests.faults matrix` plays all.
 
-Rows on three brokers, and a row's run of the job in a JVM of its own, are left to that command and to `TEST_LONG=1`.
+Rows with three brokers, and a row's run of the job in a JVM of its own, run only with that command and with
+`TEST_LONG=1`.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ from tests.conftest import LONG
 from tests.faults.matrix import Clusters, load_rows, play
 
 ROWS = {name: row for name, row in load_rows().items() if row.in_run}
-# Three brokers take as long to start as the other rows take together. What comes after this module wants one.
+# Three brokers take as long to start as all other rows together. The next module wants a single one.
 CHOSEN = [
     *(pytest.param(name, marks=pytest.mark.long) for name, row in ROWS.items() if row.brokers > 1),
     *(name for name, row in ROWS.items() if row.brokers == 1),

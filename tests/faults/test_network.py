@@ -1,4 +1,4 @@
-"""A wire that can be cut, in one direction or both, or lose packets: seen from a process of the service behind it."""
+"""Tests cuts in one direction or both, and lost packets, for a process in a network of its own."""
 
 import socket
 import subprocess
@@ -13,8 +13,8 @@ import pytest
 from deploy.stack import Redis, free_port
 from tests.faults.network import Direction, Network, lacking
 
-# Adds to a set again and again, half a second of patience each, and says how it went. To a set, as what it gave up may
-# come yet: TCP goes on sending it, and it is there once the wire is mended.
+# Adds members to a set, with a timeout of half a second each, and prints each result. A set, because TCP may still
+# deliver what the client has given up, once packets come through again.
 TALK = """
 import sys, redis
 store = redis.Redis(port=int(sys.argv[1]), socket_timeout=0.5, socket_connect_timeout=0.5, retry=None)
@@ -26,7 +26,7 @@ for line in sys.stdin:
         store.connection_pool.disconnect()
         print(type(error).__name__, flush=True)
 """
-# Tells one client from where it comes.
+# Tells one client its own address.
 ANSWER = """
 import socket, sys
 with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
@@ -46,7 +46,7 @@ def network(redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 class Talker:
-    """A client inside, told from here what to write."""
+    """A client inside, which writes what the test sends to its standard input."""
 
     def __init__(self, network: Network, redis: Redis) -> None:
         self.redis = redis
@@ -90,7 +90,7 @@ def test_servers_outside_are_where_they_always_are(talker: Talker) -> None:
 def test_a_cut_drops_what_is_sent_in_its_direction(
     network: Network, talker: Talker, direction: Direction, arrives: bool
 ) -> None:
-    """No answer in any case; but where only replies are cut, what was asked for has happened."""
+    """The client gets no answer in any case; if only replies are cut, the command was executed."""
     network.cut("redis", direction=direction)
     assert talker.says(direction) == "TimeoutError"
     assert talker.was_heard(direction) is arrives
@@ -115,7 +115,7 @@ def test_a_forgotten_connection_is_silent_and_a_new_one_works(network: Network, 
 
 
 def test_a_third_of_all_packets_lost(network: Network, talker: Talker) -> None:
-    """Some get through: TCP sends them again."""
+    """Some commands succeed: TCP sends lost packets again."""
     network.lose(0.3, "redis")
     told = [talker.says(f"{number}") for number in range(8)]
     assert network.dropped() > 0
@@ -123,7 +123,7 @@ def test_a_third_of_all_packets_lost(network: Network, talker: Talker) -> None:
 
 
 def test_a_server_inside_is_reached_at_its_port(network: Network) -> None:
-    """And knows its clients as if they were beside it."""
+    """The server sees its clients at 127.0.0.1."""
     port = free_port()
     command = [sys.executable, "-c", ANSWER, str(port)]
     with subprocess.Popen([*network.prefix, *command], stdout=subprocess.PIPE, text=True) as server:

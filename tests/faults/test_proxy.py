@@ -1,4 +1,4 @@
-"""The proxy does to a request what it says, and to no other: a real broker, and the service's own producers."""
+"""Tests that the proxy applies a fault to the planned request only, with a real broker and the service's producers."""
 
 import asyncio
 import time
@@ -31,13 +31,13 @@ def proxy() -> Iterator[Proxy]:
 
 @pytest.fixture(scope="module")
 def kafka(proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
-    """A broker with a second way in, by the proxy."""
+    """A broker with a second listener, behind the proxy."""
     with Kafka(tmp_path_factory.mktemp("proxied"), listeners=[proxy.listener(0)]) as broker:
         yield broker
 
 
 class Bench:
-    """A topic with its ledger, and a transactional id whose producers know the broker by the proxy alone."""
+    """A topic with its ledger, and a transactional id whose producers know the broker by the proxy only."""
 
     def __init__(self, kafka: Kafka, proxy: Proxy) -> None:
         self.kafka = kafka
@@ -53,7 +53,7 @@ class Bench:
         return TransactionalProducer(self.cluster, self.name, 4 * self.cluster.request_timeout_ms)
 
     async def replace(self) -> None:
-        """The next life of the transactional id, which fences the one before."""
+        """Start the next session of the transactional id, which fences the one before."""
         await self.producer.close()
         self.producer = self._life()
         await self.producer.start()
@@ -68,7 +68,7 @@ class Bench:
         return [record.value for record in found]
 
     async def end(self) -> int:
-        """The high watermark: it counts markers, and records whose transaction is open."""
+        """Return the high watermark, which counts markers, and records of open transactions."""
         place = TopicPartition(self.name, 0)
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         admin = self.kafka.admin()
@@ -104,7 +104,7 @@ def test_another_vendor_s_client_comes_through_it_too(kafka: Kafka, proxy: Proxy
 
 
 async def test_a_held_request_has_not_reached_the_broker(bench: Bench, proxy: Proxy) -> None:
-    bench.cluster.request_timeout_ms = 15 * TIMEOUT_MS  # a busy machine may look for a second or so
+    bench.cluster.request_timeout_ms = 15 * TIMEOUT_MS  # a busy machine may take a second to look up a leader
     await bench.replace()
     held = proxy.plan("Produce", "hold", containing=bench.name.encode())
     writing = asyncio.create_task(bench.write())
@@ -117,7 +117,7 @@ async def test_a_held_request_has_not_reached_the_broker(bench: Bench, proxy: Pr
 
 
 async def test_a_held_request_outlives_its_client(bench: Bench, proxy: Proxy) -> None:
-    """It arrives late, after its sender has given up: as long as nobody has fenced it, it counts."""
+    """It arrives after its sender has given up, and takes effect unless the producer was fenced."""
     held = proxy.plan("EndTxn", "hold", client=bench.name)
     with pytest.raises(TransactionFailed) as failed:
         await bench.write()
@@ -152,7 +152,7 @@ async def test_a_commit_whose_reply_is_lost_has_happened(bench: Bench, proxy: Pr
     assert failed.value.outcome is TransactionOutcome.UNKNOWN
     assert await bench.committed() == [b"v"]
     if do == "drop-reply":
-        assert took_s >= TIMEOUT_MS / 1000  # to its client it is silence
+        assert took_s >= TIMEOUT_MS / 1000  # the client sees silence
 
 
 async def test_a_request_before_which_the_connection_is_cut_never_arrives(bench: Bench, proxy: Proxy) -> None:
@@ -161,7 +161,7 @@ async def test_a_request_before_which_the_connection_is_cut_never_arrives(bench:
     with pytest.raises(TransactionFailed):
         await bench.write(b"second")
     assert lost.happened
-    await bench.replace()  # aborts it
+    await bench.replace()  # aborts the transaction
     assert b"first" in await bench.committed()
 
 
@@ -197,7 +197,7 @@ async def test_only_the_nth_of_those_that_fit(bench: Bench, proxy: Proxy) -> Non
 async def test_an_idle_connection_that_is_forgotten_costs_its_producer_a_probe_and_no_term(
     bench: Bench, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing tells of it: what is sent there is lost, and a new connection is as good as ever."""
+    """No error is reported: sent bytes are lost, and a new connection works."""
     await bench.write(b"first")
     monkeypatch.setattr(connection, "IDLE_S", 0.2)
     await asyncio.sleep(0.3)
@@ -224,7 +224,7 @@ def test_a_plan_that_names_no_api_or_fault(proxy: Proxy) -> None:
 
 
 async def test_a_broker_that_is_down_is_down_by_the_proxy(kafka: Kafka, bench: Bench) -> None:
-    """The last one here: the broker stays down."""
+    """The last test of this module: the broker stays down."""
     kafka.kill()
     with pytest.raises(TransactionFailed):
         await bench.write()

@@ -1,4 +1,4 @@
-"""The relay leads where it is told, holds what it is told to hold, and loses what was held when it is led elsewhere."""
+"""Tests that the relay leads to its target, holds bytes when told, and loses held bytes when its target changes."""
 
 import contextlib
 import gc
@@ -17,7 +17,7 @@ from tests.faults.relay import Relay
 
 @contextmanager
 def server(name: bytes) -> Iterator[int]:
-    """Answers each byte with its name, until the end."""
+    """Serve connections: answers each byte with its name."""
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as connections:
 
         def answer(connection: socket.socket) -> None:
@@ -43,13 +43,13 @@ def server(name: bytes) -> Iterator[int]:
 
 
 def ask(client: socket.socket) -> bytes | None:
-    with contextlib.suppress(OSError):  # cut: the answer tells
+    with contextlib.suppress(OSError):  # cut: the answer shows it
         client.sendall(b"?")
     return answer_of(client)
 
 
 def answer_of(client: socket.socket) -> bytes | None:
-    """What comes back, None where the connection was cut."""
+    """Return the answer; None if the connection was cut."""
     with contextlib.suppress(ConnectionResetError):
         return client.recv(1) or None
     return None
@@ -97,7 +97,7 @@ def relay_to_nowhere() -> Relay:
 
 @pytest.mark.parametrize("made", [relay_to_nowhere, Proxy])
 def test_a_relay_that_ends_leaves_no_connection_of_new_clients_open(made: Callable[[], Relay | Proxy]) -> None:
-    """Else it is a later test that fails, when the collector finds what was left open."""
+    """Otherwise a later test would fail, when the garbage collector finds the open connection."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         for _ in range(10):

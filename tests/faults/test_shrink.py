@@ -1,4 +1,4 @@
-"""Shrinking finds the fewest causes, also where several are needed together."""
+"""Tests that shrinking finds the fewest causes, also if several are needed together."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A slice of the soak, and proof that it catches a broken service and shrinks what it caught to its cause."""
+"""Tests a short soak, and that the soak finds a broken service and shrinks the failure to its cause."""
 
 import random
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tests.faults.soak import Options, Planned, plan, play
 from tests.faults.world import World
 
 FAULTS = 6
-ENOUGH_S = 200.0  # the faults end it
+ENOUGH_S = 200.0  # ends with the faults
 ALONE = Options(services=2, pair=False, proxied=False, keys_per_s=60.0)
 
 
@@ -43,7 +43,7 @@ def test_a_slice_of_the_soak_leaves_every_event_there_once(clusters: Clusters, t
 def test_a_fault_that_never_ends_is_a_verdict(
     clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leg is judged all the same, and can be shrunk."""
+    """The leg is checked anyway, and can be shrunk."""
 
     def never(world: World, rng: random.Random) -> None:
         Future[None]().result(0.1)
@@ -58,7 +58,7 @@ def test_a_fault_that_never_ends_is_a_verdict(
 
 
 def test_a_service_that_forgets_is_caught_and_the_cause_is_found(clusters: Clusters, tmp_path: Path) -> None:
-    """Its store recovery replays no ledger. Of two faults only the flush brings that out."""
+    """The store recovery of this service replays no ledger. Of two faults only the flush shows that."""
     names = ("redis-flushed", "transactional-ids-stolen")
     faults = [Planned(group, name, f"broken/{group}", 0.1) for group, name in enumerate(names)]
     broken = replace(ALONE, services=1, mutants=("store_is_not_replayed",))

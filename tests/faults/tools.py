@@ -1,4 +1,4 @@
-"""Programs and libraries that some faults need, installed where they are missing and can be."""
+"""Installs programs and libraries that some faults need, if they are missing."""
 
 import os
 import shutil
@@ -11,12 +11,12 @@ ROOT_WANTED = "needs root: run the tests as root, as in a container"
 
 
 def lacks_program(name: str, package: str) -> str:
-    """Why a program is not to be had here; empty where it is, installed now if need be."""
+    """Return why a program is not available; "" if it is, perhaps installed just now."""
     return lacks(lambda: shutil.which(name) is not None, name, package)
 
 
 def lacks(found: Callable[[], bool], what: str, package: str) -> str:
-    """Why something of a Debian package is not to be had here; empty where it is, installed now if need be."""
+    """Return why a part of a Debian package is not available; "" if it is, perhaps installed just now."""
     if found():
         return ""
     advice = f"no {what} here: please install it (on Debian or Ubuntu: apt-get install {package})"
@@ -30,5 +30,5 @@ def lacks(found: Callable[[], bool], what: str, package: str) -> str:
 
 
 def lacks_root() -> str:
-    """Why this user may not set up networks and mounts; empty where it may."""
+    """Return why this user may not set up networks and mounts; "" if it may."""
     return "" if os.geteuid() == 0 else ROOT_WANTED

@@ -1,11 +1,11 @@
-"""As much of Kafka's protocol as checker and faults need and no client offers, over one socket to one broker."""
+"""The part of Kafka's protocol that checker and faults need and no client offers, over one socket to one broker."""
 
 import socket
 import struct
 from typing import Final, Self
 
 _FETCH: Final = 1
-_FETCH_VERSION: Final = 4  # the oldest that brokers still take
+_FETCH_VERSION: Final = 4  # the oldest version that brokers still accept
 _INIT_PRODUCER_ID: Final = 22
 _INIT_PRODUCER_ID_VERSION: Final = 0
 _CLIENT: Final = b"checker"
@@ -28,7 +28,7 @@ class Broker:
         self._socket.close()
 
     def fetch(self, topic: str, partition: int, offset: int) -> bytes:
-        """Record batches from an offset on, read_uncommitted; the last may be cut off."""
+        """Fetch record batches from an offset on, read_uncommitted; the last may be cut off."""
         name = topic.encode()
         request = struct.pack(">iiiibi", -1, 0, 1, _FETCH_BYTES, 0, 1)  # a client; read_uncommitted; one topic
         request += struct.pack(f">h{len(name)}sii", len(name), name, 1, partition)
@@ -42,7 +42,7 @@ class Broker:
         return answer[at + 4 : at + 4 + max(size, 0)]
 
     def init_producer_id(self, transactional_id: str, timeout_ms: int = 5_000) -> tuple[int, int]:
-        """Fence the id's producer; the new producer id and epoch. This broker is to be its coordinator."""
+        """Fence an id's producer; returns the new producer id and epoch. The broker must be its coordinator."""
         name = transactional_id.encode()
         request = struct.pack(f">h{len(name)}si", len(name), name, timeout_ms)
         while True:
@@ -53,7 +53,7 @@ class Broker:
                 return producer_id, epoch
 
     def _ask(self, api: int, version: int, request: bytes) -> bytes:
-        """One request and its answer, without their headers."""
+        """Send one request and read its response, without their headers."""
         head = struct.pack(f">hhih{len(_CLIENT)}s", api, version, 0, len(_CLIENT), _CLIENT)
         self._socket.sendall(struct.pack(">i", len(head) + len(request)) + head + request)
         return self._read(struct.unpack(">i", self._read(4))[0])[4:]

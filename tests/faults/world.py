@@ -1,6 +1,6 @@
-"""The world under test: brokers, Redis (or a pair of them behind one address), processes of the service, clients.
+"""The system under test: brokers, Redis (or a pair behind one address), processes of the service, clients.
 
-Everything here blocks and is to be called from an ordinary thread; clients and relays have threads of their own.
+All methods block and are called from ordinary threads; clients and relays have threads of their own.
 """
 
 import json
@@ -34,7 +34,7 @@ from tests.integration.client import Asked
 from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan
 
 TRANSACTION_TIMEOUT_S: Final = 5
-# Faults show quickly with short times; few slots, so that recoveries of the store stay short on this machine.
+# Short times, so that faults show quickly; few slots, so that store recoveries are short on this machine.
 SETTINGS: Final = {
     "FENCEPOST_LEASE_TTL_MS": "1000",
     "FENCEPOST_REQUEST_TIMEOUT_MS": "5000",
@@ -42,14 +42,14 @@ SETTINGS: Final = {
     "FENCEPOST_SLOTS": "2",
     "FENCEPOST_SLOTS_MAX": "6",
 }
-# How long a transaction may be open when everything has healed.
+# How long a transaction may stay open after all faults have ended.
 STABLE_S: Final = TRANSACTION_TIMEOUT_S + TRANSACTION_SCAN_S + 1.0
-# The same of one whose markers never came, at most: until the watch over LSOs has its slot recovered, and that is done.
+# The same for a transaction whose markers never come: until the watch over LSOs has had its slot recovered.
 SETTLED_S: Final = TRANSACTION_TIMEOUT_S * (1 + 1 / LOOKS_A_TIMEOUT) + ABORT_SCAN_S + 5.0
 TOPICS: Final = {"a": 3, "b": 2}
 POLL_S: Final = 0.02
 ANSWER_S: Final = 30.0
-# For a process that is started while brokers or the store are away; a start of its own takes 2 s.
+# For a process that is started while brokers or the store are unreachable; a start alone takes 2 s.
 START_S: Final = 180.0
 TELL_S: Final = 1.0
 
@@ -72,18 +72,18 @@ class World:
 
     Attributes:
         cluster: the brokers.
-        redis: the Redis that the service is led to now; with a pair, `replica` follows it.
+        redis: the present Redis of the service; with a pair, `replica` follows it.
         address: with a pair, the relay to which the services connect.
         link: with a pair, the relay through which the replica follows; `link.hold()` makes it lag.
-        odd: one of the services that has a network and a clock of its own, if there is one.
-        services: the processes that are expected to run in the end.
-        partitions: the data topics that it begins with, and how many partitions each has.
-        project: the tree whose service runs; faults are planned for this one only.
+        odd: the service with a network and a clock of its own, if there is one.
+        services: the processes that must run in the end.
+        partitions: the first data topics, with their numbers of partitions.
+        project: the tree whose service runs; faults are planned for this tree only.
         topics: the data topics; those in `repeatable` have the guarantee `idempotent`, by `rules`.
-        load: the clients, once `start_load` was called.
-        exits: closed at the end, after the services: what a row opens for them.
+        load: the clients, after `start_load`.
+        exits: closed at the end, after the services: for what a row opens for them.
         proxied: whether the services reach Kafka through `cluster.proxy`.
-        notes: what a row wants to have said in its result.
+        notes: remarks of a row for its result.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class World:
         self.settings = {**SETTINGS, "PYTHONDONTWRITEBYTECODE": "", **(settings or {})}
         self.partitions = {f"{self.namespace}.{name}": count for name, count in topics.items()}
         self.topics = list(self.partitions)
-        self.repeatable: list[str] = []  # topics of the guarantee `idempotent`
+        self.repeatable: list[str] = []  # topics with the guarantee `idempotent`
         self.rules: Path | None = None
         self.services: list[Service] = []
         self.odd: Odd | None = None
@@ -160,7 +160,7 @@ class World:
 
     @property
     def redis_url(self) -> str:
-        """Where services find the store."""
+        """The address of the store."""
         return f"redis://127.0.0.1:{self.address.port}/0" if self._pair else self.redis.url
 
     def service(
@@ -174,7 +174,7 @@ class World:
         argv_prefix: Sequence[str] = (),
         **settings: object,
     ) -> Service:
-        """A process, not started yet; it belongs to the world. `settings` as in `lease_ttl_ms=500`."""
+        """Make a process, which is not started yet. `settings` as in `lease_ttl_ms=500`."""
         name = f"service-{self._made}"
         self._made += 1
         environment = {
@@ -205,7 +205,7 @@ class World:
         return service
 
     def start_services(self, count: int, **kwargs: Any) -> list[Service]:
-        """So many more processes, ready, and known to the clients."""
+        """Start this many further processes, wait until they are ready, and tell the clients."""
         started = [self.service(**kwargs) for _ in range(count)]
         for service in started:
             service.start(wait_ready=False)
@@ -215,7 +215,7 @@ class World:
         return started
 
     def start_odd_service(self) -> None:
-        """One more process, which can be cut off alone, and whose clock can go wrong."""
+        """Start a process that can be cut off alone, and whose clock can be shifted."""
         kafka = [int(server.rpartition(":")[2]) for server in self._kafka.split(",")]
         peers = {"kafka": kafka, "redis": [self.address.port if self._pair else self.redis.port]}
         network = self.exits.enter_context(Network(self.folder, peers))
@@ -226,20 +226,20 @@ class World:
         self.aim()
 
     def retire(self, service: Service) -> None:
-        """It is not expected back; clients leave it alone from now on."""
+        """Note that a process stays down; clients do not use it from now on."""
         self.services.remove(service)
         self.retired.append(service)
         self.aim()
 
     def aim(self) -> None:
-        """Tell the clients which processes there are."""
+        """Tell the clients the present processes."""
         if self.load is not None:
             self.load.targets = {service.name: service.url for service in self.services}
 
     # ---------------------------------------------------------------------------------------------------- the pair
 
     def follow(self) -> None:
-        """Let the replica follow the primary, through `link`, and return when it does."""
+        """Let the replica follow the primary, through `link`, and wait until it does."""
         assert self.replica is not None
         self.link.lead_to(self.redis.port)
         with self.replica.client() as store:
@@ -251,12 +251,12 @@ class World:
             self.until(follows, ANSWER_S, "the replica follows")
 
     def promote(self) -> None:
-        """Failover: the replica becomes the primary, and the address leads to it; `redis` and `replica` change names.
+        """Fail over: the replica becomes the primary, and the address leads to it; `redis` and `replica` change names.
 
-        The old primary is left as it is (dead, or alive and believing that it is one).
+        The old primary is left as it is (dead, or alive and a primary by its own view).
         """
         assert self.replica is not None
-        self.link.lead_to(self.redis.port)  # cut: what has not come through is lost
+        self.link.lead_to(self.redis.port)  # cut: bytes on the way are lost
         with self.replica.client() as store:
             store.replicaof("NO", "ONE")
         self.redis, self.replica = self.replica, self.redis
@@ -269,7 +269,7 @@ class World:
         return self.folder / "history"
 
     def start_load(self, seed: int | str = 1, **kwargs: Any) -> Load:
-        """Clients begin, and this returns when they have had some answers."""
+        """Start the clients, and wait until they have some answers."""
         assert self.load is None
         targets = {service.name: service.url for service in self.services}
         self.load = Load(self.history, targets, self.topics, seed, **kwargs)
@@ -278,17 +278,17 @@ class World:
         return self.load
 
     def wait_acked(self, more: int, timeout_s: float = ANSWER_S) -> None:
-        """Return when so many more events were acknowledged."""
+        """Wait until this many more events were acknowledged."""
         load = self._load()
         goal = load.acked + more
         self.until(lambda: load.acked >= goal, timeout_s, f"{more} more acknowledgements")
 
     def ask(self, key: str, topic: str = "", value: str = "1", record_key: str | None = None) -> Request:
-        """One event of a row's own, for `load.send`."""
+        """Make an event of a row's own, for `load.send`."""
         return single(Asked(f"row/{key}", topic or self.topics[0], value.encode(), record_key))
 
     def recovery_s(self, bound_s: float) -> float:
-        """How long from now until everything that was asked before is settled, and every running process has
+        """Measure the time from now until all earlier requests are settled, and every running process has
         acknowledged a fresh event on each topic.
 
         Raises:
@@ -314,7 +314,7 @@ class World:
         return time.monotonic() - begun
 
     def tell_waits(self) -> None:
-        """Have every running process write to its log what its tasks wait for (SIGUSR1)."""
+        """Let every running process log what its tasks wait for (SIGUSR1)."""
         for service in self.services:
             if service.running:
                 os.kill(service.pid, signal.SIGUSR1)
@@ -327,7 +327,7 @@ class World:
     # -------------------------------------------------------------------------------------------------- the end
 
     def heal(self) -> None:
-        """Everything runs again, without planned faults, and is ready."""
+        """Start everything again, without planned faults, and wait until it is ready."""
         if self.odd is not None:
             self.odd.network.mend()
             self.odd.clock.shift(0)
@@ -352,7 +352,7 @@ class World:
             service.env[PLAN_ENV] = Plan(self.folder, (), self._mutants).encode()
 
     def check(self, *, post_again: bool = True, audit: bool = False, timeout_s: float = 300.0) -> Verdict:
-        """The checker's verdict, from a process of its own. The clients have been stopped before."""
+        """Run the checker in a process of its own, after the clients have stopped."""
         command = [sys.executable, "-m", "tests.faults.checker", "--history", str(self.history)]
         command += ["--kafka", self.cluster.bootstrap, "--namespace", self.namespace]
         command += ["--topics", ",".join(self.topics), "--stable-s", str(SETTLED_S)]
@@ -373,7 +373,7 @@ class World:
         return _verdict(run.stdout)
 
     def bugs(self) -> list[str]:
-        """Signs in the services' logs that one met a bug."""
+        """Find signs of bugs in the services' logs."""
         found: list[str] = []
         for service in [*self.services, *self.retired]:
             log = service.log.read_text(errors="replace") if service.log.exists() else ""
@@ -391,14 +391,14 @@ class World:
         return ledger_topic(self.namespace)
 
     def leader(self, partition: int = 0) -> Kafka:
-        """The broker that leads a partition of the first topic."""
+        """Find the broker that leads a partition of the first topic."""
         return self.cluster.leader(self.topics[0], partition)
 
     def until(self, holds: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Wait for a condition.
 
         Raises:
-            AssertionError: it did not come about in time.
+            AssertionError: it was not met in time.
         """
         deadline = time.monotonic() + timeout_s
         while not holds():
@@ -413,6 +413,6 @@ def _verdict(text: str) -> Verdict:
 
 
 def redis_call(server: Redis, *command: str) -> Any:
-    """One command whose answer may take long or never come."""
+    """Send one command, whose reply may take long or never come."""
     with redis_client.Redis.from_url(server.url, socket_timeout=60, retry=None) as store:
         return store.execute_command(*command)
