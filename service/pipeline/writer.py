@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -31,6 +31,7 @@ from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
 from service.pipeline.admission import Admission
+from service.pipeline.attempt import Attempt
 from service.pipeline.decisions import (
     ClaimDecision,
     ClaimToRelease,
@@ -72,26 +73,6 @@ ProducerIdentity = tuple[int, int]
 UNTRACED: Final = contextlib.nullcontext()
 
 
-class ClaimedGroup(NamedTuple):
-    """The requests of a group to write, and the claims to release."""
-
-    requests: Sequence[ClaimedRequest] = ()
-    to_release: Sequence[ClaimToRelease] = ()
-
-
-class Written(NamedTuple):
-    """What was written of a group: the results to mark, the ledger record's position, and the claims to release."""
-
-    delivered: Sequence[CommittedRequest] = ()
-    position: LedgerPosition | None = None
-    to_release: Sequence[ClaimToRelease] = ()
-
-    @property
-    def nothing_written(self) -> bool:
-        """Whether nothing was written and requests are sent again: after a pause, as a try may use up a producer id."""
-        return not self.delivered and any(not each.request.answered for each in self.to_release)
-
-
 class Writer:
     """Runs groups of requests through slots, and gives each request its result."""
 
@@ -128,22 +109,18 @@ class Writer:
             group = await self._next_group(slot)
             if group is None:
                 continue
-            claimed, written = ClaimedGroup(), Written()
+            attempt = Attempt(slot, group)
             try:
-                claimed = await self._claim(slot, group)
-                await after_step(group.size)
-                identity = await self._identity(slot, claimed.requests)
-                requests, late = start_sending(claimed.requests)
-                claimed = ClaimedGroup(requests, [*claimed.to_release, *late])
-                written = await self._write(slot, group.guarantee, requests, identity)
-                marking = await self._start_mark(slot, written, marking)
-                await self._release(slot, [*claimed.to_release, *written.to_release])
+                await self._claim(attempt)
+                await self._write(attempt)
+                marking = await self._start_mark(attempt, marking)
+                await self._release(slot, attempt.to_release)
             except BaseException as error:
-                await self._end_term(slot, group, [*claimed.to_release, *written.to_release], error)
+                await self._end_term(attempt, error)
                 raise
             finally:
                 self._queue.done(group)
-            if written.nothing_written:
+            if attempt.is_in_vain:
                 await asyncio.sleep(AWAY_PAUSE_S)
         if marking is not None:
             await asyncio.shield(marking)
@@ -163,11 +140,12 @@ class Writer:
 
     # ----------------------------------------------------------------------------------------------------- claims
 
-    async def _claim(self, slot: Slot, group: Group) -> ClaimedGroup:
+    async def _claim(self, attempt: Attempt) -> None:
         """Claim a group for the slot and its term, and answer the requests that need no write or cannot be written now.
 
         Whatever this raises, nothing of the group was sent.
         """
+        slot, group = attempt.slot, attempt.group
         started = time.perf_counter()
         waited_s = time.monotonic() - group.requests[0].arrived
         for request in group.requests:
@@ -183,16 +161,16 @@ class Writer:
         except StoreAway:  # nothing was claimed: the term goes on
             self._requeue(group.requests)
             await asyncio.sleep(AWAY_PAUSE_S)
-            return ClaimedGroup()
+            return
         self._telemetry.stage_claim.observe(time.perf_counter() - started)
         if group.atomic and claims[0].outcome is Outcome.DELIVERED:
             await self._answer_members(group.requests[0], claims[0])
-            return ClaimedGroup()
+            return
         decision = after_claim(group.requests, claims, left_out, time.monotonic(), self._admission.too_late)
         self._carry_out(decision)
         if decision.next[Step.REQUEUE] and not decision.claimed:
             await asyncio.sleep(AWAY_PAUSE_S)
-        return ClaimedGroup(decision.claimed, decision.to_release)
+        attempt.claimed, attempt.not_sent = decision.claimed, decision.to_release
 
     async def _claims_of(self, slot: Slot, group: Group) -> list[Claim]:
         """Claim the events of a group, in order; an atomic batch has one claim for the whole."""
@@ -291,54 +269,54 @@ class Writer:
 
     # ------------------------------------------------------------------------------------------------------ writing
 
-    @staticmethod
-    async def _identity(slot: Slot, group: Sequence[ClaimedRequest]) -> ProducerIdentity:
-        """Return the producer id and epoch under which a group is written. Raises KafkaAway."""
-        if group and group[0][0].guarantee is Guarantee.IDEMPOTENT:
-            return await slot.idempotent.identity()
-        return slot.producer.producer_id, slot.producer.epoch
-
-    async def _write(
-        self, slot: Slot, guarantee: Guarantee, group: Sequence[ClaimedRequest], identity: ProducerIdentity
-    ) -> Written:
-        """Write a group under its guarantee; if it is empty, abandon the transaction that was begun for it."""
-        exactly_once = guarantee is Guarantee.EXACTLY_ONCE
-        if not group:
+    async def _write(self, attempt: Attempt) -> None:
+        """Write the claimed requests of a group; if there are none, abandon the transaction that was begun for it."""
+        await after_step(attempt.group.size)
+        identity = await self._identity(attempt)
+        attempt.claimed, late = start_sending(attempt.claimed)
+        attempt.not_sent = [*attempt.not_sent, *late]
+        exactly_once = attempt.group.guarantee is Guarantee.EXACTLY_ONCE
+        if not attempt.claimed:
             if exactly_once:
-                await slot.abandon()
-            return Written()
+                await attempt.slot.abandon()
+            return
         started = time.perf_counter()
-        events = sum(len(request.events) for request, _ in group)
+        events = sum(len(request.events) for request, _ in attempt.claimed)
         write = self._write_exactly_once if exactly_once else self._write_idempotent
-        with self._traced(slot, group):
-            written = await write(slot, group, self._records(slot, group, *identity))
+        with self._traced(attempt):
+            await write(attempt, self._records(attempt, *identity))
         self._telemetry.stage_kafka.observe(time.perf_counter() - started)
         self._telemetry.groups.observe(events)
-        return written
 
-    def _traced(self, slot: Slot, group: Sequence[ClaimedRequest]) -> contextlib.AbstractContextManager[None]:
+    @staticmethod
+    async def _identity(attempt: Attempt) -> ProducerIdentity:
+        """Return the producer id and epoch under which a group is written. Raises KafkaAway."""
+        if attempt.claimed and attempt.group.guarantee is Guarantee.IDEMPOTENT:
+            return await attempt.slot.idempotent.identity()
+        return attempt.slot.producer.producer_id, attempt.slot.producer.epoch
+
+    def _traced(self, attempt: Attempt) -> contextlib.AbstractContextManager[None]:
         if self._tracing is None:
             return UNTRACED
-        return self._tracing.sending(slot.n, [request for request, _ in group])
+        return self._tracing.sending(attempt.slot.n, [request for request, _ in attempt.claimed])
 
-    async def _write_exactly_once(
-        self, slot: Slot, group: Sequence[ClaimedRequest], records: Sequence[Record]
-    ) -> Written:
+    async def _write_exactly_once(self, attempt: Attempt, records: Sequence[Record]) -> None:
         """Write a group in one transaction. Raises TransactionFailed after `_fail` has dealt with the requests."""
+        slot, claimed = attempt.slot, attempt.claimed
         try:
             await after_step(len(records))
             metadata = await slot.send(records)
-            committed = list(committed_of(group, records, metadata))
+            committed = list(committed_of(claimed, records, metadata))
             await after_step(len(records))
             topic_ids = topic_ids_of(records, self._topic_metadata.last_known)
             position = await slot.commit(list(entries_of(committed)), topic_ids)
         except Exception as error:
             failure = error if isinstance(error, TransactionFailed) else self._bug(slot, error)
-            await self._fail(slot, [request for request, _ in group], failure)
+            await self._fail(slot, [request for request, _ in claimed], failure)
             if failure is error:
                 raise
             raise failure from error
-        return Written(committed, position)
+        attempt.delivered, attempt.position = committed, position
 
     @staticmethod
     def _bug(slot: Slot, error: Exception) -> TransactionFailed:
@@ -347,48 +325,47 @@ class Writer:
         slot.fail(failure)
         return failure
 
-    async def _write_idempotent(
-        self, slot: Slot, group: Sequence[ClaimedRequest], records: Sequence[Record]
-    ) -> Written:
+    async def _write_idempotent(self, attempt: Attempt, records: Sequence[Record]) -> None:
         """Write events whose guarantee is `idempotent`, without a transaction and without a ledger record.
 
         An event without a clean result is answered 504 at once and its claim is released: a retry writes it again. An
         event that was surely not appended is sent again.
         """
+        slot, claimed = attempt.slot, attempt.claimed
         try:
             results = await slot.idempotent.write(records)
         except KafkaAway:  # nothing was sent
-            for request, _ in group:
+            for request, _ in claimed:
                 request.move(RequestEvent.RETURN)
-            self._park(slot, [request for request, _ in group])
+            self._park(slot, [request for request, _ in claimed])
             raise
-        decision = IdempotentDecision(group, records, results)
+        decision = IdempotentDecision(claimed, records, results)
         self._note_failures(decision.failed, decision.blamed_topics)
         for request, result in decision.results:
             self._admission.answer(request, result)
         for request in decision.requeued:
             request.move(RequestEvent.RETURN)
-        return Written(decision.delivered, slot.without_ledger_record(), decision.to_release)
+        attempt.delivered, attempt.position = decision.delivered, slot.without_ledger_record()
+        attempt.not_delivered = decision.to_release
 
-    def _records(self, slot: Slot, group: Sequence[ClaimedRequest], producer_id: int, epoch: int) -> list[Record]:
-        writer = stamp_writer(slot.n, producer_id, epoch, self._settings.name)
-        return records_of(group, self._topic_metadata.last_known, writer, self._admission.now_ms())
+    def _records(self, attempt: Attempt, producer_id: int, epoch: int) -> list[Record]:
+        writer = stamp_writer(attempt.slot.n, producer_id, epoch, self._settings.name)
+        return records_of(attempt.claimed, self._topic_metadata.last_known, writer, self._admission.now_ms())
 
-    async def _start_mark(
-        self, slot: Slot, written: Written, before: asyncio.Task[None] | None
-    ) -> asyncio.Task[None] | None:
+    async def _start_mark(self, attempt: Attempt, before: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
         """Start the task that marks and answers a written group, while the slot goes on with the next group.
 
         Waits for `before`, the previous group's task: with one mark at a time, a slow store slows the slot.
         """
+        slot, position = attempt.slot, attempt.position
+        if position is None:
+            return before
         try:
-            if before is not None and written.position is not None:
+            if before is not None:
                 await asyncio.shield(before)
         finally:  # also if the slot is cancelled, because the group is committed
-            if written.position is not None and written.delivered:
-                before = asyncio.create_task(
-                    self._mark(slot, written.position, written.delivered), name=f"mark-{slot.n}"
-                )
+            if attempt.delivered:
+                before = asyncio.create_task(self._mark(slot, position, attempt.delivered), name=f"mark-{slot.n}")
                 self._marking.add(before)
                 before.add_done_callback(self._marking.discard)
                 log_failure(before, "mark", self._telemetry)
@@ -471,19 +448,18 @@ class Writer:
         for topic in topics:
             self._topic_metadata.invalidate(topic)
 
-    async def _end_term(
-        self, slot: Slot, group: Group, to_release: Sequence[ClaimToRelease], error: BaseException
-    ) -> None:
+    async def _end_term(self, attempt: Attempt, error: BaseException) -> None:
         """Park the requests of a group whose term has ended and that were not sent: their claims may stand.
 
         Requests with claims to release are parked too, unless the release succeeds.
         """
+        slot, group, to_release = attempt.slot, attempt.group, attempt.to_release
         try:
             if to_release and isinstance(error, TransactionFailed):
                 # Released now: the slot's recovery may take long, and these requests were not sent.
                 with contextlib.suppress(StoreUnanswered):
                     await self._release(slot, to_release)
-                    to_release = ()
+                    to_release = []
         finally:
             unsent = [
                 request

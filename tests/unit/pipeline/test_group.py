@@ -2,22 +2,19 @@
 
 import pytest
 
-from service.claims.redis_store import StoreGeneration
 from service.claims.states import Delivered, DeliveredBatch, RequestEvent
 from service.contract import Guarantee
 from service.contract.wire import Entry, Stamp, event_id, stamp_writer
 from service.events.event import event_of
 from service.kafka.admin import Topic
 from service.kafka.session import Record, RecordMetadata
+from service.pipeline.attempt import Attempt
 from service.pipeline.decisions import ClaimToRelease
-from service.pipeline.group import committed_of, entries_of, records_of, route, rows_to_mark, topic_ids_of
+from service.pipeline.group import Group, committed_of, entries_of, records_of, route, rows_to_mark, topic_ids_of
 from service.pipeline.request import Committed, WriteRequest
-from service.pipeline.writer import Written
 from service.slots.ledger_rows import encode_entries
-from service.slots.slot import LedgerPosition
-from tests.unit.fakes import make_event
-
-POSITION = LedgerPosition(StoreGeneration(1, "run/repl"), 1, 1, 3)
+from service.slots.slot import Slot
+from tests.unit.fakes import FakeIdempotent, FakeKeys, make_event
 
 
 def request(key: str, *topics: str, partition: int | None = None) -> WriteRequest:
@@ -53,7 +50,7 @@ def test_a_partition_is_chosen_among_those_with_enough_replicas() -> None:
 
 @pytest.mark.parametrize("delivered", [True, False])
 @pytest.mark.parametrize(("answered", "goes_round"), [((), False), ((True,), False), ((True, False), True)])
-def test_a_slot_that_wrote_nothing_and_has_a_request_to_requeue_reports_nothing_written(
+def test_an_attempt_that_wrote_nothing_and_has_a_request_to_requeue_is_in_vain(
     delivered: bool, answered: tuple[bool, ...], goes_round: bool
 ) -> None:
     """Each try may cost a producer id."""
@@ -62,8 +59,10 @@ def test_a_slot_that_wrote_nothing_and_has_a_request_to_requeue_reports_nothing_
         if done:
             each.move(RequestEvent.ANSWER)
     committed = [(request("b", "orders"), Committed(1, (), replayed=False))] if delivered else []
-    written = Written(committed, POSITION, [ClaimToRelease(each, []) for each in claims_to_release])
-    assert written.nothing_written is (goes_round and not delivered)
+    slot = Slot(0, FakeKeys(), "ledger", "test", FakeIdempotent())
+    attempt = Attempt(slot, Group([], 1, 0.0), delivered=committed)
+    attempt.not_delivered = [ClaimToRelease(each, []) for each in claims_to_release]
+    assert attempt.is_in_vain is (goes_round and not delivered)
 
 
 TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"

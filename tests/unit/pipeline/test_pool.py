@@ -200,7 +200,7 @@ async def test_a_slot_that_ends_during_a_heartbeat_does_not_end_the_heartbeat_ta
 
 
 async def test_a_store_that_is_lost_while_slots_are_taken_does_not_end_the_heartbeat(hold: Hold) -> None:
-    held = hold(for_ever, slots=2)
+    held = hold(for_ever, slots=2, lease_ttl_ms=3_000)  # time for both takes in one heartbeat
     keys, store = held.world.keys, held.world.store
     gate = keys.trouble.hold("take")
     await keys.trouble.reached["take"].wait()
