@@ -40,7 +40,7 @@ from service.pipeline.pool import Pool
 from service.pipeline.queue import Queue
 from service.pipeline.writer import Writer
 from service.slots.generation_log import Control
-from service.slots.recovery import STORE_STATES, SlotRecovery, Store
+from service.slots.recovery import STORE_STATES, CurrentStore, SlotRecovery
 
 if TYPE_CHECKING:
     from service.pipeline.tracing import Tracing
@@ -97,7 +97,7 @@ class Service:
         self.topics = InternalTopics(self.cluster, settings)
         self.topic_metadata = TopicMetadataCache(self.cluster)
         self.control = Control(self.cluster, self.topics.control, settings.name)
-        self.store = Store(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
+        self.store = CurrentStore(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.queue = Queue(settings)
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
         self.clocks = Clocks(self.cluster, self.keys, self.topics.requests, settings.name)

@@ -111,8 +111,8 @@ class Heartbeat:
     freed: Mapping[int, int] = field(default_factory=dict)
 
 
-class KeyStore(Protocol):
-    """A store of claims and results. The service's is Redis; the tests' in-memory store passes the same suite.
+class Keys(Protocol):
+    """The claims and results in a store. The service's store is Redis; the tests' in-memory one passes the same suite.
 
     All calls but `who` raise StoreLost where the server is not the store of the generation, or lacks keys of it:
     nothing was written. They raise StoreAway where the server refused before writing, StoreUnanswered where the script
@@ -177,7 +177,7 @@ class KeyStore(Protocol):
 
 
 class RedisKeys:
-    """The KeyStore in Redis, by one script. redis-py's retries are off, because a repeated script would run twice."""
+    """Keys in Redis, by one script. redis-py's retries are off, because a repeated script would run twice."""
 
     def __init__(
         self,

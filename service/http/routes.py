@@ -34,7 +34,7 @@ from service.http.events import EventsEndpoint
 from service.http.headers import OF_THE_MESSAGE, check_message, pick
 from service.http.responses import render_problem
 from service.pipeline.pool import Pool
-from service.slots.recovery import Store
+from service.slots.recovery import CurrentStore
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 POSTS: Final = frozenset({"/events", "/events/batch"})
@@ -50,7 +50,7 @@ class Parts(Protocol):
     """The parts of a running service that the routes use."""
 
     keys: RedisKeys
-    store: Store
+    store: CurrentStore
     pool: Pool
     telemetry: Telemetry
     was_ready: bool

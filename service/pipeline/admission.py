@@ -40,7 +40,7 @@ from service.pipeline.request import (
     WriteRequest,
     WriteResult,
 )
-from service.slots.recovery import Store
+from service.slots.recovery import CurrentStore
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from service.pipeline.tracing import Tracing
@@ -67,7 +67,7 @@ class Admission:
         settings: Settings,
         rules: Rules,
         schemas: Schemas,
-        store: Store,
+        store: CurrentStore,
         queue: Queue,
         topics: InternalTopics,
         topic_metadata: TopicMetadataCache,

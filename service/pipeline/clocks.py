@@ -12,7 +12,7 @@ import random
 import time
 from typing import Final
 
-from service.claims.redis_store import KeyStore
+from service.claims.redis_store import Keys
 from service.contract.wire import encode_answers
 from service.core import time_of_day
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
@@ -54,7 +54,7 @@ class Clock:
 class Clocks:
     """The clocks of Kafka and of Redis, measured every MEASURED_S."""
 
-    def __init__(self, cluster: KafkaAdmin, keys: KeyStore, topic: str, instance: str) -> None:
+    def __init__(self, cluster: KafkaAdmin, keys: Keys, topic: str, instance: str) -> None:
         """`topic` is the journal's: with LogAppendTime, the timestamp of a record is its broker's time."""
         self.kafka, self.redis = Clock(), Clock()
         self._keys = keys

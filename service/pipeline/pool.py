@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from service.claims.redis_store import Heartbeat, KeyStore, StoreGeneration
+from service.claims.redis_store import Heartbeat, Keys, StoreGeneration
 from service.claims.states import SlotEvent, SlotState
 from service.contract.wire import transactional_id
 from service.core.logs import Incident
@@ -25,7 +25,7 @@ from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import InternalTopics
 from service.pipeline.queue import Queue
-from service.slots.recovery import SlotRecovery, Store
+from service.slots.recovery import CurrentStore, SlotRecovery
 from service.slots.slot import Slot
 
 log = structlog.get_logger(__name__)
@@ -74,8 +74,8 @@ class Pool:
         self,
         settings: Settings,
         cluster: KafkaAdmin,
-        keys: KeyStore,
-        store: Store,
+        keys: Keys,
+        store: CurrentStore,
         recovery: SlotRecovery,
         queue: Queue,
         topics: InternalTopics,
@@ -201,7 +201,7 @@ class Pool:
             await asyncio.sleep(HEARTBEAT_PAUSE_LEAST_S)
 
     async def _heartbeat(self, generation: StoreGeneration) -> None:
-        """Renew the leases, supersede slots that must be recovered, and balance. Raises as KeyStore.heartbeat does."""
+        """Renew the leases, supersede slots that must be recovered, and balance. Raises as Keys.heartbeat does."""
         held = {n: slot for n, slot in self.slots.items() if not slot.draining}
         applied = {n: slot.applied for n, slot in held.items()}
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from service.claims.redis_store import KeyStore
+from service.claims.redis_store import Keys
 from service.claims.states import UNSENT, Claim, Delivered, Outcome, RequestEvent, RequestState
 from service.contract import Guarantee
 from service.contract.wire import ledger_topic, stamp_writer
@@ -55,7 +55,7 @@ from service.pipeline.group import (
 from service.pipeline.queue import Queue
 from service.pipeline.request import Committed, WriteRequest
 from service.pipeline.waiters import Waiters
-from service.slots.recovery import Store
+from service.slots.recovery import CurrentStore
 from service.slots.slot import LedgerPosition, Slot
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
@@ -79,8 +79,8 @@ class Writer:
     def __init__(
         self,
         settings: Settings,
-        keys: KeyStore,
-        store: Store,
+        keys: Keys,
+        store: CurrentStore,
         queue: Queue,
         topic_metadata: TopicMetadataCache,
         admission: Admission,

@@ -17,7 +17,7 @@ from typing import Any, Final
 import structlog
 
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import REPLAY_CHUNK, Identity, KeyStore, Row, StoreGeneration, chunks
+from service.claims.redis_store import REPLAY_CHUNK, Identity, Keys, Row, StoreGeneration, chunks
 from service.claims.states import SlotEvent
 from service.contract import PREFIX
 from service.contract.wire import LedgerRecord, transactional_id
@@ -33,8 +33,8 @@ from service.kafka.reader import Span, ends, offsets_since, read_through
 from service.kafka.session import RecordMetadata
 from service.kafka.topics import InternalTopics
 from service.slots.generation_log import Control
+from service.slots.hanging_recovery import CLOCKS_APART_MS, HangingRecovery
 from service.slots.ledger_rows import rows_of
-from service.slots.settling import CLOCKS_APART_MS, Settlement
 from service.slots.slot import Slot
 
 log = structlog.get_logger(__name__)
@@ -48,7 +48,7 @@ PAUSE_LEAST_S: Final = 1.0
 PAUSE_MOST_S: Final = 300.0
 # Slots to name in the status.
 SLOTS_NAMED: Final = 8
-# The states of the store: the first words of `Store.status`, which may go on with a colon and details.
+# The states of the store: the first words of `CurrentStore.status`, which may go on with a colon and details.
 STORE_STATES: Final = ("starting", "settled", "recovering", "stale-store", "store-away")
 
 
@@ -80,7 +80,7 @@ class SlotRecovery:
     def __init__(
         self,
         cluster: KafkaAdmin,
-        keys: KeyStore,
+        keys: Keys,
         control: Control,
         topics: InternalTopics,
         settings: Settings,
@@ -104,7 +104,7 @@ class SlotRecovery:
         """
         try:
             await self._fence(slot, generation)
-            await self._settle(slot)
+            await self._end_hanging(slot)
             await slot.begin(time_of_day.now_ms())
             await self._check(slot)
             await self._replay_and_free(slot)
@@ -121,12 +121,12 @@ class SlotRecovery:
         self._fences.inc()
         slot.enter(generation, producer)
 
-    async def _settle(self, slot: Slot) -> None:
+    async def _end_hanging(self, slot: Slot) -> None:
         """End hanging transactions in the slot's partitions, before the begin record's marker would commit them."""
         applied = await self._keys.applied(slot.generation, slot.n)
         ledger = self._topics.ledger, slot.n
-        settlement = Settlement(self._cluster, ledger, slot.producer, self._timeout_s, self._hanging_ended)
-        slot.maybe_hanging = await settlement.run(applied, slot.maybe_hanging)
+        recovery = HangingRecovery(self._cluster, ledger, slot.producer, self._timeout_s, self._hanging_ended)
+        slot.maybe_hanging = await recovery.run(applied, slot.maybe_hanging)
 
     async def _check(self, slot: Slot) -> None:
         """Raise StoreLost unless control, read after the fence, still names the slot's generation."""
@@ -163,13 +163,13 @@ class SlotRecovery:
         slot.move(SlotEvent.FREE)
 
 
-class Store:
-    """The generation in which this process may claim; settled again after each loss."""
+class CurrentStore:
+    """The store that this process works with: its generation, once it is settled, and its recovery after each loss."""
 
     def __init__(
         self,
         cluster: KafkaAdmin,
-        keys: KeyStore,
+        keys: Keys,
         control: Control,
         topics: InternalTopics,
         settings: Settings,
@@ -341,7 +341,7 @@ class Store:
             raise NotYet("a later generation supersedes this recovery")
         slots = await self._slots()
         await self._fence_all(slots)
-        await self._settle_all(store, nonce, slots)
+        await self._end_hanging_in_ledger(store, nonce, slots)
         barriers = await self._barrier_all(slots)
         keys = await self._replay_all(store, nonce, barriers)
         await self._keys.recover_end(store, nonce, generation, [barriers[slot].offset for slot in range(slots)])
@@ -369,7 +369,7 @@ class Store:
         await self._cluster.fence(list(slot_of), self._settings.transaction_timeout_ms, on_progress)
         self._telemetry.fences.labels("store").inc(slots)
 
-    async def _settle_all(self, store: str, nonce: str, slots: int) -> None:
+    async def _end_hanging_in_ledger(self, store: str, nonce: str, slots: int) -> None:
         """End hanging transactions in the ledger, which would block the replay; others are left to slot recovery."""
         ledger = self._topics.ledger
         hanging = await self._cluster.open_in([(ledger, slot) for slot in range(slots)])
@@ -382,8 +382,8 @@ class Store:
             await producer.start()
             try:
                 ended = self._telemetry.hanging_ended
-                settlement = Settlement(self._cluster, (ledger, slot), producer, self._timeout_s, ended)
-                await settlement.run(applied[slot], ())
+                recovery = HangingRecovery(self._cluster, (ledger, slot), producer, self._timeout_s, ended)
+                await recovery.run(applied[slot], ())
             finally:
                 await producer.close()
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from service.claims.redis_store import KeyStore, Row, StoreGeneration
+from service.claims.redis_store import Keys, Row, StoreGeneration
 from service.claims.states import SLOT, Claim, SlotEvent, SlotState
 from service.contract.wire import Begin, encode_ledger
 from service.core.problems import StoreLost
@@ -36,7 +36,7 @@ class LedgerPosition(NamedTuple):
 class Slot:
     """Slot `n` of the namespace while this process holds it. Only the pool's task of this slot changes its state."""
 
-    def __init__(self, n: int, keys: KeyStore, ledger: str, instance: str, idempotent: IdempotentProducer) -> None:
+    def __init__(self, n: int, keys: Keys, ledger: str, instance: str, idempotent: IdempotentProducer) -> None:
         self.n = n
         self.idempotent = idempotent  # for events whose guarantee is `idempotent`
         self.term = -1
@@ -121,7 +121,7 @@ class Slot:
     # --------------------------------------------------------------------------------------------- within a term
 
     async def claim(self, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
-        """Claim (id, fingerprint) pairs for this slot and term. Raises what KeyStore.claim raises."""
+        """Claim (id, fingerprint) pairs for this slot and term. Raises what Keys.claim raises."""
         return await self._keys.claim(self.generation, self.n, self.term, asked)
 
     async def claim_all(self, asked: Sequence[tuple[bytes, bytes]]) -> Claim:

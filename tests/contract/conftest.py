@@ -10,7 +10,7 @@ from redis import Redis as Client
 from redis import ResponseError
 
 from deploy.stack import Redis
-from service.claims.redis_store import KeyStore, RedisKeys, StoreGeneration
+from service.claims.redis_store import Keys, RedisKeys, StoreGeneration
 from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
@@ -25,13 +25,13 @@ LEAST_LEFT_MS = 5_000
 class Bench:
     """A key store, and ways to change it from outside."""
 
-    keys: KeyStore
+    keys: Keys
     flush: Callable[[], None]
     save: Callable[[], Callable[[], None]]  # copies the data of the store; returns a function that restores the copy
     elapse: Callable[[int], None]
     now_ms: Callable[[], int]
     full: Callable[[bool], None]  # whether the store takes no more writes
-    hour: KeyStore  # the same store, used by a process whose leases last for an hour
+    hour: Keys  # the same store, used by a process whose leases last for an hour
 
     async def settled(self, generation: int = 1, freed: tuple[int, ...] = (10, 20)) -> StoreGeneration:
         """Make the store complete in a generation, with `freed` of each slot; each of these offsets is a term."""

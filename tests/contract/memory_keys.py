@@ -55,7 +55,7 @@ class Server:
 
 
 class MemoryKeys:
-    """`service.claims.redis_store.KeyStore` on a `Server`, which several may share, as processes share a Redis."""
+    """`service.claims.redis_store.Keys` on a `Server`, which several may share, as processes share a Redis."""
 
     def __init__(self, server: Server, *, retention_ms: int, least_left_ms: int, lease_ttl_ms: int) -> None:
         self.server = server

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from redis import Redis as Client
 
 from deploy.stack import Redis
-from service.claims.redis_store import Identity, KeyStore, RedisKeys, Row, StoreGeneration, pack, unpack
+from service.claims.redis_store import Identity, Keys, RedisKeys, Row, StoreGeneration, pack, unpack
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
 from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
@@ -35,7 +35,7 @@ def name_of(nonce: int) -> str:
 class Modelled(Protocol):
     """A key store that can be compared with the model's store."""
 
-    keys: KeyStore
+    keys: Keys
     server: str  # its run_id/master_replid
 
     def read(self, count: int) -> Store:
@@ -51,7 +51,7 @@ class InRedis:
     """Redis. Its data are set and read without the script, by the keys that claims.lua describes."""
 
     def __init__(self, redis: Redis, namespace: str, client: Client) -> None:
-        self.keys: KeyStore = RedisKeys(
+        self.keys: Keys = RedisKeys(
             redis.url,
             namespace,
             retention_ms=RETENTION_MS,
@@ -112,7 +112,7 @@ class InMemory:
     def __init__(self, now_ms: int) -> None:
         self.server = "double/replid"
         self._held = Server(self.server, Clock(now_ms))
-        self.keys: KeyStore = MemoryKeys(
+        self.keys: Keys = MemoryKeys(
             self._held, retention_ms=RETENTION_MS, least_left_ms=LEAST_LEFT_MS, lease_ttl_ms=LEASE_MS
         )
 

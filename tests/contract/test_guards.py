@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from deploy.stack import Redis
-from service.claims.redis_store import KeyStore, RedisKeys, StoreGeneration
+from service.claims.redis_store import Keys, RedisKeys, StoreGeneration
 from service.claims.states import Claimed
 from service.core.problems import Fenced, StoreLost
 from tests.contract.modelled import (
@@ -37,7 +37,7 @@ SLOT, TERM = 0, 100
 CLAIM = encode(Claimed(SLOT, TERM, 0, FP))
 STORE = Store(5, THIS, NONE, (TERM, 60), (104, 60), (CLAIM,))
 
-Call = Callable[[KeyStore, StoreGeneration], Awaitable[object]]
+Call = Callable[[Keys, StoreGeneration], Awaitable[object]]
 # Every operation for one generation of one store, with arguments that no other guard refuses.
 GUARDED: dict[str, Call] = {
     "claim": lambda keys, generation: keys.claim(generation, SLOT, TERM, asked_of(1)),

@@ -19,7 +19,7 @@ from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import State, TransactionalProducer
 from service.pipeline.writer import Writer
-from service.slots.recovery import SlotRecovery, Store
+from service.slots.recovery import CurrentStore, SlotRecovery
 from service.slots.slot import Slot
 from tests.integration.plan import PLAN_ENV, Plan
 
@@ -34,9 +34,9 @@ PLACES: Final[dict[str, tuple[type, str]]] = {
     "slot.begin": (Slot, "begin"),
     "slot.check": (SlotRecovery, "_check"),
     "slot.replay": (SlotRecovery, "_replay_and_free"),
-    "store.recover": (Store, "_recover"),
-    "store.fence": (Store, "_fence_all"),
-    "store.replay": (Store, "_replay_all"),
+    "store.recover": (CurrentStore, "_recover"),
+    "store.fence": (CurrentStore, "_fence_all"),
+    "store.replay": (CurrentStore, "_replay_all"),
     "store.end": (RedisKeys, "recover_end"),
 }
 # Of a transaction with events: before it begins; all sends answered; the ledger record answered; the commit answered.
@@ -175,10 +175,10 @@ def ledger_is_not_replayed() -> None:
 def slots_are_not_fenced() -> None:
     """Step 3 of store recovery taken out."""
 
-    async def fence_none(_: Store, slots: int) -> None:
+    async def fence_none(_: CurrentStore, slots: int) -> None:
         pass
 
-    replace(Store, "_fence_all", fence_none)
+    replace(CurrentStore, "_fence_all", fence_none)
 
 
 def store_is_not_replayed() -> None:
@@ -187,7 +187,7 @@ def store_is_not_replayed() -> None:
     async def replay_nothing(*_: object) -> int:
         return 0
 
-    replace(Store, "_replay_all", replay_nothing)
+    replace(CurrentStore, "_replay_all", replay_nothing)
 
 
 def marks_leave_gaps() -> None:
@@ -226,16 +226,16 @@ def a_flush_ends_no_recovery() -> None:
 
 
 def what_hangs_is_not_looked_for() -> None:
-    """Slot recovery settles nothing, and a write does not ask whether its partitions hold anything open."""
+    """Slot recovery ends nothing that hangs, and a write does not ask whether its partitions hold anything open."""
 
     async def nothing(*_: object) -> tuple[dict[Any, int], set[Any]]:
         return {}, set()
 
-    async def unsettled(self: SlotRecovery, slot: Slot) -> None:
+    async def nothing_ended(self: SlotRecovery, slot: Slot) -> None:
         slot.maybe_hanging = set()
 
     replace(OpenCheck, "ask", nothing)
-    replace(SlotRecovery, "_settle", unsettled)
+    replace(SlotRecovery, "_end_hanging", nothing_ended)
 
 
 MUTANTS: Final[dict[str, Callable[[], None]]] = {

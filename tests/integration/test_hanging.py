@@ -16,7 +16,7 @@ from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
 from service.kafka.session import Record
-from service.slots.settling import Settlement
+from service.slots.hanging_recovery import HangingRecovery
 from tests.integration.hanging import Rig, unverified
 from tests.integration.judge import read_committed, wait_until_stable
 
@@ -50,7 +50,10 @@ class Bench:
         """What slot recovery does: fence, settle, begin record."""
         producer = await self.fenced()
         ended = self.telemetry.hanging_ended
-        assert await Settlement(self.cluster, self.ledger, producer, WAIT_S, ended).run(applied, maybe_hanging) == set()
+        assert (
+            await HangingRecovery(self.cluster, self.ledger, producer, WAIT_S, ended).run(applied, maybe_hanging)
+            == set()
+        )
         await self.begin(producer)
         return producer
 

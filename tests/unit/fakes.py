@@ -27,7 +27,7 @@ from service.pipeline.journal import Journal
 from service.pipeline.queue import Queue
 from service.pipeline.request import WriteRequest, WriteResult
 from service.pipeline.writer import Writer
-from service.slots.recovery import Store
+from service.slots.recovery import CurrentStore
 from service.slots.slot import LedgerPosition, Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
@@ -132,7 +132,7 @@ class FakeKeys(MemoryKeys):
         return Heartbeat(heartbeat.members, self.marks_of_slots or heartbeat.slots, heartbeat.freed)
 
 
-class FakeStore(Store):
+class FakeStore(CurrentStore):
     """Settled from the start; `generation` is what a test sets."""
 
     def __init__(self) -> None:

@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import Identity, KeyStore, StoreGeneration
+from service.claims.redis_store import Identity, Keys, StoreGeneration
 from service.core.metrics import Telemetry
 from service.kafka.deadline import Abandoned, shared, within
 from service.slots.generation_log import Control
-from service.slots.recovery import Store
+from service.slots.recovery import CurrentStore
 from tests.unit.fakes import World
 
 SOON_S = 5.0
@@ -98,8 +98,8 @@ class _Control:
 
 async def test_a_store_is_settled_after_a_reading_that_was_cancelled_from_within() -> None:
     world: Any = World()
-    keys, control = cast(KeyStore, _Keys()), cast(Control, _Control())
-    store = Store(world.cluster, keys, control, world.topics, world.settings, Telemetry())
+    keys, control = cast(Keys, _Keys()), cast(Control, _Control())
+    store = CurrentStore(world.cluster, keys, control, world.topics, world.settings, Telemetry())
     with pytest.raises(Abandoned):
         await store.wait_until_complete()
     assert await asyncio.wait_for(store.wait_until_complete(), SOON_S) == GENERATION

@@ -17,8 +17,8 @@ from service.kafka.metadata import Partition
 from service.kafka.reader import Item, Span
 from service.kafka.session import RecordMetadata
 from service.slots import recovery as module
-from service.slots.recovery import REPLAY_RECORDS, SlotRecovery, Store
-from service.slots.settling import CLOCKS_APART_MS
+from service.slots.hanging_recovery import CLOCKS_APART_MS
+from service.slots.recovery import REPLAY_RECORDS, CurrentStore, SlotRecovery
 from service.slots.slot import Slot
 from tests.unit.fakes import (
     GENERATION,
@@ -208,14 +208,14 @@ class Bed:
 
         monkeypatch.setattr(self.kafka, "partitions", slots)
         monkeypatch.setattr(module, "TransactionalProducer", Producer)
-        monkeypatch.setattr(module, "Settlement", functools.partial(Settled, self.steps))
+        monkeypatch.setattr(module, "HangingRecovery", functools.partial(Settled, self.steps))
         monkeypatch.setattr(module, "read_through", self.kafka.read_through)
         monkeypatch.setattr(module, "ends", ends)
         monkeypatch.setattr(module, "offsets_since", offsets_since)
         self.world.topics._cluster = self.kafka
         parts = (self.kafka, self.keys, self.kafka, self.world.topics, self.world.settings, Telemetry())
         self.parts = cast("tuple[Any, ...]", parts)
-        self.store: Any = Store(*self.parts)
+        self.store: Any = CurrentStore(*self.parts)
         self.store._barriers = cast("Any", self.kafka)
 
     def slot(self) -> Slot:

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import Identity, KeyStore, StoreGeneration
+from service.claims.redis_store import Identity, Keys, StoreGeneration
 from service.contract.wire import transactional_id
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.admin import KafkaAdmin
 from service.slots import recovery
 from service.slots.generation_log import Control
-from service.slots.recovery import Store
+from service.slots.recovery import CurrentStore
 from tests.unit.fakes import FakeCluster, World, until
 
 NAMED = StoreGeneration(7, "run/primary")
@@ -81,11 +81,11 @@ class _Topics:
 @contextlib.asynccontextmanager
 async def settling(
     keys: _Keys, control: _Control, slots: int = 2, cluster: KafkaAdmin | None = None
-) -> AsyncIterator[tuple[Store, "asyncio.Task[StoreGeneration]"]]:
+) -> AsyncIterator[tuple[CurrentStore, "asyncio.Task[StoreGeneration]"]]:
     """A store that is being settled."""
     world: Any = World(lease_ttl_ms=300)
-    parts = cast(KeyStore, keys), cast(Control, control), cast(Any, _Topics(slots))
-    store = Store(cluster or world.cluster, *parts, world.settings, Telemetry())
+    parts = cast(Keys, keys), cast(Control, control), cast(Any, _Topics(slots))
+    store = CurrentStore(cluster or world.cluster, *parts, world.settings, Telemetry())
     try:
         yield store, asyncio.create_task(store.wait_until_complete())
     finally:

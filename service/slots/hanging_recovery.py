@@ -1,4 +1,4 @@
-"""Settles a slot's hanging transactions by the evidence in its partitions, after the fence and before the begin record.
+"""Ends a slot's hanging transactions by the evidence in its partitions, after the fence and before the begin record.
 
 Otherwise the begin record's marker would end the one in the ledger, and the first transaction of the new term those in
 other partitions, whatever the evidence says (see service/kafka/hanging.py).
@@ -66,8 +66,8 @@ class LedgerTail:
         return any(transaction.offsets.get(partition) == offset for transaction in self.transactions)
 
 
-class Settlement:
-    """Settles the partitions of one slot, by its new producer, which has fenced the others and written nothing yet."""
+class HangingRecovery:
+    """Ends one slot's hanging transactions, by its new producer: it has fenced the others and written nothing yet."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class Settlement:
         if self._ledger in unanswered:
             raise errors.LeaderNotAvailableError(f"{self._ledger}")
         if open_from:
-            await self._settle(open_from, tail, without_marker)
+            await self._end_open(open_from, tail, without_marker)
         return unanswered
 
-    async def _settle(
+    async def _end_open(
         self, open_from: Mapping[Partition, int], tail: LedgerTail, without_marker: Collection[Partition]
     ) -> None:
         """End the transactions that are open from these offsets on, each by its verdict."""
