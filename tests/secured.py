@@ -1,4 +1,4 @@
-"""A broker that believes nobody without TLS and SASL, a Redis with TLS, and the certificates for both."""
+"""A broker that demands TLS and SASL, a Redis with TLS, and the certificates for both."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 from deploy.stack import Kafka, Redis, StackError, free_port
 from service.contract import SharedSettings, wire
 
-# What a careless configuration would break on, or let out.
+# Characters that a careless configuration would not escape, or would reveal.
 PASSWORD: Final = 'pa"ss\\wo,r=d $1'
 USER: Final = "fencepost"
 _ANSWER_S: Final = 10.0
@@ -37,10 +37,10 @@ Acl = tuple[ResourceType, str, ResourcePatternType, tuple[AclOperation, ...]]
 
 @contextlib.asynccontextmanager
 async def sockets_closed() -> AsyncIterator[None]:
-    """Ends when no more files and sockets are open than at its beginning.
+    """Wait at the end until no more files and sockets are open than at the beginning.
 
-    aiokafka does not wait for the connection that it bootstraps by, and a TLS one is open until the broker has taken
-    leave as well: a loop that ends before would leave it to the garbage collector, which warns in a later test.
+    aiokafka does not wait for its bootstrap connection, and a TLS connection stays open until the broker has closed it
+    too: a loop that ends before leaves it to the garbage collector, which warns in a later test.
     """
     before = _open_files()
     try:
@@ -57,7 +57,7 @@ def _open_files() -> int:
 
 @dataclass(frozen=True)
 class Certificate:
-    """PEM files of a certificate and its key, and one file that has both."""
+    """PEM files of a certificate and its key, and one file with both."""
 
     certfile: Path
     keyfile: Path
@@ -76,7 +76,7 @@ class Authority:
         self._openssl("-x509", "-keyout", self._keyfile, "-out", self.cafile, "-subj", "/CN=Test Authority")
 
     def issue(self, name: str, *names: str) -> Certificate:
-        """A certificate for a subject, and for a server's names where it is one ("DNS:localhost")."""
+        """Make a certificate for a subject, and for a server's names ("DNS:localhost")."""
         made = Certificate(*(self._folder / f"{name}.{kind}" for kind in ("crt", "key", "pem")))
         signed = ("-x509", "-CA", self.cafile, "-CAkey", self._keyfile, "-subj", f"/CN={name}")
         more = ("-addext", f"subjectAltName={','.join(names)}") if names else ()
@@ -90,7 +90,7 @@ class Authority:
         subprocess.run(["openssl", "req", *kind, *map(str, arguments)], check=True, capture_output=True, timeout=30)
 
 
-# Settings that the doctor has something to say of, and that harm nobody while nothing fails.
+# Settings for which the doctor has findings, and which do no harm without faults.
 CARELESS: Final = {
     "unclean.leader.election.enable": "true",
     "transaction.partition.verification.enable": "false",
@@ -101,11 +101,10 @@ CARELESS: Final = {
 
 
 class SecuredKafka(Kafka):
-    """One broker with three doors: plain for the tests' own errands (a super user), SASL_SSL, and mutual TLS.
+    """One broker with three listeners: PLAINTEXT for the tests (a super user), SASL_SSL, and mutual TLS.
 
-    Its certificate is for `localhost` and not for 127.0.0.1. Whoever comes in by the other doors may do nothing that
-    no ACL allows. A fourth door, plain too, leads astray: the broker says that it is reached by a port that is closed.
-    It is set up carelessly besides.
+    Its certificate is for `localhost` and not for 127.0.0.1. Users of the other listeners may do only what ACLs allow.
+    A fourth listener, PLAINTEXT too, advertises a closed port. The broker has careless settings too.
     """
 
     def __init__(self, folder: Path, authority: Authority) -> None:
@@ -114,7 +113,7 @@ class SecuredKafka(Kafka):
         self.sasl_port, self.tls_port, self.astray_port = free_port(), free_port(), free_port()
         server = authority.issue("broker", "DNS:localhost")
         plain, secure = f"PLAINTEXT://{self.bootstrap}", f"SASL_SSL://{self.secured},SSL://localhost:{self.tls_port}"
-        # Java properties take a backslash for an escape, and JAAS once more.
+        # Java properties take a backslash as an escape, and so does JAAS.
         quoted = PASSWORD.replace("\\", "\\\\").replace('"', '\\"').replace("\\", "\\\\")
         sasl = "listener.name.sasl_ssl"
         modules = "org.apache.kafka.common.security"
@@ -138,17 +137,17 @@ class SecuredKafka(Kafka):
 
     @property
     def secured(self) -> str:
-        """Where clients with a password connect."""
+        """The address for clients with a password."""
         return f"localhost:{self.sasl_port}"
 
     @property
     def mutual(self) -> str:
-        """Where clients with a certificate connect."""
+        """The address for clients with a certificate."""
         return f"localhost:{self.tls_port}"
 
     @property
     def astray(self) -> str:
-        """Where clients connect to be sent elsewhere."""
+        """The address of the listener that advertises a closed port."""
         return f"127.0.0.1:{self.astray_port}"
 
     def start(self) -> None:
@@ -156,10 +155,10 @@ class SecuredKafka(Kafka):
         self.add_user(USER, PASSWORD)
 
     def add_user(self, name: str, password: str) -> None:
-        """A user for SCRAM-SHA-512."""
+        """Create a user for SCRAM-SHA-512."""
         secret = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
         upsertion = UserScramCredentialUpsertion(name, secret, password.encode())
-        admin = self.admin()  # what it has under way ends with it
+        admin = self.admin()  # its requests in flight end with it
         for done in admin.alter_user_scram_credentials([upsertion]).values():
             done.result(_ANSWER_S)
 
@@ -175,7 +174,7 @@ class SecuredKafka(Kafka):
             done.result(_ANSWER_S)
 
     def environment(self, user: str = USER, password: str = PASSWORD) -> dict[str, str]:
-        """The settings by which the service and the job come in by the door of SASL_SSL."""
+        """Return the settings by which service and job use the SASL_SSL listener."""
         return {
             "FENCEPOST_KAFKA": self.secured,
             "FENCEPOST_KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
@@ -186,7 +185,7 @@ class SecuredKafka(Kafka):
         }
 
     def with_certificate(self, name: str) -> SharedSettings:
-        """The settings by which one comes in by the door of mutual TLS, as the principal `CN=<name>`."""
+        """Return the settings by which a client uses the mutual TLS listener, as the principal `CN=<name>`."""
         mine = self.authority.issue(name)
         return SharedSettings(
             kafka=self.mutual,
@@ -198,7 +197,7 @@ class SecuredKafka(Kafka):
 
 
 def acls_of_service(namespace: str, topics: str) -> list[Acl]:
-    """What the README tells to allow the service: its own topics and ids, and the topics that begin with `topics`."""
+    """Return the ACLs of the service in the README: for its own topics and ids, and topics that begin with `topics`."""
     prefixed = ResourcePatternType.PREFIXED
     a = AclOperation
     own = (a.DESCRIBE, a.DESCRIBE_CONFIGS, a.CREATE, a.ALTER, a.READ, a.WRITE)
@@ -210,7 +209,7 @@ def acls_of_service(namespace: str, topics: str) -> list[Acl]:
 
 
 def acls_of_job(namespace: str, topics: str) -> list[Acl]:
-    """What the README tells to allow the audit."""
+    """Return the ACLs of the audit in the README."""
     prefixed = ResourcePatternType.PREFIXED
     a = AclOperation
     readable = [
@@ -224,7 +223,7 @@ def acls_of_job(namespace: str, topics: str) -> list[Acl]:
 
 
 class SecuredRedis(Redis):
-    """A real server behind TLS: its own where the program was built with it, else a front that ends TLS before it."""
+    """A real server behind TLS: its own if it was built with TLS, else a TLS proxy before it."""
 
     def __init__(self, folder: Path, authority: Authority) -> None:
         super().__init__(folder)
@@ -236,7 +235,7 @@ class SecuredRedis(Redis):
 
     @property
     def secured(self) -> str:
-        """The URL for those who come with TLS."""
+        """The URL for TLS."""
         return f"rediss://localhost:{self.tls_port}/0"
 
     def environment(self) -> dict[str, str]:
@@ -249,7 +248,7 @@ class SecuredRedis(Redis):
         try:
             super().start()
             self.native = True
-        except StackError:  # built without TLS, as the one in the wheel is
+        except StackError:  # built without TLS, as that of the wheel is
             self.args = []
             super().start()
             self._front = _Front(self.tls_port, self.port, self._certificate)
@@ -261,7 +260,7 @@ class SecuredRedis(Redis):
 
 
 class _Front:
-    """Ends TLS and passes everything on, as stunnel would."""
+    """A proxy that ends TLS, as stunnel does."""
 
     def __init__(self, port: int, upstream: int, certificate: Certificate) -> None:
         self._port, self._upstream = port, upstream

@@ -1,4 +1,4 @@
-"""What a kubelet and the endpoints of a service do for one pod: probes, and the way out."""
+"""Does for one pod what a kubelet and the endpoints of a service do: probes, and the shutdown."""
 
 import http.client
 import signal
@@ -11,7 +11,7 @@ from tests.images.tools import Container
 
 
 class Kubelet:
-    """Keeps the probes of a container that serves on `port`, by the numbers of its manifest."""
+    """Runs the probes of a container that serves on `port`, with the numbers of its manifest."""
 
     def __init__(self, container: Container, port: int) -> None:
         self.container = container
@@ -31,7 +31,7 @@ class Kubelet:
         self.container.remove()
 
     def wait_started(self, within_s: float) -> None:
-        """Probe until the startup probe succeeds, then keep the other two going.
+        """Run the startup probe until it succeeds, then keep the other two running.
 
         TimeoutError if that takes longer than `within_s` (the manifest allows for more).
         """
@@ -47,7 +47,7 @@ class Kubelet:
             self._threads.append(thread)
 
     def probe(self, name: str) -> bool:
-        """One probe: any answer from 200 to 399, in time."""
+        """Probe once: any status from 200 to 399 in time is a success."""
         spec = self.container.spec[name]
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=spec.get("timeoutSeconds", 1))
         try:
@@ -59,14 +59,14 @@ class Kubelet:
             connection.close()
 
     def _keep(self, name: str) -> None:
-        while not self._stop.wait(self.container.spec[name]["periodSeconds"] / 5):  # a test has less time
+        while not self._stop.wait(self.container.spec[name]["periodSeconds"] / 5):  # a test waits for less time
             if not self.probe(name) and not self._stop.is_set():
                 self.failures.append(name)
 
     def end(self, endpoints_changed: Callable[[], None]) -> tuple[int, float]:
-        """Delete the pod: no new connections, preStop, SIGTERM, and the grace. Its exit code, and the seconds taken.
+        """Delete the pod: no new connections, preStop, SIGTERM, and the grace. Returns exit code and seconds taken.
 
-        A subprocess.TimeoutExpired means that it would have been killed.
+        A subprocess.TimeoutExpired means that a kubelet would have killed it.
         """
         began = time.monotonic()
         grace_s = self.container.pod["terminationGracePeriodSeconds"]

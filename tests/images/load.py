@@ -1,4 +1,4 @@
-"""Clients that write one event after the other over connections that they keep, and remember every answer."""
+"""Clients that write one event after the other over connections that they keep, and note every answer."""
 
 import http.client
 import json
@@ -11,15 +11,15 @@ OK = 201
 
 @dataclass
 class Load:
-    """So many clients, each with a connection of its own."""
+    """This many clients, each with a connection of its own."""
 
     port: int
     topic: str
     clients: int
     committed: dict[str, int] = field(default_factory=dict)  # offset by key
-    unanswered: dict[str, str] = field(default_factory=dict)  # what happened, by key
+    unanswered: dict[str, str] = field(default_factory=dict)  # the error, by key
     statuses: Counter[int] = field(default_factory=Counter)
-    refused: int = 0  # connections: surely not written
+    refused: int = 0  # connections: their events were not written
     _no_new: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -30,7 +30,7 @@ class Load:
             self._threads.append(thread)
 
     def no_new_connections(self) -> None:
-        """What a client of a cluster sees from then on: the pod is no endpoint any more; open connections stay."""
+        """Stop opening connections, as for a pod that is no endpoint any more; open connections stay."""
         self._no_new.set()
 
     def join(self, timeout_s: float) -> None:
@@ -62,7 +62,7 @@ class Load:
                 return
 
     def _post(self, connection: http.client.HTTPConnection, key: str) -> bool:
-        """Write one event; whether the connection is at its end."""
+        """Write one event; returns whether the connection ends."""
         status, body, closes = post(connection, self.topic, key)
         self.statuses[status] += 1
         if status == OK:
@@ -71,7 +71,7 @@ class Load:
 
 
 def post(connection: http.client.HTTPConnection, topic: str, key: str) -> tuple[int, dict[str, int], bool]:
-    """Write one event: status, body, and whether the server closes."""
+    """Write one event; returns status, body, and whether the server closes the connection."""
     body = json.dumps({"topic": topic, "value": key})
     headers = {"Content-Type": "application/json", "Idempotency-Key": key}
     connection.request("POST", "/events", body, headers)

@@ -1,4 +1,4 @@
-"""Dockerfile and compose file, read: what needs no tool to be held."""
+"""Checks Dockerfile and compose file by reading them, without any tool."""
 
 import re
 from dataclasses import fields
@@ -23,12 +23,12 @@ INSTRUCTIONS: Final = [
     for line in re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE)).splitlines()
     if line.strip()
 ]
-# A name with a dot before the first slash is that of a host.
+# A name with a dot before the first slash has a registry's host.
 HOST: Final = re.compile(r"(?<![\w.-])(?!127\.)[a-z0-9-]+(?:\.[a-z0-9-]+)+(?::\d+)?/[a-z0-9]")
 
 
 def stage(name: str) -> list[str]:
-    """The instructions of one stage."""
+    """List the instructions of one stage."""
     starts = [index for index, line in enumerate(INSTRUCTIONS) if line.startswith("FROM ")]
     for start, end in zip(starts, [*starts[1:], len(INSTRUCTIONS)], strict=True):
         if INSTRUCTIONS[start].endswith(f" AS {name}"):
@@ -49,7 +49,7 @@ def test_every_stage_is_made_of_the_base_or_another_stage() -> None:
     stages = [words[3] for words in froms]
     for index, (_, source, _, _) in enumerate(froms):
         assert source == "${BASE}" or source in stages[:index]
-    assert stages[-1] == "service"  # what is built without --target
+    assert stages[-1] == "service"  # the target without --target
 
 
 def test_no_registry_and_no_index_is_named() -> None:
@@ -73,7 +73,7 @@ def test_packages_come_by_lock_and_checksum() -> None:
             assert "--require-hashes" in line
         for sync in re.findall(r"uv sync [^&|]*", line):
             assert "--frozen" in sync
-    assert "jars.ensure" in "".join(stage("jars"))  # which checks every jar against its line in the lock
+    assert "jars.ensure" in "".join(stage("jars"))  # it checks every jar against the lock
 
 
 def test_the_port_is_the_settings() -> None:
@@ -83,7 +83,7 @@ def test_the_port_is_the_settings() -> None:
 def test_each_copied_path_exists_and_is_in_the_build_context() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     sent = [line[1:] for line in lines if line.startswith("!")]
-    assert "*" in lines  # all else stays
+    assert "*" in lines  # all other files stay
     for line in INSTRUCTIONS:
         if line.startswith("COPY ") and "--from=" not in line:
             for source in [word for word in line.split()[1:-1] if not word.startswith("--")]:
@@ -100,7 +100,7 @@ def test_the_audit_gets_of_the_service_what_it_imports() -> None:
 
 
 def imported() -> set[str]:
-    """The service's modules and packages that the job, and they among themselves, import."""
+    """List the modules and packages of the service that the job imports, directly or indirectly."""
     found: set[str] = set()
     todo = list((ROOT / "spark").glob("*.py"))
     while todo:

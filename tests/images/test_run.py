@@ -1,4 +1,4 @@
-"""Both images are built, and run as their manifests say, on real parts. Minutes long, so: only when asked for."""
+"""Builds both images and runs them with their manifests, on real Kafka and Redis. Takes minutes: only on request."""
 
 import http.client
 import json
@@ -52,7 +52,7 @@ def prod() -> Rendered:
 
 @pytest.fixture
 def settings(kafka: Kafka, redis: Redis, namespace: str) -> Mapping[str, str]:
-    """What differs from the manifests': where the stack is, and names and ports that no other test has."""
+    """Return the settings that differ from the manifests: the addresses of the stack, unique names and ports."""
     return {
         "FENCEPOST_KAFKA": kafka.bootstrap,
         "FENCEPOST_REDIS": redis.url,
@@ -62,7 +62,7 @@ def settings(kafka: Kafka, redis: Redis, namespace: str) -> Mapping[str, str]:
 
 
 def rules_of(prod: Rendered, folder: Path) -> Path:
-    """The folder that the rules' ConfigMap is mounted as."""
+    """Write the folder as which the rules' ConfigMap is mounted."""
     (rules,) = (found["data"] for name, found in prod.of("ConfigMap").items() if name.startswith("fencepost-rules"))
     folder.mkdir()
     for name, text in rules.items():
@@ -74,7 +74,7 @@ def rules_of(prod: Rendered, folder: Path) -> Path:
 def pod(
     builder: Builder, service_image: str, prod: Rendered, settings: Mapping[str, str], tmp_path: Path
 ) -> Iterator[Kubelet]:
-    """The service, started and past its startup probe."""
+    """Start the service and wait for its startup probe."""
     template: Object = prod.one("Deployment")["spec"]["template"]
     name = f"fencepost-{os.getpid()}-{time.monotonic_ns() % 10**6}"
     environment = prod.settings(template["spec"]["containers"][0]) | {"FENCEPOST_INSTANCE": name} | dict(settings)
@@ -128,8 +128,8 @@ def test_an_end_under_load_leaves_no_doubt(
     told = f"ended with {code} after {took_s:.1f} s; answers {dict(load.statuses)}, unanswered {load.unanswered}"
     assert code == 0, told
     assert len(load.committed) > 100
-    assert set(load.statuses) <= {201, 503}, told  # 504 would be doubt
-    # Another process answers every key as this one did, and Kafka has each once.
+    assert set(load.statuses) <= {201, 503}, told  # a 504 would be a doubt
+    # Another process gives the same answer for every key, and Kafka has each event once.
     with Service(tmp_path, kafka=kafka.bootstrap, redis=redis.url, env=without_places(settings)) as other:
         connection = http.client.HTTPConnection("127.0.0.1", other.port, timeout=30)
         for key, offset in load.committed.items():
@@ -138,7 +138,8 @@ def test_an_end_under_load_leaves_no_doubt(
         connection.close()
     delivered = Counter(values(kafka, topic))
     assert set(delivered.values()) == {1}
-    # All that was taken was answered: what has no answer met a connection that was idle, and closed, and is not there.
+    # Every accepted request was answered: those without an answer met a connection that was being closed, and their
+    # events are not in Kafka.
     assert set(delivered) == set(load.committed), told
     assert len(load.unanswered) <= load.clients, told
 
@@ -148,14 +149,14 @@ def without_places(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def values(kafka: Kafka, topic: str) -> Iterator[str]:
-    """What readers of committed records see, to the end."""
+    """Read all committed records of a topic."""
     consumer = Consumer(
         {
             "bootstrap.servers": kafka.bootstrap,
             "group.id": "none",
             "isolation.level": "read_committed",
             "enable.auto.commit": False,
-            "enable.partition.eof": True,  # the last offset may be a marker's, which nobody sees
+            "enable.partition.eof": True,  # the last offset may be that of a marker, which is not returned
         }
     )
     try:
@@ -172,7 +173,7 @@ def values(kafka: Kafka, topic: str) -> Iterator[str]:
 
 
 def as_the_operator_starts_it(application: Object) -> list[str]:
-    """The driver's command of the Spark Operator, with a master that needs no cluster."""
+    """Return the driver's command of the Spark Operator, with a master that needs no cluster."""
     template = application["spec"]["template"]
     command = ["driver", "--master", "local[1]"]
     for name, value in template["sparkConf"].items():

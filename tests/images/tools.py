@@ -1,4 +1,4 @@
-"""Builds images with buildah on a base made by mmdebstrap, and runs containers with runc: no engine, no registry."""
+"""Builds images with buildah on a base of mmdebstrap, and runs containers with runc, without Docker or a registry."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from deploy import places
 WANTED: Final = ("buildah", "mmdebstrap", "runc")
 SUITE: Final = "bookworm"
 BASE: Final = "fencepost-test-base"
-# What the Dockerfile asks of its base.
+# The packages that the Dockerfile expects in its base.
 PACKAGES: Final = "ca-certificates,python3,python3-venv"
 _AUTHORITIES: Final = Path("/usr/local/share/ca-certificates")
 _SECCOMP: Final = Path("/usr/share/containers/seccomp.json")
 
 
 def lacking() -> str:
-    """Why images cannot be built and run here; empty where they can."""
+    """Return why images cannot be built and run here; "" if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "buildah and runc need root on Linux here"
     if missing := [name for name in WANTED if shutil.which(name) is None]:
@@ -34,7 +34,7 @@ def lacking() -> str:
 
 
 def run(command: Sequence[str | Path], *, check: bool = True, timeout_s: float = 1500) -> str:
-    """What a command writes to its standard output."""
+    """Run a command; returns its standard output."""
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, check=False, timeout=timeout_s
     )
@@ -44,7 +44,7 @@ def run(command: Sequence[str | Path], *, check: bool = True, timeout_s: float =
 
 
 class Builder:
-    """Builds and mounts images; layers are kept in the cache, so that only the first build is slow."""
+    """Builds and mounts images. The cache keeps layers, so that only the first build is slow."""
 
     def __init__(self) -> None:
         self.folder = places.cache() / "images"
@@ -55,7 +55,7 @@ class Builder:
         return run(["buildah", *stores, *arguments]).strip()
 
     def ensure_base(self) -> None:
-        """Debian with Python, from this machine's own sources; it trusts the authorities that this machine trusts."""
+        """Build Debian with Python, from this machine's package sources; it trusts this machine's CAs."""
         if BASE in self.buildah("images", "--format", "{{.Name}}"):
             return
         tar = self.folder / "base.tar"
@@ -76,18 +76,18 @@ class Builder:
         return name
 
     def size(self, image: str) -> int:
-        """Bytes of all layers."""
+        """Sum up the bytes of all layers."""
         manifest = json.loads(json.loads(self.buildah("inspect", "--type=image", image))["Manifest"])
         return sum(layer["size"] for layer in manifest["layers"])
 
     def config(self, image: str) -> dict[str, Any]:
-        """The image's configuration: user, environment, entry point."""
+        """Read the image's configuration: user, environment, entry point."""
         inspected = json.loads(self.buildah("inspect", "--type=image", image))
         return inspected["OCIv1"]["config"]  # type: ignore[no-any-return]
 
     @contextmanager
     def root_of(self, image: str) -> Iterator[Path]:
-        """The image's file system, mounted; nothing that is written to it is kept."""
+        """Mount the image's file system; writes to it are discarded."""
         container = self.buildah("from", image)
         try:
             yield Path(self.buildah("mount", container))
@@ -97,7 +97,7 @@ class Builder:
 
 @dataclass
 class Container:
-    """One container of a pod, run by runc as its manifest says, in the machine's own network."""
+    """One container of a pod, run by runc as its manifest says, in the machine's network."""
 
     root: Path
     image: Mapping[str, Any]
@@ -118,7 +118,7 @@ class Container:
         return self.folder / f"{self.name}.log"
 
     def start(self) -> None:
-        """Start it; it may take a moment until it runs."""
+        """Start the container, without waiting until it runs."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(json.dumps(self.bundle()))
         with self.log.open("wb") as log:
@@ -130,7 +130,7 @@ class Container:
             )
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit code."""
+        """Wait for the end; returns the exit code."""
         assert self.runtime is not None
         return self.runtime.wait(timeout_s)
 
@@ -138,7 +138,7 @@ class Container:
         run(["runc", "kill", self.name, str(number.value)])
 
     def exec(self, *command: str) -> str:
-        """What a command in the container says, both its outputs."""
+        """Run a command in the container; returns standard output and error."""
         done = subprocess.run(
             ["runc", "exec", self.name, *command],
             stdout=subprocess.PIPE,
@@ -149,14 +149,14 @@ class Container:
         return done.stdout.strip()
 
     def remove(self) -> None:
-        """End it if it still runs."""
+        """Kill the container if it still runs."""
         if self.runtime is not None and self.runtime.poll() is None:
             run(["runc", "kill", self.name, "KILL"], check=False)
             self.runtime.wait(10)
         run(["runc", "delete", "--force", self.name], check=False)
 
     def bundle(self) -> dict[str, Any]:
-        """The runtime's configuration: what a kubelet would make of image and manifest."""
+        """Make the configuration of the runtime from image and manifest, as a kubelet does."""
         of_pod, own = self.pod["securityContext"], self.spec["securityContext"]
         assert own["capabilities"] == {"drop": ["ALL"]}
         assert of_pod["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -191,7 +191,7 @@ class Container:
         volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
         for mount in self.spec["volumeMounts"]:
             place = mount["mountPath"]
-            # A mount's place must be there: a kubelet makes it, and so do we, in a layer that is thrown away.
+            # A mount needs its folder, which a kubelet creates; here it is created in a layer that is discarded.
             (self.root / place.lstrip("/")).mkdir(parents=True, exist_ok=True)
             if place in self.binds:
                 options = ["rbind", "ro" if mount.get("readOnly") else "rw"]
@@ -200,7 +200,7 @@ class Container:
                 assert "emptyDir" in volumes[mount["name"]], place
                 options = ["nosuid", "nodev", "mode=1777"]
                 yield {"destination": place, "type": "tmpfs", "source": "tmpfs", "options": options}
-        # A kubelet writes a pod's own name into its hosts: Java asks for it.
+        # A kubelet writes a pod's name into its hosts file: Java looks it up.
         hosts = self.folder / "hosts"
         hosts.write_text(f"127.0.0.1 localhost {self.name}\n")
         for file, source in (("/etc/hosts", str(hosts)), ("/etc/resolv.conf", "/etc/resolv.conf")):
@@ -217,7 +217,7 @@ _MOUNTS: Final[list[dict[str, Any]]] = [
 
 
 def _seccomp() -> dict[str, Any]:
-    """The profile that container runtimes use by default, for a process without capabilities."""
+    """Return the profile that container runtimes use by default, for a process without capabilities."""
     profile = json.loads(_SECCOMP.read_text())
     arch = {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
     calls = []
@@ -232,7 +232,7 @@ def _seccomp() -> dict[str, Any]:
 
 
 def wait_for(what: str, holds: Any, timeout_s: float, every_s: float = 0.1) -> None:
-    """Poll until it holds; TimeoutError names what did not come."""
+    """Poll until the condition holds; TimeoutError names it."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:

@@ -1,1 +1,1 @@
-"""The service on the real stack, judged by what stands in Kafka."""
+"""Tests the service on real Kafka and Redis, by the records in Kafka."""

@@ -1,4 +1,4 @@
-"""The reconciliation job, run as an operator would run it."""
+"""Runs the reconciliation job as an operator does."""
 
 import json
 import sys
@@ -12,11 +12,11 @@ from deploy.stack import Process
 from tests.spark.runs import INTERPRETED
 
 FINDINGS: Final = 3
-IDLE_S: Final = 300.0  # without a sign of work
+IDLE_S: Final = 300.0  # without output or CPU use
 
 
 def brief(folder: Path) -> dict[str, str]:
-    """The environment of a run over few records: most of its time would be Java's compiler and Spark's own."""
+    """The environment of a run over few records, whose time is mostly that of Java's compiler and of Spark."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in INTERPRETED.items()))
     return {"SPARK_CONF_DIR": str(folder), "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1"}
@@ -35,7 +35,7 @@ class Audit(Process):
         rules: Path | None = None,
         small: bool = True,
     ) -> None:
-        """Prepare a run; `small` is one over some thousand records."""
+        """Prepare a run; `small`: over some thousand records."""
         super().__init__("audit", folder.absolute())
         self.lake = self.folder / "lake"
         self.report = self.folder / "report" / "report.json"
@@ -52,11 +52,11 @@ class Audit(Process):
         }
 
     def start(self) -> None:
-        """Start, and return at once."""
+        """Start the run, without waiting."""
         self.spawn(self._command, env=self._environment, cwd=places.ROOT)
 
     def carry_out(self) -> tuple[int, dict[str, Any]]:
-        """Run it to its end: its exit status and its report."""
+        """Run to the end; returns the exit status and the report."""
         self.start()
         try:
             status = self.wait_while_working(IDLE_S)

@@ -1,4 +1,4 @@
-"""Clients that note what they asked for and what they were told, so that the judge can hold the log to it."""
+"""Clients that log their requests and answers, so that the judge can compare these with the topics."""
 
 import asyncio
 import json
@@ -10,15 +10,16 @@ from typing import Final, Literal, Self
 
 import httpx
 
-# The four outcomes of an attempt (Jepsen's words; `busy` says nothing of this attempt, and another one is under way).
+# The four outcomes of an attempt, by Jepsen's names; `busy`: another attempt is in progress, and nothing is known of
+# this one.
 Kind = Literal["ok", "fail", "info", "busy"]
 
-AGAIN_S: Final = 0.05  # Retry-After says a second; a test has less
+AGAIN_S: Final = 0.05  # Retry-After says a second; a test waits for less
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One event as a client asks for it. `value` is the JSON text."""
+    """One event of a client. `value` is the JSON text."""
 
     key: str
     topic: str
@@ -40,7 +41,7 @@ class Asked:
 
 @dataclass
 class Attempt:
-    """One request. It stays `info` until its answer says more."""
+    """One request. It is `info` until its answer says more."""
 
     asked: Asked
     kind: Kind = "info"
@@ -56,7 +57,7 @@ class Attempt:
 
 
 class Client:
-    """Sends events to processes of the service and keeps the history of all attempts."""
+    """Sends events to processes of the service and keeps a history of all attempts."""
 
     def __init__(self, timeout_s: float = 30.0) -> None:
         self.history: list[Attempt] = []
@@ -70,7 +71,7 @@ class Client:
         await self.http.aclose()
 
     async def post(self, url: str, asked: Asked) -> Attempt:
-        """One attempt, noted before it is sent."""
+        """Send a request once; the attempt is logged before."""
         attempt = Attempt(asked)
         self.history.append(attempt)
         headers = {"Content-Type": "application/json", "Idempotency-Key": asked.key}
@@ -85,7 +86,7 @@ class Client:
         return attempt
 
     async def settle(self, urls: Sequence[str], asked: Asked, timeout_s: float = 40.0) -> Attempt:
-        """Send it again, to any of the processes, until it is told to be in Kafka."""
+        """Send an event again, to any of the processes, until it is answered 201."""
         deadline = time.monotonic() + timeout_s
         while True:
             attempt = await self.post(random.choice(urls), asked)
@@ -116,7 +117,7 @@ class Client:
 
 
 def note(attempt: Attempt, response: httpx.Response) -> None:
-    """What an answer says of the attempt."""
+    """Return the outcome of an attempt by its answer."""
     attempt.status, attempt.body = response.status_code, response.content
     if response.status_code == 201:
         attempt.kind = "ok"
@@ -130,7 +131,7 @@ def note(attempt: Attempt, response: httpx.Response) -> None:
 
 
 def events(topic: str, count: int, prefix: str = "k") -> list[Asked]:
-    """Distinct events for a topic."""
+    """Make distinct events for a topic."""
     return [
         Asked(
             f"{prefix}-{number}", topic, b'{"n": %d, "of": "%s"}' % (number, prefix.encode()), record_key=f"r{number}"

@@ -1,4 +1,4 @@
-"""Processes of the service for a test, on the run's broker and store, and the judge's last word on it."""
+"""Starts processes of the service for a test, on the run's broker and store, and lets the judge check the topics."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tests.integration.client import Asked, Attempt, Client
 from tests.integration.judge import ledger_faults, violations
 from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan
 
-# Faults show quickly with short times; few slots, so that a process can hold all of them.
+# Short times, so that faults show quickly; few slots, so that one process can hold all of them.
 SETTINGS = {
     "FENCEPOST_LEASE_TTL_MS": "1000",
     "FENCEPOST_REQUEST_TIMEOUT_MS": "5000",
@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 class Stage:
-    """One namespace: its processes, the client that talks to them, and how it is judged."""
+    """One namespace: its processes, its client, and the checks of the judge."""
 
     def __init__(
         self, folder: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
@@ -49,7 +49,7 @@ class Stage:
         kafka: Kafka | None = None,
         **settings: object,
     ) -> Service:
-        """A process, not started yet; with faults or mutants it runs in the wrapper."""
+        """Make a process, which is not started yet; with faults or mutants it runs `faulty`."""
         name = f"service-{len(self.services)}"
         environment = {**SETTINGS, **self.bytecode, "FENCEPOST_NAMESPACE": self.namespace, "FENCEPOST_INSTANCE": name}
         environment |= {f"FENCEPOST_{setting.upper()}": str(value) for setting, value in settings.items()}
@@ -74,27 +74,27 @@ class Stage:
         await asyncio.gather(*(asyncio.to_thread(service.start, wait_ready) for service in services))
 
     async def started(self, *, wait_ready: bool = True, **kwargs: Any) -> Service:
-        """A process that is ready."""
+        """Start a process, and wait until it is ready."""
         service = self.service(**kwargs)
         await self.start(service, wait_ready=wait_ready)
         return service
 
     def dead_slots(self, redis: Redis | None = None) -> list[int]:
-        """Slots that somebody took and nobody holds."""
+        """List the slots that were taken and are not held."""
         prefix = f"{{{self.namespace}:0}}"
         with (redis or self.redis).client() as store:
             taken = sorted(int(slot) for slot in store.smembers(f"{prefix}o"))
             return [slot for slot in taken if not store.exists(f"{prefix}l{slot}")]
 
     def leases(self) -> dict[int, str]:
-        """The slots that somebody holds, and the token of who does."""
+        """List the held slots with the tokens of their holders."""
         prefix = f"{{{self.namespace}:0}}"
         with self.redis.client() as store:
             tokens = {slot: store.get(f"{prefix}l{slot}") for slot in range(64)}
         return {slot: token.decode() for slot, token in tokens.items() if token is not None}
 
     def holders(self) -> set[str]:
-        """The processes that hold the slots which somebody took; "" for a slot that nobody holds."""
+        """List the processes that hold the slots that were taken; "" for a slot that is not held."""
         prefix = f"{{{self.namespace}:0}}"
         with self.redis.client() as store:
             leases = [store.get(f"{prefix}l{int(slot)}") or b"" for slot in store.smembers(f"{prefix}o")]
@@ -104,7 +104,7 @@ class Stage:
         return violations(self.kafka.bootstrap, topics, self.client.history if history is None else history)
 
     async def assert_exactly_once(self, *topics: str) -> None:
-        """What the clients were told is what is in the topics, and the ledger knows each record."""
+        """Check that the topics have what the clients were told, and that the ledger has each record."""
 
         def judge() -> list[str]:
             return self.violations(*topics) + ledger_faults(self.kafka.bootstrap, self.namespace, topics)
@@ -112,7 +112,7 @@ class Stage:
         assert await asyncio.to_thread(judge) == []
 
     async def ask_again(self, urls: list[str], asked: list[Asked]) -> None:
-        """Every event once more: the same answers, and nothing new."""
+        """Send every event again: the answers must be the same, and nothing may be written."""
         before = {a.asked.key: a.body for a in self.client.history if a.kind == "ok"}
         for attempt in await self.client.load(urls, asked):
             assert before.get(attempt.asked.key, attempt.body) == attempt.body
@@ -130,13 +130,13 @@ async def client() -> AsyncIterator[Client]:
 
 @pytest.fixture(scope="session")
 def bytecode(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Lets processes share compiled modules, whatever the caller's settings: each starts in half the time."""
+    """Let processes share Python's compiled modules, whatever the caller's settings: each starts in half the time."""
     return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
 
 
 @contextlib.contextmanager
 def staged(stage: Stage) -> Iterator[Stage]:
-    """Processes of a stage, which end with the block; none may have met a bug."""
+    """The processes of a stage, which end with the block; none may log a bug."""
     try:
         yield stage
     finally:
@@ -151,7 +151,7 @@ def staged(stage: Stage) -> Iterator[Stage]:
 def stage(
     tmp_path: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
 ) -> Iterator[Stage]:
-    """Processes on the run's own store."""
+    """Processes on the run's Redis."""
     with staged(Stage(tmp_path, kafka, redis, namespace, client, bytecode)) as stage:
         yield stage
 
@@ -172,13 +172,13 @@ def topic(make_topic: MakeTopic) -> str:
 
 @pytest.fixture(scope="module")
 def transport() -> str:
-    """How the POSTs of `served` reach the app; a module that has this fixture with both has its tests run both ways."""
+    """How POSTs reach the app of `served`; a module that overrides it with both transports runs its tests with each."""
     return "direct"
 
 
 @pytest.fixture(scope="module")
 def served(kafka: Kafka, redis: Redis, tmp_path_factory: pytest.TempPathFactory, transport: str) -> Iterator[Service]:
-    """One process that a module's tests share."""
+    """One process for all tests of a module."""
     environment = {**SETTINGS, "FENCEPOST_NAMESPACE": f"m-{uuid.uuid4().hex[:12]}"}
     environment["FENCEPOST_BODY_BYTES_MAX"] = "2000000"
     environment["FENCEPOST_TRANSPORT"] = transport

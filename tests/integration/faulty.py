@@ -1,7 +1,7 @@
-"""`python -m tests.integration.faulty`: the service with faults at exact places, or with a rule taken out.
+"""`python -m tests.integration.faulty`: the service with faults at certain points, or without a rule of the protocol.
 
-Nothing of this is in the service: its methods are wrapped before it starts. Places are named after what is about to
-happen there; with `.done` it has happened, and nobody has been told.
+The service itself has no code for that: its methods are wrapped before it starts. A point has the name of the next
+step; with `.done` the step has happened, and its result is not yet known to the caller.
 """
 
 import asyncio
@@ -39,24 +39,25 @@ PLACES: Final[dict[str, tuple[type, str]]] = {
     "store.replay": (CurrentStore, "_replay_all"),
     "store.end": (RedisKeys, "recover_end"),
 }
-# Of a transaction with events: before it begins; all sends answered; the ledger record answered; the commit answered.
+# Points of a transaction with events: before it begins; all sends are answered; the ledger record is answered; the
+# commit is answered.
 WRITE_PLACES: Final = ("write", "ledger", "commit", "commit.done")
 
 ERRORS: Final[dict[str, type[Exception]]] = {
     error.__name__: error for error in (KafkaAway, StoreAway, StoreUnanswered, TimeoutError)
 }
-# What the broker says where it refuses a partition: the transaction stays open; at the place `ledger`.
+# The broker's error for a refused partition, at the point `ledger`: the transaction stays open.
 ABORTABLE: Final = "Abortable"
 
 
 def replace(owner: type, method: str, other: Callable[..., Awaitable[Any]]) -> None:
-    """Put another method in the place of one that is there."""
+    """Replace an existing method."""
     assert callable(getattr(owner, method))
     setattr(owner, method, other)
 
 
 class Faults:
-    """The plan, and how often each place was visited."""
+    """The plan, and the number of visits to each point."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -66,7 +67,7 @@ class Faults:
         assert not wrong, f"no such place: {wrong}"
 
     def visit(self, at: str) -> str | None:
-        """Do what is planned here, as far as it needs no waiting; answers what is left to do: `hold` or an error."""
+        """Do the planned fault of a point, as far as it does not wait; returns the rest: `hold`, or an error."""
         self._visits[at] += 1
         for fault in self._plan.faults:
             if fault.at == at and fault.first <= self._visits[at] < fault.first + fault.times:
@@ -83,7 +84,7 @@ class Faults:
         return None
 
     async def reach(self, at: str) -> str | None:
-        """`visit`, and wait where that is planned."""
+        """Do `visit`, and wait if the fault is `hold`."""
         left = self.visit(at)
         while left == "hold" and not self._plan.may_go(at):  # noqa: ASYNC110 - the test is another process
             await asyncio.sleep(HOLD_POLL_S)
@@ -134,7 +135,7 @@ class Faults:
 
 
 def producer_is_reused() -> None:
-    """Step 5 of writing taken out: after a failure the same producer goes on, as if its transaction were gone."""
+    """Step 5 of writing left out: after a failure the same producer goes on, as if its transaction were aborted."""
     fence = SlotRecovery._fence
     kept: dict[int, TransactionalProducer] = {}
 
@@ -154,7 +155,7 @@ def producer_is_reused() -> None:
 
 
 def control_is_not_checked() -> None:
-    """Step 4 of slot recovery taken out."""
+    """Step 4 of slot recovery left out."""
 
     async def believe(_: SlotRecovery, slot: Slot) -> None:
         slot.move(SlotEvent.CHECK)
@@ -163,7 +164,7 @@ def control_is_not_checked() -> None:
 
 
 def ledger_is_not_replayed() -> None:
-    """Step 5 of slot recovery taken out: the old terms are freed all the same."""
+    """Step 5 of slot recovery left out: the older terms are freed without a replay."""
 
     async def only_free(recovery: SlotRecovery, slot: Slot) -> None:
         await recovery._keys.replay(slot.generation, [], (slot.n, slot.term))
@@ -173,7 +174,7 @@ def ledger_is_not_replayed() -> None:
 
 
 def slots_are_not_fenced() -> None:
-    """Step 3 of store recovery taken out."""
+    """Step 3 of store recovery left out."""
 
     async def fence_none(_: CurrentStore, slots: int) -> None:
         pass
@@ -182,7 +183,7 @@ def slots_are_not_fenced() -> None:
 
 
 def store_is_not_replayed() -> None:
-    """Step 4 of store recovery taken out: what was delivered before is forgotten."""
+    """Step 4 of store recovery left out: earlier deliveries are forgotten."""
 
     async def replay_nothing(*_: object) -> int:
         return 0
@@ -191,7 +192,7 @@ def store_is_not_replayed() -> None:
 
 
 def marks_leave_gaps() -> None:
-    """Step 4 of writing without its rule: `applied` moves to each marked record, also past one that was not marked."""
+    """Step 4 of writing without its rule: `applied` moves to each marked record, also past one without a mark."""
     mark = RedisKeys.mark
 
     async def from_anywhere(
@@ -203,7 +204,7 @@ def marks_leave_gaps() -> None:
     pay = Slot._flush
 
     async def pay_or_forget(slot: Slot) -> None:
-        """One try for each record: what could not be marked is not owed."""
+        """Marks are tried once: a failed one is not tried again."""
         while slot._pending_marks:
             try:
                 await pay(slot)
@@ -215,7 +216,7 @@ def marks_leave_gaps() -> None:
 
 
 def a_flush_ends_no_recovery() -> None:
-    """Step 1 of store recovery taken out: whatever became of its nonce, the store is said to be complete."""
+    """Step 1 of store recovery left out: the store becomes complete although the nonce is gone."""
     end = RedisKeys.recover_end
 
     async def end_anyway(keys: RedisKeys, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
@@ -226,7 +227,7 @@ def a_flush_ends_no_recovery() -> None:
 
 
 def what_hangs_is_not_looked_for() -> None:
-    """Slot recovery ends nothing that hangs, and a write does not ask whether its partitions hold anything open."""
+    """Slot recovery ends no hanging transaction, and a write does not check its partitions."""
 
     async def nothing(*_: object) -> tuple[dict[Any, int], set[Any]]:
         return {}, set()
@@ -254,7 +255,7 @@ MUTANTS: Final[dict[str, Callable[[], None]]] = {
 
 
 def only_take(slots: Sequence[int]) -> None:
-    """Leave all slots but these to others."""
+    """Leave all other slots to other processes."""
     take = RedisKeys.take
 
     async def take_some(keys: RedisKeys, generation: StoreGeneration, slot: int, token: str) -> bool:

@@ -1,4 +1,4 @@
-"""A reader to be killed: follows a topic into SQLite. `python -m tests.integration.follower DATABASE KAFKA TOPIC …`."""
+"""A reader for tests: follows a topic into SQLite. `python -m tests.integration.follower DATABASE KAFKA TOPIC …`."""
 
 import argparse
 import asyncio
@@ -15,11 +15,11 @@ ENDS = 2
 
 
 class Done(Exception):
-    """Everything was read: the last record of each partition, which says so, is stored."""
+    """The marker record at the end of each partition is stored: everything was read."""
 
 
 class Ledger:
-    """A Store in SQLite. At commit number `die_at` (from 1) the process ends between the results and the place."""
+    """A Store in SQLite. At commit number `die_at` (from 1) the process ends between the results and the position."""
 
     def __init__(self, database: str, *, die_at: int = 0, torn: bool = False) -> None:
         self.database = sqlite3.connect(database, isolation_level=None)
@@ -36,7 +36,7 @@ class Ledger:
         self.commits += 1
         self.database.execute("BEGIN IMMEDIATE")
         self.database.executemany("INSERT INTO results VALUES (?, ?, ?)", results)
-        if self.torn:  # what must not be done: the results alone
+        if self.torn:  # the wrong way: the results alone
             self.database.execute("COMMIT")
             self.database.execute("BEGIN IMMEDIATE")
         if self.commits == self.die_at:
@@ -51,18 +51,18 @@ class Ledger:
             self.database.execute("ROLLBACK")
             raise Overtaken(f"version {saved.version - 1} is not what is stored")
         self.database.execute("COMMIT")
-        # By place: stored apart, one end may be there twice before the other is.
+        # By coordinates: one end may be stored twice before the other is read.
         ends = self.database.execute("SELECT count(DISTINCT place) FROM results WHERE value = ?", (END,))
         if ends.fetchone()[0] >= ENDS:
             raise Done
 
     def rows(self) -> list[tuple[str, str]]:
-        """Id and place of every result."""
+        """Read id and coordinates of every result."""
         return self.database.execute("SELECT id, place FROM results WHERE value IS NOT ?", (END,)).fetchall()
 
 
 async def results(records: Sequence[Record]) -> list[tuple[str, str, bytes | None]]:
-    """A row for each record."""
+    """Make a row for each record."""
     return [((id_of(one) or b"").hex(), f"{one.partition}@{one.offset}", one.value) for one in records]
 
 

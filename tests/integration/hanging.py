@@ -1,7 +1,8 @@
-"""Transactions that hang, made at will: some of their partitions never get a marker.
+"""Makes hanging transactions: some of their partitions never get a marker.
 
-With the brokers' verification off, a record goes into a partition that the coordinator does not know of. It ends the
-others, as it does after it has taken a partition without a leader for a deleted one (KAFKA-20734).
+Without the brokers' verification, a record can be written into a partition that the coordinator does not know of. The
+coordinator then ends the transaction in the other partitions only, as after it has taken a partition without a leader
+for a deleted one (KAFKA-20734).
 """
 
 import asyncio
@@ -39,8 +40,8 @@ from service.kafka.session import ProducerSession, Record, RecordMetadata
 from tests.integration.client import Asked
 
 VERIFICATION = "transaction.partition.verification.enable"
-# What a broker answers to a Produce while its own setting changes: its log lacks the verification that it expects, or
-# the coordinator cannot be asked just now.
+# A broker's errors for a Produce while its own setting changes: the log lacks the expected verification, or the
+# coordinator cannot be asked.
 VERIFYING = (errors.InvalidTxnState, errors.NotEnoughReplicasError)
 VERIFYING_CODES = tuple(error.errno for error in VERIFYING)
 WAIT_S = 15.0
@@ -48,7 +49,7 @@ WAIT_S = 15.0
 
 @contextlib.contextmanager
 def unverified(kafka: Kafka) -> Iterator[None]:
-    """The broker takes transactional records for partitions that were not added to their transaction."""
+    """Make the broker accept transactional records for partitions that were not added to their transaction."""
     _verify(kafka, "false")
     try:
         yield
@@ -82,9 +83,9 @@ class Rig:
         accepted_at: int | None = None,
         fp: bytes = b"f" * 8,
     ) -> dict[Partition, int]:
-        """A transaction with one event in each partition, which has markers in those `marked`; the offsets.
+        """Write a transaction with one event in each partition, and markers in those `marked`; returns the offsets.
 
-        `commit` None: it is not ended at all. `accepted_at` None: now, as retention would delete older records.
+        `commit` None: it is not ended at all. `accepted_at` None: now, because retention would delete older records.
         """
         accepted_at = time.time_ns() // 1_000_000 if accepted_at is None else accepted_at
         async with asyncio.timeout(WAIT_S):
@@ -98,7 +99,7 @@ class Rig:
         )
         if marked:
             while any(row[1] for _, rows in (await session.request(session.coordinator, add)).errors for row in rows):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)  # the markers of the begin record are still to come
+                await asyncio.sleep(0.01)  # the markers of the begin record are not written yet
         places = await self._send(session, records)
         offsets = dict(zip([partition for partition, _ in entries], [place.offset for place in places], strict=True))
         if with_record:
@@ -115,7 +116,7 @@ class Rig:
         return offsets
 
     async def _begun(self, accepted_at: int) -> ProducerSession:
-        """Start a producer and write its begin record, again where the broker changes VERIFICATION meanwhile."""
+        """Start a producer and write its begin record, again if the broker changes VERIFICATION meanwhile."""
         while True:
             producer = TransactionalProducer(self._cluster, self._transactional_id, 5_000)
             await producer.start()
@@ -135,7 +136,7 @@ class Rig:
         async with asyncio.timeout(WAIT_S):
             await session.send(batches, leaders, 5_000)
             while any(batch.answer and batch.answer[0] in VERIFYING_CODES for batch in batches):
-                await asyncio.sleep(0.05)  # the broker has yet to hear of its new setting
+                await asyncio.sleep(0.05)  # the broker does not know its new setting yet
                 await session.send(batches, leaders, 5_000)
         places = [RecordMetadata(-1, -1)] * len(records)
         for batch in batches:
@@ -149,9 +150,9 @@ class Rig:
 async def leave_hanging(
     kafka: Kafka, namespace: str, slot: int, asked: Asked, *, in_ledger: bool, commit: bool
 ) -> tuple[str, int, int]:
-    """The slot's transaction with an event, which hangs in the ledger or in the event's partition 0; the event's place.
+    """Leave a slot's transaction hanging in the ledger or in the event's partition 0; returns the event's coordinates.
 
-    Whoever holds the slot is fenced by it.
+    This fences the holder of the slot.
     """
     data, ledger = (asked.topic, 0), (ledger_topic(namespace), slot)
     cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())

@@ -1,4 +1,4 @@
-"""The judge: reads whole topics read_committed with another client than the service's, and compares with histories."""
+"""The judge: reads whole topics read_committed with another client library, and compares them with clients' logs."""
 
 import time
 import uuid
@@ -17,7 +17,7 @@ from service.contract.wire import KEY_HEADER, STAMP_HEADER, LedgerRecord, Stamp,
 from tests.integration.client import Attempt
 
 ANSWER_S: Final = 10.0
-# An open transaction of a process that was killed lives until its timeout, which the broker looks at every 10 s.
+# An open transaction of a killed process lives until its timeout, for which the broker looks every 10 s.
 STABLE_S: Final = 25.0
 
 Place = tuple[str, int, int]
@@ -40,9 +40,9 @@ class Delivered:
 
 
 def read_committed(bootstrap: str, topics: Sequence[str], read_s: float = ANSWER_S) -> list[Delivered]:
-    """Every committed record of the topics; waits until no transaction is open in them.
+    """Read every committed record of the topics, after waiting until no transaction is open in them.
 
-    AssertionError where for `read_s` no more of them comes.
+    AssertionError if no further record comes for `read_s`.
     """
     ends = wait_until_stable(bootstrap, topics)
     consumer = Consumer(
@@ -87,7 +87,7 @@ def _delivered(place: Place, message: Any) -> Delivered:
 
 
 def wait_until_stable(bootstrap: str, topics: Sequence[str], stable_s: float = STABLE_S) -> dict[tuple[str, int], int]:
-    """Wait until the last stable offset of each partition is its high watermark; these offsets."""
+    """Wait until the last stable offset of each partition is its high watermark; returns these offsets."""
     admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
     places = [
         TopicPartition(topic, partition)
@@ -116,7 +116,7 @@ def _ends(
 
 
 def violations(bootstrap: str, topics: Sequence[str], history: Sequence[Attempt]) -> list[str]:
-    """What in the topics is not what the clients were told; empty where all is well."""
+    """List the differences between the topics and the clients' answers."""
     by_key: dict[str, list[Attempt]] = defaultdict(list)
     for attempt in history:
         by_key[attempt.asked.key].append(attempt)
@@ -172,7 +172,7 @@ def stamp_faults(record: Delivered, key: str) -> list[str]:
 
 
 def ledger_faults(bootstrap: str, namespace: str, topics: Sequence[str], read_s: float = ANSWER_S) -> list[str]:
-    """What the ledger and the topics do not agree on: each record has one entry, each entry its record."""
+    """List the differences between ledger and topics: each record has one entry, each entry its record."""
     entries: dict[Place, bytes] = {}
     wrong: list[str] = []
     for raw in read_committed(bootstrap, [ledger_topic(namespace)], read_s):

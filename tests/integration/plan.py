@@ -1,4 +1,4 @@
-"""What a test asks of `faulty`: which faults at which places, and which rules of the protocol to take out."""
+"""The plan of a test for `faulty`: faults at points of a write, and rules of the protocol to leave out."""
 
 import json
 import time
@@ -13,10 +13,10 @@ MODULE: Final = "tests.integration.faulty"
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens at a place of the path.
+    """A fault at a point.
 
-    `do`: `kill` (SIGKILL itself), `stop` (SIGSTOP itself), `hold` (that one task waits for `Plan.let_go`), or the name
-    of an exception that is raised there. It happens from the `first` visit of the place on, `times` times.
+    `do`: `kill` (SIGKILL itself), `stop` (SIGSTOP itself), `hold` (the task waits for `Plan.let_go`), or the name of an
+    exception to raise. It happens from the `first` visit of the point on, `times` times.
     """
 
     at: str
@@ -27,12 +27,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """Faults and mutants for one process; `folder` is where it tells of the faults that have happened."""
+    """Faults and mutants for one process, which notes in `folder` the faults that have happened."""
 
     folder: Path
     faults: tuple[Fault, ...] = ()
     mutants: tuple[str, ...] = ()
-    only_slots: tuple[int, ...] | None = None  # the others are never taken: who holds what is then certain
+    only_slots: tuple[int, ...] | None = None  # no other slot is taken, so that it is certain which process holds which
 
     def encode(self) -> str:
         return json.dumps({**asdict(self), "folder": str(self.folder)})
@@ -49,14 +49,14 @@ class Plan:
         )
 
     def happened(self, at: str) -> bool:
-        """Has the fault at this place happened?"""
+        """Check whether the fault at this point has happened."""
         return (self.folder / f"{at}.happened").exists()
 
     def tell(self, at: str) -> None:
         (self.folder / f"{at}.happened").touch()
 
     def let_go(self, at: str) -> None:
-        """End the `hold` at this place."""
+        """End the `hold` at this point."""
         (self.folder / f"{at}.go").touch()
 
     def may_go(self, at: str) -> bool:
@@ -64,12 +64,12 @@ class Plan:
 
 
 def stopped(pid: int) -> bool:
-    """Is the process stopped by a signal?"""
+    """Check whether the process is stopped by a signal."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def until(holds: Callable[[], bool], timeout_s: float = 20.0, what: str = "") -> None:
-    """Wait until a condition holds; AssertionError where it does not in time."""
+    """Wait until a condition holds; AssertionError if it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"it did not come about within {timeout_s} s: {what or holds}"

@@ -1,4 +1,4 @@
-"""The app on an ASGI server as it is, without the bounds that `python -m service` puts around it."""
+"""Tests the app on another ASGI server, without the limits of `python -m service`."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from tests.integration.judge import read_committed
 
 
 class PlainUvicorn(Service):
-    """`uvicorn --factory service.app:create_app`, with one of its own HTTP protocols."""
+    """`uvicorn --factory service.app:create_app`, with one of uvicorn's own HTTP protocols."""
 
     http = "auto"
 

@@ -1,4 +1,4 @@
-"""`POST /events/batch`: each event for itself in order, or all of them or none."""
+"""Tests `POST /events/batch`: independent events in order, and atomic batches."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ def member(topic: str, key: str, /, **fields: object) -> dict[str, object]:
 
 
 async def settle_atomic(stage: Stage, url: str, events: list[dict[str, Any]], key: str) -> httpx.Response:
-    """Send an atomic batch again until it is told to be in Kafka."""
+    """Send an atomic batch again until it is answered 201."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -40,7 +40,7 @@ async def settle_atomic(stage: Stage, url: str, events: list[dict[str, Any]], ke
 
 
 def members_at(records: list[Delivered], key: str, count: int) -> list[int]:
-    """How often each member of an atomic batch is there."""
+    """Count the records of each member of an atomic batch."""
     ids = [Stamp.decode(dict(record.headers)[STAMP_HEADER]).id for record in records]
     return [ids.count(member_id(key, index)) for index in range(count)]
 
@@ -83,7 +83,7 @@ async def test_results_come_in_order_and_a_bad_event_fails_alone(stage: Stage, t
 
 
 async def test_a_batch_keeps_its_order_for_each_record_key(stage: Stage, topic: str) -> None:
-    """Also a batch of more than one transaction, among other traffic, over all slots of the process."""
+    """Also a batch of more than one transaction, beside other traffic, over all slots of the process."""
     service = await stage.started(slots=4)
     events = [member(topic, f"k{number}", value=number, key=f"r{number % 7}") for number in range(4000)]
 
@@ -153,7 +153,7 @@ async def test_an_atomic_batch_has_the_same_answer_from_every_process_and_from_t
 
 
 async def test_an_atomic_batch_survives_crashes_whole(stage: Stage, make_topic: MakeTopic) -> None:
-    """Killed at each place of the path and sent again to another process: every member once."""
+    """Killed at each point of a write and sent again to another process, every member is there once."""
     topics = [make_topic(1), make_topic(1)]
     other = await stage.started(slots=1)
     events = [{"topic": topics[number % 2], "value": number} for number in range(4)]

@@ -1,4 +1,4 @@
-"""Callers that the rules name: by token, each with keys, topics and a rate of its own."""
+"""Tests the callers of the rules: each has a token, keys, topics and a rate of its own."""
 
 import asyncio
 import hashlib
@@ -45,7 +45,7 @@ async def test_each_caller_has_keys_of_its_own(stage: Stage, topic: str, make_to
     assert [(answer.status_code, answer.json()["code"]) for answer in refused] == [(401, "unauthorized")] * 2
     assert refused[0].headers["www-authenticate"] == "Bearer"
 
-    senders = ("shop", "shop", "shop-new", "till")  # shop's token is replaced between two tries
+    senders = ("shop", "shop", "shop-new", "till")  # shop's token is replaced between two attempts
     first, again, renewed, other = [await post(stage, url, name, event) for name in senders]
     assert [answer.status_code for answer in (first, again, renewed, other)] == [201] * 4
     assert first.content == again.content == renewed.content != other.content
@@ -81,9 +81,9 @@ async def test_a_caller_past_its_rate_is_answered_429_with_retry_after(
     assert (refused.status_code, refused.json()["code"]) == (429, "rate-limited")
     assert 8 <= int(refused.headers["retry-after"]) <= 10
     nothing: dict[str, Any] = {"events": []}
-    for bad in (nothing, batch):  # nobody looks into what would be refused all the same
+    for bad in (nothing, batch):  # bodies are not parsed if the request is refused anyway
         assert (await post(stage, f"{url}/batch", "slow", bad, None)).status_code == 429
     assert (await post(stage, url, "shop", event)).status_code == 201
-    # The key was not touched: another caller's rate, or a later time, writes it.
+    # The key was not used: another caller, or a later request, writes it.
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
     assert len(records) == 21

@@ -1,4 +1,4 @@
-"""A service whose clock is hours off, on a topic with Kafka's usual bounds for times."""
+"""Tests a service whose clock is hours off, on a topic with Kafka's default bounds on timestamps."""
 
 import time
 

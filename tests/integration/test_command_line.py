@@ -1,4 +1,4 @@
-"""`fencepost` as a person or a script runs it, beside a service that serves."""
+"""Tests `fencepost` as a person or a script runs it, beside a running service."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def fencepost(environment: dict[str, str], *arguments: str) -> subprocess.Comple
 
 
 def told(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
-    """What a command says with --json."""
+    """Run a command with --json; returns its document."""
     done = fencepost(environment, *arguments, "--json")
     assert done.stderr == ""
     return json.loads(done.stdout)  # type: ignore[no-any-return]
@@ -100,7 +100,7 @@ def test_the_slots_command_without_a_ledger_exits_with_2(
 
 
 class Served(Service):
-    """`fencepost serve` in the place of `python -m service`."""
+    """Runs `fencepost serve` instead of `python -m service`."""
 
     def start(self, wait_ready: bool = True, timeout_s: float = 60.0) -> None:
         environment = {**places.hermetic_environment(), **self.env}

@@ -1,4 +1,4 @@
-"""Processes that die or stand still at the worst places: every event is there exactly once all the same."""
+"""Tests processes that are killed or paused at each point of a write: every event is there exactly once."""
 
 import asyncio
 import time
@@ -8,13 +8,13 @@ from tests.integration.conftest import Stage, plan_of
 from tests.integration.judge import read_committed, wait_until_stable
 from tests.integration.plan import Fault, stopped, until
 
-# Between a claim and its answer, in their order on the path.
+# The points between a claim and its answer, in order.
 DEATHS = ("claim.done", "write", "ledger", "commit", "commit.done", "mark.done")
 COMMITTED = ("commit.done", "mark.done")
 
 
 async def test_killed_anywhere_and_finished_by_another(stage: Stage, topic: str) -> None:
-    """One life after the other ends at each place; what it began is there once, and committed work is replayed."""
+    """Processes are killed at each point in turn; their event is there once, and a committed one is replayed."""
     other = await stage.started(slots=1)
     for place in DEATHS:
         doomed = await stage.started(faults=(Fault(place, "kill"),), slots=1)
@@ -27,7 +27,7 @@ async def test_killed_anywhere_and_finished_by_another(stage: Stage, topic: str)
 
 
 async def test_a_zombie_that_wakes_up_cannot_write(stage: Stage, topic: str) -> None:
-    """Stopped with a group in flight, for longer than its lease; another process takes its slot and writes the key."""
+    """A process is paused with a group in flight, past its lease; another takes its slot and writes the key."""
     zombie = stage.service(faults=(Fault("commit", "stop"),), slots=1)
     other = stage.service(slots=1)
     await stage.start(zombie, other)
@@ -39,7 +39,7 @@ async def test_a_zombie_that_wakes_up_cannot_write(stage: Stage, topic: str) -> 
     zombie.resume()
     woken = await sleeping
 
-    assert woken.kind in ("ok", "info"), woken  # it finds what the other has written, or its deadline has passed
+    assert woken.kind in ("ok", "info"), woken  # it finds the other's event, or its deadline has passed
     await stage.assert_exactly_once(topic)
     await asyncio.to_thread(zombie.wait_ready)
     await stage.client.load([zombie.url], events(topic, 20, "later"))
@@ -47,7 +47,7 @@ async def test_a_zombie_that_wakes_up_cannot_write(stage: Stage, topic: str) -> 
 
 
 async def test_slots_of_the_dead_are_taken_over_within_two_lease_times(stage: Stage, topic: str) -> None:
-    """Without any request: an open transaction would hold up every reader."""
+    """Without any request, because an open transaction blocks every reader."""
     dead = stage.service(faults=(Fault("commit", "kill"),), transaction_timeout_ms=60_000)
     heir = stage.service(slots=1)
     await stage.start(dead, heir)
@@ -59,7 +59,7 @@ async def test_slots_of_the_dead_are_taken_over_within_two_lease_times(stage: St
     await asyncio.to_thread(wait_until_stable, stage.kafka.bootstrap, [topic])
     took_s = time.monotonic() - started
 
-    assert took_s < 2 * 1.0 + 2.0, took_s  # two leases of a second, and the recovery itself on a busy machine
+    assert took_s < 2 * 1.0 + 2.0, took_s  # two leases of a second, and the recovery on a busy machine
     await stage.assert_exactly_once(topic)
 
 
@@ -78,7 +78,7 @@ async def test_kill_and_restart_under_load(stage: Stage, topic: str) -> None:
 
 
 async def test_a_paused_broker_leaves_unsent_events_503_and_sent_ones_504(stage: Stage, topic: str) -> None:
-    """Nobody is told what is not known: 503 for what was not sent, 504 for what may be there; then each once."""
+    """503 for what was not sent, 504 for what may be there; then each is there once."""
     faults = (Fault("commit", "hold", first=11),)
     service = await stage.started(faults=faults, request_timeout_ms=2_000, transaction_timeout_ms=2_000)
     asked = events(topic, 30)

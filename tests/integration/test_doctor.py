@@ -1,4 +1,4 @@
-"""The doctor on real brokers and real Redis servers, each with something to find; and on what has nothing."""
+"""Tests the doctor on real brokers and Redis servers with each kind of finding, and on a healthy setup."""
 
 import json
 import shutil
@@ -30,11 +30,11 @@ from tests.secured import PASSWORD, SecuredKafka, SecuredRedis, acls_of_service,
 
 NOWHERE: Final = "127.0.0.1:1"
 NO_RULES: Final = Rules()
-HOW_REDIS_WAS_BUILT: Final = frozenset({"redis.allocator"})  # what the machine has decides, not a setting
+HOW_REDIS_WAS_BUILT: Final = frozenset({"redis.allocator"})  # depends on the machine's server, not on a setting
 
 
 class Told(dict[str, list[Finding]]):
-    """Findings by their check."""
+    """The findings by check."""
 
     def __init__(self, findings: list[Finding]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Told(dict[str, list[Finding]]):
             self.setdefault(finding.check, []).append(finding)
 
     def wrong(self, area: str = "") -> set[tuple[str, str]]:
-        """Check and level of each that is not well."""
+        """List check and level of each finding that is not ok."""
         every = (
             finding for check, findings in self.items() if check not in HOW_REDIS_WAS_BUILT for finding in findings
         )
@@ -67,7 +67,7 @@ def settings_of(kafka: str, redis: str, namespace: str, **more: Any) -> Settings
 async def test_each_careless_setting_of_a_broker_is_reported(
     secured_kafka: SecuredKafka, secured_redis: SecuredRedis, namespace: str
 ) -> None:
-    """By a user that may read the brokers' settings, over TLS."""
+    """Over TLS, as a user that may read the brokers' settings."""
     secured_kafka.add_user("doctor", PASSWORD)
     cluster = (ResourceType.BROKER, "kafka-cluster", ResourcePatternType.LITERAL, (AclOperation.DESCRIBE_CONFIGS,))
     secured_kafka.allow("doctor", cluster, *acls_of_service(namespace, namespace))
@@ -87,7 +87,7 @@ async def test_each_careless_setting_of_a_broker_is_reported(
         ("kafka.reauthentication", "warning"),
         ("kafka.transaction-markers", "warning"),  # 4.3.1
     }
-    assert found.wrong("access") == {("access.data-topics", "warning")}  # there is none yet
+    assert found.wrong("access") == {("access.data-topics", "warning")}  # no topic exists yet
     assert found["kafka.transaction-timeout"][0].found == "transaction.max.timeout.ms=5000"
     assert found["kafka.version"][0].level is Level.OK
     (own,) = found["access.own-topics"]
@@ -122,7 +122,7 @@ async def test_a_wrong_password_is_reported(secured_kafka: SecuredKafka, redis: 
 
 
 async def test_a_user_that_may_do_too_little(secured_kafka: SecuredKafka, redis: Redis, namespace: str) -> None:
-    """Its own topics: one without Write, one without anything, one that it may not make; and no transactional id."""
+    """Own topics without Write, without any permission, and one that may not be created; no transactional ids."""
     topics = {name: f"{namespace}.{name}" for name in ("ledger", "control")}
     events = {name: f"{namespace}-{name}" for name in ("open", "mute", "hidden", "unread", "unasked")}
     for name in (*topics.values(), *events.values()):
@@ -147,7 +147,7 @@ async def test_a_user_that_may_do_too_little(secured_kafka: SecuredKafka, redis:
 
     own = {(one.subjects, one.found) for one in found["access.own-topics"]}
     assert own == {
-        ((topics["ledger"],), "no permission to Write, Alter"),  # Alter: it has one partition, and shall have two
+        ((topics["ledger"],), "no permission to Write, Alter"),  # Alter: the ledger has one partition and needs two
         ((topics["control"], f"{namespace}.requests"), "may not be described"),
     }
     assert {(one.subjects, one.found) for one in found["access.slots"]} == {
@@ -193,7 +193,7 @@ async def test_topics_that_are_not_as_they_should_be(
     found = await told(settings_of(kafka.bootstrap, redis.url, namespace), rules)
     assert found.wrong("topics") == {
         ("topics.own-settings", "error"),
-        ("topics.own-there", "error"),  # deleted: a process that runs does not make it
+        ("topics.own-there", "error"),  # deleted: a running process does not create it again
         ("topics.own-replicas", "error"),
         ("topics.own-message-bytes", "warning"),
         ("topics.own-timestamps", "warning"),
@@ -209,7 +209,7 @@ async def test_topics_that_are_not_as_they_should_be(
     for check, name in (("compaction", compacted), ("message-bytes", small), ("retention", small)):
         (one,) = (one for one in found[f"topics.data-{check}"] if one.level is Level.WARNING)
         assert one.subjects == (name,)
-    # What a broker with Kafka's own settings does well.
+    # The checks that a broker with Kafka's own settings passes.
     assert not found.wrong("kafka") & {(f"kafka.{name}", "error") for name in ("unclean-election", "version")}
     assert found["kafka.transaction-verification"][0].level is Level.OK
 
@@ -219,7 +219,7 @@ async def test_topics_that_are_not_as_they_should_be(
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory, redis: Redis) -> Iterator[dict[str, Redis]]:
-    """Servers with something to find each."""
+    """Servers, each with findings."""
     folder = tmp_path_factory.mktemp("servers")
     arguments = {
         "evicting": ["--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"],
@@ -261,7 +261,7 @@ async def test_a_misconfigured_redis_is_reported(
 
 @pytest.mark.parametrize(("rate", "level"), [(1.0, Level.OK), (5.0, Level.WARNING), (1_000.0, Level.ERROR)])
 async def test_memory_is_held_against_retention_and_rate(servers: dict[str, Redis], rate: float, level: Level) -> None:
-    """A day of keys of about 200 bytes, in 100 MB."""
+    """The keys of a day at about 200 bytes each, in 100 MB."""
     found = await told(settings_of(NOWHERE, servers["evicting"].url, "any", request_timeout_ms=1_000), rate=rate)
     (memory,) = found["redis.memory"]
     assert memory.level is level
@@ -285,7 +285,7 @@ async def test_the_rate_is_measured_from_the_ledgers_growth(
 async def test_a_machine_whose_clock_is_off_is_reported(
     served: Service, kafka: Kafka, redis: Redis, wrong_s: int, level: Level
 ) -> None:
-    """This machine's; Kafka's and Redis's are right."""
+    """The clock of this machine is off; those of Kafka and Redis are right."""
     settings = settings_of(kafka.bootstrap, redis.url, served.env["FENCEPOST_NAMESPACE"])
     found = await told(settings, now=lambda: now_ms() + wrong_s * 1000)
     for check in ("clocks.kafka", "clocks.redis"):
@@ -305,7 +305,7 @@ def three(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_three_brokers_and_a_bounded_redis_have_nothing_to_find(three: Cluster, tmp_path: Path, namespace: str) -> None:
-    """As a person runs it; and then one broker less, which is all that it says."""
+    """As a person runs it; then with one broker less, which is the only new finding."""
     three.brokers[0].create_topic("orders")
     with Redis(tmp_path / "redis", args=["--maxmemory", "200mb"]) as redis:
         environment = {

@@ -1,4 +1,4 @@
-"""The reader for applications on a real broker: each event's result once, whatever is killed."""
+"""Tests the reader for applications on a real broker: each event's result is stored once, whatever is killed."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ def history(kafka: Kafka, namespace: str) -> History:
 
 
 def written(history: History) -> str:
-    """A topic of two partitions: committed events, copies of them in both, aborted ones, and some without id."""
+    """Write a topic of two partitions: committed events, copies of them in both, aborted ones, and some without id."""
     topic = history.topic(f"{history.namespace}-t", 2)
     producer, other = history.transactional(ONE), history.transactional(TWO)
     history.deliver(producer, ONE, topic, KEYS[:60])
@@ -45,7 +45,7 @@ def written(history: History) -> str:
 
 
 def end(history: History, topic: str) -> None:
-    """Records that end a follower, when it has read everything else: the last of each partition."""
+    """Write the last record of each partition, which ends a follower."""
     for partition in (0, 1):
         history.raw(history.plain, topic, END, partition)
 
@@ -72,7 +72,7 @@ def test_a_reader_that_is_killed_between_result_and_place_stores_each_result_onc
     assert run(database, history, topic) == 0
     found = Counter(id for id, _ in Ledger(str(database)).rows())
     assert found.keys() == expected().keys()
-    # Stored apart they are stored again: the test would see it.
+    # If they were stored apart from the position, the test would find results twice.
     assert (found == expected()) is not torn
 
 
@@ -83,7 +83,7 @@ async def _stored(store: Ledger, rows: int, reading: asyncio.Task[None]) -> None
 
 
 async def _read(store: Ledger, history: History, topic: str, *, rows: int, bounds: Bounds = BOUNDS) -> None:
-    """Follow until so many results are stored."""
+    """Follow until this many results are stored."""
     reading = asyncio.create_task(
         follow(topic, results, store, bounds=bounds, records_max=20, bootstrap_servers=history.bootstrap)
     )
@@ -120,7 +120,7 @@ async def test_partitions_that_come_later_are_read_from_their_beginning(
 ) -> None:
     monkeypatch.setattr("service.reader.METADATA_MS", 200)
     topic = history.topic(f"{history.namespace}-t", 1)
-    history.deliver(history.transactional(ONE), ONE, topic, ["a"])  # the plain producer is not to know the topic yet
+    history.deliver(history.transactional(ONE), ONE, topic, ["a"])  # the plain producer must not know the topic yet
     store = Ledger(str(tmp_path / "results.db"))
     reading = asyncio.create_task(_read(store, history, topic, rows=3))
     await _stored(store, 1, reading)

@@ -1,4 +1,4 @@
-"""The other forms of a request: events on lines of their own, and CloudEvents 1.0 in its three modes."""
+"""Tests other forms of a request: NDJSON, and CloudEvents 1.0 in its three modes."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def test_lines_are_answered_by_lines_in_their_order(stage: Stage, topic: s
     assert results[7]["problem"]["code"] == "invalid-json"
     assert results[11] == {**results[3], "replayed": True}
     assert len(await records(stage, topic)) == 4_998
-    # The connection goes on, and so does what is wrong as a whole.
+    # The connection stays open, also after an error that concerns the whole body.
     empty = await stage.client.http.post(
         f"{service.url}/events/batch", content="\n", headers={"Content-Type": "application/x-ndjson"}
     )
@@ -51,7 +51,8 @@ async def test_a_cloudevent_is_written_once_in_either_mode(stage: Stage, topic: 
     assert first.headers["idempotency-key"] == "/shop/7 42"
 
     body = json.dumps({**ATTRIBUTES, "id": "43", "topic": topic, "data": {"n": 1}}).encode()
-    told = {**headers, "Content-Type": "application/cloudevents+json; charset=utf-8"}  # which tells the mode
+    # the content type decides the mode
+    told = {**headers, "Content-Type": "application/cloudevents+json; charset=utf-8"}
     made = await stage.client.http.post(url, content=body, headers=told)
     assert made.status_code == 201
     state = await stage.client.http.get(f"{service.url}{made.headers['location']}")

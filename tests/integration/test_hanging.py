@@ -1,4 +1,4 @@
-"""Markers that never come: recovery ends what hangs as its evidence tells, and before any other marker does."""
+"""Tests transactions without markers: slot recovery ends them as the evidence says, before any other marker does."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ WAIT_S = 15.0
 
 @dataclass
 class Bench:
-    """A slot's ledger partition, two partitions with data, and clients of the broker."""
+    """A slot's ledger partition, two data partitions, and clients of the broker."""
 
     kafka: Kafka
     cluster: KafkaAdmin
@@ -37,7 +37,7 @@ class Bench:
     telemetry: Telemetry
 
     def ended(self) -> dict[str, float]:
-        """How many hanging transactions were ended, by verdict."""
+        """Read how many hanging transactions were ended, by verdict."""
         (family,) = self.telemetry.hanging_ended.collect()
         return {each.labels["verdict"]: each.value for each in family.samples}
 
@@ -47,7 +47,7 @@ class Bench:
     async def recovered(
         self, applied: int | None = None, *, maybe_hanging: tuple[Partition, ...] = ()
     ) -> TransactionalProducer:
-        """What slot recovery does: fence, settle, begin record."""
+        """Run the steps of slot recovery: fence, settle, begin record."""
         producer = await self.fenced()
         ended = self.telemetry.hanging_ended
         assert (
@@ -68,7 +68,7 @@ class Bench:
         await producer.commit(begin.encode())
 
     async def visible(self) -> set[bytes]:
-        """The ids of the events that a read_committed consumer gets, and of those in the ledger, which are the same."""
+        """Read the ids of the events that a read_committed consumer gets; the ledger must have the same."""
         topics = [self.a[0], self.b[0], self.ledger[0]]
         await asyncio.to_thread(wait_until_stable, self.kafka.bootstrap, topics, 3.0)
         found = await asyncio.to_thread(read_committed, self.kafka.bootstrap, topics)
@@ -114,13 +114,13 @@ async def test_a_transaction_without_markers_is_committed_if_it_has_a_ledger_rec
 ) -> None:
     with unverified(bench.kafka):
         await bench.rig().write([(bench.a, ONE), (bench.b, TWO)], marked=[], commit=None, with_record=with_record)
-    maybe_hanging = () if with_record else (bench.a, bench.b)  # as the coordinator, or the next write, would name them
+    maybe_hanging = () if with_record else (bench.a, bench.b)  # as the coordinator, or the next write, names them
     await (await bench.recovered(maybe_hanging=maybe_hanging)).close()
     assert await bench.visible() == ({ONE, TWO} if with_record else set())
 
 
 async def test_a_term_writes_to_no_partition_with_a_hanging_transaction(bench: Bench) -> None:
-    """Here the recovery did not know of the partition: its transaction had no ledger record yet."""
+    """The recovery did not know the partition, because the transaction had no ledger record yet."""
     with unverified(bench.kafka):
         await bench.rig().write([(bench.a, ONE)], marked=[], commit=None, with_record=False)
     producer = await bench.recovered()
@@ -141,7 +141,7 @@ THREE = ALL[2]
 
 @pytest.mark.parametrize("commit", [True, False])
 async def test_the_ledger_record_of_a_long_hanging_transaction_is_searched_for(bench: Bench, commit: bool) -> None:
-    """The slot has gone on since, with other partitions: what recovery reads of the ledger is far behind it."""
+    """The slot has since written to other partitions: the record is far below the first offset that recovery reads."""
     with unverified(bench.kafka):
         await bench.rig().write([(bench.a, ONE)], marked=[bench.ledger], commit=commit, accepted_at=NOW_MS)
     producer = await bench.fenced()

@@ -1,4 +1,4 @@
-"""Markers that never come, and processes that run: the store's recovery and a slot's next write end what hangs."""
+"""Tests transactions without markers with running processes: store recovery and a slot's next write end them."""
 
 import asyncio
 
@@ -17,9 +17,10 @@ HEALED_S = 5.0
 async def test_store_recovery_ends_a_transaction_that_hangs_in_the_ledger(
     own_stage: Stage, topic: str, commit: bool
 ) -> None:
-    """In a slot that nobody holds, so that no slot's recovery does it; no replay gets past a transaction that is open.
+    """In a slot that no process holds, so that only store recovery ends it; no replay gets past an open transaction.
 
-    Committed, its key is known from the ledger and answered with its place; aborted, it is written now.
+    If it is committed, its key is known from the ledger and answered with its coordinates; if it is aborted, it is
+    written now.
     """
     stage = own_stage
     service = await stage.started(slots=1, slots_max=2)
@@ -35,7 +36,7 @@ async def test_store_recovery_ends_a_transaction_that_hangs_in_the_ledger(
 
 
 async def test_the_next_write_of_a_slot_ends_a_transaction_that_hangs_in_its_data(own_stage: Stage, topic: str) -> None:
-    """What another slot was told to be written is behind it, and to be seen after it."""
+    """An acknowledged event of another slot is behind it, and becomes readable."""
     stage = own_stage
     idle = stage.service(only_slots=(0,), slots=1)
     other = stage.service(only_slots=(1,), slots=1)

@@ -1,4 +1,4 @@
-"""What is written, as the HTTP contract has it: the answer, its repetition, and the record in the log."""
+"""Tests the HTTP contract for written events: the answer, its replay, and the record in the log."""
 
 import asyncio
 import base64
@@ -165,7 +165,7 @@ async def test_the_state_of_a_key(stage: Stage, topic: str) -> None:
 
     under_way = await http.get(service.url + location)
     assert (under_way.status_code, under_way.json()["state"]) == (200, "in_progress")
-    second = asyncio.create_task(stage.client.post(service.url, asked))  # waits for the one slot that there is
+    second = asyncio.create_task(stage.client.post(service.url, asked))  # waits for the only slot
     plan_of(service).let_go("commit")
     told = json.loads((await posting).body)
     done = (await http.get(service.url + location)).json()
@@ -189,14 +189,14 @@ async def test_a_client_may_prefer_an_async_response_or_a_wait(stage: Stage, top
     other = stage.service(only_slots=(1,), slots=1)
     await stage.start(writer, other)
     fields = {"topic": topic, "value": 1}
-    # 202 as soon as the claim stands; what becomes of it is told by the key.
+    # 202 as soon as the claim stands; the outcome is found by the key.
     accepted = await send(stage.client, writer, "whenever", fields, Prefer="respond-async")
     assert (accepted.status_code, accepted.headers["preference-applied"]) == (202, "respond-async")
     assert accepted.json() == {"id": event_id("whenever").hex(), "state": "in_progress"}
     state = writer.url + accepted.headers["location"]
     assert (await stage.client.http.get(state)).json()["state"] == "in_progress"
     await asyncio.to_thread(until, lambda: plan_of(writer).happened("commit"))
-    # Another process waits as long as it is told to.
+    # Another process waits as long as `Prefer` says.
     soon = await send(stage.client, other, "whenever", fields, Prefer="wait=1")
     assert (soon.status_code, soon.headers["preference-applied"]) == (409, "wait=1")
     patient = asyncio.create_task(send(stage.client, other, "whenever", fields, Prefer="wait=4"))
@@ -208,7 +208,7 @@ async def test_a_client_may_prefer_an_async_response_or_a_wait(stage: Stage, top
     told = {name: value for name, value in replayed.json().items() if name != "id"}
     done = (await stage.client.http.get(state)).json()
     assert done == {"state": "committed", "id": event_id("whenever").hex(), **told}
-    # What is there is told as it is.
+    # A committed event is answered as usual.
     again = await send(stage.client, writer, "whenever", fields, Prefer="respond-async")
     assert (again.status_code, again.content) == (201, replayed.content)
     (record,) = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
@@ -219,7 +219,7 @@ async def test_a_key_is_in_progress_at_another_process_and_in_doubt_when_that_pr
     stage: Stage, topic: str
 ) -> None:
     writer = stage.service(faults=(Fault("commit", "hold"),), only_slots=(0,), slots=1)
-    other = stage.service(only_slots=(1,), slots=1)  # it does not rescue the dead: the doubt stays to be seen
+    other = stage.service(only_slots=(1,), slots=1)  # takes no dead slot, so that the doubt remains visible
     await stage.start(writer, other)
     asked = Asked("contested", topic, b"1")
     posting = asyncio.create_task(stage.client.post(writer.url, asked))
@@ -245,7 +245,7 @@ async def test_a_key_is_in_progress_at_another_process_and_in_doubt_when_that_pr
 
 
 async def test_a_key_is_in_doubt_at_the_process_that_recovers_its_slot(stage: Stage, topic: str) -> None:
-    """It holds the slot's lease all the while, so another process can only say that it is in progress."""
+    """The process keeps the slot's lease, so that another process can only answer "in progress"."""
     faults = (Fault("commit.done", "TimeoutError"), Fault("slot.fence", "hold", first=2))
     writer = stage.service(faults=faults, only_slots=(0,), slots=1)
     other = stage.service(only_slots=(1,), slots=1)
@@ -277,7 +277,7 @@ async def test_50_posts_of_one_key_on_two_processes(stage: Stage, topic: str) ->
 
 
 def test_a_connection_that_rests_is_kept(served: Service, topic: str) -> None:
-    """For longer than uvicorn would, who ends it first under a load balancer's next request: that is a 502 there."""
+    """uvicorn would end it sooner, and a load balancer's next request on it would be a 502."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port)
     with contextlib.closing(connection):
         for number, rest_s in enumerate((5.5, 0)):

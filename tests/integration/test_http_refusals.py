@@ -1,4 +1,4 @@
-"""What is refused before its key is touched: each answer of the HTTP contract, and the key as free as before."""
+"""Tests requests that are refused before their key is used: each answer of the HTTP contract."""
 
 import asyncio
 import uuid
@@ -19,7 +19,7 @@ HOUR_MS = 3_600_000
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request, its status and code. `TOPIC` in the body becomes the test's topic."""
+    """A request, its status and code. `TOPIC` in the body is replaced by the test's topic."""
 
     body: bytes
     status: int
@@ -107,14 +107,14 @@ def assert_problem(response: Any, status: int, code: str) -> None:
 
 @pytest.fixture(scope="module")
 def wide_topic(kafka: Kafka, transport: str) -> str:
-    """A topic that takes more than the service does, so that the service's own limits are seen."""
+    """A topic with higher limits than the service, so that the service's own limits apply."""
     name = f"topic-{uuid.uuid4().hex[:12]}"
     kafka.create_topic(name, partitions=3, config={"max.message.bytes": "5000000"})
     return name
 
 
 async def test_each_refusal_leaves_the_key_free(served: Service, wide_topic: str, client: Client, kafka: Kafka) -> None:
-    """One topic for all: in the end it has just the events that came under the same keys and were in order."""
+    """With one topic for all: in the end it has only the correct events under the same keys."""
     for number, (name, refusal) in enumerate(REFUSALS.items()):
         headers = {"Idempotency-Key": f"key-{number}"}
         if refusal.content_type:
@@ -174,7 +174,7 @@ async def test_the_times_that_a_topic_takes(served: Service, make_topic: MakeTop
 async def test_a_topic_is_never_made_by_asking(
     stage: Any, tmp_path_factory: pytest.TempPathFactory, client: Client
 ) -> None:
-    """Even where the broker would make it."""
+    """Also if the broker creates topics automatically."""
     folder = tmp_path_factory.mktemp("auto")
     with Kafka(folder, settings={"auto.create.topics.enable": "true"}) as eager:
         service = await stage.started(kafka=eager)

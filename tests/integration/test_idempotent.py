@@ -1,4 +1,4 @@
-"""The guarantee `idempotent`, chosen by rules, beside `exactly_once` in one process."""
+"""Tests the guarantee `idempotent`, chosen by rules, beside `exactly_once` in one process."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ async def test_a_kill_leaves_a_copy_on_idempotent_topics_and_none_on_exactly_onc
 async def test_a_broker_that_is_away_leaves_doubt_and_a_retry_writes_again(
     stage: Stage, make_topic: MakeTopic, tmp_path: Path
 ) -> None:
-    """The batch has no answer: 504, the claim is given up, and a retry is written by a new producer."""
+    """The batch gets no answer from Kafka: 504, the claim is released, and a retry is written by a new producer."""
     plain = make_topic(1)
     service = await stage.started(rules=rules_for(tmp_path, plain), slots=1, request_timeout_ms=2000)
     before = Asked("before", plain, b"1")

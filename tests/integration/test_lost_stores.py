@@ -1,4 +1,4 @@
-"""Redis forgets, restarts, or refuses: that costs a pause, never an event and never a duplicate."""
+"""Tests a Redis that loses data, restarts or refuses: requests are interrupted, no event is lost or duplicated."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ async def test_redis_flushed_under_load_loses_and_repeats_nothing(own_stage: Sta
 
 
 async def test_a_flush_is_repaired_by_the_first_readiness_probe(own_stage: Stage, topic: str) -> None:
-    """Here a probe of readiness: nobody writes, and the next heartbeat is 20 s away."""
+    """Noticed by a readiness probe: no event is written, and the next heartbeat is 20 s away."""
     stage = own_stage
     service = await stage.started(lease_ttl_ms=60_000)
     known = events(topic, 10)
@@ -45,7 +45,7 @@ async def test_a_flush_is_repaired_by_the_first_readiness_probe(own_stage: Stage
 
 
 async def test_a_full_store_answers_known_keys_and_keeps_the_leases(own_stage: Stage, topic: str) -> None:
-    """New events are refused; a heartbeat takes no more room, so that everybody keeps his slots."""
+    """New events are refused; a heartbeat needs no further memory, so that all processes keep their slots."""
     stage = own_stage
     services = [
         stage.service(lease_ttl_ms=500, request_timeout_ms=1_000, transaction_timeout_ms=1_000) for _ in range(2)
@@ -72,7 +72,7 @@ async def test_a_full_store_answers_known_keys_and_keeps_the_leases(own_stage: S
 
 
 async def test_a_flush_during_the_recovery_from_a_flush_is_recovered(own_stage: Stage, topic: str) -> None:
-    """The ledger was replayed when the second flush comes: without the nonce, an empty store would be believed."""
+    """The second flush comes after the replay: without the nonce, an empty store would count as complete."""
     stage = own_stage
     service = await stage.started(faults=(Fault("store.end", "hold", first=2),))
     asked = events(topic, 20)
@@ -88,7 +88,7 @@ async def test_a_flush_during_the_recovery_from_a_flush_is_recovered(own_stage: 
 
 
 async def test_killed_in_the_middle_of_a_store_recovery(own_stage: Stage, topic: str) -> None:
-    """Another process recovers the store, once the nonce of the dead has run out."""
+    """Another process recovers the store, once the nonce of the killed one has expired."""
     stage = own_stage
     doomed = stage.service(faults=(Fault("store.replay", "kill", first=2),))
     other = stage.service(faults=(Fault("store.recover", "hold", first=1),), only_slots=(0, 1))
@@ -108,7 +108,7 @@ async def test_killed_in_the_middle_of_a_store_recovery(own_stage: Stage, topic:
 async def test_an_older_copy_of_the_store_in_the_same_server_run_is_recovered(
     own_stage: Stage, topic: str, how: str
 ) -> None:
-    """Same server, same generation. Each process knows more than the copy holds; what it lacks is in the ledger."""
+    """Server and generation are the same. Each process has seen more than the copy holds; the ledger has the rest."""
     stage = own_stage
     with stage.redis.client() as store:
         if int(store.info("server")["redis_version"].split(".")[0]) >= 7:  # before, DEBUG is always allowed
@@ -127,7 +127,7 @@ async def test_an_older_copy_of_the_store_in_the_same_server_run_is_recovered(
             store.save()
         asked = events(topic, 50)
         written = await stage.client.load(urls, asked)
-        await asyncio.sleep(0.5)  # a heartbeat: both processes have heard of all
+        await asyncio.sleep(0.5)  # a heartbeat: both processes have seen all claims
         if how == "SWAPDB":
             store.swapdb(0, 1)
         else:
@@ -139,7 +139,7 @@ async def test_an_older_copy_of_the_store_in_the_same_server_run_is_recovered(
 
 
 async def test_keys_that_redis_evicts_are_a_lost_store(own_stage: Stage, topic: str) -> None:
-    """The policy was changed while it runs, and memory is short: nobody is ready until the policy holds again."""
+    """The policy was changed while Redis runs, and memory is short: no process is ready until it is set back."""
     stage = own_stage
     service = await stage.started()
     asked = events(topic, 400)
@@ -184,11 +184,11 @@ async def test_a_service_without_a_store_answers_503_and_writes_nothing(own_stag
     assert not await asyncio.to_thread(service.ready)
     assert (await stage.client.http.get(f"{service.url}/livez")).status_code == 200
     assert (await stage.client.http.get(f"{service.url}/events/k-0")).status_code == 503
-    await stage.assert_exactly_once(topic)  # that is: nothing is there
+    await stage.assert_exactly_once(topic)  # nothing is there
 
 
 async def test_marks_that_fail_while_commits_succeed(stage: Stage, topic: str) -> None:
-    """The events are committed, so they are answered; `applied` waits, so whoever takes the slot finds them."""
+    """The events are committed, so they are answered; `applied` does not move, so that a recovery finds them."""
     doomed = stage.service(faults=(Fault("mark", "StoreAway", times=1_000_000),), slots=1, only_slots=(0,))
     await stage.start(doomed)
     asked = events(topic, 5)
@@ -219,7 +219,7 @@ async def test_a_mark_that_failed_is_made_up_for(stage: Stage, topic: str) -> No
 
 
 async def test_a_request_whose_claim_reply_is_lost_is_written_once(stage: Stage, topic: str) -> None:
-    """It stands in Redis and nobody knows: the term ends, and the request goes round again."""
+    """The claim is in Redis and no process knows: the term ends, and the request is queued again."""
     service = await stage.started(faults=(Fault("claim.done", "StoreUnanswered"),), slots=1)
     answer = await stage.client.post(service.url, Asked("the key", topic, b"1"))
     assert (answer.status, answer.replayed) == (201, False)
@@ -236,7 +236,7 @@ def restart(stage: Stage) -> None:
 
 
 async def test_a_redis_that_served_another_kafka_is_not_adopted(own_stage: Stage, topic: str) -> None:
-    """Kafka was made anew, and Redis was kept. What it has is about records that are gone, until it is deleted."""
+    """Kafka was recreated, and Redis was kept. Its data are about records that do not exist, until they are deleted."""
     stage = own_stage
     service = await stage.started()
     asked = events(topic, 5)
@@ -276,9 +276,9 @@ async def test_a_redis_that_served_another_kafka_is_not_adopted(own_stage: Stage
 
 
 async def test_a_recreated_ledger_is_not_read_from_where_the_old_one_ended(stage: Stage, topic: str) -> None:
-    """Under a Redis that was kept: what is written before that place, and not marked, would never be found."""
+    """With a Redis that was kept: records without a mark below the old offset would never be found."""
     service = await stage.started(slots=1, slots_max=1)
-    for event in events(topic, 60):  # a transaction each; a recovery that fails appends one too
+    for event in events(topic, 60):  # one transaction each; a recovery that fails appends one too
         await stage.client.settle([service.url], event)
     await asyncio.to_thread(service.stop)
     ledger = internal_topics(stage.namespace)[0]
@@ -287,7 +287,7 @@ async def test_a_recreated_ledger_is_not_read_from_where_the_old_one_ended(stage
         await asyncio.to_thread(future.result, 10)
     await asyncio.to_thread(until, lambda: ledger not in admin.list_topics(timeout=10).topics)
 
-    service = await stage.started(slots=1, slots_max=1, wait_ready=False)  # which makes it
+    service = await stage.started(slots=1, slots_max=1, wait_ready=False)  # creates the ledger again
     told = f"{ledger}, partition 0: Redis has applied it up to"
     await asyncio.to_thread(until, lambda: told in service.log.read_text())
     assert (await stage.client.post(service.url, Asked("early", topic, b"1"))).status == 503

@@ -1,4 +1,4 @@
-"""A transaction of an idle slot that hangs, and that nothing else would find: the watch over LSOs has it ended."""
+"""Tests a hanging transaction of an idle slot, which only the watch over LSOs finds."""
 
 import asyncio
 import json
@@ -19,9 +19,9 @@ IDS = [bytes([n]) * 16 for n in range(2)]
 
 
 async def test_a_hanging_transaction_is_ended_without_any_write(stage: Stage, secured_kafka: SecuredKafka) -> None:
-    """Of a slot that the process holds, and of one that nobody holds. Both are committed, as the ledger shows.
+    """One of a slot that the process holds, and one of a slot that no process holds. Both are committed, by the ledger.
 
-    The broker does not verify transactions: it takes records for partitions of which their coordinator does not know.
+    The broker does not verify transactions: it accepts records for partitions that the coordinator does not know of.
     """
     kafka, topic = secured_kafka, f"{stage.namespace}-events"
     kafka.create_topic(topic, partitions=3)

@@ -1,4 +1,4 @@
-"""Slots move between processes that come and go, without a doubtful answer."""
+"""Tests slots that move between processes that start and stop, without any event in doubt."""
 
 import asyncio
 import subprocess
@@ -14,12 +14,12 @@ from tests.integration.conftest import SETTINGS, Stage
 from tests.integration.plan import until
 
 LEASE_S = int(SETTINGS["FENCEPOST_LEASE_TTL_MS"]) / 1000
-# What a loaded machine may add to two lease times.
+# What a busy machine may add to two lease times.
 SLACK_S = 3.0
 
 
 def holders(stage: Stage) -> dict[str, int]:
-    """How many slots each instance holds, by its name."""
+    """Count the slots of each instance, by its name."""
     prefix = f"{{{stage.namespace}:0}}"
     counts: dict[str, int] = {}
     with stage.redis.client() as store:
@@ -32,7 +32,7 @@ def holders(stage: Stage) -> dict[str, int]:
 
 
 async def eventually(stage: Stage, counts: list[int]) -> float:
-    """Wait until so many slots are held by each; how long it took, in seconds."""
+    """Wait until each holds this many slots; returns the seconds that this took."""
     started = time.monotonic()
     await asyncio.to_thread(until, lambda: sorted(holders(stage).values()) == counts, 20, f"{counts}")
     return time.monotonic() - started
@@ -78,7 +78,7 @@ async def test_more_processes_than_slots_wait_and_take_over(stage: Stage, topic:
 
 
 def stage_answers(service: Service) -> bool:
-    """Is the process up at all?"""
+    """Check whether the process answers at all."""
     probe = subprocess.run(
         [sys.executable, "-c", f"import urllib.request as u; u.urlopen('{service.url}/livez', timeout=2)"],
         check=False,
@@ -95,7 +95,7 @@ async def test_slots_max_is_raised_in_a_rolling_restart_and_never_lowered(own_st
     partitions = AdminClient({"bootstrap.servers": stage.kafka.bootstrap}).list_topics(timeout=10).topics
     assert len(partitions[ledger_topic(stage.namespace)].partitions) == 5
 
-    # A recovery that the old process may make fences as many slots as there are now.
+    # A recovery by the old process fences as many slots as there are now.
     stage.redis.flush()
     await stage.client.load([old.url, new.url], events(topic, 40, "after the flush"))
     await stage.assert_exactly_once(topic)

@@ -1,7 +1,7 @@
-"""Rules of the protocol, each taken out: the judge must find what then goes wrong, and nothing with the rule in place.
+"""Tests rules of the protocol by leaving each out: the judge must find a violation, and none with the rule.
 
-Each scenario is played twice, and places its events exactly. Who holds which slot is fixed, so that the rule in
-question, and no other, is what protects.
+Each scenario is played with and without the rule, with a fixed order of events. Which process holds which slot is fixed
+too, so that no other rule protects.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from tests.integration.plan import Fault, stopped, until
 Scenario = Callable[[Stage, str, tuple[str, ...]], Awaitable[None]]
 
 KEY = "the key"
-# No timeout of these may come in the way of a scenario's own order.
+# No timeout may end a scenario's own order.
 PATIENT: dict[str, Any] = {"request_timeout_ms": 15_000, "transaction_timeout_ms": 15_000}
 
 
 async def a_transaction_fails(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
-    """aiokafka is told to abort after an error, and does so only in its own books: the next commit publishes it all."""
+    """aiokafka's producer, told to abort after an error, only changes its own state: the next commit publishes all."""
     service = await stage.started(faults=(Fault("ledger", "Abortable"),), mutants=mutants, slots=1)
     await stage.client.settle([service.url], Asked(KEY, topic, b"1"))
 
 
 async def a_process_is_left_with_an_old_store(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
-    """Two stores, one process at each. The second one's recovery fences the first one's slot, which starts anew."""
+    """Two stores, with one process at each. Store recovery of the second fences the first one's slot."""
     left = stage.service(mutants=mutants, only_slots=(0,), slots=1)
     await stage.start(left)
     with Redis(stage.folder / "another redis") as another:
@@ -53,9 +53,10 @@ async def a_process_dies_before_its_mark(stage: Stage, topic: str, mutants: tupl
 
 
 async def a_writer_sleeps_through_a_flush(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
-    """Its events are sent, and its commit is not: no ledger tells of them while the store is recovered.
+    """The events of a paused process are sent, and not committed: the ledger does not have them during store recovery.
 
-    The other process never takes the sleeper's slot, so that only the fence of all slots can end its transaction.
+    The other process never takes the paused process's slot, so that only the fence of all slots can end its
+    transaction.
     """
     sleeper = stage.service(faults=(Fault("ledger", "stop"),), only_slots=(0,), slots=1, **PATIENT)
     other = stage.service(mutants=mutants, only_slots=(1,), slots=1, **PATIENT)
@@ -70,7 +71,7 @@ async def a_writer_sleeps_through_a_flush(stage: Stage, topic: str, mutants: tup
 
 
 async def a_mark_fails_and_the_next_does_not(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
-    """Then the process dies: its heir must still find the record whose mark has failed."""
+    """Then the process is killed: the next holder must still find the record whose mark has failed."""
     doomed = stage.service(
         faults=(Fault("mark", "StoreAway"), Fault("commit.done", "kill", first=3)),
         mutants=mutants,
@@ -89,7 +90,7 @@ async def a_mark_fails_and_the_next_does_not(stage: Stage, topic: str, mutants: 
 
 
 async def a_store_is_flushed_twice(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
-    """The second time after the ledger was replayed into it, and before it is said to be complete."""
+    """The second flush comes after the ledger was replayed, and before the store counts as complete."""
     service = await stage.started(faults=(Fault("store.end", "hold", first=2),), mutants=mutants, slots=1)
     asked = Asked(KEY, topic, b"1")
     await stage.client.settle([service.url], asked)
@@ -117,7 +118,7 @@ SCENARIOS: dict[str, Scenario] = {
     "a_flush_ends_no_recovery": a_store_is_flushed_twice,
     "what_hangs_is_not_looked_for": an_aborted_transaction_hangs_in_the_ledger,
 }
-# What the judge finds, where it is not a duplicate.
+# The judge's finding, if it is not a duplicate.
 FOUND = {"what_hangs_is_not_looked_for": f"{KEY} is lost"}
 
 

@@ -1,4 +1,4 @@
-"""What operators do: stop under load, too many processes, wrong settings; and events that a broker refuses."""
+"""Tests operations: a stop under load, too many connections, wrong settings; and events that a broker refuses."""
 
 import asyncio
 import contextlib
@@ -32,13 +32,13 @@ FILES = 300
 async def test_more_connections_than_a_process_has_files_for_are_refused_and_the_others_are_served(
     stage: Stage, topic: str
 ) -> None:
-    """Also where they come faster than they can be refused, so that not one file is left (EMFILE)."""
+    """Also if they come faster than they can be refused, until no file is left (EMFILE)."""
     service = stage.service()
     service.argv_prefix = ["prlimit", f"--nofile={FILES}:{FILES}"]
     await stage.start(service)
     first, second, *_ = events(topic, 2)
     assert (await stage.client.post(service.url, first)).status == 201
-    service.pause()  # they all wait in its backlog
+    service.pause()  # all connections wait in its backlog
     opened = [await asyncio.open_connection("127.0.0.1", service.port) for _ in range(3 * FILES)]
     service.resume()
     async with asyncio.timeout(30):
@@ -46,7 +46,7 @@ async def test_more_connections_than_a_process_has_files_for_are_refused_and_the
     assert set(heard) <= {b"HTTP/1.1 503 Service Unavailable\r\n", b""}
     assert b"HTTP/1.1 503 Service Unavailable\r\n" in heard
 
-    assert (await stage.client.post(service.url, second)).status == 201  # on the connection that it has
+    assert (await stage.client.post(service.url, second)).status == 201  # on its open connection
     for _, writer in opened:
         writer.close()
     async with asyncio.timeout(30):
@@ -60,7 +60,7 @@ async def test_more_connections_than_a_process_has_files_for_are_refused_and_the
 
 
 async def _first_line(reader: asyncio.StreamReader) -> bytes:
-    """What the server says by itself on a new connection; nothing where it ends or resets it."""
+    """Read the server's first line on a new connection; "" if the server ends or resets it."""
     try:
         return await reader.readline()
     except ConnectionError:
@@ -68,7 +68,7 @@ async def _first_line(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_a_graceful_stop_under_load_leaves_no_request_in_doubt(stage: Stage, topic: str) -> None:
-    """No 504, and no connection cut after its request was accepted; the leases are given back at once."""
+    """No 504, and no connection is cut after its request was accepted; the leases are given back at once."""
     leaving, staying = stage.service(), stage.service()
     await stage.start(leaving, staying)
     client = stage.client
@@ -92,7 +92,7 @@ async def test_a_graceful_stop_under_load_leaves_no_request_in_doubt(stage: Stag
     assert {answer.status for answer in told} <= {0, 201, 503}
     for answer in told:
         if answer.status == 0:
-            # An idle connection that was closed while the request was on its way: the judge holds it to be unwritten.
+            # An idle connection was closed while the request was sent: the judge counts the event as not written.
             answer.kind = "fail"
     with stage.redis.client() as store:
         holders = {(store.get(f"{{{stage.namespace}:0}}l{slot}") or b"").split(b"/")[0] for slot in range(4)}
@@ -102,7 +102,7 @@ async def test_a_graceful_stop_under_load_leaves_no_request_in_doubt(stage: Stag
 
 
 async def in_one_group(stage: Stage, service: Service, first: Asked, asked: list[Asked]) -> list[Attempt]:
-    """Post events so that they meet in one transaction: they wait while the first one's is held."""
+    """Post events that share one transaction: they wait while the first one's is held."""
     held = asyncio.create_task(stage.client.post(service.url, first))
     await asyncio.to_thread(until, lambda: plan_of(service).happened("write"))
     posts = [asyncio.create_task(stage.client.post(service.url, each)) for each in asked]
@@ -120,7 +120,7 @@ async def in_one_group(stage: Stage, service: Service, first: Asked, asked: list
 
 
 async def test_a_poisoned_event_is_answered_413_and_its_group_is_written(stage: Stage, make_topic: MakeTopic) -> None:
-    """Its topic takes less than the service believes by now. The others are written, also those in its group."""
+    """Its topic accepts less than the service's cached limit. The others are written, also those of its group."""
     good, poisoned = make_topic(2), make_topic(1)
     service = await stage.started(slots=1, faults=(Fault("write", "hold", first=2),))
     await stage.client.settle([service.url], Asked("before", poisoned, b"1"))
@@ -136,7 +136,7 @@ async def test_a_poisoned_event_is_answered_413_and_its_group_is_written(stage: 
 
 
 async def test_a_full_queue_answers_503_at_once(stage: Stage, topic: str) -> None:
-    """Whatever the request is: to find out would take the time of those that are in the queue."""
+    """Without parsing the request, which would take time from the queued requests."""
     service = await stage.started(slots=1, queue_events_max=1, faults=(Fault("write", "hold"),))
     url, headers = f"{service.url}/events", {"Content-Type": "application/json"}
     held = asyncio.create_task(stage.client.post(service.url, Asked("held", topic, b"1")))
@@ -152,8 +152,8 @@ async def test_a_full_queue_answers_503_at_once(stage: Stage, topic: str) -> Non
 
 
 async def test_requests_beyond_the_queue_s_bound_are_refused_and_the_others_written(stage: Stage, topic: str) -> None:
-    """More than are told at once: the last of them hear of it in their turn, or when they have waited long enough."""
-    # The first event is held until all refusals are told, however long a slow machine takes for that.
+    """More than are refused at once: the last refusals come in turn, or after the longest delay."""
+    # The first event is held until all refusals are sent, however slow the machine is.
     service = await stage.started(
         slots=1, queue_events_max=1, request_timeout_ms=120_000, faults=(Fault("write", "hold"),)
     )
@@ -219,7 +219,7 @@ async def test_wrong_settings_end_the_start_with_a_line_each(stage: Stage) -> No
 
 
 async def refusal(stage: Stage, service: Service) -> list[str]:
-    """What a process says of its settings that ends its start with status 2."""
+    """Return the errors about settings with which a process ends with status 2."""
     with pytest.raises(StackError):
         await stage.start(service)
     assert service.exit_code == 2
@@ -291,8 +291,7 @@ def delete(kafka: Kafka, topic: str) -> None:
 async def test_own_topics_that_take_less_than_they_did(stage: Stage, topic: str) -> None:
     """Bounds on timestamps before the first start; then smaller records in the ledger and the journal.
 
-    The control topic's records had the time 0, so that nothing started; a batch of 2,000 was 503 for ever, and not one
-    answer was journaled any more.
+    The records of control must have valid timestamps, and groups and flushes must become smaller.
     """
     admin, ns = stage.kafka.admin(), stage.namespace
     bounds = {"cleanup.policy": "compact", "message.timestamp.before.max.ms": "3600000"}

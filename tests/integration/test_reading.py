@@ -1,4 +1,4 @@
-"""Reading partitions through a record: all of it, however large its records are."""
+"""Tests that partitions are read through a record completely, however large their records are."""
 
 import os
 
@@ -13,7 +13,7 @@ TIMEOUT_S = 20.0
 
 
 async def test_records_larger_than_a_fetch_are_read_from_every_partition(kafka: Kafka, make_topic: MakeTopic) -> None:
-    """Kafka gives the first of them whole, and nothing of the others that do not fit, which must be no end."""
+    """Kafka returns the first large record whole, and nothing of the others that do not fit: that is not the end."""
     topic = make_topic(3)
     cluster = KafkaAdmin(kafka.bootstrap, client_id="t", request_timeout_ms=10_000, telemetry=Telemetry())
     producer = IdempotentProducer(cluster, "t")

@@ -1,4 +1,4 @@
-"""Topics whose values have a JSON Schema, over HTTP."""
+"""Tests topics whose values have a JSON Schema, over HTTP."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The doors to Kafka and Redis over TLS: who gets in, who does not, and what is said of it."""
+"""Tests connections to Kafka and Redis over TLS: which are accepted, which are refused, and the messages."""
 
 import dataclasses
 import time
@@ -42,7 +42,7 @@ def cluster_of(settings: SharedSettings) -> KafkaAdmin:
 
 
 async def knock(settings: SharedSettings) -> None:
-    """Ask a broker for anything. Raises KafkaAway."""
+    """Send any request to a broker. Raises KafkaAway."""
     cluster = cluster_of(settings)
     async with sockets_closed():
         try:
@@ -88,7 +88,7 @@ async def test_a_refused_login_is_reported_without_the_password(
 async def test_a_certificate_must_match_the_host_name_unless_the_check_is_off(
     with_password: Settings, secured_kafka: SecuredKafka
 ) -> None:
-    """The brokers' own names follow from the first answer, so only who asks may be fooled by an address."""
+    """The certificate has no name for the address; only the clients' check of the host name can notice."""
     elsewhere = dataclasses.replace(with_password, kafka=f"127.0.0.1:{secured_kafka.sasl_port}")
     with pytest.raises(KafkaAway, match="IP address mismatch"):
         await knock(elsewhere)
@@ -96,7 +96,7 @@ async def test_a_certificate_must_match_the_host_name_unless_the_check_is_off(
 
 
 def test_a_reader_over_tls_is_closed_at_once(with_password: Settings, secured_kafka: SecuredKafka) -> None:
-    """On the service's own loop, which waited for the brokers' leave: each recovery reads two topics."""
+    """Without waiting for the brokers' end of TLS: each recovery reads two topics."""
     secured_kafka.create_topic("read-often")
     own = (AclOperation.READ, AclOperation.WRITE)
     secured_kafka.allow(USER, (ResourceType.TOPIC, "read-often", ResourcePatternType.LITERAL, own))
@@ -122,7 +122,7 @@ def test_a_reader_over_tls_is_closed_at_once(with_password: Settings, secured_ka
 async def test_an_acl_that_lacks_on_a_transactional_id_is_named(
     with_password: Settings, secured_kafka: SecuredKafka, namespace: str
 ) -> None:
-    """By a store recovery and by a slot's: one that may be described, and not written."""
+    """By a store recovery and by a slot recovery: an id that may be described and not written."""
     name = f"{namespace}.slot.0"
     literal = ResourcePatternType.LITERAL
     secured_kafka.allow(USER, (ResourceType.TRANSACTIONAL_ID, name, literal, (AclOperation.DESCRIBE,)))
@@ -138,7 +138,7 @@ async def test_an_acl_that_lacks_on_a_transactional_id_is_named(
 
 
 async def test_a_transaction_timeout_that_the_brokers_do_not_take_is_named(secured_kafka: SecuredKafka) -> None:
-    """Theirs is CARELESS. By a store recovery and by a slot's, each of which told of InvalidTransactionTimeout()."""
+    """By a store recovery and by a slot recovery, each of which logged only InvalidTransactionTimeout()."""
     cluster = cluster_of(SharedSettings(kafka=secured_kafka.bootstrap))
     set_it = "FENCEPOST_TRANSACTION_TIMEOUT_MS=5001 is more than the brokers' transaction.max.timeout.ms"
     async with sockets_closed():
@@ -154,7 +154,7 @@ async def test_a_transaction_timeout_that_the_brokers_do_not_take_is_named(secur
 async def test_a_topic_that_the_service_may_not_see_any_more_is_forbidden_and_not_missing(
     with_password: Settings, secured_kafka: SecuredKafka, namespace: str
 ) -> None:
-    """The producers' own look-up: an event may have been let in before the ACL was taken away."""
+    """In the producers' own look-up: an event may have been admitted before the ACL was removed."""
     ledger = f"{namespace}.ledger"
     for topic in (ledger, "hidden"):
         secured_kafka.create_topic(topic)
@@ -178,7 +178,7 @@ async def test_a_topic_that_the_service_may_not_see_any_more_is_forbidden_and_no
 
 
 class LockedRedis(Redis):
-    """A server that asks for a password."""
+    """A server that demands a password."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, args=["--requirepass", "sesame"])
@@ -229,7 +229,7 @@ async def test_a_redis_without_a_trusted_certificate_is_store_away(
 def test_a_user_with_the_acls_of_the_readme_is_denied_nothing(
     tmp_path: Path, secured_kafka: SecuredKafka, redis: Redis, namespace: str
 ) -> None:
-    """A denial in the broker's log is an intruder, or an ACL that lacks; the service must not look like either."""
+    """A denial in the broker's log means an intruder or a missing ACL; the service must cause none."""
     topic = f"{namespace}-events"
     secured_kafka.create_topic(topic)
     secured_kafka.add_user("careful", PASSWORD)
@@ -245,7 +245,7 @@ def test_a_user_with_the_acls_of_the_readme_is_denied_nothing(
 
 
 def ended(folder: Path, kafka: str, redis: str, environment: dict[str, str]) -> list[str]:
-    """The last lines of a service that ends at its start, because a setting is wrong."""
+    """Return the last lines of a service that ends at its start, because of a setting."""
     service = Service(folder, kafka=kafka, redis=redis, env=environment)
     service.start(wait_ready=False)
     try:

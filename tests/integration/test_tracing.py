@@ -1,4 +1,4 @@
-"""Traces on real parts: the spans that a collector is sent, over OTLP, and the contexts that records carry."""
+"""Tests traces: the spans that a collector gets over OTLP, and the contexts in records."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ PARENT_ID: Final = "b7ad6b7169203331"
 
 
 class Collector:
-    """Takes spans over OTLP/HTTP, as an OpenTelemetry collector does, and keeps them."""
+    """Accepts spans over OTLP/HTTP, as an OpenTelemetry collector does, and keeps them."""
 
     def __init__(self) -> None:
         self.requests: list[ExportTraceServiceRequest] = []
@@ -85,7 +85,7 @@ async def test_spans_reach_a_collector_and_records_carry_their_contexts(
     topic = make_topic()
     service = stage.service(tracing="otlp")
     service.env["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.url
-    service.env["OTEL_BSP_SCHEDULE_DELAY"] = "60000"  # the end of the process must not lose what waits
+    service.env["OTEL_BSP_SCHEDULE_DELAY"] = "60000"  # the end of the process must still send waiting spans
     await stage.start(service)
     await post(client, service.url, "a", {"topic": topic, "value": 1})
     members = [{"topic": topic, "value": n, "idempotency_key": f"b-{n}"} for n in range(2)]
@@ -101,7 +101,7 @@ async def test_spans_reach_a_collector_and_records_carry_their_contexts(
     assert {(span.trace_id.hex(), span.parent_span_id.hex()) for span in created} == {(TRACE_ID, PARENT_ID)}
     assert collector.resource()["service.name"] == "fencepost"
     assert collector.resource()["service.instance.id"] == "service-0"
-    # Each record carries the context of its own span, and says where it is as the span does.
+    # Each record carries the context of its own span, whose attributes have the record's coordinates.
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
     carried = {dict(record.headers)[TRACE_HEADER].decode(): record.place[2] for record in records}
     told = {
@@ -112,7 +112,7 @@ async def test_spans_reach_a_collector_and_records_carry_their_contexts(
     }
     assert carried == told
     assert event_id("a").hex() in {text(span, "messaging.message.id") for span in created}
-    # Every event is in one group, which links to it.
+    # Every event is in one group, whose span links to it.
     sent = collector.spans(Span.SPAN_KIND_CLIENT)
     assert sorted(link.span_id for span in sent for link in span.links) == sorted(span.span_id for span in created)
 

@@ -1,4 +1,4 @@
-"""Compiled or not, the service says the same to the same requests, and writes the same records."""
+"""Tests that the service answers the same and writes the same records with and without compiled modules."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ from tests.integration.judge import read_committed
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
 
-# What differs from one process to another, and from one time to the next. An offset may have one more digit, which the
-# length of the body tells: a marker takes an offset too, and two slots may share the transactions in another way.
+# What differs between processes and between runs. An offset may have one digit more, which changes the length of the
+# body: a marker takes an offset too, and the slots may divide the transactions differently.
 _VARYING = re.compile(
     rb'(?i)(?<=\r\n)(?:date|idempotency-key-expires|content-length): [^\r]+|(?<="offset":)\d+|(?<="timestamp":)\d{13}'
 )
@@ -28,7 +28,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @pytest.fixture(scope="module")
 def both(kafka: Kafka, redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Service]]:
-    """A process that is compiled, and one that is not, each in a namespace of its own."""
+    """Two processes, with and without compiled modules, each in its own namespace."""
     services = []
     for name, module in (("compiled", "service"), ("python", "tests.integration.without_native")):
         environment = {**SETTINGS, "FENCEPOST_NAMESPACE": f"{name}-{time.time_ns()}", "FENCEPOST_INSTANCE": "same"}
@@ -48,7 +48,7 @@ def both(kafka: Kafka, redis: Redis, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def said(service: Service, *parts: bytes) -> bytes:
-    """All that is answered to these bytes, sent with a pause between the parts, until nothing comes for a while."""
+    """Send these bytes, with a pause between the parts, and read all answers until nothing comes for a while."""
     with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
         for part in parts:
             connection.sendall(part)
@@ -76,7 +76,7 @@ def post(fields: Any, key: str | None = "k", path: str = "/events", lines: str =
 
 
 def requests(topic: str) -> list[tuple[bytes, ...]]:
-    """Each is sent on a connection of its own, in its parts."""
+    """Make the requests, each for a connection of its own, in parts."""
     event = {"topic": topic, "key": "c", "value": {"n": 1}}
     members = [event | {"idempotency_key": f"m{n}", "key": f"c{n}"} for n in range(5)]
     plain = post(event, "plain")

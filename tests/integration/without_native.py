@@ -1,4 +1,4 @@
-"""`python -m tests.integration.without_native`: the service as it is where it was installed without a compiler."""
+"""`python -m tests.integration.without_native`: runs the service as if it had been installed without a compiler."""
 
 import runpy
 import sys

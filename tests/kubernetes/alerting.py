@@ -1,8 +1,8 @@
-"""Alerts put to Prometheus' own engine (`promtool test rules`), over metrics that were scraped from real parts.
+"""Evaluates alerts with Prometheus' own engine (`promtool test rules`), over metrics scraped from real processes.
 
-Two scrapes are a phase: what they show stays as it is, or goes on as it went between them, for as long as a test says.
-So an alert that waits for minutes is tested on a fault that lasts for seconds. Clocks start at 0 there; a metric that
-is a time (`…_timestamp_seconds`) is moved along.
+A phase is made of two scrapes: its values stay as they are, or go on changing as between the two, for as long as a test
+says. So an alert that fires after minutes is tested with a fault of seconds. The engine's clock starts at 0; a metric
+that is a time (`…_timestamp_seconds`) is shifted accordingly.
 """
 
 import json
@@ -23,15 +23,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy import places
 from tests.kubernetes.rendering import Rendered
 
-STEP_S: Final = 15  # between two scrapes, as the monitors have it
+STEP_S: Final = 15  # between two scrapes, as in the monitors
 HEALTHY_S: Final = 1800
-PACKAGE: Final = "prometheus"  # Debian's, which has promtool
+PACKAGE: Final = "prometheus"  # Debian's package of promtool
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def promtool() -> Path:
-    """promtool: on PATH, or from Debian's package, unpacked into the cache. Skips the test where neither is there."""
+    """Find promtool on PATH, or unpack Debian's package into the cache. Skips the test if neither is available."""
     if found := shutil.which("promtool"):
         return Path(found)
     kept = places.cache() / PACKAGE
@@ -41,7 +41,7 @@ def promtool() -> Path:
             pytest.skip(f"no promtool on PATH: please install Prometheus (on Debian: apt-get install {PACKAGE})")
         kept.mkdir(parents=True, exist_ok=True)
         got = _download(kept)
-        if got is None:  # never asked before, on a new machine
+        if got is None:  # the first request, on a new machine
             _run(["apt-get", "update"], kept)
             got = _download(kept)
         if got is None:
@@ -67,13 +67,13 @@ def _run(command: Sequence[str], folder: Path) -> "subprocess.CompletedProcess[s
 
 @dataclass(frozen=True)
 class Scrape:
-    """What a scrape showed, and when (seconds since 1970)."""
+    """The samples of a scrape, and its time (seconds since 1970)."""
 
     at: float
     samples: Mapping[Series, float]
 
     def value(self, name: str, **labels: str) -> float | None:
-        """The sample of that name that has these labels."""
+        """Find the sample with this name and these labels."""
         wanted = set(labels.items())
         found = [value for (of, having), value in self.samples.items() if of == name and wanted <= set(having)]
         assert len(found) <= 1, f"{name}{labels}: which one?"
@@ -81,7 +81,7 @@ class Scrape:
 
 
 def parse(text: str, at: float, target: Mapping[str, str]) -> Scrape:
-    """The samples of a text of metrics, with the labels that a scrape gives its target."""
+    """Parse the samples of a text of metrics, with the labels that a scrape adds for its target."""
     samples: dict[Series, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -90,14 +90,14 @@ def parse(text: str, at: float, target: Mapping[str, str]) -> Scrape:
 
 
 def scrape(url: str, **target: str) -> Scrape:
-    """The metrics at a URL, now."""
+    """Read the metrics at a URL."""
     with urllib.request.urlopen(url, timeout=10) as response:
         text = response.read().decode()
     return parse(text, time.time(), target)
 
 
 def together(*scrapes: Scrape) -> Scrape:
-    """The scrapes of several targets as one."""
+    """Join the scrapes of several targets."""
     samples: dict[Series, float] = {}
     for each in scrapes:
         samples |= each.samples
@@ -119,13 +119,13 @@ class Rules:
         self.file.write_text(yaml.safe_dump({"groups": groups}))
 
     def check(self) -> str:
-        """What `promtool check rules` says of them; AssertionError where it finds a fault."""
+        """Run `promtool check rules`; AssertionError if it finds a fault."""
         return self._tool("check", "rules", str(self.file))
 
     def assert_firing(self, alerts: Iterable[str], healthy: Scrape, fault: Sequence[Scrape], hold_s: float) -> None:
-        """Exactly these alerts fire when a fault has gone on for `hold_s`, and none did before it, nor at its start.
+        """Check that exactly these alerts fire after a fault of `hold_s`, and none before it nor at its start.
 
-        `fault` is two scrapes of it: what changed from the one to the other goes on changing like that.
+        `fault` is two scrapes of it: values that changed from one to the other go on changing like that.
         """
         steps, healthy_steps = int(hold_s / STEP_S) + 1, HEALTHY_S // STEP_S
         first, second = fault
@@ -148,9 +148,9 @@ class Rules:
         )
 
     def assert_course(self, course: Sequence[tuple[Scrape, float, Iterable[str]]]) -> None:
-        """Each of these is shown for so many seconds, one after the other, and exactly these alerts fire at its end.
+        """Show each scrape for this many seconds, in turn, and check that exactly these alerts fire at its end.
 
-        Alerts with a kind of finding are told as `alert/kind`.
+        Alerts with a kind of finding are written `alert/kind`.
         """
         every = sorted({series for found, _, _ in course for series in found.samples})
         values: dict[Series, list[str]] = {series: [] for series in every}
@@ -169,7 +169,7 @@ class Rules:
         self._test([(series, " ".join(values[series])) for series in every], told)
 
     def _test(self, series: Iterable[tuple[Series, str]], expected: Sequence[Mapping[str, object]]) -> None:
-        """`promtool test rules` over these series, in its notation."""
+        """Run `promtool test rules` over these series, in its notation."""
         document = {
             "rule_files": [self.file.name],
             "evaluation_interval": f"{STEP_S}s",
@@ -198,7 +198,7 @@ class Rules:
 
 
 def check_metrics(text: str) -> str:
-    """What Prometheus' linter says of a text of metrics; empty where it has nothing to say."""
+    """Return the complaints of Prometheus' linter about a text of metrics; "" for none."""
     done = subprocess.run(
         [promtool(), "check", "metrics"], input=text, capture_output=True, text=True, check=False, timeout=60
     )
@@ -206,12 +206,12 @@ def check_metrics(text: str) -> str:
 
 
 def json_labels(**labels: str) -> str:
-    """Labels as PromQL writes them."""
+    """Format labels for PromQL."""
     return "{" + ",".join(f"{name}={json.dumps(value)}" for name, value in labels.items()) + "}"
 
 
 def _moved(scrape: Scrape, series: Series, at_s: float) -> float | None:
-    """The value of a series at a time of the engine's clock."""
+    """Compute the value of a series at a time of the engine's clock."""
     value = scrape.samples.get(series)
     if value is not None and series[0].endswith("_timestamp_seconds"):
         return value - scrape.at + at_s

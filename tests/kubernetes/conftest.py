@@ -1,4 +1,4 @@
-"""Each overlay rendered once."""
+"""Renders each overlay once."""
 
 from functools import cache
 
@@ -28,7 +28,7 @@ def prod() -> Rendered:
 
 @pytest.fixture(scope="session")
 def operated(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
-    """The production overlay with the Spark Operator in the place of the CronJob."""
+    """The production overlay with the Spark Operator instead of the CronJob."""
     return Rendered("spark-operator", render_with("prod", tmp_path_factory.mktemp("operated"), "spark-operator"))
 
 

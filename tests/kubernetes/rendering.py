@@ -1,4 +1,4 @@
-"""The manifests as a cluster would get them, and ways to look into them."""
+"""Renders the manifests as a cluster would get them, and finds objects in them."""
 
 import copy
 import os
@@ -27,15 +27,15 @@ class Rendered:
     objects: tuple[Object, ...]
 
     def of(self, kind: str) -> dict[str, Object]:
-        """The objects of a kind, by name."""
+        """Return the objects of a kind, by name."""
         return {found["metadata"]["name"]: found for found in self.objects if found["kind"] == kind}
 
     def one(self, kind: str, name: str = "fencepost") -> Object:
-        """The object of that kind and name."""
+        """Return the object of this kind and name."""
         return self.of(kind)[name]
 
     def pods(self) -> Iterator[tuple[str, Object]]:
-        """Every template of a pod, with the name of what makes such pods."""
+        """Return every pod template, with the name of the object that creates such pods."""
         for found in self.objects:
             path = _TEMPLATES.get(found["kind"])
             if path is not None:
@@ -45,7 +45,7 @@ class Rendered:
                 yield f"{found['kind']}/{found['metadata']['name']}", template
 
     def settings(self, container: Object) -> dict[str, str]:
-        """The environment of a container as far as it stands in the manifests; what does not is ''."""
+        """Return the environment of a container; '' for values that are not in the manifests."""
         found: dict[str, str] = {}
         for source in container.get("envFrom", ()):
             found |= self.of("ConfigMap")[source["configMapRef"]["name"]]["data"]
@@ -59,7 +59,7 @@ _TEMPLATES: Final = {
 
 
 def render(folder: Path) -> tuple[Object, ...]:
-    """What `kustomize build` makes of a folder."""
+    """Run `kustomize build` for a folder."""
     if shutil.which("kustomize"):
         command = ["kustomize", "build"]
     elif shutil.which("kubectl"):
@@ -72,8 +72,8 @@ def render(folder: Path) -> tuple[Object, ...]:
 
 
 def render_with(overlay: str, scratch: Path, *components: str) -> tuple[Object, ...]:
-    """An overlay with further components among its own, as they stand there in a comment."""
-    folder, scratch = HERE / "overlays" / overlay, scratch.resolve()  # relative paths hold over no links
+    """Make an overlay with further components, which are in a comment of its own file."""
+    folder, scratch = HERE / "overlays" / overlay, scratch.resolve()  # relative paths do not work over links
     more = [str(HERE / "components" / name) for name in components]
     body = yaml.safe_load((folder / "kustomization.yaml").read_text())
 
@@ -81,7 +81,7 @@ def render_with(overlay: str, scratch: Path, *components: str) -> tuple[Object, 
         target = (folder / path).resolve()
         if target.is_dir():
             return os.path.relpath(target, scratch)
-        shutil.copy(target, scratch / path)  # Kustomize reads no file from outside of the folder
+        shutil.copy(target, scratch / path)  # Kustomize reads no file outside of the folder
         return path
 
     body["resources"] = [moved(path) for path in body["resources"]]
@@ -91,7 +91,7 @@ def render_with(overlay: str, scratch: Path, *components: str) -> tuple[Object, 
 
 
 def without(template: Object, *path: str | int) -> Object:
-    """A copy that lacks one thing: a test of the tests."""
+    """Return a copy without one object, for tests of the checks."""
     changed: Any = copy.deepcopy(template)
     place = changed
     for step in path[:-1]:

@@ -1,6 +1,6 @@
-"""Schemas of the custom resources in use: the fields that their operators document, as far as we use them.
+"""Schemas of the used custom resources, with the fields that their operators document.
 
-Strict like those of Kubernetes itself: a name that is not here is a mistake until somebody has looked it up.
+As strict as those of Kubernetes: a name that is not listed is an error until it is looked up and added.
 """
 
 from typing import Any, Final
@@ -88,7 +88,7 @@ CUSTOM: Final[dict[tuple[str, str], Schema]] = {
 
 
 def of_custom(api_version: str, kind: str) -> Schema:
-    """The whole schema of a custom resource. KeyError for one that is not known here."""
+    """Return the whole schema of a custom resource. KeyError for an unknown one."""
     return _object(
         "apiVersion kind metadata spec",
         apiVersion={"const": api_version},

@@ -1,6 +1,6 @@
-"""Each alert of the service fires on metrics from a real fault, and no other does; none on a healthy service.
+"""Tests that each alert of the service fires for metrics of a real fault and no other does; none for a healthy one.
 
-Real processes on real Kafka and Redis; the expressions are evaluated by Prometheus' own engine.
+The processes are real, with real Kafka and Redis; Prometheus' own engine evaluates the expressions.
 """
 
 import asyncio
@@ -48,13 +48,13 @@ def rules(prod: Rendered, tmp_path: Path) -> Rules:
 
 
 class Served:
-    """A process of the service, what it is asked and what its metrics show."""
+    """A process of the service, its clients' requests and its metrics."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
     def post(self, topic: str, key: str) -> int:
-        """Write one event; the status of the answer."""
+        """Write one event; returns the status of the answer."""
         body = json.dumps({"topic": topic, "value": key}).encode()
         return self._send("/events", body, {"Idempotency-Key": key})
 
@@ -75,7 +75,7 @@ class Served:
         return scrape(f"{self.service.url}/metrics", namespace="fencepost", pod=self.service.name)
 
     def when(self, holds: Callable[[Scrape], bool], timeout_s: float = 20.0) -> Scrape:
-        """The first scrape for which it holds."""
+        """Scrape until a condition holds; returns that scrape."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with contextlib.suppress(urllib.error.URLError):  # it does not listen yet
@@ -85,7 +85,7 @@ class Served:
         raise AssertionError(f"the metrics never showed it\n{self.service.tail(20)}")
 
     def twice(self, holds: Callable[[Scrape], bool]) -> tuple[Scrape, Scrape]:
-        """Two scrapes, half a second apart, that both show it."""
+        """Scrape twice, half a second apart, until both meet a condition."""
         first = self.when(holds)
         time.sleep(0.5)
         return first, self.when(holds)
@@ -120,7 +120,7 @@ def serve(kafka: Kafka, own_redis: Redis, namespace: str, tmp_path: Path) -> Ite
 
 
 def is_ready(found: Scrape) -> bool:
-    """It can write, with all its slots, and has measured Redis."""
+    """Check that the process can write with all its slots, and has measured Redis."""
     slots = found.value("fencepost_slots", state="ready")
     return found.value("fencepost_ready") == 1 and slots == 2 and bool(found.value("fencepost_redis_memory_bytes"))
 
@@ -130,7 +130,7 @@ def is_unready(found: Scrape) -> bool:
 
 
 def in_use(served: Served, topic: str) -> Scrape:
-    """A healthy process that has written, replayed and refused."""
+    """Start a process, and let it write, replay and refuse."""
     assert served.post(topic, "a") == 201
     assert served.post(topic, "a") == 201
     assert served.post("no-such-topic", "b") == 404
@@ -165,7 +165,7 @@ def test_a_stopped_redis_raises_the_alert(serve: Serve, rules: Rules, own_redis:
     assert (fault[1].value("fencepost_redis_errors_total", error="away") or 0) > 0
     rules.assert_firing(["FencepostNoReadySlot"], healthy, fault, 5 * MINUTE_S)
     rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
-    # The log has a line for each way in which it fails, however often it does.
+    # The log has one line for each kind of failure, however often it occurs.
     lines = [json.loads(line) for line in served.service.log.read_text().splitlines()]
     why = [line["why"] for line in lines if line["event"] == "no heartbeat"]
     assert 1 <= len(why) == len(set(why)) <= 2
@@ -210,12 +210,12 @@ def test_a_process_with_another_store_than_the_others(
         stray = serve(redis=other, wait=False)
 
         def is_stale(found: Scrape) -> bool:
-            served.post(topic, f"{time.monotonic()}")  # the others go on
+            served.post(topic, f"{time.monotonic()}")  # the other slots go on
             return found.value("fencepost_store_state", state="stale-store") == 1
 
         stale = stray.twice(is_stale)
     fault = tuple(together(served.when(is_ready), each) for each in stale)
-    rules.assert_firing(["FencepostStoreNotSettled"], healthy, fault, 15 * MINUTE_S)  # the others serve
+    rules.assert_firing(["FencepostStoreNotSettled"], healthy, fault, 15 * MINUTE_S)  # the other processes serve
 
 
 def test_memory_near_its_limit_raises_the_alert(
@@ -238,7 +238,7 @@ def test_a_commit_without_an_answer_and_a_fence_that_does_not_come(serve: Serve,
         broker.create_topic("orders")
         served = serve(bootstrap=proxy.bootstrap)
         healthy = in_use(served, "orders")
-        for n in range(1, 21):  # the slot that doubts fences again and again
+        for n in range(1, 21):  # the slot in doubt fences again and again
             proxy.plan("InitProducerId", "hold", nth=n)
         proxy.plan("EndTxn", "drop-reply")
         assert served.post("orders", "doubtful") == 504
@@ -246,7 +246,7 @@ def test_a_commit_without_an_answer_and_a_fence_that_does_not_come(serve: Serve,
         ages = [found.value("fencepost_in_doubt_oldest_seconds") or 0 for found in fault]
         assert ages[1] - ages[0] == pytest.approx(fault[1].at - fault[0].at, abs=0.2)
         assert fault[1].value("fencepost_slots", state="ready") == 1
-        served.service.kill()  # before the proxy, which nobody may be connecting to when it ends
+        served.service.kill()  # before the proxy, which no client may use when it ends
         rules.assert_firing(["FencepostInDoubtTooLong"], healthy, fault, 4 * MINUTE_S)
         rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
 
@@ -262,7 +262,7 @@ def test_a_slot_whose_transaction_kafka_does_not_end(serve: Serve, rules: Rules,
         assert served.post("orders", "elsewhere") == 201  # another slot writes it
         fault = served.twice(lambda found: (found.value("fencepost_slot_down_oldest_seconds") or 0) > 0)
         assert [found.value("fencepost_in_doubt_events") for found in fault] == [0, 0]
-        served.service.kill()  # before the proxy, which nobody may be connecting to when it ends
+        served.service.kill()  # before the proxy, which no client may use when it ends
         rules.assert_firing(["FencepostSlotDownTooLong"], healthy, fault, 4 * MINUTE_S)
         rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
 
@@ -270,7 +270,7 @@ def test_a_slot_whose_transaction_kafka_does_not_end(serve: Serve, rules: Rules,
 def test_a_transaction_that_hangs_where_the_service_may_not_read(
     serve: Serve, rules: Rules, secured_kafka: SecuredKafka, namespace: str
 ) -> None:
-    """Its leader does not tell whose it is: it may be another program's, for as long as brokers allow one."""
+    """The leader does not report the owner, which may be another program within the brokers' longest timeout."""
     topic = f"{namespace}-events"
     secured_kafka.create_topic(topic)
     secured_kafka.add_user("blind", PASSWORD)
@@ -293,7 +293,7 @@ def test_a_transaction_that_hangs_where_the_service_may_not_read(
 
 
 async def _hang(kafka: SecuredKafka, namespace: str, topic: str) -> None:
-    """A transaction of slot 0 that is open in a partition of which its coordinator does not know."""
+    """Leave a transaction of slot 0 open in a partition that its coordinator does not know of."""
     cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
     rig = Rig(cluster, transactional_id(namespace, 0), (ledger_topic(namespace), 0))
     await rig.write([((topic, 0), b"i" * 16)], marked=[], commit=None, with_record=False)
@@ -313,7 +313,7 @@ def test_a_clock_that_is_wrong(serve: Serve, rules: Rules, make_topic: MakeTopic
 
 
 def _ahead(found: Scrape) -> list[float]:
-    """By how much a process is ahead of Kafka and of Redis, in seconds."""
+    """Read by how much a process is ahead of Kafka and of Redis, in seconds."""
     return [found.value("fencepost_clock_ahead_seconds", of=of) or 0.0 for of in ("kafka", "redis")]
 
 
@@ -321,12 +321,12 @@ def test_a_journal_whose_topic_is_gone(
     serve: Serve, rules: Rules, kafka: Kafka, namespace: str, make_topic: MakeTopic
 ) -> None:
     topic = make_topic()
-    served = serve(FENCEPOST_QUEUE_BYTES_MAX="1002000")  # the least: so many events of a batch do not fit
+    served = serve(FENCEPOST_QUEUE_BYTES_MAX="1002000")  # the smallest: a batch of this many events does not fit
     healthy = in_use(served, topic)
     name = requests_topic(namespace)
     admin = kafka.admin()
     admin.delete_topics([name])[name].result(30)
-    full = [f"k-{n}" for n in range(10_000)]  # each is refused, and so an answer for the journal
+    full = [f"k-{n}" for n in range(10_000)]  # each is refused, which is an answer for the journal
 
     def is_dropping(found: Scrape) -> bool:
         assert served.post_batch(topic, full) == 207

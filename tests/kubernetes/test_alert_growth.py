@@ -1,4 +1,4 @@
-"""The page for duplicates and losses is about those that are new, however many stand; the ticket is about all."""
+"""Tests that the alert for duplicates and losses fires for new ones only, and the ticket for all."""
 
 import copy
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.kubernetes.rendering import Rendered
 from tests.kubernetes.test_alerts import AUDIT
 
 TURN_S: Final = 3600
-"""From one run of the audit to the next."""
+"""Between two runs of the audit."""
 MINUTE_S: Final = 60
 PAGE: Final = "FencepostDuplicatesOrLosses"
 TICKET: Final = "FencepostDuplicatesOrLossesStand"
@@ -25,7 +25,7 @@ def rules(prod: Rendered, tmp_path: Path) -> Rules:
 
 
 def shown(pod: str = "report-0", /, **kinds: int) -> Scrape:
-    """What a scrape shows after a run that found so many of these kinds."""
+    """Make a scrape after a run that found this many of these kinds."""
     document = copy.deepcopy(AUDIT) | {"kinds": dict.fromkeys(KINDS, 0) | kinds, "causes": []}
     found = parse(metrics.text(document), 0, {"namespace": "fencepost", "pod": pod})
     frozen_s = found.value("fencepost_audit_frozen_timestamp_seconds")
@@ -53,7 +53,7 @@ def test_new_findings_page_once_and_stand_as_a_ticket(rules: Rules, kind: str) -
             (three, TURN_S, paged(kind)),
             (three, TURN_S, standing(kind)),
             (two, TURN_S, standing(kind)),  # one has left the window
-            (three, TURN_S, paged(kind)),  # as many as there were, and one of them new
+            (three, TURN_S, paged(kind)),  # as many as before, and one of them new
             (none, TURN_S, []),
         ]
     )
@@ -75,7 +75,7 @@ def test_a_page_for_one_kind_says_nothing_of_another(rules: Rules) -> None:
 
 
 def test_findings_that_stand_do_not_page_when_their_metrics_were_away(rules: Rules) -> None:
-    """A restart of Prometheus, or of the pod that serves the report, which has another name then."""
+    """After a restart of Prometheus, or of the pod that serves the report, which then has another name."""
     before, after = shown(lost=2), shown("report-1", lost=2)
     late = ["FencepostAuditLate"]
     rules.assert_course(

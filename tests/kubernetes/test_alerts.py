@@ -1,4 +1,4 @@
-"""Alerts and the dashboard speak of metrics that there are, and every alert has its page in the runbook."""
+"""Tests that alerts and dashboard use existing metrics, and that every alert has a section in the runbook."""
 
 import json
 import re
@@ -19,9 +19,9 @@ from spark.rules.causes import CAUSES
 from spark.rules.findings import KINDS, PHANTOM
 from tests.kubernetes.rendering import HERE, Object, Rendered
 
-# What the targets of a scrape carry by themselves.
+# Labels that Prometheus adds to each target.
 TARGET: Final = {"namespace", "pod", "job", "instance", "container", "service", "endpoint"}
-# The parts of an expression's tree in which there are further expressions.
+# The parts of an expression's tree that contain further expressions.
 _PARTS: Final = ("expr", "lhs", "rhs", "args", "param", "vector_selector")
 
 Known = dict[str, set[str]]
@@ -29,10 +29,10 @@ Known = dict[str, set[str]]
 
 @pytest.fixture(scope="module")
 def known() -> Known:
-    """Every metric that a scrape can see, with its labels."""
+    """List every metric of a scrape, with its labels."""
     found: Known = {}
     for collector in Telemetry().registry._collector_to_names:
-        if not isinstance(collector, MetricWrapperBase | Latencies):  # the process's memory and files
+        if not isinstance(collector, MetricWrapperBase | Latencies):  # memory and files of the process
             continue
         for metric in collector.describe():
             labels = set(getattr(metric, "_labelnames", getattr(collector, "_labelnames", ())))
@@ -56,7 +56,7 @@ AUDIT: Final[Any] = {
 
 
 def selectors(expression: Any) -> Iterator[VectorSelector]:
-    """Every selector of a metric in an expression."""
+    """List every selector of a metric in an expression."""
     if isinstance(expression, VectorSelector):
         yield expression
     elif isinstance(expression, MatrixSelector):
@@ -71,7 +71,7 @@ def selectors(expression: Any) -> Iterator[VectorSelector]:
 
 
 def faults(text: str, known: Known) -> Iterator[str]:
-    """Metrics and labels of an expression that there are not."""
+    """List the metrics and labels of an expression that do not exist."""
     found = list(selectors(promql_parser.parse(text.replace("$__rate_interval", "5m"))))
     if not found:
         yield f"{text}: no metric"
@@ -113,7 +113,7 @@ def test_the_dashboard_is_about_metrics_that_there_are(prod: Rendered, known: Kn
 def test_the_dashboard_leaves_no_metric_out(prod: Rendered, known: Known) -> None:
     shown = prod.one("ConfigMap", "fencepost-dashboard")["data"]["dashboard.json"]
     families = {re.sub("_(bucket|sum|count|total)$", "", name) for name in known}
-    # What tells no more than others do.
+    # Metrics that repeat what others show.
     families -= {"fencepost_audit_run", "fencepost_audit_clean", "fencepost_audit_rejects"}
     assert {name for name in families if name not in shown} == {"fencepost_audit_finding_records"}
 

@@ -1,4 +1,4 @@
-"""The manifests and the code say the same: settings, probes, ports, times, numbers."""
+"""Tests that the manifests agree with the code: settings, probes, ports, times, numbers."""
 
 import base64
 import math
@@ -32,8 +32,8 @@ OF_SERVICE: Final = set(Settings.variables())
 OF_JOB: Final = {
     name for file in (ROOT / "spark").glob("*.py") for name in re.findall(r"FENCEPOST_[A-Z_]+\b", file.read_text())
 }
-POD_NAME_CHARS: Final = 63  # the most that Kubernetes gives the pod of a Deployment
-# From the request to be gone to the moment when all nodes know; the preStop hook waits for it.
+POD_NAME_CHARS: Final = 63  # the longest name of a Deployment's pod in Kubernetes
+# From the deletion of a pod until all nodes know of it; the preStop hook waits for this time.
 ENDPOINTS_S: Final = 5
 
 
@@ -44,13 +44,13 @@ def container_of(template: Object) -> Any:
 
 @pytest.fixture
 def pod(rendered: Rendered) -> Object:
-    """The template of the service's pods."""
+    """Return the template of the service's pods."""
     return rendered.one("Deployment")["spec"]["template"]  # type: ignore[no-any-return]
 
 
 @pytest.fixture
 def settings(rendered: Rendered, pod: Object, tmp_path: Path) -> Settings:
-    """The service's settings as a pod would read them."""
+    """Return the service's settings as a pod reads them."""
     environ = rendered.settings(container_of(pod))
     environ["FENCEPOST_INSTANCE"] = "f" * (POD_NAME_CHARS - 17) + "-5d4f8c7b9d-x2x8k"
     environ["FENCEPOST_REDIS"] = redis_url(rendered)
@@ -60,7 +60,7 @@ def settings(rendered: Rendered, pod: Object, tmp_path: Path) -> Settings:
 
 
 def redis_url(rendered: Rendered) -> str:
-    """What the secret holds; where it is made elsewhere, what it should hold."""
+    """Return the URL in the secret; for a secret that is made elsewhere, the expected one."""
     for name, secret in rendered.of("Secret").items():
         if name.startswith("fencepost-redis"):
             return base64.b64decode(secret["data"]["url"]).decode()
@@ -68,7 +68,7 @@ def redis_url(rendered: Rendered) -> str:
 
 
 def mounted(rendered: Rendered, template: Object, path: str) -> str:
-    """The content of a file that a ConfigMap puts into the pod."""
+    """Read a file that a ConfigMap mounts into the pod."""
     volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
     for mount in container_of(template)["volumeMounts"]:
         if Path(path).is_relative_to(mount["mountPath"]):
@@ -156,7 +156,7 @@ def test_the_network_policy_lets_the_service_reach_what_its_settings_name(
 
 def open_ports(rendered: Rendered, policy: str) -> set[int]:
     spec = rendered.one("NetworkPolicy", policy)["spec"]
-    assert all(rule["to"] for rule in spec["egress"])  # nowhere "to anybody"
+    assert all(rule["to"] for rule in spec["egress"])  # no rule without destination
     return {port["port"] for rule in spec["egress"] for port in rule["ports"]}
 
 
@@ -183,7 +183,7 @@ def test_the_grace_is_longer_than_the_drain_and_the_drain_than_a_request(pod: Ob
 def test_the_most_pods_that_there_can_be_have_a_slot_each(rendered: Rendered, settings: Settings) -> None:
     most = most_pods(rendered)
     assert most <= settings.slots_max
-    # And more: as many as they want, so that an update takes no slots from those that stay.
+    # And more: an update must take no slots from the pods that stay.
     assert most * settings.slots <= settings.slots_max
 
 
@@ -212,7 +212,7 @@ def test_the_autoscaler_has_the_say_and_lets_go_slowly(rendered: Rendered) -> No
 def test_the_queue_fits_into_the_memory(pod: Object, settings: Settings) -> None:
     limit = container_of(pod)["resources"]["limits"]["memory"]
     assert limit == "1Gi"
-    # Parts of a body are put together, and a batch's events stand in it until they are written.
+    # The parts of a body are joined, and a batch's events refer to it until they are written.
     assert 4 * settings.queue_bytes_max + 2 * settings.bodies_bytes_max < 1 << 30
 
 
@@ -220,13 +220,13 @@ def test_the_audit_runs_every_hour_and_never_twice_at_a_time(rendered: Rendered)
     cron = rendered.one("CronJob", "fencepost-audit")["spec"]
     ZoneInfo(cron["timeZone"])
     assert cron["concurrencyPolicy"] == "Forbid"
-    assert re.fullmatch(r"\d+ \* \* \* \*", cron["schedule"])  # hourly; the times below go with that
+    assert re.fullmatch(r"\d+ \* \* \* \*", cron["schedule"])  # hourly; the times below depend on that
     job = cron["jobTemplate"]["spec"]
     assert 0 < cron["startingDeadlineSeconds"] < 3600
     assert 0 < job["activeDeadlineSeconds"] < 3600
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     fails = [rule["onExitCodes"]["values"] for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
-    assert fails == [[3]]  # findings; what could not run may be tried again
+    assert fails == [[3]]  # findings; other failures may be tried again
     assert EXIT_CANNOT_RUN not in fails[0]
 
 
@@ -259,7 +259,7 @@ def test_the_operator_s_spark_conf_has_the_settings_of_a_local_job(operated: Ren
     for name, default in by_default.items():
         assert name in _LOCAL
         assert 1 <= int(told[name]) <= 2 * cores < default
-    assert not set(told) & set(_ALWAYS)  # the job sets those wherever it runs
+    assert not set(told) & set(_ALWAYS)  # the job sets those on every master
     for side in ("driver", "executor"):
         (path,) = re.findall(r"-Dlog4j2\.configurationFile=file:///app/(\S+)", told[f"spark.{side}.extraJavaOptions"])
         assert (ROOT / path).is_file()  # COPY spark /app/spark
@@ -267,19 +267,19 @@ def test_the_operator_s_spark_conf_has_the_settings_of_a_local_job(operated: Ren
 
 
 def test_the_window_of_the_audit_is_no_multiple_of_a_daily_or_weekly_period(rendered: Rendered) -> None:
-    """The page for duplicates compares numbers: of a job that errs each night there would always be as many."""
+    """The alert for duplicates compares numbers, which would stay the same for a job that fails each night."""
     job = rendered.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]
     window_h = parse(container_of(job["template"])["args"][3:]).window_h
     assert window_h > 168
     for period_h in (2, 3, 4, 6, 8, 12, 24, 168):
         assert window_h % period_h, period_h
-    assert window_h * 3600 < WEEK_S + EXTRA_S  # so long the service keeps ledger and journal at least
+    assert window_h * 3600 < WEEK_S + EXTRA_S  # the service keeps ledger and journal at least that long
 
 
 def test_the_scheduled_audit_bounds_the_days_and_files_that_it_keeps(
     rendered: Rendered, operated: Rendered, settings: Settings
 ) -> None:
-    """Its volume has a size, and its pass over all ids a deadline; a MERGE leaves behind the files that it replaces."""
+    """Its volume has a size, and the pass over ids a deadline; a MERGE leaves the files that it replaces."""
     job = rendered.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]
     application = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]
     for arguments in (container_of(job["template"])["args"][3:], application["template"]["arguments"]):
@@ -290,12 +290,12 @@ def test_the_scheduled_audit_bounds_the_days_and_files_that_it_keeps(
         assert options.optimize
 
 
-# What the names of volumes begin with that Spark takes for its scratch files.
+# Prefix of volume names that Spark uses for its scratch files.
 SCRATCH: Final = "spark-local-dir-"
 
 
 def mounted_by_spark(template: Object, side: str) -> list[str]:
-    """Where Spark mounts volumes of its own in its pods: its settings, and scratch space where it is given none."""
+    """List where Spark mounts volumes in its pods: its settings, and scratch space unless one is given."""
     scratch = [mount for mount in template[side]["volumeMounts"] if mount["name"].startswith(SCRATCH)]
     dirs = template["sparkConf"].get("spark.local.dir", "/var/data/spark-some-uuid").split(",")
     return ["/opt/spark/conf", *([] if scratch else dirs)]
@@ -318,7 +318,7 @@ def test_sparks_scratch_files_go_to_a_volume_with_a_bound(operated: Rendered, si
     bounds = {volume["name"]: volume.get("emptyDir", {}).get("sizeLimit") for volume in template["volumes"]}
     (scratch,) = (mount for mount in template[side]["volumeMounts"] if mount["name"].startswith(SCRATCH))
     assert bounds[scratch["name"]]
-    # Java's own temporary files, and the native code that it unpacks, need the same place: the root is read-only.
+    # Java's temporary files, and the native code that it unpacks, need this place too: the root is read-only.
     assert scratch["mountPath"] == "/tmp"
     assert not scratch.get("readOnly")
 
@@ -351,7 +351,7 @@ def test_the_alert_for_a_late_audit_waits_for_two_turns(prod: Rendered) -> None:
 
 
 def selects(selector: Object, labels: Object) -> bool:
-    """Whether a label selector selects what has these labels."""
+    """Check whether a label selector selects an object with these labels."""
     named = all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
     rules = selector.get("matchExpressions", ())
     assert all(rule["operator"] == "In" for rule in rules)
@@ -390,7 +390,7 @@ def test_every_monitor_finds_a_port_of_a_service(prod: Rendered) -> None:
 
 
 def test_each_object_that_a_pod_names_exists(rendered: Rendered) -> None:
-    elsewhere = {("Secret", "fencepost-redis")}  # the prod overlay says how to make it
+    elsewhere = {("Secret", "fencepost-redis")}  # the comment in the prod overlay says how to create it
     known = {(found["kind"], found["metadata"]["name"]) for found in rendered.objects} | elsewhere
     for where, template in rendered.pods():
         wanted = {("ServiceAccount", template["spec"]["serviceAccountName"])}

@@ -1,4 +1,4 @@
-"""Pods keep to the restricted profile of the Pod Security Standards, and to more: a root that cannot be written."""
+"""Tests that pods keep to the restricted profile of the Pod Security Standards, and have a read-only root."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,13 +7,13 @@ import pytest
 
 from tests.kubernetes.rendering import Object, Rendered, without
 
-# Kinds of volumes that the profile allows, of those there are.
+# The used kinds of volumes that the profile allows.
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 FORBIDDEN_IN_PODS = ("hostNetwork", "hostPID", "hostIPC", "hostUsers")
 
 
 def breaches(template: Object) -> Iterator[str]:
-    """What is wrong with a pod, a line each."""
+    """List the faults of a pod."""
     pod = template["spec"]
     yield from (name for name in FORBIDDEN_IN_PODS if pod.get(name))
     yield from (volume["name"] for volume in pod.get("volumes", ()) if not set(volume) - {"name"} <= VOLUMES)

@@ -1,4 +1,4 @@
-"""Every rendered object is one that Kubernetes, or the operator concerned, knows: no field too many, none misspelt."""
+"""Tests every rendered object against the schema of Kubernetes or its operator: no unknown and no misspelt field."""
 
 from typing import Any, Final
 
@@ -10,12 +10,12 @@ from kubernetes_validate import SchemaNotFoundError, ValidationError
 from tests.kubernetes.rendering import Object, Rendered
 from tests.kubernetes.schemas import CUSTOM, of_custom
 
-# The oldest that has all that is used (preStop's sleep), and the newest that there are schemas for.
+# The oldest version with all used fields (preStop's sleep), and the newest version with schemas.
 VERSIONS: Final = ("1.30", "1.37")
 
 
 def check(found: Object, version: str) -> None:
-    """Raises ValidationError where the object is not right."""
+    """Raise ValidationError if the object does not match its schema."""
     name = found["apiVersion"], found["kind"]
     if name in CUSTOM:
         jsonschema.Draft202012Validator(of_custom(*name)).validate(found)

@@ -1,4 +1,4 @@
-"""The components for TLS: what they set is what the code reads, and secrets are in no map and no variable."""
+"""Tests the components for TLS: the code reads their settings, and secrets are in no ConfigMap and no variable."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,7 @@ def pods(rendered: Rendered) -> dict[str, Any]:
 
 
 def secret_of(mounts: list[Object], volumes: list[Object], path: str) -> tuple[str, str]:
-    """The secret, and the key in it, that is at a path of a container."""
+    """Find the secret and its key that is mounted at a path of a container."""
     found = [mount for mount in mounts if Path(path).parent == Path(mount["mountPath"])]
     (mount,) = found
     assert mount["readOnly"] is True
@@ -42,7 +42,7 @@ def test_files_are_mounted_from_secrets_where_the_settings_say(secured: Rendered
         for variable, key in files.items():
             secret = "fencepost-redis" if variable in REDIS_FILES else "fencepost-kafka"
             named, at = secret_of(container["volumeMounts"], spec["volumes"], settings[variable])
-            assert (named.startswith(secret), at) == (True, key)  # a generated one has a suffix
+            assert (named.startswith(secret), at) == (True, key)  # a generated secret has a suffix
 
 
 def test_with_the_spark_operator_the_driver_has_the_files(secured_operated: Rendered) -> None:
@@ -56,7 +56,7 @@ def test_with_the_spark_operator_the_driver_has_the_files(secured_operated: Rend
 
 
 def test_the_settings_are_right_together(secured: Rendered, authority: Authority, tmp_path: Path) -> None:
-    """As the pods read them, with files in the places of the mounted ones."""
+    """As the pods read them, with local files instead of the mounted ones."""
     (container,) = pods(secured)["Deployment/fencepost"]["spec"]["containers"]
     environ = secured.settings(container)
     password = tmp_path / "password"

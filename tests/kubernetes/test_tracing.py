@@ -1,4 +1,4 @@
-"""The component for traces: a setting that the service takes, and a way to the collector and to nowhere else."""
+"""Tests the component for traces: a setting of the service, and network access to the collector only."""
 
 from pathlib import Path
 from urllib.parse import urlsplit

@@ -1,4 +1,4 @@
-"""`python -m tests.model [--deep] [NAME…]`: search the configurations, and print what was found in each."""
+"""`python -m tests.model [--deep] [NAME…]`: searches the configurations, and prints the result of each."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ writes this table. `test_rules.py` holds each line; on real parts `tests/integra
 
 
 def main() -> int:
-    """0 where no search found a violation, else 1."""
+    """Run the command line. Returns 0 if no search found a violation, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.model", description=__doc__)
     parser.add_argument("--deep", action="store_true", help="more faults in each run; takes long, and some GB")
     parser.add_argument("--mutants", action="store_true", help=f"each rule taken out: traces, and {CAUGHT.name}")
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def caught(wanted: Callable[[str], bool]) -> dict[str, list[str]]:
-    """What the search finds with each of these mutants, and a line of the table for it."""
+    """Search with each of these mutants; returns the lines of the table."""
     lines = {}
     cases = {name: (mutant.rule, mutant.configuration) for name, mutant in MUTANTS.items()}
     cases |= {name: (rule, configuration) for rule, (name, configuration) in REDUNDANT.items()}
@@ -61,7 +61,7 @@ def caught(wanted: Callable[[str], bool]) -> dict[str, list[str]]:
 
 
 def say(line: str) -> None:
-    """To standard output, at once."""
+    """Print a line and flush it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

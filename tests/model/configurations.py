@@ -1,13 +1,13 @@
-"""What is searched: the protocol as it is, in configurations with few faults each, and each rule taken out.
+"""The configurations of the search: the protocol with few faults each, and without each rule.
 
-The faults of a configuration are bounds on one run: each may happen at any moment, or not.
+The faults of a configuration are upper bounds for one run: each may happen at any step, or not.
 """
 
 from typing import Final, NamedTuple
 
 from tests.model.rules import Configuration, Faults
 
-# Searched to the end by the tests.
+# Searched completely by the tests.
 DEFAULT: Final[dict[str, Configuration]] = {
     "a crash and a commit in doubt": Configuration(Faults(kill=1, lose_reply=1, lose_send=1)),
     "a crash and a script without an answer": Configuration(Faults(kill=1, lose_script=1)),
@@ -56,7 +56,7 @@ DEFAULT: Final[dict[str, Configuration]] = {
     "markers of a pair that never come, twice, and a crash": Configuration(Faults(skip_marker=2, kill=1), pair=True),
 }
 
-# Searched to the end by `python -m tests.model --deep`.
+# Searched completely by `python -m tests.model --deep`.
 DEEP: Final[dict[str, Configuration]] = {
     "two crashes and a commit in doubt": Configuration(Faults(kill=2, lose_reply=1)),
     "a crash, a pause and a commit in doubt": Configuration(Faults(kill=1, expire=1, lose_reply=1), watchful=True),
@@ -96,13 +96,13 @@ DEEP: Final[dict[str, Configuration]] = {
 }
 
 
-# A slot moves to an idle process and is then fenced by the one that had lost it, which leaves a claim behind: the
-# holder believes itself READY, so that nobody recovers the slot until a claim of the holder's own is answered FENCED.
+# A slot moves to an idle process, and the process that lost it then fences it, which leaves a claim behind: the holder
+# counts as READY, so that no process recovers the slot until a claim of the holder is answered FENCED.
 IDLE_HOLDER: Final = Configuration(Faults(kill=1, expire=1, lose_reply=1), posters=(0,))
 
 
 class Mutant(NamedTuple):
-    """A rule taken out: where that shows, as what, and within how many steps."""
+    """A rule left out: the configuration that shows it, the violation, and the number of steps."""
 
     rule: str
     configuration: Configuration
@@ -204,13 +204,13 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "nobody watches an idle slot": Mutant("stall_watched", Configuration(Faults(skip_marker=1)), STALLED, 5),
 }
 
-# Rules without which nothing goes wrong within these bounds: other rules cover them, and the reasons stand here.
+# Rules without which nothing goes wrong within these bounds, because other rules cover them, with the reasons.
 REDUNDANT: Final[dict[str, tuple[str, Configuration]]] = {
-    # `freed` of the own slot differs from the own term only after another's fence of this slot, or after a flush, which
-    # the generation tells. A claim of the passed term is dead from the start, and its producer can commit nothing: the
-    # check saves the way to Kafka, where the send would meet the fence.
+    # `freed` of the own slot differs from the own term only after another process has fenced this slot, or after a
+    # flush, which the generation shows. A claim of the ended term is dead from the start, and its producer cannot
+    # commit: the check only saves a request to Kafka, which would be answered with the fence.
     "term_current": ("a claim in a passed term", Configuration(Faults(expire=1, lose_script=1, post_again=1))),
-    # A superseded recovery could only set a generation that control does not name any more: no slot recovery's check
-    # and no process adopts it. Stopping saves the fencing and the replay.
+    # A superseded recovery could only set a generation that control no longer names: neither the check of a slot
+    # recovery nor a process adopts it. Stopping saves the fencing and the replay.
     "superseded_stops": ("a superseded store recovery", _SPLIT._replace(faults=Faults(failover=1, misjudge=1))),
 }

@@ -1,4 +1,4 @@
-"""Steps of the world around: late requests and markers, crashes, pauses, and what happens to stores and leaders."""
+"""Steps of the environment: late requests and markers, crashes, pauses, changes of stores and leaders."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ from tests.model.writing import Step
 
 
 def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[Step]:
-    """Everything that happens without a process's doing."""
+    """List every step that happens without an action of a process."""
     yield from late.steps(world, rules)
     for s in SLOTS:
         if kafka.waits_for_markers(world, s):
@@ -62,7 +62,7 @@ def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[
 
 
 def _killed(world: World, p: int) -> World:
-    """The process has lost all it knew; its leases run out. What it sent is as it is."""
+    """A process loses its state, and its leases expire. Its sent requests stay."""
     parts = tuple(
         part if part.txn is None or part.txn.by != p else part._replace(txn=part.txn._replace(by=NONE))
         for part in world.parts
@@ -73,13 +73,13 @@ def _killed(world: World, p: int) -> World:
 
 
 def _fail_over(world: World, replica: Store, configuration: Configuration) -> Iterator[Step]:
-    """The replica is promoted, as another store; with a split one process goes on with the old one."""
+    """The replica is promoted, as another store; with a split, one process goes on with the old one."""
     world = world._replace(stores=(*world.stores, replica), replica=None, primary=1)
 
     def moved(*movers: int) -> World:
         after = world
         for p in movers:
-            # A store recovery holds on to its server: it is over.
+            # A store recovery is bound to its server: it ends.
             after = with_process(after, p, after.processes[p]._replace(address=1, recovery=None))
         return after
 
@@ -90,7 +90,7 @@ def _fail_over(world: World, replica: Store, configuration: Configuration) -> It
 
 
 def _rewind(world: World, older: Store) -> World:
-    """Every process has had a heartbeat since the last claim, and then the store is what it was before."""
+    """Every process has had a heartbeat since the last claim; then the store becomes an older copy of itself."""
     now = world.stores[0]
     processes = tuple(
         process if process.generation != now.generation else process._replace(claims_seen=now.claims)
@@ -100,7 +100,7 @@ def _rewind(world: World, older: Store) -> World:
 
 
 def _nonce_expires(world: World) -> Iterator[Step]:
-    """A nonce whose recovery is no more; while a recovery runs, it renews its own, unless it pauses."""
+    """A nonce expires whose recovery has ended; a running recovery renews its nonce, unless it pauses."""
     for here, store in enumerate(world.stores):
         if store.nonce == NONE:
             continue

@@ -1,6 +1,6 @@
-"""What hangs in a slot's partitions, and how a recovery ends it: by the service's own functions, over the model's log.
+"""Hanging transactions of a slot, and how a recovery ends them: by the service's functions, over the model's log.
 
-The data partition of event n is ("data", n); an offset there is the place of its transaction among those that hang.
+The data partition of event n is ("data", n); an offset there is the index of its transaction among the hanging ones.
 """
 
 from collections.abc import Iterator
@@ -25,18 +25,18 @@ ENDS = {Verdict.ABORT: ABORT, Verdict.COMMIT: COMMIT}
 
 
 def name(world: World, s: int) -> World:
-    """The next recovery of the slot looks at the data partitions where something hangs now."""
+    """Let the next recovery of the slot check the data partitions with hanging transactions."""
     part = world.parts[s]
     return with_part(world, s, part._replace(hung=tuple(hung._replace(named=True) for hung in part.hung)))
 
 
 def seen(part: Part, applied: int) -> list[Hung]:
-    """What a recovery finds: in the ledger partition, in those that it was told of, and in those that entries name."""
+    """Find hanging transactions in the ledger partition, in partitions that recovery knows, and in those of entries."""
     return [hung for hung in part.hung if hung.ledger or hung.named or hung.record >= max(applied, 0)]
 
 
 def settlements(world: World, s: int, applied: int, rules: Rules) -> Iterator[tuple[str, World]]:
-    """The transactions without data that end what hangs: each a step of its own, of which one may never be made."""
+    """List the transactions without data that end hanging ones: each is one step, and may be the last."""
     part = world.parts[s]
     found = seen(part, applied)
     for verdict, partitions in _verdicts(part, s, found, applied, rules).items():

@@ -1,7 +1,7 @@
 """The broker: transactional ids, their transactions, and the ledger's partitions.
 
-Transactions are of version 1, as aiokafka speaks them: a request is known by its producer's id and epoch only, so a
-late one meets whatever that producer does by then.
+Transactions are of version 1, as in aiokafka: a request is identified by its producer's id and epoch only, so that a
+late request applies to the producer's transaction of that time.
 """
 
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from tests.model.world import ABORT, COMMIT, NONE, OPEN, REFUSED, Hung, Txn, Wor
 
 Step = tuple[str, World]
 Partitions = tuple[tuple[bool, ...], bool]
-"""Of data partitions, by event, and of the slot's ledger partition: is it meant?"""
+"""Selects data partitions, by event, and the slot's ledger partition."""
 
 _REFUSED: Final = "503 or 4xx was said, and then the event was committed"
 
 
 def produce(world: World, s: int, owner: int, copies: tuple[int, ...], by: int) -> World | None:
-    """Events in the slot's transaction, which begins with the first. None for a producer that was fenced.
+    """Write events in the slot's transaction, which begins with the first. None for a fenced producer.
 
-    Their partitions belong to the transaction, also where one does not get there.
+    Their partitions belong to the transaction, also if a record does not arrive.
     """
     part = world.parts[s]
     if part.owner != owner:
@@ -32,7 +32,7 @@ def produce(world: World, s: int, owner: int, copies: tuple[int, ...], by: int) 
 
 
 def produce_other(world: World, s: int, owner: int) -> World | None:
-    """Another key's event, in the data partition of the first."""
+    """Write another key's event into the data partition of the first event."""
     part = world.parts[s]
     if part.owner != owner:
         return None
@@ -42,9 +42,9 @@ def produce_other(world: World, s: int, owner: int) -> World | None:
 
 
 def append(world: World, s: int, owner: int, holds: int) -> World | None:
-    """The ledger record of the slot's transaction. None for a producer that was fenced.
+    """Write the ledger record of the slot's transaction. None for a fenced producer.
 
-    A second record in one transaction (only a producer that is used again does that) stands for both.
+    A second record in one transaction (only of a reused producer) counts for both.
     """
     part = world.parts[s]
     if part.owner != owner:
@@ -57,15 +57,15 @@ def append(world: World, s: int, owner: int, holds: int) -> World | None:
 
 
 def append_apart(world: World, s: int) -> World:
-    """A ledger record outside of any transaction, without entries."""
+    """Write a ledger record without entries, outside of any transaction."""
     part = world.parts[s]
     return with_part(world, s, part._replace(ledger=(*part.ledger, 0)))
 
 
 def end(world: World, s: int, owner: int, *, markers: bool = True) -> World | None:
-    """EndTxn(commit) arrives: the fate is final; the markers are written at once, or later.
+    """EndTxn(commit) arrives: the outcome is final; the markers are written now or later.
 
-    None where the producer was fenced, or there is no transaction to end.
+    None for a fenced producer, or without a transaction.
     """
     txn = world.parts[s].txn
     if world.parts[s].owner != owner or txn is None or txn.decided:
@@ -75,9 +75,9 @@ def end(world: World, s: int, owner: int, *, markers: bool = True) -> World | No
 
 
 def endings(world: World, s: int, owner: int) -> Iterator[Step]:
-    """EndTxn(commit) arrives: its markers are written, or the broker dies with those of some partitions to write.
+    """EndTxn(commit) arrives: the markers are written, or the broker dies before those of some partitions.
 
-    Then a coordinator that starts again takes a partition without a leader for deleted (KAFKA-20734).
+    A restarted coordinator then takes a partition without a leader for deleted (KAFKA-20734).
     """
     decided = end(world, s, owner)
     if decided is not None:
@@ -86,7 +86,7 @@ def endings(world: World, s: int, owner: int) -> Iterator[Step]:
 
 
 def write_markers(world: World, s: int) -> World:
-    """The transaction's markers are written: readers see what it has committed."""
+    """Write the transaction's markers: its committed records become visible."""
     part = world.parts[s]
     assert part.txn is not None
     ledger = _closed(part.ledger, part.txn.record, part.txn.holds)
@@ -95,12 +95,12 @@ def write_markers(world: World, s: int) -> World:
 
 
 def _partitions(txn: Txn) -> Partitions:
-    """What belongs to a transaction: which data partitions, and the ledger's?"""
+    """List the partitions of a transaction: its data partitions, and the ledger's."""
     return txn.data or (False,) * len(txn.copies), txn.record != NONE
 
 
 def _count(world: World, txn: Txn | Hung, copies: tuple[int, ...]) -> World:
-    """Copies of the events are committed, for good."""
+    """Count the committed copies of the events."""
     if not any(copies):
         return world
     world = world._replace(copies=tuple(min(2, a + b) for a, b in zip(world.copies, copies, strict=True)))
@@ -117,7 +117,7 @@ def _count(world: World, txn: Txn | Hung, copies: tuple[int, ...]) -> World:
 
 
 def _skip(world: World, s: int, marker: int) -> Iterator[Step]:
-    """The transaction is complete, without the marker of one or more of the partitions where it has records."""
+    """Complete a transaction without the marker of one or more of its partitions."""
     part = world.parts[s]
     if part.txn is None or not world.left[FAULT.skip_marker]:
         return
@@ -158,7 +158,7 @@ def _names(data: tuple[bool, ...], ledger: bool) -> str:
 
 
 def mark_hung(world: World, s: int, marker: int, marked: Partitions) -> World:
-    """Markers of the slot's producer id are written: what is open in these partitions ends, whosever it was."""
+    """Write markers of the slot's producer id: any open transaction in these partitions ends."""
     data, ledger = marked
     for hung in world.parts[s].hung:
         ended = tuple(copies if here else 0 for copies, here in zip(hung.copies, data, strict=True))
@@ -182,15 +182,15 @@ def mark_hung(world: World, s: int, marker: int, marked: Partitions) -> World:
 
 
 def waits_for_markers(world: World, s: int) -> bool:
-    """Would the coordinator answer CONCURRENT_TRANSACTIONS now?"""
+    """Check whether the coordinator would answer CONCURRENT_TRANSACTIONS now."""
     txn = world.parts[s].txn
     return txn is not None and txn.decided
 
 
 def init_producer(world: World, s: int) -> World:
-    """InitProducerId returns: what was open is aborted, and every older producer is fenced.
+    """InitProducerId returns: an open transaction is aborted, and every older producer is fenced.
 
-    Not to be asked for while markers are to be written: it returns only after them.
+    Only without pending markers, because it returns after them.
     """
     aborted = abort(world, s)
     part = aborted.parts[s]
@@ -198,14 +198,14 @@ def init_producer(world: World, s: int) -> World:
 
 
 def fences(world: World, s: int) -> Iterator[Step]:
-    """InitProducerId returns; of what was open, some partitions may have no marker."""
+    """InitProducerId returns; some partitions of an open transaction may get no marker."""
     yield "", init_producer(world, s)
     for label, skipped in _skip(world, s, ABORT):
         yield label, init_producer(skipped, s)
 
 
 def abort(world: World, s: int) -> World:
-    """EndTxn(abort) of the present producer, which nobody fences."""
+    """EndTxn(abort) of the present producer, which fences nobody."""
     part = world.parts[s]
     if part.txn is None:
         return world
@@ -214,7 +214,7 @@ def abort(world: World, s: int) -> World:
 
 
 def read(ledger: tuple[int, ...], start: int, through: int) -> int | None:
-    """Does the ledger, read_committed from `start` through a record, name the events? None: it is not readable yet."""
+    """Check whether the ledger, read_committed from `start` through a record, names the events; None: unreadable."""
     if through >= len(ledger) or OPEN in ledger[: through + 1]:
         return None
     return int(1 in ledger[max(0, start) : through + 1])

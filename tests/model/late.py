@@ -1,4 +1,4 @@
-"""Requests without an answer that are still under way: they arrive late, twice, or never."""
+"""Requests without an answer that are still in flight: they arrive late, twice, or never."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -12,12 +12,12 @@ NAMES: Final = ("EndTxn", "claim", "mark", "release", "replay", "end of a store 
 
 
 def leave(world: World, request: tuple[int, ...], runs: int = 2) -> World:
-    """The request is under way, and may arrive `runs` times."""
+    """Add a request in flight, which may arrive `runs` times."""
     return world._replace(late=tuple(sorted((*world.late, (runs, *request)))))
 
 
 def steps(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
-    """Any of them arrives."""
+    """Let any of them arrive."""
     for place, (runs, kind, *arguments) in enumerate(world.late):
         rest = (*world.late[:place], *world.late[place + 1 :])
         again = world._replace(late=tuple(sorted((*rest, (runs - 1, kind, *arguments)))) if runs > 1 else rest)

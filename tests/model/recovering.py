@@ -1,4 +1,4 @@
-"""Steps of slot recovery and of store recovery, one by one."""
+"""Steps of slot recovery and of store recovery."""
 
 from collections.abc import Iterator
 
@@ -36,12 +36,12 @@ FENCES = SEEN + len(SLOTS)
 READING = FENCES + 1
 REPLAYED = READING + len(SLOTS)
 
-# The term of a slot that was checked before its fence, where that rule is taken out.
+# The term of a slot that was checked before its fence, if that rule is left out.
 CHECKED_EARLY = -2
 
 
 def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> Iterator[Step]:
-    """Every step of recovery that process `p` may take."""
+    """List every step of recovery that process `p` may take."""
     process = world.processes[p]
     if process.generation == NONE:
         yield from (
@@ -79,7 +79,7 @@ def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> I
 
 
 def _give(world: World, p: int, process: Process) -> Iterator[Step]:
-    """A process with more than its share gives a slot to one that has none."""
+    """A process with more than its share gives a slot to one without."""
     if any(view.state != READY for view in process.views):
         return
     if any(view.state != VACANT for view in world.processes[1 - p].views):
@@ -93,7 +93,7 @@ def _give(world: World, p: int, process: Process) -> Iterator[Step]:
 
 
 def _fence(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """The lease is taken (again), and InitProducerId returns. A slot whose lease is another's is let go."""
+    """The lease is taken (again), and InitProducerId returns. A slot with another process's lease is given up."""
     process = world.processes[p]
     if view.state == DOUBT:
         if world.holders[s] not in (NONE, FREE, p):
@@ -123,13 +123,13 @@ def _fence(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
     elif not kafka.waits_for_markers(world, s):
         for label, fenced in kafka.fences(world, s):
             owner = fenced.parts[s].owner
-            # The coordinator named the partitions of what was open, before.
+            # The coordinator named the partitions of the open transaction before.
             settled_world = hanging.name(fenced, s) if label else fenced
             yield f"p{p}: fence s{s}{label}", with_view(settled_world, p, s, entered._replace(owner=owner))
 
 
 def _watch(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """The heartbeat of a holder that was fenced while it was idle."""
+    """The heartbeat of a holder that was fenced while idle."""
     process = world.processes[p]
     store = world.stores[process.address]
     busy = process.request is not None and process.request.slot == s
@@ -139,12 +139,12 @@ def _watch(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
 
 
 def _may_help(hung: Hung, rules: Rules) -> bool:
-    """Is a recovery of the slot worth it? Without the rule that ends what hangs, others would follow for ever."""
+    """Check whether to recover the slot. Without the rule `hanging_settled`, recoveries would never end."""
     return rules.hanging_settled or not hung.named
 
 
 def _watch_stalled(world: World, p: int, s: int, rules: Rules) -> Iterator[Step]:
-    """An LSO stands still in a partition where the producer of an idle slot has a transaction open."""
+    """An LSO does not move in a partition where the producer of an idle slot has an open transaction."""
     request = world.processes[p].request
     if request is None or request.slot != s:
         stalled = end_term(hanging.name(world, s), p, s, rules)
@@ -152,7 +152,7 @@ def _watch_stalled(world: World, p: int, s: int, rules: Rules) -> Iterator[Step]
 
 
 def _begin(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """What hangs is ended; then a transaction with just the begin record is committed, whose offset is the term."""
+    """Hanging transactions are ended; then the begin record is committed, whose offset is the term."""
     if kafka.waits_for_markers(world, s):
         return
     label = f"p{p}: begin in s{s}"
@@ -182,7 +182,7 @@ def _begin(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
 
 
 def _settle_hung(world: World, p: int, s: int, view: View, applied: int, rules: Rules) -> Iterator[Step]:
-    """A transaction of the new term, without data, ends what hangs; whoever was fenced meanwhile cannot."""
+    """A transaction of the new term, without data, ends hanging transactions; a fenced producer cannot do that."""
     if world.parts[s].owner != view.owner:
         yield f"p{p}: end what hangs in s{s}: fenced", end_term(world, p, s, rules)
         return
@@ -193,10 +193,9 @@ def _settle_hung(world: World, p: int, s: int, view: View, applied: int, rules: 
 
 
 def newest(world: World, rules: Rules) -> Iterator[tuple[str, int, int]]:
-    """What a reading of control may answer: the newest generation and its store.
+    """List the possible answers of reading control: the newest generation and its store.
 
-    A deposed leader's log has no barrier that was appended after it was deposed, so that only who reads without one
-    believes it.
+    The log of a deposed leader has no barrier that was appended later, so that only a read without a barrier trusts it.
     """
     last = len(world.control) - 1
     yield "", last, world.control[last]
@@ -205,9 +204,9 @@ def newest(world: World, rules: Rules) -> Iterator[tuple[str, int, int]]:
 
 
 def readings(world: World, s: int, start: int, through: int, rules: Rules) -> Iterator[tuple[str, int]]:
-    """What reading a ledger partition may find, once its own record can be read.
+    """List the possible contents of a ledger partition, once the own record can be read.
 
-    Who believes an LSO instead may be told a deposed leader's.
+    A read up to an LSO may get that of a deposed leader.
     """
     ledger = world.parts[s].ledger
     holds = kafka.read(ledger, start, through)
@@ -220,7 +219,7 @@ def readings(world: World, s: int, start: int, through: int, rules: Rules) -> It
 
 
 def _check(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """After the fence: does control still name the store that the claims are in?"""
+    """After the fence, check whether control still names the store of the claims."""
     checked = with_view(world, p, s, view._replace(state=slot_move(view.state, SlotEvent.CHECK)))
     if not (rules.control_checked and rules.checked_after_fence):
         yield f"p{p}: do not check s{s}", checked
@@ -234,7 +233,7 @@ def _check(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
 
 
 def _replay_and_free(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """The ledger since `applied` is read through the own begin record, and marked; older terms are freed with it."""
+    """The ledger is read from `applied` through the own begin record, and marked; the last mark frees older terms."""
     address = world.processes[p].address
     store = world.stores[address]
     label = f"p{p}: replay and free s{s} t{view.term}"
@@ -250,7 +249,7 @@ def _replay_and_free(world: World, p: int, s: int, view: View, rules: Rules) -> 
 
 
 def _free(world: World, p: int, s: int, view: View, label: str, holds: int, rules: Rules) -> Iterator[Step]:
-    """The script that writes what was read, and frees: with its answer, or without one."""
+    """The script that writes the read rows, and frees: with its reply, or without one."""
     address = world.processes[p].address
     store = world.stores[address]
     if world.left[FAULT.lose_script]:
@@ -268,7 +267,7 @@ def _free(world: World, p: int, s: int, view: View, label: str, holds: int, rule
 
 
 def _settle(world: World, p: int, process: Process, rules: Rules) -> Iterator[Step]:
-    """Adopt what the store and control agree on, recover at once after a flush, look who is primary, or recover it."""
+    """Adopt the store that Redis and control agree on, recover at once after a flush, find the primary, or recover."""
     here = process.address
     store = world.stores[here]
     for whence, generation, named in newest(world, rules):
@@ -285,7 +284,7 @@ def _settle(world: World, p: int, process: Process, rules: Rules) -> Iterator[St
 
 
 def _write_nonce(world: World, p: int, process: Process, why: str) -> Iterator[Step]:
-    """A store recovery begins where no other is under way in this store."""
+    """A store recovery begins if no other one is in progress in this store."""
     here, nonce = process.address, 2 * len(world.control) + p
     store = world.stores[here]
     begun = scripts.recover(store, nonce, (store.generation, store.named))
@@ -304,7 +303,7 @@ def abandon(world: World, p: int) -> World:
 
 
 def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: Rules) -> Iterator[Step]:
-    """The next step of a store recovery; one that meets another store, or not its nonce, gives up."""
+    """The next step of a store recovery, which gives up in another store, or without its nonce."""
     here, done = process.address, recovery.done
     store = world.stores[here]
 
@@ -365,7 +364,7 @@ def _recover(world: World, p: int, process: Process, recovery: Recovery, rules: 
 
 
 def _unblock(world: World, p: int, s: int, recovery: Recovery, rules: Rules) -> Iterator[Step]:
-    """A store recovery meets a ledger partition that nobody can read through: it ends what hangs there."""
+    """A store recovery ends hanging transactions in a ledger partition that cannot be read through."""
     label = f"p{p}: ledger {s} cannot be read"
     if rules.store_settles and not kafka.waits_for_markers(world, s):
         for how, ended in hanging.settlements(kafka.init_producer(world, s), s, recovery.starts[s], rules):

@@ -1,4 +1,4 @@
-"""The scripts of claims.lua over a model's store. The rules for keys are the service's own pure functions."""
+"""The scripts of claims.lua over a store of the model. The rules for keys are the service's own pure functions."""
 
 from functools import cache
 
@@ -11,7 +11,7 @@ _ENDLESS = 1 << 30
 
 
 def settled(store: Store, here: int, generation: int, named: int, rules: Rules, claims_seen: int = NONE) -> bool:
-    """The inverse of `unsettled()` in claims.lua: is `here` the store of the caller's generation, and no older?"""
+    """Check, inversely to `unsettled()` in claims.lua, that the store has the caller's generation and is no older copy."""
     if rules.older_copy_noticed and store.claims < claims_seen:
         return False
     if rules.generation_checked and (store.generation, store.named) != (generation, named):
@@ -20,7 +20,7 @@ def settled(store: Store, here: int, generation: int, named: int, rules: Rules, 
 
 
 def claim(store: Store, slot: int, term: int, rules: Rules) -> tuple[Outcome | None, Store]:
-    """The outcome, None for FENCED, and the store after it."""
+    """Return the outcome, None for FENCED, and the store after it."""
     if rules.term_current and store.freed[slot] != term:
         return None, store
     outcome, keys = _claim(store.keys, slot, term, store.freed if rules.freed_respected else (_ENDLESS, _ENDLESS))
@@ -62,7 +62,7 @@ def _replay(keys: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def mark(store: Store, slot: int, debt: Debt, rules: Rules) -> Store:
-    """The ledger record at `debt.offset` is marked; `applied` moves only from exactly the record before."""
+    """Mark the ledger record at `debt.offset`; `applied` moves only from exactly the previous record."""
     keys = _mark(store.keys, slot, debt.term) if debt.holds else store.keys
     applied = store.applied
     if applied[slot] == debt.previous or not rules.applied_gapless:
@@ -71,7 +71,7 @@ def mark(store: Store, slot: int, debt: Debt, rules: Rules) -> Store:
 
 
 def release(store: Store, slot: int, term: int, rules: Rules) -> Store:
-    """A claim that was not sent is given up."""
+    """Release a claim that was not sent."""
     if not rules.claim_released:
         found = (decode(key) for key in store.keys)
         return store._replace(keys=tuple(0 if isinstance(key, Claimed) else encode(key) for key in found))
@@ -79,12 +79,12 @@ def release(store: Store, slot: int, term: int, rules: Rules) -> Store:
 
 
 def replay(store: Store, holds: int) -> Store:
-    """Ledger entries that a recovery has read."""
+    """Write ledger entries that a recovery has read."""
     return store._replace(keys=_replay(store.keys)) if holds else store
 
 
 def free(store: Store, slot: int, term: int, offset: int) -> Store:
-    """`freed` and `applied` of a slot are raised, never lowered."""
+    """Raise `freed` and `applied` of a slot, never lower them."""
     return store._replace(
         freed=put(store.freed, slot, max(store.freed[slot], term)),
         applied=put(store.applied, slot, max(store.applied[slot], offset)),
@@ -92,14 +92,14 @@ def free(store: Store, slot: int, term: int, offset: int) -> Store:
 
 
 def recover(store: Store, nonce: int, seen: tuple[int, int]) -> Store | None:
-    """A store recovery begins: not where another is under way, or has ended since `seen` (generation, store)."""
+    """Begin a store recovery, unless another is in progress, or has ended since `seen` (generation, store)."""
     if store.nonce != NONE or (store.generation, store.named) != seen:
         return None
     return store._replace(nonce=nonce)
 
 
 def recovering(store: Store, here: int, named: int, nonce: int, rules: Rules) -> bool:
-    """May a script of a store recovery run?"""
+    """Check whether a script of a store recovery may run."""
     if rules.store_identified and here != named:
         return False
     return store.nonce == nonce or not rules.nonce_demanded
@@ -108,7 +108,7 @@ def recovering(store: Store, here: int, named: int, nonce: int, rules: Rules) ->
 def recovered(
     store: Store, here: int, named: int, nonce: int, generation: int, through: tuple[int, ...], rules: Rules
 ) -> Store | None:
-    """The end of a store recovery: all `freed`, and the generation, which is never an older one."""
+    """End a store recovery: set all `freed`, and the generation, never to an older one."""
     if not recovering(store, here, named, nonce, rules) or store.generation >= generation:
         return None
     for slot, offset in enumerate(through):
@@ -117,10 +117,10 @@ def recovered(
 
 
 def abandoned(store: Store, nonce: int) -> Store:
-    """The attempt has failed: its nonce goes, if it stands."""
+    """Delete the nonce of a failed attempt, if it is there."""
     return store._replace(nonce=NONE) if store.nonce == nonce else store
 
 
 def flushed(store: Store) -> Store:
-    """What a flush leaves: nothing."""
+    """Return the store after a flush: empty."""
     return Store(NONE, NONE, NONE, (NONE, NONE), (NONE, NONE), (0,) * len(store.keys))

@@ -1,4 +1,4 @@
-"""Breadth-first search through all that a configuration allows: the first violation has the shortest trace."""
+"""Breadth-first search through all steps that a configuration allows: the first violation has the shortest trace."""
 
 import gc
 import time
@@ -11,13 +11,13 @@ from tests.model import faults, recovering, writing
 from tests.model.rules import Configuration, Rules, start
 from tests.model.world import PROCESSES, World
 
-# No search in the tests comes near; a mistake in the model that makes it endless shows here.
+# Far more than any search of the tests needs: bounds a search that a fault of the model makes endless.
 STATES_MOST: Final = 20_000_000
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found: no violation, or the shortest way to one."""
+    """The result of a search: no violation, or the shortest trace to one."""
 
     states: int
     depth: int
@@ -34,7 +34,7 @@ class Result:
 
 
 def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[tuple[str, World]]:
-    """Every step from a state, with its name. One that takes from `left` is a fault."""
+    """List every step from a state, with its name. A step that uses up a part of `left` is a fault."""
     for p in PROCESSES:
         yield from writing.steps(world, p, rules, configuration)
         yield from recovering.steps(world, p, rules, configuration)
@@ -42,7 +42,7 @@ def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[
 
 
 def violation(world: World) -> str:
-    """What is wrong with a state, in words; "" where nothing is."""
+    """Describe the violation of a state; "" if there is none."""
     if world.wrong:
         return world.wrong
     if 2 in world.copies:
@@ -56,17 +56,17 @@ def violation(world: World) -> str:
 
 
 def _hangs(world: World) -> bool:
-    """Does anything hang, so that an event which is missing may yet appear?"""
+    """Check whether a transaction hangs, so that a missing event may still appear."""
     return any(part.hung for part in world.parts)
 
 
 def search(configuration: Configuration, rules: Rules = Rules(), *, progress: bool = True) -> Result:  # noqa: B008
-    """Search to the end, or to the first violation. Safety first, then progress.
+    """Search completely, or to the first violation. Safety first, then progress.
 
-    Progress: from every state there is a way to a 201 without any more faults, and one to a state in which nothing
-    hangs. The ways are finite, so a system that is fair to each of its steps gets there.
+    Progress: from every state there is a path without further faults to a 201, and one to a state without hanging
+    transactions. The paths are finite, so a system that is fair to each of its steps reaches these states.
     """
-    gc.disable()  # millions of tuples without one cycle
+    gc.disable()  # millions of tuples without a cycle
     try:
         return _search(configuration, rules, progress)
     finally:
@@ -122,7 +122,7 @@ def _search(configuration: Configuration, rules: Rules, progress: bool) -> Resul
 
 
 def _first_without_way(edges: "tuple[array[int], array[int]]", goals: list[bool]) -> int | None:
-    """The first state from which no goal can be reached, backwards from the goals."""
+    """Find the first state from which no goal can be reached, backwards from the goals."""
     before: list[list[int]] = [[] for _ in goals]
     for source, target in zip(*edges, strict=True):
         before[target].append(source)

@@ -1,4 +1,4 @@
-"""Each rule taken out: the search must find what then goes wrong, by the shortest way; with it in place, nothing."""
+"""Tests each rule by leaving it out: the search must find the violation by the shortest trace."""
 
 import pytest
 

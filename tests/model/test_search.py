@@ -1,4 +1,4 @@
-"""The protocol, searched to the end within the bounds of each configuration."""
+"""Tests the protocol by a complete search within the bounds of each configuration."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.model.rules import Configuration, Faults
 from tests.model.search import search
 from tests.model.world import DOUBT, QUEUED, READY, VACANT, decode, encode, request_move, slot_move
 
-# The largest of DEFAULT. What each of its faults can break is searched by the others, and by test_rules.
+# The largest of DEFAULT. Other configurations, and test_rules, have each of its faults.
 LARGE = {
     "a failed send, whose claim is let go",
     "a pair, a crash and a fence from outside",
@@ -29,7 +29,7 @@ def test_nothing_goes_wrong_and_every_state_leads_to_an_answer(name: str) -> Non
 
 @pytest.mark.long
 def test_an_idle_holder_of_a_passed_term_keeps_nobody_waiting() -> None:
-    """Its heartbeat sees the term pass. Without that look a claim could stay in progress for as long as it is idle."""
+    """The heartbeat notices that the term has ended; otherwise a claim could stay in progress at an idle holder."""
     result = search(IDLE_HOLDER._replace(watchful=True))
     print(result)  # noqa: T201 - the figures, under -s
     assert not result.violation, str(result)

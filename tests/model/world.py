@@ -1,8 +1,8 @@
 """One state of the model: two processes, two slots, one request's keys, Kafka and the stores, as nested tuples.
 
-All of it is immutable and hashes at the speed of tuples. Keys' states are held as small numbers; `encode` and `decode`
-turn them into the values of `service.claims.states` and back, so that the service's own functions move them. What the
-protocol never looks at is left out: clocks (no key expires), values, data offsets.
+All of it is immutable, and hashes as fast as tuples. States of keys are small numbers; `encode` and `decode` convert
+them to the values of `service.claims.states` and back, so that the service's own functions move them. The model leaves
+out what the protocol does not use: clocks (no key expires), values, data offsets.
 """
 
 from collections.abc import Iterable
@@ -26,13 +26,13 @@ from service.claims.states import (
 
 NONE: Final = -1
 OLDER: Final = 1 << 30  # more than any store has
-FREE: Final = -2  # the lease of a slot that was given back in order; without an owner and not in order it is NONE
-REFUSED: Final = 2  # instead of a process: the request that wrote it has been answered 503
+FREE: Final = -2  # the lease of a slot that was given back clean; NONE without an owner, not clean
+REFUSED: Final = 2  # instead of a process: the request that wrote it was answered 503
 PROCESSES: Final = (0, 1)
 SLOTS: Final = (0, 1)
-# In a ledger partition: the record of a transaction whose marker is not there yet; it ends what may be read.
+# In a ledger partition: the record of a transaction without a marker yet; reads end before it.
 OPEN: Final = -1
-# What a marker says.
+# The kinds of a marker.
 ABORT, COMMIT = 0, 1
 
 # ------------------------------------------------------------------------------------------------ states of keys
@@ -47,7 +47,7 @@ _ABSENT, _DELIVERED, _BATCH, _CLAIMED = range(4)
 
 
 def encode(state: KeyState) -> int:
-    """A key's state as a number."""
+    """Encode a key's state as a number."""
     match state:
         case None:
             return _ABSENT
@@ -60,7 +60,7 @@ def encode(state: KeyState) -> int:
 
 
 def decode(number: int) -> KeyState:
-    """The inverse of `encode`; accepted at 0 ms, which is always now."""
+    """Decode a number of `encode`; accepted at 0 ms, which is always now."""
     if number < _CLAIMED:
         return (None, ONE, WHOLE)[number]
     return Claimed((number - _CLAIMED) % len(SLOTS), (number - _CLAIMED) // len(SLOTS), 0, FP)
@@ -73,7 +73,7 @@ _E = TypeVar("_E", bound=Enum)
 
 
 def _table(machine: Machine[_S, _E], states: Iterable[_S], events: Iterable[_E]) -> dict[tuple[int, _E], int]:
-    """The service's machine over the numbers of its states, by asking it for every move."""
+    """Convert a state machine of the service to numbers, by looking up every move."""
     numbers = {state: number for number, state in enumerate(states)}
     table = {}
     for event in events:
@@ -110,7 +110,7 @@ QUEUED, CLAIMED, SENT, IN_DOUBT = (
 
 
 def slot_move(state: int, *events: SlotEvent) -> int:
-    """A slot's state after `events`, by the service's table. IllegalMove where it has no such move."""
+    """Return a slot's state after `events`, by the service's table. IllegalMove if the table has no such move."""
     for event in events:
         if (state, event) not in _SLOT_MOVES:
             raise IllegalMove(f"{event.name} in state {_SLOT_STATES[state].name}")
@@ -119,7 +119,7 @@ def slot_move(state: int, *events: SlotEvent) -> int:
 
 
 def request_move(state: int, *events: RequestEvent) -> int:
-    """A request's state after `events`, by the service's table. IllegalMove where it has no such move."""
+    """Return a request's state after `events`, by the service's table. IllegalMove if the table has no such move."""
     for event in events:
         if (state, event) not in _REQUEST_MOVES:
             raise IllegalMove(f"{event.name} in state {_REQUEST_STATES[state].name}")
@@ -128,7 +128,7 @@ def request_move(state: int, *events: RequestEvent) -> int:
 
 
 def request_state(state: int) -> RequestState:
-    """The service's name of a request's state."""
+    """Return the service's name of a request's state."""
     return _REQUEST_STATES[state]
 
 
@@ -136,56 +136,56 @@ def request_state(state: int) -> RequestState:
 
 
 class Txn(NamedTuple):
-    """The transaction under way at a slot's coordinator."""
+    """The transaction in progress at a slot's coordinator."""
 
-    copies: tuple[int, ...]  # events in it, by event
+    copies: tuple[int, ...]  # its events, by event
     record: int  # the offset of its ledger record, NONE before that is sent
-    holds: int  # does the record name the events? (a begin record does not)
+    holds: int  # whether the record names the events (a begin record does not)
     by: int  # the process whose open request wrote the events, NONE or REFUSED
-    decided: bool = False  # PrepareCommit: its markers are still to be written
-    data: tuple[bool, ...] = ()  # which data partitions belong to it; the ledger's does with its record
+    decided: bool = False  # PrepareCommit: its markers are not written yet
+    data: tuple[bool, ...] = ()  # its data partitions; the ledger's belongs to it with its record
 
 
 class Hung(NamedTuple):
-    """A transaction that its coordinator has completed, and that stays open where its marker never came.
+    """A transaction that its coordinator has completed, and that stays open in the partitions without its marker.
 
     Each event has a data partition of its own; another key's event goes to that of the first.
     """
 
-    copies: tuple[int, ...]  # records that are open in the data partitions
-    ledger: bool  # is its ledger record open?
-    record: int  # its ledger record's offset, NONE where it has none
+    copies: tuple[int, ...]  # open records in the data partitions
+    ledger: bool  # whether its ledger record is open
+    record: int  # its ledger record's offset, NONE without one
     holds: int
     data: tuple[bool, ...]
-    marker: int  # what the marker says in those of its partitions that have one: ABORT, COMMIT, or NONE
+    marker: int  # the marker in those of its partitions that have one: ABORT, COMMIT, or NONE
     refused: bool  # its request was answered 503 or 4xx
-    named: bool  # does the next recovery of its slot know by itself of the data partitions?
+    named: bool  # whether the next recovery of its slot knows the data partitions
 
 
 class Part(NamedTuple):
     """A slot in Kafka: the coordinator of its transactional id, and its ledger partition."""
 
-    owner: int  # the newest producer: id and epoch as one number that never comes again
-    epoch: int  # its epoch alone, which does
+    owner: int  # the newest producer: id and epoch as one number, which never repeats
+    epoch: int  # its epoch alone, which repeats
     txn: Txn | None
     ledger: tuple[int, ...]  # by offset: OPEN, 1 (names the events) or 0 (names none of them, or was aborted)
     hung: tuple[Hung, ...] = ()
 
 
 class Store(NamedTuple):
-    """What a Redis holds."""
+    """The data of a Redis."""
 
     generation: int
     named: int  # the store that the generation names
-    nonce: int  # of the store recovery under way, NONE where there is none
+    nonce: int  # of the store recovery in progress, NONE without one
     freed: tuple[int, ...]
     applied: tuple[int, ...]
     keys: tuple[int, ...]
-    claims: int = NONE  # how many calls have claimed something; NONE where no store becomes an older copy of itself
+    claims: int = NONE  # the number of claiming calls; NONE in searches without older copies
 
 
 class Debt(NamedTuple):
-    """A committed ledger record that is still to be marked."""
+    """A committed ledger record that is not marked yet."""
 
     generation: int
     store: int
@@ -205,11 +205,11 @@ class View(NamedTuple):
     store: int = NONE
     last: int = NONE  # the offset of its last ledger record
     owed: tuple[Debt, ...] = ()
-    unwanted: bool = False  # a claim that is to be released
-    checked: bool = False  # in this term nothing hung in the data partitions when it first wrote to them
+    unwanted: bool = False  # a claim to release
+    checked: bool = False  # in this term nothing hung in the data partitions before the first write
 
 
-# How far a request's transaction is, in SENT.
+# The progress of a request's transaction, in SENT.
 EVENTS_SENT, RECORD_SENT, COMMITTED = 1, 2, 3
 
 
@@ -220,11 +220,11 @@ class Request(NamedTuple):
     slot: int = NONE
     phase: int = 0
     wrote: bool = False  # something that this request sent has been committed
-    answered: bool = False  # 504 was said while its transaction was under way, which goes on
+    answered: bool = False  # it was answered 504 during its transaction, which goes on
 
 
 class Recovery(NamedTuple):
-    """A store recovery under way; `done` counts its steps."""
+    """A store recovery in progress; `done` counts its steps."""
 
     done: int
     nonce: int
@@ -234,7 +234,7 @@ class Recovery(NamedTuple):
 
 
 class Process(NamedTuple):
-    """One process: the store that its address leads to, its generation, its slots, its request."""
+    """One process: the store at its address, its generation, its slots, its request."""
 
     address: int
     generation: int
@@ -242,24 +242,25 @@ class Process(NamedTuple):
     recovery: Recovery | None
     views: tuple[View, ...]
     request: Request | None
-    claims_seen: int = NONE  # the most of the store's `claims`; OLDER + generation: an older copy was met
+    claims_seen: int = NONE  # the highest `claims` that it has seen; OLDER + generation: it has met an older copy
 
 
 class World(NamedTuple):
-    """Everything."""
+    """The whole state."""
 
     processes: tuple[Process, ...]
     parts: tuple[Part, ...]
-    copies: tuple[int, ...]  # how often each event has been committed, without what hangs
+    copies: tuple[int, ...]  # how often each event has been committed, without hanging transactions
     control: tuple[int, ...]  # the generations, by offset: the store that each names
-    deposed: tuple[int, ...]  # how much of control and of each ledger partition a deposed leader shows; () for none
+    # the records of control and of each ledger partition that a deposed leader has; () for none
+    deposed: tuple[int, ...]
     stores: tuple[Store, ...]
-    replica: Store | None  # what the replica holds, until it is promoted
+    replica: Store | None  # the data of the replica, until it is promoted
     primary: int
-    holders: tuple[int, ...]  # who has each slot's lease
+    holders: tuple[int, ...]  # the holder of each slot's lease
     late: tuple[tuple[int, ...], ...]  # requests without an answer that may still arrive
-    acknowledged: bool  # a 201 has been said
-    wrong: str  # a violation that a step itself has seen
+    acknowledged: bool  # whether a 201 was sent
+    wrong: str  # a violation that a step itself has found
     left: tuple[int, ...]  # the faults that may still happen
 
 
@@ -267,36 +268,36 @@ T = TypeVar("T")
 
 
 def put(items: tuple[T, ...], place: int, item: T) -> tuple[T, ...]:
-    """The tuple with another item at `place`."""
+    """Return the tuple with another item at `place`."""
     changed = list(items)
     changed[place] = item
     return tuple(changed)
 
 
 def with_process(world: World, p: int, process: Process) -> World:
-    """The world with another state of process `p`."""
-    # What `_replace` would do, at half its cost: nothing runs more often.
+    """Return the world with another state of process `p`."""
+    # As `_replace`, at half its cost: no function runs more often.
     return tuple.__new__(World, (put(world.processes, p, process), *world[1:]))
 
 
 def with_view(world: World, p: int, s: int, view: View) -> World:
-    """The world with another view of slot `s` at process `p`."""
+    """Return the world with another view of slot `s` at process `p`."""
     process = world.processes[p]
     views = put(process.views, s, view)
     return with_process(world, p, tuple.__new__(Process, (*process[:4], views, *process[5:])))
 
 
 def with_request(world: World, p: int, request: Request | None) -> World:
-    """The world with another request at process `p`."""
+    """Return the world with another request at process `p`."""
     process = world.processes[p]
     return with_process(world, p, tuple.__new__(Process, (*process[:5], request, process.claims_seen)))
 
 
 def with_part(world: World, s: int, part: Part) -> World:
-    """The world with another state of slot `s` in Kafka."""
+    """Return the world with another state of slot `s` in Kafka."""
     return tuple.__new__(World, (world.processes, put(world.parts, s, part), *world[2:]))
 
 
 def with_store(world: World, store: int, held: Store) -> World:
-    """The world with other contents of a store."""
+    """Return the world with other data in a store."""
     return world._replace(stores=put(world.stores, store, held))

@@ -36,7 +36,7 @@ Step = tuple[str, World]
 
 
 def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> Iterator[Step]:
-    """Every step of writing that process `p`, or the client at it, may take."""
+    """List every step of writing that process `p`, or its client, may take."""
     process = world.processes[p]
     request = process.request
     if request is None:
@@ -56,7 +56,7 @@ def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> I
 
 
 def end_term(world: World, p: int, s: int, rules: Rules) -> World:
-    """The slot's term ends: what was sent in it is in doubt, what was only claimed is to be claimed anew."""
+    """End the slot's term: sent events are in doubt, events that were only claimed are claimed again."""
     process = world.processes[p]
     view = process.views[s]
     request = process.request
@@ -72,7 +72,7 @@ def end_term(world: World, p: int, s: int, rules: Rules) -> World:
 
 
 def lose_store(world: World, p: int, generation: int) -> World:
-    """A script for `generation` met another store: the process has to settle which one holds the claims."""
+    """A script for `generation` met another store: the process must settle its store again."""
     process = world.processes[p]
     if process.generation != generation:
         return world
@@ -83,14 +83,14 @@ def lose_store(world: World, p: int, generation: int) -> World:
 
 
 def note_claims(world: World, p: int, store: Store) -> World:
-    """The process hears how many calls have claimed something in the store."""
+    """The process learns the number of claiming calls in the store."""
     if store.claims == NONE:
         return world
     return with_process(world, p, world.processes[p]._replace(claims_seen=store.claims))
 
 
 def _post(world: World, p: int, configuration: Configuration) -> Iterator[Step]:
-    """The client sends its request; a process that is not settled refuses it at the edge."""
+    """The client sends its request; a process that is not settled refuses it."""
     if p not in configuration.posters or world.processes[p].generation == NONE:
         return
     posted = with_request(world, p, Request())
@@ -103,7 +103,7 @@ def _post(world: World, p: int, configuration: Configuration) -> Iterator[Step]:
 
 
 def _deadline(world: World, p: int, request: Request, rules: Rules) -> Iterator[Step]:
-    """The request's time is over: 504 where it may be written, else 503, and a claim is then to be released."""
+    """The request's deadline passes: 504 if it may be written, else 503, and its claim is to be released."""
     if rules.doubt_kept and request_state(request.state) in MAYBE_WRITTEN:
         under_way = with_request(world, p, request._replace(answered=True))
         yield f"p{p}: deadline, 504", under_way if request.state == SENT else _answer(world, p, NONE)
@@ -117,7 +117,7 @@ def _deadline(world: World, p: int, request: Request, rules: Rules) -> Iterator[
 
 
 def _answer(world: World, p: int, author: int) -> World:
-    """The request has its answer; `author` stays for what it wrote: NONE, or REFUSED if that must not be committed."""
+    """Answer the request; `author` is kept for what it wrote: NONE, or REFUSED if that must not be committed."""
     request_move(_open(world, p).state, RequestEvent.ANSWER)
     parts = tuple(
         part if part.txn is None or part.txn.by != p else part._replace(txn=part.txn._replace(by=author))
@@ -138,7 +138,7 @@ def _acknowledge(world: World, p: int) -> World:
 
 
 def _claim(world: World, p: int, s: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
-    """One claim script: with its answer, or without one, which ends the term and leaves it to run late."""
+    """Run a claim script: with its reply, or without one, which ends the term, and the script may run late."""
     address = world.processes[p].address
     store = world.stores[address]
     label = f"p{p}: claim for s{s} t{view.term}"
@@ -171,7 +171,7 @@ def _claim(world: World, p: int, s: int, view: View, request: Request, rules: Ru
 
 
 def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
-    """The events go to Kafka, in the slot's transaction; all of them are there, or not all."""
+    """Send the events in the slot's transaction; all of them arrive, or not all."""
     s = request.slot
     if kafka.waits_for_markers(world, s):
         return
@@ -202,16 +202,16 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
 
 
 def _meets_hung(world: World, s: int, view: View, rules: Rules, partitions: Iterable[int]) -> bool:
-    """Is anything of the slot's producer id open in these data partitions, as its term looks before it writes there?"""
+    """Check, before the term writes to these data partitions, whether one has an open transaction of the slot."""
     if not (rules.hanging_settled and rules.partitions_checked) or (view.checked and not rules.check_renewed):
         return False
     return any(hung.copies[number] for hung in world.parts[s].hung for number in partitions)
 
 
 def _failed(label: str, world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """A send failed, and no commit was asked for: the claim is given up before the slot's recovery.
+    """A send failed, and no commit was requested: the claim is released before the slot's recovery.
 
-    With a clean answer of the store, it is known from then on that nothing was written; without one it is in doubt.
+    With a clean reply of the store, the event is known not to be written; without one it is in doubt.
     """
     if not rules.sends_awaited:
         yield label, world
@@ -229,7 +229,7 @@ def _failed(label: str, world: World, p: int, s: int, view: View, rules: Rules) 
 
 
 def _let_go(world: World, p: int, s: int, view: View) -> World:
-    """The term has ended: the claim may be given up before the slot's recovery, or not."""
+    """The term has ended: the claim may be released before the slot's recovery, or not."""
     script = (late.RELEASE, world.processes[p].address, view.generation, view.store, s, view.term)
     return late.leave(world, script, runs=1)
 
@@ -251,7 +251,7 @@ def _write(world: World, p: int, view: View, request: Request, rules: Rules) -> 
 
 
 def _commit(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """EndTxn: answered; answered while its markers take their time; its answer lost; or under way for long."""
+    """EndTxn: answered; answered with later markers; its reply lost; or in flight for long."""
     label = f"p{p}: commit in s{s}"
     txn = world.parts[s].txn
     decided = kafka.end(world, s, view.owner)
@@ -280,13 +280,13 @@ def _commit(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[
 
 
 def _mark_and_answer(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """The mark, and 201 whatever became of it: the ledger has the record."""
+    """The mark, and then 201 even if the mark failed: the ledger has the record."""
     for label, after in _pay(world, p, s, view, rules):
         yield f"{label}, 201", _acknowledge(after, p)
 
 
 def _pay(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """Mark the oldest record that is owed."""
+    """Mark the oldest pending record."""
     if not view.owed:  # a new term has begun: its recovery has marked it
         yield f"p{p}: nothing to mark", world
         return
@@ -307,7 +307,7 @@ def _pay(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Ste
 
 
 def _apart(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """What a slot does beside its group: debts, releases, and another key's transaction."""
+    """The steps of a slot beside its group: pending marks, releases, and another key's transaction."""
     if view.state != READY:
         return
     request = world.processes[p].request
@@ -321,7 +321,7 @@ def _apart(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
 
 
 def _release(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """A claim whose request has been answered 503 is given up; without a clean answer the term ends."""
+    """Release a claim whose request was answered 503; without a clean reply the term ends."""
     address = world.processes[p].address
     label = f"p{p}: release s{s} t{view.term}"
     if world.left[FAULT.lose_script]:
@@ -339,7 +339,7 @@ def _release(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator
 
 
 def _other(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
-    """Another key's event is written and marked, in one step: a ledger record that names none of ours.
+    """Write and mark another key's event in one step; its ledger record names none of the model's events.
 
     It goes to the data partition of the first event.
     """
