@@ -11,7 +11,7 @@ _ENDLESS = 1 << 30
 
 
 def settled(store: Store, here: int, generation: int, named: int, rules: Rules, claims_seen: int = NONE) -> bool:
-    """Check that the store has the caller's generation, and is no older copy; inverse of `unsettled()` in claims.lua."""
+    """Check the caller's generation of a store, and that it is no older copy; the inverse of `unsettled()`."""
     if rules.older_copy_noticed and store.claims < claims_seen:
         return False
     if rules.generation_checked and (store.generation, store.named) != (generation, named):
