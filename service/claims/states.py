@@ -176,11 +176,11 @@ class SlotState(_Name):
     """States of a slot for its holder, in the order of recovery."""
 
     VACANT = "vacant"  # not held by this process
-    LEASED = "leased"  # 1: the lease is taken
-    FENCED = "fenced"  # 2: InitProducerId has returned: the old owner can never commit again
-    BEGUN = "begun"  # 3: the begin record is committed: the term is known
-    CHECKED = "checked"  # 4: control, read through a barrier, names this Redis server as the store
-    READY = "ready"  # 5, 6: the ledger is replayed and `freed` raised: claims may be made
+    LEASED = "leased"  # the lease is taken
+    FENCED = "fenced"  # InitProducerId has returned: the old owner can never commit again
+    BEGUN = "begun"  # the begin record is committed: the term is known
+    CHECKED = "checked"  # control, read through a barrier, names this Redis server as the store
+    READY = "ready"  # the ledger is replayed and `freed` raised: claims may be made
     WRITING = "writing"  # a transaction is open
     DOUBT = "doubt"  # the term has ended without a clean commit: recovery is next
 

@@ -115,8 +115,7 @@ class EventsEndpoint:
 
     def _post_event(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         if overload := self._admission().overload:
-            post.drop_body()  # the delayed refusal needs no body
-            self._admission().load_shedder.refuse(post.arrived, partial(self._fail, post, overload))
+            self._refuse(post, overload)
             return
         traceparent = parse_traceparent(found.get(b"traceparent"))
         key, scope = found.get(b"idempotency-key"), caller.scope
@@ -134,6 +133,15 @@ class EventsEndpoint:
             self._write_event(post, found, caller, event)
         else:
             post.run_in_task(self._or_fail(post, self._write_long(post, found, caller, event)))
+
+    def _refuse(self, post: PostRequest, overload: Problem) -> None:
+        """Answer 503, now or after a delay, because the queue is full."""
+        delay = self._admission().load_shedder.delay(post.arrived)
+        if delay is None:
+            self._fail(post, overload)
+        else:
+            post.drop_body()  # the refusal needs no body
+            delay.add_done_callback(lambda _: self._fail(post, overload))
 
     async def _write_long(self, post: PostRequest, found: UsedHeaders, caller: Caller, event: Awaitable[Event]) -> None:
         self._write_event(post, found, caller, await event)

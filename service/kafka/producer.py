@@ -103,7 +103,7 @@ class TransactionalProducer:
         self._opening: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
         self._open_check = OpenCheck(self._session)
         self._state = State.READY
-        self._sent: tuple[_Group, dict[Partition, int], Partition] | None = None  # with the leaders, and the ledger
+        self._sent: tuple[_Write, dict[Partition, int], Partition] | None = None  # with the leaders, and the ledger
         self._ends_at = 0.0  # the transaction's deadline, by the loop's time
 
     async def start(self) -> None:
@@ -150,7 +150,7 @@ class TransactionalProducer:
         """
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await self._begin(_Group([]), partitions)
+                await self._begin(_Write([]), partitions)
                 await self._end(commit)
                 while (await self.find_open(partitions)) != ({}, set()):  # noqa: ASYNC110 - Kafka sends no notification
                     await asyncio.sleep(MARKERS_PAUSE_MOST_S)
@@ -199,11 +199,11 @@ class TransactionalProducer:
         codes = _codes(self._session.note_throttle(await answer))
         if CONCURRENT_TRANSACTIONS in codes.values():
             return {}
-        group = _Group([])
+        write = _Write([])
         try:
-            group.check_added(codes)
+            write.check_added(codes)
         except errors.KafkaError:
-            if not group.refusals:
+            if not write.refusals:
                 raise
             return {}
         return leaders
@@ -214,15 +214,15 @@ class TransactionalProducer:
         Call `commit` next. Raises TransactionFailed for any response that is not clean.
         """
         self._move(State.SENDING)
-        group = _Group(records)
+        write = _Write(records)
         self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
             async with asyncio.timeout(self._sends_timeout_s):
-                leaders = await self._join(group, ledger)
-                metadata = await self._send(group, leaders)
+                leaders = await self._join(write, ledger)
+                metadata = await self._send(write, leaders)
         except Exception as error:  # a bug must end the session too
-            raise self._failed(error, group, None) from error
-        self._sent = group, leaders, ledger
+            raise self._failed(error, write, None) from error
+        self._sent = write, leaders, ledger
         self._move(State.SENT)
         return metadata
 
@@ -233,29 +233,29 @@ class TransactionalProducer:
         """
         self._move(State.COMMITTING)
         assert self._sent is not None
-        (group, leaders, ledger), self._sent = self._sent, None
-        last: _Group | None = None
+        (write, leaders, ledger), self._sent = self._sent, None
+        of_ledger: _Write | None = None
         try:
             async with asyncio.timeout_at(self._ends_at):
-                last = _Group([own_record(*ledger, None, ledger_record)])
-                (metadata,) = await self._send(last, leaders)
+                of_ledger = _Write([own_record(*ledger, None, ledger_record)])
+                (metadata,) = await self._send(of_ledger, leaders)
                 await self._end(commit=True)
         except Exception as error:  # a bug must end the session too
-            raise self._failed(error, group, last) from error
+            raise self._failed(error, write, of_ledger) from error
         self._move(State.READY)
         return metadata.offset
 
-    def _failed(self, error: Exception, group: "_Group", last: "_Group | None") -> TransactionFailed:
-        """Make the error for a failed transaction; `last` is the ledger record, if one may have been sent."""
+    def _failed(self, error: Exception, write: "_Write", of_ledger: "_Write | None") -> TransactionFailed:
+        """Make the error for a failed transaction; `of_ledger`: of the ledger record, if it may have been sent."""
         self._state = State.DEAD
-        refusals = group.refusals | (last.refusals if last is not None else {})
+        refusals = write.refusals | (of_ledger.refusals if of_ledger is not None else {})
         cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in refusals.items())
         cause = cause or ", ".join(filter(None, (repr(error), self._session.quota)))
         # A refused record ends the transaction, so topics without an answer are not to blame.
-        stuck = set() if refusals else group.stuck(timed_out=isinstance(error, TimeoutError))
+        stuck = set() if refusals else write.stuck(timed_out=isinstance(error, TimeoutError))
         # Recovery commits a hanging transaction whose ledger record is in Kafka (service/kafka/hanging.py).
-        may_commit = last is not None and not last.is_refused
-        return TransactionFailed(outcomes.of(error, may_commit), cause, refusals, stuck, group.hanging)
+        may_commit = of_ledger is not None and not of_ledger.is_refused
+        return TransactionFailed(outcomes.of(error, may_commit), cause, refusals, stuck, write.hanging)
 
     def _move(self, state: "State") -> None:
         """Change the state. Raises TransactionFailed where the producer is dead, RuntimeError for an illegal move."""
@@ -265,48 +265,48 @@ class TransactionalProducer:
             raise RuntimeError(f"a producer that is {self._state.value} cannot be {state.value}")
         self._state = state
 
-    async def _join(self, group: "_Group", ledger: Partition) -> dict[Partition, int]:
-        """Add the partitions that a group needs to the transaction; the leaders of all its partitions."""
+    async def _join(self, write: "_Write", ledger: Partition) -> dict[Partition, int]:
+        """Add the partitions that a write needs to the transaction; the leaders of all its partitions."""
         leaders = await self._opened()
-        wanted = dict.fromkeys([(record.topic, record.partition) for record in group.records] + [ledger])
+        wanted = dict.fromkeys([(record.topic, record.partition) for record in write.records] + [ledger])
         if missing := [partition for partition in wanted if partition not in leaders]:
-            added = await self._leaders(group, missing)
-            await self._check_open(group, added)
-            await self._begin(group, added)
+            added = await self._leaders(write, missing)
+            await self._check_open(write, added)
+            await self._begin(write, added)
             leaders |= added
         return leaders
 
-    async def _leaders(self, group: "_Group", partitions: Collection[Partition]) -> dict[Partition, int]:
+    async def _leaders(self, write: "_Write", partitions: Collection[Partition]) -> dict[Partition, int]:
         """Find the leader of each of these partitions. Raises Refused, TimeoutError."""
         self._session.look_up(partitions)
         leaders: dict[Partition, int] = {}
         for partition in partitions:
             node = self._session.leader(partition)
             if node is None:
-                group.waiting_for = partition[0]
+                write.waiting_for = partition[0]
                 try:
                     node = await self._session.find_leader(partition)
                 except Refused as refused:
-                    group.refusals[partition[0]] = refused.refusal
+                    write.refusals[partition[0]] = refused.refusal
                     raise
-                group.waiting_for = ""
+                write.waiting_for = ""
             leaders[partition] = node
         return leaders
 
-    async def _check_open(self, group: "_Group", leaders: Mapping[Partition, int]) -> None:
+    async def _check_open(self, write: "_Write", leaders: Mapping[Partition, int]) -> None:
         """Raise where a partition holds an older open transaction, which this transaction's marker would end."""
         unclear = [partition for partition, node in leaders.items() if not self._open_check.is_clear(partition, node)]
         if not unclear:
             return
-        group.waiting_for = unclear[0][0]
-        group.hanging, unanswered = await self.find_open(unclear)
-        if group.hanging:
-            group.waiting_for = ""
-            raise errors.KafkaError(f"a transaction of this producer id hangs in {sorted(group.hanging)}")
+        write.waiting_for = unclear[0][0]
+        write.hanging, unanswered = await self.find_open(unclear)
+        if write.hanging:
+            write.waiting_for = ""
+            raise errors.KafkaError(f"a transaction of this producer id hangs in {sorted(write.hanging)}")
         if unanswered:
-            group.waiting_for = min(unanswered)[0]
+            write.waiting_for = min(unanswered)[0]
             raise TimeoutError(f"no leader answered whether a transaction is open in {sorted(unanswered)}")
-        group.waiting_for = ""
+        write.waiting_for = ""
 
     def _add_partitions(self, partitions: Iterable[Partition]) -> AddPartitionsToTxnRequest:
         by_topic: dict[str, list[int]] = {}
@@ -317,7 +317,7 @@ class TransactionalProducer:
             session.transactional_id, session.producer_id, session.epoch, list(by_topic.items())
         )
 
-    async def _begin(self, group: "_Group", partitions: Iterable[Partition]) -> None:
+    async def _begin(self, write: "_Write", partitions: Iterable[Partition]) -> None:
         """Add partitions to the transaction; the first ones begin the transaction.
 
         CONCURRENT_TRANSACTIONS means that the previous transaction's markers are still being written, and nothing was
@@ -331,25 +331,25 @@ class TransactionalProducer:
                 break
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
-        group.check_added(codes)
+        write.check_added(codes)
 
-    async def _send(self, group: "_Group", leaders: Mapping[Partition, int]) -> list[RecordMetadata]:
-        """Send a group and await all of its batches; the records' metadata in their order."""
+    async def _send(self, write: "_Write", leaders: Mapping[Partition, int]) -> list[RecordMetadata]:
+        """Send a write and await all of its batches; the records' metadata in their order."""
         session = self._session
-        group.batches = session.batches(group.records, leaders)
-        await after_step(len(group.records))
-        await session.send(group.batches, leaders, int(1000 * REPLICAS_SHARE * self._sends_timeout_s))
-        metadata = [RecordMetadata(-1, -1)] * len(group.records)
+        write.batches = session.batches(write.records, leaders)
+        await after_step(len(write.records))
+        await session.send(write.batches, leaders, int(1000 * REPLICAS_SHARE * self._sends_timeout_s))
+        metadata = [RecordMetadata(-1, -1)] * len(write.records)
         failed = None
-        for batch in group.batches:
-            result = batch.result(group.records)
+        for batch in write.batches:
+            result = batch.result(write.records)
             if isinstance(result, list):
                 for member, written in zip(batch.members, result, strict=True):
                     metadata[member] = written
                 continue
             failed = failed or batch
             if isinstance(result, RecordError):
-                group.refusals[batch.partition[0]] = result
+                write.refusals[batch.partition[0]] = result
         if failed is not None:
             check(failed.answer[0] if failed.answer else -1, f"Produce to {failed.partition}")
             # DuplicateSequenceNumber and the like: the record is in Kafka at an unknown offset.
@@ -372,8 +372,8 @@ class TransactionalProducer:
         await self._session.close()
 
 
-class _Group:
-    """The records of one transaction, and the topics that fail or delay the transaction."""
+class _Write:
+    """Records of a transaction that are sent together, and the topics that fail or delay the transaction."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = records

@@ -210,8 +210,9 @@ class FailureDecision:
     """What to do after a transaction that did not commit cleanly.
 
     All requests are in doubt unless `is_aborted` (no commit was requested) and their claims are released. Then the
-    requests in `at_once`, `later` (after a pause) and `split` (in parts) are sent again. `blamed_topics` are to be
-    quarantined, `failed` are the requests with one of those topics, `blamed` those that may have caused the abort.
+    requests in `at_once`, `later` (after a pause) and `split` (in parts) are sent again. `failed_topics`, which were
+    refused or did not answer, are to be quarantined; `failed` are the requests with one of them. `aborting` are the
+    requests that may have caused the abort.
     """
 
     def __init__(self, requests: Sequence[WriteRequest], failure: TransactionFailed, ledger: str) -> None:
@@ -220,58 +221,58 @@ class FailureDecision:
         self.later: list[WriteRequest] = []
         self.split: list[WriteRequest] = []
         self.failed: list[WriteRequest] = []
-        self.blamed: list[WriteRequest] = []
-        self.blamed_topics: dict[str, None] = {}
+        self.aborting: list[WriteRequest] = []
+        self.failed_topics: dict[str, None] = {}
         self.is_aborted = failure.outcome is TransactionOutcome.ABORTED
         # If a commit was requested, a refusal did not end the transaction.
         self._refusals = failure.refusals if self.is_aborted else {}
-        self._culprits = {*failure.stuck, *self._refusals}
+        self._failing = {*failure.stuck, *self._refusals}  # topics; the ledger's may be one of them
         self._alone = len(requests) == 1
         self.ledger_is_full = ledger in self._refusals and self._refusals[ledger].kind is TOO_LARGE
         for request in requests:
             self._add(request)
 
     def _add(self, request: WriteRequest) -> None:
-        culprits = request.topics & self._culprits
-        if culprits:
+        failing = request.topics & self._failing
+        if failing:
             self.failed.append(request)
-            self.blamed_topics |= dict.fromkeys(culprits)
-        if (result := self._result_of(request, culprits)) is not None:
+            self.failed_topics |= dict.fromkeys(failing)
+        if (result := self._result_of(request, failing)) is not None:
             self.results.append((request, result))
             return
         is_too_long = self.ledger_is_full and self._alone
-        is_blamed = self.is_aborted and (not self._culprits or bool(culprits) or is_too_long)
-        if is_blamed:
-            self.blamed.append(request)
-        if self._is_to_be_split(request, culprits):
+        is_aborting = self.is_aborted and (not self._failing or bool(failing) or is_too_long)
+        if is_aborting:
+            self.aborting.append(request)
+        if self._is_to_be_split(request, failing):
             self.split.append(request)
-        elif self._is_absent(culprits) or (is_blamed and request.aborts > 0):
+        elif self._is_absent(failing) or (is_aborting and request.aborts > 0):
             self.later.append(request)
         else:
             self.at_once.append(request)
 
-    def _result_of(self, request: WriteRequest, culprits: Collection[str]) -> Problem | None:
-        """Make the final answer of a request that was alone and is to blame; None for one that is sent again."""
+    def _result_of(self, request: WriteRequest, failing: Collection[str]) -> Problem | None:
+        """Make the final answer of a request that was alone and failed; None for one that is sent again."""
         if not self._alone or request.is_chunk:
             return None
         if self.ledger_is_full and request.atomic:
             return Problem(TOO_LARGE, "events: the ledger takes fewer in one transaction")
-        for topic in culprits:
+        for topic in failing:
             if topic in self._refusals:
                 return refused(request, topic, self._refusals[topic])
         return None
 
-    def _is_to_be_split(self, request: WriteRequest, culprits: Collection[str]) -> bool:
+    def _is_to_be_split(self, request: WriteRequest, failing: Collection[str]) -> bool:
         """Whether parts of a chunk may succeed where the whole chunk failed."""
         if not request.is_chunk or not self.is_aborted:
             return False
-        if self._is_absent(culprits) and request.failures + 1 < ABSENT_FAILURES:
+        if self._is_absent(failing) and request.failures + 1 < ABSENT_FAILURES:
             return False
-        others_too = bool(culprits) and len(culprits) < len(request.topics)
-        return others_too or (self._alone and (bool(culprits) or self.ledger_is_full))
+        others_too = bool(failing) and len(failing) < len(request.topics)
+        return others_too or (self._alone and (bool(failing) or self.ledger_is_full))
 
-    def _is_absent(self, culprits: Collection[str]) -> bool:
-        return any(topic in self._refusals and self._refusals[topic].kind is UNKNOWN_TOPIC for topic in culprits)
+    def _is_absent(self, failing: Collection[str]) -> bool:
+        return any(topic in self._refusals and self._refusals[topic].kind is UNKNOWN_TOPIC for topic in failing)
 
 
 class IdempotentDecision:
@@ -289,9 +290,9 @@ class IdempotentDecision:
         self.to_release: list[ClaimToRelease] = []
         self.requeued: list[WriteRequest] = []
         self.failed: dict[WriteRequest, None] = {}
-        self.blamed_topics: dict[str, None] = {}
+        self.failed_topics: dict[str, None] = {}
         self._some_written = any(isinstance(each, RecordMetadata) for each in written)
-        self._some_blamed = any(isinstance(each, NotSent) and each.itself for each in written)
+        self._some_unable = any(isinstance(each, NotSent) and each.itself for each in written)
         self._alone = len(records) == 1
         start = 0
         for request, accepted_ats in group:
@@ -328,21 +329,21 @@ class IdempotentDecision:
         if isinstance(written, RecordMetadata):
             return written
         if isinstance(written, NotSent):
-            if written.itself or not self._some_blamed:
-                self._blame(request, record.topic)
+            if written.itself or not self._some_unable:
+                self._fail(request, record.topic)
             return Step.REQUEUE
         if written is None:
             if self._some_written:  # then this topic hangs, and must not delay the others again
-                self._blame(request, record.topic)
+                self._fail(request, record.topic)
             return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: a retry writes it again")
-        self._blame(request, record.topic)
+        self._fail(request, record.topic)
         if request.is_chunk:
             return Step.SPLIT
         return (refused(request, record.topic, written) if self._alone else None) or Step.REQUEUE
 
-    def _blame(self, request: WriteRequest, topic: str) -> None:
+    def _fail(self, request: WriteRequest, topic: str) -> None:
         self.failed[request] = None
-        self.blamed_topics[topic] = None
+        self.failed_topics[topic] = None
 
 
 def refused(request: WriteRequest, topic: str, refusal: RecordError) -> Problem | None:

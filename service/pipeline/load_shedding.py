@@ -1,7 +1,7 @@
 """Load shedding: delays the 503s of a full queue, so that their cost does not slow down the admitted requests."""
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 # Answers for each refusal. A refusal costs nearly half as much as an event, and a client that gets one at once retries
@@ -14,36 +14,44 @@ WAIT_MOST_S: Final = 0.5
 
 
 class LoadShedder:
-    """Refusals to send, first in first out: one for every `ANSWERS_EACH` answers.
+    """Delays of refusals, which end first in first out: one for every `ANSWERS_EACH` answers.
 
-    They are sent several at a time, when the next one comes or by `look`, and never between the answers of a group,
-    where each would cost as much time as an event.
+    They end several at a time, when the next refusal comes or by `look`, and never between the answers of a group,
+    where each refusal would cost as much time as an event.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+        self._delays: deque[tuple[float, asyncio.Future[None]]] = deque()  # with the arrivals
         self._saved = SAVED_MOST
 
-    def refuse(self, arrived: float, send: Callable[[], None]) -> None:
-        """Send a refusal, now or later. `arrived`: when its request did, time.monotonic."""
-        self._waiting.append((arrived, send))
-        self._go_on()
+    def delay(self, arrived: float) -> asyncio.Future[None] | None:
+        """Delay a refusal until the future is set; None if it may be sent now.
+
+        `arrived`: when its request did, time.monotonic.
+        """
+        self._end_paid()
+        if self._saved >= ANSWERS_EACH:
+            self._saved -= ANSWERS_EACH
+            return None
+        delay: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._delays.append((arrived, delay))
+        return delay
 
     def answered(self, events: int = 1) -> None:
         """Count answers, which pay for refusals."""
         self._saved = min(self._saved + events, SAVED_MOST)
 
     def look(self, now: float) -> None:
-        """Send the refusals that are paid for, and those older than WAIT_MOST_S. Called regularly."""
-        self._go_on()
-        while self._waiting and self._waiting[0][0] <= now - WAIT_MOST_S:
-            self._send_next()
+        """End the delays of refusals that are paid for, and of those older than WAIT_MOST_S. Called regularly."""
+        self._end_paid()
+        while self._delays and self._delays[0][0] <= now - WAIT_MOST_S:
+            self._end_next()
 
-    def _go_on(self) -> None:
-        while self._waiting and self._saved >= ANSWERS_EACH:
+    def _end_paid(self) -> None:
+        while self._delays and self._saved >= ANSWERS_EACH:
             self._saved -= ANSWERS_EACH
-            self._send_next()
+            self._end_next()
 
-    def _send_next(self) -> None:
-        _, send = self._waiting.popleft()
-        send()
+    def _end_next(self) -> None:
+        _, delay = self._delays.popleft()
+        delay.set_result(None)

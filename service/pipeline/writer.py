@@ -340,7 +340,7 @@ class Writer:
             self._park(slot, [request for request, _ in claimed])
             raise
         decision = IdempotentDecision(claimed, records, results)
-        self._note_failures(decision.failed, decision.blamed_topics)
+        self._note_failures(decision.failed, decision.failed_topics)
         for request, result in decision.results:
             self._admission.answer(request, result)
         for request in decision.requeued:
@@ -397,13 +397,14 @@ class Writer:
 
         If a commit may have been requested, all are parked until the recovery. If not, their claims are released and
         they are sent again: at once the first time, later with a pause, because a request that fails each time would
-        end the terms of all slots. A request for a topic that may be new waits too. A chunk to blame is split.
+        end the terms of all slots. A request for a topic that may be new waits too. A chunk with a topic that failed is
+        split.
         """
         decision = FailureDecision(requests, failure, self._ledger)
         if decision.ledger_is_full:  # its topic takes smaller records than before
             self._queue.ledger_was_full(requests)
-        self._note_failures(decision.failed, decision.blamed_topics)
-        for request in decision.blamed:
+        self._note_failures(decision.failed, decision.failed_topics)
+        for request in decision.aborting:
             request.aborts += 1
         for request, result in decision.results:
             self._admission.answer(request, result)

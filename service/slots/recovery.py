@@ -97,7 +97,7 @@ class SlotRecovery:
         self._timeout_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
 
     async def run(self, slot: Slot, generation: StoreGeneration) -> None:
-        """Run steps 2 to 6 of slot recovery in a generation.
+        """Fence the older producers, end what hangs, begin a term, check the generation, replay and free.
 
         Raises StoreLost, Fenced, TransactionFailed, KafkaAway, StoreAway and others. Then the slot is in DOUBT, its
         producer is closed, and the recovery must be run again.
@@ -333,7 +333,7 @@ class CurrentStore:
                 await self._keys.recover_read(store, nonce, 0)
 
     async def _recover_under(self, store: str, nonce: str) -> StoreGeneration:
-        """Run steps 2 to 5: name the store in control, fence all slots, replay all ledger partitions, free."""
+        """Name the store in control, fence all slots, replay all ledger partitions, free the older terms."""
         started = time.monotonic()
         generation = await self._control.append(store)
         newest = await self._control.newest_generation()

@@ -50,10 +50,8 @@ class Bench:
         """Run the steps of slot recovery: fence, settle, begin record."""
         producer = await self.fenced()
         ended = self.telemetry.hanging_ended
-        assert (
-            await HangingRecovery(self.cluster, self.ledger, producer, WAIT_S, ended).run(applied, maybe_hanging)
-            == set()
-        )
+        recovery = HangingRecovery(self.cluster, self.ledger, producer, WAIT_S, ended)
+        assert await recovery.run(applied, maybe_hanging) == set()
         await self.begin(producer)
         return producer
 

@@ -242,7 +242,7 @@ def posted(path: str, body: bytes, **headers: str) -> tuple[FakePost, list[Event
     return told, admission.events
 
 
-def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without_its_body() -> None:
+async def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without_its_body() -> None:
     admission = Commits()
     admission.overload = Problem(NOT_WRITTEN, "the queue is full")
     endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
@@ -258,6 +258,7 @@ def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without_its_b
     for _ in range(ANSWERS_EACH):
         admission.load_shedder.answered()
     admission.load_shedder.look(0.0)
+    await asyncio.sleep(0)
     assert (told.status, told.detail) == (503, "the queue is full")
     assert not admission.events
 

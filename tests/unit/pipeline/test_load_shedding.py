@@ -1,5 +1,7 @@
 """Who is refused hears it in turn, and never waits for what will not come."""
 
+import asyncio
+
 import pytest
 
 from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST, WAIT_MOST_S, LoadShedder
@@ -10,13 +12,15 @@ class Refused:
 
     def __init__(self) -> None:
         self.load_shedder = LoadShedder()
-        self.sent: list[int] = []
-        self.asked = 0
+        self.delays: list[asyncio.Future[None] | None] = []
 
     def refuse(self, times: int, arrived: float = 100.0) -> None:
-        for n in range(self.asked, self.asked + times):
-            self.load_shedder.refuse(arrived, lambda n=n: self.sent.append(n))  # type: ignore[misc]
-        self.asked += times
+        for _ in range(times):
+            self.delays.append(self.load_shedder.delay(arrived))
+
+    @property
+    def sent(self) -> list[int]:
+        return [n for n, delay in enumerate(self.delays) if delay is None or delay.done()]
 
     def answered(self, times: int) -> None:
         """So many answers, and then a look, when none has waited for long yet."""
@@ -28,26 +32,25 @@ class Refused:
 
 
 @pytest.fixture
-def refused() -> Refused:
+async def refused() -> Refused:
     return Refused()
 
 
 @pytest.fixture
-def spent(refused: Refused) -> Refused:
+async def spent(refused: Refused) -> Refused:
     """What was saved up is spent."""
     refused.refuse(SAVED_MOST // ANSWERS_EACH)
-    assert len(refused.sent) == refused.asked
-    refused.sent.clear()
-    refused.asked = 0
+    assert len(refused.sent) == len(refused.delays)
+    refused.delays.clear()
     return refused
 
 
-def test_refusals_of_a_short_peak_are_sent_at_once(refused: Refused) -> None:
+async def test_refusals_of_a_short_peak_are_sent_at_once(refused: Refused) -> None:
     refused.refuse(SAVED_MOST // ANSWERS_EACH)
     assert refused.sent == list(range(SAVED_MOST // ANSWERS_EACH))
 
 
-def test_a_refusal_is_sent_for_every_few_answers_in_order_of_arrival(spent: Refused) -> None:
+async def test_a_refusal_is_sent_for_every_few_answers_in_order_of_arrival(spent: Refused) -> None:
     spent.refuse(3)
     assert not spent.sent
     spent.answered(ANSWERS_EACH - 1)
@@ -58,7 +61,7 @@ def test_a_refusal_is_sent_for_every_few_answers_in_order_of_arrival(spent: Refu
     assert spent.sent == [0, 1, 2]
 
 
-def test_a_refusal_that_follows_enough_answers_is_sent_at_once(spent: Refused) -> None:
+async def test_a_refusal_that_follows_enough_answers_is_sent_at_once(spent: Refused) -> None:
     """With whoever has waited for it."""
     spent.refuse(1)
     for _ in range(2 * ANSWERS_EACH):
@@ -68,20 +71,20 @@ def test_a_refusal_that_follows_enough_answers_is_sent_at_once(spent: Refused) -
     assert spent.sent == [0, 1]
 
 
-def test_answers_of_several_events_count_as_many(spent: Refused) -> None:
+async def test_answers_of_several_events_count_as_many(spent: Refused) -> None:
     spent.refuse(3)
     spent.load_shedder.answered(2 * ANSWERS_EACH)
     spent.load_shedder.look(100.0)
     assert spent.sent == [0, 1]
 
 
-def test_answers_are_saved_up_and_not_for_ever(spent: Refused) -> None:
+async def test_answers_are_saved_up_and_not_for_ever(spent: Refused) -> None:
     spent.answered(3 * SAVED_MOST)
     spent.refuse(SAVED_MOST)
     assert len(spent.sent) == SAVED_MOST // ANSWERS_EACH
 
 
-def test_a_refusal_is_sent_after_its_longest_wait_without_any_answers(spent: Refused) -> None:
+async def test_a_refusal_is_sent_after_its_longest_wait_without_any_answers(spent: Refused) -> None:
     """Kafka is away, say, or clients ask that are more than the answers: who is told late turns late to another."""
     spent.refuse(2, arrived=100.0)
     spent.refuse(1, arrived=100.2)
@@ -93,7 +96,7 @@ def test_a_refusal_is_sent_after_its_longest_wait_without_any_answers(spent: Ref
     assert spent.sent == [0, 1, 2]
 
 
-def test_a_refusal_that_was_sent_for_its_wait_uses_up_no_answers(spent: Refused) -> None:
+async def test_a_refusal_that_was_sent_for_its_wait_uses_up_no_answers(spent: Refused) -> None:
     spent.refuse(1, arrived=100.0)
     for _ in range(ANSWERS_EACH - 1):
         spent.load_shedder.answered()

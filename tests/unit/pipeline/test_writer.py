@@ -148,19 +148,19 @@ async def test_a_full_queue_reports_an_overload_until_its_requests_are_answered(
 
 async def test_the_answers_of_a_group_send_the_refusals_that_wait_in_the_load_shedder() -> None:
     world = World()
-    sent: list[str] = []
-    for _ in range(SAVED_MOST):  # far more than what is saved up is enough for
-        world.admission.load_shedder.refuse(time.monotonic(), lambda: sent.append("503"))
-    assert len(sent) == SAVED_MOST // ANSWERS_EACH
-    sent.clear()
+    # far more than what is saved up is enough for
+    delays = [world.admission.load_shedder.delay(time.monotonic()) for _ in range(SAVED_MOST)]
+    delayed = [delay for delay in delays if delay is not None]
+    assert len(delayed) == SAVED_MOST - SAVED_MOST // ANSWERS_EACH
     serving = world.serve(await world.slot())
     for n in range(ANSWERS_EACH):
-        assert not sent
+        assert not any(delay.done() for delay in delayed)
         assert isinstance(await world.submit(f"a{n}"), Committed)
-    assert not sent  # a group's answers are given first
+    assert not delayed[0].done()  # a group's answers are given first
     sweeping = asyncio.create_task(world.admission.sweep())
-    await until(lambda: sent == ["503"])
-    await until(lambda: len(sent) == SAVED_MOST - SAVED_MOST // ANSWERS_EACH)
+    await until(delayed[0].done)
+    assert not delayed[1].done()
+    await until(lambda: all(delay.done() for delay in delayed))
     await ended(sweeping)
     await ended(serving)
 
