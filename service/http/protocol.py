@@ -35,7 +35,7 @@ class ResponseBuffer:
     def add(self, post: "HttpRequest", content: bytes) -> None:
         """Write a whole response in the next turn."""
         if not self._waiting:
-            post.loop.call_soon(self.write)
+            post.connection.loop.call_soon(self.write)
         self._waiting.append((post, content))
 
     def write(self) -> None:
@@ -43,7 +43,7 @@ class ResponseBuffer:
         waiting, self._waiting = self._waiting, []
         for post, content in waiting:
             try:
-                post.complete(content)
+                post.connection.write_end(post, content)
             except Exception:  # a bug must not keep the other responses
                 log.exception("a response was not written")
                 post.cut()
@@ -65,7 +65,7 @@ class Posts:
 class HttpRequest(PostRequest):
     """One POST on its connection. It stands in for a cycle of uvicorn's in the pipeline."""
 
-    __slots__ = ("_connection", "_handler", "disconnected", "expects_continue", "response_complete", "started", "whole")
+    __slots__ = ("_handler", "connection", "disconnected", "expects_continue", "response_complete", "started", "whole")
 
     message_event: Final = asyncio.Event()  # uvicorn sets it at a disconnect; nothing awaits it
 
@@ -80,7 +80,7 @@ class HttpRequest(PostRequest):
     ) -> None:
         client = connection.client[0] if connection.client else None
         super().__init__(headers, client, connection.posts.bodies, keep_alive=keep_alive, chunked=chunked)
-        self._connection = connection
+        self.connection = connection
         self._handler = handler
         self.started = False  # all earlier requests of the connection are answered
         self.whole = False  # the body is complete, or was dropped
@@ -120,12 +120,12 @@ class HttpRequest(PostRequest):
         self.started = True
         self.send_continue()
         if self.whole:
-            self._connection.loop.call_soon(self._handler, self)
+            self.connection.loop.call_soon(self._handler, self)
 
     def send_continue(self) -> None:
         """Send 100 if the client waits for it (RFC 9110, section 10.1.1)."""
         if self.expects_continue and not self.whole:
-            self._connection.write(self, b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.connection.write(self, b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def end(self) -> None:
         """Hand the request to the handler: the body is complete, or was dropped."""
@@ -136,40 +136,32 @@ class HttpRequest(PostRequest):
                 self._handler(self)
 
     def run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
-        tasks = self._connection.tasks
-        task = self._connection.loop.create_task(work)
+        tasks = self.connection.tasks
+        task = self.connection.loop.create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     def answer(self, status: int, head: bytes, body: bytes) -> None:
         if not self.answered:
-            lines = self._connection.head(self, status, head, b"content-length: %d\r\n" % len(body))
+            lines = self.connection.head(self, status, head, b"content-length: %d\r\n" % len(body))
             self.finish()
-            self._connection.posts.responses.add(self, lines + body)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._connection.loop
-
-    def complete(self, content: bytes) -> None:
-        """Write the end of the response, and go on with the connection's next request."""
-        self._connection.finish(self, content)
+            self.connection.posts.responses.add(self, lines + body)
 
     def cut(self) -> None:
         self.finish()
         self.response_complete = True
-        self._connection.transport.close()
+        self.connection.transport.close()
 
     def stream(self, status: int, head: bytes) -> "Chunks":
-        return Chunks(self, self._connection, status, head)
+        return Chunks(self, status, head)
 
 
 class Chunks:
     """A chunked response (RFC 9112, section 7.1); an HTTP/1.0 client gets the pieces together, at the end."""
 
-    def __init__(self, post: HttpRequest, connection: "PostsProtocol", status: int, head: bytes) -> None:
+    def __init__(self, post: HttpRequest, status: int, head: bytes) -> None:
         self._post = post
-        self._connection = connection
+        self._connection = connection = post.connection
         self._whole: list[bytes] | None = None
         self._status, self._head = status, head
         if post.chunked:
@@ -190,7 +182,7 @@ class Chunks:
             self._post.answer(self._status, self._head, b"".join(self._whole))
             return
         self._post.finish()
-        self._post.complete(b"0\r\n\r\n")
+        self._connection.write_end(self._post, b"0\r\n\r\n")
 
     def cut(self) -> None:
         """Abort the body: the end of the connection tells the client that the body is incomplete."""
@@ -288,7 +280,7 @@ class PostsProtocol(GuardedProtocol):
             self.transport.write(content)
         return there
 
-    def finish(self, post: HttpRequest, content: bytes | memoryview) -> None:
+    def write_end(self, post: HttpRequest, content: bytes | memoryview) -> None:
         """Write the last part of a response, then go on with the next request of the connection.
 
         If the part is long, each turn of the loop writes a slice of it.
@@ -309,7 +301,7 @@ class PostsProtocol(GuardedProtocol):
         """Write the next slice of a long response, unless all of it was written because of a refusal."""
         if self._unwritten is not None:
             (post, content), self._unwritten = self._unwritten, None
-            self.finish(post, content)
+            self.write_end(post, content)
 
     def _dated(self) -> bytes:
         """Return the lines of uvicorn's default headers (Date), which uvicorn replaces each second."""
