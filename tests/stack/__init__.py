@@ -1,1 +1,1 @@
-"""Tests of the local stack itself: what it starts, refuses, and leaves behind."""
+"""Tests the local stack itself: what it starts, refuses, and leaves behind."""

@@ -1,4 +1,4 @@
-"""Which port, which Redis, which Java: the order of choice."""
+"""Tests the order of choice of ports, Redis servers and Java runtimes."""
 
 import socket
 import subprocess
@@ -90,7 +90,7 @@ def test_a_tested_java_is_preferred_to_a_newer_one(tmp_path: Path, monkeypatch: 
 
 def test_without_any_java_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get either
+    monkeypatch.setenv("PATH", str(tmp_path))  # without apt-get too
     monkeypatch.setattr(java, "_USUAL", ())
     java.home.cache_clear()
     with pytest.raises(StackError, match=r"no Java 17 or newer here: please install one .* or set JAVA_HOME") as raised:

@@ -1,4 +1,4 @@
-"""The demo's client: one key for all tries of an event, until it knows; what nobody can mend is a mistake."""
+"""Tests the demo's client: one key for all attempts of an event; a final refusal is a mistake."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ BROKEN_OFF = b"HTTP/1.1 201 X\r\nContent-Length: 100\r\n\r\nhalf"
 
 
 class Server:
-    """Answers with the bytes that a script has next; empty ones close the connection. Remembers the keys."""
+    """Answers with the next bytes of a script; empty ones close the connection. Keeps the keys of the requests."""
 
     def __init__(self, script: list[bytes]) -> None:
         self._script = iter(script)

@@ -1,4 +1,4 @@
-"""The demo's verdict sees each kind of mistake; it would be worth nothing if it could only say yes."""
+"""Tests that the demo's verdict finds each kind of mistake."""
 
 from collections.abc import Callable
 from dataclasses import replace

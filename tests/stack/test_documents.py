@@ -1,4 +1,4 @@
-"""What the documents say and can be checked: links, and the parts that are generated."""
+"""Tests the documents: links, limits, and generated parts."""
 
 import re
 from dataclasses import fields
@@ -28,7 +28,7 @@ DOCUMENTS = sorted(
 
 
 def anchors(text: str) -> set[str]:
-    """The names under which a document's headings are linked to."""
+    """List the anchors of a document's headings."""
     titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""Jars are taken only with the locked checksum, whole, and by their exact names."""
+"""Tests that jars are taken only with the locked checksum, complete, and by their exact names."""
 
 import hashlib
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def _jar(artifact: str, content: bytes = GOOD) -> Jar:
 
 
 class Brings:
-    """A fetcher that brings the same bytes for every jar, and counts."""
+    """A fetcher that returns the same bytes for every jar, and counts its calls."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content

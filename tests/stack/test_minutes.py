@@ -1,4 +1,4 @@
-"""The minutes that each folder's tests take are printed at the end of a run."""
+"""Tests that the minutes of each folder's tests are printed at the end of a run."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Each part of the stack does what its class says, on the real programs."""
+"""Tests each part of the stack with the real programs."""
 
 import threading
 import urllib.request
@@ -72,7 +72,7 @@ def test_no_file_of_a_server_is_in_the_project() -> None:
 
 
 def test_no_proxy_stands_between_a_test_and_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for this process, nor for those that it starts."""
+    """For this process, and for those that it starts."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:

@@ -1,4 +1,4 @@
-"""What every process of the stack promises: it dies with us, stops in peace, and a failed start says why."""
+"""Tests processes of the stack: they end with their parent, stop cleanly, and report why a start failed."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 
 
 def _state(pid: int) -> str:
-    """The kernel's letter for the state of a process, X if there is none."""
+    """Read the kernel's letter for the state of a process; X without the process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def test_a_process_dies_with_its_parent_but_not_with_the_thread_that_started_it(
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, cwd=places.ROOT) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
-        time.sleep(0.1)  # the thread is gone by now
+        time.sleep(0.1)  # the thread has ended by now
         assert _state(child) == "S"
         process.kill()
         process.wait()
@@ -120,7 +120,7 @@ def test_a_process_dies_with_its_parent_but_not_with_the_thread_that_started_it(
 
 def _wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + 5
-    # Z: dead, and waiting for whoever inherited it.
+    # Z: ended, and not yet waited for by its new parent.
     while _state(pid) not in "XZ":
         assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.01)

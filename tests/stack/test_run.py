@@ -1,4 +1,4 @@
-"""`./tests/run`: what it runs a second time without service.native, and what it keeps."""
+"""Tests `./tests/run`: the tests without service.native, and the kept results."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ RUN = (ROOT / "tests" / "run").read_text().replace("\\\n", " ")
 
 
 def uses_native(module: Path) -> bool:
-    """Whether a module imports service.native, which has a Python twin for all it does."""
+    """Check whether a module imports service.native, for which there is an implementation in Python too."""
     for node in ast.walk(ast.parse(module.read_text())):
         match node:
             case ast.ImportFrom(module="service", names=names) if any(each.name == "native" for each in names):

@@ -1,4 +1,4 @@
-"""What the scripts have in common: an error is one message, and a signal stops them wherever they are."""
+"""Tests the scripts: an error is one message, and a signal stops them at any time."""
 
 import signal
 import subprocess
@@ -94,7 +94,7 @@ def test_a_relative_path_is_the_callers_and_not_the_projects(name: str, given: s
     assert done.stdout.splitlines() == [str(project.folder), meant.format(caller=caller)]
 
 
-# A uv that knows the Pythons in PYTHONS, and has installed everything unless LACKS says what it fails with.
+# A uv that finds the Pythons in PYTHONS; it has installed everything, unless LACKS has its error message.
 _UV = """#!/bin/bash
 case "$*" in
   *--check*) [[ -z $LACKS ]] ;;
@@ -123,7 +123,7 @@ class Project:
     def source(
         self, then: str, environment: Mapping[str, str], cwd: Path | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Source the bootstrap, and run something after it; with nothing in the environment but this."""
+        """Source the bootstrap and then run a command, with only this environment."""
         path = f"{self.folder / 'bin'}:/usr/bin:/bin"
         return subprocess.run(
             ["bash", "-c", f'source "{self.folder}/deploy/local/bootstrap" && {then}'],

@@ -1,4 +1,4 @@
-"""The wheel, as it is built and installed: it has all that it needs, and its inner loops are used."""
+"""Tests the built and installed wheel: it is complete, and its compiled modules are used."""
 
 import importlib.util
 import os
@@ -13,14 +13,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HEADERS = Path(sysconfig.get_path("include"), "Python.h")
-# Made from these, they need no place in a wheel.
+# The sources of the compiled modules, which a wheel must not have.
 SOURCES = {".pyx", ".pxi", ".c"}
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None or not HEADERS.exists(), reason="nothing to compile with")
 
 
 def run(*command: object, **environment: str) -> str:
-    """What a command prints; the folder that it runs in has nothing that could be imported."""
+    """Run a command in a folder with nothing to import; returns its output."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd="/",
@@ -35,7 +35,7 @@ def run(*command: object, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built from a copy, by what is installed, and without the compiler's care for speed."""
+    """Build the project's wheel from a copy, with installed packages, without compiler optimisation."""
     tree = tmp_path_factory.mktemp("tree")
     unwanted = shutil.ignore_patterns("__pycache__", "*.so")
     for folder in ("service", "spark"):
@@ -58,7 +58,7 @@ def test_the_wheel_has_all_files_of_its_packages_but_the_cython_sources(wheel: P
 
 
 def uv() -> str:
-    """The uv that the project's scripts use."""
+    """Find the uv that the project's scripts use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fencepost")
     found = shutil.which("uv") or Path(os.environ.get("FENCEPOST_CACHE") or cache, "uv", "bin", "uv")
     return str(found)
@@ -66,7 +66,7 @@ def uv() -> str:
 
 @pytest.mark.parametrize("installer", ["uv", "pip"])
 def test_installed_it_runs_its_inner_loops_in_c(wheel: Path, installer: str, tmp_path: Path) -> None:
-    """pip and uv set the times of files, each in its own way: nothing may depend on them."""
+    """pip and uv set the times of files in different ways: nothing may depend on them."""
     venv = tmp_path / "venv"
     python = venv / "bin" / "python"
     if installer == "uv":

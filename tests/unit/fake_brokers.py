@@ -1,4 +1,4 @@
-"""A small stand-in for the brokers behind a producer's session, and producers on it."""
+"""Fake brokers for a producer's session, and producers that use them."""
 
 import asyncio
 from collections.abc import Callable
@@ -48,13 +48,13 @@ def topics_of(request: Any) -> list[Any]:
 
 
 class DescribedProducers(NamedTuple):
-    """Answer to a DescribeProducers."""
+    """The response to a DescribeProducers request."""
 
     topics: list[tuple[str, list[Any], dict[int, bytes]]]
 
 
 class FakeClient:
-    """AIOKafkaClient as far as a life uses it, and the brokers behind it."""
+    """AIOKafkaClient as far as a session uses it, and its brokers."""
 
     def __init__(self) -> None:
         self.cluster = self
@@ -63,18 +63,18 @@ class FakeClient:
         self.leaderless: set[str] = set()
         self.unauthorized_topics: set[str] = set()
         self._topics: set[str] = set()
-        self.asked: list[set[str]] = []  # topics that were looked up at once
+        self.asked: list[set[str]] = []  # topics that were looked up together
         self.produced: Callable[[str, int], Met] = lambda topic, partition: RecordMetadata(4, -1)
         self.added: Callable[[str, int], int] = lambda topic, partition: 0
         self.ended: int | Exception | None = 0
-        self.throttle_ms = 0  # in every answer to a Produce
+        self.throttle_ms = 0  # in every response to a Produce
         self.requests: list[tuple[int, Any]] = []
         self.closed = False
         self.connected = True
         self.lost = False
-        self.open_in: dict[Partition, int] = {}  # where producer 7 has a transaction open, and from which offset on
+        self.open_in: dict[Partition, int] = {}  # where producer 7 has an open transaction, and its first offset
         self.of_ledger: Met = RecordMetadata(9, -1)
-        self.refused: dict[Partition, int] = {}  # codes that DescribeProducers answers
+        self.refused: dict[Partition, int] = {}  # error codes in DescribeProducers responses
 
     def connection(self, node: int) -> object | None:
         return self if self.connected else None
@@ -141,7 +141,7 @@ class FakeClient:
         return [request for _, request in self.requests if isinstance(request, kind)]
 
     def batches(self, topic: str) -> list[tuple[int, int, list[bytes | None]]]:
-        """Partition, base sequence and values of each batch that was sent to a topic."""
+        """List partition, base sequence and values of each batch that was sent to a topic."""
         found = []
         for request in self.sent(ProduceRequest):
             for name, batches in topics_of(request):
@@ -167,7 +167,7 @@ def fake_inside(session: ProducerSession) -> FakeClient:
 
 
 def transactional(timeout_ms: int = 600, *, clear: bool = True) -> tuple[TransactionalProducer, FakeClient]:
-    """A producer, and the brokers behind it; `clear`: it knows that nothing hangs in the usual partitions."""
+    """Make a producer and its brokers; `clear`: the usual partitions are known to have no open transaction."""
     producer = TransactionalProducer(cluster(timeout_ms), "ns.slot.0", timeout_ms)
     fake = fake_inside(producer._session)
     if clear:

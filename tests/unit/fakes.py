@@ -1,4 +1,4 @@
-"""Small stand-ins for Kafka and Redis, and a service made of them: what is tested is everything in between."""
+"""Fakes of Kafka and Redis, and a service made with them, so that tests run all code in between."""
 
 import asyncio
 import time
@@ -33,27 +33,27 @@ from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
 GENERATION = StoreGeneration(1, "run/repl")
 NOW_MS = 1_700_000_000_000
-PLAIN_TOPICS = "plain.*"  # of these the guarantee is `idempotent`
+PLAIN_TOPICS = "plain.*"  # topics with the guarantee `idempotent`
 
 
 def make_event(key: str, topic: str = "orders", value: bytes = b"1", partition: int | None = None) -> Event:
     event = event_of(key, event_id(key), topic, None, value[:100], [], partition)
-    event.value, event.size = value, len(value)  # more than is taken from a client, where bounds are to be met
+    event.value, event.size = value, len(value)  # larger than the service accepts, to reach bounds
     event.fp = fingerprint(topic, partition, None, [], value)
     return event
 
 
 class Trouble:
-    """What is planned for the calls of a fake, by their names: errors that are raised, gates that are waited at."""
+    """The plan for the calls of a fake, by their names: errors to raise, and gates to wait at."""
 
     def __init__(self) -> None:
-        self.before: defaultdict[str, deque[Exception]] = defaultdict(deque)  # nothing has happened
-        self.after: defaultdict[str, deque[Exception]] = defaultdict(deque)  # it has happened, and nobody is told
+        self.before: defaultdict[str, deque[Exception]] = defaultdict(deque)  # raised before the call has an effect
+        self.after: defaultdict[str, deque[Exception]] = defaultdict(deque)  # raised after the call has had its effect
         self.gates: dict[str, asyncio.Event] = {}  # the call waits here before it does anything
         self.reached: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
     def hold(self, name: str) -> asyncio.Event:
-        """Let calls of that name wait until the event that this answers is set."""
+        """Let calls of this name wait until the returned event is set."""
         self.gates[name] = asyncio.Event()
         return self.gates[name]
 
@@ -71,15 +71,15 @@ class Trouble:
 
 
 class FakeKeys(MemoryKeys):
-    """The key store in memory, with trouble in its calls."""
+    """The key store in memory, with planned errors."""
 
     def __init__(self) -> None:
         server = Server(GENERATION.store, Clock(NOW_MS), GENERATION)
         super().__init__(server, retention_ms=86_400_000, least_left_ms=60_000, lease_ttl_ms=3_000)
         self.trouble = Trouble()
-        self.marks: list[tuple[LedgerPosition, Sequence[Row]]] = []  # all that were tried
-        self.returned: list[tuple[int, bool]] = []  # slots that were given back, and whether as clean
-        self.marks_of_slots = ""  # what a heartbeat answers of the slots, where a test says so
+        self.marks: list[tuple[LedgerPosition, Sequence[Row]]] = []  # all attempts
+        self.returned: list[tuple[int, bool]] = []  # slots that were given back, and whether clean
+        self.marks_of_slots = ""  # the slots in a heartbeat's reply, if a test sets it
 
     def is_delivered(self, key: str) -> bool:
         return isinstance(self.server.keys.get(event_id(key)), Delivered)
@@ -133,7 +133,7 @@ class FakeKeys(MemoryKeys):
 
 
 class FakeStore(CurrentStore):
-    """Settled from the start; `generation` is what a test sets."""
+    """A store that is settled from the start; tests set `generation`."""
 
     def __init__(self) -> None:
         self.generation = GENERATION
@@ -155,12 +155,12 @@ class FakeStore(CurrentStore):
 
 
 class FakeProducer(TransactionalProducer):
-    """Writes into lists. What its trouble has for `write` is raised instead."""
+    """Writes into lists. An error planned for `write` is raised instead."""
 
     def __init__(self) -> None:
         self.trouble = Trouble()
         self.written: list[list[Record]] = []
-        self.opened: list[Partition] | None = None  # of the transaction that is open
+        self.opened: list[Partition] | None = None  # partitions of the open transaction
         self.abandoned = 0
         self.closed = False
         self.cut_off = False  # a broker has ended a connection
@@ -208,7 +208,7 @@ class FakeProducer(TransactionalProducer):
 
 
 class FakeIdempotent(IdempotentProducer):
-    """Writes into a list; `results` holds those of the next groups, and where it is empty all is well."""
+    """Writes into a list; `results` holds the results of the next groups, and success is the default."""
 
     def __init__(self) -> None:
         self.trouble = Trouble()
@@ -229,7 +229,7 @@ class FakeIdempotent(IdempotentProducer):
 
 
 class FakeCluster(KafkaAdmin):
-    """Knows the topics that a test names; `away` is Kafka that does not answer."""
+    """Knows the topics that a test names; with `away` Kafka does not answer."""
 
     def __init__(self, topics: Sequence[str] = ()) -> None:
         super().__init__("127.0.0.1:1", client_id="test", request_timeout_ms=200, telemetry=Telemetry())
@@ -252,7 +252,7 @@ class FakeCluster(KafkaAdmin):
 
 
 class FakeJournal(Journal):
-    """What was answered: (key, status) of each event; an atomic batch by its first one's."""
+    """The answers: (key, status) of each event; an atomic batch by its first event's key."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[str, int]] = []
@@ -262,7 +262,7 @@ class FakeJournal(Journal):
 
 
 class World:
-    """Admission, Writer and what it needs, all in memory. Slots are made READY by `slot`, and served by `serve`."""
+    """Admission and Writer with all that they need, in memory. `slot` makes READY slots, `serve` serves them."""
 
     def __init__(self, **settings: int) -> None:
         usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2)
@@ -303,7 +303,7 @@ class World:
         self._terms = 0
 
     async def slot(self, n: int = 0) -> Slot:
-        """A READY slot: its older terms are freed."""
+        """Make a READY slot, whose older terms are freed."""
         self.idempotents[n] = FakeIdempotent()
         slot = Slot(n, self.keys, self.topics.ledger, "test", self.idempotents[n])
         slot.move(SlotEvent.LEASE)
@@ -311,18 +311,18 @@ class World:
         return slot
 
     async def recover(self, slot: Slot, generation: StoreGeneration = GENERATION) -> None:
-        """What recovery does to a slot, without a ledger to read: what was not marked was not written."""
+        """Free a slot's older terms as recovery does, without a ledger: unmarked events were not written."""
         if slot.state is not SlotState.LEASED:
             slot.move(SlotEvent.FAIL)
             slot.move(SlotEvent.RECOVER)
         await self.bring_up(slot, generation)
 
     async def bring_up(self, slot: Slot, generation: StoreGeneration = GENERATION) -> None:
-        """From LEASED to READY, in a term that is newer than all others."""
+        """Bring a slot from LEASED to READY, in a term that is newer than all others."""
         producer = self.producers[slot.n] = FakeProducer()
         slot.enter(generation, producer)
         await slot.begin(0)
-        self._terms += 100  # terms are offsets of a ledger, which only grow
+        self._terms += 100  # terms are ledger offsets, which only grow
         slot.term = slot._last_record = self._terms
         slot.move(SlotEvent.CHECK)
         self.keys.server.freed[slot.n] = self.keys.server.applied[slot.n] = slot.term
@@ -332,13 +332,13 @@ class World:
         return asyncio.create_task(self.writer.serve(slot))
 
     async def serve_again(self, slot: Slot) -> "asyncio.Task[None]":
-        """After a term that failed: recover its slot, let those go on who waited for that, and serve it."""
+        """After a failed term, recover the slot, requeue the requests that waited for that, and serve the slot."""
         await self.recover(slot)
         self.writer.recovered()
         return self.serve(slot)
 
     def submit(self, key: str, topic: str = "orders", ago_s: float = 0.0) -> "asyncio.Task[WriteResult]":
-        """Ask for an event that arrived `ago_s` seconds ago."""
+        """Submit an event that arrived `ago_s` seconds ago."""
         return self.ask(make_event(key, topic), ago_s)
 
     def ask(self, event: Event, ago_s: float = 0.0) -> "asyncio.Task[WriteResult]":
@@ -349,31 +349,31 @@ class World:
         return await self.admission.submit(event, arrived)
 
     def keys_written(self, n: int = 0) -> list[list[str]]:
-        """The idempotency keys of each group that a slot's present producers wrote."""
+        """List the idempotency keys of each group that a slot's present producers wrote."""
         groups = [*self.producers[n].written, *self.idempotents[n].written]
         return [[record.headers[0][1].decode() for record in records] for records in groups]
 
 
 async def steps(count: int = 100) -> None:
-    """Let all run that is ready, and what that makes ready: no time passes that a busy machine would need more of."""
+    """Let all tasks run that are ready, and those that become ready; no time passes."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Wait until something is true."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(timeout_s):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
 
 def kind_of(answer: WriteResult) -> Kind | None:
-    """The kind of a problem; None of a 201."""
+    """Return the kind of a problem; None for a 201."""
     return answer.kind if isinstance(answer, Problem) else None
 
 
 async def end_of_term(serving: "asyncio.Task[None]") -> BaseException:
-    """Wait for the end of a term; what ended it."""
+    """Wait for the end of a term; returns its error."""
     await asyncio.wait([serving], timeout=3.0)
     error = await ended(serving)
     assert error is not None, "the term goes on"
@@ -381,7 +381,7 @@ async def end_of_term(serving: "asyncio.Task[None]") -> BaseException:
 
 
 async def ended(task: "asyncio.Task[None]") -> BaseException | None:
-    """End a task that serves for ever, or has ended by itself; the exception that it ended with."""
+    """End a task that serves for ever, or has ended; returns its exception."""
     if not task.done():
         task.cancel()
     await asyncio.wait([task])
@@ -389,13 +389,13 @@ async def ended(task: "asyncio.Task[None]") -> BaseException | None:
 
 
 def count_of(counter: Counter) -> float:
-    """The present value of a counter without labels."""
+    """Read the present value of a counter without labels."""
     (metric,) = counter.collect()
     return float(next(sample.value for sample in metric.samples if sample.name.endswith("_total")))
 
 
 def grows_in_proportion(work: Callable[[int], object], size: int = 60_000) -> bool:
-    """Does work on as much take in proportion to it, and not to its square? By CPU time: others run here as well."""
+    """Check that work takes linear and not quadratic time, by CPU time, because other programs run too."""
 
     def cpu_s(size: int) -> float:
         times = []
@@ -405,4 +405,4 @@ def grows_in_proportion(work: Callable[[int], object], size: int = 60_000) -> bo
             times.append(time.thread_time() - started)
         return min(times)
 
-    return cpu_s(size) < 24 * cpu_s(size // 8)  # 8 times as much takes 8 times as long, or 64 times
+    return cpu_s(size) < 24 * cpu_s(size // 8)  # 8 times the size takes 8 times as long, or 64 times

@@ -1,4 +1,4 @@
-"""The parts of one process together: what their coming up meets."""
+"""Tests the parts of one process together, and their start."""
 
 import asyncio
 import gc
@@ -24,7 +24,7 @@ BACKGROUND = ("sweep", "watch", "bring-up", "lso-watch", "clocks")
 
 @pytest.fixture(autouse=True)
 def _collector() -> Iterator[None]:
-    """Coming up sets Python's collector for the life of a process."""
+    """Restore Python's garbage collector, which the start sets for the life of a process."""
     before = gc.get_threshold()
     yield
     gc.set_threshold(*before)
@@ -54,7 +54,7 @@ async def test_an_unforeseen_error_of_the_start_is_logged_and_the_start_continue
 
 @pytest.mark.parametrize("task", BACKGROUND)
 async def test_a_background_task_that_fails_is_logged_and_restarted(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
-    """Without the sweep no deadline is answered, without the watch the metrics stand still."""
+    """Without the sweep no deadline is answered, and without the watch its metrics do not change."""
     rules = Rules()
     whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)
     works = {name: AsyncMock(side_effect=[*([KeyError("a bug")] * (name == task)), None]) for name in BACKGROUND}
@@ -75,7 +75,7 @@ async def test_a_background_task_that_fails_is_logged_and_restarted(monkeypatch:
 
 
 async def test_probes_of_one_time_share_one_question_to_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would be a connection more."""
+    """Each would need one more connection."""
     rules = Rules()
     whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)
     asked = 0

@@ -1,4 +1,4 @@
-"""The judge of the integration tests can fail: each kind of wrong is found, and what is right is let pass."""
+"""Tests that the judge of the integration tests finds each kind of violation, and accepts correct histories."""
 
 import json
 

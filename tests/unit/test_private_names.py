@@ -1,4 +1,4 @@
-"""Tests go by what a module promises: its private names are for the suites `contract` and `model` alone."""
+"""Tests that only the suites `contract` and `model` use private names of the product, with listed exceptions."""
 
 import ast
 import re
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from deploy.places import ROOT
 
-# How many of the product's private names the files of a folder still use, counted once a file. The numbers only shrink:
-# whoever takes one away lowers the number, and a test that needs another wants a public name or a parameter.
+# How many private names of the product the files of a folder still use, each counted once for a file. The numbers only
+# shrink: lower one when a use is removed; a test that needs another name wants a public name or a parameter.
 ALLOWED: dict[str, int] = {
     "integration": 1,
     "kubernetes": 2,
@@ -21,7 +21,7 @@ ALLOWED: dict[str, int] = {
     "unit/pipeline": 39,
     "unit/slots": 7,
 }
-# Pins of libraries are about the libraries' own private names; mutants take a rule out from inside.
+# Pins are about the private names of libraries; mutants leave out a rule from inside.
 _FREE = re.compile(r"contract/|model/|.*_pins\.py|integration/faulty\.py|spark/mutants\.py")
 
 
@@ -30,7 +30,7 @@ def is_private(name: str) -> bool:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """Every name that a module gives to something: a function, a class, a variable, an attribute."""
+    """List every name that a module defines: functions, classes, variables, attributes."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -40,7 +40,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 
 def used(tree: ast.AST) -> Iterator[str]:
-    """Every name that is taken from another object or module, or patched there by its text."""
+    """List every name that is taken from another object or module, or patched there by its text."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls")):
@@ -57,7 +57,7 @@ def used(tree: ast.AST) -> Iterator[str]:
 
 
 def reached(test: str, product: set[str]) -> set[str]:
-    """The product's private names that a test's source uses."""
+    """Return the product's private names that a test's source uses."""
     return {name for name in used(ast.parse(test)) if is_private(name) and name in product}
 
 
@@ -74,7 +74,7 @@ def test_a_private_name_is_found_however_it_is_reached() -> None:
 
 
 def uses() -> list[tuple[str, str, str]]:
-    """Folder, file and private name, for each that a test reaches for."""
+    """List folder, file and private name for each use in a test."""
     product = product_names()
     files = {str(path.relative_to(ROOT / "tests")): path for path in sorted((ROOT / "tests").rglob("*.py"))}
     return [

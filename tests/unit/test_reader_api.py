@@ -1,4 +1,4 @@
-"""What a reader remembers, and how it is kept."""
+"""Tests the position of a reader, and its encoding."""
 
 import random
 
@@ -17,7 +17,7 @@ def _id(n: int) -> bytes:
 def test_an_id_is_fresh_once_within_the_bounds() -> None:
     position = ReaderPosition()
     assert [position.fresh(_id(n), AGE, 0) for n in (1, 2, 1, 3)] == [True, True, False, True]
-    assert position.fresh(_id(4), AGE, 0)  # the fourth pushes the first out
+    assert position.fresh(_id(4), AGE, 0)  # the fourth removes the first
     assert position.fresh(_id(1), AGE, 0)
     assert position.fresh(None, AGE, 0)
     assert position.fresh(None, AGE, 0)
@@ -34,7 +34,7 @@ def test_a_decoded_position_is_equal_and_keeps_the_ages_of_its_ids() -> None:
     assert again.offsets == position.offsets
     assert list(again.seen) == list(position.seen)
     assert {one - other for one, other in zip(again.seen.values(), position.seen.values(), strict=True)} == {499_000}
-    # A clock that went back makes nobody younger either.
+    # If a clock goes back, no id gets younger.
     assert ReaderPosition.decode(position.encode(now_ms=1_000), now_ms=0) == position
 
 
@@ -55,7 +55,7 @@ def test_the_id_is_that_of_the_stamp_else_of_the_key() -> None:
     assert id_of(_Record((wire.KEY_HEADER, b"k"), (wire.STAMP_HEADER, b"x"))) == wire.event_id("k")
     assert id_of(_Record((wire.KEY_HEADER, b"\xff"))) == wire.header_event_id(b"\xff")
     assert id_of(_Record((wire.KEY_HEADER, b""))) is None
-    # A stranger's header may have no value at all.
+    # A foreign header may have a null value.
     assert id_of(_Record((wire.STAMP_HEADER, None), (wire.KEY_HEADER, b"k"))) == wire.event_id("k")
     assert id_of(_Record((wire.KEY_HEADER, None))) is None
     assert id_of(_Record()) is None

@@ -1,4 +1,4 @@
-"""The private names of redis-py and hiredis that service/claims/redis_store.py uses."""
+"""Pins the private names of redis-py and hiredis that service/claims/redis_store.py uses."""
 
 import importlib.metadata
 import inspect
@@ -47,7 +47,7 @@ def test_a_pool_makes_connections_that_repeat_nothing() -> None:
     pool = ConnectionPool.from_url(
         "redis://127.0.0.1:1/3", retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=1.0
     )
-    # As after `_connections`: what a URL says of these does not count.
+    # As after `_connections`: a URL cannot change these.
     pool.connection_kwargs |= {"retry_on_error": [], "retry_on_timeout": False, "decode_responses": False}
     connection = pool.make_connection()  # type: ignore[no-untyped-call]
     assert isinstance(connection, Connection)

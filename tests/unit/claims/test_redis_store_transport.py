@@ -1,6 +1,6 @@
-"""What a call makes of silence, of errors and of half an answer: refused before it ran, or maybe still to run.
+"""Tests calls without a reply, with errors, and with half a reply: refused before they ran, or perhaps still to run.
 
-And what is told of it, in the log and by /readyz: an error without words has a name at least.
+The log and /readyz must name an error without text too.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.unit.scrape import sample
 
 
 class Mute:
-    """A connection that takes what is sent, and has no answer."""
+    """A connection that takes what is sent, and never replies."""
 
     is_connected = True
 
@@ -39,7 +39,7 @@ class Mute:
     async def disconnect(self, nowait: bool = False) -> None: ...
 
 
-# A busy machine may take long to answer: only what stays silent is waited for briefly.
+# A busy machine may reply late, so only the silent connection has a short timeout.
 PATIENT_S = 5.0
 BRIEF_S = 0.05
 
@@ -71,7 +71,7 @@ async def test_a_server_that_falls_silent_during_a_call_is_store_unanswered() ->
 
 
 class Server:
-    """Answers each script with the next of `answers`: None is silence, b"" hangs up. A connection is ready at once."""
+    """Answers each script with the next of `answers`: None is silence, b"" ends the connection."""
 
     def __init__(self) -> None:
         self.answers: deque[bytes | None] = deque()
@@ -118,14 +118,14 @@ def error(text: str) -> bytes:
 
 OK = b"*1\r\n$2\r\nOK\r\n"
 HALF = b"*2\r\n$2\r\nOK"
-SILENT = (None, HALF)  # the rest of the answer never comes
+SILENT = (None, HALF)  # the rest of the reply never comes
 APPLIED = b"*2\r\n$2\r\nOK\r\n:7\r\n"
 GENERATION = StoreGeneration(1, "run/repl")
 STATE = Delivered(1, b"f" * 8, "orders", 0, 7, 1)
 
 
 def counted(telemetry: Telemetry) -> dict[str, float]:
-    """How many calls have failed, by their kind."""
+    """Count the failed calls, by their kind."""
     return {
         name: found
         for name in ERRORS.values()
@@ -161,7 +161,7 @@ def counted(telemetry: Telemetry) -> dict[str, float]:
 async def test_each_answer_tells_a_call_that_may_have_run_from_a_refused_one(
     server: Server, answer: bytes | None, kind: type[Exception], kept: bool
 ) -> None:
-    """And a connection whose answer has not come is never asked again: it would be taken for another call's."""
+    """A connection with a pending reply is never used again: that reply would be taken for another call's."""
     telemetry = Telemetry()
     keys = keys_at(server.port, telemetry=telemetry)
     keys._timeout_s = BRIEF_S if answer in SILENT else PATIENT_S
@@ -215,7 +215,7 @@ async def test_a_claim_that_meets_an_unknown_state_is_unreadable_and_the_others_
 
 
 async def test_a_script_that_is_not_there_is_sent_whole(server: Server) -> None:
-    """After a restart, or a failover: nothing has run."""
+    """After a restart or a failover: the script has not run."""
     telemetry = Telemetry()
     keys = keys_at(server.port, telemetry=telemetry)
     server.answers.extend([error("NOSCRIPT No matching script. Please use EVAL."), OK])
@@ -240,7 +240,7 @@ async def test_a_cancelled_call_closes_its_connection(server: Server) -> None:
 
 
 async def test_a_connection_that_has_ended_is_not_asked(server: Server) -> None:
-    """A server that was restarted: the call would be in doubt, and end a term."""
+    """After a restart of the server: the call would be in doubt, and end a term."""
     keys = keys_at(server.port)
     server.answers.extend([APPLIED, APPLIED, APPLIED])
     assert await keys.applied(GENERATION, 0) == 7

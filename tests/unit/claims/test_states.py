@@ -1,4 +1,4 @@
-"""The tables: every move that they have, none that they have not, and the rules for keys at their edges."""
+"""Tests the state tables (every move that they have, none that they lack), and the rules for keys at their edges."""
 
 from enum import Enum
 from typing import Any
@@ -72,7 +72,7 @@ def test_an_answer_is_given_once() -> None:
 
 
 def test_a_request_that_may_be_written_was_sent_or_found() -> None:
-    """Or was found so. A 503 says that it is surely not written: such a state can be reached without either."""
+    """Or its claim found it written. A state that is answered 503 can be reached without either."""
     unsent = {RequestState.QUEUED}
     for _ in RequestState:
         unsent |= {
@@ -98,7 +98,7 @@ def test_a_claim_taken_over_keeps_its_time_unless_it_would_expire_under_the_writ
     at, now = 7, 7 + DAY_MS - left_ms
     state = claim_of(Claimed(0, 10, at, FP2), 11, now).state
     assert state == Claimed(1, 50, at if kept else now, FP)
-    # Of an atomic batch the oldest counts, and all get one time.
+    # The oldest of an atomic batch's claims counts, and all get one time.
     present, wanted = [None, Claimed(0, 10, at + 3, FP2), Claimed(0, 10, at, FP2)], Claimed(1, 50, now, FP)
     _, written = states.claim_all(present, [wanted] * 3, lambda _: 11, DAY_MS, 1_000)
     assert [state.at for state in written] == [at if kept else now] * 3
@@ -119,7 +119,7 @@ def test_a_replay_gives_way_only_to_a_newer_answer() -> None:
         (DeliveredBatch(101, FP, 2), DeliveredBatch(101, FP, 2)),
         (older, entry),
         (Claimed(0, 10, 50, FP), entry),
-        (Claimed(0, 10, 150, FP), entry),  # made in a store that did not know of the entry
+        (Claimed(0, 10, 150, FP), entry),  # made in a store that did not have the entry
     ):
         assert states.replay(present, entry, 200, DAY_MS) == wanted
     assert states.replay(None, entry, 100 + DAY_MS - 1, DAY_MS) == entry

@@ -1,4 +1,4 @@
-"""The doctor's checks that no server to be had here can show: versions that are too old, and what is only counted."""
+"""Tests checks of the doctor that need servers which are not available here: old versions, and counts."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_a_broker_that_cannot_verify_transactions_is_too_old() -> None:
 
 
 def test_brokers_that_skip_markers_are_named() -> None:
-    """By the version of WriteTxnMarkers, which came with 4.2; a broker that tells of none has the older ones."""
+    """By the version of WriteTxnMarkers, which is higher since 4.2; a broker that reports none is older."""
     found = list(check_brokers.transaction_markers({1: {27: 2}, 2: {27: 1}, 3: {}, 4: {27: 3}}))
     assert {(one.level, one.subjects) for one in found} == {
         (Level.WARNING, ("broker 1", "broker 4")),

@@ -1,4 +1,4 @@
-"""What the command line prints: names as they are, to whoever reads on."""
+"""Tests the output of the command line: names are printed as they are, and the reader may stop early."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_a_time_beyond_the_calendar_is_shown_in_milliseconds() -> None:
 
 
 def test_a_closed_output_pipe_does_not_change_the_exit_status() -> None:
-    """`fencepost doctor | grep -q …` under pipefail: 1 would say that it has found an error."""
+    """`fencepost doctor | grep -q …` with pipefail: a status of 1 would mean that the doctor has found an error."""
     reads, writes = os.pipe()
     os.close(reads)
     code = "import sys; from service.cli import show; show.document({}); show.findings([]); sys.exit(0)"

@@ -1,4 +1,4 @@
-"""The rules file: what it may say of topics and callers, and a line of its own for each mistake in it."""
+"""Tests the rules file: rules for topics and callers, and a line for each mistake."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ CALLER = f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n'
 
 
 def read(file: Path) -> Rules:
-    """The rules in a file that the environment names."""
+    """Read the rules of a file that the environment names."""
     return Rules.read(Settings.from_env({"FENCEPOST_RULES": str(file)}).rules)
 
 

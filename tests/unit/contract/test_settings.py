@@ -1,4 +1,4 @@
-"""The settings: defaults as the contract has them, a line for each mistake, and the mistakes that only two make."""
+"""Tests the settings: the defaults of the contract, a line for each mistake, and conflicts of two settings."""
 
 import subprocess
 from pathlib import Path
@@ -126,7 +126,7 @@ def test_a_secret_that_is_wrong_is_not_shown(text: str) -> None:
     ],
 )
 def test_a_redis_url_is_one_as_a_whole(text: str, what: str) -> None:
-    """What redis-py would stumble over in the middle of the start, or overlook."""
+    """URLs that redis-py would refuse late in the start, or misread."""
     (line,) = lines(redis=text)
     assert line.startswith("FENCEPOST_REDIS is wrong: set redis://host:port/db, rediss://… or unix://…, ")
     assert what in line
@@ -169,7 +169,7 @@ def test_a_redis_url_option_that_redis_py_does_not_take_is_reported(more: str) -
 
 @pytest.mark.parametrize("namespace", ["x" * 240, ".", "..", "-"])
 def test_a_namespace_makes_names_that_kafka_takes(namespace: str) -> None:
-    """Which refuses only two names of dots: "." and ".."."""
+    """Kafka refuses only the names "." and ".."."""
     assert all(map(TOPIC.fullmatch, internal_topics(read(namespace=namespace).namespace)))
 
 
@@ -287,7 +287,7 @@ def test_all_wrong_settings_are_reported_at_once() -> None:
     [("SLOT", "SLOTS"), ("KEY_TTL", "KEY_TTL_S"), ("RULE", "RULES"), ("REDIS_FLE", "REDIS_FILE")],
 )
 def test_a_variable_that_was_meant_to_be_a_setting_is_not_passed_over(name: str, meant: str) -> None:
-    """A retention that nobody reads would be a promise that nobody keeps."""
+    """A misspelt setting would have no effect, and no message."""
     assert lines(**{name.lower(): "7"}) == [f"FENCEPOST_{name} is no setting: set FENCEPOST_{meant} instead"]
     read(**{name.lower(): ""})
 
@@ -296,7 +296,7 @@ def test_variables_of_others_are_left_alone() -> None:
     others = {"FENCEPOST_SERVICE_HOST": "10.0.0.1", "FENCEPOST_PORT_8000_TCP": "x", "FENCEPOST_LOCAL_DIR": "x"}
     assert Settings.from_env({**others, "SLOT": "x"}) == Settings()
     everything = dict.fromkeys(Settings.variables(), "x")
-    with pytest.raises(SettingsError) as raised:  # "x" is no number
+    with pytest.raises(SettingsError) as raised:  # "x" is not a number
         SharedSettings.from_env(everything)
     assert "is no setting" not in str(raised.value), "the job would take a setting of the service for its own"
 

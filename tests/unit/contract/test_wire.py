@@ -1,4 +1,4 @@
-"""The golden bytes of the wire contract: service.contract.wire writes and reads what `tests/vectors/v1` says."""
+"""Tests that service.contract.wire writes and reads the exact bytes of `tests/vectors/v1`."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ VECTORS = Path(__file__).parents[2] / "vectors" / "v1"
 
 
 def vectors(name: str, *path: str) -> Any:
-    """A part of one of the files."""
+    """Read a part of a file of vectors."""
     body = json.loads((VECTORS / f"{name}.json").read_text())
     for step in path:
         body = body[step]
@@ -20,7 +20,7 @@ def vectors(name: str, *path: str) -> Any:
 
 
 def content(encoded: Any) -> bytes | None:
-    """Bytes as a vector tells them: hexadecimal, a repetition, or null."""
+    """Decode the bytes of a vector: hexadecimal, a repetition, or null."""
     if isinstance(encoded, dict):
         repeated: bytes = bytes.fromhex(encoded["repeat"]) * encoded["times"]
         return repeated
@@ -166,7 +166,7 @@ def test_a_ledger_record_with_an_entry_that_is_nothing_is_no_ledger_record() -> 
     ],
 )
 def test_a_ledger_record_with_a_field_of_another_form_is_no_ledger_record(part: str, wrong: str) -> None:
-    """Whoever prints what was read relies on the types."""
+    """Readers rely on the types of the fields."""
     entry = {"id": "01" * 16, "fp": "02" * 8, "at": 3, "topic": "t", "partition": 0, "offset": 1, "ts": 4}
     body: dict[str, Any] = {"v": 1, "slot": 0, "pid": 1, "epoch": 0, "instance": "i", "entries": [entry]}
     assert isinstance(wire.decode_ledger(json.dumps(body).encode()), wire.LedgerRecord)

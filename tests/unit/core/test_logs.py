@@ -1,4 +1,4 @@
-"""The log: its forms, one line an incident, and keys that are not told."""
+"""Tests the log: its formats, one line for each incident, and hashed keys."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ except ZeroDivisionError:
 
 @cache
 def said(form: str, keys: str) -> str:
-    """What a process with these settings writes to its log."""
+    """Run a process with these settings; returns its log."""
     command = [sys.executable, "-c", SAY, form, keys]
     environment = {"PATH": os.environ["PATH"]}
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment, timeout=60)
@@ -89,7 +89,7 @@ def test_an_incident_logs_one_line_for_each_cause() -> None:
 
 
 def test_a_new_cause_of_an_incident_is_logged_and_a_changing_one_only_now_and_then() -> None:
-    """The first was "no leave", and then the password was wrong: the second stayed unheard until the first was over."""
+    """ "no permission", and then "wrong password": the second cause must be logged before the first incident ends."""
     now = 100.0
     with structlog.testing.capture_logs() as lines:
         incident = Incident(structlog.get_logger(), "not up yet", lambda: now)
@@ -112,7 +112,7 @@ def test_an_unforeseen_error_is_logged_with_its_traceback() -> None:
 
 
 def test_no_module_logs_a_key_itself() -> None:
-    """A key is logged under `key` alone, which is what is hashed, and its id with it."""
+    """A key is logged only in the field `key`, which is hashed, together with its id."""
     for path in (ROOT / "service").rglob("*.py"):
         for line in path.read_text().splitlines():
             if "log." in line:
@@ -122,7 +122,7 @@ def test_no_module_logs_a_key_itself() -> None:
 
 @pytest.fixture(autouse=True)
 def _logging() -> Any:
-    """Nothing here sets up this process's own log."""
+    """Keep the tests from configuring this process's log."""
     before = list(logging.getLogger().handlers)
     yield
     assert logging.getLogger().handlers == before

@@ -1,4 +1,4 @@
-"""Metrics: named by Prometheus' conventions, with bounded labels, and true at each scrape."""
+"""Tests the metrics: names by Prometheus' conventions, bounded labels, and present values at each scrape."""
 
 import math
 import re
@@ -21,14 +21,14 @@ from service.slots.recovery import STORE_STATES, SlotRecovery
 from service.slots.slot import Slot
 from tests.unit.fakes import FakeIdempotent, FakeProducer, World, end_of_term, until
 
-# prometheus.io/docs/practices/naming, and what `promtool check metrics` says of it.
+# The rules of prometheus.io/docs/practices/naming and of `promtool check metrics`.
 BASE_UNITS: Final = {"seconds", "bytes"}
 OTHER_UNITS: Final = re.compile("_(ms|millis|milliseconds|microseconds|minutes|hours|days|kb|mb|percent)(_|$)")
 RESERVED: Final = ("_total", "_count", "_sum", "_bucket", "_info", "_created")
 
 
 def faults(text: str) -> Iterator[str]:
-    """What is wrong with the names in a text of metrics, a line each."""
+    """List the faults of names in a text of metrics."""
     for family in text_string_to_metric_families(text):
         name = family.name
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
@@ -49,7 +49,7 @@ def faults(text: str) -> Iterator[str]:
 
 
 def shown(telemetry: Telemetry, name: str, **labels: str) -> float | None:
-    """What a scrape shows of a sample."""
+    """Return the value of a sample in a scrape."""
     telemetry.render()
     return telemetry.registry.get_sample_value(name, labels)
 
@@ -126,7 +126,7 @@ async def test_a_scrape_asks_the_parts_for_their_states() -> None:
 
 
 class Recovery(SlotRecovery):
-    """Brings a slot to READY when it may."""
+    """Brings a slot to READY when the test allows it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -169,7 +169,7 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
     assert shown(telemetry, "fencepost_terms_ended_total", why="transaction") == 1
     world.admission.answer(world.writer._parked[0], world.admission.too_late(world.writer._parked[0]))
     await asked
-    assert pool.in_doubt == 1  # its caller has had a 504, and nobody knows yet
+    assert pool.in_doubt == 1  # its caller has got 504, and the outcome is not known yet
     assert pool.in_doubt_s > 0
     recovery.may = True
     await pool._recover(slot)

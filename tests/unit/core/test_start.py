@@ -1,4 +1,4 @@
-"""What keeps the service from its start: a line for each thing, which says what to set."""
+"""Tests errors that stop the service at its start: a line for each, which says what to set."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Background tasks: whatever they raise, they go on, and somebody hears of it."""
+"""Tests background tasks: they go on after any exception, which is logged."""
 
 import asyncio
 from collections.abc import Iterator

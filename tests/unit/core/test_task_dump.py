@@ -1,4 +1,4 @@
-"""What a task waits for is told call by call."""
+"""Tests that the calls of a waiting task are logged."""
 
 import asyncio
 import os

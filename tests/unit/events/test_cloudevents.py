@@ -1,4 +1,4 @@
-"""CloudEvents 1.0: what of them becomes key, topic, headers and value, and what is refused."""
+"""Tests CloudEvents 1.0: key, topic, headers and value of the event, and refusals."""
 
 import json
 import re
@@ -78,7 +78,7 @@ def test_structured_is_passed_on_byte_for_byte() -> None:
     ],
 )
 def test_a_quoted_header_is_unquoted_and_then_percent_decoded_once(header: str, text: str) -> None:
-    """HTTP binding, section 3.1.3.2; what is no quoted string as a whole stands as it is."""
+    """HTTP binding, section 3.1.3.2; a value that is not one quoted string stays as it is."""
     assert dict(binary(subject=header).headers)["ce_subject"] == text.encode()
 
 
@@ -115,7 +115,7 @@ def test_binary_without_data_is_an_empty_record_and_no_tombstone() -> None:
         ({"topic": ".."}, "topic"),
         ({"time": "yesterday"}, "time: .* send it as RFC 3339 has it"),
         ({"time": "2026-11-22"}, "time"),
-        ({"time": "2026-11-22T03:00:00"}, "time"),  # it says no zone
+        ({"time": "2026-11-22T03:00:00"}, "time"),  # without a time zone
         ({"time": "2026-02-30T03:00:00Z"}, "time"),
         ({"time": "2026-11-22T24:00:00Z"}, "time"),
         ({"time": ""}, "time"),
@@ -219,7 +219,7 @@ def test_the_members_of_a_too_large_cloudevent_are_not_checked(monkeypatch: pyte
 
 @pytest.mark.parametrize("long", [False, True])
 async def test_the_members_of_a_cloudevent_have_a_bound(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """99 attributes, as in the binary mode, and the data; of a long one they are counted before they are made."""
+    """99 attributes, as in the binary mode, and the data; those of a long event are counted before they are decoded."""
 
     async def made(attributes: int) -> Event:
         more = {f"a{n}": 1 for n in range(attributes - len(ATTRIBUTES))}

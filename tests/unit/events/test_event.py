@@ -1,4 +1,4 @@
-"""One event from its JSON: what is taken as it is, and what is refused, with the field that is wrong."""
+"""Tests the parsing of one event from JSON: values that are kept as they are, and refusals that name the field."""
 
 import base64
 import gc
@@ -49,7 +49,7 @@ def parse(body: bytes | str | dict[str, Any], traceparent: bytes | None = None) 
 
 
 def refused(body: bytes | str | dict[str, Any]) -> tuple[str, str]:
-    """Code, and the first word of the detail: the field."""
+    """Return the code and the first word of the detail: the field."""
     with pytest.raises(Problem) as caught:
         parse(body)
     return caught.value.kind.code, caught.value.detail.partition(":")[0]
@@ -178,7 +178,7 @@ def test_a_value_is_kept_byte_for_byte(text: str) -> None:
         "[1,]",
         '{"a": 1,}',
         "[" + DEEP + "]",
-        "[" * 1_000 + "]" * 1_000,  # deeper than the decoder itself goes
+        "[" * 1_000 + "]" * 1_000,  # deeper than the decoder itself accepts
         "[" * 100_000 + "]" * 100_000,
         "/* a */ 1",
         "",
@@ -216,7 +216,7 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     assert refused(body) == ("invalid-json", "body")
 
 
-# What the headers of a trace's context are (W3C Trace Context, section 3.2).
+# Values of the headers of a trace context (W3C Trace Context, section 3.2).
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
@@ -346,7 +346,7 @@ def test_an_event_has_at_most_a_megabyte() -> None:
 
 
 async def test_a_too_large_body_is_refused_before_its_json_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which takes a hundred times as long."""
+    """The check takes a hundred times as long."""
     monkeypatch.setattr(strict_json, "check_json", None)
     assert refused({"topic": "t", "value": [0] * 500_000})[0] == "too-large"
     with pytest.raises(Problem, match="at most 10000"):
@@ -369,7 +369,7 @@ def test_base64_that_is_too_large_is_not_decoded(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(not native.COMPILED, reason="counted beforehand only where service.native is compiled")
 @pytest.mark.parametrize("name", ["headers", "h\\u0065aders"])
 async def test_headers_are_counted_before_they_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 MiB of them held the loop for 0.16 s."""
+    """Decoding 8 MiB of headers would hold the event loop."""
 
     def long(headers: int) -> bytes:
         members = ",".join(f'"{n}":""' for n in range(headers))
@@ -398,7 +398,7 @@ async def test_a_long_event_is_parsed_as_a_short_one_is() -> None:
 
 
 def checked(event: Event, partitions: int = 3, **settings: str) -> str:
-    """The code with which the topic refuses it, empty where it does not."""
+    """Return the code with which the topic refuses the event, "" if it does not."""
     try:
         named = {name.replace("_", "."): text for name, text in settings.items()}
         check_topic(event, Topic("t", partitions, named), lambda: NOW_MS)
@@ -427,9 +427,9 @@ def test_an_event_that_its_topic_would_refuse_is_refused_by_the_check() -> None:
 def test_a_record_is_refused_only_where_it_may_not_fit(
     key: str, instance: str, traced: bool, headers: dict[str, str], name: str
 ) -> None:
-    """As large as it can get, it fits where the check lets it pass; and the check allows for little more than that."""
+    """A record of the largest size must fit if the check lets it pass, and the check must not be much stricter."""
     event = make_event(key, b"i" * 16, EventBody("t", "k", msgspec.Raw(b"1"), headers={**headers, name: "1"}))
-    if traced:  # which is found out after the check
+    if traced:  # known only after the check
         event.traceparent = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
     most = 2**63 - 1
     request = WriteRequest.of((event,), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
@@ -480,7 +480,7 @@ def test_the_named_partition_counts_and_else_the_one_of_the_key() -> None:
 
 
 def kept_by(work: Callable[[int], object], times: int) -> int:
-    """Bytes of memory that stay in use after the work was done so many times."""
+    """Measure the bytes of memory that stay in use after the work was repeated."""
     tracemalloc.start()
     try:
         for n in range(times):
@@ -492,7 +492,7 @@ def kept_by(work: Callable[[int], object], times: int) -> int:
 
 
 def test_a_topic_that_is_refused_for_its_length_is_not_remembered() -> None:
-    """60 names of 4 MB each left 240 MB in the cache of names."""
+    """Names of megabytes must not stay in the cache of names."""
 
     def refuse(n: int) -> None:
         with pytest.raises(Problem, match="topic"):

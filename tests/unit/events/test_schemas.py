@@ -1,4 +1,4 @@
-"""Schemas of the rules: which topic has which, what they refuse, and schemas that are none."""
+"""Tests the schemas of the rules: which topic has which, refusals, and invalid schemas."""
 
 import json
 import re
@@ -126,7 +126,7 @@ def test_a_value_that_its_schema_does_not_allow_is_refused_with_its_place(
     ],
 )
 def test_a_number_is_compared_as_it_is_written(tmp_path: Path, rule: object, number: str, allowed: bool) -> None:
-    """Read as a double, 1e400 was null and 1e-400 was 0."""
+    """As a double, 1e400 would be null and 1e-400 would be 0."""
     schemas = schemas_of(tmp_path, json.dumps({"properties": {"of": rule}}))
     asked = event(b'"value": {"of": %b}' % number.encode())
     if allowed:
@@ -160,7 +160,7 @@ MANY = b"[" + b",".join([b"1"] * 20_000) + b"]"
 async def test_a_value_is_explained_where_that_does_not_take_long(
     tmp_path: Path, rule: object, value: bytes, why: str
 ) -> None:
-    """To tell all that was wrong with a value of 1 MB took 9 s, and the first of it was told."""
+    """Explaining all violations of a value of 1 MB would take seconds."""
     schemas = schemas_of(tmp_path, json.dumps(rule))
     with pytest.raises(Problem, match=why) as caught:
         await schemas.check(event(b'"value": ' + value))
@@ -168,7 +168,7 @@ async def test_a_value_is_explained_where_that_does_not_take_long(
 
 
 async def test_a_long_value_is_checked_in_a_thread(schemas: Schemas, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value of 1 MB held the event loop for 0.3 s to read its numbers as what they are."""
+    """Reading the exact numbers of a value of 1 MB would hold the event loop."""
     where: list[str] = []
 
     def noted(value: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Strict JSON: C and jiter say the same of it, and no body holds up everybody else."""
+"""Tests strict JSON: C and jiter must agree, and no body may hold the event loop."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from service.events.strict_json import check_json
 
 @pytest.fixture(autouse=True, scope="module", params=["python", "compiled"])
 def _each(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What is plain needs none of Python's checks where service.native is compiled: they are tried without it too."""
+    """With and without service.native, whose check hides Python's for common bodies."""
     with pytest.MonkeyPatch.context() as patched:
         if request.param == "python":
             patched.setattr(native, "COMPILED", False)
@@ -28,7 +28,7 @@ def _each(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
 def test_json_deeper_than_64_levels_is_refused_whatever_its_content(opens: str, closes: str) -> None:
-    """64 of them, the body's own object among them; brackets in strings are none."""
+    """64 levels, the body's own object among them; brackets in strings do not count."""
     for levels in (63, 64, 300, 100_000):
         value = opens * levels + '"[[[{{{"' + closes * levels
         body = f'{{"topic": "t", "value": {value}}}'.encode()
@@ -45,7 +45,7 @@ DEEP = {levels: b"[" * levels + b"]" * levels for levels in (63, 64)}
 
 @pytest.mark.parametrize("name", [b'"', b"\\", b'\\"[', b'\\\\"', b"[", b"]}", b'"]', b"\\u005b"])
 def test_brackets_in_strings_are_no_levels(name: bytes) -> None:
-    """Whatever is escaped before them, or behind."""
+    """With any escapes before or after them."""
     for text in (json.dumps((name * n).decode()).encode() for n in range(5)):
         check_json(b"[%b,%b]" % (text, DEEP[63]))
         with pytest.raises(Problem, match="deeper than 64 levels"):
@@ -73,7 +73,7 @@ def test_brackets_in_strings_are_no_levels(name: bytes) -> None:
     ],
 )
 def test_the_check_itself_refuses_each_violation_of_strict_json(body: bytes, why: str) -> None:
-    """Whatever the decoder that reads the body besides refuses."""
+    """Also violations that the decoder refuses too."""
     with pytest.raises(Problem, match=why):
         check_json(body)
     check_json(b' \n[{"a": "\\ud83d\\ude00"}]\t\r\n ')
@@ -89,7 +89,7 @@ JSONS = st.recursive(
 
 
 def test_the_name_that_is_there_twice_is_found_among_many() -> None:
-    """Not by a look through all for each: that took a minute for a body of a megabyte."""
+    """In linear time: a comparison of all pairs takes minutes for a megabyte."""
     body = b"{%b}" % b",".join([b'"name %d":0' % n for n in (*range(200_000), 199_999)])
     with pytest.raises(Problem, match="'name 199999' twice"):
         check_json(body)
@@ -100,7 +100,7 @@ NAMES = ["a", "b", "\u00e9", "\U0001f600", "\n", '"', "\\", "/", "", "\u0000", "
 
 
 def written(name: str, chance: random.Random) -> bytes:
-    """A name as JSON has it, each of its characters with an escape or without."""
+    """Encode a name as JSON, each of its characters with or without an escape."""
     text = ""
     for c in name:
         units = c.encode("utf-16-be").hex()
@@ -110,7 +110,7 @@ def written(name: str, chance: random.Random) -> bytes:
 
 
 def both_say(body: bytes) -> bool:
-    """Is it strict JSON, by C and by jiter?"""
+    """Check a body with C and jiter, which must agree."""
     try:
         module._parse(body)
     except Problem:
@@ -124,7 +124,7 @@ def both_say(body: bytes) -> bool:
 @COMPILED
 @given(st.lists(st.sampled_from(NAMES), max_size=8), st.integers(0, 100), st.randoms(use_true_random=False))
 def test_c_and_python_find_the_same_duplicate_names(names: list[str], others: int, chance: random.Random) -> None:
-    """However each is written, and however many there are: none is left to Python, which took 1.4 s for 8 MiB."""
+    """With any spelling and any number of names; C must not leave them to Python."""
     names += [f"n{n}" for n in range(others)]
     chance.shuffle(names)
     body = b"{%b}" % b",".join(b"%b: %d" % (written(name, chance), n) for n, name in enumerate(names))
@@ -146,7 +146,7 @@ def test_c_and_python_give_the_same_result_for_any_body(
 @COMPILED
 @pytest.mark.parametrize("first", range(0x80, 0x100))
 def test_c_and_python_accept_the_same_utf_8(first: int) -> None:
-    """Each beginning of a character, with what is just right behind it, and what is just wrong."""
+    """Each first byte of a character, with the last correct and the first wrong continuation."""
     edges = [0x00, 0x22, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0]
     for second in edges:
         for rest in (b"", b"\x80", b"\xbf", b"\x80\x80", b"\xbf\xbf", b"\xc0", b"\x80\xc0"):
@@ -215,7 +215,7 @@ def test_other_threads_run_while_c_checks_a_long_body() -> None:
 
 @COMPILED
 def test_integers_of_any_length_are_taken_by_c_and_of_4_300_digits_by_jiter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python reads an integer in the square of its length, and jiter makes one of it."""
+    """Python parses an integer in quadratic time, and jiter converts integers."""
     assert both_say(b"[-%b]" % (b"9" * 4_300))
     monkeypatch.setattr(native, "COMPILED", True)
     check_json(b"9" * 5_000)
@@ -254,7 +254,7 @@ PIECES = [
 
 @COMPILED
 def test_c_and_python_give_the_same_result_for_mutated_bodies() -> None:
-    """Bytes put in, taken out, replaced or repeated, at one to three places."""
+    """Bytes inserted, removed, replaced or repeated, at one to three places."""
     chance, strict = random.Random(20), 0
     for _ in range(MUTATIONS):
         body = bytearray(chance.choice(SEEDS).encode())
@@ -265,7 +265,7 @@ def test_c_and_python_give_the_same_result_for_mutated_bodies() -> None:
                 (chance.choice(PIECES), chance.randbytes(1), b"", body[start:end] * 2)
             )
         strict += both_say(bytes(body))
-    assert MUTATIONS / 20 < strict < MUTATIONS / 2  # both verdicts are there
+    assert MUTATIONS / 20 < strict < MUTATIONS / 2  # both verdicts occur
 
 
 def test_a_problem_quotes_only_a_short_part_of_a_body() -> None:
@@ -278,7 +278,7 @@ def test_a_problem_quotes_only_a_short_part_of_a_body() -> None:
 
 @pytest.mark.parametrize("opens", [60, 1])
 def test_millions_of_arrays_are_checked_without_the_garbage_collector(opens: int) -> None:
-    """It took four fifths of the time, and that was longer than a lease lives."""
+    """The garbage collector would take most of the time, longer than a lease."""
     collected: list[str] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -292,7 +292,7 @@ def test_millions_of_arrays_are_checked_without_the_garbage_collector(opens: int
             check_json(body + b"}")
     finally:
         gc.callbacks.remove(note)
-    assert len(collected) <= 4  # one collection behind each; there were thousands
+    assert len(collected) <= 4  # one collection after each; without the switch there are thousands
     assert gc.isenabled()
 
 
@@ -311,7 +311,7 @@ def test_millions_of_arrays_are_checked_without_the_garbage_collector(opens: int
     ],
 )
 def test_pairs_of_surrogates_are_taken_compiled(body: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 MiB of them, read in Python, held the loop for 50 ms."""
+    """Reading 8 MiB of them in Python would hold the event loop."""
     assert (native.bodies.fault(body.encode()) is None) is taken
     monkeypatch.setattr(native, "COMPILED", False)
     if taken:

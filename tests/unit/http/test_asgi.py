@@ -1,4 +1,4 @@
-"""POSTs as ASGI endpoints of the app: through an ASGI client, and message by message as from a server."""
+"""Tests POSTs as ASGI endpoints of the app: with an ASGI client, and message by message like a server."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from service.pipeline.request import BatchChunk, WriteResult
 from tests.unit.http.test_events import Commits
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Starlette would have another version of httpx
+    warnings.simplefilter("ignore")  # Starlette prefers another version of httpx
     from starlette.testclient import TestClient
 
 EVENT = b'{"topic":"orders","value":1}'
@@ -35,7 +35,7 @@ LINES = b"".join(b'{"topic":"orders","value":%d,"idempotency_key":"k%d"}\n' % (n
 
 
 class Slowly(Commits):
-    """Commits a chunk of a batch when the test says so."""
+    """Commits a chunk of a batch when the test allows it."""
 
     chunk_events = 1
 
@@ -49,7 +49,7 @@ class Slowly(Commits):
 
 
 def app_of(admission: Commits, settings: Settings | None = None) -> FastAPI:
-    """The app's own routes over an admission that commits."""
+    """Make the app's own routes with an admission that commits."""
     app = FastAPI()
     settings = settings or Settings()
     callers = Callers([])
@@ -152,7 +152,7 @@ async def test_middleware_sees_the_posts() -> None:
 
 
 def test_the_whole_app_answers_a_test_client() -> None:
-    """It finds neither Kafka nor Redis, so that only what is refused before has an answer at once."""
+    """Kafka and Redis are unreachable, so that only early refusals are answered at once."""
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
     app, _ = build_app(settings, Rules(), Schemas(Rules()), lambda _: None)
     with TestClient(app, client=("127.0.0.1", 50_000)) as client:
@@ -164,7 +164,7 @@ def test_the_whole_app_answers_a_test_client() -> None:
 
 
 def test_a_client_without_a_loopback_address_is_refused() -> None:
-    """A server may have it from a header."""
+    """A server may take the address from a header."""
     app = app_of(Commits())
     for address, status in (("testclient", 403), ("10.0.0.1", 403), ("127.0.0.1", 201), ("::1", 201)):
         client = TestClient(app, client=(address, 1))
@@ -183,7 +183,7 @@ def test_the_factory_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Server:
-    """Hands one POST over, and keeps what it is sent."""
+    """Hands one POST to the app, and keeps the messages that it gets."""
 
     def __init__(self, *messages: dict[str, Any], headers: dict[bytes, bytes] | None = None, version: str = "1.1"):
         self.messages = list(messages)
@@ -276,7 +276,7 @@ async def test_a_request_that_is_disconnected_amid_its_body_is_not_handled() -> 
 
 
 async def test_a_body_whose_upload_breaks_off_counts_no_more() -> None:
-    """As where a server or a middleware cancels it."""
+    """As when a server or a middleware cancels it."""
     bodies, handled = Bodies(4 * OWN_BYTES), list[PostRequest]()
     with pytest.raises(IndexError):
         await Server(part(bytes(2 * OWN_BYTES))).serve(endpoint_of(handled.append, bodies))
@@ -284,7 +284,7 @@ async def test_a_body_whose_upload_breaks_off_counts_no_more() -> None:
 
 
 async def test_work_continues_although_the_server_cancels_the_request() -> None:
-    """Some do so when the client goes away. What was begun, such as a batch, is finished."""
+    """Some servers do so when the client disconnects. Work that has begun, such as a batch, is finished."""
     done, started = asyncio.Event(), asyncio.Event()
 
     def handler(request: PostRequest) -> None:

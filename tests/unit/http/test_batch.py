@@ -1,4 +1,4 @@
-"""How a batch is cut into what travels together, and what each of its events is answered."""
+"""Tests how a batch is cut into chunks, and the result of each of its events."""
 
 import asyncio
 import gc
@@ -74,7 +74,7 @@ def one(key: str | None, value: Any = 1, topic: str = "orders") -> dict[str, Any
 
 
 async def written(world: World, batch: BatchBody) -> list[WriteResult]:
-    """What a slot that serves makes of a batch."""
+    """Write a batch through a slot, as a serving process does."""
     serving = world.serve(await world.slot())
     told = write_each(world.admission, batch.events, member_of, asyncio.get_running_loop().time())
     answers = [answer async for some in told for answer in some]
@@ -90,7 +90,7 @@ def test_events_with_different_keys_share_a_chunk_in_their_order() -> None:
 
 
 def test_a_key_that_repeats_begins_a_new_chunk() -> None:
-    """In one claim it would meet itself."""
+    """The second claim of a key in one call would find the first."""
     assert cut(*(make_event(key) for key in "abacab")) == [["a", "b"], ["a", "c"], ["a", "b"]]
     assert cut(*(make_event("a") for _ in range(3))) == [["a"], ["a"], ["a"]]
 
@@ -167,7 +167,7 @@ async def test_a_batch_that_the_queue_has_no_room_for_is_refused_as_a_whole() ->
 
 
 async def test_a_batch_larger_than_the_queue_comes_in_by_parts() -> None:
-    """As a whole it would be told to come again a little later, for ever."""
+    """Refused as a whole it could never be admitted."""
     world = World(queue_events_max=2)
     answers = await written(world, batch_of(*map(one, "abcde")))
     assert [kind_of(answer) for answer in answers] == [None] * 5
@@ -244,7 +244,7 @@ async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.Monkey
         return await writing(*arguments)
 
     monkeypatch.setattr(FakeProducer, "send", write)
-    batch = batch_of(*(one(str(n // 2)) for n in range(80)))  # a key that comes again begins a new chunk
+    batch = batch_of(*(one(str(n // 2)) for n in range(80)))  # a repeated key begins a new chunk
     assert {kind_of(answer) for answer in await written(world, batch)} == {None}
     assert len(world.cluster.asked) > 1
 
@@ -294,7 +294,7 @@ async def test_an_atomic_batch_is_written_in_one_group_and_replayed_as_one() -> 
 
 
 async def test_a_written_batch_is_answered_504_when_its_members_cannot_be_looked_up_in_time() -> None:
-    """Also where its members cannot be looked up before the deadline."""
+    """Also if its members cannot be looked up before the deadline."""
     world = World(request_timeout_ms=200)
     serving = world.serve(await world.slot())
     sweeping = asyncio.create_task(world.admission.sweep())
@@ -330,7 +330,7 @@ async def test_an_atomic_batch_too_large_for_a_transaction_is_refused_before_its
 async def test_a_written_batch_is_in_doubt_while_the_store_does_not_have_its_members(
     error: Exception | None,
 ) -> None:
-    """Redis tells it not, or not of every one (None): 504, and 201 to who asks again when it does."""
+    """Redis has no member or not every one (None): 504, and 201 for a retry when it has all."""
     world = World()
     slot = await world.slot()
     serving = world.serve(slot)
@@ -418,7 +418,7 @@ async def test_an_atomic_batch_whose_ledger_record_is_too_large_is_refused() -> 
 @pytest.mark.skipif(not native.COMPILED, reason="counted beforehand only where service.native is compiled")
 @pytest.mark.parametrize("event", [b"{}", b'{"topic":"t"}', b"[]", b"1"])
 async def test_too_many_events_are_refused_before_any_is_made(event: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 MiB of small ones held the loop for 0.8 s: the count alone decides, and reads no further than it needs."""
+    """The count alone decides, and reading stops at the bound."""
     monkeypatch.setattr(module, "decode", None)
     monkeypatch.setattr(cloudevents, "decode", None)
     many = BATCH_EVENTS_MAX * (event + b",") + event
@@ -431,7 +431,7 @@ async def test_too_many_events_are_refused_before_any_is_made(event: bytes, monk
 
 
 def test_line_feeds_have_a_bound_too() -> None:
-    """8 MiB of them held the loop for 0.9 s."""
+    """The count alone decides."""
     with pytest.raises(Problem, match="20000 lines") as caught:
         parse_lines(b"\n" * 30_000)
     assert caught.value.kind is TOO_LARGE
@@ -439,7 +439,7 @@ def test_line_feeds_have_a_bound_too() -> None:
 
 
 async def test_parsing_many_events_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where all of them are refused, and nothing is ever written in between."""
+    """Also if all of them are refused, and nothing is written in between."""
     monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
     turns = 0
 
@@ -468,7 +468,7 @@ def test_lines_end_with_a_line_feed_alone() -> None:
 
 
 async def test_problems_of_a_batch_leave_no_cycles() -> None:
-    """Python's collector took 0.5 s for those of 10,000 events, and everybody waited."""
+    """Otherwise Python's garbage collector would hold the event loop to free 10,000 of them."""
     told = write_each(World().admission, [b"{}", b"[", b'{"topic":"t","x":1}'] * 100, line_of, 0.0)
     gc.collect()
     gc.disable()
@@ -537,7 +537,7 @@ async def test_a_long_batch_of_cloudevents_is_parsed_as_a_short_one_is(body: byt
 
 
 async def test_splitting_a_long_batch_decodes_only_the_text_around_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To find where they are took msgspec 30 ms for 8 MiB, and others waited."""
+    """Decoding all of 8 MiB to find the events would hold the event loop."""
     sizes: list[int] = []
 
     def noted(decoder: Any, body: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Who calls, what it may write, and how fast."""
+"""Tests callers: authentication, topics, rates."""
 
 import hashlib
 
@@ -54,7 +54,7 @@ def test_a_caller_writes_to_its_topics_only() -> None:
 
 
 def spent(caller: Caller, events: int, now: float) -> int | None:
-    """0 where they may come, else after how many seconds to come again."""
+    """Spend events; returns 0 if they are admitted, else Retry-After in seconds."""
     try:
         caller.spend(events, now)
     except Problem as problem:
@@ -72,7 +72,7 @@ def test_a_rate_lets_a_second_of_events_through_at_once_and_then_as_many_a_secon
 def test_a_batch_above_the_rate_passes_and_the_next_event_waits_for_it() -> None:
     caller = Caller(CallerRule("shop", (DIGEST,), rate=10))
     assert spent(caller, 40, 100.0) == 0
-    assert spent(caller, 1, 100.0) == 4  # 31 events' time
+    assert spent(caller, 1, 100.0) == 4  # the time of 31 events
     assert spent(caller, 1, 103.0) == 1
     assert spent(caller, 1, 103.2) == 0
 
@@ -83,7 +83,7 @@ def test_a_rate_of_less_than_one_a_second() -> None:
 
 
 def test_an_event_that_arrived_earlier_is_counted_at_the_time_of_the_latest() -> None:
-    """It may have been pipelined behind a slow answer."""
+    """It may have been pipelined behind a slow response."""
     caller = Caller(CallerRule("shop", (DIGEST,), rate=10))
     assert spent(caller, 1, 104.5) == 0
     assert spent(caller, 1, 100.0) == 0

@@ -1,4 +1,4 @@
-"""The pieces of the hot route: headers, and answers as bytes."""
+"""Tests the parts of the handlers of POSTs: headers, and responses as bytes."""
 
 import asyncio
 import gzip
@@ -88,7 +88,7 @@ def test_media_types_in_another_charset(parameters: str) -> None:
 
 @pytest.mark.parametrize("piece", ["a", " ", ";", ";a", '"', "=", ';a="', ';a="\\"', "\\"])
 def test_a_media_type_of_any_length_is_read_at_once(piece: str) -> None:
-    """A head may have 64 KiB: what grows with its square would hold up everybody else for seconds."""
+    """In linear time: a head may have 64 KiB."""
     assert grows_in_proportion(lambda chars: media_type(f"application/json;{piece * (chars // len(piece))}"))
 
 
@@ -127,7 +127,7 @@ def test_answers_are_json() -> None:
 
 @pytest.mark.parametrize("key", ["order-1", "a b", 'a"b\\c', '"a', '"a"', '"', " a", "a ", " ", '"\\', ' "a\\" '])
 def test_the_echo_of_a_key_is_that_key(key: str) -> None:
-    """Sent again as a header it names the same event: HTTP takes blanks away at its ends, a quote begins a string."""
+    """As a header it must name the same event again: HTTP strips blanks, and a quote begins a string."""
     echo = echo_of(key).decode()
     assert parse_key(echo) == key
     assert (echo == key) is (key.strip() == key and key[0] != '"')
@@ -143,13 +143,13 @@ def test_every_problem_is_rendered_with_its_status_code_and_type(kind: Any) -> N
     assert told["type"] == f"/problems/{kind.code}"
     assert set(told) == {"type", "title", "status", "detail", "code"}
     assert dict(headers)[b"content-type"] == b"application/problem+json"
-    # Who may succeed with the very same request is told when to send it.
+    # Retry-After is sent if the same request may succeed.
     assert (b"retry-after" in dict(headers)) is (kind.status in (409, 429, 503, 504)), kind.code
 
 
 def test_a_time_is_written_as_an_http_date() -> None:
     assert imf_fixdate(784111777) == b"Sun, 06 Nov 1994 08:49:37 GMT"
-    # An entry of the ledger may count in microseconds: its key is answered all the same.
+    # An entry of the ledger may count in microseconds: its key is answered anyway.
     assert imf_fixdate(1_795_453_978_160_000 // 1000) == imf_fixdate(2**53) == b"Fri, 31 Dec 9999 23:59:59 GMT"
 
 
@@ -157,7 +157,7 @@ def test_a_time_is_written_as_an_http_date() -> None:
 
 
 class FakePost:
-    """A POST with its answer, in the place of one on a connection."""
+    """A POST that keeps its response, without a connection."""
 
     body_was_dropped = was_cut = False
     chunked = keep_alive = True
@@ -196,7 +196,7 @@ class FakePost:
 
 
 class Done:
-    """A future that has its result already, and tells it at once."""
+    """A future that has its result already, and calls back at once."""
 
     def __init__(self, result: WriteResult) -> None:
         self._result = result
@@ -209,7 +209,7 @@ class Done:
 
 
 class Commits:
-    """An admission that commits whatever it is given, at once."""
+    """An admission that commits every event at once."""
 
     overload: Problem | None = None
     ledger_bytes_max = 512 * 1024
@@ -234,7 +234,7 @@ class Commits:
 
 
 def posted(path: str, body: bytes, **headers: str) -> tuple[FakePost, list[Event]]:
-    """The answer to a POST, and the events that it wrote; `_` in a header's name is `-`."""
+    """Post a request; returns the response, and the written events. `_` in a header's name is `-`."""
     admission = Commits()
     told = FakePost(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
     endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
@@ -269,7 +269,7 @@ CE_HEADERS = {f"ce_{name}": text for name, text in CLOUD.items()}
 
 @pytest.mark.parametrize("content_type", [STRUCTURED, "Application/CloudEvents+JSON ; charset=utf-8"])
 def test_a_structured_cloudevent_may_have_its_attributes_in_headers_too(content_type: str) -> None:
-    """CloudEvents' HTTP binding, sections 3 and 3.2.3: the content type tells the mode."""
+    """CloudEvents' HTTP binding, sections 3 and 3.2.3: the content type decides the mode."""
     body = json.dumps({**CLOUD, "data": 1}).encode()
     told, (event,) = posted("/events", body, content_type=content_type, **CE_HEADERS)
     assert told.status == 201
@@ -336,7 +336,7 @@ def test_a_body_with_the_identity_coding_is_accepted(coding: str) -> None:
 
 
 def test_a_415_for_the_media_type_has_no_accept_encoding() -> None:
-    """RFC 9110, section 12.5.3: where that is not the reason, Accept-Encoding must not be told."""
+    """RFC 9110, section 12.5.3: Accept-Encoding is only for a 415 about the coding."""
     told, _ = posted("/events", b"1", content_type="text/plain")
     assert told.status == 415
     assert b"accept-encoding" not in told.lines
@@ -344,7 +344,7 @@ def test_a_415_for_the_media_type_has_no_accept_encoding() -> None:
 
 @pytest.mark.parametrize("name", [b"content-encoding", b"content-type", b"authorization", b"traceparent", b"prefer"])
 def test_several_lines_are_one_list(name: bytes) -> None:
-    """RFC 9110, section 5.2: the last of two tokens, or of two types, must not be believed by itself."""
+    """RFC 9110, section 5.2: the last of two tokens, or of two types, must not be used alone."""
     assert pick([(name, b"one"), (name, b"another")]) == {name: "one, another"}
 
 
@@ -352,7 +352,7 @@ def test_several_lines_are_one_list(name: bytes) -> None:
 def test_a_reply_that_raises_is_answered_500_and_ends_its_connection(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the client would wait for an answer that never comes: the event's own deadline has passed with it."""
+    """Otherwise the client would wait for a response that never comes: the event's deadline has passed."""
     monkeypatch.setattr(module, where, lambda *_: 1 / 0)
     told, events = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
     assert len(events) == 1
@@ -395,7 +395,7 @@ LONG_MEMBER = {**LONG_EVENT, "idempotency_key": "k"}
     ids=["event", "structured", "batched", "refused", "batch", "atomic", "line"],
 )
 def test_a_long_body_is_checked_in_a_thread(path: str, kind: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 MiB held the loop for up to 1.4 s."""
+    """Checking 8 MiB on the event loop would hold it."""
     where: list[str] = []
 
     def noted(check: Callable[[bytes], None]) -> Callable[[bytes], None]:
@@ -416,7 +416,7 @@ def test_a_long_body_is_checked_in_a_thread(path: str, kind: str, body: Any, mon
 
 
 async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10,000 problems, each another one, held the loop for 40 ms."""
+    """Rendering 10,000 different problems in one step would hold the event loop."""
     rendered, between = 0, []
 
     def render(answer: WriteResult) -> str:
@@ -453,7 +453,7 @@ def test_a_caller_past_its_rate_is_refused_before_its_body_is_read(path: str, ki
     callers = Callers(rules)
     callers.of("Bearer s3cret").spend(5, 0.0)
     told = FakePost(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
-    del told.body  # who looks at it fails
+    del told.body  # reading it fails
     endpoint = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), callers, Telemetry())
     endpoint.routes[path.encode()](cast(PostRequest, told))
     assert told.status == 429

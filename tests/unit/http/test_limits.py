@@ -1,4 +1,4 @@
-"""Connections that say nothing, or never finish their head, are ended; whole requests never meet a timer."""
+"""Tests that silent connections and incomplete heads are ended, and that complete requests meet no timer."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
 
 
 async def ask(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
-    """Send the parts with pauses between them; all that comes until the server hangs up, or for a second."""
+    """Send the parts with pauses between them; returns all bytes until the server closes, or for a second."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for part in parts:
@@ -70,13 +70,13 @@ async def test_a_request_that_falls_silent_is_answered_408(port: int, sent: byte
 
 
 def slow(pieces: int, size: int) -> list[bytes]:
-    """A request whose body has so many pieces of that size."""
+    """Make a request whose body has this many pieces of this size."""
     head = b"POST /events HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (pieces * size)
     return [head, *[bytes(size)] * pieces]
 
 
 async def test_a_slow_request_has_as_much_time_as_the_least_rate_gives_it(port: int) -> None:
-    """Twice the time of one that is silent, at twice the least rate."""
+    """Twice the time of a silent request, at twice the least rate."""
     answer = await ask(port, *slow(12, 2 * request_reader.LEAST_BYTES_S // 20), pause_s=0.05)
     assert answer.startswith(b"HTTP/1.1 200 ")
 
@@ -88,7 +88,7 @@ async def test_a_request_below_the_least_rate_is_answered_408(port: int) -> None
 
 
 async def test_a_head_of_too_many_lines_is_refused(port: int) -> None:
-    """Each costs 200 bytes of memory, so that a head of 64 KiB could cost 3 MB."""
+    """Each line costs 200 bytes of memory, so that a head of 64 KiB could cost 3 MB."""
     head = b"POST /events HTTP/1.1\r\nhost: x\r\n"
     assert problem_of(await ask(port, head + 10_000 * b"a:b\r\n")) == (431, "head-too-large")
     assert problem_of(await ask(port, head + 300 * b"a:b\r\n" + b"\r\n")) == (431, "head-too-large")
@@ -96,7 +96,7 @@ async def test_a_head_of_too_many_lines_is_refused(port: int) -> None:
 
 
 async def half_closed(port: int, sent: bytes) -> bytes:
-    """All that is answered to a client that shuts its sending side behind what it has sent."""
+    """Send bytes and shut the sending side; returns all that is answered."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(sent)
@@ -108,7 +108,7 @@ async def half_closed(port: int, sent: bytes) -> bytes:
 
 
 async def test_a_client_that_sends_no_more_is_answered(port: int) -> None:
-    """And its connection ended (RFC 9112, section 9.6): `nc -N` does so, and many proxies."""
+    """And its connection is closed (RFC 9112, section 9.6): `nc -N` and many proxies do so."""
     answer = await half_closed(port, REQUEST)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert answer.endswith(b"body")
@@ -125,7 +125,7 @@ async def test_a_client_that_closes_amid_a_request_is_answered_400(port: int, se
 
 async def test_a_head_that_grows_is_refused(port: int) -> None:
     head = b"POST /events HTTP/1.1\r\nhost: x\r\n"
-    lines = [b"x-%d: %s\r\n" % (n, b"y" * 8000) for n in range(9)]  # the last one is too much, and nothing is behind it
+    lines = [b"x-%d: %s\r\n" % (n, b"y" * 8000) for n in range(9)]  # the last one is too much, and nothing follows
     assert problem_of(await ask(port, head, *lines, pause_s=0.01)) == (431, "head-too-large")
 
 
@@ -135,7 +135,7 @@ async def test_a_request_that_is_not_http_is_answered_400(port: int) -> None:
 
 
 def problem_of(answer: bytes) -> tuple[int, str]:
-    """Status and code of a whole answer, which is a problem and its connection's last one."""
+    """Return status and code of a whole response, which is a problem and the connection's last response."""
     head, _, body = answer.decode().partition("\r\n\r\n")
     first, *lines = head.split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)
@@ -149,7 +149,7 @@ def problem_of(answer: bytes) -> tuple[int, str]:
 
 
 async def test_whole_requests_go_on_past_the_bound(port: int) -> None:
-    """Also in pieces, and one after the other for longer than a single one may take."""
+    """Also in pieces, and one after the other for longer than the bound of one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for _ in range(5):
         for part in (REQUEST[:20], REQUEST[20:-2], REQUEST[-2:]):
@@ -164,7 +164,7 @@ async def test_whole_requests_go_on_past_the_bound(port: int) -> None:
 
 @contextlib.asynccontextmanager
 async def many_open(port: int, count: int) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
-    """Connections that a server has accepted and that are idle; each has had an answer."""
+    """Open connections that a server has accepted and that are idle after a response."""
     opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
     for reader, writer in opened:
         writer.write(REQUEST)
@@ -192,7 +192,7 @@ async def test_a_connection_past_the_bound_is_answered_503_and_the_open_ones_con
 
 
 async def until_answered(port: int) -> bytes:
-    """What a client hears that tries again after each 503: the server sees a moment later that another has left."""
+    """Try again after each 503, until the server has noticed that another connection was closed."""
     async with asyncio.timeout(30):
         while True:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -204,7 +204,7 @@ async def until_answered(port: int) -> bytes:
 
 
 async def test_refused_connections_that_stay_open_are_bounded_too(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would hold a file for as long as it may linger; past a few it is ended at once."""
+    """Each would use a file for the time of lingering; past a few they are closed at once."""
     monkeypatch.setattr(limits, "LINGERING_CLOSE_S", 60.0)
     monkeypatch.setattr(limits, "LINGERING_MAX", 2)
     monkeypatch.setattr(GuardedProtocol, "connections_max", 1)
@@ -212,7 +212,7 @@ async def test_refused_connections_that_stay_open_are_bounded_too(port: int, mon
         refused = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         for reader, _ in refused:
             assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
-        # The server's half of the first two is still open: what they send is taken. That of the others is not.
+        # The server's side of the first two is still open and reads what they send; that of the others is closed.
         ended: list[bool] = []
         for _, writer in refused:
             with contextlib.suppress(ConnectionError):
@@ -234,7 +234,7 @@ def test_a_share_of_the_files_that_a_process_may_open_is_left_to_kafka_and_redis
 
 
 async def test_a_stop_lets_clients_leave_by_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that was idle at the signal gets its next request answered, and is closed by that."""
+    """A connection that was idle at the signal gets its next request answered, and is then closed."""
     monkeypatch.setattr(limits, "LINGER_S", 0.5)
     monkeypatch.setattr(GuardedProtocol, "lingering", False)
     port = free_port()

@@ -1,4 +1,4 @@
-"""The OpenAPI document that is checked in says what the code does: routes, parameters, bodies, answers, problems."""
+"""Tests that the checked-in OpenAPI document matches the code: routes, parameters, bodies, answers, problems."""
 
 import json
 import re
@@ -36,7 +36,7 @@ PATHS = DOCUMENT["paths"]
 REF = "#/components/schemas/{name}"
 SCHEMAS = DOCUMENT["components"]["schemas"]
 POSTS = [PATHS[path]["post"] for path in ("/events", "/events/batch")]
-# Of FastAPI itself.
+# Routes of FastAPI itself.
 OWN_PATHS = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
 
 THERE = Delivered(1, b"f" * 32, "topic", 2, 3, 4)
@@ -49,7 +49,7 @@ def app() -> FastAPI:
 
 
 def resolved(part: dict[str, Any]) -> dict[str, Any]:
-    """What a reference leads to, or the part itself."""
+    """Follow a reference, or return the part itself."""
     while "$ref" in part:
         place: dict[str, Any] = DOCUMENT
         for name in part["$ref"].removeprefix("#/").split("/"):
@@ -67,7 +67,7 @@ def answers_to(operation: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check(schema: str, body: bytes | str) -> None:
-    """The body is what a schema of the document says, and has the members that the schema names and no others."""
+    """Check that the body matches a schema of the document, and has its members and no others."""
     told = json.loads(body)
     Draft202012Validator({**SCHEMAS[schema], "components": DOCUMENT["components"]}).validate(told)
     alternatives = SCHEMAS[schema].get("oneOf", [SCHEMAS[schema]])
@@ -178,7 +178,7 @@ def test_the_headers_of_answers_are_documented() -> None:
 
 
 def test_each_operation_that_needs_a_caller_has_the_bearer_security_scheme() -> None:
-    """As a security scheme: OpenAPI has parameters that are named Authorization ignored."""
+    """As a security scheme: OpenAPI ignores parameters named Authorization."""
     scheme = DOCUMENT["components"]["securitySchemes"]["bearer"]
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
     secured = {

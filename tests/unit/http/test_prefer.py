@@ -1,4 +1,4 @@
-"""Preferences of a request (RFC 7240): what is asked for, and that nonsense asks for nothing."""
+"""Tests the preferences of a request (RFC 7240), also malformed ones."""
 
 import asyncio
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def test_preferences(raw: str | None, wanted: Preference) -> None:
 
 @pytest.mark.parametrize("piece", ["a", " ", ",", ", ", ",a", ",a=", ',a="', '"', "=", ";", ";a", "-"])
 def test_preferences_of_any_length_are_read_at_once(piece: str) -> None:
-    """A head may have 64 KiB: what grows with its square would hold up everybody else for a minute."""
+    """In linear time: a head may have 64 KiB."""
     assert grows_in_proportion(lambda chars: parse_prefer(f",{piece * (chars // len(piece))},"))
 
 
@@ -89,7 +89,7 @@ async def test_patience_has_an_end() -> None:
 
 
 async def test_requests_that_wait_for_the_same_key_share_its_repeated_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All hear of it soon after it is written, also who asked for another event."""
+    """All are answered soon after the write, also a request for another event."""
     world = World()
     serving = world.serve(await world.slot())
     keys, event = world.keys.server.keys, make_event("a")
@@ -143,7 +143,7 @@ async def test_a_wait_for_a_write_of_this_process_ends_as_soon_as_it_is_written(
 
 
 async def test_a_waiting_request_claims_the_key_when_the_one_that_claimed_has_gone() -> None:
-    """The first one's patience ends while its claim is under way, and no slot is there to take it."""
+    """The first request's wait ends while its claim is in flight, and no slot takes it."""
     world = World()
     first, second = await world.slot(0), await world.slot(1)
     gate = world.producers[0].trouble.hold("write")
@@ -184,7 +184,7 @@ async def test_a_request_that_prefers_not_to_wait_is_accepted_once_its_key_is_cl
     answer = await result
     assert isinstance(answer, Committed)
     assert world.journal.answers == [("a", 202), ("a", 201)]
-    # What is there already is told as it is.
+    # A committed event is answered as usual.
     accepted = asyncio.get_running_loop().create_future()
     arrived = asyncio.get_running_loop().time()
     again = await world.admission.submit(make_event("a"), arrived, on_claim=accepted)

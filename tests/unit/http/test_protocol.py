@@ -1,4 +1,4 @@
-"""POSTs that are answered below ASGI: bodies in parts, answers in order, and whoever goes away in between."""
+"""Tests POSTs below ASGI: bodies in parts, responses in order, and clients that disconnect in between."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from service.http.protocol import Posts, PostsProtocol, protocol_of
 from service.http.request import Bodies, Handler, PostRequest
 
 BODY_BYTES_MAX = 1000
-BODIES_BYTES_MAX = 1900  # of all connections, beside what each may have for itself
+BODIES_BYTES_MAX = 1900  # of all connections, beyond the own bytes of each
 OWN_BYTES = 100
 LONG_BYTES = 20_000_000
 
@@ -30,7 +30,7 @@ only_direct = pytest.mark.parametrize("server", ["direct"], indirect=True)
 
 
 class Desk:
-    """Keeps what comes until the test answers it; `/now` is answered at once, with its own body."""
+    """Keeps requests until the test answers them; `/now` is answered at once, with its own body."""
 
     def __init__(self) -> None:
         self.posts: list[PostRequest] = []
@@ -63,7 +63,7 @@ class Desk:
 
     def apart(self, post: PostRequest) -> None:
         async def work() -> None:
-            await asyncio.sleep(0.3)  # longer than uvicorn takes to see that it is to stop
+            await asyncio.sleep(0.3)  # longer than uvicorn takes to notice that it must stop
             self.finished.append(post.body.decode())
             post.answer(201, b"", b"late")
 
@@ -76,7 +76,7 @@ class Desk:
         return self.posts
 
 
-LEFT = set[str]()  # paths of which the app has heard that its client went away
+LEFT = set[str]()  # paths whose client's disconnect the app has seen
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -99,7 +99,7 @@ def desk() -> Desk:
 
 
 def by_asgi(routes: dict[bytes, Handler], bodies: Bodies) -> Any:
-    """The app with the handlers as its own endpoints."""
+    """Make the app with the handlers as its own endpoints."""
     endpoints = {path.decode(): AsgiEndpoint(handler, BODY_BYTES_MAX, bodies) for path, handler in routes.items()}
 
     async def routed(scope: Any, receive: Any, send: Any) -> None:
@@ -144,14 +144,14 @@ async def server(
     yield server
     server.should_exit = True
     while not serving.done():
-        for one in desk.posts:  # as their deadline would: a client that has gone may only have shut its sending side
+        for one in desk.posts:  # as their deadline would: a client that is gone may only have shut its sending side
             one.answer(503, b"", b"")
         await asyncio.wait([serving], timeout=0.05)
     await serving
 
 
 class Caller:
-    """One connection, by hand."""
+    """One connection, driven by the test."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: uvicorn.Server) -> None:
         self.reader = reader
@@ -165,7 +165,7 @@ class Caller:
             await asyncio.sleep(0.02)
 
     def reset(self) -> None:
-        """Go away, and say so: to shut the sending side only would be to wait for the answers."""
+        """Reset the connection: a client that only shuts its sending side waits for the answers."""
         linger = struct.pack("ii", 1, 0)
         self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         self.writer.transport.abort()
@@ -240,7 +240,7 @@ CHUNKED = b"POST /%b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\
 
 
 async def test_trailers_are_no_headers(caller: Caller) -> None:
-    """RFC 9110, section 6.5.1: who looked at the head must have seen all that counts."""
+    """RFC 9110, section 6.5.1: code that reads the head must have seen all headers that count."""
     await caller.say(CHUNKED % b"names" + b"authorization: Bearer other\r\nidempotency-key: other\r\n\r\n")
     assert (await caller.hear())[2] == b"host transfer-encoding"
     await caller.say(CHUNKED % b"elsewhere" + b"x: y\r\n\r\n", post(b"/now", b"next"))
@@ -258,7 +258,7 @@ async def test_trailers_that_grow_are_refused(caller: Caller, path: bytes, end: 
 
 async def test_trailers_behind_an_answer_end_the_connection_without_another(caller: Caller) -> None:
     whole = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n7d0\r\n%b\r\n0\r\n" % (b"b" * 2000)
-    await caller.say(whole)  # more than is taken, and so answered before its end
+    await caller.say(whole)  # more than is accepted, and so answered before its end
     assert (await caller.hear())[0] == 201
     await caller.say(*[b"x: " + b"y" * 8_000 + b"\r\n"] * 9)
     assert await caller.reader.read() == b""
@@ -275,7 +275,7 @@ UPGRADE = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Sett
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 async def test_a_request_to_upgrade_is_served_in_http_1_1(caller: Caller, size: int) -> None:
-    """Java's own client asks for HTTP/2 at each request. Its body is no request, whatever it says."""
+    """Java's own client asks for HTTP/2 in each request. The body is not taken for another request."""
     inner = post(b"/now", b"smuggled")
     chunked = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: upgrade\r\nupgrade: x\r\n"
     whole = [
@@ -322,7 +322,7 @@ async def test_a_head_that_is_too_long_is_refused_although_it_came_at_once(calle
 async def test_blank_lines_between_requests_never_become_a_head_that_is_too_long(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client may send one behind each request (RFC 9112, section 2.2), for as long as its connection lives."""
+    """A client may send one after each request (RFC 9112, section 2.2), for as long as its connection lasts."""
     monkeypatch.setattr(request_reader, "HEAD_BYTES_MAX", 100)
     for _ in range(60):
         caller.writer.write(b"POST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\nx")
@@ -332,7 +332,7 @@ async def test_blank_lines_between_requests_never_become_a_head_that_is_too_long
 
 
 async def test_the_arrival_of_a_request_is_the_time_of_its_last_byte(caller: Caller, desk: Desk) -> None:
-    """However slowly it was sent, its time begins then."""
+    """The deadline begins then, however slowly the request was sent."""
     whole = post(b"/later", b"12")
     await caller.say(whole[:-1])
     await asyncio.sleep(0.2)
@@ -350,7 +350,7 @@ async def test_requests_for_other_routes_or_methods_go_to_the_app(caller: Caller
 
 
 async def test_pipelined_requests_are_answered_in_their_order(caller: Caller, desk: Desk) -> None:
-    """Also where the app has one of them, and where the last could have been answered first."""
+    """Also if the app handles one of them, and if the last could have been answered first."""
     await caller.say(post(b"/later", b"1") + post(b"/other", b"2") + post(b"/later", b"3") + post(b"/now", b"4"))
     (first,) = await desk.waiting(1)
     await asyncio.sleep(0.05)
@@ -384,7 +384,7 @@ async def test_a_request_is_answered_though_what_follows_it_is_no_http(caller: C
 
 
 async def test_a_body_is_not_kept_past_its_limit(caller: Caller) -> None:
-    """It is handed over as soon as it is too long, and its size tells."""
+    """It is handed over as soon as it is too long, which its size shows."""
     head = post(b"/now", b"x" * 5000)
     await caller.say(head[:2000])
     status, headers, body = await caller.hear()
@@ -406,7 +406,7 @@ async def test_a_body_whose_content_length_is_too_large_is_not_waited_for(caller
 async def test_a_client_that_expects_100_continue_for_a_too_long_body_gets_no_100_and_is_closed(
     caller: Caller, desk: Desk
 ) -> None:
-    """It may leave the body out: what came next would be taken for that, so nothing may."""
+    """It may leave the body out, and following bytes would be taken for the body, so the connection ends."""
     whole = post(b"/now", b"x" * 5000, b"expect: 100-continue")
     await caller.say(post(b"/later", b"1") + whole[:-5000])
     (await desk.waiting(1))[0].answer(201, b"", b"one")
@@ -417,7 +417,7 @@ async def test_a_client_that_expects_100_continue_for_a_too_long_body_gets_no_10
 
 
 async def test_bodies_that_come_slowly_have_a_bound_together(server: uvicorn.Server, caller: Caller) -> None:
-    """Else so many connections, whoever's they are, take all memory, before anybody has looked at a caller."""
+    """Otherwise many connections could use all memory before any caller is checked."""
     large, small = post(b"/now", b"x" * BODY_BYTES_MAX), post(b"/now", b"y" * OWN_BYTES)
     slow = [await asyncio.open_connection("127.0.0.1", server.config.port) for _ in range(2)]
     for _, writer in slow:
@@ -428,7 +428,7 @@ async def test_bodies_that_come_slowly_have_a_bound_together(server: uvicorn.Ser
     await caller.say(large[-200:], small)
     assert (await caller.hear())[0] == 201
     first, second = slow
-    first[1].close()  # it has gone away; the other is answered
+    first[1].close()  # it has disconnected; the other is answered
     second[1].write(large[-200:])
     assert (await Caller(*second, server).hear())[0] == 201
     for _ in range(3):
@@ -447,7 +447,7 @@ async def test_an_unread_body_behind_a_waiting_request_counts_against_the_bound(
     await desk.waiting(1)
     await caller.say(post(b"/now", large))
     assert (await caller.hear())[0] == 503
-    desk.posts[0].answer(201, b"", b"")  # until then nothing more is read, and nobody is silent
+    desk.posts[0].answer(201, b"", b"")  # until then nothing more is read, and the connection does not count as silent
     async with asyncio.timeout(3.0):
         while len(server.server_state.connections) > 1:  # noqa: ASYNC110 - it is ended for its silence
             await asyncio.sleep(0.02)
@@ -465,7 +465,7 @@ async def test_a_client_that_expects_100_continue_gets_it(caller: Caller) -> Non
 
 
 async def test_http_1_0_knows_of_no_going_ahead(caller: Caller) -> None:
-    """RFC 9110, section 10.1.1: such a client would take it for the answer."""
+    """RFC 9110, section 10.1.1: such a client would take the 100 for the response."""
     whole = post(b"/now", b"body", b"expect: 100-continue", version=b"1.0")
     await caller.say(whole[:-4], whole[-4:])
     status, _, body = await caller.hear()
@@ -490,7 +490,7 @@ async def test_the_last_request_of_a_connection(server: uvicorn.Server, caller: 
     "garbage", [b"\0", b"GET /other HTTP/1.1\r\nno colon\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 160_000]
 )
 async def test_garbage_behind_a_waiting_request_gets_no_answer(caller: Caller, desk: Desk, garbage: bytes) -> None:
-    """A refusal would tell that its key is untouched, and it may be written."""
+    """A refusal would say that its key is not used, and it may be written."""
     await caller.say(post(b"/later", b"1"), garbage[:80_000], garbage[80_000:])
     await desk.waiting(1)
     async with asyncio.timeout(2.0):
@@ -499,7 +499,7 @@ async def test_garbage_behind_a_waiting_request_gets_no_answer(caller: Caller, d
 
 
 async def test_the_app_gets_a_disconnect_when_a_client_goes_away_with_pipelined_requests(caller: Caller) -> None:
-    """uvicorn tells the last one only. What the app then had to say to nobody was an exception in the log."""
+    """uvicorn notifies only the last of them. The app's later response would then raise an exception in the log."""
     LEFT.clear()
     await caller.say(b"GET /waits HTTP/1.1\r\nhost: x\r\n\r\n" + post(b"/later", b"1"))
     caller.reset()
@@ -544,7 +544,7 @@ async def test_an_idle_connection_is_closed_and_a_busy_one_is_not(server: uvicor
 
 @only_direct
 async def test_the_keep_alive_timer_is_set_again_for_a_connection_that_was_not_idle(caller: Caller) -> None:
-    """Else one whose request is answered before its body is whole would never be closed."""
+    """Otherwise a connection whose request is answered before its body is complete would never be closed."""
     whole = post(b"/now", b"x" * 5000)
     await caller.say(whole[:-1])
     assert (await caller.hear())[0] == 201
@@ -556,7 +556,7 @@ async def test_the_keep_alive_timer_is_set_again_for_a_connection_that_was_not_i
 
 @contextlib.asynccontextmanager
 async def narrow(server: uvicorn.Server) -> AsyncIterator[socket.socket]:
-    """A connection whose client takes little at a time, and only when it is told to."""
+    """A connection whose client reads little at a time, and only when the test says so."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
@@ -609,7 +609,7 @@ async def test_a_refusal_comes_after_all_slices_of_the_answer_before_it(caller: 
 async def test_a_client_that_does_not_read_its_answers_is_no_longer_read_and_is_closed(
     server: uvicorn.Server, rest: bytes
 ) -> None:
-    """Neither its answers nor its connection may pile up in the service."""
+    """Neither its responses nor its connection may stay in the service."""
     server.config.timeout_keep_alive = 1
     loop = asyncio.get_running_loop()
     async with narrow(server) as client:
@@ -633,7 +633,7 @@ async def test_a_client_that_reads_slowly_gets_the_whole_answer(
     server: uvicorn.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For longer than an idle connection is kept."""
-    monkeypatch.setattr(limits, "UNREAD_MAX_S", 60.0)  # a busy machine lets the client read nothing for a second
+    monkeypatch.setattr(limits, "UNREAD_MAX_S", 60.0)  # on a busy machine the client may read nothing for a second
     server.config.timeout_keep_alive = 1
     loop = asyncio.get_running_loop()
     async with narrow(server) as client:
@@ -662,7 +662,7 @@ async def test_a_stop_waits_for_the_requests_under_way(server: uvicorn.Server, c
 
 
 async def test_a_client_that_sends_no_more_is_answered(caller: Caller, desk: Desk) -> None:
-    """All that it has sent, in its order, and then its connection is ended (RFC 9112, section 9.6)."""
+    """All that it has sent is answered, in order, and then its connection is closed (RFC 9112, section 9.6)."""
     caller.writer.write(post(b"/later", b"1") + post(b"/now", b"2") + b"GET /3 HTTP/1.1\r\nhost: x\r\n\r\n")
     caller.writer.write(post(b"/pieces", b"4"))
     caller.writer.write_eof()
@@ -675,7 +675,7 @@ async def test_a_client_that_sends_no_more_is_answered(caller: Caller, desk: Des
 
 
 async def test_a_body_in_tiny_pieces_has_its_own_size_in_memory(caller: Caller, desk: Desk) -> None:
-    """An object for each would have 24 times as much."""
+    """An object for each piece would take 24 times the memory."""
     pieces = BODY_BYTES_MAX // 2
     head = b"POST /later HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     await caller.say(head + pieces * b"2\r\nab\r\n" + b"0\r\n\r\n")
@@ -687,7 +687,7 @@ async def test_a_body_in_tiny_pieces_has_its_own_size_in_memory(caller: Caller, 
 @only_direct
 @pytest.mark.parametrize("kind", ["chunks", "requests"])
 async def test_a_large_read_is_parsed_in_slices(caller: Caller, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 KiB may be 40,000 chunks of a body, or 3,000 requests: between slices others have their turn."""
+    """256 KiB may be 40,000 chunks of a body, or 3,000 requests: between slices other tasks run."""
     monkeypatch.setattr(limits, "PARSE_MAX_S", 0.0)
     head = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     sent = head + 40_000 * b"1\r\na\r\n" if kind == "chunks" else 3_000 * post(b"/now", b"x", b"via: x")
@@ -718,7 +718,7 @@ async def test_after_a_large_read_other_tasks_run_before_the_next_read(caller: C
 async def test_pipelined_requests_that_are_answered_at_once_are_read_one_slice_a_turn(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn of the loop reads one slice at most, however many requests of the last one have their answers."""
+    """A turn of the loop reads one slice at most, however many requests of the last slice are answered."""
     monkeypatch.setattr(limits, "PARSE_MAX_S", 0.0)
     protocol = next(iter(caller.server.server_state.connections))
     assert isinstance(protocol, PostsProtocol)

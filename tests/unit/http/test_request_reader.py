@@ -1,4 +1,4 @@
-"""The reader alone: lists of bytes in, events out, whatever the pieces are that the network makes of them."""
+"""Tests the reader alone: lists of bytes in, events out, however the network splits them."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -36,7 +36,7 @@ def post(body: bytes, *lines: bytes, target: bytes = b"/events", version: bytes 
 
 
 class Connection:
-    """A reader with its events, each request of which is answered as soon as it is complete, or never."""
+    """A reader with its events; each of its requests is answered as soon as it is complete, or never."""
 
     def __init__(self, answers: bool = True) -> None:
         self.reader = RequestReader(0.0, TARGETS, plain_bytes_max=1_000)
@@ -44,7 +44,7 @@ class Connection:
         self.events: list[ReaderEvent | PlainPost] = []
 
     def feed(self, *pieces: bytes, now: float = 0.0) -> list[ReaderEvent | PlainPost]:
-        """The events of these pieces, up to a request that waits."""
+        """Feed these pieces; returns the events, up to a request that waits."""
         first = len(self.events)
         for piece in pieces:
             whole = self.reader.whole_post(piece)
@@ -61,7 +61,7 @@ class Connection:
 
 
 def meant(events: Iterable[ReaderEvent | PlainPost]) -> list[Any]:
-    """What events say, however many pieces they came in: whole requests, refusals, and what is done at the end."""
+    """Join events into whole requests, refusals, and the end, independent of the pieces."""
     said: list[Any] = []
     head: Head | None = None
     body = b""
@@ -121,7 +121,7 @@ MALFORMED = [
 ]
 
 
-# Of HTTP/1.0, as the last of its connection: whatever comes behind it is skipped.
+# Of HTTP/1.0, the last of its connection: following bytes are skipped.
 KEPT_ALIVE = [whole for name, whole in REQUESTS.items() if name != "HTTP/1.0"]
 
 
@@ -166,7 +166,7 @@ def test_no_bytes_harm_the_reader_and_nothing_follows_a_refusal(pieces: list[byt
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_refusal_tells_whether_it_would_be_taken_for_an_earlier_request_s_answer(answered: bool) -> None:
-    """It has none where an earlier request waits, or where the one that is being read was answered already."""
+    """There is no refusal if an earlier request waits, or if the incomplete one was answered already."""
     between = Connection(answers=answered)
     (*_, refusal) = between.feed(post(b"1"), b"\0")
     assert isinstance(refusal, Refusal)
@@ -182,7 +182,7 @@ def test_a_refusal_tells_whether_it_would_be_taken_for_an_earlier_request_s_answ
 
 
 def growing(start: bytes, line: bytes) -> tuple[ReaderEvent | PlainPost, int]:
-    """The event that ends a connection that sends such lines, and how many bytes came until then."""
+    """Send such lines until the connection ends; returns the last event, and the number of bytes."""
     connection, sent = Connection(), len(start)
     connection.feed(start)
     while not (events := connection.feed(line)) or isinstance(events[0], Body):

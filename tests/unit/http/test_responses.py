@@ -1,4 +1,4 @@
-"""Bodies of answers: the bytes that JSON's plainest encoder makes of the same members in the same order."""
+"""Tests that bodies have the bytes of a plain JSON encoder for the same members in the same order."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The routes beside `POST /events`, over HTTP and without Kafka or Redis: methods, heads, problems, documentation."""
+"""Tests the routes beside `POST /events`, without Kafka and Redis: methods, heads, problems, documentation."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ PROBES = ["/livez", "/readyz", "/startupz", "/metrics"]
 
 @pytest.fixture(params=["direct", "asgi"])
 async def http(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a whole service, which finds neither Kafka nor Redis; its POSTs below ASGI, and by it."""
+    """A client of a whole service without Kafka and Redis; its POSTs go below ASGI, and through it."""
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
     app, posts = build_app(settings, Rules(), Schemas(Rules()), lambda _: None)
     direct = protocol_of(Posts(posts.routes, posts.body_bytes_max, posts.bodies))
@@ -54,7 +54,7 @@ def assert_problem(response: httpx.Response, status: int, code: str) -> None:
         ("GET", "/events", "POST"),
         ("PUT", "/events", "POST"),
         ("OPTIONS", "/events", "POST"),
-        ("PUT", "/events/batch", "GET, HEAD, POST"),  # it is a key too, whose state can be asked for
+        ("PUT", "/events/batch", "GET, HEAD, POST"),  # it is a key too, whose state can be requested
         ("DELETE", "/events/k", "GET, HEAD"),
         ("POST", "/events/", "GET, HEAD"),
         ("POST", "/livez", "GET, HEAD"),
@@ -72,7 +72,7 @@ async def test_an_unsupported_method_is_answered_405_with_the_allowed_ones(
 
 
 async def said(http: httpx.AsyncClient, request: bytes) -> list[httpx.Response]:
-    """What is answered on one connection, whose last request ends it."""
+    """Send requests over one connection, which the last one ends; returns all that is answered."""
     reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
     writer.write(request)
     answers: list[httpx.Response] = []
@@ -116,7 +116,7 @@ CODED = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: %b\r\n\r\n2\r\n{}\r\
 
 @pytest.mark.parametrize("codings", [b"gzip, chunked", b"identity,chunked", b"gzip\r\ntransfer-encoding: chunked"])
 async def test_a_body_in_a_form_that_is_not_known_is_refused(http: httpx.AsyncClient, codings: bytes) -> None:
-    """RFC 9112, section 6.1: the parser sees where it ends, and not what it is."""
+    """RFC 9112, section 6.1: the parser knows where the body ends, and not its coding."""
     paths = (b"/events", b"/events/batch", b"/livez")
     *answers, last = await said(http, b"".join(CODED % (path, codings) for path in paths) + LAST)
     assert last.status_code == 200
@@ -131,7 +131,7 @@ async def test_the_name_of_a_coding_is_the_same_in_any_case(http: httpx.AsyncCli
 
 
 async def test_head_is_get_without_a_body(http: httpx.AsyncClient) -> None:
-    """On one connection: a body that was sent after all would be taken for the next answer."""
+    """On one connection: a body that was sent anyway would be taken for the next response."""
     for path in [*PROBES, "/events", "/events/", "/nowhere", "/openapi.json"]:
         head, get = await http.head(path), await http.get(path)
         assert head.content == b""
@@ -155,10 +155,10 @@ async def test_a_percent_encoded_path_is_decoded_before_it_is_matched(http: http
 
 @pytest.mark.parametrize("key", [".", ".."])
 async def test_a_key_that_a_path_cannot_carry_is_located_by_a_query(http: httpx.AsyncClient, key: str) -> None:
-    """Any client takes these segments out of a path (RFC 3986, section 5.2.4)."""
+    """Clients remove these segments from a path (RFC 3986, section 5.2.4)."""
     location = location_of(key).decode()
     assert urljoin("http://host/events", location) == f"http://host{location}"
-    assert_problem(await http.get(location), 503, "store-incomplete")  # its key is one: there is only no store to ask
+    assert_problem(await http.get(location), 503, "store-incomplete")  # its key is valid: only the store is missing
 
 
 async def test_the_document_is_served(http: httpx.AsyncClient) -> None:

@@ -1,4 +1,4 @@
-"""The names inside uvicorn, httptools and uvloop that are used although they are not their interface. Why: pinned."""
+"""Pins the private names of uvicorn, httptools and uvloop that the service uses."""
 
 import ast
 import asyncio
@@ -28,12 +28,12 @@ def test_the_versions(name: str, version: str) -> None:
 
 @pytest.fixture
 async def protocol() -> HttpToolsProtocol:
-    """uvicorn's own, as it is before a connection."""
+    """Make uvicorn's own protocol, before a connection."""
     return HttpToolsProtocol(uvicorn.Config(app=lambda: None, lifespan="off"), ServerState(), {})
 
 
 async def test_a_connection_of_uvicorn_has_the_attributes_that_the_service_uses(protocol: HttpToolsProtocol) -> None:
-    """Also what is assigned here: under another name uvicorn would go on with a value of its own."""
+    """Also attributes that the service assigns: uvicorn would not use them under another name."""
     assert protocol.pipeline == deque()
     for name in ("cycle", "transport", "flow", "timeout_keep_alive_task"):
         assert getattr(protocol, name) is None, name
@@ -49,7 +49,7 @@ async def test_a_connection_of_uvicorn_has_the_attributes_that_the_service_uses(
 
 
 def of_self(module: ModuleType) -> tuple[set[str], set[str]]:
-    """The names that the methods of a module's protocols read of `self` or `super()`, and those that are their own."""
+    """List the names that the methods of a module's protocols read from `self` or `super()`, and their own names."""
     read: set[str] = set()
     own: set[str] = set()
     for kind in ast.walk(ast.parse(inspect.getsource(module))):
@@ -98,13 +98,13 @@ async def test_each_attribute_that_the_service_reads_of_a_connection_exists(prot
     ],
 )
 def test_methods_that_are_overridden_or_called(name: str) -> None:
-    """An override that uvicorn calls no more would be left out in silence."""
+    """uvicorn would never call an override of a method that it no longer has."""
     theirs, ours = (getattr(kind, name) for kind in (HttpToolsProtocol, http_protocol.PostsProtocol))
     assert len(inspect.signature(theirs).parameters) == len(inspect.signature(ours).parameters)
 
 
 def test_an_http_request_has_what_uvicorn_uses_of_a_pipelined_cycle() -> None:
-    """A Post stands in its place: all that uvicorn reads or sets of one, it has."""
+    """A Post replaces a cycle: it needs all that uvicorn reads or sets of one."""
     source = inspect.getsource(HttpToolsProtocol)
     used = {name for name in vars(RequestResponseCycle)["__init__"].__code__.co_names if f"cycle.{name}" in source}
     assert {"disconnected", "message_event", "response_complete"} <= used
@@ -132,7 +132,7 @@ def test_the_server() -> None:
 
 
 def test_the_parser() -> None:
-    """An upgrade ends its work, and its argument says how far it came."""
+    """An upgrade ends the parser's work; the argument of the exception is the number of parsed bytes."""
 
     class Heard:
         def __init__(self) -> None:

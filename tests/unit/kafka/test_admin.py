@@ -1,4 +1,4 @@
-"""How the one client asks: another broker where one does not answer, and a new start where none does."""
+"""Tests requests of the one client: another broker if one does not answer, and a new client if none does."""
 
 import asyncio
 from collections import deque
@@ -38,17 +38,17 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.closed = False
         self.hangs = False
         self.takes_s = 0.0
-        self.silent: set[int] = set()  # brokers that take a question and never answer
-        self.lagging: set[int] = set()  # brokers that know of no topic yet
+        self.silent: set[int] = set()  # brokers that take a request and never answer
+        self.lagging: set[int] = set()  # brokers that know no topic yet
         self.of_topic = self.of_settings = 0  # error codes
         self.cluster = self
         self.busy: set[str] = set()  # transactional ids whose markers are not written yet
-        self.unlisted = 0  # so many answers to come list no broker at all
+        self.unlisted = 0  # this many of the next responses list no broker
         # Of a topic: error code, number, leader and its epoch, replicas, those in sync, those offline.
         self.partitions: list[tuple[Any, ...]] = [(0, number, 1, 0, [1, 2, 3], [1, 2, 3], []) for number in range(3)]
         self.least = "2"
         self.controller: SimpleNamespace | None = None
-        self.controllers: list[None] = []  # so many answers to come name none
+        self.controllers: list[None] = []  # this many of the next responses name no controller
 
     def get_random_node(self) -> int | None:
         if self.unlisted:
@@ -111,7 +111,7 @@ async def test_another_broker_is_asked_where_one_does_not_answer(monkeypatch: py
 
 
 async def test_a_client_to_which_no_broker_answers_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The brokers may all have moved: only bootstrapping again finds them."""
+    """All brokers may have other addresses: only a new bootstrap finds them."""
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.001)
     client = FakeClient(1, 2)
     cluster = cluster_with(client)
@@ -162,7 +162,7 @@ async def test_two_slow_brokers_are_both_waited_for(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_probe_fails_at_its_own_timeout_and_its_request_continues() -> None:
-    """A probe has little time; where no broker answers, the question's own end begins anew with other addresses."""
+    """A probe has little time; if no broker answers, the request itself ends later and bootstraps again."""
     client = FakeClient()
     client.hangs = True
     cluster = cluster_with(client, timeout_ms=100)
@@ -193,7 +193,7 @@ async def test_a_topic_whose_settings_a_broker_does_not_know_is_kafka_away_and_n
 async def test_a_second_look_up_asks_another_broker_than_the_one_that_answered_last() -> None:
     client = FakeClient()
     cluster = cluster_with(client)
-    for _ in range(4):  # whoever's turn it is
+    for _ in range(4):  # in either order
         client.lagging = {1, 2}
         assert await cluster.describe(["orders"]) == {}
         client.lagging = {client.asked[-1]}
@@ -203,7 +203,7 @@ async def test_a_second_look_up_asks_another_broker_than_the_one_that_answered_l
 
 @pytest.mark.parametrize("unlisted", [1, 3])
 async def test_a_broker_that_its_controller_has_fenced_is_waited_for(unlisted: int) -> None:
-    """Alone, it answers and lists no broker. aiokafka knows no node then, and falls over an assertion of its own."""
+    """It answers and lists no broker. Without any node, an assertion of aiokafka would fail."""
     client = FakeClient()
     cluster = cluster_with(client)
     client.unlisted = unlisted
@@ -259,7 +259,7 @@ async def test_a_fence_reports_the_transactional_ids_that_it_waits_for() -> None
         ("2", 3, 1, True),
         ("3", 3, 2, True),
         ("1", 3, 1, False),
-        ("2", 1, 1, False),  # more than there are need not be in sync (KIP-966)
+        ("2", 1, 1, False),  # more than there are replicas need not be in sync (KIP-966)
     ],
 )
 async def test_a_partition_with_too_few_replicas_in_sync_is_reported(
@@ -267,14 +267,14 @@ async def test_a_partition_with_too_few_replicas_in_sync_is_reported(
 ) -> None:
     client = FakeClient()
     client.partitions[1] = (0, 1, 1, 0, list(range(replicas)), list(range(in_sync)), [])
-    client.partitions.reverse()  # in whatever order a broker tells them
+    client.partitions.reverse()  # in any order of the response
     client.least = least
     (topic,) = (await cluster_with(client).describe(["orders"])).values()
     assert (topic.partitions, topic.under_min_isr) == (3, frozenset({1} if short else ()))
 
 
 async def test_a_topic_has_its_id_in_kafka_s_base64() -> None:
-    """As Kafka's own tools and the audit's client print it."""
+    """In the form of Kafka's own tools and of the audit's client."""
     cluster = cluster_with(FakeClient())
     assert (await cluster.describe(["orders"]))["orders"].topic_id == "AAECAwQFBgcICQoLDA0ODw"
 
@@ -304,7 +304,7 @@ class Leaders(FakeClient):
 
 
 async def test_the_ends_of_partitions_are_asked_of_their_leaders() -> None:
-    """Two requests a leader. A partition that its node does not lead any more, or that nobody leads, is left out."""
+    """Two requests to each leader. A partition that its node does not lead, or that has no leader, is left out."""
     client = Leaders()
     assert (await cluster_with(client).last_offsets(["orders"])).ends == {
         ("orders", 0): Ends(3, 5),

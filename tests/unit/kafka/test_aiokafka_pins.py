@@ -1,4 +1,4 @@
-"""The names inside aiokafka that service/kafka uses although they are not its interface. Why it is pinned."""
+"""Pins the private names of aiokafka that service/kafka uses."""
 
 import asyncio
 import importlib.metadata
@@ -68,7 +68,7 @@ async def test_a_connection_has_the_private_names_that_are_used() -> None:
 
 
 def test_importing_the_service_replaces_nothing_of_aiokafka() -> None:
-    """An application that uses the reader has clients of its own, to which the service is nothing."""
+    """An application that uses the reader has clients of its own, which the service must not change."""
     code = """
 import inspect, sys
 import aiokafka, aiokafka.client, aiokafka.conn, aiokafka.consumer
@@ -84,7 +84,7 @@ assert [name for old, new in zip(before, known()) for name in old if new.get(nam
 
 
 class Asked:
-    """A connection that is asked for metadata."""
+    """A connection that gets requests for metadata."""
 
     def __init__(self) -> None:
         self.requests: list[MetadataRequest] = []
@@ -98,7 +98,7 @@ class Asked:
 async def test_metadata_is_asked_for_by_the_method_that_is_overridden(
     asks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Look-ups must not make topics, and who wants none must not have all."""
+    """Look-ups must not create topics, and a request for no topics must not return all."""
     client = BaseClient(bootstrap_servers="127.0.0.1:1")
     connection = Asked()
 
@@ -150,7 +150,7 @@ def test_a_full_batch_takes_no_record_and_a_batch_carries_its_producer() -> None
 
 
 async def test_a_fetcher_that_closes_may_cancel_its_caller() -> None:
-    """Why `within` tells a cancellation from within: a fetch that is cancelled before it began is waited for."""
+    """The reason for `within`: the consumer waits for a fetch that it has cancelled before it began."""
     fetcher = Fetcher.__new__(Fetcher)
     fetcher._fetch_task = asyncio.create_task(asyncio.sleep(0))
     fetcher._fetch_waiters = set()

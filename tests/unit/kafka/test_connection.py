@@ -1,4 +1,4 @@
-"""The short way of a transaction's requests: byte for byte what aiokafka sends and reads, on its own connections."""
+"""Tests the fast path of transaction requests: the bytes that aiokafka sends and reads, on its own connections."""
 
 import asyncio
 import gc
@@ -97,7 +97,7 @@ def test_a_response_is_decoded_as_aiokafka_decodes_it(answer: Any, cut: int) -> 
 
 
 class Broker:
-    """Takes requests, and sends what it is told to; it says which versions it speaks by itself."""
+    """Takes requests, and sends the planned responses; it answers ApiVersions by itself."""
 
     def __init__(self, versions: dict[int, tuple[int, int]]) -> None:
         self.versions = versions
@@ -107,7 +107,7 @@ class Broker:
         self._forgotten: set[asyncio.StreamWriter] = set()
 
     def forget(self) -> None:
-        """What comes on the present connections is lost from now on, as behind a firewall that has forgotten them."""
+        """Lose all bytes of the present connections from now on, as a firewall that has forgotten them."""
         self._forgotten.update(self._writers)
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -128,7 +128,7 @@ class Broker:
 
     @staticmethod
     def frame(message: bytes, answer: Any) -> bytes:
-        """An answer to a message, as it goes over the wire."""
+        """Frame a response to a request."""
         encoded: bytes = message[4:8] + answer.encode()
         return struct.pack(">i", len(encoded)) + encoded
 
@@ -298,7 +298,7 @@ async def test_a_connection_that_the_client_makes_takes_the_short_way(
 async def test_an_idle_connection_that_a_firewall_forgot_is_replaced_before_it_is_used(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, alike: int
 ) -> None:
-    """Also for those who ask while it is being probed."""
+    """Also for callers that come during its probe."""
     monkeypatch.setattr(module, "IDLE_S", 0.05)
     client, first, broker = await connect()
     where = SimpleNamespace(host="127.0.0.1", port=broker.port)
@@ -346,14 +346,14 @@ async def test_the_kernel_watches_over_a_connection(connect: Connect, monkeypatc
 async def test_a_connection_that_was_reset_is_replaced_and_not_written_to(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aiokafka hears of it some steps later, and uvloop raises RuntimeError for what is written until then."""
+    """aiokafka notices the end some steps later, and uvloop raises RuntimeError for writes until then."""
     client, connection, broker = await connect()
     where = SimpleNamespace(host="127.0.0.1", port=broker.port)
     monkeypatch.setattr(client.cluster, "broker_metadata", lambda node: where)
     connection._writer.transport.abort()
     assert connection.connected()
     assert client.send_now(NODE, END) is None
-    another = await client._get_conn(NODE)  # of aiokafka's own requests too
+    another = await client._get_conn(NODE)  # also for aiokafka's own requests
     assert another is not None
     assert another is not connection
     assert not another._writer.is_closing()
@@ -363,7 +363,7 @@ async def test_a_connection_that_was_reset_is_replaced_and_not_written_to(
 async def test_a_connection_that_ends_with_its_login_is_a_failure_that_is_tried_again(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aiokafka answers with one that its reader has just closed, as to the second who waits for it."""
+    """aiokafka returns a connection that its reader has just closed to a second waiter."""
     client, connection, _ = await connect()
     connection.close()
 

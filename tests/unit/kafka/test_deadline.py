@@ -1,4 +1,4 @@
-"""Waiting that hears of every end: answers, faults, deadlines, and cancellations, one's own and others'."""
+"""Tests waiting with a timeout: results, errors, timeouts, and cancellations by the caller and by others."""
 
 import asyncio
 from typing import Any, cast
@@ -44,7 +44,7 @@ async def test_within_answers_raises_and_passes_a_cancellation_on() -> None:
 
 
 async def cancelled_from_within() -> None:
-    """As aiokafka's consumer does when it stops: it cancels a task of its own, and waits for it."""
+    """As aiokafka's consumer in `stop`: cancels a task of its own, and awaits it."""
     fetch = asyncio.create_task(asyncio.sleep(SOON_S))
     fetch.cancel()
     await fetch
@@ -84,7 +84,7 @@ class _Keys:
 
 
 class _Control:
-    """Its first reading is cancelled from within."""
+    """Its first read is cancelled from within."""
 
     def __init__(self) -> None:
         self.readings = 0

@@ -1,4 +1,4 @@
-"""Which partitions hang, and how a hanging transaction has to end."""
+"""Tests which partitions have a hanging transaction, and how it has to end."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a plain idempotent producer makes of half an answer: each partition for itself."""
+"""Tests the idempotent producer with partial answers: each partition has its own result."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from tests.unit.fake_brokers import (
 
 
 async def test_the_refusal_of_one_partition_is_not_another_ones() -> None:
-    """Partition 0 was refused, of partition 1 there is no answer: only the first batch was surely not written."""
+    """Partition 0 was refused, partition 1 has no answer: only the first batch was certainly not written."""
     producer, kafka = idempotent()
     kafka.leaders = {("plain.a", 1): 2}
     kafka.produced = lambda topic, partition: TOO_BIG if partition == 0 else GONE
@@ -72,7 +72,7 @@ async def test_a_record_without_a_leader_is_not_sent_and_the_others_are_written(
 
 
 async def test_too_few_replicas_before_the_append_is_not_sent_and_after_it_in_doubt() -> None:
-    """Both are errors of acks=all: the first before the leader appends, the second after it has."""
+    """Both are errors with acks=all: the first before the leader appends, the second after it has."""
     producer, kafka = idempotent()
     codes = {"before": NotEnoughReplicasError.errno, "after": NotEnoughReplicasAfterAppendError.errno}
     kafka.produced = lambda topic, partition: codes.get(topic, RecordMetadata(4, -1))
@@ -114,7 +114,7 @@ async def test_places_are_in_the_order_of_the_records() -> None:
 
 
 async def test_send_all_writes_every_record_or_fails() -> None:
-    """Whoever reads through these records must have each of them."""
+    """Readers through these records need each of them."""
     producer, kafka = idempotent()
     kafka.produced = lambda topic, partition: RecordMetadata(10 * partition, -1)
     places = await producer.send_all("a", [(2, None, b"x"), (1, b"k", b"y")])
@@ -125,7 +125,7 @@ async def test_send_all_writes_every_record_or_fails() -> None:
 
 
 async def test_an_unforeseen_error_is_logged_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not as a word of Kafka's, of which nobody would expect a traceback."""
+    """Not as a message of Kafka, which has no traceback."""
     producer, _ = idempotent()
     monkeypatch.setattr(producer._session, "batches", lambda *_: dict[str, int]()["of ours"])
     with capture_logs() as lines:
@@ -135,7 +135,7 @@ async def test_an_unforeseen_error_is_logged_with_its_traceback(monkeypatch: pyt
 
 
 async def test_a_topic_that_is_gone_is_logged_once_until_records_are_written_again() -> None:
-    """The journal's was deleted, or may not be written any more: not a word, until 100,000 answers waited."""
+    """Deleted, or without permission to write: it must be logged at once."""
     producer, kafka = idempotent()
     session = producer._session
     with capture_logs() as lines:

@@ -1,4 +1,4 @@
-"""No partition is written into before its leader has said that nothing of the producer id is open there."""
+"""Tests that a partition is written to only after its leader has reported no open transaction of the producer id."""
 
 import pytest
 from aiokafka.errors import RecordListTooLargeError, TopicAuthorizationFailedError
@@ -26,7 +26,7 @@ async def test_a_partition_is_described_once_and_the_new_ones_of_a_group_in_one_
 
 
 async def test_after_another_connection_the_leader_is_asked_again() -> None:
-    """It may have been away, and have missed the markers of this very term."""
+    """The broker may have been unreachable, and lack markers of this very term."""
     producer, kafka = transactional(clear=False)
     await write(producer, record("a"))
     another = object()
@@ -64,7 +64,7 @@ async def test_a_missing_permission_to_describe_is_logged_once_and_events_are_wr
 async def test_a_transaction_whose_ledger_record_may_be_written_is_in_doubt(
     answer: Exception | int, verdict: TransactionOutcome
 ) -> None:
-    """Where it hangs it is committed, so nobody may be told before the recovery that it is not written."""
+    """A hanging one is committed later, so it must not be answered "not written" before the recovery."""
     producer, kafka = transactional()
     kafka.of_ledger = answer
     assert (await failure(producer, record("a"))).outcome is verdict

@@ -1,4 +1,4 @@
-"""What aiokafka's errors mean for a transaction, and for the caller."""
+"""Tests the meaning of aiokafka's errors for a transaction, and for the caller."""
 
 import pytest
 from aiokafka import errors
@@ -67,7 +67,7 @@ def test_a_transient_error_is_no_refusal(passing: type[errors.BrokerResponseErro
 
 
 def test_the_codes_that_aiokafka_does_not_know_are_still_unknown_to_it() -> None:
-    """When it learns them, its exceptions will say more than UnknownError, and the table should too."""
+    """Once aiokafka knows them, its exceptions will be more precise than UnknownError, and the table should be too."""
     for code in (outcomes.INVALID_RECORD, outcomes.PRODUCER_FENCED, outcomes.TRANSACTION_ABORTABLE):
         assert errors.for_code(code) is errors.UnknownError
 
@@ -80,7 +80,7 @@ def test_a_transaction_failure_names_its_outcome_and_its_refusals() -> None:
 
 
 def test_each_refusing_error_code_has_its_problem() -> None:
-    """By their numbers in Kafka's protocol; any other goes round again until its deadline."""
+    """By their numbers in Kafka's protocol; with any other code the event is sent again until its deadline."""
     kinds = {code: refusal.kind.code for code, refusal in REFUSALS.items()}
     too_large, unknown, refused = "too-large", "unknown-topic", "record-refused"
     wanted = {3: unknown, 17: unknown, 29: "forbidden-topic", 10: too_large, 18: too_large}

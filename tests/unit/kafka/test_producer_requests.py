@@ -1,4 +1,4 @@
-"""What a producer's requests say, byte for byte where a broker goes by it, and how a life begins and ends."""
+"""Tests the bytes of a producer's requests, and the start and end of a session."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ REPLICAS_MS = int(TIMEOUT_MS * REPLICAS_SHARE / SENDS_SHARE)
 
 
 class DescribedTransactions(NamedTuple):
-    """Answer to a DescribeTransactions."""
+    """The response to a DescribeTransactions request."""
 
     transactions: list[tuple[Any, ...]]
 
@@ -45,7 +45,7 @@ def batches_of(request: Any) -> list[DefaultRecordBatch]:
 
 
 async def test_every_send_waits_for_all_replicas_and_belongs_to_the_transaction() -> None:
-    """With acks=1, or outside of the transaction, one broker would take it all the same."""
+    """A single broker would accept acks=1, or a record outside of the transaction, too."""
     producer, kafka = transactional(TIMEOUT_MS)
     await write(producer, record("a", 0), record("a", 1))
     sends = kafka.sent(ProduceRequest)
@@ -105,7 +105,7 @@ async def test_a_silent_partition_fails_its_transaction_after_a_third_of_the_tim
 
 @pytest.mark.parametrize("hang_s", [0.0, 60.0])
 async def test_silence_and_no_such_partition_is_no_refusal(hang_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No broker has said so: 404 would be final."""
+    """No broker has said so, and 404 would be final."""
     monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 0.03)
     producer, kafka = transactional(60_000)
     kafka.unknown = {"gone"}
@@ -167,7 +167,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_session_asks_its_own_coordinator_for_its_producer_id(
     transactional_id: str | None, node: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one broker it is every id's; of several each has its own."""
+    """A single broker is the coordinator of every id; with several each id has its own."""
     nodes(monkeypatch)
     session = ProducerSession(cluster(), "name", transactional_id, 4_000)
     kafka: Any = fake_inside(session)
@@ -227,7 +227,7 @@ async def test_a_session_that_is_cancelled_while_it_starts_closes_its_client() -
 async def test_concurrent_users_of_an_idempotent_producer_share_one_session_and_start_another_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two at once would be two producer ids, each with sequence numbers of its own."""
+    """Two sessions at once would be two producer ids, each with its own sequence numbers."""
     begun: list[ProducerSession] = []
 
     async def start(session: ProducerSession, timeout_s: float) -> None:
@@ -254,7 +254,7 @@ async def test_concurrent_users_of_an_idempotent_producer_share_one_session_and_
 async def test_the_start_of_a_transactional_producer_waits_for_the_transaction_that_it_fences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its transaction may just have begun to commit: that takes as long as a transaction may."""
+    """Its transaction may just have begun to commit, which takes at most the transaction timeout."""
     waited: list[float] = []
 
     async def start(session: ProducerSession, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Reading ends in time, with a consumer that hears no cancellation too: aiokafka's `stop` swallows one."""
+"""Tests that reading ends in time, also with a consumer that ignores cancellation, as aiokafka's `stop` may."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ class Record(NamedTuple):
 
 
 class Deaf:
-    """A consumer that has one record, and of which one method hangs until the test is over."""
+    """A consumer with one record; one of its methods hangs until the test is over."""
 
     def __init__(self, hangs_in: str) -> None:
         self.hangs_in = hangs_in
@@ -65,7 +65,7 @@ async def deaf(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def ended(work: Any) -> Any:
-    """What comes of it, soon; a test must not hang with what it tests."""
+    """Await the result for a short time, so that the test cannot hang."""
     task = asyncio.ensure_future(work)
     await asyncio.wait({task}, timeout=SOON_S)
     assert task.done(), "it hangs"

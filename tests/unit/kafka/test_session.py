@@ -1,4 +1,4 @@
-"""What a producer's life makes of refusals, silence and half an answer; the broker is a small stand-in."""
+"""Tests a producer's session with refusals, silence and partial answers of fake brokers."""
 
 import asyncio
 import contextlib
@@ -96,7 +96,7 @@ async def test_open_without_a_connection_leaves_the_begin_to_the_write() -> None
 
 
 async def test_open_during_concurrent_transactions_is_left_to_the_write_and_needs_no_abort() -> None:
-    """The markers of the transaction before are still being written, maybe for long: nothing was done."""
+    """The markers of the previous transaction are still being written: nothing was done."""
     producer, kafka = transactional()
     concurrent = [ConcurrentTransactions.errno] * 2
     kafka.added = lambda topic, partition: concurrent.pop() if concurrent else 0
@@ -215,7 +215,7 @@ async def test_a_partition_that_may_not_be_added_blames_only_its_topic() -> None
 
 
 async def test_the_leaders_of_many_topics_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, each request would answer for all before it: minutes of it, for a thousand topics."""
+    """One by one, each request would ask for all topics before it too: minutes for a thousand topics."""
     monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 0.03)
     for producer, kafka in (transactional(60_000), idempotent(60_000)):
         kafka.leaderless = {"a", "b"}
@@ -255,7 +255,7 @@ async def test_a_commit_that_is_silent_is_unknown() -> None:
 
 @pytest.mark.parametrize(("throttle_ms", "names_quota"), [(60_000, True), (1, False), (0, False)])
 async def test_a_timeout_under_a_quota_names_the_quota(throttle_ms: int, names_quota: bool) -> None:
-    """Kafka answers at once, and then reads no more for so long (KIP-219): what is told of it was a TimeoutError()."""
+    """Kafka answers at once, and then stops reading for the throttle time (KIP-219); the error must name the quota."""
     producer, kafka = transactional(150)
     kafka.throttle_ms, kafka.ended = throttle_ms, None
     failed = await failure(producer, record("orders"))
@@ -305,7 +305,7 @@ async def test_a_producer_refuses_a_step_out_of_order() -> None:
 
 
 async def test_after_its_first_failure_a_producer_sends_nothing() -> None:
-    """aiokafka's own would go on, and the next commit would publish what should have been aborted."""
+    """aiokafka's own producer would go on, and the next commit would publish the aborted records."""
     producer, kafka = transactional()
     kafka.produced = lambda topic, partition: DuplicateSequenceNumber.errno
     await failure(producer, record("orders"))
@@ -347,7 +347,7 @@ async def test_a_batch_that_is_refused_by_a_former_leader_is_sent_to_the_new_one
 
 
 async def test_a_batch_is_not_sent_again_behind_a_later_one_that_was_taken() -> None:
-    """Its leader came back between the two: the first would follow the second."""
+    """Its leader came back between the two: the first batch would follow the second."""
     producer, kafka = transactional()
     answers = iter([NotLeaderForPartitionError.errno])
     kafka.produced = lambda topic, partition: next(answers, RecordMetadata(1, -1))
@@ -358,7 +358,7 @@ async def test_a_batch_is_not_sent_again_behind_a_later_one_that_was_taken() -> 
 
 @pytest.mark.parametrize("code", [RequestTimedOutError.errno, NotLeaderForPartitionError.errno])
 async def test_a_topic_whose_partition_fails_is_named_stuck(code: int) -> None:
-    """Nobody sends it again from here: until it is well, its events must not hold up the others'."""
+    """The session does not send it again: until the topic is well, its events must not delay others."""
     producer, kafka = transactional()
     kafka.produced = lambda topic, partition: code if topic == "ill" else RecordMetadata(1, -1)
     failed = await failure(producer, record("orders"), record("ill"))
@@ -383,7 +383,7 @@ async def test_a_connection_that_breaks_blames_no_topic() -> None:
 
 
 async def test_a_ledger_that_refuses_its_record_is_named_and_nothing_is_committed() -> None:
-    """Its max.message.bytes was lowered: that is no fault of the events, and a smaller group may pass."""
+    """Its max.message.bytes was lowered: the events are not at fault, and a smaller group may fit."""
     producer, kafka = transactional()
     kafka.of_ledger = TOO_BIG
     failed = await failure(producer, record("orders"))

@@ -1,4 +1,4 @@
-"""What is believed of topics, for how long, and when Kafka is away."""
+"""Tests the cache of topics: for how long it is used, and when Kafka is unreachable."""
 
 import asyncio
 import gc
@@ -77,7 +77,7 @@ async def test_an_invalidated_topic_is_served_from_the_cache_while_kafka_is_away
 async def test_a_topic_that_kafka_forbids_to_describe_is_not_served_from_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An ACL was taken away: what was known let events in, each of which ended a term and came back as a 404."""
+    """An ACL was removed: cached metadata would admit events, each of which ends a term."""
     topic_metadata, cluster = known("orders")
     await topic_metadata.get("orders", time.monotonic())
     cluster.forbids = True
@@ -92,7 +92,7 @@ async def test_a_topic_that_kafka_forbids_to_describe_is_not_served_from_the_cac
     failed: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
     assert topic_metadata.cached("orders") is was
-    await asyncio.wait([*topic_metadata._asking.values()])  # nobody else waits for it
+    await asyncio.wait([*topic_metadata._asking.values()])  # no caller waits for it
     await asyncio.sleep(0)
     gc.collect()
     assert topic_metadata.cached("orders") is None
@@ -168,7 +168,7 @@ async def test_an_absent_topic_is_kept_while_events_are_admitted_by_its_last_met
 
 
 async def test_an_event_that_arrived_before_a_failed_look_up_takes_its_answer() -> None:
-    """The events of a batch came together: they do not ask one after the other."""
+    """The events of a batch came together: one look-up serves all of them."""
     topic_metadata, cluster = known()
     arrived = time.monotonic()
     for _ in range(10):
@@ -211,7 +211,7 @@ async def test_refresh_looks_up_invalidated_topics_and_keeps_the_known_ones_whil
 async def test_an_expired_topic_is_served_from_the_cache_while_it_is_looked_up_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One broker that is silent must not hold up every request for a topic."""
+    """A single silent broker must not delay every request for a topic."""
     monkeypatch.setattr(module, "KNOWN_S", 0.0)
     topic_metadata, cluster = known("orders")
     was = await topic_metadata.get("orders", time.monotonic())
@@ -227,7 +227,7 @@ async def test_an_expired_topic_is_served_from_the_cache_while_it_is_looked_up_a
 
 
 async def test_an_event_is_not_refused_for_an_outdated_number_of_partitions() -> None:
-    """It has been given more partitions since it was asked for, a moment ago: a 400 would be final."""
+    """Partitions were added just after the look-up: a 400 would be final."""
     world = World()
     world.cluster.topics["orders"] = Topic("orders", 3, {})
     event = make_event("a", partition=5)
@@ -287,7 +287,7 @@ async def test_refresh_looks_up_an_expired_topic_that_the_cache_would_still_serv
 
 @pytest.mark.parametrize("known_before", [True, False])
 async def test_a_topic_that_one_broker_does_not_know_is_asked_of_another(known_before: bool) -> None:
-    """404 is final to a client, which may have made the topic just now, and a broker may lag behind the others."""
+    """404 is final for a client, which may just have created the topic, and a broker may lag."""
     topic_metadata, cluster = known("orders")
     if known_before:
         await topic_metadata.get("orders", time.monotonic())
@@ -298,7 +298,7 @@ async def test_a_topic_that_one_broker_does_not_know_is_asked_of_another(known_b
 
 @pytest.mark.parametrize(("name", "partitions"), [("fp.requests", 3), ("fp.control", 2)])
 async def test_internal_topics_with_another_number_of_partitions_stop_the_start(name: str, partitions: int) -> None:
-    """Made by hand before: the journal would miss its partitions, and a barrier would not be read through."""
+    """Created by hand: the journal would miss partitions, and a barrier would not be read."""
     settings = Settings(instance="test", namespace="fp")
     cluster = FakeCluster(["fp.ledger", "fp.requests", "fp.control"])
     shapes = {"fp.ledger": settings.slots_max, "fp.requests": 8, "fp.control": 1}
@@ -313,7 +313,7 @@ async def test_internal_topics_with_another_number_of_partitions_stop_the_start(
 async def test_a_broker_that_lags_behind_does_not_reduce_the_number_of_slots(
     reported: dict[str, int], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start made as many, or has seen them: a store recovery that fenced fewer would leave a writer alive."""
+    """A store recovery that fenced fewer slots would leave a writer alive."""
     cluster = FakeCluster()
 
     async def partitions(topics: Sequence[str]) -> dict[str, int]:
@@ -333,7 +333,7 @@ async def test_groups_are_as_large_as_the_ledger_takes() -> None:
     await internal.read_limits()
     assert 0 < internal.ledger_bytes_max < 20_000
     assert internal.limits == {"fp.ledger": 20_000, "fp.requests": 1_048_588, "fp.control": 1_048_588}
-    # Without leave to read settings nothing is known.
+    # Without permission to read settings nothing is known.
     unseen = InternalTopics(cluster, Settings(namespace="fp"))
     cluster.topics = {name: Topic(name, it.partitions, {}) for name, it in cluster.topics.items()}
     await unseen.read_limits()
@@ -354,7 +354,7 @@ WEEK_AND_TWO_DAYS_MS = (168 + 48) * 3_600_000
 
 
 class Made(FakeCluster):
-    """Remembers what was made and grown."""
+    """Notes the topics that were created and grown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ async def test_internal_topics_are_made_once_with_the_settings_that_the_audit_ne
 async def test_internal_topics_with_unsafe_settings_stop_the_start(
     topic: str, name: str, value: str, wrong: bool
 ) -> None:
-    """A ledger that forgets before its keys expire is a duplicate, one day."""
+    """A ledger that is deleted before its keys expire would lead to duplicates."""
     cluster = Made()
     topics = InternalTopics(cluster, Settings(namespace="fp"))
     await topics.ensure()
@@ -419,7 +419,7 @@ async def test_internal_topics_with_unsafe_settings_stop_the_start(
 
 
 async def test_a_ledger_with_more_partitions_than_slots_stops_the_start() -> None:
-    """Its other slots would be fenced by nobody."""
+    """Its other slots would not be fenced."""
     cluster = Made()
     await InternalTopics(cluster, Settings(namespace="fp", slots_max=5)).ensure()
     with pytest.raises(SettingsError, match="set FENCEPOST_SLOTS_MAX to 5 or more"):

@@ -1,4 +1,4 @@
-"""What service.native takes of bodies is what Python makes of them, and it takes what is plain."""
+"""Tests that service.native reads bodies as Python does, and reads the common ones."""
 
 import json
 import random
@@ -22,7 +22,7 @@ TRACE = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def in_python(body: bytes, key: str = "k", scope: str = "", traceparent: bytes | None = None) -> Event | None:
-    """The event that Python makes of a body; None where it refuses it."""
+    """Parse a body in Python; None if it is refused."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "READER", None)
         try:
@@ -41,7 +41,7 @@ def fields_of(event: Event) -> tuple[Any, ...]:
 
 
 def agree(body: bytes) -> None:
-    """Whatever C takes, Python takes too, and it is the same."""
+    """Check that Python accepts a body that C accepts, with the same event."""
     taken = in_c(body, traceparent=TRACE)
     if taken is not None:
         expected = in_python(body, traceparent=TRACE)
@@ -151,7 +151,7 @@ def test_every_beginning_of_a_body_is_left() -> None:
     assert not any(in_c(PLAIN[:end]) for end in range(len(PLAIN)))
 
 
-# Pieces from which documents are put together that are nearly right.
+# Pieces of documents that are nearly correct.
 PIECES = [
     *(c.encode() for c in '{}[]:,"\\ \n0123456789-+.eEutfnbaid'),
     *(
@@ -208,7 +208,7 @@ EVENTS = st.fixed_dictionaries(
 def test_c_and_python_read_the_same_event(
     event: dict[str, Any], ascii: bool, spaced: bool, chance: random.Random
 ) -> None:
-    """A document as some encoder writes it, and then with a piece of it exchanged, left out or put in."""
+    """A document by some encoder, with a piece exchanged, removed or inserted."""
     text = json.dumps(event, ensure_ascii=ascii, separators=None if spaced else (",", ":"))
     body = text.encode("utf-8", "surrogatepass")
     agree(body)
@@ -264,7 +264,7 @@ def batch_in_python(body: bytes, scope: str = "") -> list[Event] | None:
 
 
 def agree_on_batch(body: bytes, scope: str = "") -> bool:
-    """Whether C takes it; then it is what Python makes of it."""
+    """Check whether C reads a batch, and then that Python makes the same events."""
     assert READER is not None
     found = []
     for step in (len(body) + 1, 1, 100):
@@ -294,7 +294,7 @@ def test_a_batch_is_read_in_steps_of_so_many_bytes() -> None:
 
 
 def member(name: str, **more: object) -> bytes:
-    """An event under the idempotency key `name`."""
+    """Encode an event with the idempotency key `name`."""
     return json.dumps({"topic": "orders", "value": {"n": 1}, "idempotency_key": name, **more}).encode()
 
 

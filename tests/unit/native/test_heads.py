@@ -1,4 +1,4 @@
-"""What service.native takes of HTTP is what httptools makes of it, and it takes what is plain."""
+"""Tests that service.native reads heads as httptools does, and reads the common ones."""
 
 import random
 
@@ -20,7 +20,7 @@ PLAIN = (
 
 
 class Heard:
-    """What httptools tells of some bytes."""
+    """The callbacks of httptools for some bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.url, self.body = b"", b""
@@ -50,7 +50,7 @@ class Heard:
 
 
 def agree(data: bytes) -> bool:
-    """Whether C takes it; then it is one whole request that says the same to httptools."""
+    """Check whether C reads a request, and then that httptools finds the same whole request."""
     read = native.heads.read_post(data)
     if read is None:
         return False
@@ -170,7 +170,7 @@ PIECES = [
 
 @given(st.randoms(use_true_random=False))
 def test_c_and_the_parser_read_the_same_request(chance: random.Random) -> None:
-    """A request with pieces of it exchanged, left out or put in."""
+    """A request with pieces exchanged, removed or inserted."""
     data = chance.choice((PLAIN, with_lines(b"Connection: keep-alive"), with_lines(b"Accept: */*", b"Prefer: wait=1")))
     for _ in range(chance.randrange(1, 4)):
         at = chance.randrange(len(data) + 1)
@@ -179,7 +179,7 @@ def test_c_and_the_parser_read_the_same_request(chance: random.Random) -> None:
 
 
 def test_a_head_of_more_lines_than_are_taken_is_left_to_the_parser() -> None:
-    """Which refuses it (service.http.limits)."""
+    """The parser refuses it (service.http.limits)."""
     line, end = b"POST /events HTTP/1.1\r\n", b"content-length: 4\r\n\r\nbody"
     assert native.heads.read_post(line + (HEAD_LINES_MAX - 1) * b"a: b\r\n" + end) is not None
     assert native.heads.read_post(line + HEAD_LINES_MAX * b"a: b\r\n" + end) is None

@@ -1,4 +1,4 @@
-"""Whether the inner loops are compiled."""
+"""Tests whether the compiled modules are used."""
 
 import os
 import shutil
@@ -13,13 +13,13 @@ from service import native
 
 @pytest.mark.skipif("WITHOUT_NATIVE" in os.environ, reason="this run is without them")
 def test_they_are_compiled_where_they_can_be() -> None:
-    """They are left out in silence where that fails, so that a mistake in them would go unseen."""
+    """A failed build leaves them out silently, so that nobody would notice a mistake in them."""
     compiler, headers = shutil.which("cc"), Path(sysconfig.get_path("include"), "Python.h")
     assert native.COMPILED or compiler is None or not headers.exists()
 
 
 def test_a_compiled_module_older_than_its_source_is_not_used(tmp_path: Path) -> None:
-    """As after a pull, or where the new source could not be compiled: the old code would go on in silence."""
+    """As after a pull, or if the new source could not be compiled: otherwise the old code would run silently."""
     module = ModuleType("fast")
     module.__file__ = str(tmp_path / "fast.cpython-311-x86_64-linux-gnu.so")
     Path(module.__file__).touch()

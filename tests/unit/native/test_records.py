@@ -1,4 +1,4 @@
-"""Record batches from C are those of aiokafka's builder, byte for byte; and so is the hash of keys."""
+"""Tests that record batches and the hash of keys in C have the bytes of aiokafka's."""
 
 import pytest
 from aiokafka.partitioner import murmur2
@@ -29,7 +29,7 @@ CONTENTS = st.lists(
 
 
 def filled(builder: BatchBuilder, contents: list[Content]) -> tuple[int, bytes]:
-    """How many records it took, and the batch."""
+    """Append records; returns how many fit, and the batch."""
     taken = 0
     for content in contents:
         if not builder.append(*content):
@@ -45,7 +45,7 @@ def test_a_batch_has_the_same_bytes_as_aiokafka_s(
     head = (0, transactional, producer_id, epoch, sequence)
     for most in (100, 2_000, 1_000_000):
         taken, made = filled(builder_of(*head, most), contents)
-        # aiokafka's own count of a record's bytes may be one too many, so it is not asked what fits.
+        # aiokafka may count one byte too many for a record, so it does not decide what fits.
         assert made == filled(LibraryBuilder(*head, 1_000_000), contents[:taken])[1]
         assert taken == 1 or len(made) <= most
         if taken < len(contents):
@@ -56,7 +56,7 @@ def test_a_batch_has_the_same_bytes_as_aiokafka_s(
 def test_a_compressed_batch_is_read_by_aiokafka(codec: str) -> None:
     contents: list[Content] = [(n, b"k", b"value " * 20, [("h", b"%d" % n)]) for n in range(200)]
     short: list[Content] = [(1, None, b"\x8f", [])]
-    for some in (contents, short):  # the one gets smaller by it, the other does not
+    for some in (contents, short):  # one gets smaller by compression, the other does not
         taken, made = filled(builder_of(CODECS[codec], True, 7, 3, 11, 1_000_000), some)
         batch = DefaultRecordBatch(made)
         assert batch.validate_crc()

@@ -1,4 +1,4 @@
-"""What is let in and what is not, who is told, and that a stop waits for the last answer."""
+"""Tests admission: which requests are admitted, their answers, and a stop that waits for the last answer."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ from tests.unit.fakes import World, count_of, ended, kind_of, make_event, until
 
 
 async def refused(world: World, topic: str) -> tuple[Kind, str]:
-    """Kind and first words of why an event for this topic is."""
+    """Return kind and first words of the refusal of an event for this topic."""
     with pytest.raises(Problem) as caught:
         await world.admission.check(make_event("a", topic), time.monotonic())
     return caught.value.kind, caught.value.detail
@@ -37,7 +37,7 @@ async def refused(world: World, topic: str) -> tuple[Kind, str]:
     ["fencepost.ledger", "fencepost.requests", "fencepost.control", "fencepost.findings", "__consumer_offsets"],
 )
 async def test_an_event_for_an_internal_topic_is_refused_without_a_look_up(topic: str) -> None:
-    """Though it is there."""
+    """Although the topic exists."""
     world = World()
     world.cluster.topics[topic] = Topic(topic, 3, {})
     assert await refused(world, topic) == (FORBIDDEN_TOPIC, f"topic: {topic} is internal: use another")
@@ -193,7 +193,7 @@ async def test_a_replay_is_counted_as_one() -> None:
 async def test_a_wait_that_would_pass_the_deadline_ends_before_the_deadline(
     wait_s: float, patient_s: float | None
 ) -> None:
-    """It hears a 409 before, and no 503."""
+    """It gets 409 before, and not 503."""
     world = World(request_timeout_ms=5_000)
     world.admission.submit(make_event("a"), 100.0, wait_s)
     (request,) = world.admission._open
@@ -218,7 +218,7 @@ async def test_the_sweep_answers_a_request_at_its_deadline_and_not_before() -> N
 
 
 async def test_open_requests_are_kept_in_the_order_of_their_deadlines() -> None:
-    """Who is swept is who comes first: one behind another that has more time would be answered late."""
+    """The sweep goes by order: a request behind one with more time would be answered late."""
     world = World()
     for key, arrived in (("b", 2.0), ("e", 5.0), ("a", 1.0), ("d", 4.0), ("c", 3.0), ("f", 5.0)):
         world.admission.submit(make_event(key), arrived)
@@ -226,7 +226,7 @@ async def test_open_requests_are_kept_in_the_order_of_their_deadlines() -> None:
 
 
 async def test_an_answer_that_cannot_be_noted_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where what is known of a key, by a foreign record of the ledger, is nothing that could be written down."""
+    """Also if a foreign record of the ledger gave the key a state that cannot be encoded."""
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
 

@@ -1,4 +1,4 @@
-"""A chunk of a batch: its events are written together and in their order, and in parts where one of them fails."""
+"""Tests chunks of a batch: their events are written together in order, and in parts if one of them fails."""
 
 import asyncio
 import time
@@ -56,7 +56,7 @@ NO = RecordError(RECORD_REFUSED, "no")
 
 
 async def on_its_way(world: World, *events: Event | str) -> "asyncio.Task[list[WriteResult]]":
-    """A chunk of these events (or keys), which has come as far as the queue."""
+    """Submit a chunk of these events (or keys), up to the queue."""
     chunk = BatchChunk()
     for event in events:
         chunk.add(make_event(event) if isinstance(event, str) else event)
@@ -67,7 +67,7 @@ async def on_its_way(world: World, *events: Event | str) -> "asyncio.Task[list[W
 
 
 def room(chunk: BatchChunk) -> int:
-    """The number of events that a chunk takes."""
+    """Count the events that a chunk takes."""
     while chunk.takes(event := make_event(str(len(chunk.events)))):
         chunk.add(event)
     return len(chunk.events)
@@ -106,7 +106,7 @@ def key_of(record: Record) -> str:
 def fails(
     monkeypatch: pytest.MonkeyPatch, of: Callable[[Sequence[Record]], TransactionFailed | None]
 ) -> list[list[str]]:
-    """Have transactions fail as `of` says; the keys of each that was tried."""
+    """Let transactions fail as `of` says; returns the keys of each attempt."""
     tried: list[list[str]] = []
     send = FakeProducer.send
 
@@ -122,7 +122,7 @@ def fails(
 
 
 async def live(world: World, n: int = 0) -> None:
-    """Serve a slot, and again after each term of it that ended."""
+    """Serve a slot, and again after each term that ends."""
     slot = await world.slot(n)
     while True:
         try:
@@ -235,7 +235,7 @@ async def test_a_chunk_stays_whole_when_the_store_is_away() -> None:
 
 
 async def test_a_full_store_holds_up_the_whole_chunk_and_gives_nothing_away() -> None:
-    """It takes over a dead claim, and makes no new one: written alone, the second would overtake the first."""
+    """The store takes over a dead claim and makes no new one; alone, the second event would overtake the first."""
     world = World()
     world.keys.server.keys[event_id("b")] = Claimed(5, 50, NOW_MS, make_event("b").fp)
     world.keys.server.freed[5] = 51
@@ -251,7 +251,7 @@ async def test_a_full_store_holds_up_the_whole_chunk_and_gives_nothing_away() ->
 
 
 async def test_a_claim_without_an_answer_waits_for_the_recovery_whole() -> None:
-    """Its own claims stand then, in a term that has ended: they are found dead, and taken over."""
+    """Its own claims stand then, in an ended term: they are found dead, and taken over."""
     world = World()
     slot = await world.slot()
     world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
@@ -265,14 +265,14 @@ async def test_a_claim_without_an_answer_waits_for_the_recovery_whole() -> None:
 
 
 async def test_a_chunk_that_meets_its_own_unanswered_claims_waits_for_the_recovery() -> None:
-    """Another slot meets them: they wait for the recovery, and are no 409."""
+    """Another slot finds them: they wait for the recovery, and are not answered 409."""
     world = World()
     first, second = await world.slot(0), await world.slot(1)
     world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
     submitted = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(first))
     serving = world.serve(second)
-    world.writer.recovered()  # something else was
+    world.writer.recovered()  # another slot was
     await asyncio.sleep(0.05)
     assert not submitted.done()
     await world.recover(first)
@@ -282,7 +282,7 @@ async def test_a_chunk_that_meets_its_own_unanswered_claims_waits_for_the_recove
 
 
 async def test_an_event_in_doubt_holds_up_the_later_events_of_its_chunk() -> None:
-    """A claim without an answer; then the one of the middle can be had, and those beside it not yet."""
+    """The claim of the middle event gets no reply; later its key can be claimed, and those beside it not yet."""
     world = World()
     first, second = await world.slot(0), await world.slot(1)
     events = [make_event(key, partition=0) for key in "abc"]
@@ -291,7 +291,7 @@ async def test_an_event_in_doubt_holds_up_the_later_events_of_its_chunk() -> Non
     world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
     submitted = await on_its_way(world, *events)
     await end_of_term(world.serve(first))
-    world.keys.server.freed[5] = 51  # whoever held b is dead
+    world.keys.server.freed[5] = 51  # the holder of b is dead
     serving = world.serve(second)
     world.writer.recovered()
     await asyncio.sleep(0.05)
@@ -310,7 +310,7 @@ async def test_an_event_in_doubt_holds_up_the_later_events_of_its_chunk() -> Non
 async def test_a_chunk_that_is_held_up_when_the_term_ends_waits_for_the_recovery(
     step: str, error: Exception | None
 ) -> None:
-    """It waits for a recovery; and where its claim cannot be given up, the claim is its own."""
+    """It waits for a recovery; if its claim cannot be released, the claim is its own."""
     world = World()
     slot = await world.slot()
     world.producers[0].trouble.before[step].append(TransactionFailed(TransactionOutcome.UNKNOWN, "gone"))
@@ -318,7 +318,7 @@ async def test_a_chunk_that_is_held_up_when_the_term_ends_waits_for_the_recovery
         world.keys.trouble.before["release"].append(error)
     submitted = await on_its_way(world, "a", "b")
     (chunk,) = world.queue._waiting[Guarantee.EXACTLY_ONCE]
-    # The own claim of the first, of an ended term, which is still to be recovered.
+    # The own claim of the first, in an ended term whose slot is not recovered yet.
     chunk.claimants = ((5, 50),)
     world.keys.server.freed[5] = 50
     await world.keys.claim(GENERATION, 5, 50, chunk.asked[:1])
@@ -337,8 +337,11 @@ async def test_a_chunk_that_is_held_up_when_the_term_ends_waits_for_the_recovery
 
 @pytest.mark.parametrize("mark", ["slow", "failed"])
 async def test_a_claim_of_another_request_in_the_same_term_is_not_given_up(mark: str) -> None:
-    """A chunk is answered while it is claimed; one of its keys has just been committed by the same slot, and is not
-    marked yet. Given up with the chunk's own claims, the key would be free, and be written again."""
+    """A key of the chunk has just been committed by the same slot, and is not marked yet.
+
+    The chunk is answered while it is claimed. If that key were released with the chunk's own claims, it would be
+    written again.
+    """
     world = World(request_timeout_ms=100)
     sweeping = asyncio.create_task(world.admission.sweep())
     serving = world.serve(await world.slot())
@@ -378,7 +381,7 @@ async def test_a_chunk_in_doubt_is_found_or_written_after_the_recovery(committed
     await end_of_term(world.serve(slot))
     assert not submitted.done()
     await world.recover(slot)
-    if committed:  # as the ledger tells a recovery
+    if committed:  # as a recovery finds in the ledger
         for offset, key in enumerate("ab"):
             found = Delivered(NOW_MS, make_event(key).fp, "orders", 0, offset, NOW_MS)
             world.keys.server.keys[event_id(key)] = found
@@ -392,7 +395,7 @@ async def test_a_chunk_in_doubt_is_found_or_written_after_the_recovery(committed
 
 
 async def test_a_chunk_keeps_its_order_while_its_first_half_is_in_doubt() -> None:
-    """The whole fails, and then the commit of its first half is in doubt: the second half must not overtake."""
+    """The whole chunk fails, and then its first half is in doubt: the second half must not overtake it."""
     world = World()
     first, second = await world.slot(0), await world.slot(1)
     for n, verdict in enumerate([TransactionOutcome.ABORTED, TransactionOutcome.UNKNOWN]):
@@ -414,7 +417,7 @@ async def test_a_chunk_keeps_its_order_while_its_first_half_is_in_doubt() -> Non
 
 
 async def test_at_its_deadline_a_waiting_chunk_is_503_and_a_chunk_in_a_transaction_504_for_each_event() -> None:
-    """Waiting it is surely not written; in a transaction nobody knows."""
+    """A waiting chunk is not written; the outcome of one in a transaction is unknown."""
     world = World(request_timeout_ms=50)
     assert problems(await (await on_its_way(world, "a", "b"))) == [NOT_WRITTEN.code] * 2
     slot = await world.slot()
@@ -518,7 +521,7 @@ async def test_a_chunk_that_is_too_large_for_the_ledger_is_split_and_all_its_eve
 
 
 async def test_a_chunk_is_retried_before_a_missing_topic_is_answered_404(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was just made is not known to every broker yet, and 404 is final to a client."""
+    """Not every broker knows a new topic yet, and 404 is final for a client."""
     world = World()
     absent = RecordError(UNKNOWN_TOPIC, "it is not there")
     tried = fails(
@@ -570,7 +573,7 @@ async def test_at_the_deadline_each_event_of_a_split_chunk_is_answered_503(monke
 async def test_a_cancelled_batch_finishes_the_events_under_way_and_writes_no_others(
     then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is under way goes on; what waits behind it is not written."""
+    """Events in flight are finished; waiting events are not written."""
     world = World()
     failed = TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": NO})
     tried = fails(monkeypatch, lambda records: failed if len(records) == 4 or then == "fails again" else None)

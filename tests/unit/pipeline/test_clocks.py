@@ -1,4 +1,4 @@
-"""What time it is for Kafka, whatever this machine's clock says."""
+"""Tests the time of Kafka, whatever this machine's clock says."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ HOUR_MS = 3_600_000
 
 
 class Time:
-    """This machine's two clocks: what goes on goes on for both, and a step is of one."""
+    """This machine's two clocks: `pass` moves both, a step only the time of day."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.own_ms, self.monotonic_ms = NOW_MS, 5_000
@@ -69,7 +69,7 @@ def test_the_round_trip_of_a_measurement_is_not_counted_as_clock_distance(its: T
     its.pass_ms(9_000)
     clock.update(NOW_MS + 4_000, asked_ms)
     assert (clock.behind_ms, clock.now_ms()) == (0, NOW_MS + 9_000)
-    its.step(HOUR_MS)  # then it is the nearest time that it may be
+    its.step(HOUR_MS)  # the nearest time that is possible
     assert abs(clock.now_ms() - (NOW_MS + 13_000)) <= 1
 
 

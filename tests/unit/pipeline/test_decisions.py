@@ -1,4 +1,4 @@
-"""Decisions on a group, without I/O."""
+"""Tests decisions on a group, without I/O."""
 
 import asyncio
 
@@ -50,7 +50,7 @@ async def test_other_tasks_run_between_the_claim_and_the_writing_of_a_large_grou
 async def test_a_claim_of_a_request_answered_before_the_sending_is_released_though_the_transaction_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else its retry would be refused until the slot has been recovered, which may take long."""
+    """Otherwise its retry would be refused until the slot has been recovered, which may take long."""
     world = World()
     slot = await world.slot()
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.ABORTED, "no broker"))

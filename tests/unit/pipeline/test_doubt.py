@@ -1,4 +1,4 @@
-"""A group that did not commit cleanly: who is answered, who goes round again, and who waits for the recovery."""
+"""Tests groups without a clean commit: which requests are answered, requeued, or parked until the recovery."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ BIG = RecordError(TOO_LARGE, "it is too large")
 
 @pytest.mark.parametrize("verdict", [TransactionOutcome.UNKNOWN, TransactionOutcome.FENCED])
 async def test_a_refusal_is_no_answer_where_a_commit_was_asked_for(verdict: TransactionOutcome) -> None:
-    """It was overcome on the way: the event may well be there."""
+    """The error was overcome by a retry: the event may be in Kafka."""
     world = World()
     slot = await world.slot()
     world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "late", {"orders": BIG}))
@@ -99,7 +99,7 @@ async def test_a_poisoned_event_is_answered_after_a_try_alone_and_the_other_even
 
 
 async def test_an_event_is_retried_before_a_missing_topic_is_answered_404() -> None:
-    """One that was just made is not known to every broker yet."""
+    """Not every broker knows a new topic yet."""
     world = World()
     slot = await world.slot()
     answer = world.submit("a")
@@ -118,7 +118,7 @@ async def test_an_event_is_retried_before_a_missing_topic_is_answered_404() -> N
 
 
 async def test_the_retry_for_a_missing_topic_leaves_time_for_a_new_topic_to_reach_every_broker() -> None:
-    """Another slot would ask within some milliseconds, and 404 is final to a client."""
+    """Another slot would ask within some milliseconds, and 404 is final for a client."""
     world = World(request_timeout_ms=2_000)
     slot, other = await world.slot(), await world.slot(1)
     for n in (0, 1):
@@ -129,7 +129,7 @@ async def test_the_retry_for_a_missing_topic_leaves_time_for_a_new_topic_to_reac
     failing, serving = world.serve(slot), world.serve(other)
     await asyncio.wait([failing, serving], return_when=asyncio.FIRST_COMPLETED)
     await asyncio.sleep(0.1)
-    for producer in world.producers.values():  # by now it is known everywhere
+    for producer in world.producers.values():  # by now every broker knows the topic
         producer.trouble.before["write"].clear()
     assert isinstance(await answer, Committed)
     await ended(failing)
@@ -159,7 +159,7 @@ async def test_the_key_of_a_refused_event_is_released_before_its_slot_is_recover
 
 
 async def test_an_event_that_keeps_failing_is_tried_a_few_times_and_the_others_of_its_topic_are_written() -> None:
-    """An error of one record, or a partition without a leader: no broker says that it is that event's."""
+    """An error of one record, or a partition without a leader: no broker says that this event is to blame."""
     world = World(request_timeout_ms=1_500)
     sweeping = asyncio.create_task(world.admission.sweep())
     poison = world.submit("poison")
@@ -203,7 +203,7 @@ async def test_an_event_that_keeps_failing_is_tried_a_few_times_and_the_others_o
 
 @pytest.mark.parametrize("given_up", [True, False])
 async def test_a_request_that_fails_repeatedly_is_requeued_after_a_pause_or_with_the_recovery(given_up: bool) -> None:
-    """Or with the recovery, where its claim may stand: once, in either case."""
+    """Or with the recovery, if its claim may stand: once, in either case."""
     world = World()
     answer = world.submit("a")
     await steps()
@@ -261,7 +261,7 @@ async def test_a_stuck_topic_is_quarantined_and_the_other_topics_are_written_by_
     world.writer.recovered()
     hung = world.producers[0].trouble.hold("write")
     first, second = await world.slot(1), slot
-    serving = [world.serve(second), world.serve(first)]  # one is held up by what hangs; the other is not
+    serving = [world.serve(second), world.serve(first)]  # one is blocked by the hanging transaction, the other is not
     assert isinstance(await asyncio.wait_for(fine, 3.0), Committed)
     assert not hangs.done()
     assert world.keys_written(1) == [["fine"]]
@@ -276,7 +276,7 @@ async def test_a_stuck_topic_is_quarantined_and_the_other_topics_are_written_by_
 async def test_requests_of_a_transaction_that_was_aborted_before_its_commit_are_retried_without_the_recovery(
     stuck: set[str],
 ) -> None:
-    """It may take hours: the abort markers of a partition wait for its replicas, and whose it is need not be known."""
+    """The recovery may take hours: the abort markers of a partition need its replicas."""
     world = World()
     slot, other = await world.slot(), await world.slot(1)
     hangs, fine, gone = world.submit("hangs", "orders"), world.submit("fine", "other"), world.submit("gone", "other")
@@ -407,7 +407,7 @@ async def test_requests_whose_claims_cannot_be_released_wait_for_the_recovery(er
     silence = world.keys.trouble.hold("release")
     failing = world.serve(slot)
     await asyncio.sleep(0.05)
-    world.writer.recovered()  # another slot was recovered meanwhile: who waited for that goes round again
+    world.writer.recovered()  # another slot was recovered meanwhile: requests that waited for that are requeued
     silence.set()
     assert isinstance(await end_of_term(failing), TransactionFailed)
     meanwhile = world.serve(other)
@@ -422,7 +422,7 @@ async def test_requests_whose_claims_cannot_be_released_wait_for_the_recovery(er
 
 
 async def test_a_partition_with_too_few_replicas_is_in_no_transaction() -> None:
-    """Its markers could not be written, and the slot could begin no other."""
+    """Its markers could not be written, and the slot could begin no other transaction."""
     world = World()
     slot = await world.slot()
     serving = world.serve(slot)
@@ -442,7 +442,7 @@ async def test_a_partition_with_too_few_replicas_is_in_no_transaction() -> None:
     assert again == replace(known, replayed=True)
     await until(lambda: not world.keys.is_claimed("short"))
     assert {record.partition for records in world.producers[0].written[1:] for record in records} == {0}
-    # Nothing else is asked for: no transaction is begun for it.
+    # It is the only request, so no transaction is begun.
     world.producers[0].opened = None
     assert kind_of(await world.ask(make_event("short", partition=2))) is NOT_WRITTEN
     assert world.producers[0].opened is None
@@ -453,7 +453,7 @@ async def test_a_partition_with_too_few_replicas_is_in_no_transaction() -> None:
 async def test_the_key_of_an_event_that_was_left_out_is_released_before_the_slot_is_recovered(
     verdict: TransactionOutcome,
 ) -> None:
-    """It was answered 503, and was in no transaction: sent again it is no 409 for as long as that takes."""
+    """It was answered 503, and was in no transaction: a retry must not get 409 until the recovery."""
     world = World()
     slot = await world.slot()
     answers = [world.submit("short", "other"), world.submit("hangs", "orders")]
@@ -505,7 +505,7 @@ LEDGER = {"fencepost.ledger": BIG}
 
 
 class Narrow(FakeProducer):
-    """Its ledger takes entries of so many events at most."""
+    """A slot whose ledger accepts this many entries at most."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -518,7 +518,7 @@ class Narrow(FakeProducer):
 
 
 async def test_a_group_that_is_too_large_for_the_ledger_is_split_and_all_its_events_are_written() -> None:
-    """Its max.message.bytes was lowered: 503 for ever, and for whoever was in the same group."""
+    """Its max.message.bytes was lowered: otherwise all requests of the group would get 503 for ever."""
     world = World()
     slot = await world.slot()
     asked = [world.submit(f"k{n}") for n in range(40)]
@@ -540,7 +540,7 @@ async def test_a_group_that_is_too_large_for_the_ledger_is_split_and_all_its_eve
 
 
 async def test_an_atomic_batch_that_the_ledger_does_not_take_is_refused() -> None:
-    """It cannot be split, and the same one would be refused again."""
+    """It cannot be split, and would be refused again."""
     world = World()
     slot = await world.slot()
     slot._producer = Narrow(1)
@@ -553,7 +553,7 @@ async def test_an_atomic_batch_that_the_ledger_does_not_take_is_refused() -> Non
 
 
 async def test_a_single_event_that_the_ledger_does_not_take_is_retried_until_the_ledger_takes_it() -> None:
-    """And costs a term now and then, not one after the other."""
+    """And ends a term now and then, not one after the other."""
     world = World()
     slot = await world.slot()
     answer = world.submit("a")

@@ -1,4 +1,4 @@
-"""The pure steps of a group: its partitions, its records, and what ledger and store are told of them."""
+"""Tests the pure functions of a group: its partitions, records, ledger entries and marks."""
 
 import pytest
 
@@ -18,19 +18,19 @@ from tests.unit.fakes import FakeIdempotent, FakeKeys, make_event
 
 
 def request(key: str, *topics: str, partition: int | None = None) -> WriteRequest:
-    """Of one event, or with several topics an atomic batch."""
+    """Make a request of one event, or with several topics an atomic batch."""
     events = [make_event(key, topic, partition=partition) for topic in topics]
     whole = (b"w" * 16, b"f" * 8) if len(topics) > 1 else None
     return WriteRequest.of(events, 0.0, 1.0, Guarantee.EXACTLY_ONCE, whole)
 
 
 def topic_of(name: str) -> Topic:
-    """`ill` has one partition with enough replicas, `down` has none."""
+    """Return a topic: `ill` has one partition with enough replicas, `down` has none."""
     return Topic(name, 50, {}, {"ill": frozenset(range(50)) - {7}, "down": frozenset(range(50))}.get(name, frozenset()))
 
 
 def test_events_without_a_key_share_one_partition_of_their_topic() -> None:
-    """As in KIP-480: a batch and a marker for each of fifty would cost as many requests."""
+    """As in KIP-480: one batch and one marker, instead of fifty."""
     requests = [request(str(n), "orders", "other") for n in range(20)]
     chosen, left_out = route(requests, topic_of)
     assert [topic for topic, _ in chosen] == ["orders", "other"]
@@ -53,7 +53,7 @@ def test_a_partition_is_chosen_among_those_with_enough_replicas() -> None:
 def test_an_attempt_that_wrote_nothing_and_has_a_request_to_requeue_is_in_vain(
     delivered: bool, answered: tuple[bool, ...], goes_round: bool
 ) -> None:
-    """Each try may cost a producer id."""
+    """Each attempt may use up a producer id."""
     claims_to_release = [request("a", "orders") for _ in answered]
     for each, done in zip(claims_to_release, answered, strict=True):
         if done:

@@ -1,4 +1,4 @@
-"""The journal is never in the way of an answer: what it cannot keep is counted."""
+"""Tests that the journal never delays an answer, and counts the answers that it drops."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from tests.unit.fakes import FakeCluster, count_of, make_event, until
 
 
 class FakeSender(IdempotentProducer):
-    """Takes records, or raises what a test says."""
+    """Takes records, or raises a planned error."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -45,7 +45,7 @@ class FakeSender(IdempotentProducer):
 
 
 class Kept:
-    """A journal with a fake producer."""
+    """Make a journal with a fake producer."""
 
     def __init__(self) -> None:
         self.telemetry = Telemetry()
@@ -113,7 +113,7 @@ async def test_a_stop_ends_at_its_timeout_and_counts_the_unwritten_answers_as_dr
         async with asyncio.timeout(0.5):
             await kept.journal.close(0.05)
     assert kept.dropped == 2
-    # Nobody scrapes a process that has stopped.
+    # A stopped process is not scraped any more.
     assert [(line["event"], line["answers"]) for line in logs] == [("answers dropped from the journal", 2)]
 
 
@@ -125,7 +125,7 @@ async def test_a_stop_writes_the_waiting_answers(kept: Kept) -> None:
 
 
 class Narrow(FakeSender):
-    """Of a topic that takes records of so many answers at most."""
+    """A sender whose topic accepts this many answers in a record at most."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Narrow(FakeSender):
 async def test_answers_that_are_too_large_for_one_record_are_written_in_several(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its max.message.bytes was lowered: nothing was ever journaled again, and nothing counted."""
+    """Its max.message.bytes was lowered: otherwise no answer would be journaled any more."""
     monkeypatch.setattr(module, "WAITING_MAX", 100)
     kept.sender = kept.journal._producer = Narrow(3)
     kept.record(*(f"k{n}" for n in range(20)))
@@ -176,7 +176,7 @@ async def test_an_answer_that_the_topic_never_takes_is_counted_as_dropped_and_th
 
 
 async def test_a_cancellation_from_within_does_not_end_the_journal(kept: Kept) -> None:
-    """aiokafka makes some of its own."""
+    """aiokafka raises some by itself."""
     sends = [asyncio.CancelledError()]
     send = kept.sender.send
 

@@ -1,4 +1,4 @@
-"""Who is refused hears it in turn, and never waits for what will not come."""
+"""Tests delayed refusals: they are sent in turn, and at the latest after the longest delay."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST, WAIT_MOST_S
 
 
 class Refused:
-    """Refusals by their number, and who was told so far."""
+    """Refusals by number, and those that were sent so far."""
 
     def __init__(self) -> None:
         self.load_shedder = LoadShedder()
@@ -23,7 +23,7 @@ class Refused:
         return [n for n, delay in enumerate(self.delays) if delay is None or delay.done()]
 
     def answered(self, times: int) -> None:
-        """So many answers, and then a look, when none has waited for long yet."""
+        """Note this many answers, and then look, before any refusal has waited long."""
         for _ in range(times):
             sent = len(self.sent)
             self.load_shedder.answered()
@@ -38,7 +38,7 @@ async def refused() -> Refused:
 
 @pytest.fixture
 async def spent(refused: Refused) -> Refused:
-    """What was saved up is spent."""
+    """Use up the saved answers."""
     refused.refuse(SAVED_MOST // ANSWERS_EACH)
     assert len(refused.sent) == len(refused.delays)
     refused.delays.clear()
@@ -62,7 +62,7 @@ async def test_a_refusal_is_sent_for_every_few_answers_in_order_of_arrival(spent
 
 
 async def test_a_refusal_that_follows_enough_answers_is_sent_at_once(spent: Refused) -> None:
-    """With whoever has waited for it."""
+    """Together with those that have waited."""
     spent.refuse(1)
     for _ in range(2 * ANSWERS_EACH):
         spent.load_shedder.answered()
@@ -85,7 +85,7 @@ async def test_answers_are_saved_up_and_not_for_ever(spent: Refused) -> None:
 
 
 async def test_a_refusal_is_sent_after_its_longest_wait_without_any_answers(spent: Refused) -> None:
-    """Kafka is away, say, or clients ask that are more than the answers: who is told late turns late to another."""
+    """For example if Kafka is unreachable, or there are more clients than answers."""
     spent.refuse(2, arrived=100.0)
     spent.refuse(1, arrived=100.2)
     spent.load_shedder.look(100.1 + WAIT_MOST_S / 2)

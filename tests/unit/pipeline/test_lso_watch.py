@@ -1,4 +1,4 @@
-"""The watch over last stable offsets: what it takes for a stand-still, what it has recovered, how often it asks."""
+"""Tests the watch over last stable offsets: which ones it reports, which slots it recovers, and its requests."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
@@ -74,7 +74,7 @@ def watch(kafka: Kafka, telemetry: Telemetry) -> LsoWatch:
 
 
 def shown(telemetry: Telemetry, owner: str) -> tuple[float, float]:
-    """How many stand still, and for how long the oldest does."""
+    """Return how many LSOs do not move, and for how long the oldest."""
     values = [
         telemetry.registry.get_sample_value(f"fencepost_{name}", {"of": owner})
         for name in ("stalled_partitions", "stalled_oldest_seconds")
@@ -138,7 +138,7 @@ async def test_the_ledger_is_watched_too(watch: LsoWatch, kafka: Kafka) -> None:
 async def test_transactions_of_other_producers_are_reported_and_left_alone(
     watch: LsoWatch, kafka: Kafka, telemetry: Telemetry
 ) -> None:
-    """What OURS has open began later: it does not hold the LSO. Of the other partition its leader does not tell."""
+    """OURS has a transaction that began later and does not hold the LSO. The other partition has no answer."""
     kafka.ends = {ORDERS: Ends(10, 20), ("orders", 2): Ends(10, 20)}
     kafka.open = {ORDERS: [ActiveProducer(THEIRS, 0, 10), ActiveProducer(OURS, 0, 15), ActiveProducer(OURS, 0, -1)]}
     await watch.look(0.0)
@@ -148,7 +148,7 @@ async def test_transactions_of_other_producers_are_reported_and_left_alone(
 
 
 async def test_a_slot_that_recovery_does_not_help_is_recovered_ever_more_rarely(watch: LsoWatch, kafka: Kafka) -> None:
-    """And leaders are asked for producers only then, not at every look."""
+    """Leaders are asked for producers only then, not at every look."""
     kafka.ends = {ORDERS: Ends(10, 20)}
     kafka.open = {ORDERS: [ActiveProducer(OURS, 0, 10)]}
     times = []
@@ -166,7 +166,7 @@ async def test_a_slot_that_recovery_does_not_help_is_recovered_ever_more_rarely(
 async def test_the_age_of_an_open_transaction_counts_from_before_an_outage_of_kafka(
     watch: LsoWatch, kafka: Kafka
 ) -> None:
-    """So does a partition that has no leader for a while."""
+    """As for a partition that has no leader for a while."""
     kafka.ends = {ORDERS: Ends(10, 20)}
     kafka.open = {ORDERS: [ActiveProducer(OURS, 0, 10)]}
     await watch.look(0.0)

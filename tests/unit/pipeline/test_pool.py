@@ -1,4 +1,4 @@
-"""The slots of a process: a heartbeat that nothing ends, debts, generations that pass, and a stop that ends."""
+"""Tests the slots of a process: heartbeats, pending marks, new generations, and the stop."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ ROWS: list[Row] = [(b"i" * 16, Delivered(NOW_MS, b"f" * 8, "orders", 0, 3, NOW_M
 
 
 class FakeRecovery(SlotRecovery):
-    """Brings a slot to READY with fakes; remembers the generations in which it did."""
+    """Brings a slot to READY with fakes; notes the generations in which it did."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -43,7 +43,7 @@ class FakeRecovery(SlotRecovery):
 
 
 class Held:
-    """A pool and what it needs; `serve` is what its slots do, `heartbeats` how often it asked around."""
+    """A pool and what it needs; `serve` is the work of its slots, `heartbeats` the number of heartbeats."""
 
     def __init__(self, serve: Callable[[Slot], Awaitable[None]] | None = None, **settings: int) -> None:
         timing = {"lease_ttl_ms": 30, "request_timeout_ms": 50, "transaction_timeout_ms": 50}
@@ -83,7 +83,7 @@ Hold = Callable[..., Held]
 
 @pytest.fixture
 async def hold(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hold]:
-    """Makes pools that are ended with the test. No slot counts as stuck: here a request has no time for that."""
+    """Makes pools, which end with the test. No slot counts as stuck, because the request timeout is long."""
     monkeypatch.setattr(module, "STUCK_SHARE", 1_000.0)
     made: list[Held] = []
 
@@ -112,7 +112,7 @@ async def test_a_process_takes_its_slots_and_gives_them_back(hold: Hold) -> None
 
 
 async def test_a_pool_without_a_slot_sends_heartbeats_more_often(hold: Hold) -> None:
-    """Those of a process that was killed become free between two heartbeats, and until then nothing can be written."""
+    """Slots of a killed process become free between two heartbeats, and until then nothing can be written."""
     held = hold(lease_ttl_ms=3_000)
     held.world.keys.marks_of_slots = "tt"
     await until(lambda: held.heartbeats > 2, 2.0)
@@ -213,7 +213,7 @@ async def test_a_store_that_is_lost_while_slots_are_taken_does_not_end_the_heart
 
 
 async def test_a_heartbeat_in_another_store_reports_the_generation_that_was_lost(hold: Hold) -> None:
-    """Not the one that is present by then."""
+    """Not the generation that is present by then."""
     held = hold(for_ever)
     await held.ready()
     gate = held.world.keys.trouble.hold("heartbeat")
@@ -239,7 +239,7 @@ async def test_a_slot_with_a_pending_mark_is_not_given_back_as_clean(hold: Hold)
 
 
 async def test_a_slot_that_is_cut_off_in_a_claim_is_not_given_back_as_clean(hold: Hold) -> None:
-    """The claim may stand, and a transaction be open: somebody has to recover it."""
+    """The claim may stand, and a transaction be open: a process must recover the slot."""
     held = hold(slots=1, slots_max=2)
     slot = await held.ready()
     gate = held.world.keys.trouble.hold("claim")
@@ -324,7 +324,7 @@ async def test_a_pending_mark_of_an_earlier_generation_does_not_lose_the_present
 
 
 async def test_an_idle_slot_of_an_earlier_generation_is_recovered_at_the_next_heartbeat(hold: Hold) -> None:
-    """And not at the cost of its next group, which would meet the fence."""
+    """Not when its next group meets the fence."""
     held = hold()
     slot = await held.ready()
     held.world.keys.server.held = held.world.store.generation = LATER
@@ -335,7 +335,7 @@ async def test_an_idle_slot_of_an_earlier_generation_is_recovered_at_the_next_he
 
 
 async def test_an_idle_slot_that_lost_a_connection_is_recovered_at_the_next_heartbeat(hold: Hold) -> None:
-    """A transaction of it may hang, which every reader waits for, and no write would ever meet it."""
+    """A transaction of it may hang, which blocks readers, and a write may never come."""
     held = hold()
     slot = await held.ready()
     held.world.producers[slot.n].cut_off = True
@@ -344,7 +344,7 @@ async def test_an_idle_slot_that_lost_a_connection_is_recovered_at_the_next_hear
 
 
 async def test_an_idle_slot_whose_term_has_passed_is_recovered_at_the_next_heartbeat(hold: Hold) -> None:
-    """Another had the slot meanwhile, and left something in its ledger that somebody waits for."""
+    """Another process had the slot meanwhile, and other requests may wait for events in its ledger."""
     held = hold()
     slot = await held.ready()
     held.world.keys.server.freed[slot.n] = slot.term + 5
@@ -380,7 +380,7 @@ async def test_a_pending_mark_is_dropped_with_its_generation() -> None:
 
 
 async def test_a_mark_that_waited_for_another_is_not_pending_in_the_next_generation() -> None:
-    """It would be refused for ever, and tell each time that the present store was lost."""
+    """It would be refused for ever, and report each time that the present store was lost."""
     world = World()
     slot = await world.slot()
     gate = world.keys.trouble.hold("mark")
@@ -398,7 +398,7 @@ async def test_a_mark_that_waited_for_another_is_not_pending_in_the_next_generat
 
 
 async def test_a_mark_of_an_ended_term_does_not_move_applied_in_the_next_term() -> None:
-    """Redis moves `applied` from one record to the next only: with a gap, the heartbeat would find an older copy."""
+    """Redis moves `applied` only from one record to the next: after a gap, the heartbeat would find an older copy."""
     world = World()
     slot = await world.slot()
     gate = world.keys.trouble.hold("mark")
@@ -450,7 +450,7 @@ async def test_a_slot_is_recovered_after_each_end_of_a_term(hold: Hold) -> None:
 
 
 async def test_a_dead_slot_of_a_process_with_more_slots_is_rescued(hold: Hold) -> None:
-    """In a rolling restart that raises SLOTS_MAX and goes no further: its claims would stay in progress."""
+    """In a rolling restart that raises SLOTS_MAX and stops half-way: its claims would stay in progress."""
     held = hold(slots=1, slots_max=2)
     await held.ready()
     server = held.world.keys.server
@@ -458,7 +458,7 @@ async def test_a_dead_slot_of_a_process_with_more_slots_is_rescued(hold: Hold) -
     server.keys[event_id("a")] = Claimed(5, 50, NOW_MS, make_event("a").fp)
     answer = held.world.submit("a")
     assert kind_of(await answer) is IN_PROGRESS
-    server.taken |= {5}  # only now: the next heartbeat rescues it
+    server.taken |= {5}  # only now: the next heartbeat recovers it
     await until(lambda: 5 in [n for n, _ in held.recovery.runs])
     assert isinstance(await held.world.submit("a"), Committed)
 
@@ -466,7 +466,7 @@ async def test_a_dead_slot_of_a_process_with_more_slots_is_rescued(hold: Hold) -
 async def test_a_stuck_slot_is_replaced_by_another_slot_until_it_recovers(
     hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kafka ends no transaction with a partition that takes no markers: the slot begins none until it does."""
+    """Kafka ends no transaction with a partition that accepts no markers, and until then the slot begins none."""
     held = hold(slots=1, slots_max=8)
     stuck = await held.ready()
     gate = held.recovery.trouble.hold("run")
@@ -481,7 +481,7 @@ async def test_a_stuck_slot_is_replaced_by_another_slot_until_it_recovers(
     await until(lambda: len(held.pool.slots) == 1 + module.REPLACED_LEAST)
     await held.more_beats()
     assert len(held.pool.slots) == 1 + module.REPLACED_LEAST, "so many are replaced, however many are stuck"
-    # It is well again: one of them is too much.
+    # It is well again: one slot is too many.
     monkeypatch.setattr(module, "STUCK_SHARE", 1_000.0)
     gate.set()
     await until(lambda: len(held.pool.slots) == 1 and held.pool.ready == 1)
@@ -492,7 +492,7 @@ async def test_a_stuck_slot_is_replaced_by_another_slot_until_it_recovers(
 async def test_a_new_process_gets_a_slot_although_other_processes_have_replaced_stuck_slots(
     hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody gives the last one away that can write."""
+    """No process gives away the last slot that can write."""
     broken: set[int] = set()
     mended = asyncio.Event()
 
@@ -530,7 +530,7 @@ async def test_a_new_process_gets_a_slot_although_other_processes_have_replaced_
 async def test_the_first_process_to_return_to_the_store_leaves_the_others_their_slots(
     hold: Hold, monkeypatch: pytest.MonkeyPatch, flushed: bool
 ) -> None:
-    """All leases have run out, or are forgotten with the store, and each comes back to its own."""
+    """All leases have expired, or were lost with the store, and each process takes its own slots again."""
     monkeypatch.setattr(module, "STUCK_SHARE", 0.5)
     lost = False
 
@@ -589,7 +589,7 @@ async def test_a_key_is_in_doubt_until_its_slot_has_been_recovered(hold: Hold) -
     recovery = held.recovery.trouble.hold("run")
     asked = world.submit("mine")
     await slot.producer.trouble.reached["write"].wait()
-    assert await state_of("mine") == "in_progress"  # a clean answer may still come
+    assert await state_of("mine") == "in_progress"  # a clean result may still come
     commit.set()
     await until(lambda: slot.state is SlotState.LEASED)
     assert await state_of("mine") == "in_doubt"
@@ -659,7 +659,7 @@ async def test_no_slot_is_taken_while_the_process_stops(hold: Hold) -> None:
 
 
 async def test_a_held_slot_is_recovered_when_that_is_asked_for(hold: Hold) -> None:
-    """Though it waits for events, and nothing of it has failed."""
+    """Although it waits for events, and nothing of it has failed."""
     held = hold()
     slot = await held.ready()
     held.pool.recover(slot.n, [("orders", 1)])
@@ -680,7 +680,7 @@ async def test_partitions_to_recover_are_kept_while_the_store_does_not_let_the_s
 
 
 async def test_an_unheld_slot_is_taken_when_its_recovery_is_asked_for(hold: Hold) -> None:
-    """Although this process has as many as it wants. One that another process holds is not taken."""
+    """Although this process has as many as it wants. A slot that another process holds is not taken."""
     held = hold(slots=1, slots_max=4, lease_ttl_ms=600)  # between two heartbeats a busy machine takes less
     slot = await held.ready()
     idle, others = [n for n in range(4) if n != slot.n][:2]

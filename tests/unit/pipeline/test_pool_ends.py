@@ -1,4 +1,4 @@
-"""What becomes of a slot whose term has ended: whose it is, how soon it is tried again, and how it is counted."""
+"""Tests slots whose term has ended: their holder, the pause before the next recovery, and the metric."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tests.unit.scrape import sample
 
 @contextlib.asynccontextmanager
 async def holding(serve: Callable[[Slot], Awaitable[None]] | None = None, **settings: int) -> AsyncIterator[Held]:
-    """A pool whose requests have time: no slot counts as stuck."""
+    """Make a pool whose requests have much time, so that no slot counts as stuck."""
     held = Held(serve, **({"request_timeout_ms": 20_000} | settings))
     try:
         yield held
@@ -71,7 +71,7 @@ async def test_the_end_of_a_term_is_counted_by_its_cause(error: Exception, name:
 
 @pytest.mark.parametrize("lost", [True, False])
 async def test_a_slot_starts_another_term_unless_another_process_has_its_lease(lost: bool) -> None:
-    """Its lease ran out meanwhile; where Redis does not say, it goes on: the fence tells."""
+    """Its lease has expired meanwhile; if Redis does not answer, the slot goes on, and the fence decides."""
     ends = asyncio.Event()
 
     async def serve(_: Slot) -> None:

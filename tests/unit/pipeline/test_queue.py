@@ -1,4 +1,4 @@
-"""Who waits, who travels with whom, and what the bounds count."""
+"""Tests the queue: waiting requests, groups, and what the bounds count."""
 
 import asyncio
 from collections import deque
@@ -54,14 +54,14 @@ def admit(queue: Queue, *requests: WriteRequest) -> None:
 
 
 def group_of(queue: Queue) -> Group:
-    """The next group, which is there."""
+    """Take the next group, which must be there."""
     group = queue.take()
     assert group is not None
     return group
 
 
 def take(queue: Queue) -> list[WriteRequest]:
-    """The requests of the next group."""
+    """Take the requests of the next group."""
     return group_of(queue).requests
 
 
@@ -192,7 +192,7 @@ async def test_requeued_requests_are_taken_first_and_in_their_order() -> None:
     assert keys_of(take(queue)) == ["a", "c", "d"]
 
 
-# ---------------------------------------------------------------------------------------------------------- apart
+# ---------------------------------------------------------------------------------------------------- quarantine
 
 
 async def test_a_quarantined_topic_is_taken_in_one_separate_group_at_a_time() -> None:
@@ -236,7 +236,7 @@ async def test_quarantined_topics_of_several_topics_do_not_share_a_group() -> No
     assert keys_of(take(queue)) == ["b"]
 
 
-# --------------------------------------------------------------------------------------------------------- takers
+# ------------------------------------------------------------------------------------------------------- waiters
 
 
 async def test_an_admitted_request_wakes_one_waiter_and_notify_all_wakes_the_others() -> None:
@@ -288,7 +288,7 @@ async def test_a_cancelled_waiter_does_not_consume_a_wakeup() -> None:
 
 
 async def test_a_third_small_group_waits_until_one_of_two_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third waits for one of the two to be done, and is the larger for it."""
+    """The third group waits until one of the two is done, and is larger then."""
     monkeypatch.setattr(module, "GROUP_QUICK_S", 3_600.0)
     queue = Queue(SETTINGS)
     admit(queue, request("a"))
@@ -372,7 +372,7 @@ async def test_an_answered_request_stays_answered() -> None:
     assert asked.answered
 
 
-# ----------------------------------------------------------------------------------- what travels apart, and others
+# ------------------------------------------------------------------------- quarantined topics, and others
 
 
 class Clock:
@@ -383,7 +383,7 @@ class Clock:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def serve(self, queue: Queue, took_s: float) -> list[str]:
-        """The keys of the next group, which hangs for so long and is put back where its topic is bad."""
+        """Take the next group, which hangs for this time and is put back if its topic is bad; returns its keys."""
         group = group_of(queue)
         self.now += took_s if any("bad" in each.events[0].topic for each in group.requests) else 0.01
         bad = [each for each in group.requests if "bad" in each.events[0].topic]
@@ -397,7 +397,7 @@ class Clock:
 async def test_a_quarantined_topic_that_hangs_gets_half_of_the_only_slot_s_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As it gets all of it, nothing else was ever written where one slot serves."""
+    """Otherwise nothing else would be written by a process with one slot."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     queue.quarantine({"bad"})
     admit(queue, request("b", "bad"))
@@ -409,7 +409,7 @@ async def test_a_quarantined_topic_that_hangs_gets_half_of_the_only_slot_s_time(
     hung = served.count(["b"])
     assert hung >= 2
     assert 3.0 * hung <= 0.01 * (len(served) - hung) + 3.0
-    # Alone it need not rest.
+    # Without other requests it need not pause.
     while queue.take():
         pass
     empty = Queue(SETTINGS)
@@ -458,14 +458,14 @@ async def test_a_waiter_that_takes_a_group_wakes_another_for_the_quarantined_req
     clock, queue = Clock(monkeypatch), Queue(SETTINGS, 2)
     queue.quarantine({"bad"})
     admit(queue, request("b", "bad"))
-    assert clock.serve(queue, 3.0) == ["b"]  # it rests for as long
+    assert clock.serve(queue, 3.0) == ["b"]  # the topic pauses for as long
     for key in ("a", "c"):
         admit(queue, request(key))
         assert keys_of(take(queue)) == [key]
     takers = [asyncio.create_task(queue._wait()) for _ in range(2)]
     await asyncio.sleep(0)
     admit(queue, request("d"))
-    clock.now += 1.0  # those on their way are slow: they do not count
+    clock.now += 1.0  # the groups in flight are slow, and do not count
     queue._make_room()
     await asyncio.sleep(0)
     assert [taker.done() for taker in takers] == [True, False]

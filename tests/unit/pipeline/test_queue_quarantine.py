@@ -1,4 +1,4 @@
-"""Which lane a request waits in, who is woken for it, and that nobody is let go of, or asks in circles."""
+"""Tests quarantined topics: the queues of requests, the waiters that are woken, and that none is missed."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from tests.unit.pipeline.test_queue import MANY, SETTINGS, admit, answered, grou
 
 
 def atomic(*events: tuple[str, str]) -> WriteRequest:
-    """An atomic batch of (key, topic)."""
+    """Make an atomic batch of (key, topic)."""
     made = [make_event(key, topic) for key, topic in events]
     return WriteRequest.of(made, 0.0, 10.0, Guarantee.EXACTLY_ONCE, (b"w" * 16, b"f" * 8))
 
 
 async def asleep(taker: "asyncio.Task[None]") -> bool:
-    """Does who waits at the queue still wait, once all that is ready has run?"""
+    """Check whether the waiter still waits after all ready tasks have run."""
     for _ in range(3):
         await asyncio.sleep(0)
     return not taker.done()
@@ -101,7 +101,7 @@ async def test_a_chunk_with_one_quarantined_topic_is_taken_in_a_quarantined_grou
 
 
 async def test_a_waiter_sleeps_while_the_quarantined_topic_has_a_group_under_way() -> None:
-    """One group apart at a time: who may not take the next sleeps, until the first is back or its topic trusted."""
+    """One quarantined group at a time: a waiter sleeps until it is done, or its topic is released."""
     queue = Queue(SETTINGS, MANY)
     queue.quarantine({"bad"})
     admit(queue, request("a", "bad"))

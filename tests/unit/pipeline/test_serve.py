@@ -1,4 +1,4 @@
-"""How a slot is served: who is woken, what waits for a mark, and what is asked of Redis and Kafka in vain."""
+"""Tests the loop of a slot: which waiter is woken, what waits for a mark, and failures of Redis and Kafka."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ async def test_a_superseded_slot_hands_its_wakeup_to_another_slot() -> None:
     serving = world.serve(other)
     await asyncio.sleep(0)
     stale.superseded = True
-    answer = world.submit("a")  # wakes who has waited longest
+    answer = world.submit("a")  # wakes the slot that has waited longest
     assert isinstance(await end_of_term(failing), Fenced)
     assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
     assert world.keys_written(1) == [["a"]]
@@ -32,7 +32,7 @@ async def test_a_superseded_slot_hands_its_wakeup_to_another_slot() -> None:
 
 
 async def test_a_slot_waits_for_a_slow_mark_before_it_takes_a_third_group() -> None:
-    """One mark under way at most: what is not marked is what the slot's next recovery has to read."""
+    """One mark in flight at most: unmarked records are those that the slot's next recovery must read."""
     world = World()
     marking = world.keys.trouble.hold("mark")
     serving = world.serve(await world.slot())
@@ -115,7 +115,7 @@ async def test_an_idempotent_event_begins_and_abandons_no_transaction_also_when_
 async def test_a_store_that_takes_no_claim_is_asked_again_after_a_pause(
     full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it refuses the call, or answers it and has no room."""
+    """Whether the store refuses the call, or answers that it is full."""
     monkeypatch.setattr(module, "AWAY_PAUSE_S", 0.05)
     world = World()
     calls = 0
@@ -142,7 +142,7 @@ async def test_a_store_that_takes_no_claim_is_asked_again_after_a_pause(
 
 @pytest.mark.parametrize(("topic", "producer_id"), [("orders", 7), ("plain.a", 8)])
 async def test_a_record_names_the_producer_that_wrote_it(topic: str, producer_id: int) -> None:
-    """The audit tells copies apart by it."""
+    """The audit distinguishes copies by it."""
     world = World()
     slot = await world.slot(1)
     serving = world.serve(slot)
@@ -161,7 +161,7 @@ async def test_a_record_names_the_producer_that_wrote_it(topic: str, producer_id
 async def test_a_topic_without_answer_is_quarantined_if_others_in_its_group_were_written(
     results: list[RecordResult], quarantined: set[str]
 ) -> None:
-    """Where nothing went, it may be the broker."""
+    """If nothing was written, the broker may be at fault."""
     world = World()
     slot = await world.slot()
     answers = [world.submit("a", "plain.a"), world.submit("b", "plain.b")]
@@ -189,7 +189,7 @@ async def test_a_request_in_doubt_is_answered_504_at_its_deadline() -> None:
 
 
 async def test_a_claimed_request_that_was_not_sent_is_requeued_with_the_recovery() -> None:
-    """No producer id was to be had."""
+    """No producer id was available."""
     world = World()
     slot = await world.slot()
     world.idempotents[0].trouble.before["identity"].append(KafkaAway("no producer id"))

@@ -1,4 +1,4 @@
-"""Traces: an event's span and context, a group's span with its links, and nothing of it where it is off."""
+"""Tests traces: an event's span and context, a group's span with its links, and that none are made when off."""
 
 import os
 import subprocess
@@ -91,7 +91,7 @@ async def test_an_event_has_a_producers_span_whose_context_its_record_carries(wo
     assert span.start_time is not None
     assert span.end_time is not None
     assert 0.5e9 < span.end_time - span.start_time < 5e9  # from its arrival
-    assert "a" not in attributes(span).values()  # its key is nowhere
+    assert "a" not in attributes(span).values()  # no attribute has its key
 
 
 async def test_a_group_has_a_clients_span_with_links_to_its_events(world: Traced) -> None:
@@ -110,7 +110,7 @@ async def test_a_group_has_a_clients_span_with_links_to_its_events(world: Traced
     assert sorted(map(identity, (link.context for link in sent.links))) == sorted(
         map(identity, (span.get_span_context() for span in created))
     )
-    assert len({identity(span.get_span_context())[0] for span in created}) == 3  # none asked within a trace
+    assert len({identity(span.get_span_context())[0] for span in created}) == 3  # no request had a trace context
 
 
 async def test_a_large_group_keeps_all_of_its_links(world: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ async def test_an_unsampled_event_passes_its_context_on_and_exports_no_span(monk
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Takes whatever is sent."""
+    """Accepts all spans."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
@@ -196,7 +196,7 @@ class Collector(BaseHTTPRequestHandler):
 def test_an_unreachable_collector_logs_one_line_and_its_return_another(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """OpenTelemetry has one for each try: for an hour of a collector's, more than a thousand."""
+    """OpenTelemetry logs one for each attempt: more than a thousand for an outage of an hour."""
     port = free_port()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1.5")  # of which it waits 1 s, and tries again
@@ -217,7 +217,7 @@ def test_an_unreachable_collector_logs_one_line_and_its_return_another(
 
 
 def test_the_opentelemetry_sdk_is_not_imported_without_tracing() -> None:
-    # redis-py imports what OpenTelemetry has for metrics, where that is installed; traces nobody does.
+    # redis-py imports OpenTelemetry for metrics, if it is installed; nothing imports it for traces.
     code = (
         "import sys, service.__main__; "
         "unwanted = ('opentelemetry.sdk.trace', 'opentelemetry.exporter', 'service.pipeline.tracing'); "

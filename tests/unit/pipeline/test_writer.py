@@ -1,4 +1,4 @@
-"""A group on its way: what is answered, what waits again, and what is never written."""
+"""Tests the path of a group: which requests are answered, requeued, and never written."""
 
 import asyncio
 import time
@@ -48,7 +48,7 @@ async def test_a_group_is_claimed_written_marked_and_answered() -> None:
 
 
 async def test_an_inconsistent_claim_is_answered_504_and_logged_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a store of another version may tell it: the event may be written, and its key is still of use."""
+    """As a store of another version may answer: the event may be written, and its key stays usable."""
     world = World()
     serving = world.serve(await world.slot())
 
@@ -87,7 +87,7 @@ async def test_an_unreadable_key_is_answered_504_and_the_other_events_of_its_gro
 
 @pytest.mark.parametrize("known", [False, True])
 async def test_the_answers_of_a_group_go_out_together(known: bool) -> None:
-    """New ones after their mark, and replays after their claim."""
+    """New events after their mark, and replays after their claim."""
     world = World()
     serving = world.serve(await world.slot())
     if known:
@@ -148,7 +148,7 @@ async def test_a_full_queue_reports_an_overload_until_its_requests_are_answered(
 
 async def test_the_answers_of_a_group_send_the_refusals_that_wait_in_the_load_shedder() -> None:
     world = World()
-    # far more than what is saved up is enough for
+    # far more than the saved answers allow
     delays = [world.admission.load_shedder.delay(time.monotonic()) for _ in range(SAVED_MOST)]
     delayed = [delay for delay in delays if delay is not None]
     assert len(delayed) == SAVED_MOST - SAVED_MOST // ANSWERS_EACH
@@ -175,14 +175,14 @@ async def test_a_failed_mark_is_no_error_of_the_event(error: Exception) -> None:
     assert slot.has_pending_marks
     assert count_of(world.telemetry.marks_failed) == 1
     assert not world.store.losses
-    assert isinstance(await world.submit("b"), Committed)  # whose mark pays the debt first
+    assert isinstance(await world.submit("b"), Committed)  # the mark of the pending record comes first
     assert not slot.has_pending_marks
     assert world.keys.is_delivered("a")
     await ended(serving)
 
 
 async def test_a_slot_that_is_cut_off_still_has_its_committed_groups_marked_and_answered() -> None:
-    """Also the group that waits behind the mark of the one before it: both are in the ledger."""
+    """Also for the group that waits behind the previous group's mark: both are in the ledger."""
     world = World()
     slot = await world.slot()
     marking = world.keys.trouble.hold("mark")
@@ -205,7 +205,7 @@ async def test_a_slot_that_is_cut_off_still_has_its_committed_groups_marked_and_
 async def test_a_slot_with_too_many_pending_marks_ends_its_term_and_takes_no_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its term ends instead: the recovery reads from the ledger what could not be marked."""
+    """Its term ends instead: the recovery reads the unmarked records from the ledger."""
     monkeypatch.setattr(slot_module, "PENDING_MARKS_MAX", 3)
     world = World()
     slot = await world.slot()
@@ -237,7 +237,7 @@ async def test_a_mark_that_meets_another_store_reports_its_generation_as_lost() 
 
 
 async def test_a_request_that_is_answered_503_during_the_release_of_others_is_not_written() -> None:
-    """Between the look at the deadline and the sending nothing is awaited."""
+    """Nothing is awaited between the check of the deadline and the sending."""
     world = World(request_timeout_ms=200)
     slot = await world.slot()
     await world.topic_metadata.get("orders", time.monotonic())
@@ -256,7 +256,7 @@ async def test_a_request_that_is_answered_503_during_the_release_of_others_is_no
 
 
 async def test_a_request_that_is_answered_503_while_its_producer_starts_is_not_written() -> None:
-    """An idempotent producer's first life takes a while."""
+    """The first session of an idempotent producer takes a while to start."""
     world = World(request_timeout_ms=80)
     await world.topic_metadata.get("plain.a", time.monotonic())
     slot = await world.slot()
@@ -273,7 +273,7 @@ async def test_a_request_that_is_answered_503_while_its_producer_starts_is_not_w
 
 
 async def test_each_request_is_answered_at_its_own_deadline() -> None:
-    """One that arrived earlier may be let in later: its body, or its topic's look-up, took longer."""
+    """A request that arrived earlier may be admitted later: its body, or the look-up of its topic, took longer."""
     world = World(request_timeout_ms=5_000)
     sweeping = asyncio.create_task(world.admission.sweep())
     patient = world.submit("patient")
@@ -301,7 +301,7 @@ async def test_at_the_deadline_a_sent_request_is_answered_504_and_a_waiting_one_
 
 
 async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
-    """Without a slot nobody takes them out."""
+    """Without a slot no group takes them out."""
     world = World(request_timeout_ms=50)
     await world.topic_metadata.get("orders", time.monotonic())
     sweeping = asyncio.create_task(world.admission.sweep())
@@ -314,12 +314,12 @@ async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
 
 @pytest.mark.parametrize("won", [False, True])
 async def test_a_wait_for_another_s_write_ends_with_409_in_time_without_a_slot(won: bool) -> None:
-    """Nobody claims it again then, and so nobody would tell; not who has had a claim of its own since."""
+    """No slot claims it again, so nothing else would answer it. A request with a claim of its own gets no 409."""
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
     event = make_event("patient")
     world.keys.server.freed[5] = 1
-    world.keys.server.keys[event.id] = Claimed(5, 1, NOW_MS, event.fp)  # another writes it
+    world.keys.server.keys[event.id] = Claimed(5, 1, NOW_MS, event.fp)  # another request writes it
     loop = asyncio.get_running_loop()
     serving = world.serve(await world.slot())
     began = loop.time()
@@ -339,13 +339,14 @@ async def test_a_wait_for_another_s_write_ends_with_409_in_time_without_a_slot(w
 async def test_requests_that_were_answered_do_not_stay_in_memory_behind_a_waiting_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission, "ANSWERED_BYTES_KEPT", 100_000)  # less than one: the last does not stay either
+    # less than one answer: the last does not stay either
+    monkeypatch.setattr(admission, "ANSWERED_BYTES_KEPT", 100_000)
     world = World(request_timeout_ms=60_000)
     sweeping = asyncio.create_task(world.admission.sweep())
     await world.topic_metadata.get("orders", time.monotonic())
     patient = make_event("patient")
     world.keys.server.freed[5] = 1
-    world.keys.server.keys[patient.id] = Claimed(5, 1, NOW_MS, patient.fp)  # another writes it
+    world.keys.server.keys[patient.id] = Claimed(5, 1, NOW_MS, patient.fp)  # another request writes it
     world.admission.submit(patient, asyncio.get_running_loop().time(), wait_s=50.0)
     serving = world.serve(await world.slot())
     for n in range(60):

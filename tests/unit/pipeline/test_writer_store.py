@@ -1,4 +1,4 @@
-"""What a group meets at the key store, and what becomes of events whose guarantee is `idempotent`."""
+"""Tests failures of the key store for a group, and events with the guarantee `idempotent`."""
 
 import asyncio
 import time
@@ -64,7 +64,7 @@ async def test_a_full_store_s_replays_are_answered_and_new_events_wait(monkeypat
 async def test_a_request_that_another_slot_has_taken_is_not_put_back_when_the_term_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A slot's term ends while requests that it gave back are being claimed by another."""
+    """A slot's term ends while another slot claims requests that it has given back."""
     monkeypatch.setattr(module, "AWAY_PAUSE_S", 0.01)
     world = World()
     one, other = await world.slot(0), await world.slot(1)
@@ -92,14 +92,14 @@ async def test_a_request_that_another_slot_has_taken_is_not_put_back_when_the_te
 
 
 async def test_a_slot_that_is_to_be_recovered_waits_for_no_group() -> None:
-    """It would be woken for what another could take, and nobody else was."""
+    """It would be woken for requests of others, and no other slot would be."""
     world = World()
     stale, other = await world.slot(0), await world.slot(1)
     gate = world.producers[0].trouble.hold("write")
     failing = world.serve(stale)
     first = world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
-    stale.superseded = True  # as a heartbeat finds it
+    stale.superseded = True  # as a heartbeat finds
     world.queue.notify_all()
     gate.set()
     assert isinstance(await first, Committed)
@@ -111,7 +111,7 @@ async def test_a_slot_that_is_to_be_recovered_waits_for_no_group() -> None:
 
 
 async def test_a_request_waits_for_the_recovery_of_its_own_unanswered_claim() -> None:
-    """A claim without an answer may have run: the request waits for the slot's recovery, and is no stranger to it."""
+    """A claim without a reply may have run: the request waits for the recovery, and knows the claim as its own."""
     world = World()
     slot = await world.slot(0)
     world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
@@ -130,7 +130,7 @@ async def test_a_request_waits_for_the_recovery_of_its_own_unanswered_claim() ->
 
 
 async def test_a_request_with_two_unanswered_claims_waits_for_the_recovery_of_the_one_that_ran() -> None:
-    """The second claim had no answer either, and it is the first one that ran."""
+    """The second claim had no reply either, and the first one has run."""
     world = World()
     slots = [await world.slot(0), await world.slot(1), await world.slot(2)]
     answer = world.submit("a")
@@ -179,7 +179,7 @@ async def test_an_unforeseen_error_lets_the_group_wait_again() -> None:
 
 
 async def test_a_topic_that_vanished_from_the_cache_does_not_fail_an_admitted_event() -> None:
-    """Somebody asked for it again meanwhile, and there was none: the broker is to say so, for this event alone."""
+    """Another request looked it up meanwhile, and it was absent: the broker decides, for this event alone."""
     world = World()
     answer = world.submit("a")
     await steps()
@@ -210,7 +210,7 @@ async def test_a_written_event_is_answered_although_the_release_of_another_fails
 
 
 async def test_an_idempotent_event_that_was_not_sent_is_requeued_and_not_in_doubt() -> None:
-    """Its partition had no leader: 504 would have the client wait for an outcome that there is not."""
+    """Its partition had no leader: with 504 the client would wait for an outcome that never comes."""
     world = World()
     slot = await world.slot()
     good, bad = world.submit("good", "plain.a"), world.submit("bad", "plain.b")
@@ -227,7 +227,7 @@ async def test_an_idempotent_event_that_was_not_sent_is_requeued_and_not_in_doub
 async def test_a_topic_that_was_not_sent_for_its_own_fault_is_quarantined(
     itself: bool, blamed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the time ran out nobody is: all are, or they would hold each other up until their deadlines."""
+    """If only the time ran out, all are quarantined; otherwise they would delay each other until their deadlines."""
     world = World()
     slot = await world.slot()
     answers = [world.submit("ill", "plain.a"), world.submit("well", "plain.b")]
@@ -249,7 +249,7 @@ async def test_a_topic_that_was_not_sent_for_its_own_fault_is_quarantined(
 
 
 async def test_a_slot_that_ends_in_the_pause_after_a_failed_try_leaves_the_request_in_the_queue_once() -> None:
-    """Its claim was given up, and it waits for another slot: it must not wait for a recovery as well."""
+    """Its claim was released, and it waits for another slot: it must not wait for a recovery too."""
     world = World()
     slot = await world.slot()
     answer = world.submit("bad", "plain.b")

@@ -1,4 +1,4 @@
-"""What is read of the control topic, and from where on."""
+"""Tests reading of the control topic, and from which offset on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -20,7 +20,7 @@ class _Item:
 
 
 class _Topic:
-    """The control topic; it is written and read here, and made anew by `clear`."""
+    """The control topic in memory; `clear` creates it again."""
 
     def __init__(self) -> None:
         self.records: list[tuple[bytes, bytes]] = []
@@ -60,7 +60,7 @@ async def test_control_records_are_read_once(topic: _Topic, control: Control) ->
 
 
 async def test_each_recovered_slot_is_covered_by_a_barrier(topic: _Topic, control: Control) -> None:
-    """Also those that shared one, and to a process that never heard of so many."""
+    """Also slots that shared one, for a process that knows fewer slots."""
     await asyncio.gather(control.newest_generation(70), control.newest_generation(99), control.newest_generation(3))
     await control.newest_generation()
     assert [key for key, _ in topic.records] == [b"barrier/99", b"barrier/0"]
@@ -77,7 +77,7 @@ async def test_each_recovered_slot_is_covered_by_a_barrier(topic: _Topic, contro
 
 
 async def test_a_recreated_control_topic_is_read_from_its_beginning(topic: _Topic, control: Control) -> None:
-    """A process that goes on must not believe the generation of the one before."""
+    """A running process must not keep the generation of the earlier topic."""
     for _ in range(5):
         await control.append("run/old")
         await control.newest_generation()

@@ -1,4 +1,4 @@
-"""What a replay reads in the ledger: the same as wire.py, which job and tests read it with."""
+"""Tests that a replay reads ledger records as wire.py does, which job and tests use."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ ENTRY = Entry(b"\x01" * 16, b"\x02" * 8, 3, "orders", 4, 5, 6)
 
 
 def read(*texts: str | bytes | None) -> tuple[list[Row], int]:
-    """The rows of records with these values, and how many were called foreign."""
+    """Decode records with these values; returns the rows, and the number of foreign records."""
     with capture_logs() as logs:
         rows = rows_of(
             [Item(0, n, None, text.encode() if isinstance(text, str) else text) for n, text in enumerate(texts)]
@@ -28,7 +28,7 @@ def read(*texts: str | bytes | None) -> tuple[list[Row], int]:
 
 
 def changed(**fields: Any) -> str:
-    """A record of one entry in which these fields are others; None takes one out."""
+    """Make a record of one entry with other fields; None removes a field."""
     body = json.loads(LedgerRecord(0, 7, 0, "me", [ENTRY]).encode())
     body["entries"][0] |= fields
     body["entries"][0] = {name: value for name, value in body["entries"][0].items() if value is not None}
@@ -54,7 +54,7 @@ def test_an_atomic_batch_adds_a_row_of_its_own_to_those_of_its_members() -> None
 
 
 def test_the_members_of_an_atomic_batch_may_stand_in_any_order() -> None:
-    """Each says by `i` which it is; the fingerprint of the whole is over them in that order."""
+    """`i` gives the order of the members, by which the fingerprint of the whole is computed."""
     members = [ENTRY._replace(id=bytes([n]) * 16, fp=bytes([n]) * 8, batch=b"\x09" * 16, i=n) for n in range(3)]
     whole = DeliveredBatch(3, batch_fingerprint(member.fp for member in members), 3)
     for order in ((2, 0, 1), (1, 2, 0)):
@@ -92,7 +92,7 @@ def test_an_invalid_ledger_record_is_counted_as_foreign_and_skipped(text: str) -
     ids=lambda wrong: str(wrong)[:40],
 )
 def test_an_entry_that_no_key_could_hold_is_foreign(wrong: dict[str, Any]) -> None:
-    """It must not end a recovery, which would come upon it again for ever."""
+    """It must not end a recovery, which would find it again each time."""
     assert read(changed(**wrong)) == ([], 1)
 
 

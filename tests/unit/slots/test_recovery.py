@@ -1,4 +1,4 @@
-"""What recovery does, step by step and in its order: of one slot, and of the store with all its slots."""
+"""Tests the steps of recovery in order: of one slot, and of the store with all its slots."""
 
 import asyncio
 import functools
@@ -41,12 +41,12 @@ def entry(number: int) -> Entry:
 
 
 def item(partition: int, offset: int, *numbers: int) -> Item:
-    """A ledger record of these events."""
+    """Make a ledger record of these events."""
     return Item(partition, offset, None, LedgerRecord(partition, 7, 0, "me", [entry(n) for n in numbers]).encode())
 
 
 class Kafka(FakeCluster):
-    """Ledger and control; `steps` tells what was asked of it, and of the key store, in which order."""
+    """Ledger and control; `steps` lists the calls to it, and to the key store, in order."""
 
     def __init__(self, steps: list[str]) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class Kafka(FakeCluster):
         self.steps = steps
         self.spans: dict[int, Span] = {}
         self.newest = StoreGeneration(GENERATION.number, GENERATION.store)
-        self.slots = 0  # that control knows of
+        self.slots = 0  # the number of slots in control
         self.closed: list[FakeProducer] = []
-        self.fencing = asyncio.Event()  # may it end?
+        self.fencing = asyncio.Event()  # set when the fencing may end
         self.fencing.set()
         self.ends: dict[int, int] = {}
         self.since_ms = 0
@@ -94,7 +94,7 @@ class Kafka(FakeCluster):
         return self.hanging
 
     async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[RecordMetadata]:
-        """A record behind all that is there, in each partition."""
+        """Append a record to each partition."""
         self.steps.append("read through")
         assert [partition for partition, *_ in contents] == list(range(len(contents)))
         for partition, _, value in contents:
@@ -108,7 +108,7 @@ class Kafka(FakeCluster):
 
 
 class Keys(FakeKeys):
-    """A key store whose steps are told of; writes of a store recovery may be held up."""
+    """A key store that lists its steps; writes of a store recovery may be held."""
 
     def __init__(self, steps: list[str]) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Keys(FakeKeys):
 
 
 class Settled:
-    """Nothing hangs in a slot's partitions."""
+    """A slot without hanging transactions."""
 
     def __init__(
         self, steps: list[str], cluster: object, ledger: Partition, producer: object, timeout_s: float, ended: object
@@ -170,7 +170,7 @@ class Settled:
 
 
 class Bed:
-    """What recovery needs, in memory."""
+    """All that recovery needs, in memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[str] = []
@@ -227,7 +227,7 @@ class Bed:
         await SlotRecovery(*self.parts).run(slot, GENERATION)
 
     def delivered(self) -> set[int]:
-        """The numbers of the events that the key store knows."""
+        """List the numbers of the events that the key store has."""
         return {int.from_bytes(id) for id, state in self.keys.server.keys.items() if isinstance(state, Delivered)}
 
 
@@ -274,7 +274,7 @@ async def test_a_slot_is_not_freed_while_control_names_another_store(bed: Bed, n
         await bed.recover(slot)
     assert slot.state is SlotState.DOUBT
     assert bed.producers[0].closed
-    await slot.end()  # as its pool does, which knows not how far it came
+    await slot.end()  # as its pool does, which does not know how far it came
     assert bed.steps[-1] == "check 1"
     assert bed.keys.server.freed == {0: 1, 1: 5}
 
@@ -283,7 +283,7 @@ async def test_a_slot_is_not_freed_while_control_names_another_store(bed: Bed, n
 async def test_a_ledger_that_ends_before_its_applied_offset_frees_no_slot(
     bed: Bed, applied: int | None, begins: bool
 ) -> None:
-    """What was written since would not be read."""
+    """Records that were written since would not be read."""
     bed.keys.server.applied = {} if applied is None else {1: applied}
     slot = bed.slot()
     if begins:
@@ -324,7 +324,7 @@ async def test_a_recovery_that_is_cut_off_leaves_the_slot_in_doubt(bed: Bed) -> 
 
 async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed) -> None:
     bed.keys.server.flush()
-    bed.kafka.slots = SLOTS + 1  # one more than the broker tells
+    bed.kafka.slots = SLOTS + 1  # one more than the broker reports
     bed.kafka.ledger = {0: [item(0, 19, 99), item(0, 20, 1, 2)], 1: [item(1, 0, 3)], 3: [item(3, 4, 4)]}
     generation = await asyncio.wait_for(bed.store.wait_until_complete(), 3.0)
     assert generation == StoreGeneration(GENERATION.number + 1, GENERATION.store)
@@ -354,7 +354,7 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
 async def test_the_ledger_is_read_back_by_the_slower_clock_of_redis_and_kafka(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, store_h: int, brokers_h: int
 ) -> None:
-    """Never this process's own: one that takes local time for UTC would leave keys out that others know to live."""
+    """Not by this process's clock: if that were wrong by hours, keys would be left out that have not expired."""
     monkeypatch.setattr(time, "time_ns", lambda: (NOW_MS + 25 * HOUR_MS) * 1_000_000)
     bed.keys.server.flush()
     bed.keys.server.clock.now_ms = NOW_MS + store_h * HOUR_MS
@@ -392,7 +392,7 @@ async def test_a_store_is_complete_only_when_every_replayed_row_is_written(
 
 
 async def test_the_bound_of_waiting_replays_is_counted_in_keys(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ledger record has as many entries as its transaction had events, thousands where they come in batches."""
+    """A ledger record has as many entries as its transaction has events, thousands with batches."""
     monkeypatch.setattr(module, "REPLAYS_AHEAD", 4)
     bed.keys.server.flush()
     numbers = range(1, 6 * REPLAY_CHUNK + 1)
@@ -411,7 +411,7 @@ async def test_the_bound_of_waiting_replays_is_counted_in_keys(bed: Bed, monkeyp
 
 @pytest.mark.parametrize("place", [0, 3])
 async def test_a_recovery_whose_write_fails_is_given_up(bed: Bed, place: int) -> None:
-    """Whichever write it was: the first is waited for while it reads, the last after all is read."""
+    """For any write: the first fails while the ledger is read, the last after that."""
     bed.keys.server.flush()
     bed.kafka.ledger[1] = [item(1, number, number) for number in range(1, 3 * REPLAY_RECORDS)]
     wrong: list[Exception | None] = [None] * 4
@@ -449,7 +449,7 @@ async def test_a_recovery_renews_its_nonce_while_it_waits_for_a_fence(bed: Bed) 
 
 
 async def test_a_recovery_that_is_cut_off_lets_the_next_one_begin(bed: Bed) -> None:
-    """A process that stops meanwhile: nobody need wait until its nonce has run out."""
+    """A process that stops meanwhile: others need not wait until its nonce has expired."""
     bed.keys.server.flush()
     bed.kafka.fencing.clear()
     settling = asyncio.create_task(bed.store.wait_until_complete())
@@ -479,7 +479,7 @@ def somebody_writes(bed: Bed) -> None:
 async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Bed], None] | None
 ) -> None:
-    """Where control names another: it may live on, with whom else."""
+    """If control names another store, other processes may still use it."""
     bed.kafka.newest = StoreGeneration(GENERATION.number, "run/named")
     bed.keys.server.held = StoreGeneration(GENERATION.number, "run/named")
     paused: list[float] = []

@@ -1,4 +1,4 @@
-"""How a process finds the store that holds the claims, and what it says of itself meanwhile."""
+"""Tests how a process finds the store that holds the claims, and the status that it reports meanwhile."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ FLUSHED = Identity("run/primary", None)
 
 
 class _Keys:
-    """Where the address leads; `may_recover` is False where another process's nonce stands."""
+    """The server at the address; `may_recover` is False if another process's nonce stands."""
 
     def __init__(self, identity: Identity = OTHER) -> None:
         self.identity = identity
@@ -53,7 +53,7 @@ class _Keys:
 
 
 class _Control:
-    """Names NAMED; what is appended comes right behind it, and is superseded at once where a test says so."""
+    """Names NAMED; an appended record comes next, and is superseded at once if a test says so."""
 
     def __init__(self) -> None:
         self.generation = NAMED.number
@@ -82,7 +82,7 @@ class _Topics:
 async def settling(
     keys: _Keys, control: _Control, slots: int = 2, cluster: KafkaAdmin | None = None
 ) -> AsyncIterator[tuple[CurrentStore, "asyncio.Task[StoreGeneration]"]]:
-    """A store that is being settled."""
+    """Settle a store, in a task."""
     world: Any = World(lease_ttl_ms=300)
     parts = cast(Keys, keys), cast(Control, control), cast(Any, _Topics(slots))
     store = CurrentStore(cluster or world.cluster, *parts, world.settings, Telemetry())
@@ -95,7 +95,7 @@ async def settling(
 async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A split brain that has lasted makes the pauses minutes long; its end must not be waited for as long."""
+    """A long split brain makes the pauses minutes long; its end must be noticed sooner."""
     grown = itertools.count()
 
     async def ends(cluster: object, topic: str, partitions: Sequence[int]) -> dict[int, int]:
@@ -105,7 +105,7 @@ async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_paus
     keys = _Keys()
     async with settling(keys, _Control()) as (store, settled):
         store._quiet_pause_s = recovery.PAUSE_MOST_S
-        await until(lambda: keys.asked >= 4)  # it rests, and looks again
+        await until(lambda: keys.asked >= 4)  # it pauses, and looks again
         assert not settled.done()
         assert store.state == "stale-store"
         keys.identity = Identity(NAMED.store, NAMED)
@@ -114,7 +114,7 @@ async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_paus
 
 @pytest.mark.parametrize("generation", [-1, NAMED.number - 1])
 async def test_a_redis_that_served_another_kafka_is_reported_as_stale(generation: int) -> None:
-    """Kafka was made anew, and Redis was kept. What it tells of is gone, and no new generation is above its own."""
+    """Kafka was recreated, and Redis was kept: its generation is higher than any new one."""
     keys, control = _Keys(Identity(NAMED.store, NAMED)), _Control()
     control.generation = generation
     async with settling(keys, control) as (store, settled):
@@ -122,7 +122,7 @@ async def test_a_redis_that_served_another_kafka_is_reported_as_stale(generation
         assert store.status.startswith("stale-store: Redis has keys of generation 7")
         assert "{fencepost:0}" in store.status
         assert control.generation == generation, "it wrote one generation after the other"
-        keys.identity = Identity(NAMED.store, None)  # somebody has done what it says
+        keys.identity = Identity(NAMED.store, None)  # the keys were deleted, as the status says
         control.generation = NAMED.number
         keys.may_recover = False
         await until(lambda: store.state == "recovering")
@@ -147,7 +147,7 @@ def another_was_later(_: _Keys, control: _Control) -> None:
 async def test_a_store_that_others_recover_is_not_reported_as_stale(
     happens: Callable[[_Keys, _Control], None], status: str
 ) -> None:
-    """Stale is for another store that may live on, which asks for a person; this passes by itself."""
+    """`stale-store` is for another store that may be in use, which needs an operator; this ends by itself."""
     keys, control = _Keys(FLUSHED), _Control()
     happens(keys, control)
     async with settling(keys, control) as (store, settled):
@@ -193,7 +193,7 @@ async def test_the_status_of_a_recovery_names_the_slots_that_it_waits_for(
 
 
 async def test_slots_that_only_control_knows_are_fenced_too() -> None:
-    """The broker that was asked is cut off since before SLOTS_MAX was raised, and so was this process started."""
+    """The broker was cut off before SLOTS_MAX was raised, and this process started before that too."""
     control = _Control()
     control.slots = 100
     async with settling(_Keys(FLUSHED), control, 64, _Cluster()) as (store, _):
@@ -261,7 +261,7 @@ async def test_a_rest_between_attempts_lasts_its_time_unless_the_store_changes(c
         keys.asked = keys.resolved = 0
         started = time.monotonic()
         resting = asyncio.create_task(store._rest(OTHER, 0.7 if not changes else 60.0))
-        await asyncio.sleep(0.35)  # a lease's time is 0.3
+        await asyncio.sleep(0.35)  # the lease time is 0.3
         assert (keys.asked, keys.resolved, resting.done()) == (1, 1, False)
         if changes:
             keys.identity = SETTLED
