@@ -306,8 +306,9 @@ class Admission:
 
     def answer_202(self, request: WriteRequest) -> None:
         """Answer 202 to a request that prefers so, because its claim stands. Its outcome is kept under its key."""
-        request.set_claimed()
-        self._journal.record(request, 202, None, time.monotonic() - request.arrived)
+        if request.on_claim is not None:
+            request.set_claimed()
+            self._journal.record(request, 202, None, time.monotonic() - request.arrived)
 
     def _note(self, request: WriteRequest, answer: WriteResult) -> None:
         """Count an answer, and record it in the journal."""
