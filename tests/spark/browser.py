@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its pipe (Chrome DevTools Protocol, NUL-separated JSON)."""
+"""Drives a headless Chromium through its pipe (Chrome DevTools Protocol, NUL-separated JSON)."""
 
 import base64
 import fcntl
@@ -25,10 +25,10 @@ def find() -> str | None:
 
 
 def ensure() -> str:
-    """The browser's path; installed from Debian's packages where it is missing and that is possible.
+    """Find the browser, or install it from Debian's packages if that is possible.
 
     Raises:
-        StackError: there is none and it cannot be installed here; the text says what to install.
+        StackError: there is none and it cannot be installed; the text says what to install.
     """
     if found := find():
         return found
@@ -58,7 +58,7 @@ class Page:
         return answer
 
     def open(self, path: Path, *, width: int, dark: bool = False) -> None:
-        """Show a file in a window of that width (CSS pixels), in light or in dark, and wait until it is there."""
+        """Show a file in a window of this width (CSS pixels), in light or in dark, and wait until it is loaded."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
@@ -140,7 +140,7 @@ def opened(profile: Path) -> Iterator[Page]:
     """Open a tab of a new Chromium, with its files in `profile` and without network."""
     ours_read, theirs_write = os.pipe()
     theirs_read, ours_write = os.pipe()
-    # Chromium reads commands at 3 and answers at 4.
+    # Chromium reads commands from file descriptor 3 and answers on 4.
     high_read, high_write = (fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (theirs_read, theirs_write))
 
     def move_pipes() -> None:

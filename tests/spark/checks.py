@@ -57,7 +57,7 @@ def verdicts(spark: SparkSession) -> None:
 
 
 def plans(spark: SparkSession) -> None:
-    """Every test of the plan that needs no other fixture than a cluster."""
+    """Run every test of the plan that needs no fixture but a cluster."""
     plan, settings = test_classify.plan(), test_classify.settings()
     assert run_plan.window_from(plan, settings) == (plan.frozen_ms - WINDOW_MS) // HOUR_MS * HOUR_MS
     for name, test in vars(test_planning).items():

@@ -20,21 +20,21 @@ from spark.session import open_session
 from spark.settings import Options, Settings
 from tests.spark.history import History
 
-# One session runs the job some dozens of times: the optimising compiler pays off, if it waits for what is hot a little
-# longer than by default. Its code needs room: a cache that is full is swept all the time.
+# The session runs the job some dozens of times: the optimising compiler is worth its time with a higher threshold than
+# the default. A larger code cache, because a full one is swept all the time.
 JAVA_OPTIONS: Final = (
     "-XX:+UseParallelGC -XX:ReservedCodeCacheSize=512m -XX:Tier4InvocationThreshold=15000 "
     "-XX:Tier4MinInvocationThreshold=2000 -XX:Tier4CompileThreshold=45000 -XX:Tier4BackEdgeThreshold=120000"
 )
 
-# For a session that runs it once.
+# For a session that runs the job once.
 BRIEF_JAVA_OPTIONS: Final = "-XX:+UseParallelGC -XX:TieredStopAtLevel=1"
 
 
 def session_for_tests() -> SparkSession:
-    """The session that the job itself would open, for plans that run once or twice."""
+    """Open the session as the job does, for plans that run once or twice."""
     with warnings.catch_warnings():
-        # pandas is here for other tests' sake; the job does not use it.
+        # other tests need pandas; the job does not use it
         warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas", category=FutureWarning)
         session = open_session({"FENCEPOST_JARS": str(places.jars("spark"))}, JAVA_OPTIONS)
         _look_up_once(session)
@@ -44,13 +44,13 @@ def session_for_tests() -> SparkSession:
 
 
 def _look_up_once(session: SparkSession) -> None:
-    """Keep the JVM's classes that PySpark looks up for each column: a sixth of the time of a run over few records."""
+    """Cache the JVM's classes that PySpark looks up for each column: a sixth of the time of a run over few records."""
     packages = jvm(session)
     for name in ("functions", "org.apache.spark.sql.functions", "PythonUtils", "PythonSQLUtils"):
         setattr(packages, name, getattr(packages, name))
 
 
-# Runs over few records: Spark compiles no expressions and plans once, as that is most of their time.
+# For runs over few records: without code generation and adaptive planning, which take most of their time.
 INTERPRETED: Final = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
@@ -61,7 +61,7 @@ INTERPRETED: Final = {
 
 @contextmanager
 def having(spark: SparkSession, settings: Mapping[str, str | None]) -> Iterator[None]:
-    """Have settings of the session within; None is Spark's own default."""
+    """Set settings of the session in the context; None for Spark's default."""
     before = {name: spark.conf.get(name, None) for name in settings}
     _set(spark, settings)
     try:
@@ -71,12 +71,12 @@ def having(spark: SparkSession, settings: Mapping[str, str | None]) -> Iterator[
 
 
 def interpreted(spark: SparkSession) -> AbstractContextManager[None]:
-    """Have Spark interpret within, as most tests do."""
+    """Let Spark interpret expressions in the context, as in most tests."""
     return having(spark, INTERPRETED)
 
 
 def compiled(spark: SparkSession) -> AbstractContextManager[None]:
-    """Have the session within as the job opens it."""
+    """Restore the job's settings of the session in the context."""
     opened = spark.sparkContext.getConf()
     return having(spark, {name: opened.get(name) for name in INTERPRETED})
 
@@ -91,7 +91,7 @@ def _set(spark: SparkSession, settings: Mapping[str, str | None]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """A run that was carried out in this process."""
+    """A run in this process."""
 
     outcome: job.Outcome
     lake: Path
@@ -102,7 +102,7 @@ class Ran:
         return dict(self.outcome.document)
 
     def findings(self, *topics: str) -> set[tuple[str, str | None, str | None]]:
-        """Kind, cause and key (or partition) of each finding; of these topics alone, if any are given."""
+        """Return kind, cause and key (or partition) of each finding; if topics are given, of these only."""
         return {
             (one["kind"], one["cause"], one["key"] if one["id"] else f"{one['topic']}[{one['partition']}]")
             for one in self.document["findings"]
@@ -110,7 +110,7 @@ class Ran:
         }
 
     def balance(self, *topics: str) -> Counter[str]:
-        """The sums of these topics in the report."""
+        """Return the sums of these topics in the report."""
         total: Counter[str] = Counter()
         for counts in self.document["topics"]:
             if counts["topic"] in topics:
@@ -118,7 +118,7 @@ class Ran:
         return total
 
     def written(self) -> str:
-        """The findings and the balance of report.json, as text."""
+        """Return findings and balance of report.json, as text."""
         document = json.loads((self.report / "report.json").read_text())
         return json.dumps([document["findings"], document["balance"], document["causes"]])
 
@@ -126,13 +126,13 @@ class Ran:
 def run(
     spark: SparkSession, history: History, root: Path, now_ms: int, *, lake: str = "lake", rules: str = "", **given: Any
 ) -> Ran:
-    """One run at this time, with its lake below `root`; `given` are the command line's options and the key retention.
+    """Run the job at this time, with its lake below `root`; `given`: options of the command line, and the key retention.
 
     `rules` is the path of a TOML file.
     """
     shared_given = {name: given.pop(name) for name in ("key_ttl_s",) if name in given}
     report = root / f"report-{uuid.uuid4().hex[:8]}"
-    # Most tests are not about the topic of findings.
+    # Few tests need the topic of findings.
     options = Options(lake=str(root / lake), report=str(report), **({"publish": False} | given))
     shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace, rules=rules, **shared_given)
     settings = Settings(shared=shared, options=options, rules=Rules.read(rules))

@@ -1,7 +1,7 @@
-"""Stories that share the runs of one lake: a run costs mostly what it costs with nothing to read.
+"""Stories that share the runs of one lake, because most of a run's time does not depend on its records.
 
-A story is a generator with keys, topics and slots of its own. Each `yield` gives it the next run, and it checks what
-that run reports about its topics.
+A story is a generator with keys, topics and slots of its own. Each `yield` gives it the next run, and it checks the
+report of that run about its topics.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -13,7 +13,7 @@ from tests.spark.runs import Ran
 
 Story = Generator[None, Ran, None]
 
-# The exception of pytest.fail is no Exception.
+# pytest.fail raises a BaseException.
 _ERRORS = (Exception, pytest.fail.Exception)
 
 

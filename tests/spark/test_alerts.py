@@ -1,4 +1,4 @@
-"""The audit's alerts fire on the metrics of a run that found something, and on those of runs that do not come."""
+"""Tests the audit's alerts with the metrics of a run with findings, and of runs that no longer come."""
 
 from typing import Final
 
@@ -21,7 +21,7 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Rules:
 
 
 def metrics_of(ran: Ran) -> Scrape:
-    """What a scrape shows a few seconds after a run."""
+    """Make the scrape of some seconds after a run."""
     text = (ran.report / "metrics.prom").read_text()
     frozen = parse(text, 0, {}).value("fencepost_audit_frozen_timestamp_seconds")
     assert frozen is not None
@@ -37,10 +37,10 @@ def test_the_audits_alerts(history: History, audit: Audit, rules: Rules) -> None
     healthy = metrics_of(clean)
     assert check_metrics((clean.report / "metrics.prom").read_text()) == ""
     rules.assert_firing([], healthy, (healthy, healthy), HOUR_S)
-    # No run comes any more; or nobody serves its report.
+    # No run comes any more; or its report is not served.
     rules.assert_firing(["FencepostAuditLate"], healthy, (healthy, healthy), 3 * HOUR_S)
     rules.assert_firing(["FencepostAuditLate"], healthy, (NOTHING, NOTHING), 30 * MINUTE_S)
-    # Somebody else's copy, a record without a key, and a transaction that nobody ends: 20 minutes later.
+    # A foreign copy, a record without a key, and an open transaction: 20 minutes later.
     history.send(history.plain, topic, ["a"], None)
     history.raw(history.plain, topic, b"no key")
     hanging = Producer(
@@ -58,4 +58,4 @@ def test_the_audits_alerts(history: History, audit: Audit, rules: Rules) -> None
     assert found.value("fencepost_audit_held_up_partitions") == 1
     alerts = ["FencepostDuplicatesOrLossesStand", "FencepostAuditFindings", "FencepostPartitionStandsStill"]
     rules.assert_firing([*alerts, "FencepostDuplicatesOrLosses"], healthy, (found, found), 10 * MINUTE_S)
-    rules.assert_firing(alerts, healthy, (found, found), 90 * MINUTE_S)  # they stand, and are not new any more
+    rules.assert_firing(alerts, healthy, (found, found), 90 * MINUTE_S)  # the findings are not new any more

@@ -1,4 +1,4 @@
-"""Logs that change between runs: open transactions, topics that grow, are emptied, go, and come back."""
+"""Tests logs that change between runs: open transactions; topics that grow, are emptied, deleted, and recreated."""
 
 import time
 import uuid
@@ -27,7 +27,7 @@ GAP = "evidence_gap"
 
 
 class Stage:
-    """What the stories share: the history and the job. Each has slots of its own."""
+    """The history and the job of all stories. Each story has slots of its own."""
 
     def __init__(self, spark: SparkSession, history: History, audit: Audit, rules: Path) -> None:
         self.spark = spark
@@ -38,11 +38,11 @@ class Stage:
 
     @property
     def idempotent(self) -> str:
-        """The name of the one topic that has this guarantee."""
+        """Name the one topic with this guarantee."""
         return f"{self.history.namespace}-idempotent"
 
     def writer(self) -> Writer:
-        """A writer on a slot that no other story has."""
+        """Make a writer on a slot that no other story uses."""
         slot = next(self._slots)
         return Writer(slot, 100 * (slot + 1), 0, f"host-{slot}:1")
 
@@ -51,7 +51,7 @@ class Stage:
 
     @classmethod
     def runs(cls, rules: Path) -> list[dict[str, Any]]:
-        """The clock goes on, or the pass over ids is left out."""
+        """With a later clock, or without the pass over all ids."""
         shared = {"rules": str(rules)}
         return [
             {"later_s": 0.0, **shared},
@@ -80,7 +80,7 @@ def time_and_the_end_of_a_transaction_revise_a_verdict(stage: Stage) -> Story:
     assert (first.balance(topic)["pending"], first.balance(topic)["delivered_once"]) == (2, 1)
     held = {(log["topic"], log["partition"]) for log in first.document["evidence"]["held_up"]}
     assert held == {(topic, 1), (f"{history.namespace}.ledger", two.slot)}
-    # Long after, with the transaction still open: the 504 may still come true, the place beyond the end may not.
+    # Long after, with the transaction still open: the 504 may still get a record, the offset past the end may not.
     second = yield
     assert second.findings(topic) == {("lost", "ledger", None)}
     assert second.balance(topic)["pending"] == 1
@@ -98,7 +98,7 @@ def no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(stage: St
     slow = history.transactional(two)
     slow.begin_transaction()
     history.ledger(slow, two, [])
-    # Its ledger entry is committed, behind what is open in that partition.
+    # Its ledger entry is committed, behind an open transaction in that partition.
     (there,) = history.send(history.plain, topic, ["held"], two, at=old_ms, ts=old_ms)
     history.ledger(history.plain, two, [there.entry()])
     # Another slot's ledger names the topic, so that it is audited.
@@ -111,9 +111,9 @@ def no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(stage: St
 
 
 def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: Stage) -> Story:
-    """Made anew before a run, and absent in one run and back in the next; with topic ids in the ledger or not.
+    """Recreated before a run, and absent in one run and back in the next; with topic ids in the ledger or without.
 
-    Where the ledger names none the time of the new log's first record tells.
+    Without the id in the ledger, the time of the log's first record decides.
     """
     yield
     history, writer = stage.history, stage.writer()
@@ -130,7 +130,7 @@ def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: St
         now_ms = int(time.time() * 1000)
         producer = history.transactional(writer)
         (first,) = history.deliver(producer, writer, topic, [f"{topic}-new"], at=now_ms, ts=now_ms)
-        # In the log as it is now there is nothing at this place.
+        # In the present log there is no record at this offset.
         producer.begin_transaction()
         history.ledger(producer, writer, [first.entry(id=wire.event_id(f"{topic}-lost"), offset=100)])
         producer.commit_transaction(30)
@@ -154,7 +154,7 @@ def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: St
 
 
 def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(stage: Stage) -> Story:
-    """An open transaction, a topic that is gone, one made anew; an id lost in one hour and there twice in another."""
+    """An open transaction, a deleted topic, a recreated topic; an id lost in one hour and duplicated in another."""
     yield
     history, one, two = stage.history, stage.writer(), stage.writer()
     topic, plain = stage.topics("proven", "idempotent")
@@ -179,7 +179,7 @@ def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(sta
     lost = {finding for finding in begun.findings(topic, plain) if finding[0] == "lost"}
     assert len(lost) == 2
 
-    # What is under way now cannot be what was promised then. The other topic's events were answered, if no ledger has
+    # An open transaction cannot be that of an earlier claim. The other topic's events were answered, if no ledger has
     # them.
     history.deliver(first, one, topic, ["meanwhile"], at=hours_ago[1])
     second.begin_transaction()
@@ -229,7 +229,7 @@ def a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pas
 
 
 def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: Stage) -> Story:
-    """Registered before or after: another event stands at the place of each old one, with and without our header."""
+    """Registered before or after; another event is at each old offset, with and without Fencepost's header."""
     yield
     history, writer = stage.history, stage.writer()
     topic, late = stage.topics("viewed", "viewed-late")
@@ -240,11 +240,11 @@ def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: Stage) -> 
             value = f"{one} {name}".encode()
             history.send(history.plain, one, [f"{one}-{name}-bare"], None, value=value)
             history.send(history.plain, one, [f"{one}-bare"], None, value=value)
-            # Its place is that of a record with our header, and the other way round.
+            # Its offset is that of a record with Fencepost's header, and the other way round.
             its, other = (writer, None) if name == "old" else (None, writer)
             history.send(history.plain, one, [f"{one}-{name}-x"], its, value=value)
             history.send(history.plain, one, [f"{one}-{name}-y"], other, value=value)
-            # Last, as nobody knows when the marker comes that ends it.
+            # Last, because the time of the marker that ends it is not known.
             history.deliver(producer, writer, one, [f"{one}-{name}-{n}" for n in range(3)], value=value)
 
     def ids(one: str, name: str) -> set[str]:
@@ -278,7 +278,7 @@ def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: Stage) -> 
 
 
 def logs_that_change_between_runs(stage: Stage) -> Story:
-    """The last story, as its run that is cut off has to be planned anew by what it changes alone."""
+    """The last story, because its interrupted run must be planned again by its own changes only."""
     yield
     history, writer = stage.history, stage.writer()
     topic, eaten, anew = stage.topics("grown", "eaten", "anew")
@@ -293,7 +293,7 @@ def logs_that_change_between_runs(stage: Stage) -> Story:
     history.deliver(producer, writer, topic, ["grown"], partition=2)
     history.deliver(producer, writer, fresh, ["fresh"])
     written = history.deliver(producer, writer, eaten, [f"eaten-{n}" for n in range(4)])
-    # A run that was cut off before any of this: what it had planned to read is gone when it is taken up.
+    # A run that was interrupted before all this: its planned records do not exist when it is resumed.
     with pytest.MonkeyPatch.context() as patch, cut(patch, lake.Lake, "append", after=True, only="progress"):
         stage.audit(history, later_s=LATER_S, rules=str(stage.rules))
     history.delete_before(eaten, 0, written[2].offset)
@@ -310,7 +310,7 @@ def logs_that_change_between_runs(stage: Stage) -> Story:
         (GAP, "recreated", f"{anew}[0]"),
     }
     balance = second.balance(topic, eaten, anew, fresh)
-    # The place of "old" holds another record now, of a topic that is not the one that was promised.
+    # The offset of "old" has another record now, of a topic that is not the one of the claim.
     assert (balance["accepted"], balance["unprovable"], balance["lost"]) == (9 + 1 + 1 + 4 + 2, 3, 0)
     assert fresh in second.document["run"]["topics"]
 

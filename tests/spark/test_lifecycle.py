@@ -1,4 +1,4 @@
-"""A lake over time: verdicts revised, rejects kept, hours dropped; where it may lie, and who may write to it."""
+"""Tests a lake over time: revised verdicts, kept rejects, dropped hours; its file systems, and its lock."""
 
 import subprocess
 import sys
@@ -80,8 +80,10 @@ def test_a_wrong_expression_stops_the_start(spark: SparkSession, expression: str
 def test_a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(
     spark: SparkSession, history: History, audit: Audit
 ) -> None:
-    """The runs show two more things: an hour that is over is compacted into one file, and the transaction that blocks a
-    partition is named with its age."""
+    """The runs show two more things.
+
+    An hour that is over is compacted into one file; the transaction that blocks a partition is named with its age.
+    """
     topic, past = history.topic(f"{history.namespace}-t", 2), history.topic(f"{history.namespace}-past")
     producer = history.transactional(ONE)
 
@@ -131,7 +133,7 @@ def test_a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(
     rows = lake.Lake(spark, str(third.lake)).read("deliveries").where(F.col("topic") == past)
     assert (rows.count(), rows.select("accepted_hour").distinct().count(), _files(rows)) == (15, 1, 1)
 
-    # Nine days on: what was accepted then is dropped, and what still comes about it says nothing.
+    # Nine days later the old rows are dropped, and new evidence about them gives no finding.
     tidy: dict[str, Any] = {"keep_days": 7, "optimize": True, "vacuum_h": 1}
     history.answers([there.answer(replayed=True)])
     fourth = audit(history, later_s=9 * DAY_S, **tidy)
@@ -151,7 +153,7 @@ def _files(rows: DataFrame) -> int:
 
 @pytest.fixture
 def elsewhere(spark: SparkSession, tmp_path: Path) -> str:
-    """A folder that is no local one to Hadoop."""
+    """Return a folder that is not local for Hadoop."""
     name = f"{tmp_path.name.replace('_', '-')}".lower()
     spark.sparkContext._jsc.hadoopConfiguration().set(f"fs.viewfs.mounttable.{name}.link./data", tmp_path.as_uri())
     return f"viewfs://{name}/data/lake"
@@ -166,7 +168,7 @@ def test_a_lake_elsewhere_is_leased_to_one_run_at_a_time(spark: SparkSession, el
         pass
     with lock.held(spark, elsewhere):
         pass
-    # Killed: nobody gives it back, until its time is over.
+    # The killed run does not release the lease, which must expire.
     killed = lock.Lease(spark, elsewhere, seconds=0)
     killed.acquire()
     heir = lock.Lease(spark, elsewhere)
@@ -179,7 +181,7 @@ def test_a_lake_elsewhere_is_leased_to_one_run_at_a_time(spark: SparkSession, el
 
 
 def _lose_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the next renewal of the held lease fail, and await it."""
+    """Let the next renewal of the held lease fail, and wait for it."""
 
     def taken_over(lease: lock.Lease) -> None:
         raise AnotherRun("another run")
@@ -207,7 +209,7 @@ def test_the_job_runs_under_spark_submit_on_a_cluster_with_a_remote_lake(
     history.send(history.plain, topic, ["k-3"], None, partition=1)
     here = audit(history)
     folder = places.jars("spark")
-    # The workers of a local cluster put their folders where Spark is installed.
+    # The workers of a local cluster write to Spark's own folder.
     home = tmp_path / "spark"
     home.mkdir()
     for part in Path(pyspark.__path__[0]).iterdir():
@@ -249,6 +251,6 @@ def test_the_job_runs_under_spark_submit_on_a_cluster_with_a_remote_lake(
     assert done.returncode == here.outcome.status == 3, done.stderr[-3000:]
     there = Ran(here.outcome, tmp_path / "lake", tmp_path / "report")
     assert there.written() == here.written()
-    # spark-submit passes on to standard output what a driver in Python writes to either.
+    # spark-submit writes both outputs of a driver in Python to standard output.
     lines = [line for line in done.stdout.splitlines() if " INFO run 1: " in line]
     assert len(lines) == 1, "where nobody looks on, progress is lines of a log"

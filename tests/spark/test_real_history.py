@@ -1,4 +1,4 @@
-"""What real logs are like: wide topics, compacted ones, large and tiny records, clocks that jump."""
+"""Tests logs as in production: wide topics, compacted ones, large and small records, clocks that jump."""
 
 import time
 from typing import Final
@@ -89,10 +89,10 @@ def _clocks(history: History) -> None:
     history.deliver(slow, ONE, topic, ["behind", "ahead"], value=b'"$key"')
     history.deliver(fast, TWO, topic, ["behind"], at=now - HOUR_MS, ts=now - HOUR_MS, partition=1, value=b'"$key"')
     history.deliver(fast, TWO, topic, ["ahead"], at=now + DAY_MS, ts=now + DAY_MS, partition=1, value=b'"$key"')
-    # Bare records from the beginning and from the end of time.
+    # Records without header, with the first and the last possible timestamps.
     history.send(history.plain, topic, ["bare", "bare"], None, ts=1)
     history.send(history.plain, topic, ["bare"], None, ts=far)
-    # A promise of tomorrow is not lost today.
+    # A claim of tomorrow is not lost today.
     slow.begin_transaction()
     one = history.send(slow, topic, ["there"], ONE)[0]
     promised = one.entry(id=wire.event_id("tomorrow"), offset=1_000_000, at=now + 2 * HOUR_MS)
@@ -107,14 +107,14 @@ def test_records_that_compaction_took_unread_are_a_gap_and_never_lost(history: H
     at = history.now_ms - HOUR_MS
 
     def deliver(key: str, record_key: bytes, second: int, value: bytes | None = b'"$key"') -> int:
-        """A segment is as long as a second: what came before is rolled, and may be cleaned."""
+        """With segments of one second: earlier records are rolled, and may be cleaned."""
         more = {"at": at, "ts": history.now_ms + 2000 * second, "record_key": record_key, "value": value}
         return history.deliver(producer, ONE, topic, [key], **more)[0].offset  # type: ignore[arg-type]
 
     early = [deliver(f"early-{n}", b"row-%d" % n, n) for n in range(3)]
     first = audit(history, later_s=LATER_S)
     assert first.document["balance"]["delivered_once"] == 3
-    # All of these are superseded before anybody reads them.
+    # All of these are superseded before a run reads them.
     unread = [deliver("over-0", b"row-0", 4), deliver("over-1", b"row-1", 5), deliver("over-1-again", b"row-1", 6)]
     unread.append(deliver("tombstone", b"row-2", 7, None))
     for n in range(3):

@@ -1,4 +1,4 @@
-"""A run that was cut off after its merge, and taken up by a command line with other options."""
+"""Tests an interrupted run that a command line with other options resumes after its merge."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ ONE = Writer(0, 100, 0, "a:1")
 
 
 def _topics(history: History) -> tuple[str, str]:
-    """Two topics: one with a duplicate and a place that is empty, one that is as it should be."""
+    """Write two topics: one with a duplicate and a claim without record, one without faults."""
     first, second = (history.topic(f"{history.namespace}-{name}") for name in ("a", "b"))
     producer = history.transactional(ONE)
     history.deliver(producer, ONE, first, ["once", "twice"])
@@ -30,7 +30,7 @@ def _topics(history: History) -> tuple[str, str]:
 def test_a_run_is_finished_by_the_options_that_it_was_planned_with(
     spark: SparkSession, history: History, audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By all of them, as the plan keeps each (`run_plan.settings_of`). Then the options of the command line count."""
+    """With all options of its plan (`run_plan.settings_of`). Then the options of the command line apply."""
     first, second = _topics(history)
     rules = tmp_path / "rules.toml"
     rules.write_text(f'[[topics]]\npattern = "{first}"\nguarantee = "idempotent"\n')
@@ -38,7 +38,7 @@ def test_a_run_is_finished_by_the_options_that_it_was_planned_with(
     with cut(monkeypatch, view, "update", after=False):
         audit(history, later_s=LATER_S, topics=(first,), **planned)
     ran = audit(history, later_s=LATER_S, topics=(second,))
-    # Nothing is called gone that the plan of the other topics does not name.
+    # No record is reported as gone that the plan of the other topics does not name.
     assert ran.findings() == set()
     assert ran.document["run"]["topics"] == [second]
     assert (ran.document["run"]["number"], ran.document["run"]["finished_first"]) == (2, 1)

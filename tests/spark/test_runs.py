@@ -1,4 +1,4 @@
-"""Runs after one another: each counts once, whatever happens in between."""
+"""Tests runs after one another: each counts once, also after interruptions."""
 
 import os
 import shutil
@@ -35,14 +35,14 @@ ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
 
 
 class Cut(Exception):
-    """A run ends here, as if it had been killed."""
+    """Ends a run as if the process had been killed."""
 
 
 @contextmanager
 def cut(
     monkeypatch: pytest.MonkeyPatch, owner: Any, step: str, *, after: bool, only: str | None = None
 ) -> Iterator[None]:
-    """Have a run end before or after a step; `only` names the table that the step has to be about."""
+    """End a run before or after a step; `only` is the table of the step."""
     whole = getattr(owner, step)
 
     def broken(self: Any, *arguments: Any) -> Any:
@@ -59,7 +59,7 @@ def cut(
 
 
 def _two_stages(history: History) -> None:
-    """What a first run finds clean; `_second_stage` adds faults to the same ids and hours."""
+    """Write events that are clean for the first run; `_second_stage` adds faults to the same ids and hours."""
     history.topic(f"{history.namespace}-t", 2)
     producer = history.transactional(ONE)
     history.deliver(producer, ONE, f"{history.namespace}-t", [f"k-{n}" for n in range(50)], value=b'"$key"')
@@ -75,14 +75,14 @@ def _second_stage(history: History) -> None:
 
 
 class Stages(NamedTuple):
-    """The history of both stages, a run over both, and the folder of a lake that has only the first."""
+    """The history of both stages, a run over both, and the folder of a lake with only the first."""
 
     history: History
     whole: Ran
     clean: Path
 
     def lake(self, name: str) -> str:
-        """Copy that lake under this name, and return the name."""
+        """Copy that lake under this name; returns the name."""
         shutil.copytree(self.clean, self.clean.with_name(name))
         return name
 
@@ -99,7 +99,7 @@ def stages(kafka: Kafka, audit: Audit) -> Stages:
     return Stages(history, audit(history, later_s=LATER_S), clean)
 
 
-# In their order: one lake meets all of them, run after run.
+# In this order: one lake goes through all of them, run after run.
 CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
     (lake.Lake, "append", True, "progress"),
     (lake.Lake, "merge", True, None),
@@ -153,7 +153,7 @@ def test_a_run_that_replaces_interrupted_runs_writes_its_own_rows(
     history.answers([there.answer(id=b"l" * 16, offset=1000)])
     first = audit(history, later_s=LATER_S, grace_s=7200)
     assert first.document["balance"]["pending"] == 1
-    # Nothing new, so that nothing is merged: twice cut off, with other options each time.
+    # Without new records, so that nothing is merged: interrupted twice, with other options each time.
     for grace_s in (7200, 7201):
         with cut(monkeypatch, lake.Lake, "replace", after=True, only="findings"):
             audit(history, later_s=LATER_S, grace_s=grace_s)
@@ -213,7 +213,7 @@ def test_a_run_that_is_killed_holds_the_lake_until_then_and_is_taken_up(
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-    # The JVM ends when its driver is gone; until then it may still write, and so still holds the lake.
+    # The JVM ends when its driver has ended; until then it may write, and so it holds the lock of the lake.
     again = _patiently(lambda: audit(history, lake="killed"))
     assert again.document["run"]["number"] == 1
     assert again.findings() == whole.findings()
@@ -274,7 +274,7 @@ def test_records_older_than_the_ledger_are_no_phantoms(history: History, audit: 
     producer = history.transactional(ONE)
     for name in (topic, mirror):
         history.deliver(producer, ONE, name, [f"{name}-fine"])
-        # The broker, on the same machine, has given the ledger's first record a time by now.
+        # The broker, on the same machine, has set the timestamp of the ledger's first record by now.
         now_ms = int(time.time() * 1000)
         history.send(history.plain, name, [f"{name}-unclaimed"], TWO, at=now_ms, ts=now_ms)
     ran = audit(history, later_s=LATER_S)
@@ -323,14 +323,14 @@ def test_a_missing_ledger_or_an_unreachable_kafka_is_reported_in_a_line(
 def test_a_lake_is_of_one_namespace(
     spark: SparkSession, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Judged by another ledger, what the lake holds would be phantoms."""
+    """By another namespace's ledger, all records in the lake would be phantoms."""
     topic = history.topic(f"{history.namespace}-t")
     history.deliver(history.transactional(ONE), ONE, topic, ["one"])
     other = History(history.bootstrap, f"{history.namespace}-other")
     now_ms = history.now_ms + int(LATER_S * 1000)
     refused = rf"of namespace '{other.namespace}', not '{history.namespace}'.*FENCEPOST_NAMESPACE"
 
-    # Before it has merged a run leaves nothing that is its namespace's.
+    # Before its merge a run leaves nothing that belongs to its namespace.
     with cut(monkeypatch, job._Run, "_merge", after=False):
         run(spark, other, tmp_path, now_ms, topics=(topic,))
     assert run(spark, history, tmp_path, now_ms).outcome.status == 0

@@ -1,4 +1,4 @@
-"""The audit of what the service left behind: copies of an `idempotent` topic are named with their cause."""
+"""Tests the audit of the service's own records: copies in an `idempotent` topic are reported with their cause."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ async def stage(tmp_path: Path, kafka: Kafka, redis: Redis, namespace: str) -> A
 async def test_the_audit_names_the_copies_that_a_kill_under_load_left(
     stage: Stage, spark: SparkSession, make_topic: MakeTopic, tmp_path: Path
 ) -> None:
-    """The process comes back under its name; its clients send again; both guarantees in one run of the audit."""
+    """The process is started again with its name; its clients send again; both guarantees in one run of the audit."""
     plain, exact = make_topic(2), make_topic(2)
     settings: dict[str, Any] = {"rules": rules_for(tmp_path, plain), "instance": "phoenix", "slots": 2}
     first = await stage.started(faults=(Fault("plain.done", "kill", first=4),), **settings)

@@ -1,4 +1,4 @@
-"""The settings of the session that the job opens."""
+"""Tests the settings of the session that the job opens."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from spark.reading import decode, source
 def test_the_json_of_a_record_is_parsed_once(
     spark: SparkSession, decoded: Callable[[DataFrame, int], DataFrame]
 ) -> None:
-    """Spark would ask of each record first whether it gives any rows: of 60 s of a first run's processor time, 20."""
+    """Otherwise Spark would parse each record once more, to check whether it gives any rows."""
     kinds = StructType.fromDDL(source.SCHEMA)
     assert isinstance(kinds, StructType)
     records = spark.range(3).select(

@@ -1,4 +1,4 @@
-"""Stories share their runs, and each fails for itself."""
+"""Tests that stories share their runs, and that each fails by itself."""
 
 from unittest.mock import Mock
 

@@ -1,6 +1,6 @@
 """A log that was truncated and grew again: the truncated records are no evidence, and the new records are read.
 
-On a broker of its own, which is killed; then its log is cut off, as an unclean election cuts off that of a leader.
+The broker is killed, and its log is cut off, as a leader's is after an unclean election.
 """
 
 import os
@@ -50,7 +50,7 @@ def _wait_for_end(history: History, topic: str, end: int) -> None:
 def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     spark: SparkSession, broker: Kafka, namespace: str, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a run was cut off before it updated a view by records that are gone when it is resumed."""
+    """Also if a run was interrupted before it updated a view by records that are gone when it is resumed."""
     history = History(broker.bootstrap, namespace)
     topic = history.topic(f"{namespace}-t")
     producer = history.transactional(ONE)

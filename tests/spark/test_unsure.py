@@ -1,4 +1,4 @@
-"""Answers 202 and 504, and places that nobody has read yet: what is said before it is known."""
+"""Tests answers 202 and 504, and offsets that are not read yet."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from tests.spark.stories import Stories, Story
 LATER_S = 3600.0
 EARLY, LATE = NOW_MS - 3 * HOUR_MS, NOW_MS - HOUR_MS
 
-# evidence → what other hours tell of the 202 or 504: that it came to something, and when it was taken back.
+# evidence → the `elsewhere` and `freed_ms` that other hours give the 202 or 504
 CASES: dict[str, tuple[Sequence[Any], tuple[bool, int | None] | None]] = {
     "entered": ([entry(1, at=EARLY), copy(1, at=EARLY), answer(504)], (True, None)),
     "lost": ([entry(2, at=EARLY), answer(202)], (True, None)),
@@ -62,7 +62,7 @@ def test_evidence_of_other_hours_is_noted_once_and_revoked_by_a_later_answer(
     found = found.localCheckpoint()
     tables.settle_elsewhere(found, hours.of(found), 1)
     assert _told(tables.read("deliveries")) == {}
-    # Nothing new: nobody looks further than the few that are unsure.
+    # Without new records: only the few rows in doubt are looked up.
     assert cross_hour.settled_elsewhere(tables.read("deliveries").where("run > 1"), 2) is None
     again = reduced(spark, ids({"freed": [answer(504, at=EARLY, timestamp_ms=NOW_MS)]}), 2)
     tables.merge(again, hours.of(again), 2)
@@ -70,7 +70,7 @@ def test_evidence_of_other_hours_is_noted_once_and_revoked_by_a_later_answer(
     assert [(name_of(row["id"]), row["freed_ms"]) for row in rows] == [("freed", None)]
 
 
-# Without the pass over ids, with it, and once again, when a clock that is ahead has made everything old.
+# Without the pass over ids, with it, and again after a wrong clock has made all records old.
 RUNS: tuple[Mapping[str, Any], ...] = (
     {"later_s": LATER_S, "skip_ids": True},
     {"later_s": LATER_S, "skip_ids": True},
@@ -97,7 +97,7 @@ def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(
         wire.event_id(key).hex() for key in ("late", "stuck")
     }
     assert (first.balance(topic)["stuck"], first.balance(topic)["accepted"]) == (2, 3)
-    # What a later run reads of an earlier hour settles it as well.
+    # A row of an earlier hour that a later run reads settles it too.
     history.deliver(producer, writer, topic, ["late"], at=now_ms - 5 * HOUR_MS)
     for _ in RUNS[1:]:
         ran = yield
@@ -165,7 +165,7 @@ def a_proven_loss_stays_when_a_compacted_log_grows(history: History) -> Story:
 
 
 def a_verdict_that_is_newer_than_the_last_pass_over_ids_stands(history: History) -> Story:
-    """The pass found an id of two hours whole; then one of these hours, judged anew, finds it lost."""
+    """The pass found an id of two hours delivered; then one of these hours, classified again, finds it lost."""
     writer = Writer(3, 400, 0, "d:1")
     topic, now_ms = history.topic(f"{history.namespace}-newer"), history.now_ms
     producer = history.transactional(writer)
@@ -204,7 +204,7 @@ def test_that(stories: Stories, story: str) -> None:
 
 
 def test_a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(history: History, audit: Audit) -> None:
-    """The first run counted its hours, and the second one, which knows less, counts the id: the balance closes."""
+    """The first run counted its hours; the second one, with less evidence, counts the id: the balance closes."""
     writer = Writer(0, 100, 0, "a:1")
     topic = history.topic(f"{history.namespace}-t")
     (there,) = history.deliver(history.transactional(writer), writer, topic, ["there"])

@@ -1,4 +1,4 @@
-"""The view of a topic: each id once, the same however many runs made it."""
+"""Tests the view of a topic: each id once, the same for any number of runs."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ Rows = dict[str, tuple[int, int, bytes | None, bool]]
 
 
 class Views:
-    """Views of one history in one lake."""
+    """The views of one history in one lake."""
 
     def __init__(self, spark: SparkSession, history: History, lake: Path) -> None:
         self.spark = spark
@@ -43,7 +43,7 @@ class Views:
         return str(self.lake / view.FOLDER / topic)
 
     def rows(self, topic: str) -> Rows:
-        """By id: partition, offset, value, and whether the ledger names it; each id once."""
+        """Return partition, offset, value, and `in_ledger`, by id; each id must occur once."""
         found = self.spark.read.format("delta").load(self.path(topic)).collect()
         told: Rows = {}
         for row in found:
@@ -73,10 +73,10 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
     history.deliver(producer, ONE, topic, ["gone"], value=None, record_key=b"gone", partition=1)
     # Another clock counts in microseconds.
     history.send(history.plain, topic, ["gone"], ONE, ts=history.now_ms * 1000)
-    # A copy that the ledger does not name is no first one, though it was first in time.
+    # A copy that the ledger does not name is not the first one, although it has the earliest timestamp.
     history.send(history.plain, topic, ["k-1", "named"], ONE, ts=history.now_ms - 5000, value=b"foreign")
     named = history.deliver(producer, ONE, topic, ["named"], value=b"named", partition=1)[0]
-    # This one's ledger record comes later than itself.
+    # The ledger record of this one comes later than the record.
     history.send(history.plain, topic, ["late"], None, ts=history.now_ms - 5000, value=b"before")
     producer.begin_transaction()
     late = history.send(producer, topic, ["late"], ONE, value=b"late")[0]
@@ -100,7 +100,7 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
     first = whole.where("CAST(key AS STRING) = 'k'").orderBy("offset").limit(1).collect()[0]
     assert ("h", b"1") in {(header["key"], bytes(header["value"])) for header in first["headers"]}
 
-    # Copies in the same hour and in another, a ledger record for what was there, and new ids.
+    # Copies in the same hour and in another, a ledger record for an earlier record, and new ids.
     history.deliver(producer, ONE, topic, [f"k-{n}" for n in range(25, 40)], value=b"again")
     history.deliver(producer, ONE, topic, ["k-2", "new", id_of("k-3")], value=b"again", at=history.now_ms - 3 * HOUR_MS)
     producer.begin_transaction()
@@ -118,7 +118,7 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
     assert {id for id in rows if grown[id] != rows[id]} == {id_of("late")}
     assert grown[id_of("late")] == (0, late.offset, b"late", True)
 
-    # Cut off after its commit: the next time it finds nothing to do.
+    # Interrupted after its commit: the next run has nothing to do.
     version = views.version(topic)
     tables = lake.Lake(spark, str(ran.lake))
     progress = tables.read("progress").where("run = 2").collect()
@@ -129,7 +129,7 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
 
     _shown(spark, views.shared, str(ran.lake), topic)
 
-    # Made anew from all of it, it is the same.
+    # Created again from all records, it is the same.
     for name in (view.FOLDER, view.TABLE):
         shutil.rmtree(ran.lake / name)
     views.register(topic)
@@ -137,7 +137,7 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
 
 
 def _shown(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -> None:
-    """What `show` says of ids of the history above, by key or by id."""
+    """Return the output of `show` for ids of the history, by key or by id."""
     told = list(show.show(spark, shared, root, "k-1"))
     assert told == list(show.show(spark, shared, root, id_of("k-1")))
     text = "\n".join(told)
@@ -147,7 +147,7 @@ def _shown(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -
     assert '  value    "k-1"' in text
     assert "  value    foreign" in text
     assert "finding    conflict/foreign_writer, 2 records" in text
-    # A key of 32 hexadecimal digits, here another's id: of both.
+    # A key of 32 hexadecimal digits, which is here the id of another key: both are shown.
     both = list(show.show(spark, shared, root, id_of("k-3")))
     assert [line for line in both if line.startswith("id ")] == [
         f"id         {id}" for id in (id_of("k-3"), id_of(id_of("k-3")))
@@ -172,10 +172,10 @@ def test_a_view_has_only_records_that_a_run_has_audited(
     ran = audit(history, later_s=LATER_S, publish=True)
     assert records(history) == []
     views = Views(spark, history, ran.lake)
-    # What Kafka does not have any more when the view is made is not in it.
+    # Records that Kafka has deleted when the view is created are not in it.
     history.delete_before(topic, 0, 2)
     assert views.register(topic) == 3
-    # A run that does not audit the topic leaves it to the next one; a topic made anew has other records.
+    # A run that does not audit the topic leaves it to the next one; a recreated topic has other records.
     history.deliver(producer, TWO, topic, ["more"], partition=1)
     other = history.topic(f"{history.namespace}-o", 1)
     audit(history, later_s=LATER_S, topics=(other,))
@@ -186,7 +186,7 @@ def test_a_view_has_only_records_that_a_run_has_audited(
     history.remove(topic)
     history.topic(topic, 2)
     history.send(history.plain, topic, ["other", "k-4"], None)
-    left = Path(views.path(topic)) / "left.parquet"  # as a run leaves them that was killed
+    left = Path(views.path(topic)) / "left.parquet"  # as a killed run leaves them
     left.touch()
     os.utime(left, (0, 0))
     last = audit(history, later_s=LATER_S, publish=True, vacuum_h=1)
@@ -201,7 +201,7 @@ def test_ledger_entries_read_by_a_run_of_other_topics_reach_the_view_with_the_ne
 ) -> None:
     topic, other = (history.topic(f"{history.namespace}-{name}", 1) for name in ("t", "o"))
     producer = history.transactional(ONE)
-    # Two copies, of which the ledger, which comes late, names the second; and one whose ledger record comes late.
+    # Two copies, of which a late ledger record names the second; and one whose ledger record comes late.
     history.send(history.plain, topic, ["twice", "once"], None, ts=history.now_ms - 5000, value=b"before")
     history.deliver(producer, ONE, other, ["elsewhere"])
     named = history.send(history.plain, topic, ["twice", "alone"], ONE, value=b"named")
@@ -220,8 +220,8 @@ def test_ledger_entries_read_by_a_run_of_other_topics_reach_the_view_with_the_ne
     assert rows[id_of("once")][2:] == (b"before", False)
 
 
-# Of a row: our header, id, fingerprint and key; of the record at its place: the key whose header it has, whether that
-# is of ours, its value, and whether it is the row's.
+# Of a row: has_fencepost_header, id, fingerprint and key. Of the record at its offset: the key in its header, whether
+# it has Fencepost's header, its value, and whether it is the row's record.
 RECORDS: dict[str, tuple[tuple[bool, str, bytes, str | None], tuple[str | None, bool, bytes, bool]]] = {
     "ours": ((True, "k", b"1", "k"), ("k", True, b"1", True)),
     "ours, forwarded": ((True, "k", b"1", "k"), ("k", True, b"2", True)),

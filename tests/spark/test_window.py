@@ -1,4 +1,4 @@
-"""The window of a report: one for its balance and its findings, which begins with a whole hour."""
+"""Tests the window of a report: the same for balance and findings, and it begins with a whole hour."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -34,7 +34,7 @@ def test_the_window_begins_with_a_whole_hour() -> None:
 
 
 def test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_it(spark: SparkSession) -> None:
-    """By the time of their evidence or their hour; and by which run the pass over all ids came, and what it said."""
+    """By the time of their evidence or their hour; and by the run of the pass over all ids, and its result."""
     since_ms = 500_000 * HOUR_MS
 
     def found(name: str, scope: str, *, last: int, hour: int | None, run: int | None, kind: str | None = "lost") -> Any:
@@ -67,7 +67,8 @@ def test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_
     assert names == {"in", "replayed", "clock behind", "gap", "all ids", "since"}
 
 
-# Promised so long after the window's first hour began, named by the ledger so long after → whether the report has it.
+# Accepted this long after the first hour of the window began, named by the ledger this long after → whether the report
+# has it.
 PROMISES = {"at the edge": (0, 0, True), "within": (300_000, 300_000, True), "clock behind": (5, -5000, True)}
 PROMISES |= {"before": (-1, -1, False)}
 
