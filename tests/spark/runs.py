@@ -126,7 +126,7 @@ class Ran:
 def run(
     spark: SparkSession, history: History, root: Path, now_ms: int, *, lake: str = "lake", rules: str = "", **given: Any
 ) -> Ran:
-    """Run the job at this time, with its lake below `root`; `given`: options of the command line, and the key retention.
+    """Run the job at this time, with its lake below `root`; `given`: options of the command line, key retention.
 
     `rules` is the path of a TOML file.
     """
