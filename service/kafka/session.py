@@ -283,11 +283,13 @@ class ProducerSession:
     def look_up(self, partitions: Iterable[Partition]) -> None:
         """Request the metadata of all topics with an unknown leader at once; `find_leader` waits for it.
 
-        Adding topics one by one would send one request for each, and each for all topics before it too.
+        Adding topics one by one would send one request for each, and each for all topics before it too. Topics that the
+        last metadata did not have are asked for no more: they may have been deleted.
         """
         unknown = {partition[0] for partition in partitions if self.leader(partition) is None}
         if unknown:
-            self.client.set_topics({*self.client._topics, *unknown})
+            there = self.client._topics & self.client.cluster.topics(exclude_internal_topics=False)
+            self.client.set_topics(there | unknown)
 
     async def find_leader(self, partition: Partition) -> int:
         """Wait for a partition's leader, for METADATA_TIMEOUT_S. Raises TimeoutError where there is none.

@@ -87,6 +87,9 @@ class FakeClient:
     def partitions_for_topic(self, topic: str) -> set[int] | None:
         return None if topic in self.unknown else {0, 1, 2}
 
+    def topics(self, exclude_internal_topics: bool) -> set[str]:
+        return self._topics - self.unknown
+
     def add_topic(self, topic: str) -> None:
         self._topics.add(topic)
 

@@ -49,6 +49,7 @@ async def test_the_client_keeps_topics_and_leaders_where_they_are_read() -> None
     client = AIOKafkaClient(bootstrap_servers="127.0.0.1:1")
     assert isinstance(client._topics, set)
     assert client.cluster.partitions_for_topic("none") is None
+    assert client.cluster.topics(exclude_internal_topics=False) == set()
     assert client.cluster.unauthorized_topics == set()
     assert client.cluster.controller is None
     assert client.cluster.leader_for_partition(TopicPartition("none", 0)) is None

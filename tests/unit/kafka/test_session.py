@@ -427,3 +427,18 @@ async def test_a_ledger_record_is_compressed_only_where_that_pays(size: int, cod
     *_, ledger = [request for _, request in kafka.requests if isinstance(request, ProduceRequest)]
     ((_, ((_, batch),)),) = topics_of(ledger)
     assert batch[22] & DefaultRecordBatch.CODEC_MASK == CODECS[codec]
+
+
+async def test_a_look_up_asks_no_more_for_topics_that_the_metadata_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A topic that was deleted would be in each Metadata request for as long as the session lives."""
+    cluster = KafkaAdmin("127.0.0.1:1", client_id="test", request_timeout_ms=200, telemetry=Telemetry())
+    session = ProducerSession(cluster, "test")
+    asked: list[set[str]] = []
+    monkeypatch.setattr(session.client, "set_topics", asked.append)
+    monkeypatch.setattr(session.client, "force_metadata_update", lambda: None)
+    monkeypatch.setattr(session.client.cluster, "topics", lambda exclude_internal_topics: {"here", "not asked for"})
+    for topic in ("deleted", "here"):
+        session.client.add_topic(topic)
+    session.look_up([("new", 0)])
+    assert asked == [{"here", "new"}]
+    await session.close()
