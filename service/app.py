@@ -180,7 +180,7 @@ class Service:
         """Start the background tasks. The service stays unready while Kafka or Redis is away."""
         dump_on_signal(asyncio.get_running_loop())
         if not native.COMPILED:
-            log.warning("not compiled: it works, for half as much CPU again", remedy=native.REMEDY)
+            log.warning("the inner loops are not compiled: they run in Python, with more CPU", remedy=native.REMEDY)
         telemetry = self.telemetry
         log_loop_errors(asyncio.get_running_loop(), telemetry)
         self._tasks += [
@@ -331,7 +331,10 @@ def create_app() -> FastAPI:
     settings, rules, schemas = read_configuration()
     configure_logging(settings.log_format, settings.log_keys)
     app, _ = build_app(
-        settings, rules, schemas, lambda error: log.error("it will not be ready: mend this, and restart", error=error)
+        settings,
+        rules,
+        schemas,
+        lambda error: log.error("the service cannot become ready: correct this, and restart", error=error),
     )
     return app
 

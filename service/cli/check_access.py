@@ -15,8 +15,8 @@ OWN: Final = (Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS, Operation.READ, Op
 THEIRS: Final = (Operation.DESCRIBE, Operation.WRITE)
 # Operations that the service can do without, and what is missing then.
 UNREAD: Final = {
-    Operation.READ: "a transaction that hangs there is not ended, and the slot's next one ends it by its own verdict",
-    Operation.DESCRIBE_CONFIGS: "what is too large is sent and refused, one transaction each",
+    Operation.READ: "a hanging transaction is not found there, and the slot's next one ends it with its own verdict",
+    Operation.DESCRIBE_CONFIGS: "its limits are unknown, so each record that the broker refuses fails a transaction",
 }
 
 
@@ -81,11 +81,11 @@ def data_topics_allowed(snapshot: ClusterSnapshot, found: Mapping[str, VisibleTo
         if name in snapshot.hidden:
             rows.append((name, Finding(check, Level.ERROR, "may not be described", _allow("Describe, Write"))))
         elif name not in snapshot.topics:
-            change = "make it: the service makes none, and answers 404 until then"
+            change = "create it: the service creates no topics for events, and answers 404 until then"
             rows.append((name, Finding("topics.data-there", Level.WARNING, "not there", change)))
     rows += [(name, _data_topic_allowed(seen)) for name, seen in found.items()]
     if not rows:
-        change = "make a topic for events, or allow the service's user Write on one"
+        change = "create a topic for events, or allow the service's user Write on one"
         rows.append(("", Finding(check, Level.WARNING, "no topic that may be written", change)))
         return [finding for _, finding in rows]
     return grouped(rows)

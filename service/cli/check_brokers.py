@@ -38,7 +38,7 @@ def brokers(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             judged(
                 "kafka.advertised",
                 not node.why_not,
-                "reached by the address that it gives" if not node.why_not else f"{node.address}: {node.why_not}",
+                "reached at its advertised address" if not node.why_not else f"{node.address}: {node.why_not}",
                 "set advertised.listeners on it to an address that clients reach from here",
             ),
         )
@@ -103,14 +103,14 @@ def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
         "min.insync.replicas",
         at_least(MIN_ISR),
         default,
-        f"set {MIN_ISR} on the brokers: with less, one disk alone may acknowledge, and be lost",
+        f"set {MIN_ISR} on the brokers: with less, a record on a single disk is acknowledged, and lost with that disk",
     )
     yield Rule(
         "kafka.unclean-election",
         "unclean.leader.election.enable",
         lambda value: value == "false",
         Level.ERROR,
-        "set false on the brokers: a leader that lags takes acknowledged events back",
+        "set false on the brokers: a leader that lags removes acknowledged events",
     )
     yield Rule(
         "kafka.transaction-verification",
@@ -159,8 +159,8 @@ def broker_settings(found: BrokerSettings, settings: Settings, topics_there: boo
         yield Finding(
             "kafka.settings",
             Level.WARNING,
-            "the brokers' settings may not be read, so nothing is said of them",
-            "allow this user DescribeConfigs on the cluster, or run the doctor as one who may",
+            "the brokers' settings may not be read, so they are not checked",
+            "allow this user DescribeConfigs on the cluster, or run the doctor as a user who has it",
         )
         return
     yield from grouped(

@@ -25,5 +25,5 @@ def clock(check: str, whose: str, seen: Clock) -> Finding:
     side = "ahead of" if seen.ahead_ms > 0 else "behind"
     text = f"{abs(seen.ahead_ms):.0f} ms {side} this machine's, give or take {max(1.0, seen.give_or_take_ms):.0f} ms"
     otherwise = Level.ERROR if apart_ms > APART_ERROR_MS else Level.WARNING
-    change = f"keep {whose} clock and this machine's by NTP: the audit waits {APART_ERROR_MS // 1000} s for the late"
+    change = f"keep {whose} clock and this machine's by NTP: the audit waits {APART_ERROR_MS // 1000} s at most"
     return judged(check, apart_ms <= APART_WARNING_MS, text, change, otherwise)

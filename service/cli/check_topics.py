@@ -14,7 +14,7 @@ from service.kafka.topics import OWN_MESSAGE_BYTES, InternalTopics
 RETENTION_LEAST_MS: Final = 24 * 3_600_000
 # Bytes around an event: of the record, of our headers, and of the batch.
 ENVELOPE_BYTES: Final = 2_048
-_CREATE_AGAIN: Final = "restart a process, which creates it again. Its records are lost, to recoveries and to the audit"
+_CREATE_AGAIN: Final = "restart a process, which creates it again. Recovery and audit cannot read its records any more"
 
 
 def own_topics(
@@ -59,8 +59,8 @@ def _takes_our_records(topic: Topic, internal: InternalTopics) -> Iterator[Findi
             "topics.own-timestamps",
             timestamp_type == "LogAppendTime",
             f"message.timestamp.type={timestamp_type}",
-            "set LogAppendTime on it, as it is made now: else a clock that is wrong, or bounds on timestamps, keep "
-            "records out without which nothing starts",
+            "set LogAppendTime on it, as on new ones: otherwise a wrong clock, or bounds on timestamps, may make Kafka "
+            "refuse records that each start needs",
             Level.WARNING,
         )
 
@@ -92,7 +92,7 @@ def _of_data_topic(topic: Topic) -> Iterator[Finding]:
         "topics.data-compaction",
         "compact" not in policy,
         f"cleanup.policy={policy}",
-        "know that events without a key are refused, and that the audit cannot count what was compacted",
+        "note that events without a key are refused, and that the audit cannot count compacted records",
         Level.WARNING,
     )
     yield judged(
@@ -108,6 +108,6 @@ def _of_data_topic(topic: Topic) -> Iterator[Finding]:
         "topics.data-retention",
         "delete" not in policy or kept_ms < 0 or kept_ms >= RETENTION_LEAST_MS,
         "kept for ever" if kept_ms < 0 else f"kept for {kept_ms / 3_600_000:g} h",
-        f"set retention.ms={RETENTION_LEAST_MS} or more: the audit cannot look at what is gone",
+        f"set retention.ms={RETENTION_LEAST_MS} or more: the audit cannot read deleted records",
         Level.WARNING,
     )

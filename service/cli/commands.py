@@ -61,7 +61,7 @@ def reconcile(context: typer.Context) -> None:
 
 @app.command()
 def slots(as_json: AsJson = False) -> None:
-    """Show who holds which slot, in which term, and how far the ledger is applied."""
+    """Show the holder and the term of each slot, and how far its ledger is applied."""
     settings = settings_or_exit()
     found = run(look.slots(settings))
     if not found.rows:
@@ -80,7 +80,7 @@ def key(
     scope: Annotated[str, typer.Option(help="The caller's name, where callers have one.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what Redis and the ledger know of a key. Exit code 1 if neither knows it, which proves nothing."""
+    """Show a key's entries in Redis and in the ledger. Exit code 1 if there are none, which proves nothing."""
     settings = settings_or_exit()
     try:
         bare = parse_key(text)
@@ -103,10 +103,10 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look at brokers, ACLs, topics, Redis and clocks, and say what to change.
+    """Check brokers, ACLs, topics, Redis and clocks, and say what to change.
 
-    Each finding is ok, a warning (slower, hidden or late) or an error (the promise does not hold, or the service cannot
-    work). Ends with 0 where there is no error, else 1; 2 where a setting is wrong.
+    Each finding is ok, a warning (slow, hidden or late) or an error (the guarantee does not hold, or the service cannot
+    work). Exit code 0 without errors, else 1; 2 for a wrong setting.
     """
     settings = settings_or_exit()
     try:

@@ -174,7 +174,7 @@ async def key(
     async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
         identity = await keys.who()
         if identity.generation is None or identity.generation.store != identity.store:
-            found, store = Found(None), "Redis holds no generation: the keys are not all known at this time"
+            found, store = Found(None), "Redis holds no generation: it may lack keys"
         else:
             found, store = await keys.find(identity.generation, id), ""
         return KeyView(id, found, store, await _written(kafka, settings, id, now_ms, on_progress))

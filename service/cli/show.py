@@ -80,7 +80,7 @@ def findings(found: list[Finding]) -> None:
 def slots(found: Slots) -> None:
     """Print a line for each slot that is held or dead, and the number of free slots."""
     generation = (
-        "none: Redis has forgotten, or nobody has started yet" if found.generation is None else found.generation
+        "none: Redis has lost it, or no process has started yet" if found.generation is None else found.generation
     )
     out.print(f"generation {generation}, store {found.store}", markup=False)
     table = Table(box=None, pad_edge=False)
@@ -121,13 +121,13 @@ def key(found: KeyView, settings: Settings) -> None:
         table.add_row("ledger", "no entry")
     out.print(table)
     if not found.known or isinstance(found.found.state, Claimed):
-        out.print(Text("Only a POST with this key proves that its event is nowhere: it may be on its way.", "italic"))
+        out.print(Text("Only a POST with this key proves that its event is absent: it may be in flight.", "italic"))
 
 
 def _state(found: KeyView, settings: Settings) -> str:
     match found.found.state:
         case Claimed(slot, term, at, _):
-            outcome = "which wrote it never: the next POST does" if found.found.dead else "which may be writing it"
+            outcome = "which never wrote it: the next POST does" if found.found.dead else "which may be writing it"
             return f"claimed by slot {slot} in term {term}, {outcome}; accepted {when(at)}"
         case Delivered(at, _, topic, partition, offset, _):
             return f"delivered: {topic}[{partition}] offset {offset}; accepted {when(at)}, {_expiry(at, settings)}"

@@ -66,7 +66,7 @@ class Telemetry:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.ready = self._gauge("ready", "Whether it can write (1): a slot is ready, Redis and Kafka answer")
+        self.ready = self._gauge("ready", "Whether the process can write (1): a slot is ready, Redis and Kafka answer")
 
         # Requests, and the events in them.
         self._requests = self._counter("requests", "HTTP requests to write, by status and code", "status", "code")
@@ -74,27 +74,29 @@ class Telemetry:
         # Counts since the last scrape, by status and code: the library's counters take a lock for each increment.
         self._requested: CountedBy[tuple[int, str]] = CountedBy()
         self._answered: CountedBy[tuple[int, str]] = CountedBy()
-        self.replays = self._counter("replays", "Answers that were given before")
+        self.replays = self._counter("replays", "Replayed answers")
         self.latency = Latencies()
         self.registry.register(self.latency)
-        self.stages = self._histogram("stage_seconds", "Time of a group in a stage of its path", LATENCY_S, "stage")
+        self.stages = self._histogram("stage_seconds", "Time of a group in a stage of its write", LATENCY_S, "stage")
         self.stage_queue, self.stage_claim, self.stage_kafka, self.stage_mark = (
             self.stages.labels(stage) for stage in ("queue", "claim", "kafka", "mark")
         )
         self.groups = self._histogram("group_events", "Events in one transaction", GROUP_EVENTS)
         self.queued = self._gauge("queue_events", "Events that wait or are being written")
         self.queued_bytes = self._gauge("queue_bytes", "Bytes of events that wait or are being written")
-        self.in_doubt = self._gauge("in_doubt_events", "Events whose outcome a slot's recovery has yet to find")
-        self.in_doubt_oldest = self._gauge("in_doubt_oldest_seconds", "For how long the oldest of them is in doubt")
+        self.in_doubt = self._gauge("in_doubt_events", "Events without an outcome until a slot recovery")
+        self.in_doubt_oldest = self._gauge(
+            "in_doubt_oldest_seconds", "Longest time for which an event has been in doubt"
+        )
 
         # Slots, and the store.
         self.slots = self._gauge("slots", "Slots of this process by state", "state")
-        self.slot_down = self._gauge("slot_down_oldest_seconds", "For how long one of them has not been recovered")
+        self.slot_down = self._gauge("slot_down_oldest_seconds", "Longest time for which a slot has been down")
         self.fences = self._counter("fences", "Transactional ids fenced (InitProducerId), by the recovery's kind", "of")
         self.slot_recoveries = self._histogram(
-            "slot_recovery_seconds", "Duration of slot recoveries that ended well", RECOVERY_S
+            "slot_recovery_seconds", "Duration of successful slot recoveries", RECOVERY_S
         )
-        self.terms_ended = self._counter("terms_ended", "Terms that ended otherwise than by being given back", "why")
+        self.terms_ended = self._counter("terms_ended", "Terms that ended without giving the slot back", "why")
         self.store_state = self._gauge("store_state", "Whether the store is in this state (1) or not (0)", "state")
         self.store_losses = self._counter("store_losses", "How often the store was lost")
         self.store_recoveries = self._histogram(
@@ -104,24 +106,24 @@ class Telemetry:
         self.generation_changes = self._counter("generation_changes", "Changes from one generation to another")
         self.replayed = self._counter("replayed_keys", "Keys read back from the ledger, by the recovery's kind", "of")
         self.replay_remaining = self._gauge(
-            "replay_remaining_records", "Offsets of the ledger that this process's store recovery has yet to read"
+            "replay_remaining_records", "Offsets of the ledger that this process's store recovery has not read yet"
         )
         self.marks_failed = self._counter("marks_failed", "Marks that did not succeed at once")
-        self.journal_dropped = self._counter("journal_dropped", "Answers that the journal had to drop")
+        self.journal_dropped = self._counter("journal_dropped", "Answers that the journal has dropped")
         self.journal_waiting = self._gauge("journal_waiting_answers", "Answers that wait to be written to the journal")
 
         # Redis, Kafka and this process.
         self.redis_errors = self._counter("redis_errors", "Calls to Redis that failed, by how", "error")
         self.redis_memory = self._gauge("redis_memory_bytes", "Memory that Redis uses")
         self.redis_memory_limit = self._gauge(
-            "redis_memory_limit_bytes", "Its maxmemory, or the memory of its machine where that is not set"
+            "redis_memory_limit_bytes", "maxmemory of Redis, or the memory of its machine if that is not set"
         )
         self.stalled = self._gauge(
-            "stalled_partitions", "Partitions whose last stable offset stands still, by whose transaction is open", "of"
+            "stalled_partitions", "Partitions whose last stable offset does not move, by owner of the transaction", "of"
         )
-        self.stalled_oldest = self._gauge("stalled_oldest_seconds", "For how long the oldest of them does so", "of")
+        self.stalled_oldest = self._gauge("stalled_oldest_seconds", "Longest time for which one has not moved", "of")
         self.hanging_ended = self._counter(
-            "hanging_ended", "Hanging transactions ended, one for each partition, by how they had to end", "verdict"
+            "hanging_ended", "Hanging transactions ended, one for each partition, by verdict", "verdict"
         )
         self.own_message_bytes = self._gauge(
             "own_topic_message_bytes", "max.message.bytes of Fencepost's own topics: groups are made to fit", "topic"
@@ -130,9 +132,9 @@ class Telemetry:
             "task_failures", "Background tasks that ended with an error, by task", "task"
         )
         self.clock_ahead = self._gauge(
-            "clock_ahead_seconds", "How far this machine's clock is surely ahead of theirs (negative: behind)", "of"
+            "clock_ahead_seconds", "By how much this machine's clock is ahead, at least (negative: behind)", "of"
         )
-        self.kafka_errors = self._counter("kafka_errors", "What was asked of Kafka and failed", "operation")
+        self.kafka_errors = self._counter("kafka_errors", "Failed requests to Kafka, by operation", "operation")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, namespace=NAMESPACE, registry=self.registry)

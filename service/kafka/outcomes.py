@@ -82,7 +82,7 @@ REFUSALS: Final = {
     errors.UnknownTopicOrPartitionError.errno: RecordError(
         UNKNOWN_TOPIC, "the topic or partition is not there (any more)"
     ),
-    errors.InvalidTopicError.errno: RecordError(UNKNOWN_TOPIC, "the topic's name is not one that Kafka takes"),
+    errors.InvalidTopicError.errno: RecordError(UNKNOWN_TOPIC, "Kafka does not allow the topic's name"),
     errors.TopicAuthorizationFailedError.errno: RecordError(
         FORBIDDEN_TOPIC, "the service has no permission to write to it"
     ),

@@ -1,7 +1,7 @@
-"""Inner loops in C (Cython), built if a C compiler is there when the package is installed; else Python does all.
+"""Inner loops in C (Cython), built if a C compiler is found when the package is installed; otherwise Python is used.
 
-Each handles the common case, and leaves every other case to its Python twin, which has the rules and the error texts.
-Fuzz tests hold each pair to the same results; no behaviour depends on which of the two runs.
+Each handles the common case, and leaves every other case to its Python implementation, which has the rules and the
+error texts. Fuzz tests check that both give the same results.
 """
 
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from types import ModuleType
 
 
 def is_current(modules: Iterable[ModuleType]) -> bool:
-    """Whether no compiled module is older than its sources, which lie beside it in a working copy.
+    """Check that no compiled module is older than its sources, which lie beside it in a working copy.
 
-    An installed wheel has no sources: pip and uv give each file its time of installation, so times say nothing there.
+    An installed wheel has no sources, because pip and uv set each file's time to that of its installation.
     """
     for module in modules:
         made = Path(str(module.__file__))
@@ -23,7 +23,7 @@ def is_current(modules: Iterable[ModuleType]) -> bool:
 
 
 _REINSTALL = "install fencepost again (uv sync --reinstall-package fencepost)"
-# How to have the compiled modules used; empty if they are.
+# What to do so that the compiled modules are used; empty if they are.
 REMEDY = ""
 try:
     from service.native import bodies, heads, records

@@ -155,10 +155,10 @@ def _final(claim: Claim) -> Problem:
     if claim.outcome is Outcome.CONFLICT:
         return Problem(FINGERPRINT_MISMATCH, "Idempotency-Key: use a new key for a new event")
     if claim.outcome is Outcome.UNREADABLE:  # logged where it was read
-        why = "what is kept of it cannot be read, so nothing is known of its event"
+        why = "the stored state of this key cannot be read, so the outcome of its event is unknown"
         return Problem(OUTCOME_UNKNOWN, f"Idempotency-Key: {why}")
     # No claim has such an outcome. Its meaning is unknown, so the answer must not be final.
-    log.error("bug: a claim found what it cannot", outcome=claim.outcome.value, state=repr(claim.state))
+    log.error("bug: a claim has an impossible outcome", outcome=claim.outcome.value, state=repr(claim.state))
     return Problem(OUTCOME_UNKNOWN, "Idempotency-Key: send it again with the same key")
 
 

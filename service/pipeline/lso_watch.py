@@ -131,13 +131,13 @@ class LsoWatch:
 
     async def run(self) -> None:
         """Look, for ever."""
-        trouble = Incident(log, "last stable offsets are not seen")
+        trouble = Incident(log, "last stable offsets cannot be read")
         while True:
             await asyncio.sleep(self.interval_s)
             try:
                 await self.look(time.monotonic())
                 if failures := trouble.end():
-                    log.info("last stable offsets are seen again", **failures)
+                    log.info("last stable offsets can be read again", **failures)
             except KafkaAway as error:
                 trouble.add(error)
             except Exception as error:  # a bug must not end the watch
