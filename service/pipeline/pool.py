@@ -243,7 +243,8 @@ class Pool:
         except (StoreAway, StoreUnanswered) as error:
             self._marks_trouble.add(error)
         else:
-            self._marks_trouble.end()
+            if failures := self._marks_trouble.end():
+                log.info("pending marks written", **failures)
 
     def _note_heartbeat(self, generation: StoreGeneration) -> None:
         """Take no slot for a lease's time after a pause in which the leases expired, or after a new generation.

@@ -162,11 +162,11 @@ class Queue:
     # ------------------------------------------------------------------------------------------------- for slots
 
     async def next_group(self, consumer: GroupConsumer) -> Group | None:
-        """Await the next group; None if the taker may take none any more, or another taker was faster."""
+        """Await the next group; None if the consumer may take none any more, or another consumer was faster."""
         await self._wait()
         if consumer.takes_groups:
             return self.take()
-        self.notify()  # another taker may take the requests
+        self.notify()  # another consumer may take the requests
         return None
 
     def take(self) -> Group | None:
