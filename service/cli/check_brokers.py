@@ -49,7 +49,7 @@ def brokers(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 def skips_markers(versions: Mapping[int, int]) -> bool:
     """Whether a broker's version completes transactions without the markers of leaderless partitions.
 
-    `versions` as `AclInspector.versions_of` has them. No release up to 4.3.1 mends it (KAFKA-20734).
+    `versions` as `AclInspector.versions_of` has them. No release up to 4.3.1 fixes it (KAFKA-20734).
     """
     return versions.get(WRITE_TXN_MARKERS, 0) >= MARKERS_SKIPPED_SINCE
 

@@ -1,6 +1,6 @@
-// Preloaded into a process: the time of day is off by as many seconds as the file FENCEPOST_TEST_CLOCK says.
-// The file holds one native int64 and is mapped, so that a change counts at once and a look costs nothing: a JVM asks
-// for the time from all its threads, all the time. Timers (CLOCK_MONOTONIC) are left alone, as NTP leaves them.
+// Preloaded into a process: shifts the time of day by the seconds in the file FENCEPOST_TEST_CLOCK. The file holds one
+// native int64 and is mapped, so that a change counts at once and a read costs little: all threads of a JVM ask for the
+// time again and again. Timers (CLOCK_MONOTONIC) do not change, as with NTP.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

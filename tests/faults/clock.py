@@ -2,12 +2,12 @@
 
     clock = Clock(redis)  # before its start
     redis.start()
-    clock.shift(3600)     # its time of day is an hour ahead at once; timers are left alone
+    clock.shift(3600)     # its time of day is an hour ahead at once; timers do not change
     clock.shift(0)
 
-A library of forty lines (clock.c) is preloaded into the process and answers its calls for the time. libfaketime would
-do for Redis, but a broker does not come up under it within a minute: all threads of a JVM queue for its lock. Where
-there is no C compiler, `lacking` says what to install.
+A small library (clock.c) is preloaded into the process and answers its calls for the time. libfaketime works for Redis,
+but a broker does not start with it within a minute, because all threads of a JVM wait for its lock. Without a C
+compiler, `lacking` says what to install.
 """
 
 import hashlib

@@ -1,12 +1,12 @@
 """Mounts a small disk under a server's folder, which a test can fill, and empty again.
 
-    with Disk(folder, megabytes=64) as disk:  # what was in the folder is on it; its server must not run
+    with Disk(folder, megabytes=64) as disk:  # has the folder's contents; the server must not run
         server.start()
         disk.fill()                           # from now on: No space left on device
         disk.free()
-        server.stop()                         # before the disk goes, and leaves its contents in the folder
+        server.stop()                         # before the disk is unmounted, and its contents are copied back
 
-It is a tmpfs, which needs root. Where it is not possible, `lacking` says why.
+The disk is a tmpfs, which needs root. If it is not possible, `lacking` says why.
 """
 
 import errno

@@ -1,35 +1,34 @@
 """The matrix: each row injects one fault under load, with a bound on the time until acknowledgements resume.
 
-How a row is written (in any `rows_*.py` of this folder; the module is found by its name):
+A row is a function in any `rows_*.py` of this folder:
 
     @row("A follower's disk is slow", brokers=3)
     def slow_disk(world: World) -> None:
         broker = world.leader()          # world.services, world.redis, world.cluster.brokers …
-        broker.pause()                   # break it …
-        world.wait_acked(50)             # … look at what goes on meanwhile, assert what must hold …
-        broker.resume()                  # … and mend it: the clock starts when the function returns
+        broker.pause()                   # inject the fault …
+        world.wait_acked(50)             # … check what must hold during the fault …
+        broker.resume()                  # … and end it: the recovery time starts when the function returns
 
 `@row(title, ...)` takes
-    brokers    1 or 3 (replication 3, min ISR 2); rows share a cluster as long as each leaves it healthy
-    pair       a Redis primary with a replica, behind one address (world.promote, world.link, world.address)
-    proxied    whether the services reach Kafka through world.cluster.proxy (tests/faults/proxy.py)
-    services   how many processes run before the row is called (0: the row starts its own with world.start_services)
-    settings   FENCEPOST_ settings of every process, over those of world.SETTINGS
-    kafka      broker settings: then the cluster is the row's own
-    load       whether clients run from before the row is called (else it may call world.start_load)
-    bound_s    acknowledgements must have resumed so many seconds after the function returned: everything asked before
-               is settled, and each running process has acknowledged a fresh event on each topic
-    expect     what is claimed in the table; the checker's assertions hold in any case
-    audit      run the reconciliation job, too, and compare its report with the checker's findings
-    in_run     one of the most telling rows, which ./tests/run plays
-    lacking    says why this machine cannot play the row and what to install; empty where it can
+    brokers    1 or 3 (replication 3, min ISR 2); rows share a cluster as long as each leaves it healthy pair       a
+    Redis primary with a replica, behind one address (world.promote, world.link, world.address) proxied    whether the
+    services reach Kafka through world.cluster.proxy (tests/faults/proxy.py) services   how many processes run before
+    the row is called (0: the row starts its own with world.start_services) settings   FENCEPOST_ settings of every
+    process, which override world.SETTINGS kafka      broker settings, for which the row gets a cluster of its own load
+    whether clients run before the row is called (otherwise it may call world.start_load) bound_s    the longest time
+    from the return of the function until acknowledgements have resumed: all earlier requests
+               are settled, and each running process has acknowledged a new event on each topic
+    expect     the expected outcome in the table; the checker's assertions must hold in any case
+    audit      run the reconciliation job too, and compare its report with the checker's findings
+    in_run     one of the most important rows, which ./tests/run plays
+    lacking    returns why this machine cannot play the row and what to install; "" if it can
 
-A row that fails an `assert` of its own fails. `world.notes` go into the table. `world.heal()` is called afterwards, so
-a row need not start again what it killed; the measured recovery is then that of those who are left. A row that needs
-another way from the service to its servers starts its own processes: `@row(title, services=0, load=False)`, then
-`world.start_services(2, kafka="127.0.0.1:…", env={…})` and `world.start_load()`; what it opens for that it registers
-with `world.exits` (an ExitStack, closed after the services have ended). In `world.service(argv_prefix=[…])` a command
-can be put in front (`ip netns exec …`).
+A row fails if one of its own assertions fails. `world.notes` go into the table. `world.heal()` is called afterwards, so
+a row need not start again what it killed; the measured recovery is then that of the other processes. A row that needs
+another path from the service to its servers starts its own processes: `@row(title, services=0, load=False)`, then
+`world.start_services(2, kafka="127.0.0.1:…", env={…})` and `world.start_load()`; it registers what it opens for them
+with `world.exits` (an ExitStack, closed after the services have ended). `world.service(argv_prefix=[…])` puts a command
+before the program (`ip netns exec …`).
 
 `python -m tests.faults matrix [ROW…]` plays rows and writes `results/matrix.md`.
 """

@@ -3,14 +3,13 @@
     with Network(folder, {"kafka": [kafka.port], "redis": [redis.port]}) as network:
         service = Service(folder, ..., argv_prefix=network.prefix)
         network.admit(service.port)
-        network.cut("kafka")         # what is sent in either direction vanishes: no error, just silence
+        network.cut("kafka")         # packets in both directions are dropped silently
         network.mend()
-    network.forget("redis")      # the same for the connections that there are, while new ones can be made
+    network.forget("redis")      # the same for present connections only
 
-A network namespace, a pair of veth interfaces, and iptables in the namespace alone. Inside, each server's port of
-127.0.0.1 leads over the wire to a relay at the other end, so that addresses which servers tell their clients stay true.
-The namespace lives by one process, and is gone with it, also when that is killed. Where it is not possible, `lacking`
-says why and what to install.
+It consists of a network namespace, a pair of veth interfaces, and iptables in the namespace. Inside, each server's port
+of 127.0.0.1 leads over the link to a relay at the other end, so that advertised addresses work. One process keeps the
+namespace, which ends with it, also when it is killed. If it is not possible, `lacking` says why and what to install.
 """
 
 import itertools

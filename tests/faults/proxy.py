@@ -1,15 +1,15 @@
 """A proxy between Kafka's clients and brokers that parses requests and replies, and loses just the one it is told to.
 
-Each broker gets a listener of its own that advertises the proxy's port, so that a client which bootstraps through the
-proxy never learns another way:
+Each broker has a listener that advertises the proxy's port, so that a client which bootstraps through the proxy sends
+all its requests through it:
 
     with Proxy() as proxy, Kafka(folder, listeners=[proxy.listener(0)]) as kafka:
         loss = proxy.plan("EndTxn", "cut")
-        ...  # a client of proxy.bootstrap commits, and is cut off before it hears so
+        ...  # a client of proxy.bootstrap commits, and its connection ends before the reply
         loss.wait()
 
-Frames are those of Kafka's protocol guide: a length of four bytes; then a request has its API key, version,
-correlation id and client id, and a reply the correlation id. Nothing is ever changed in one.
+Frames are those of Kafka's protocol guide: a length of four bytes; then a request has its API key, version, correlation
+id and client id, and a reply the correlation id. The proxy never changes a frame.
 """
 
 import asyncio

@@ -412,7 +412,7 @@ async def test_an_atomic_batch_whose_ledger_record_is_too_large_is_refused() -> 
     await ended(serving)
 
 
-# ------------------------------------------------------------------------------------------- nobody is held up
+# ------------------------------------------------------------------------------------------- the event loop is not held
 
 
 @pytest.mark.skipif(not native.COMPILED, reason="counted beforehand only where service.native is compiled")

@@ -225,7 +225,7 @@ async def test_a_heartbeat_in_another_store_reports_the_generation_that_was_lost
     assert held.world.store.losses == [GENERATION]
 
 
-# ---------------------------------------------------------------------------------------- debts and generations
+# ---------------------------------------------------------------------------------------- pending marks and generations
 
 
 async def test_a_slot_with_a_pending_mark_is_not_given_back_as_clean(hold: Hold) -> None:

@@ -31,7 +31,7 @@ async def asleep(taker: "asyncio.Task[None]") -> bool:
     return not taker.done()
 
 
-# ---------------------------------------------------------------------------------------------------------- lanes
+# ---------------------------------------------------------------------------------------------------------- queues
 
 
 async def test_an_atomic_batch_with_one_quarantined_topic_is_taken_in_a_quarantined_group() -> None:
@@ -97,7 +97,7 @@ async def test_a_chunk_with_one_quarantined_topic_is_taken_in_a_quarantined_grou
     assert keys_of(take(queue)) == ["c", "d"]
 
 
-# --------------------------------------------------------------------------------------------------------- takers
+# --------------------------------------------------------------------------------------------------------- waiters
 
 
 async def test_a_waiter_sleeps_while_the_quarantined_topic_has_a_group_under_way() -> None:
