@@ -10,14 +10,15 @@ A row is a function in any `rows_*.py` of this folder:
         broker.resume()                  # … and end it: the recovery time starts when the function returns
 
 `@row(title, ...)` takes
-    brokers    1 or 3 (replication 3, min ISR 2); rows share a cluster as long as each leaves it healthy pair       a
-    Redis primary with a replica, behind one address (world.promote, world.link, world.address) proxied    whether the
-    services reach Kafka through world.cluster.proxy (tests/faults/proxy.py) services   how many processes run before
-    the row is called (0: the row starts its own with world.start_services) settings   FENCEPOST_ settings of every
-    process, which override world.SETTINGS kafka      broker settings, for which the row gets a cluster of its own load
-    whether clients run before the row is called (otherwise it may call world.start_load) bound_s    the longest time
-    from the return of the function until acknowledgements have resumed: all earlier requests
-               are settled, and each running process has acknowledged a new event on each topic
+    brokers    1 or 3 (replication 3, min ISR 2); rows share a cluster as long as each leaves it healthy
+    pair       a Redis primary with a replica, behind one address (world.promote, world.link, world.address)
+    proxied    whether the services reach Kafka through world.cluster.proxy (tests/faults/proxy.py)
+    services   how many processes run before the row is called (0: the row starts its own with world.start_services)
+    settings   FENCEPOST_ settings of every process, which override world.SETTINGS
+    kafka      broker settings, for which the row gets a cluster of its own
+    load       whether clients run before the row is called (otherwise it may call world.start_load)
+    bound_s    the longest time from the return of the function until acknowledgements have resumed: all earlier
+               requests are settled, and each running process has acknowledged a new event on each topic
     expect     the expected outcome in the table; the checker's assertions must hold in any case
     audit      run the reconciliation job too, and compare its report with the checker's findings
     in_run     one of the most important rows, which ./tests/run plays
