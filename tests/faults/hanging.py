@@ -228,6 +228,6 @@ def write(project: Path, brokers: int, done: Sequence[Kill], path: Path = RESULT
     path.parent.mkdir(exist_ok=True)
     path.write_text(
         "# Brokers and services killed amid commits\n\n`python -m tests.faults hanging --kills N [--brokers 3] "
-        "[--service TREE]` makes its line anew: the service of that tree, started again after each kill without "
-        "traffic.\n\n" + table(HEADS, lines) + heading + notes
+        "[--service TREE]` renews its line. It runs the service of that tree, and starts it again after each kill, "
+        "without traffic.\n\n" + table(HEADS, lines) + heading + notes
     )

@@ -272,7 +272,7 @@ def write(seed: int, minutes: float, legs: Sequence[Leg], options: Options) -> N
         "violations of any kind": f"{sum(len(leg.wrong) for leg in legs)}",
         "acknowledgements resumed after": _quantiles([seconds for _, seconds in recoveries]),
         "longest wait for an acknowledgement": f"{max(leg.longest_s for leg in legs):.1f} s",
-        "reconciliation job": "of the checker's mind in every leg" if options.audit else "not run",
+        "reconciliation job": "agreed with the checker in every leg" if options.audit else "not run",
         "measured": machine(),
     }
     kinds = Counter(fault.name for leg in legs for fault in leg.played)
