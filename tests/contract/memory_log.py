@@ -114,7 +114,7 @@ class MemoryProducer(TransactionalProducer):
             del self._broker.open[self._transactional_id]
 
     def _transaction(self) -> Transaction:
-        """Return the open transaction if it includes all of these partitions, else begin another."""
+        """Begin a transaction, which touches the wanted partitions if all of them exist."""
         self._check()
         wanted, self._wanted = self._wanted or [], None
         transaction = self._broker.open[self._transactional_id] = Transaction()

@@ -88,7 +88,7 @@ async def test_a_refused_login_is_reported_without_the_password(
 async def test_a_certificate_must_match_the_host_name_unless_the_check_is_off(
     with_password: Settings, secured_kafka: SecuredKafka
 ) -> None:
-    """The certificate has no name for the address; only the clients' check of the host name can notice."""
+    """Brokers advertise their host names, so only a bootstrap address can differ from the certificate."""
     elsewhere = dataclasses.replace(with_password, kafka=f"127.0.0.1:{secured_kafka.sasl_port}")
     with pytest.raises(KafkaAway, match="IP address mismatch"):
         await knock(elsewhere)
@@ -138,7 +138,7 @@ async def test_an_acl_that_lacks_on_a_transactional_id_is_named(
 
 
 async def test_a_transaction_timeout_that_the_brokers_do_not_take_is_named(secured_kafka: SecuredKafka) -> None:
-    """By a store recovery and by a slot recovery, each of which logged only InvalidTransactionTimeout()."""
+    """The brokers' setting is in CARELESS. The error of either recovery must name the setting."""
     cluster = cluster_of(SharedSettings(kafka=secured_kafka.bootstrap))
     set_it = "FENCEPOST_TRANSACTION_TIMEOUT_MS=5001 is more than the brokers' transaction.max.timeout.ms"
     async with sockets_closed():

@@ -19,6 +19,7 @@ from service.events.cloudevents import MEMBERS_MAX
 from service.events.strict_json import DEPTH_MAX
 from service.http import batch, limits, request_reader
 from service.http.request import OWN_BYTES
+from tests.faults import matrix
 
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
@@ -84,6 +85,20 @@ def test_generated_text_is_put_between_its_markers() -> None:
     assert markers.put(text, "x", "made\n") == "a\n\n<!-- x -->\nmade\n<!-- /x -->\n\nb\n"
     assert markers.put(markers.put(text, "x", "made\n"), "x", "made\n") == markers.put(text, "x", "made\n")
     assert markers.current("a\n\nb\n", "x") is None
+
+
+def test_each_row_of_the_failure_table_names_existing_tests() -> None:
+    text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    section = text.split("\n## When things fail\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    rows = matrix.load_rows()
+    assert len(lines) > 20
+    for line in lines:
+        names = re.findall(r"`([^`]+)`", line.rsplit(" | ", 1)[1])
+        assert names, line
+        for name in names:
+            exists = (ROOT / "tests" / "integration" / name).is_file() if name.endswith(".py") else name in rows
+            assert exists, f"{name}: {line}"
 
 
 def test_the_limits_in_the_readme_are_those_of_the_code() -> None:

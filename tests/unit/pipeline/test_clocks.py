@@ -18,7 +18,7 @@ HOUR_MS = 3_600_000
 
 
 class Time:
-    """This machine's two clocks: `pass` moves both, a step only the time of day."""
+    """This machine's two clocks: `pass_ms` moves both, `step` only the time of day."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.own_ms, self.monotonic_ms = NOW_MS, 5_000
