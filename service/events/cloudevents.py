@@ -241,6 +241,6 @@ def key_of(event: CloudEvent, prefix: str = "") -> str:
     except Problem:
         raise Problem(
             INVALID_KEY,
-            f"{prefix}source and {prefix}id are the key, and make none (1 to 255 printable ASCII characters): "
+            f"{prefix}source and {prefix}id do not form a key (1 to 255 printable ASCII characters): "
             "send an Idempotency-Key header",
         ) from None

@@ -122,7 +122,7 @@ class Lease:
         if row["token"] != self._token:
             until = datetime.fromtimestamp(row["until_ms"] / 1000, UTC).strftime("%H:%M:%S UTC")
             raise AnotherRun(
-                f"another run is at work on --lake {self._root} ({row['holder']}); wait for it to end, or, where it "
+                f"another run is at work on --lake {self._root} ({row['holder']}); wait for it to end, or, if it "
                 f"was killed, until {until}"
             )
 
