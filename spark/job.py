@@ -253,11 +253,10 @@ class _Run:
     def _discover(self, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
         """Return those of the topics that ledger or journal name; the decoded claims are kept for the merge."""
         spans = run_plan.spans_of(logs, LEDGER), run_plan.spans_of(logs, REQUESTS)
-        claims = self._read_claims(spans, self.now_ms)
-        if self.settings.options.max_records is not None:  # the merge reads less
-            return _topics(claims.where(decode.WRITTEN)) & set(names)
-        parts = session.size_for(self.spark, sum(log.end - log.start for log in logs))
-        claims = deliveries.summarize(claims, parts).persist(StorageLevel.MEMORY_AND_DISK)
+        unread = sum(log.end - log.start for log in logs)
+        parts = session.size_for(self.spark, min(unread, self.settings.options.max_records or unread))
+        claims = deliveries.summarize(self._read_claims(spans, self.now_ms), parts)
+        claims.persist(StorageLevel.MEMORY_AND_DISK)
         if self.claims is not None:
             self.claims[1].unpersist()
         self.claims = spans, claims

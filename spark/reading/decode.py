@@ -48,10 +48,6 @@ ENTERED: Final = 0
 the id that the topic had when the entry was written.
 """
 
-WRITTEN: Final = f"status IN ({ENTERED}, 201, 202, 504)"
-"""The condition that a row of CLAIMS is about a record that was or may have been written: a refused request may name
-any topic."""
-
 CONTENT_MAX: Final = 1024
 """How many bytes of an undecoded record, or part of a record, are kept."""
 

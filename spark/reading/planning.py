@@ -68,7 +68,7 @@ class _Draft:
 
 
 Discover = Callable[[Sequence[Log], Sequence[str]], set[str]]
-"""Selects the topics that the unread part of ledger and journal names."""
+"""Selects the topics that the spans of ledger and journal in these logs name."""
 
 Named = Callable[[], set[str]]
 """Returns the topics that ledger and journal name, by what earlier runs have merged into the lake."""
@@ -91,7 +91,7 @@ def freeze(
     CannotRun if the ledger does not exist, if --topics matches nothing, or if a request to Kafka fails.
     """
     selection = _Selection(settings, last_plan, named)
-    drafts = _list_selected(admin, selection, last_plan, now_ms, discover)
+    drafts = _list_selected(admin, selection, last_plan, now_ms, discover, settings.options.max_records)
     drafts = _with_compacted(admin, drafts)
     drafts = _with_complete_since(admin, drafts, now_ms)
     logs = _with_first_record(admin, drafts, now_ms)
@@ -155,13 +155,19 @@ class _Selection:
 
 
 def _list_selected(
-    admin: Admin, selection: _Selection, last_plan: Plan | None, now_ms: int, discover: Discover
+    admin: Admin,
+    selection: _Selection,
+    last_plan: Plan | None,
+    now_ms: int,
+    discover: Discover,
+    max_records: int | None,
 ) -> list[_Draft]:
     """List the logs of the selected topics, of the ledger and of the journal, with their present ends.
 
     The ends of the candidates are listed too, before those of the ledger, since the ledger may name any of them. If the
     ledger names a topic without listed ends, everything is listed again: the topic was created in the meantime, or a
-    request for this candidate failed.
+    request for this candidate failed. Topics are discovered in the spans that a run with `max_records` would merge of
+    ledger and journal without any further topic: no span grows when another topic takes its share.
     """
     while True:
         existing = set(admin.names())
@@ -170,10 +176,17 @@ def _list_selected(
             break
         present = set(admin.names())
         candidates = selection.all_candidates(existing | present)
-        found = discover([draft.log for draft in drafts], sorted(candidates)) if candidates else set()
+        capped = _capped([draft.log for draft in _selected(drafts, selection)], max_records)
+        logs = {log.topic_partition: log for log in (*(draft.log for draft in drafts), *capped)}
+        found = discover(list(logs.values()), sorted(candidates)) if candidates else set()
         selection.add(found)
         if not (found & present) - {draft.log.topic for draft in drafts}:
             break
+    return _selected(drafts, selection)
+
+
+def _selected(drafts: Iterable[_Draft], selection: _Selection) -> list[_Draft]:
+    """Filter drafts to those of ledger, journal and selected data topics."""
     return [draft for draft in drafts if draft.log.role != DATA or selection.has(draft.log.topic)]
 
 

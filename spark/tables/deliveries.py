@@ -81,7 +81,8 @@ had the record. `elsewhere`: another hour's rows settle this 202 or 504 without 
 """
 
 WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
-"""The condition decode.WRITTEN for a ROW, and for rows of `summarize`."""
+"""The condition that a ROW, or a row of `summarize`, is about a record that was or may have been written: a refused
+request may name any topic."""
 
 IN_DOUBT: Final = "answered_202 + answered_504 > 0"
 """The condition that a ROW has an answer 202 or 504."""

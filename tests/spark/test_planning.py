@@ -289,6 +289,22 @@ def test_capped_runs_share_the_cap_and_read_every_record_in_the_end(cluster: Fak
     assert all(log.end == log.last_stable >= log.high_watermark for log in plan.logs if log.audited)
 
 
+def test_a_capped_run_looks_for_topics_only_in_what_it_may_merge_of_ledger_and_journal(cluster: FakeAdmin) -> None:
+    cluster.topics |= {LEDGER_TOPIC: ends(1000), REQUESTS_TOPIC: ends(400), "orders": ends(600)}
+    listed: list[Sequence[Log]] = []
+
+    def discover(logs: Sequence[Log], names: Sequence[str]) -> set[str]:
+        listed.append(logs)
+        return {"orders"}
+
+    plan = planning.freeze(cluster, settings(max_records=140), None, NOW_MS, discover, set)
+    looked = {log.topic: log.end for log in listed[-1]}
+    assert (looked[LEDGER_TOPIC], looked[REQUESTS_TOPIC]) == (100, 40)
+    # The topic that was found takes its share: the run merges less than it looked through.
+    merged = {log.topic: log.end for log in plan.logs}
+    assert merged == {LEDGER_TOPIC: 70, REQUESTS_TOPIC: 28, "orders": 42}
+
+
 def test_a_capped_log_is_decided_if_only_transaction_markers_follow(cluster: FakeAdmin) -> None:
     cluster.topics[LEDGER_TOPIC] = ends(1000)
     assert one(freeze(cluster, max_records=100), LEDGER_TOPIC).decided_until_ms == NOW_MS
