@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Final, Protocol
 
 from service.contract import Guarantee, wire
 from spark import rule_table
@@ -30,7 +30,10 @@ from spark.reading.run_plan import (
     Plan,
     options_of,
 )
-from spark.settings import OFFSETS_MOST, Settings, matches
+from spark.settings import HOUR_MS, OFFSETS_MOST, Settings, matches
+
+# Enough to tell which records were deleted unread; each run stores the gaps of every log again.
+GAPS_MAX: Final = 100
 
 
 class Admin(Protocol):
@@ -98,6 +101,8 @@ def freeze(
     logs = _capped(logs, settings.options.max_records)
     logs = _with_decided_until(admin, logs, now_ms)
     logs = [_with_guarantees(settings, last_plan, log) for log in logs]
+    window_from = rule_table.window_from(now_ms, settings.options.window_h * HOUR_MS)
+    logs = [_with_joined_gaps(log, window_from) for log in logs]
     run = run or (last_plan.run + 1 if last_plan else 1)
     logs = [_with_caught_up_run(log, run) for log in _with_later_end(admin, logs)]
     all_logs = (*logs, *_carried(last_plan, logs, selection))
@@ -383,6 +388,28 @@ def _with_gaps(draft: _Draft, last_log: Log, ends: Ends, diverged: int | None, n
         log = replace(draft.log, start=ends.log_start, complete_since_ms=0, gaps=gaps)
         draft = replace(draft, log=log, complete_since=None if log.role == DATA else _OldestRecord.OF_LOG)
     return draft
+
+
+def _with_joined_gaps(log: Log, window_from: int) -> Log:
+    """Bound the number of gaps found before the report's window, about which no finding is reported any more.
+
+    If these are more than GAPS_MAX, those of an earlier topic are dropped, and those of the present topic become one
+    gap for each cause. Such a gap covers offsets in between, too: a claim on one of these is unprovable, never lost.
+    """
+    if sum(gap.seen_ms < window_from for gap in log.gaps) <= GAPS_MAX:
+        return log
+    of_topic = log.gaps_of_topic
+    earlier = log.gaps[: len(log.gaps) - len(of_topic)]
+    old = [gap for gap in of_topic if gap.seen_ms < window_from]
+    joined = [
+        LogGap(min(gap.first for gap in gaps), max(gap.last for gap in gaps), cause, max(gap.seen_ms for gap in gaps))
+        for cause in (RETENTION, TRUNCATED)
+        if (gaps := [gap for gap in old if gap.cause == cause])
+    ]
+    # The last earlier gap says that the topic was recreated: it separates the gaps before from those after.
+    kept = [gap for gap in earlier[:-1] if gap.seen_ms >= window_from]
+    recent = [gap for gap in of_topic if gap.seen_ms >= window_from]
+    return replace(log, gaps=(*kept, *earlier[-1:], *joined, *recent))
 
 
 def _with_later_end(admin: Admin, logs: list[Log]) -> list[Log]:

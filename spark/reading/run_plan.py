@@ -89,6 +89,12 @@ class Log:
     def topic_partition(self) -> TopicPartition:
         return self.topic, self.partition
 
+    @property
+    def gaps_of_topic(self) -> tuple[LogGap, ...]:
+        """The gaps since the topic was last recreated; earlier ones do not concern the present log."""
+        recreated = [nth for nth, gap in enumerate(self.gaps, 1) if gap.cause == RECREATED]
+        return self.gaps[max(recreated, default=0) :]
+
 
 _ZERO_IF_MISSING: Final = ("caught_up_run", "behind_run", "behind_end", "first_record_ms")
 
@@ -279,7 +285,7 @@ def evidence_changed(plan: Plan, last_plan: Plan | None) -> bool:
     def proof(log: Log) -> tuple[Any, ...]:
         # The plan's time, while the log is empty: later than any claim that the run knows, in every run.
         first_record_ms = log.first_record_ms if log.high_watermark else None
-        return log.topic_partition, log.topic_id, log.compacted, log.recreated_at_ms, log.gaps, first_record_ms
+        return log.topic_partition, log.topic_id, log.compacted, log.recreated_at_ms, log.gaps_of_topic, first_record_ms
 
     def proofs(logs: Iterable[Log]) -> set[tuple[Any, ...]]:
         return set(map(proof, logs))
@@ -294,7 +300,10 @@ def vanished(plan: Plan, last_plan: Plan | None) -> dict[TopicPartition, Span]:
         log.topic_partition: (gap.first, gap.last)
         for log in plan.of(DATA)
         for gap in log.gaps
-        if gap.cause == TRUNCATED and gap not in known_gaps.get(log.topic_partition, ())
+        # A plan may have joined older gaps.
+        if gap.cause == TRUNCATED
+        and gap.seen_ms == plan.frozen_ms
+        and gap not in known_gaps.get(log.topic_partition, ())
     }
 
 

@@ -102,12 +102,7 @@ def _bounds_of(log: Log) -> dict[str, Any]:
         "compacted": log.compacted,
         "topic_id": log.topic_id,
         "first_record_ms": log.first_record_ms,
-        "gaps": [
-            {"first": gap.first, "last": gap.last, "cause": gap.cause}
-            for gap in log.gaps
-            # Gaps of an earlier topic of that name do not concern the present log.
-            if gap.last > gap.first and gap.seen_ms > log.recreated_at_ms
-        ],
+        "gaps": [{"first": gap.first, "last": gap.last, "cause": gap.cause} for gap in log.gaps_of_topic],
     }
 
 

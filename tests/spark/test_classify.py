@@ -44,13 +44,21 @@ def log(role: str, topic: str, partition: int, *, end: int = 100, **more: Any) -
     return Log(role=role, topic=topic, partition=partition, **(values | more))
 
 
+# One gap of the earlier topic, and one of the present topic, which a run found whose clock was behind.
+RECREATED_GAPS = (
+    LogGap(6, 8, "retention", NOW_MS),
+    LogGap(9, 9, "recreated", NOW_MS + 60_000),
+    LogGap(20, 22, "retention", NOW_MS + 59_000),
+)
+
+
 def plan(*logs: Log) -> Plan:
     default_logs = [
         log(DATA, "t", 0),
         log(DATA, "t", 1, last_stable=100, high_watermark=103),
         log(DATA, "t", 2, first=50, gaps=(LogGap(60, 70, "retention", NOW_MS),)),
         log(DATA, "compact", 0, compacted=True),
-        log(DATA, "recreated", 0, recreated_at_ms=NOW_MS + 60_000, gaps=(LogGap(6, 8, "retention", NOW_MS),)),
+        log(DATA, "recreated", 0, recreated_at_ms=NOW_MS + 60_000, gaps=RECREATED_GAPS),
         log(DATA, "began", 0, first_record_ms=NOW_MS + 60_000),
         log(DATA, "begins", 0, first_record_ms=FROZEN_MS),
         log(DATA, "telemetry", 0, guarantees=(OffsetGuarantee(0, "idempotent"),)),
@@ -169,6 +177,12 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     ),
     "begins-fresh": ([entry(5, topic="begins", at=FRESH)], "pending", {"pending"}, None),
     "recreated-gap": ([entry(7, topic="recreated", at=NOW_MS + 120_000)], "lost", {"lost"}, None),
+    "recreated-unread": (
+        [entry(21, topic="recreated", at=NOW_MS + 120_000)],
+        "unprovable",
+        {"retention"},
+        None,
+    ),
     "gone": ([entry(5, topic="gone")], "unprovable", {"topic_gone"}, None),
     "gone-fresh": ([entry(5, topic="gone", at=FRESH)], "pending", {"pending"}, None),
     "stuck": ([answer(504)], "stuck", set(), None),

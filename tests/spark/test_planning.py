@@ -11,8 +11,8 @@ from service.contract import Rules, SharedSettings
 from spark.errors import CannotRun
 from spark.reading import planning, run_plan
 from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition
-from spark.reading.run_plan import DATA, LEDGER, Log, Plan
-from spark.settings import OFFSETS_MOST, Options, Settings
+from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan
+from spark.settings import HOUR_MS, OFFSETS_MOST, Options, Settings
 
 NOW_MS = 1_700_000_000_000
 LEDGER_TOPIC, REQUESTS_TOPIC = "fencepost.ledger", "fencepost.requests"
@@ -352,6 +352,53 @@ def test_records_that_retention_deleted_unread_are_a_gap(cluster: FakeAdmin) -> 
     cluster.topics["orders"] = ends(60, start=40)
     again = one(freeze(cluster, freeze(cluster, first)), "orders")
     assert len(again.gaps) == 1
+
+
+def test_many_gaps_older_than_the_window_are_joined(cluster: FakeAdmin) -> None:
+    """A run every hour reads half of what is written. No finding about such a gap is reported any more."""
+    plan, most = None, 0
+    for nth in range(2 * planning.GAPS_MAX):
+        cluster.topics["orders"] = ends(20 * nth + 10, start=20 * nth)
+        plan = freeze(cluster, plan, named={"orders"}, now_ms=NOW_MS + nth * HOUR_MS, window_h=24)
+        most = max(most, len(one(plan, "orders").gaps))
+    assert plan is not None
+    assert planning.GAPS_MAX < most <= planning.GAPS_MAX + 26
+    gaps = one(plan, "orders").gaps
+    assert (gaps[0].first, gaps[0].cause) == (10, "retention")
+    assert gaps[0].seen_ms < run_plan.window_from(plan, settings(window_h=24))
+    # In the window, and for as long as there are few, each gap stays as it was found.
+    apart = [(gap.first, gap.last) for gap in gaps[1:]]
+    assert apart == [(20 * nth - 10, 20 * nth) for nth in range(gaps[0].last // 20 + 1, 2 * planning.GAPS_MAX)]
+    assert len(apart) >= 24
+
+
+def with_gaps(plan: Plan, *gaps: LogGap) -> Plan:
+    """Return the plan with these gaps in the log of `orders`."""
+    logs = [replace(log, gaps=gaps) if log.topic == "orders" else log for log in plan.logs]
+    return replace(plan, logs=tuple(logs))
+
+
+def test_joined_gaps_of_truncated_records_are_no_new_truncation(cluster: FakeAdmin) -> None:
+    old = [LogGap(nth, nth + 2, "truncated", nth) for nth in range(planning.GAPS_MAX)]
+    first = with_gaps(freeze(cluster, named={"orders"}), *old, LogGap(40, 50, "retention", 7))
+    second = freeze(cluster, first, now_ms=NOW_MS + 1)
+    gaps = {(gap.first, gap.last, gap.cause) for gap in one(second, "orders").gaps}
+    assert gaps == {(0, planning.GAPS_MAX + 1, "truncated"), (40, 50, "retention")}
+    assert run_plan.vanished(second, first) == {}
+
+
+def test_old_gaps_of_a_topic_that_was_recreated_are_dropped_when_they_are_many(cluster: FakeAdmin) -> None:
+    old = [LogGap(nth, nth + 2, "retention", nth) for nth in range(planning.GAPS_MAX)]
+    # The clock of a run may be behind that of the run before.
+    recent, recreated, now = (
+        LogGap(7, 9, "retention", NOW_MS),
+        LogGap(9, 9, "recreated", 8),
+        LogGap(1, 3, "truncated", 7),
+    )
+    first = with_gaps(freeze(cluster, named={"orders"}), *old, recent, recreated, now)
+    log = one(freeze(cluster, first, now_ms=NOW_MS + 1), "orders")
+    assert log.gaps == (recent, recreated, now)
+    assert log.gaps_of_topic == (now,)
 
 
 def test_retention_of_records_that_were_read_is_no_gap(cluster: FakeAdmin) -> None:
