@@ -267,10 +267,10 @@ class History:
             self.answers([one.answer() for one in written])
         return written
 
-    def answers(self, answers: Sequence[str], partition: int = 0) -> None:
-        """Write one journal record."""
+    def answers(self, answers: Sequence[str], partition: int = 0, **more: Any) -> None:
+        """Write one journal record; `more` is for `produce`, such as its `timestamp`."""
         record = wire.encode_answers("127.0.0.1:8000", answers)
-        self.raw(self.plain, wire.requests_topic(self.namespace), record, partition)
+        self.raw(self.plain, wire.requests_topic(self.namespace), record, partition, **more)
 
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
         """Delete the records before an offset, as retention does."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.spark.history import History, Writer
 from tests.spark.runs import Ran
 
 Story = Generator[None, Ran, None]
@@ -56,3 +57,20 @@ class Stories:
         except _ERRORS as error:
             self._failed[name] = error
             del self._going[name]
+
+
+class Stage:
+    """The history that stories share; each story has topics and slots of its own."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self._slots = iter(range(history.slots))
+
+    def writer(self) -> Writer:
+        """Return a writer on a slot that no other story has."""
+        slot = next(self._slots)
+        return Writer(slot, 100 * (slot + 1), 0, f"host-{slot}:1")
+
+    def topics(self, *names: str) -> list[str]:
+        """Make topics with one partition, whose names begin with the namespace."""
+        return [self.history.topic(f"{self.history.namespace}-{name}") for name in names]

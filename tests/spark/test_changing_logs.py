@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import Consumer, TopicPartition
 from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
@@ -14,40 +15,31 @@ from service.contract import wire
 from spark import show
 from spark.tables import lake
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Writer
+from tests.spark.history import TIMEOUT_S, History
 from tests.spark.rows import HOUR_MS
 from tests.spark.runs import Ran
-from tests.spark.stories import Stories, Story
+from tests.spark.stories import Stage, Stories, Story
 from tests.spark.test_runs import cut
 from tests.spark.test_view import Views, id_of
 
 LATER_S = 3600.0
-SLOTS = 10
+SLOTS = 12
 GAP = "evidence_gap"
 
 
-class Stage:
-    """The history and the job of all stories. Each story has slots of its own."""
+class ChangingStage(Stage):
+    """Besides the history: the job, and the rules by which one topic is `idempotent`."""
 
     def __init__(self, spark: SparkSession, history: History, audit: Audit, rules: Path) -> None:
+        super().__init__(history)
         self.spark = spark
-        self.history = history
         self.audit = audit
         self.rules = rules
-        self._slots = iter(range(SLOTS))
 
     @property
     def idempotent(self) -> str:
         """Name the one topic with this guarantee."""
         return f"{self.history.namespace}-idempotent"
-
-    def writer(self) -> Writer:
-        """Make a writer on a slot that no other story uses."""
-        slot = next(self._slots)
-        return Writer(slot, 100 * (slot + 1), 0, f"host-{slot}:1")
-
-    def topics(self, *names: str) -> list[str]:
-        return [self.history.topic(f"{self.history.namespace}-{name}") for name in names]
 
     @classmethod
     def runs(cls, rules: Path) -> list[dict[str, Any]]:
@@ -62,7 +54,7 @@ class Stage:
         ]
 
 
-def time_and_the_end_of_a_transaction_revise_a_verdict(stage: Stage) -> Story:
+def time_and_the_end_of_a_transaction_revise_a_verdict(stage: ChangingStage) -> Story:
     history, one, two = stage.history, stage.writer(), stage.writer()
     topic = history.topic(f"{history.namespace}-revised", 2)
     producer = history.transactional(one)
@@ -90,7 +82,7 @@ def time_and_the_end_of_a_transaction_revise_a_verdict(stage: Stage) -> Story:
     assert (third.balance(topic)["pending"], third.balance(topic)["delivered_once"]) == (0, 2)
 
 
-def no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(stage: Stage) -> Story:
+def no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(stage: ChangingStage) -> Story:
     yield
     history, one, two = stage.history, stage.writer(), stage.writer()
     (topic,) = stage.topics("held")
@@ -110,7 +102,7 @@ def no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(stage: St
     assert (second.findings(topic), second.balance(topic)["delivered_once"]) == (set(), 2)
 
 
-def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: Stage) -> Story:
+def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: ChangingStage) -> Story:
     """Recreated before a run, and absent in one run and back in the next; with topic ids in the ledger or without.
 
     Without the id in the ledger, the time of the log's first record decides.
@@ -153,7 +145,7 @@ def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: St
     assert [one["count"] for one in gaps] == [10, 10]
 
 
-def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(stage: Stage) -> Story:
+def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(stage: ChangingStage) -> Story:
     """An open transaction, a deleted topic, a recreated topic; an id lost in one hour and duplicated in another."""
     yield
     history, one, two = stage.history, stage.writer(), stage.writer()
@@ -198,7 +190,7 @@ def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(sta
     assert balance(last)["accepted"] == 5
 
 
-def a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pass(stage: Stage) -> Story:
+def a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pass(stage: ChangingStage) -> Story:
     """The key alone does not name the caller, in whose scope the event has its id."""
     yield
     yield
@@ -228,7 +220,7 @@ def a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pas
     assert with_pass.findings(topic) == {("duplicate", "foreign_writer", "scoped")}
 
 
-def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: Stage) -> Story:
+def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: ChangingStage) -> Story:
     """Registered before or after; another event is at each old offset, with and without Fencepost's header."""
     yield
     history, writer = stage.history, stage.writer()
@@ -277,7 +269,60 @@ def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: Stage) -> 
         assert f"  value    {topic} new" in lines
 
 
-def logs_that_change_between_runs(stage: Stage) -> Story:
+def records_that_compaction_took_unread_are_a_gap_and_never_lost(stage: ChangingStage) -> Story:
+    yield
+    history, writer = stage.history, stage.writer()
+    config = {"cleanup.policy": "compact", "segment.ms": "1000", "min.cleanable.dirty.ratio": "0.001"}
+    topic = history.topic(f"{history.namespace}-table", 1, config | {"delete.retention.ms": "0"})
+    producer = history.transactional(writer)
+    at = history.now_ms - HOUR_MS
+
+    def deliver(key: str, record_key: bytes, second: int, value: bytes | None = b'"$key"') -> int:
+        """Write an event with a timestamp; a segment is a second long, and only a closed one is cleaned."""
+        more = {"at": at, "ts": history.now_ms + 2000 * second, "record_key": record_key, "value": value}
+        return history.deliver(producer, writer, topic, [key], **more)[0].offset  # type: ignore[arg-type]
+
+    early = [deliver(f"early-{n}", b"row-%d" % n, n) for n in range(3)]
+    first = yield
+    assert first.balance(topic)["delivered_once"] == 3
+    # Superseded before a run reads them.
+    unread = [deliver("over-0", b"row-0", 4), deliver("over-1", b"row-1", 5), deliver("over-1-again", b"row-1", 6)]
+    unread.append(deliver("tombstone", b"row-2", 7, None))
+    for n in range(3):
+        deliver(f"last-{n}", b"row-%d" % n, 9 + n)
+    deliver("end", b"end", 20)
+    deliver("active", b"active", 30)
+    _wait_until_cleaned(history, topic, {*early, *unread})
+    second = yield
+    assert second.findings(topic) == {(GAP, "compacted", f"{topic}[0]")}
+    (gap,) = [one for one in second.document["findings"] if one["topic"] == topic]
+    assert gap["count"] == len(unread)
+    balance = second.balance(topic)
+    assert (balance["accepted"], balance["delivered_once"], balance["unprovable"]) == (12, 8, 4)
+    assert balance["lost"] == 0
+
+
+def _wait_until_cleaned(history: History, topic: str, gone: set[int]) -> None:
+    """Wait until none of these offsets holds a record any more."""
+    deadline = time.monotonic() + 120
+    while left := gone & _offsets(history, topic):
+        assert time.monotonic() < deadline, f"{topic} still has {sorted(left)}"
+        time.sleep(0.2)
+
+
+def _offsets(history: History, topic: str) -> set[int]:
+    consumer = Consumer({"bootstrap.servers": history.bootstrap, "group.id": "cleaned", "enable.partition.eof": True})
+    found = set()
+    try:
+        consumer.assign([TopicPartition(topic, 0, 0)])
+        while (message := consumer.poll(TIMEOUT_S)) is not None and message.error() is None:
+            found.add(message.offset() or 0)
+    finally:
+        consumer.close()
+    return found
+
+
+def logs_that_change_between_runs(stage: ChangingStage) -> Story:
     """The last story, because its interrupted run must be planned again by its own changes only."""
     yield
     history, writer = stage.history, stage.writer()
@@ -322,21 +367,22 @@ STORIES = (
     proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs,
     a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pass,
     a_recreated_topic_gives_no_old_id_the_value_of_a_new_event,
+    records_that_compaction_took_unread_are_a_gap_and_never_lost,
     logs_that_change_between_runs,
 )
 
 
 @pytest.fixture(scope="module")
-def stories(spark: SparkSession, kafka: Kafka, audit: Audit, tmp_path_factory: pytest.TempPathFactory) -> Stories:
+def shared(spark: SparkSession, kafka: Kafka, audit: Audit, tmp_path_factory: pytest.TempPathFactory) -> Stories:
     history = History(kafka.bootstrap, f"t-{uuid.uuid4().hex[:12]}", slots=SLOTS)
     rules = tmp_path_factory.mktemp("rules") / "rules.toml"
-    stage = Stage(spark, history, audit, rules)
+    stage = ChangingStage(spark, history, audit, rules)
     rules.write_text(f'[[topics]]\npattern = "{stage.idempotent}"\nguarantee = "idempotent"\n')
-    shared = Stories({story.__name__: story(stage) for story in STORIES})
-    shared.run(partial(audit, history), stage.runs(rules))
-    return shared
+    stories = Stories({story.__name__: story(stage) for story in STORIES})
+    stories.run(partial(audit, history), stage.runs(rules))
+    return stories
 
 
 @pytest.mark.parametrize("story", [story.__name__ for story in STORIES])
-def test_that(stories: Stories, story: str) -> None:
-    stories.check(story)
+def test_that(shared: Stories, story: str) -> None:
+    shared.check(story)

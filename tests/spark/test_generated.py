@@ -1,6 +1,6 @@
 """Histories with known faults, from seeds: the audit finds each fault with its kind and cause, and nothing else.
 
-Five seeds, and one broken rule; `python -m tests.spark.generated` has fifty seeds, and every mutant.
+Two seeds; with TEST_LONG five, and one broken rule. `python -m tests.spark.generated` has fifty, and every mutant.
 """
 
 from collections import Counter
@@ -13,6 +13,7 @@ from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
 from spark import rule_table
+from tests.conftest import LONG
 from tests.spark import checks
 from tests.spark.generated import Trial
 from tests.spark.generator import Script
@@ -20,7 +21,7 @@ from tests.spark.mutants import MUTANTS, sample
 from tests.spark.oracle import STAGES, Record, Score
 from tests.spark.script import CAUSES, DUAL, EXPIRED, FOREIGN, RESTART, REWRITE, TTL_MS
 
-SEEDS: Final = range(5)
+SEEDS: Final = range(5 if LONG else 2)
 TIMEOUT_MS: Final = 900_000  # the most that the broker allows
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from confluent_kafka import Producer
 from pyspark.sql import SparkSession
 
 from deploy import places
@@ -25,10 +26,14 @@ from spark.reading.kafka_admin import KafkaAdmin
 from spark.report import document, publish
 from spark.rules import balance
 from spark.tables import lake, lock
+from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
+from tests.kubernetes.alerting import Rules as AlertRules
+from tests.kubernetes.rendering import HERE, Rendered, render
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Writer
+from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.runs import Ran, run
 
+MINUTE_S, HOUR_S = 60, 3600
 LATER_S = 3600.0
 DAY_S = 86_400.0
 ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
@@ -71,13 +76,15 @@ def _second_stage(history: History) -> None:
     history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(5, 12)], value=b'"$key"')
     history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(45, 60)], value=b'"changed"')
     history.send(history.plain, topic, ["k-1", "k-1", "k-2"], ONE, value=b'"$key"', partition=1)
+    history.raw(history.plain, topic, b"no key")
     history.raw(history.plain, wire.ledger_topic(history.namespace), b"no entry")
 
 
 class Stages(NamedTuple):
-    """The history of both stages, a run over both, and the folder of a lake with only the first."""
+    """Both stages: the history, the run after each, and the folder of a lake with only the first."""
 
     history: History
+    first: Ran
     whole: Ran
     clean: Path
 
@@ -96,7 +103,43 @@ def stages(kafka: Kafka, audit: Audit) -> Stages:
     clean = first.lake.with_name("clean")
     shutil.copytree(first.lake, clean)
     _second_stage(history)
-    return Stages(history, audit(history, later_s=LATER_S), clean)
+    # An open transaction.
+    hanging = Producer({"bootstrap.servers": history.bootstrap, "transactional.id": f"{history.namespace}-foreign"})
+    hanging.init_transactions(TIMEOUT_S)
+    hanging.begin_transaction()
+    history.raw(hanging, f"{history.namespace}-t", b"no end", 1, headers=[("idempotency-key", b"z")])
+    whole = audit(history, later_s=LATER_S + 20 * MINUTE_S)
+    hanging.abort_transaction(TIMEOUT_S)
+    return Stages(history, first, whole, clean)
+
+
+@pytest.fixture(scope="module")
+def alert_rules(tmp_path_factory: pytest.TempPathFactory) -> AlertRules:
+    return AlertRules(
+        Rendered("prod", render(HERE / "overlays" / "prod")), "fencepost-audit", tmp_path_factory.mktemp("a")
+    )
+
+
+def _metrics_of(ran: Ran) -> Scrape:
+    """Make the scrape of some seconds after a run."""
+    text = (ran.report / "metrics.prom").read_text()
+    frozen = parse(text, 0, {}).value("fencepost_audit_frozen_timestamp_seconds")
+    assert frozen is not None
+    return parse(text, frozen + 5, {"namespace": "fencepost"})
+
+
+def test_the_audits_alerts_fire_on_the_metrics_of_runs(stages: Stages, alert_rules: AlertRules) -> None:
+    healthy, found = _metrics_of(stages.first), _metrics_of(stages.whole)
+    assert check_metrics((stages.first.report / "metrics.prom").read_text()) == ""
+    alert_rules.assert_firing([], healthy, (healthy, healthy), HOUR_S)
+    # No run comes any more; or its report is not served.
+    alert_rules.assert_firing(["FencepostAuditLate"], healthy, (healthy, healthy), 3 * HOUR_S)
+    alert_rules.assert_firing(["FencepostAuditLate"], healthy, (NOTHING, NOTHING), 30 * MINUTE_S)
+    # Copies, a record without a key, and an open transaction.
+    assert found.value("fencepost_audit_held_up_partitions") == 1
+    alerts = ["FencepostDuplicatesOrLossesStand", "FencepostAuditFindings", "FencepostPartitionStandsStill"]
+    alert_rules.assert_firing([*alerts, "FencepostDuplicatesOrLosses"], healthy, (found, found), 10 * MINUTE_S)
+    alert_rules.assert_firing(alerts, healthy, (found, found), 90 * MINUTE_S)  # the findings are not new any more
 
 
 # In this order: one lake goes through all of them, run after run.
@@ -253,7 +296,7 @@ def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(s
     history, whole = stages.history, stages.whole
     for number in range(1, 6):
         part = audit(history, later_s=LATER_S, lake="capped", max_records=45)
-        assert {kind for kind, _, _ in part.findings()} <= {"duplicate", "conflict"}
+        assert {kind for kind, _, _ in part.findings()} <= {"duplicate", "conflict", "unkeyed"}
         if part.document["run"]["caught_up"]:
             break
         assert part.document["balance"]["pending"] > 0 or number > 1
@@ -261,50 +304,6 @@ def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(s
     assert part.document["run"]["caught_up"]
     assert part.findings() == whole.findings()
     assert part.document["balance"] == whole.document["balance"]
-
-
-def test_records_older_than_the_ledger_are_no_phantoms(history: History, audit: Audit) -> None:
-    """The ledger was recreated, or the data mirrored with its headers; a later record without an entry is a phantom."""
-    topic, mirror = (history.topic(f"{history.namespace}-{name}") for name in ("t", "mirror"))
-    history.deliver(history.transactional(ONE), ONE, topic, [f"k-{n}" for n in range(5)], answer=False)
-    history.send(history.plain, mirror, [f"m-{n}" for n in range(5)], ONE)
-    ledger = wire.ledger_topic(history.namespace)
-    history.remove(ledger)
-    history.topic(ledger, history.slots, history.internal)
-    producer = history.transactional(ONE)
-    for name in (topic, mirror):
-        history.deliver(producer, ONE, name, [f"{name}-fine"])
-        # The broker, on the same machine, has set the timestamp of the ledger's first record by now.
-        now_ms = int(time.time() * 1000)
-        history.send(history.plain, name, [f"{name}-unclaimed"], TWO, at=now_ms, ts=now_ms)
-    ran = audit(history, later_s=LATER_S)
-    for name in (topic, mirror):
-        assert ran.findings(name) == {
-            ("evidence_gap", "ledger_gone", f"{name}[0]"),
-            ("phantom", None, f"{name}-unclaimed"),
-        }
-        found = [one for one in ran.document["findings"] if one["topic"] == name]
-        assert {one["kind"]: one["count"] for one in found} == {"evidence_gap": 5, "phantom": 1}
-
-
-def test_the_topics_of_a_default_run_do_not_depend_on_the_options_of_the_last_run(
-    history: History, audit: Audit
-) -> None:
-    orders, payments, others, refused = (
-        history.topic(f"{history.namespace}-{name}", 1) for name in ("orders", "payments", "others", "refused")
-    )
-    producer = history.transactional(ONE)
-    history.deliver(producer, ONE, orders, ["one"])
-    (paid,) = history.deliver(producer, ONE, payments, ["two"])
-    history.raw(history.plain, others, b"nobody's")
-    history.raw(history.plain, refused, b"nobody's")
-    history.answers([paid.answer(422, topic=refused)])
-    assert audit(history, later_s=LATER_S, topics=(orders,)).outcome.status == 0
-    assert audit(history, later_s=LATER_S).document["run"]["topics"] == [orders, payments]
-    everything = audit(history, later_s=LATER_S, topics=(f"{history.namespace}-*",))
-    assert {kind for kind, _, _ in everything.findings()} == {"unkeyed"}
-    again = audit(history, later_s=LATER_S)
-    assert (again.document["run"]["topics"], again.outcome.status) == ([orders, payments], 0)
 
 
 def test_a_missing_ledger_or_an_unreachable_kafka_is_reported_in_a_line(

@@ -7,12 +7,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
-from service.contract import wire
 from spark import rule_table
 from spark.rules import current_findings
 from spark.rules.findings import HOUR, IDS, LOG
 from spark.tables import lake
-from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS
 from tests.spark.world import FOREVER
@@ -65,38 +63,3 @@ def test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_
     standing = current_findings.by_hour(spark.createDataFrame(rows, lake.schema("findings")), since_ms)
     names = {row["topic"] for row in standing.collect()}
     assert names == {"in", "replayed", "clock behind", "gap", "all ids", "since"}
-
-
-# Accepted this long after the first hour of the window began, named by the ledger this long after → whether the report
-# has it.
-PROMISES = {"at the edge": (0, 0, True), "within": (300_000, 300_000, True), "clock behind": (5, -5000, True)}
-PROMISES |= {"before": (-1, -1, False)}
-
-
-def test_findings_are_reported_only_for_ids_that_the_balance_counts(past: History, audit: Audit) -> None:
-    topic = past.topic(f"{past.namespace}-t")
-    now_ms = past.now_ms // HOUR_MS * HOUR_MS + 20 * 60_000
-    window_from_ms = now_ms // HOUR_MS * HOUR_MS - WINDOW_H * HOUR_MS
-    producer = past.transactional(ONE)
-    past.deliver(producer, ONE, topic, ["there"], at=now_ms - HOUR_MS, ts=now_ms - HOUR_MS)
-    producer.begin_transaction()
-    for offset, (name, (after_ms, named_after_ms, _)) in enumerate(PROMISES.items(), 1000):
-        at = window_from_ms + after_ms
-        record = wire.LedgerRecord(
-            ONE.slot,
-            ONE.producer_id,
-            ONE.epoch,
-            ONE.instance,
-            [wire.Entry(wire.event_id(name), bytes(8), at, topic, 0, offset, at)],
-            past.topic_ids([topic]),
-        )
-        timestamp = window_from_ms + named_after_ms
-        past.raw(producer, wire.ledger_topic(past.namespace), record.encode(), timestamp=timestamp)
-    producer.commit_transaction(30)
-    ran = audit(past, now_ms=now_ms, window_h=WINDOW_H)
-    lost = {wire.event_id(name).hex() for name, (_, _, is_lost) in PROMISES.items() if is_lost}
-    assert ran.document["balance"]["lost"] == len(lost)
-    assert {(one["kind"], one["cause"], one["id"]) for one in ran.document["findings"]} == {
-        ("lost", "ledger", id) for id in lost
-    }
-    assert ran.outcome.status == 3

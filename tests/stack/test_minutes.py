@@ -53,11 +53,11 @@ def test_a_run_prints_them_once_with_and_without_xdist(processes: str, tmp_path:
         file.parent.mkdir()
         file.write_text("def test_it(): pass\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--numprocesses", processes, "--rootdir", tmp_path, tmp_path],
+        [sys.executable, "-m", "pytest", "-p", "xdist", "--numprocesses", processes, "--rootdir", tmp_path, tmp_path],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(places.ROOT)},
+        env={**os.environ, "PYTHONPATH": str(places.ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("minutes by folder: ")]

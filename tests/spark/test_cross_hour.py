@@ -1,0 +1,59 @@
+"""Ids with rows in several hours: what other hours say of an answer 202 or 504."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark.rules import cross_hour
+from spark.tables import hours, lake
+from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
+
+EARLY, LATE = NOW_MS - 3 * HOUR_MS, NOW_MS - HOUR_MS
+
+# evidence → the `elsewhere` and `freed_ms` that other hours give the 202 or 504
+CASES: dict[str, tuple[Sequence[Any], tuple[bool, int | None] | None]] = {
+    "entered": ([entry(1, at=EARLY), copy(1, at=EARLY), answer(504)], (True, None)),
+    "lost": ([entry(2, at=EARLY), answer(202)], (True, None)),
+    "answered": ([answer(201, 3, at=EARLY), answer(504)], (True, None)),
+    "phantom": ([copy(4, at=EARLY), answer(504)], (True, None)),
+    "strange": ([copy(5, at=EARLY, writer=None), answer(504)], None),
+    "later": ([answer(504, at=EARLY), entry(6, at=LATE), copy(6, at=LATE)], (True, None)),
+    "freed": ([answer(504, at=EARLY), answer(503, at=LATE)], (False, LATE + 20)),
+    "freed-before": ([answer(503, at=EARLY), answer(504, at=LATE)], None),
+    "both": ([answer(504, at=EARLY), answer(503, at=LATE), copy(7, at=LATE)], (True, LATE + 20)),
+    "alone": ([answer(504)], None),
+    "twice": ([answer(504), answer(504, at=EARLY)], None),
+    "same hour": ([answer(504), copy(8), entry(8)], None),
+    "refused": ([answer(504), answer(409, at=EARLY)], None),
+}
+
+
+def _settled(rows: Any) -> dict[str, tuple[bool, int | None]]:
+    found = cross_hour.settled_elsewhere(rows, 1)
+    assert found is not None
+    return {name_of(row["id"]): (row["elsewhere"], row["freed_ms"]) for row in found.collect()}
+
+
+def test_an_unsure_answer_is_settled_by_the_evidence_of_other_hours(spark: SparkSession) -> None:
+    rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}))
+    assert _settled(rows) == {name: settled for name, (_, settled) in CASES.items() if settled is not None}
+
+
+def test_evidence_of_other_hours_is_noted_once_and_revoked_by_a_later_answer(
+    spark: SparkSession, tmp_path: Any
+) -> None:
+    tables = lake.Lake(spark, str(tmp_path))
+    tables.append("deliveries", reduced(spark, ids({name: case[0] for name, case in CASES.items()})), 1)
+    found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
+    assert found is not None
+    found = found.localCheckpoint()
+    tables.settle_elsewhere(found, hours.of(found), 1)
+    assert _settled(tables.read("deliveries")) == {}
+    # Without new records: only the few rows in doubt are looked up.
+    assert cross_hour.settled_elsewhere(tables.read("deliveries").where("run > 1"), 2) is None
+    again = reduced(spark, ids({"freed": [answer(504, at=EARLY, timestamp_ms=NOW_MS)]}), 2)
+    tables.merge(again, hours.of(again), 2)
+    rows = tables.read("deliveries").where((F.col("answered_504") > 0) & (F.col("run") == 2)).collect()
+    assert [(name_of(row["id"]), row["freed_ms"]) for row in rows] == [("freed", None)]
