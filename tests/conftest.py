@@ -6,7 +6,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import hypothesis
 import pytest
@@ -91,8 +91,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
     """Give the first process files from the end of the list, where those of Spark are, and the others from the start.
 
-    Only the first process runs Spark, because each JVM with Spark takes minutes of processor time to warm up.
+    As long as other files are left only the first process runs Spark, because each JVM with Spark takes minutes of
+    processor time to warm up. Then a second one helps, if enough of Spark's files are left.
     """
+
+    _HELPED_FILES: Final = 6
+
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        super().__init__(config, log)
+        self._helper: WorkerController | None = None
 
     def _split_scope(self, nodeid: str) -> str:
         return "alone" if folder(nodeid) in _ALONE else nodeid.partition("::")[0]
@@ -103,10 +110,15 @@ class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
         super()._assign_work_unit(node)
 
     def _reschedule(self, node: WorkerController) -> None:
-        if node is not self.nodes[0] and self.workqueue and all(map(_is_spark, self.workqueue)):
-            node.shutdown()
-        else:
+        if node is self.nodes[0] or not self.workqueue or not all(map(_is_spark, self.workqueue)):
             super()._reschedule(node)
+            return
+        if self._helper is None and len(self.workqueue) >= self._HELPED_FILES:
+            self._helper = node
+        if node is self._helper:
+            super()._reschedule(node)
+        else:
+            node.shutdown()
 
 
 def _is_spark(scope: str) -> bool:
