@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
-"""Reads the bodies of requests: strict JSON in, events out, or None for a body that is unusual or has a fault.
+"""Parses the bodies of requests: strict JSON in, events out; None for a body that is uncommon or has a fault.
 
 `service.events.event` and `service.events.strict_json` read, refuse and explain those. tests/unit/native/test_bodies.py
 holds both readers to the same events.
@@ -14,10 +14,10 @@ include "strict_json.pxi"
 cdef enum:
     TOPIC_CHARS_MAX = 249
     KEY_CHARS_MAX = 255
-    DIGITS_MAX = 15  # of a whole number of an event: it stays below 2^53
-    NAMES_MAX = 1_000  # in objects that are open, of an event that is read on the event loop
-    HEADERS_MAX = 32  # of an event: the name of each is compared with those before it
-    COPIED_MAX = 32 * 1024  # bytes of an event that are put beside the rest of a fingerprint, to go into it in one call
+    DIGITS_MAX = 15  # of an event's integer, which so stays below 2^53
+    NAMES_MAX = 1_000  # names in all open objects of an event that is parsed on the event loop
+    HEADERS_MAX = 32  # of an event: each name is compared with all earlier ones
+    COPIED_MAX = 32 * 1024  # the longest value that is copied, to hash all fields of a fingerprint in one call
 
     # Fields of an event, as bits.
     TOPIC = 1
@@ -45,7 +45,7 @@ cdef inline void _open(Body* body, bytes raw):
 
 
 cdef inline bint _key(Body* body, Slice* name) noexcept nogil:
-    """The name of a member, without escapes, and its colon."""
+    """Parse the name of a member, without escapes, and the colon."""
     return _string(body, name) and not body.escaped and _one(body, c':')
 
 
@@ -54,7 +54,7 @@ cdef inline bint _is(Slice* name, const char* word, Py_ssize_t size) noexcept no
 
 
 cdef int _field_of(Slice* name) noexcept nogil:
-    """The bit of an event's field; 0 for any other name, and for those that are rare."""
+    """Return the bit of an event's field; 0 for rare fields and all other names."""
     if _is(name, b"topic", 5):
         return TOPIC
     if _is(name, b"key", 3):
@@ -73,7 +73,7 @@ cdef int _field_of(Slice* name) noexcept nogil:
 
 
 cdef bint _text(Body* body, Slice* content) noexcept nogil:
-    """A string without escapes, or null."""
+    """Parse a string without escapes, or null."""
     if body.at < body.end and body.at[0] == c'n':
         content.start = NULL
         return _word(body, b"null", 4)
@@ -81,7 +81,7 @@ cdef bint _text(Body* body, Slice* content) noexcept nogil:
 
 
 cdef bint _whole_number(Body* body, long long* number) noexcept nogil:
-    """A number from 0 on, or null."""
+    """Parse an integer of 0 or more, or null."""
     cdef const unsigned char* start = body.at
     if body.at < body.end and body.at[0] == c'n':
         return _word(body, b"null", 4)
@@ -91,12 +91,12 @@ cdef bint _whole_number(Body* body, long long* number) noexcept nogil:
     while start < body.at:
         number[0] = 10 * number[0] + (start[0] - c'0')
         start += 1
-    # What follows may make a fraction of it.
+    # A fraction or an exponent may follow.
     return body.at == body.end or not (body.at[0] == c'.' or (body.at[0] | 0x20) == c'e')
 
 
 cdef bint _fields(Body* body, int depth, Fields* fields, list headers) except -1:
-    """An event's fields; its headers, (name, content) each, are appended to `headers`."""
+    """Parse an event's fields; its headers are appended to `headers` as (name, content)."""
     cdef Slice name
     cdef int field, after
     fields.seen = 0
@@ -141,7 +141,7 @@ cdef bint _fields(Body* body, int depth, Fields* fields, list headers) except -1
 
 
 cdef bint _headers(Body* body, list headers) except -1:
-    """The client's own headers, or null."""
+    """Parse the client's own headers, or null."""
     cdef Slice name, content
     cdef int before, after
     if body.at < body.end and body.at[0] == c'n':
@@ -201,7 +201,7 @@ cdef inline char* _put_length(char* to, unsigned int length) noexcept:
 
 
 cdef inline char* _put(char* to, const unsigned char* content, Py_ssize_t size) noexcept:
-    """A field of a fingerprint: its length in 4 bytes, big-endian, and the field; ff ff ff ff where it is absent."""
+    """Write a field of a fingerprint: its length in 4 bytes, big-endian, and the field; ff ff ff ff if it is absent."""
     if content == NULL:
         return _put_length(to, 0xffffffff)
     to = _put_length(to, <unsigned int> size)
@@ -210,9 +210,9 @@ cdef inline char* _put(char* to, const unsigned char* content, Py_ssize_t size) 
 
 
 def fault(bytes raw not None):
-    """Find what keeps a body from being strict JSON: (kind, offset, the duplicate name); None for strict JSON.
+    """Find the fault of a body that is not strict JSON: (kind, offset, the duplicate name); None for strict JSON.
 
-    Python's lock is not held meanwhile.
+    Releases the GIL.
     """
     cdef Body body
     cdef bint strict
@@ -231,10 +231,10 @@ def fault(bytes raw not None):
 
 
 def elements(bytes raw not None, bytes name not None, Py_ssize_t most):
-    """Where the elements of an array, or the contents of an object's members, begin and end: those of the first member
-    of that name, or, without a name, of all that `raw` is.
+    """Find the offsets (start, end) of the elements of an array, or of the values of an object's members.
 
-    One more than `most` are looked for. None are where it is broken before their end. Python's lock is not held.
+    The array or object is the value of the first member `name`, or `raw` itself without a name. Stops after `most` + 1
+    elements. Returns an empty list if the JSON is broken before their end. Releases the GIL.
     """
     cdef Body body
     cdef Slice wanted
@@ -256,7 +256,7 @@ def elements(bytes raw not None, bytes name not None, Py_ssize_t most):
 
 
 cdef bint _find(Body* body, Slice* wanted) noexcept nogil:
-    """Read an object up to what a member has."""
+    """Parse an object up to the value of the member `wanted`."""
     cdef Slice name
     if not _one(body, c'{'):
         return False
@@ -270,7 +270,7 @@ cdef bint _find(Body* body, Slice* wanted) noexcept nogil:
 
 
 cdef Py_ssize_t _elements(Body* body, Py_ssize_t* places, Py_ssize_t most) noexcept nogil:
-    """How many there are, up to `most`."""
+    """Write the offsets of up to `most` elements to `places`; returns their number."""
     cdef Slice ignored
     cdef Py_ssize_t found = 0
     cdef int after = MORE
@@ -292,14 +292,14 @@ cdef Py_ssize_t _elements(Body* body, Py_ssize_t* places, Py_ssize_t most) noexc
 
 
 cdef class EventReader:
-    """Makes events of bodies by `make`, whose arguments are the fields of service.events.event.Event, in their order."""
+    """Makes events from bodies by `make`, whose arguments are the fields of service.events.event.Event, in order."""
 
     cdef object make, sha256
-    cdef object fingerprint  # the one of wire, for what has headers
+    cdef object fingerprint  # wire.fingerprint, for events with headers
     cdef Py_ssize_t event_bytes_max, entry_bytes, batch_events_max
     cdef frozenset reserved
     cdef str trace_header
-    cdef str topic  # the last one: most events are of one that was just seen
+    cdef str topic  # of the last event, because most events have the same
     cdef bytes topic_bytes
 
     def __init__(
@@ -319,7 +319,7 @@ cdef class EventReader:
         self.topic, self.topic_bytes = "", b""
 
     def event(self, bytes raw not None, str key not None, str scope not None, traceparent):
-        """The event of one body whose key is checked; None where the body is not plain."""
+        """Make the event of a body, with a checked key; None if the body is uncommon."""
         cdef Fields fields
         cdef list headers = []
         if not _whole(raw, &fields, headers) or fields.seen & IDEMPOTENCY_KEY:
@@ -327,7 +327,7 @@ cdef class EventReader:
         return self._event(&fields, headers, key, scope, traceparent)
 
     def member(self, bytes raw not None, str scope not None, traceparent):
-        """The event of one body that has its key; None where the body is not plain."""
+        """Make the event of a body that contains its key; None if the body is uncommon."""
         cdef Fields fields
         cdef list headers = []
         if not _whole(raw, &fields, headers) or not _is_key(&fields.idempotency_key):
@@ -335,7 +335,7 @@ cdef class EventReader:
         return self._event(&fields, headers, _key_of(&fields), scope, traceparent)
 
     def batch(self, bytes raw not None, str scope not None, traceparent):
-        """The events of a batch that is not atomic, to be read in steps."""
+        """Make a reader of a batch that is not atomic, which parses it in steps."""
         return Batch(self, raw, scope, traceparent)
 
     cdef object _event(self, Fields* fields, list headers, str key, str scope, traceparent):
@@ -359,14 +359,14 @@ cdef class EventReader:
                 return None
             size += len((<str> name).encode()) + len(<bytes> content)
             if name == self.trace_header:
-                traceparent = None  # the client's own goes with the event, once
+                traceparent = None  # the event has the client's own header instead
         if size > self.event_bytes_max:
             return None
         if fields.topic.size != PyBytes_GET_SIZE(self.topic_bytes) or memcmp(
             fields.topic.start, PyBytes_AS_STRING(self.topic_bytes), fields.topic.size
         ):
             topic_bytes = _bytes_of(&fields.topic)
-            # The bytes last: where memory lacks in between, they must not stand beside the old name.
+            # The bytes last: if memory runs out in between, they must not belong to another name.
             self.topic = topic_bytes.decode()
             self.topic_bytes = topic_bytes
         record_key = None if fields.key.start == NULL else _bytes_of(&fields.key)
@@ -415,14 +415,14 @@ cdef class EventReader:
 
 
 cdef class Batch:
-    """A batch that is not atomic, and each of whose events has its key."""
+    """Reads a batch that is not atomic, whose events contain their keys."""
 
     cdef EventReader reader
     cdef bytes raw
     cdef str scope
     cdef object traceparent
     cdef Body body
-    cdef bint not_atomic  # it was said
+    cdef bint not_atomic  # `"atomic": false` was read
     cdef readonly list events
     cdef readonly bint whole
 
@@ -435,7 +435,7 @@ cdef class Batch:
         _end(&self.body)
 
     def read(self, Py_ssize_t most):
-        """Read events of about so many bytes, which are appended to `events`. False where anything is not plain."""
+        """Parse events of about this many bytes, and append them to `events`; False if anything is uncommon."""
         cdef Body* body = &self.body
         cdef const unsigned char* until = body.at + most
         cdef int after = MORE
@@ -484,7 +484,7 @@ cdef class Batch:
         return after == DONE and _ended(body)
 
     cdef bint _says(self, Slice* name) noexcept:
-        """Is this `"atomic": false`? A second time is no more plain."""
+        """Parse `"atomic": false`; False for anything else, and for a second time."""
         if self.not_atomic or not _is(name, b"atomic", 6) or not _word(&self.body, b"false", 5):
             return False
         self.not_atomic = True
@@ -496,7 +496,7 @@ cdef str _key_of(Fields* fields):
 
 
 cdef bint _whole(bytes raw, Fields* fields, list headers) except -1:
-    """The fields of an event that is all of a body."""
+    """Parse the fields of an event that is the whole body."""
     cdef Body body
     _open(&body, raw)
     body.names_most = NAMES_MAX

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
-"""Reads a POST that comes in one piece; returns None for a head with anything unusual, which httptools reads.
+"""Parses a POST that comes in one piece; returns None for an uncommon head, which httptools parses.
 
 The accepted heads are a narrow part of RFC 9112 that every proxy reads in the same way; tests/unit/native/test_heads.py
 compares both readers.
@@ -14,7 +14,7 @@ cdef enum:
     NAME_MAX = 32  # no header that the service uses has a longer name
     LENGTH_DIGITS_MAX = 7
 
-cdef unsigned char LOWER[256]  # of what a header's name may have (a token, RFC 9110 section 5.6.2); 0 for the rest
+cdef unsigned char LOWER[256]  # of the characters of a header's name (a token, RFC 9110 section 5.6.2); 0 for others
 
 
 cdef void _set_lower() noexcept:
@@ -36,7 +36,7 @@ _set_lower()
 cdef tuple WANTED = (
     b"host", b"content-type", b"content-encoding", b"idempotency-key", b"traceparent", b"prefer", b"authorization"
 )
-# A head with one of these, or with a header of CloudEvents, is read by httptools.
+# A head with one of these, or with a header of CloudEvents, is left to httptools.
 cdef tuple OTHERS = (
     b"transfer-encoding", b"expect", b"upgrade", b"http2-settings", b"proxy-connection", b"trailer", b"te",
     b"keep-alive",
@@ -67,7 +67,7 @@ cdef bint _keeps_alive(const unsigned char* content, Py_ssize_t size) noexcept:
 
 
 def read_post(bytes data not None):
-    """(target, the headers that matter by their lower-case names, body) of a whole `POST … HTTP/1.1`, or None."""
+    """Parse a whole `POST … HTTP/1.1`: (target, the used headers by lower-case name, body), or None."""
     cdef const unsigned char* at = <const unsigned char*> PyBytes_AS_STRING(data)
     cdef const unsigned char* end = at + PyBytes_GET_SIZE(data)
     cdef const unsigned char* start

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
-"""Record batches (magic 2, KIP-98) as aiokafka's own builder makes them, and the hash that chooses a key's partition.
+"""Builds record batches (magic 2, KIP-98) as aiokafka's own builder does, and hashes keys to choose their partition.
 
-tests/unit/native/test_records.py holds each byte to aiokafka's.
+tests/unit/native/test_records.py compares the bytes with aiokafka's.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -15,14 +15,14 @@ cdef extern from "Python.h":
 
 cdef enum:
     HEAD = 61  # bytes of a batch before its records
-    AFTER_LENGTH = 12  # where that begins what the batch's length counts
+    AFTER_LENGTH = 12  # offset from which the batch's length counts
     MAGIC_AT = 16
     CRC_AT = 17
-    ATTRIBUTES_AT = 21  # from here on the checksum counts
+    ATTRIBUTES_AT = 21  # offset from which the checksum counts
     TRANSACTIONAL = 0x10
     NO_LEADER_EPOCH = -1
     VARINT_MAX = 10
-    ROOM = 16 * 1024  # of a batch, to begin with
+    ROOM = 16 * 1024  # first buffer of a batch, in bytes
 
 
 cdef inline unsigned long long _zigzag(long long number) noexcept:
@@ -68,9 +68,9 @@ cdef inline void _big_endian(char* to, long long number, int size) noexcept:
 
 
 cdef class BatchBuilder:
-    """One batch; its arguments are those of aiokafka's DefaultRecordBatchBuilder, and what compresses and checks it."""
+    """Builds one batch. Takes the arguments of aiokafka's DefaultRecordBatchBuilder, a compressor and a checksum."""
 
-    cdef bytes content  # as far as it is written, in `room` bytes; nobody else has it before it is whole
+    cdef bytes content  # the written part, in `room` bytes; not shared before it is complete
     cdef Py_ssize_t size, room, most
     cdef int codec, count
     cdef bint transactional
@@ -91,7 +91,7 @@ cdef class BatchBuilder:
         self.content = PyBytes_FromStringAndSize(NULL, self.room)
 
     def append(self, long long timestamp, bytes key, bytes value, list headers not None):
-        """Append a record; False where there is no room for it. An empty batch takes any."""
+        """Append a record; False if the batch is full. An empty batch takes any record."""
         cdef Py_ssize_t length, whole, size
         cdef const char* name
         cdef bytes content
@@ -136,7 +136,7 @@ cdef class BatchBuilder:
         return 0
 
     def build(self):
-        """The whole batch, once; compressed only where that makes it smaller."""
+        """Complete and return the batch, once; compressed only if that makes it smaller."""
         cdef bytes packed, whole
         cdef PyObject* shrunk
         cdef char* to
@@ -150,7 +150,7 @@ cdef class BatchBuilder:
                 self.size = HEAD + len(packed)
                 self.content = PyBytes_FromStringAndSize(NULL, self.size)
                 memcpy(PyBytes_AS_STRING(self.content) + HEAD, PyBytes_AS_STRING(packed), len(packed))
-        # A batch may have a megabyte: it is not copied, but cut where it ends. This is the only reference to it.
+        # A batch may have a megabyte: the buffer is shortened instead of copied. This is the only reference to it.
         shrunk = <PyObject*> self.content
         Py_INCREF(self.content)
         self.content = None
@@ -158,7 +158,7 @@ cdef class BatchBuilder:
         whole = <bytes> shrunk
         Py_DECREF(whole)
         to = PyBytes_AS_STRING(whole)
-        _big_endian(to, 0, 8)  # the base offset is the broker's
+        _big_endian(to, 0, 8)  # the broker sets the base offset
         _big_endian(to + 8, self.size - AFTER_LENGTH, 4)
         _big_endian(to + 12, NO_LEADER_EPOCH, 4)
         to[MAGIC_AT] = 2
@@ -175,7 +175,7 @@ cdef class BatchBuilder:
 
 
 def murmur2(bytes content not None):
-    """The hash by which Java clients choose a partition (org.apache.kafka.common.utils.Utils), as 32 unsigned bits."""
+    """Hash a key as Java clients do to choose a partition (org.apache.kafka.common.utils.Utils); 32 bits, unsigned."""
     cdef const unsigned char* at = <const unsigned char*> PyBytes_AS_STRING(content)
     cdef Py_ssize_t size = PyBytes_GET_SIZE(content), i
     cdef unsigned int m = 0x5bd1e995, k

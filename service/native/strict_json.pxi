@@ -1,5 +1,5 @@
-# Checks the bytes of one body by RFC 8259, as strictly as service/events/strict_json.py, without Python's lock. A fault
-# is returned as its kind and offset; the Python code describes it.
+# Checks the bytes of one body by RFC 8259, as strictly as service/events/strict_json.py, without the GIL. A fault is
+# returned as its kind and offset; the Python code describes it.
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport uint64_t
@@ -7,23 +7,23 @@ from libc.stdlib cimport free, malloc, qsort, realloc
 from libc.string cimport memcmp, memcpy
 
 cdef enum:
-    DEPTH_MAX = 64  # of the whole body, as strict_json has it
-    NAMES_COMPARED = 32  # of one object, each with those before it; where there are more, all of them are sorted
-    NAMES_OWN = 64  # that find room in Body itself
+    DEPTH_MAX = 64  # levels of a body, as in strict_json
+    NAMES_COMPARED = 32  # names of an object that are compared with all earlier ones; more names are sorted
+    NAMES_OWN = 64  # names that Body itself has memory for
 
-    # What a byte is within a string.
+    # The kinds of a byte in a string.
     PLAIN = 0
     QUOTE = 1
     ESCAPE = 2
     CONTROL = 3
-    WIDE = 4  # of a character beyond ASCII
+    WIDE = 4  # part of a character beyond ASCII
 
-    # What comes after a member.
+    # The results of `_after`.
     BROKEN = -1
     DONE = 0
     MORE = 1
 
-    # Faults; service/events/strict_json.py numbers them so too.
+    # Kinds of faults, with the numbers of service/events/strict_json.py.
     NOT_JSON = 0
     NOT_UTF8 = 1
     TOO_DEEP = 2
@@ -53,27 +53,27 @@ cdef struct Slice:
 
 cdef struct Name:
     Slice text  # without escapes
-    uint64_t hash  # once there are more than NAMES_COMPARED
+    uint64_t hash  # set if an object has more than NAMES_COMPARED
 
 
 cdef struct Body:
     const unsigned char* start
     const unsigned char* at
     const unsigned char* end
-    bint escaped  # the string that was read last has an escape
+    bint escaped  # the last string has an escape
     int fault
-    Slice twice  # the name that is there twice
-    Name* names  # those of the objects that are open, the innermost object's last
+    Slice twice  # the duplicate name
+    Name* names  # of all open objects, those of the innermost last
     Py_ssize_t names_count
     Py_ssize_t names_room
-    Py_ssize_t names_most  # sorting more takes too long for who waits
-    unsigned char* unescaped  # names that had escapes; room for as many bytes as the body has
+    Py_ssize_t names_most  # with more, sorting would hold the event loop for too long
+    unsigned char* unescaped  # memory for decoded names, as many bytes as the body has
     Py_ssize_t unescaped_size
     Name own[NAMES_OWN]
 
 
 cdef void _begin(Body* body, const unsigned char* start, Py_ssize_t size) noexcept nogil:
-    """Read `size` bytes from `start` on. `_end` has to follow."""
+    """Begin to parse `size` bytes from `start` on. Call `_end` afterwards."""
     body.start = body.at = start
     body.end = start + size
     body.escaped = False
@@ -87,7 +87,7 @@ cdef void _begin(Body* body, const unsigned char* start, Py_ssize_t size) noexce
 
 
 cdef void _end(Body* body) noexcept nogil:
-    """Give back what memory was needed."""
+    """Free the memory of a body."""
     if body.names != body.own:
         free(body.names)
     free(body.unescaped)
@@ -103,7 +103,7 @@ cdef inline bint _ended(Body* body) noexcept nogil:
     return body.at == body.end
 
 
-# Each of these moves `at` past what it reads, and answers False where that is not strictly JSON.
+# Each of these functions moves `at` past what it parses, and returns False if that is not strict JSON.
 
 
 cdef inline void _blanks(Body* body) noexcept nogil:
@@ -116,7 +116,7 @@ cdef inline void _blanks(Body* body) noexcept nogil:
 
 
 cdef inline bint _one(Body* body, unsigned char c) noexcept nogil:
-    """This character, with blanks around it."""
+    """Parse this character, with blanks around it."""
     _blanks(body)
     if body.at == body.end or body.at[0] != c:
         return False
@@ -126,7 +126,7 @@ cdef inline bint _one(Body* body, unsigned char c) noexcept nogil:
 
 
 cdef inline int _after(Body* body, unsigned char closing) noexcept nogil:
-    """What comes after a member: another one (MORE), what closes it all (DONE), or neither (BROKEN)."""
+    """Parse what follows a member or element: a comma (MORE), the closing bracket (DONE), or neither (BROKEN)."""
     _blanks(body)
     if body.at == body.end:
         return BROKEN
@@ -137,7 +137,7 @@ cdef inline int _after(Body* body, unsigned char closing) noexcept nogil:
 
 
 cdef int _unit(Body* body) noexcept nogil:
-    """The four hexadecimal digits of an escape; -1: others."""
+    """Parse the four hexadecimal digits of an escape; -1 for other characters."""
     cdef int i, unit = 0
     cdef unsigned char c
     if body.end - body.at < 4:
@@ -156,7 +156,7 @@ cdef int _unit(Body* body) noexcept nogil:
 
 
 cdef bint _escape(Body* body) noexcept nogil:
-    """What follows a backslash; a surrogate only as the first of a pair, which is read whole."""
+    """Parse an escape after its backslash; a surrogate only as the first of a pair, which is parsed whole."""
     cdef int unit
     cdef unsigned char c
     if body.at == body.end:
@@ -175,7 +175,7 @@ cdef bint _escape(Body* body) noexcept nogil:
 
 
 cdef bint _wide(Body* body) noexcept nogil:
-    """The rest of a character whose first byte was just read (RFC 3629, section 4)."""
+    """Parse the rest of a character after its first byte (RFC 3629, section 4)."""
     cdef unsigned char first = (body.at - 1)[0], least = 0x80, most = 0xbf
     cdef int i, more
     if 0xc2 <= first <= 0xdf:
@@ -184,7 +184,7 @@ cdef bint _wide(Body* body) noexcept nogil:
         more = 2
         if first == 0xe0:
             least = 0xa0
-        elif first == 0xed:  # what follows would be a surrogate
+        elif first == 0xed:  # the other second bytes encode surrogates
             most = 0x9f
     elif 0xf0 <= first <= 0xf4:
         more = 3
@@ -204,7 +204,7 @@ cdef bint _wide(Body* body) noexcept nogil:
 
 
 cdef bint _string(Body* body, Slice* content) noexcept nogil:
-    """A string; its content as it stands."""
+    """Parse a string; `content` is the text between the quotes, with its escapes."""
     cdef const unsigned char* at
     cdef unsigned char kind
     if body.at == body.end or body.at[0] != c'"':
@@ -268,7 +268,7 @@ cdef inline bint _word(Body* body, const char* word, Py_ssize_t size) noexcept n
 
 
 cdef bint _value(Body* body, int depth) noexcept nogil:
-    """Any value, at this depth."""
+    """Parse any value, at this depth."""
     cdef Slice ignored
     cdef unsigned char c
     if body.at == body.end:
@@ -307,7 +307,7 @@ cdef bint _array(Body* body, int depth) noexcept nogil:
 
 
 cdef bint _object(Body* body, int depth) noexcept nogil:
-    """An object without a name twice."""
+    """Parse an object without duplicate names."""
     cdef Py_ssize_t first = body.names_count, unescaped_size = body.unescaped_size
     cdef int after
     if depth > DEPTH_MAX:
@@ -333,7 +333,7 @@ cdef bint _object(Body* body, int depth) noexcept nogil:
 
 
 cdef bint _name(Body* body, Py_ssize_t first) noexcept nogil:
-    """A member's name, which is added to those of its object from `first` on."""
+    """Parse a member's name, and add it to the names of its object, which begin at `first`."""
     cdef Py_ssize_t i
     cdef Slice name
     if not _string(body, &name) or (body.escaped and not _unescape(body, &name)):
@@ -357,7 +357,7 @@ cdef inline bint _same(Slice* a, Slice* b) noexcept nogil:
 
 
 cdef bint _make_room(Body* body) noexcept nogil:
-    """Twice the room for names."""
+    """Double the memory for names."""
     cdef size_t size = 2 * body.names_room * sizeof(Name)
     cdef Name* names
     if body.names == body.own:
@@ -374,7 +374,7 @@ cdef bint _make_room(Body* body) noexcept nogil:
 
 
 cdef bint _unescape(Body* body, Slice* name) noexcept nogil:
-    """Let `name`, which is right, be what its escapes mean, in UTF-8: that is never longer."""
+    """Decode the escapes of a checked name to UTF-8, which is never longer."""
     cdef Body reader
     cdef unsigned char* to
     cdef unsigned char c
@@ -411,7 +411,7 @@ cdef bint _unescape(Body* body, Slice* name) noexcept nogil:
 
 
 cdef inline int _code_point(Body* body) noexcept nogil:
-    """What one escape, or the pair of a surrogate, means."""
+    """Decode one escape, or a pair of surrogates."""
     cdef int unit = _unit(body)
     if not 0xd800 <= unit <= 0xdbff:
         return unit
@@ -440,7 +440,7 @@ cdef inline unsigned char* _put_character(unsigned char* to, int c) noexcept nog
 
 
 cdef bint _differ(Body* body, Py_ssize_t first) noexcept nogil:
-    """Is none of the names from `first` on there twice? Sorted: names whose hashes are alike by design cost no more."""
+    """Check that no name from `first` on occurs twice. Sorts, so that names with chosen hashes cost no more time."""
     cdef Py_ssize_t i
     for i in range(first, body.names_count):
         body.names[i].hash = _hash(&body.names[i].text)
@@ -453,7 +453,7 @@ cdef bint _differ(Body* body, Py_ssize_t first) noexcept nogil:
 
 
 cdef inline uint64_t _hash(Slice* text) noexcept nogil:
-    """Of eight bytes at a time; it need not be good, only mostly another one."""
+    """Hash a name, eight bytes at a time; collisions only cost time."""
     cdef uint64_t hash = text.size, word
     cdef const unsigned char* at = text.start
     cdef Py_ssize_t left = text.size
