@@ -124,6 +124,7 @@ class _Run:
             with self.timer.step("compare ids"):
                 self._change_ids(plan, last_pass_of(last_run))
         with self.timer.step("settle doubts"):
+            self._mark_past_end(plan)
             self._settle_by_other_hours(plan)
         with self.timer.step("update views"):
             view.update(self.lake, self.settings.shared, plan, self.last_plan)
@@ -330,10 +331,19 @@ class _Run:
         """Settle each 202 or 504 by rows of its id in other hours, also without the pass over all ids."""
         self._update(cross_hour.settled_elsewhere(self._recent(plan), plan.run), self.lake.settle_elsewhere, plan.run)
 
+    def _mark_past_end(self, plan: Plan) -> None:
+        """Store which claims of earlier runs were past the end of their log, where that end was unknown until now."""
+        ends = run_plan.newly_known_ends(plan, self.last_plan)
+        if ends and self.lake.exists("deliveries"):
+            self.lake.mark_past_end(ends, self._recent_from(plan), plan.run)
+
     def _recent(self, plan: Plan) -> DataFrame:
-        """Return the rows (deliveries.ROW) of the report's window, and of the key retention before that window."""
-        since_ms = run_plan.window_from(plan, self.settings) - self.settings.key_ttl_ms
-        return self.lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
+        """Return the rows (deliveries.ROW) of the recent hours."""
+        return self.lake.read("deliveries").where(hours.since(self._recent_from(plan)))
+
+    def _recent_from(self, plan: Plan) -> str:
+        """Return the first recent hour: the report's window begins a key retention later."""
+        return hours.text_of(run_plan.window_from(plan, self.settings) - self.settings.key_ttl_ms)
 
     @staticmethod
     def _update(found: DataFrame | None, write: Callable[[DataFrame, list[str], int], None], run: int) -> None:

@@ -10,7 +10,7 @@ from service.contract import CallerRule, Guarantee, Rules, TopicRule
 from spark import rule_table
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, BlockingTransaction, TopicPartition
 from spark.reading.source import Span
-from spark.settings import HOUR_MS, Settings
+from spark.settings import HOUR_MS, OFFSETS_MOST, Settings
 
 DATA: Final = "data"
 LEDGER: Final = "ledger"
@@ -310,3 +310,23 @@ def vanished(plan: Plan, last_plan: Plan | None) -> dict[TopicPartition, Span]:
 def later_ends(plan: Plan) -> dict[TopicPartition, int]:
     """Return the `later_end` of each data log of a plan."""
     return {log.topic_partition: log.later_end for log in plan.of(DATA)}
+
+
+def newly_known_ends(plan: Plan, last_plan: Plan | None) -> dict[TopicPartition, int]:
+    """Return the `later_end` of each data log whose end was unknown in the last run.
+
+    An open transaction blocked the log then, or that run did not audit its topic. Claims that runs until then have
+    merged were not compared with any end.
+    """
+    if last_plan is None:
+        return {}
+
+    def was_known(log: Log) -> bool:
+        last_log = last_plan.logs_by_partition.get(log.topic_partition)
+        return last_log is not None and last_log.audited and last_log.later_end < OFFSETS_MOST
+
+    return {
+        log.topic_partition: log.later_end
+        for log in plan.of(DATA)
+        if log.later_end < OFFSETS_MOST and not was_known(log)
+    }

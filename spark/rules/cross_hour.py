@@ -157,7 +157,7 @@ def settled_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
     request is received later.
     """
     events = rows.where(F.col("kind") == EVENT)
-    in_doubt = events.where(f"is_clean = 0 AND offset IS NULL AND {deliveries.IN_DOUBT}")
+    in_doubt = rows.where(deliveries.in_doubt())
     newest = in_doubt.agg(F.max("run")).collect()[0][0]
     if newest is None:
         return None

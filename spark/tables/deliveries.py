@@ -76,16 +76,14 @@ are clean, and of clean rows only counts are read again. Partition and offset ar
 its record key, `batch_hash` of the id of its atomic batch, `topic_id_hash` of its topic's id, both by the ledger entry.
 `alternative_fingerprints`: with Fencepost's header the record's computed fingerprint, if the header has another one;
 without the header the other possible fingerprints of the record, 8 bytes each (`decode.deliveries`).
-`was_past_end`: the log's high watermark was not past the offset when all claims on it were read, so that the log never
-had the record. `elsewhere`: another hour's rows settle this 202 or 504 without offset.
+`was_past_end`: the log's high watermark was not past the offset when all claims on it were read, or in a later run if
+the log was blocked then, so that the log never had the record. `elsewhere`: another hour's rows settle this 202 or 504
+without offset.
 """
 
 WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
 """The condition that a ROW, or a row of `summarize`, is about a record that was or may have been written: a refused
 request may name any topic."""
-
-IN_DOUBT: Final = "answered_202 + answered_504 > 0"
-"""The condition that a ROW has an answer 202 or 504."""
 
 ROW_KEY: Final = ("accepted_hour", "kind", "id", "topic", "partition", "offset")
 """The columns that identify a row."""
@@ -169,6 +167,12 @@ def hour_of(ms: Column) -> Column:
     return F.timestamp_seconds(F.floor(ms / (HOUR_S * 1000)) * HOUR_S)
 
 
+def in_doubt(row: str = "") -> str:
+    """Return the SQL condition that a ROW has answers 202 or 504, without an offset; `row` is its alias's prefix."""
+    is_event = f"{row}kind = '{EVENT}' AND {row}is_clean = 0 AND {row}offset IS NULL"
+    return f"{is_event} AND {row}answered_202 + {row}answered_504 > 0"
+
+
 def same_coordinates(left: Column, right: Column) -> Column:
     """Check whether two structs (copies, claims) have the same topic, partition and offset."""
     return (
@@ -249,6 +253,13 @@ def _hour(exact: tuple[int, int] | None) -> Column:
 def _arrived_ms(arrived: Mapping[tuple[str, int], int]) -> Column:
     """Return the earliest time at which a row's record can have been written; null if unknown, or without a record."""
     return F.when(F.col("timestamp_ms").isNotNull(), _by_partition(arrived))
+
+
+def is_unwritten(ends: Mapping[tuple[str, int], int]) -> Column:
+    """Check whether a ROW has only claims, on an offset at or past the end of its log; false for any other log."""
+    only_claimed = f"kind = '{EVENT}' AND is_clean = 0 AND count = 0 AND entries_count + answered_201 > 0"
+    past_end = rule_table.is_past_end(F.col("offset"), _by_partition(ends))
+    return F.expr(only_claimed) & F.coalesce(past_end, F.lit(False))
 
 
 def _by_partition(values: Mapping[tuple[str, int], int]) -> Column:

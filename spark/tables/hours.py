@@ -27,10 +27,13 @@ def of(rows: DataFrame) -> list[str]:
     return sorted(row["hour"] for row in found)
 
 
-def sql(hours: Iterable[str]) -> str:
-    """Return the SQL condition that a row is in one of these hours, with literals, by which Delta prunes its files."""
+def sql(hours: Iterable[str], row: str = "") -> str:
+    """Return the SQL condition that a row is in one of these hours, with literals, by which Delta prunes its files.
+
+    `row` is the prefix of the row's alias.
+    """
     literals = ", ".join(f"TIMESTAMP '{hour}'" for hour in sorted(hours))
-    return f"accepted_hour IN ({literals})" if literals else "false"
+    return f"{row}accepted_hour IN ({literals})" if literals else "false"
 
 
 def within(hours: Iterable[str]) -> Column:

@@ -4,16 +4,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from delta.tables import DeltaTable
-from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
+from delta.tables import DeltaMergeBuilder, DeltaTable
+from pyspark.sql import Column, DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
 from spark.errors import CannotRun
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT
-from spark.tables import deliveries
-from spark.tables.hours import sql
+from spark.reading.kafka_admin import TopicPartition
+from spark.tables import deliveries, hours
 
 WRITER: Final = "fencepost"
 """Delta's `txnAppId`. With the run's number as `txnVersion`, Delta skips a write that the run has committed before."""
@@ -265,53 +265,57 @@ class Lake:
         writer = rows.write.format("delta").mode("overwrite").option("mergeSchema", name in _EXTENDED)
         writer.option("replaceWhere", where).save(self.path(name))
 
-    def merge(self, rows: DataFrame, hours: list[str], run: int) -> None:
+    def merge(self, rows: DataFrame, touched: list[str], run: int) -> None:
         """Merge ROWs, one for each deliveries.ROW_KEY, into `deliveries`; skipped if this run has merged before.
 
-        `hours` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: literals in the condition let Delta prune all
-        other hours. Rows may have the column `vanished` (deliveries.with_vanished).
+        `touched` are all hours of the rows. Rows may have the column `vanished` (deliveries.with_vanished).
         """
-        in_hours = sql(hours).replace("accepted_hour", "old.accepted_hour", 1)
-        same_key = " AND ".join([in_hours, *(f"old.{name} <=> new.{name}" for name in deliveries.ROW_KEY)])
-        table = DeltaTable.forPath(self.spark, self.path("deliveries")).alias("old")
         with self.once(run):
-            merge = table.merge(rows.alias("new"), same_key)
+            merge = self._into_deliveries(rows, touched, *(f"old.{name} <=> new.{name}" for name in deliveries.ROW_KEY))
             if "vanished" in rows.columns:
                 merge = merge.whenMatchedUpdate("new.vanished", set=dict(deliveries.merged(vanished=True)))
             merge.whenMatchedUpdate(set=dict(deliveries.merged())).whenNotMatchedInsertAll().execute()
 
-    def change_ids(self, rows: DataFrame, hours: list[str], run: int) -> None:
+    def change_ids(self, rows: DataFrame, touched: list[str], run: int) -> None:
         """Change the ids of rows of `deliveries` to `named_id`, and their `run` to this run; idempotent.
 
-        `rows` are `accepted_hour, id, topic, partition, offset, named_id`, `hours` all hours of these rows.
+        `rows` are `accepted_hour, id, topic, partition, offset, named_id`, `touched` all hours of these rows.
         """
-        in_hours = sql(hours).replace("accepted_hour", "old.accepted_hour", 1)
-        same = [f"old.{name} = new.{name}" for name in ("accepted_hour", "id", "topic", "partition", "offset")]
-        (
-            DeltaTable.forPath(self.spark, self.path("deliveries"))
-            .alias("old")
-            .merge(rows.alias("new"), " AND ".join([in_hours, f"old.kind = '{EVENT}'", *same]))
-            .whenMatchedUpdate(set={"id": "new.named_id", "run": f"{run}L"})
-            .execute()
-        )
+        names = ("accepted_hour", "id", "topic", "partition", "offset")
+        same_row = [f"old.kind = '{EVENT}'", *(f"old.{name} = new.{name}" for name in names)]
+        changed: dict[str, str | Column] = {"id": F.col("new.named_id"), "run": F.lit(run)}
+        self._into_deliveries(rows, touched, *same_row).whenMatchedUpdate(set=changed).execute()
 
-    def settle_elsewhere(self, rows: DataFrame, hours: list[str], run: int) -> None:
+    def settle_elsewhere(self, rows: DataFrame, touched: list[str], run: int) -> None:
         """Set `elsewhere` and `freed_ms` of rows that were answered 202 or 504, by the rows of other hours; idempotent.
 
-        `rows` are `accepted_hour, id, elsewhere, freed_ms` (cross_hour.settled_elsewhere), `hours` all hours of them.
+        `rows` are `accepted_hour, id, elsewhere, freed_ms` (cross_hour.settled_elsewhere), `touched` all hours of them.
         """
-        in_hours = sql(hours).replace("accepted_hour", "old.accepted_hour", 1)
-        same = ["old.accepted_hour = new.accepted_hour", "old.id = new.id", f"old.kind = '{EVENT}'"]
-        in_doubt = f"old.offset IS NULL AND old.{deliveries.IN_DOUBT.replace(' + ', ' + old.')}"
-        (
-            DeltaTable.forPath(self.spark, self.path("deliveries"))
-            .alias("old")
-            .merge(rows.alias("new"), " AND ".join([in_hours, *same, in_doubt]))
-            .whenMatchedUpdate(
-                set={"elsewhere": "new.elsewhere", "freed_ms": "new.freed_ms", "run": f"{run}L"},
-            )
-            .execute()
-        )
+        same_id = ("old.accepted_hour = new.accepted_hour", "old.id = new.id", deliveries.in_doubt("old."))
+        settled: dict[str, str | Column] = {
+            "elsewhere": F.col("new.elsewhere"),
+            "freed_ms": F.col("new.freed_ms"),
+            "run": F.lit(run),
+        }
+        self._into_deliveries(rows, touched, *same_id).whenMatchedUpdate(set=settled).execute()
+
+    def _into_deliveries(self, rows: DataFrame, touched: list[str], *same: str) -> DeltaMergeBuilder:
+        """Begin a MERGE of `new` rows into the `old` ones of `deliveries`; `same` are conditions of a match.
+
+        `touched` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: literals in the condition let Delta prune all
+        other hours.
+        """
+        table = DeltaTable.forPath(self.spark, self.path("deliveries")).alias("old")
+        return table.merge(rows.alias("new"), " AND ".join([hours.sql(touched, "old."), *same]))
+
+    def mark_past_end(self, ends: Mapping[TopicPartition, int], since: str, run: int) -> None:
+        """Set `was_past_end` of claims on offsets at or past these ends of their logs; idempotent.
+
+        `since` is the first hour (`yyyy-MM-dd HH:mm:ss`, UTC) of the rows that are read.
+        """
+        unmarked = F.expr(hours.since(since)) & ~F.coalesce("was_past_end", F.lit(False))
+        table = DeltaTable.forPath(self.spark, self.path("deliveries"))
+        table.update(unmarked & deliveries.is_unwritten(ends), {"was_past_end": F.lit(True), "run": F.lit(run)})
 
     def delete_before(self, first_hour: str, run: int) -> None:
         """Delete rows accepted before `first_hour` (`yyyy-MM-dd HH:mm:ss`, UTC), and the plans of runs before that."""
@@ -325,14 +329,14 @@ class Lake:
             if self.exists(name):
                 DeltaTable.forPath(self.spark, self.path(name)).delete(condition)
 
-    def optimize(self, hours: list[str]) -> None:
+    def optimize(self, some_hours: list[str]) -> None:
         """Compact the small files of `deliveries` in these hours."""
-        if hours and self.exists("deliveries"):
+        if some_hours and self.exists("deliveries"):
             table = DeltaTable.forPath(self.spark, self.path("deliveries"))
-            table.optimize().where(sql(hours)).executeCompaction()
+            table.optimize().where(hours.sql(some_hours)).executeCompaction()
 
-    def vacuum(self, hours: int, names: Iterable[str] = SCHEMAS) -> None:
-        """Delete the files of these tables that no version of the last `hours` hours needs."""
+    def vacuum(self, last_h: int, names: Iterable[str] = SCHEMAS) -> None:
+        """Delete the files of these tables that no version of the last `last_h` hours needs."""
         settings = {
             "spark.databricks.delta.retentionDurationCheck.enabled": "false",
             # Delta lists a table's files in this many tasks, however few the files are; Spark's default is 10,000.
@@ -343,7 +347,7 @@ class Lake:
         with _session_settings(self.spark, settings):
             for name in names:
                 if self.exists(name):
-                    DeltaTable.forPath(self.spark, self.path(name)).vacuum(hours)
+                    DeltaTable.forPath(self.spark, self.path(name)).vacuum(last_h)
 
     def _writer(self, name: str, rows: DataFrame, mode: str, run: int) -> DataFrameWriter:
         """Configure a write that Delta skips if this run has written to the table before."""

@@ -23,7 +23,7 @@ from tests.spark.test_runs import cut
 from tests.spark.test_view import Views, id_of
 
 LATER_S = 3600.0
-SLOTS = 12
+SLOTS = 14
 GAP = "evidence_gap"
 
 
@@ -80,6 +80,28 @@ def time_and_the_end_of_a_transaction_revise_a_verdict(stage: ChangingStage) -> 
     third = yield
     assert third.findings(topic) == {("lost", "ledger", None)}
     assert (third.balance(topic)["pending"], third.balance(topic)["delivered_once"]) == (0, 2)
+
+
+def a_loss_that_is_proven_after_an_open_transaction_ended_stays_when_a_compacted_log_grows(
+    stage: ChangingStage,
+) -> Story:
+    history, one, two = stage.history, stage.writer(), stage.writer()
+    topic = history.topic(f"{history.namespace}-proven-late", 1, {"cleanup.policy": "compact"})
+    producer, slow = history.transactional(one), history.transactional(two)
+    (there,) = history.deliver(producer, one, topic, ["there"], record_key=b"k")
+    slow.begin_transaction()
+    history.send(slow, topic, ["aborted"], two, record_key=b"k")
+    history.answers([there.answer(id=wire.event_id("lost"), offset=7)])
+    first = yield
+    assert (first.findings(topic), first.balance(topic)["pending"]) == (set(), 1)
+    slow.abort_transaction(30)
+    second = yield
+    assert second.findings(topic) == {("lost", "answer", None)}
+    history.deliver(producer, one, topic, [f"more-{n}" for n in range(20)], record_key=b"k", value=b'"$key"')
+    for _ in range(3):
+        ran = yield
+        assert ran.findings(topic) == {("lost", "answer", None)}
+        assert (ran.balance(topic)["lost"], ran.balance(topic)["unprovable"]) == (1, 0)
 
 
 def no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger(stage: ChangingStage) -> Story:
@@ -362,6 +384,7 @@ def logs_that_change_between_runs(stage: ChangingStage) -> Story:
 
 STORIES = (
     time_and_the_end_of_a_transaction_revise_a_verdict,
+    a_loss_that_is_proven_after_an_open_transaction_ended_stays_when_a_compacted_log_grows,
     no_record_is_a_phantom_while_an_open_transaction_blocks_its_ledger,
     events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap,
     proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs,

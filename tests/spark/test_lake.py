@@ -18,6 +18,7 @@ from spark.errors import CannotRun
 from spark.reading.run_plan import Log, Plan
 from spark.rules import cross_hour
 from spark.rules.classify import gather_evidence
+from spark.settings import OFFSETS_MOST
 from spark.tables import deliveries as deliveries_table
 from spark.tables import hours, lake
 from tests.spark.conftest import Audit
@@ -287,6 +288,22 @@ def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: Spark
     assert bytes(found[b"i", 2]["fingerprint"]) == b"n" * 8
     assert found[b"i", 3]["timestamp_ms"] is None
     assert found[b"i", 3]["fingerprint"] is None
+
+
+def test_a_claim_past_the_end_of_a_log_that_was_blocked_is_marked_once(spark: SparkSession, tmp_path: Path) -> None:
+    tables = lake.Lake(spark, str(tmp_path))
+    hour_ago: dict[str, Any] = {"at": NOW_MS - HOUR_MS}
+    known = [copy(1), entry(1), entry(99), entry(100), answer(201, 120), answer(504), entry(100, topic="u")]
+    blocked = {("t", 0): OFFSETS_MOST}
+    tables.append("deliveries", reduced(spark, [*known, entry(101, **hour_ago)], later_ends=blocked), 1)
+    since = hours.text_of(NOW_MS)
+    tables.mark_past_end({("t", 0): 100}, since, 2)
+    found = {(row["topic"], row["offset"]): row for row in tables.read("deliveries").collect()}
+    marked = {at for at, row in found.items() if row["was_past_end"]}
+    assert marked == {("t", 100), ("t", 120)}
+    assert {at for at, row in found.items() if row["run"] == 2} == marked
+    tables.mark_past_end({("t", 0): 100}, since, 3)
+    assert tables.read("deliveries").where("run = 3").isEmpty()
 
 
 def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(

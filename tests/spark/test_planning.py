@@ -324,6 +324,18 @@ def test_an_open_transaction_bounds_what_is_read_and_what_is_decided(cluster: Fa
     assert one(plan, REQUESTS_TOPIC).decided_until_ms == NOW_MS
 
 
+def test_an_end_is_newly_known_after_a_run_that_was_blocked_or_did_not_audit_the_topic(cluster: FakeAdmin) -> None:
+    cluster.topics |= {"blocked": ends(10, open=3), "again": ends(10), "free": ends(10), "left-out": ends(10)}
+    first = freeze(cluster, topics=("blocked", "again", "free"))
+    assert run_plan.newly_known_ends(first, None) == {}
+    cluster.topics |= {"blocked": ends(17), "again": ends(17, open=1), "new": ends(5)}
+    second = freeze(cluster, first, topics=("blocked", "again", "free", "left-out", "new"))
+    expected = {("blocked", 0): 17, ("left-out", 0): 10, ("new", 0): 5}
+    assert run_plan.newly_known_ends(second, first) == expected
+    assert run_plan.newly_known_ends(freeze(cluster, second, topics=("free",)), second) == {}
+    assert run_plan.newly_known_ends(freeze(cluster, second, topics=("blocked", "free")), second) == {}
+
+
 def test_records_above_the_last_end_arrived_after_the_last_freeze(cluster: FakeAdmin) -> None:
     cluster.topics |= {"capped": ends(10), "truncated": ends(10), "recreated": ends(10), "same": ends(10)}
     first = freeze(cluster, topics=("*",))
