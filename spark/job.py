@@ -329,7 +329,9 @@ class _Run:
 
     def _settle_by_other_hours(self, plan: Plan) -> None:
         """Settle each 202 or 504 by rows of its id in other hours, also without the pass over all ids."""
-        self._update(cross_hour.settled_elsewhere(self._recent(plan), plan.run), self.lake.settle_elsewhere, plan.run)
+        truncated = bool(run_plan.vanished(plan, self.last_plan))
+        found = cross_hour.settled_elsewhere(self._recent(plan), plan.run, truncated=truncated)
+        self._update(found, self.lake.settle_elsewhere, plan.run)
 
     def _mark_past_end(self, plan: Plan) -> None:
         """Store which claims of earlier runs were past the end of their log, where that end was unknown until now."""

@@ -242,6 +242,14 @@ def settles_doubt(has_header: Column, entries: Column, answered_201: Column) -> 
     return F.coalesce(has_header, F.lit(False)) | (entries + answered_201 > 0)
 
 
+def is_settled_elsewhere(was_settled: Column, settles: Column, dropped: Column) -> Column:
+    """Check whether rows of other hours settle a 202 or 504: now, or since an earlier run.
+
+    `dropped`: this run has dropped such a row's record, which is no longer in its log, and compared all rows again.
+    """
+    return settles | (was_settled & ~dropped)
+
+
 def both_decided_until(ledger_ms: int, answers_ms: int) -> int:
     """Return the time up to which both ledger and journal are decided: either may settle a 202 or 504."""
     return min(ledger_ms, answers_ms)

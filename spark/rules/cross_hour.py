@@ -149,45 +149,67 @@ def misnamed(rows: DataFrame, last_pass: int) -> DataFrame | None:
     )
 
 
-def settled_elsewhere(rows: DataFrame, run: int) -> DataFrame | None:
-    """Find ids answered 202 or 504 without an offset that rows of other hours settle or free.
+def settled_elsewhere(rows: DataFrame, run: int, *, truncated: bool = False) -> DataFrame | None:
+    """Find ids answered 202 or 504 without an offset that rows of other hours settle or free, or settle no more.
 
     deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms`; None if this run read neither such an answer nor a row
     that may settle one. Such an answer may count in another hour than the acceptance of its event, since a retry's
-    request is received later.
+    request is received later. `truncated`: this run has dropped records that are no longer in their log.
     """
-    events = rows.where(F.col("kind") == EVENT)
     in_doubt = rows.where(deliveries.in_doubt())
     newest = in_doubt.agg(F.max("run")).collect()[0][0]
     if newest is None:
         return None
-    candidates = events if newest == run else events.where(F.col("run") == run)
-    settles = rule_table.settles_doubt(F.col("has_fencepost_header"), F.col("entries_count"), F.col("answered_201"))
-    of_other_hours = candidates.select(
-        "id", F.col("accepted_hour").alias("other_hour"), settles.alias("settles"), F.col("freed_ms").alias("other_ms")
-    ).where("settles OR other_ms IS NOT NULL")
-    by_hour = ("accepted_hour", "id")
-    known = ("was_settled", "was_freed_ms")
-    in_doubt_ids = in_doubt.groupBy(*by_hour).agg(
+    events = rows.where(F.col("kind") == EVENT)
+    # Rows of any run may settle a new answer, or one whose settling record was dropped.
+    candidates = events if truncated or newest == run else events.where(F.col("run") == run)
+    return _changed_doubts(_by_other_hours(_doubts(in_doubt), _settling(candidates, run)))
+
+
+_DOUBT: Final = ("accepted_hour", "id", "was_settled", "was_freed_ms", "in_doubt_ms")
+
+
+def _doubts(in_doubt: DataFrame) -> DataFrame:
+    """Gather answers 202 and 504 of an hour: deliveries.ROW → _DOUBT, with what was known of other hours until now."""
+    gathered = in_doubt.groupBy("accepted_hour", "id").agg(
         F.coalesce(F.max("elsewhere"), F.lit(False)).alias("was_settled"),
         F.max("freed_ms").alias("was_freed_ms"),
         F.max("in_doubt_ms").alias("in_doubt_ms"),
     )
-    found = (
-        of_other_hours.join(F.broadcast(in_doubt_ids), "id")
-        .where("other_hour != accepted_hour")
-        .groupBy(*by_hour, *known, "in_doubt_ms")
-        .agg(F.max("settles").alias("settles"), F.max("other_ms").alias("other_ms"))
+    return gathered.select(*_DOUBT)
+
+
+def _settling(events: DataFrame, run: int) -> DataFrame:
+    """Find rows that may change a doubt: deliveries.ROW → `id, other_hour, settles, dropped, other_freed_ms`.
+
+    `dropped`: this run has dropped the row's record, and nothing else is known of the row's offset.
+    """
+    settles = rule_table.settles_doubt(F.col("has_fencepost_header"), F.col("entries_count"), F.col("answered_201"))
+    return events.select(
+        "id",
+        F.col("accepted_hour").alias("other_hour"),
+        settles.alias("settles"),
+        (F.expr("offset IS NOT NULL AND count = 0") & ~settles & (F.col("run") == run)).alias("dropped"),
+        F.col("freed_ms").alias("other_freed_ms"),
+    ).where("settles OR dropped OR other_freed_ms IS NOT NULL")
+
+
+def _by_other_hours(doubts: DataFrame, settling: DataFrame) -> DataFrame:
+    """Gather what rows of other hours say of each doubt: _DOUBT → _DOUBT, `settles, dropped, other_freed_ms`."""
+    of_other_hours = settling.join(F.broadcast(doubts), "id").where("other_hour != accepted_hour")
+    return of_other_hours.groupBy(*_DOUBT).agg(
+        *(F.max(name).alias(name) for name in ("settles", "dropped", "other_freed_ms"))
     )
-    is_freed = rule_table.is_freed(F.col("other_ms"), F.col("in_doubt_ms"))
-    updated = found.select(
-        *by_hour,
-        *known,
-        (F.col("was_settled") | F.col("settles")).alias("elsewhere"),
-        F.greatest("was_freed_ms", F.when(is_freed, F.col("other_ms"))).alias("freed_ms"),
-    )
+
+
+def _changed_doubts(found: DataFrame) -> DataFrame:
+    """Filter doubts to those of which other hours say something new: `_by_other_hours` → `settled_elsewhere`."""
+    is_freed = rule_table.is_freed(F.col("other_freed_ms"), F.col("in_doubt_ms"))
+    elsewhere = rule_table.is_settled_elsewhere(F.col("was_settled"), F.col("settles"), F.col("dropped"))
+    freed_ms = F.greatest("was_freed_ms", F.when(is_freed, F.col("other_freed_ms")))
+    updated = found.withColumns({"elsewhere": elsewhere, "freed_ms": freed_ms})
     is_changed = (F.col("elsewhere") != F.col("was_settled")) | ~F.col("freed_ms").eqNullSafe(F.col("was_freed_ms"))
-    return updated.where(is_changed).select(*by_hour, "elsewhere", "freed_ms")
+    return updated.where(is_changed).select("accepted_hour", "id", "elsewhere", "freed_ms")
 
 
 def _may_be_retry(evidence: LogEvidence) -> Column:

@@ -7,7 +7,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark.rules import cross_hour
-from spark.tables import hours, lake
+from spark.tables import deliveries, hours, lake
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
 
 EARLY, LATE = NOW_MS - 3 * HOUR_MS, NOW_MS - HOUR_MS
@@ -57,3 +57,33 @@ def test_evidence_of_other_hours_is_noted_once_and_revoked_by_a_later_answer(
     tables.merge(again, hours.of(again), 2)
     rows = tables.read("deliveries").where((F.col("answered_504") > 0) & (F.col("run") == 2)).collect()
     assert [(name_of(row["id"]), row["freed_ms"]) for row in rows] == [("freed", None)]
+
+
+def test_a_doubt_is_open_again_when_the_record_that_settled_it_was_truncated(
+    spark: SparkSession, tmp_path: Any
+) -> None:
+    """The ledger's entry settles it still, and so does another copy, also one that was read long ago."""
+    tables = lake.Lake(spark, str(tmp_path))
+    known = {
+        "gone": [copy(1, at=EARLY), answer(504)],
+        "entered": [copy(2, at=EARLY), entry(2, at=EARLY), answer(504)],
+        "copied": [copy(3, at=EARLY), copy(9, at=EARLY), answer(504)],
+        "kept": [copy(8, at=EARLY), answer(504)],
+    }
+    tables.append("deliveries", reduced(spark, ids(known)), 1)
+    found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
+    assert found is not None
+    found = found.localCheckpoint()
+    tables.settle_elsewhere(found, hours.of(found), 1)
+    rows = deliveries.with_vanished(reduced(spark, [], 2), tables.read("deliveries"), {("t", 0): (1, 4)}, 2)
+    rows = rows.localCheckpoint()
+    tables.merge(rows, hours.of(rows), 2)
+    for _ in range(2):
+        found = cross_hour.settled_elsewhere(tables.read("deliveries"), 2, truncated=True)
+        assert found is not None
+        found = found.localCheckpoint()
+        tables.settle_elsewhere(found, hours.of(found), 2)
+        in_doubt = tables.read("deliveries").where(deliveries.in_doubt()).collect()
+        settled = {name_of(row["id"]): row["elsewhere"] for row in in_doubt}
+        assert settled == {"gone": False, "entered": True, "copied": True, "kept": True}
+    assert found.isEmpty()
