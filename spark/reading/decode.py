@@ -115,7 +115,7 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         "topic",
         "partition",
         "offset",
-        F.when(has_header, plausible(F.col("header_accepted_ms"), recorded_ms, frozen_ms))
+        F.when(has_header, _acceptance(F.col("header_accepted_ms"), recorded_ms, frozen_ms))
         .otherwise(recorded_ms)
         .alias("accepted_ms"),
         clamped(F.col("timestamp_ms")).alias("timestamp_ms"),
@@ -265,7 +265,7 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     return rows.select(
         F.when(valid, F.unhex(entry["id"])).otherwise(_part_id(undecoded)).alias("id"),
         *(F.when(valid, entry[name]).otherwise(F.col(name)).alias(name) for name in ("topic", "partition", "offset")),
-        F.when(valid, plausible(entry["at"], F.col("timestamp_ms"), F.col("timestamp_ms")))
+        F.when(valid, _acceptance(entry["at"], plausible(entry["ts"], F.col("timestamp_ms"), frozen_ms), frozen_ms))
         .otherwise(F.col("timestamp_ms"))
         .alias("accepted_ms"),
         "timestamp_ms",
@@ -301,7 +301,7 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.when(valid, F.unhex(answer["id"])).otherwise(_part_id(undecoded)).alias("id"),
         F.when(valid, answer["topic"]).otherwise(F.col("topic")).alias("topic"),
         *(F.when(has_offset, answer[name]).when(~valid, F.col(name)).alias(name) for name in ("partition", "offset")),
-        F.when(valid, plausible(answer["at"], F.col("timestamp_ms"), F.col("timestamp_ms")))
+        F.when(valid, _acceptance(answer["at"], F.col("timestamp_ms"), frozen_ms))
         .otherwise(F.col("timestamp_ms"))
         .alias("accepted_ms"),
         "timestamp_ms",
@@ -354,6 +354,15 @@ def _rejected(reason: str, content: Column) -> Column:
 def plausible(ms: Column, otherwise: Column | int, now_ms: Column | int) -> Column:
     """Return a time in ms if it lies in PLAUSIBLE_MS and is not ahead of `now_ms`, else `otherwise`."""
     return F.when(ms.between(*PLAUSIBLE_MS) & ~rule_table.is_ahead(ms, now_ms), ms).otherwise(otherwise)
+
+
+def _acceptance(accepted_ms: Column, recorded_ms: Column, frozen_ms: int) -> Column:
+    """Return an acceptance, or the timestamp of its record if the acceptance is not plausible.
+
+    A record, its ledger entry and its answers have the same acceptance, so a run decides the same about each, and they
+    count in one hour. A ledger entry names the record's timestamp; for an answer that of its journal record stands in.
+    """
+    return plausible(accepted_ms, recorded_ms, frozen_ms)
 
 
 def clamped(ms: Column) -> Column:

@@ -22,7 +22,7 @@ DAY_MS: Final = 24 * HOUR_MS
 FAR_FUTURE_MS: Final = 4_000_000_000_000  # 2096
 MEGABYTE: Final = 1_000_000
 WINDOW_H: Final = 168
-SLOTS: Final = 12
+SLOTS: Final = 14
 
 # The time of the first run: 20 minutes after the next whole hour, when everything written now is settled.
 NEXT_HOUR_MS: Final = (int(time.time() * 1000) // HOUR_MS + 1) * HOUR_MS
@@ -188,6 +188,18 @@ def a_proven_loss_stays_when_a_compacted_log_grows(stage: Stage) -> Story:
         assert (balance["lost"], balance["delivered_once"], balance["unprovable"]) == (1, 21, 0)
 
 
+def a_store_whose_clock_is_days_ahead_makes_no_record_lost_without_the_pass_over_ids(stage: Stage) -> Story:
+    """The ledger's record is written in the next hour; and a day before the acceptance that it names, or more."""
+    history, writer = stage.history, stage.writer()
+    (topic,) = stage.topics("store-ahead")
+    producer = history.transactional(writer)
+    for key, at in (("days", NOW_MS + 72 * HOUR_MS), ("a day", NOW_MS + 24 * HOUR_MS - 1)):
+        history.deliver(producer, writer, topic, [key], at=at, ts=NEXT_HOUR_MS - HOUR_MS - 5, answer=False)
+    for _ in RUNS:
+        ran = yield
+        assert (ran.findings(topic), ran.balance(topic)["delivered_once"]) == (set(), 2)
+
+
 def a_verdict_that_is_newer_than_the_last_pass_over_ids_stands(stage: Stage) -> Story:
     """The pass found an id of two hours delivered; then one of these hours, classified again, finds it lost."""
     history, writer = stage.history, stage.writer()
@@ -319,6 +331,7 @@ STORIES = (
     the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids,
     a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_the_plan,
     a_proven_loss_stays_when_a_compacted_log_grows,
+    a_store_whose_clock_is_days_ahead_makes_no_record_lost_without_the_pass_over_ids,
     a_verdict_that_is_newer_than_the_last_pass_over_ids_stands,
     records_of_every_size_in_topics_of_every_width_are_read,
     clocks_that_jump_change_no_verdict,

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from service.contract import SharedSettings, wire
 from spark import job
@@ -55,13 +55,38 @@ def test_an_implausible_time_is_replaced(spark: SparkSession) -> None:
         for name, row in zip(TIMES, rows, strict=True)
     }
     assert found == {name: expected for name, (_, _, expected) in TIMES.items()}
-    # An entry's acceptance is bounded by the time of its ledger record.
-    for ahead_ms, at in ((DAY_MS, NOW_MS - 7 + DAY_MS), (DAY_MS + 1, NOW_MS - 7)):
-        entry = wire.Entry(bytes(16), bytes(8), NOW_MS - 7 + ahead_ms, "t", 0, 1, NOW_MS)
-        body = wire.LedgerRecord(0, 1, 0, "a:1", [entry]).encode()
-        record = {"topic": "l", "partition": 0, "offset": 0, "timestamp_ms": NOW_MS - 7, "value": body}
-        (row,) = decode.ledger(spark.createDataFrame([record], source.SCHEMA), NOW_MS + 1000 * HOUR_MS).collect()
-        assert row["accepted_ms"] == at
+
+
+@pytest.mark.parametrize("later_ms", [0, 1000 * HOUR_MS], ids=["at once", "much later"])
+def test_a_record_and_its_claims_have_the_same_acceptance_whatever_it_is(spark: SparkSession, later_ms: int) -> None:
+    """The clock that sets it may be days ahead, and the run may read them much later."""
+    frozen_ms, ts = NOW_MS + later_ms, NOW_MS - 9
+    times = (NOW_MS - 10, frozen_ms + DAY_MS, frozen_ms + DAY_MS + 1, ts + DAY_MS + 5, FAR_FUTURE_MS, 5)
+    entries, answers, headers = [], [], []
+    for nth, at in enumerate(times):
+        id, fp = b"%d" % nth * 16, bytes(8)
+        headers.append({"key": wire.STAMP_HEADER, "value": wire.Stamp(id, fp, at, 0, 1, 0, "a:1").encode()})
+        entries.append(wire.Entry(id, fp, at, "t", 0, nth, ts))
+        answers.append(wire.encode_answer(id, fp, at, 201, None, False, 1.0, "t", 0, nth))
+
+    def records(*values: bytes, timestamp_ms: int) -> DataFrame:
+        rows = [
+            {"topic": "t", "partition": 0, "offset": nth, "timestamp_ms": timestamp_ms, "value": value}
+            for nth, value in enumerate(values)
+        ]
+        with_headers = [{**row, "headers": [header]} for row, header in zip(rows, headers, strict=False)]
+        return spark.createDataFrame(with_headers, source.SCHEMA)
+
+    def acceptances(decoded: DataFrame) -> list[int]:
+        return [row["accepted_ms"] for row in decoded.orderBy("id").collect()]
+
+    copies = acceptances(decode.deliveries(records(*(b"" for _ in times), timestamp_ms=ts), frozen_ms))
+    # An entry has the timestamp of its record, an answer does not.
+    ledger = records(wire.LedgerRecord(0, 1, 0, "a:1", entries).encode(), timestamp_ms=NOW_MS + HOUR_MS)
+    assert acceptances(decode.ledger(ledger, frozen_ms)) == copies
+    journal = records(wire.encode_answers("a:1", answers), timestamp_ms=ts)
+    assert acceptances(decode.answers(journal, frozen_ms)) == copies
+    assert copies[:3] == [times[0], times[1], ts]
 
 
 @pytest.mark.long
