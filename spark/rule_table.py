@@ -19,6 +19,8 @@ LOST: Final = "lost"
 PENDING: Final = "pending"
 """Outcomes of a claim (an offset that a ledger entry or a 201 names). Any other word is the cause of a gap."""
 
+DELIVERED_ONCE: Final = "delivered_once"
+
 FOREIGN_WRITER: Final = "foreign_writer"
 REWRITE: Final = "rewrite"
 EXPIRED_KEY: Final = "expired_key"
@@ -276,11 +278,20 @@ def category(
         .when(copies > 1, "duplicated")
         .when(pending, PENDING)
         .when(unproven, "unprovable")
-        .when((copies == 1) & (settling > 0), "delivered_once")
+        .when((copies == 1) & (settling > 0), DELIVERED_ONCE)
         .when(answered_201 > 0, "unprovable")
         .when(undecided, PENDING)
         .otherwise("stuck")
     )
+
+
+def clean_category(entries: Column, answered_201: Column) -> Column:
+    """Return the category of an id whose only row is clean (deliveries.ROW).
+
+    The id was delivered once if the ledger or a 201 names its record, and is null if neither does: a record of another
+    program, which nobody was promised.
+    """
+    return F.when(entries + answered_201 > 0, DELIVERED_ONCE)
 
 
 def in_doubt_cause(answered_202: Column, answered_504: Column) -> Column:
@@ -310,9 +321,13 @@ def order() -> tuple[str, ...]:
     return ("timestamp", "topic", "partition", "offset")
 
 
+PRODUCER: Final = ("slot", "pid", "epoch", "instance")
+"""The fields of a producer in Fencepost's header, in the ledger, and in copies and coordinates."""
+
+
 def producer() -> tuple[str, ...]:
     """Return the fields that identify a producer."""
-    return ("slot", "pid", "epoch", "instance")
+    return PRODUCER
 
 
 def is_foreign(has_header: Column, same_producer: Column, ledger_rank: Column) -> Column:

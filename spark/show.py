@@ -11,7 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
 from spark.errors import CannotRun
-from spark.reading import decode, source
+from spark.reading import decode, source, wire_expressions
 from spark.reading.decode import EVENT
 from spark.reading.kafka_admin import KafkaAdmin, Topic, TopicPartition
 from spark.reading.source import Span
@@ -56,26 +56,19 @@ def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, foun
     """Describe one id by its rows (deliveries.GATHERED with `ordered`)."""
     yield f"id         {id.hex()}"
     writers: dict[Coordinates, str] = {}
-    bare: dict[Coordinates, tuple[str, bytes]] = {}
     for row in found_rows:
         yield from _row(row)
         writers.update({_coordinates(copy): _writer(copy) for copy in row["ordered"]})
-        bare.update(
-            {
-                _coordinates(copy): (row["key"], copy["fingerprint"])
-                for copy in row["coordinates"]
-                if not copy["has_fencepost_header"]
-            }
-        )
+    copies = {_coordinates(copy): _identity(row["key"], copy) for row in found_rows for copy in row["coordinates"]}
     for row in _of(lake.read("findings").where("kind is not null"), [id]).select("kind", "cause", "count").collect():
         yield f"finding    {row['kind']}{'/' + row['cause'] if row['cause'] else ''}, {row['count']} records"
     shown = list(writers)[:RECORDS_MAX]
-    records = {_coordinates(row.asDict()): row for row in _records(spark, shared, shown)}
+    records = {_coordinates(row.asDict()): row for row in _records(spark, shared, id, [copies[at] for at in shown])}
     for at in shown:
         yield f"record     {at[0]}[{at[1]}]@{at[2]}  {writers[at]}"
         if at not in records:
             yield "           is not in Kafka any more"
-        elif _is_record_of(records[at], id, bare.get(at)):
+        elif records[at]["is_its_record"]:
             yield from _record(records[at])
         else:
             yield "           is not in Kafka any more: another record has this offset now"
@@ -87,12 +80,18 @@ def _coordinates(record: Mapping[str, Any]) -> Coordinates:
     return record["topic"], record["partition"], record["offset"]
 
 
-def _is_record_of(record: Row, id: bytes, bare: tuple[str, bytes] | None) -> bool:
-    """Apply decode.is_record_of to one record; `bare`: key and fingerprint of a copy without Fencepost's header."""
-    if bare is None:
-        return bool(record["own_id"] == id)
-    key, fingerprint = bare
-    return record["own_id"] is None and record["own_fingerprint"] == fingerprint and record["own_key"] in (None, key)
+_IDENTITY: Final = (
+    "topic string, partition int, offset bigint, was_with_header boolean, fingerprint_digits string, named_key string"
+)
+"""Coordinates of a copy, and by what its record is recognised (decode.is_record_of)."""
+
+
+def _identity(key: str | None, copy: Row) -> dict[str, Any]:
+    """Return _IDENTITY of a copy in a row (deliveries.GATHERED) with this key."""
+    coordinates = {name: copy[name] for name in ("topic", "partition", "offset")}
+    fingerprint = None if copy["fingerprint"] is None else bytes(copy["fingerprint"]).hex()
+    has_header = copy["has_fencepost_header"]
+    return {**coordinates, "was_with_header": has_header, "fingerprint_digits": fingerprint, "named_key": key}
 
 
 def _of(rows: DataFrame, ids: Iterable[bytes]) -> DataFrame:
@@ -126,9 +125,21 @@ def _record(row: Row) -> Iterator[str]:
     yield f"  value    {_shown(row['value'])}"
 
 
-def _records(spark: SparkSession, shared: SharedSettings, wanted: Sequence[Coordinates]) -> Iterator[Row]:
-    """Read the records at these coordinates that still exist, one record of each partition in a query."""
-    left = list(wanted)
+def _records(
+    spark: SparkSession, shared: SharedSettings, id: bytes, copies: Sequence[Mapping[str, Any]]
+) -> Iterator[Row]:
+    """Read the records at the coordinates of these copies (_IDENTITY) of an id, one of each partition in a query.
+
+    Records that no longer exist are left out. `is_its_record`: the record is that of the copy.
+    """
+    known = wire_expressions.rows_of(spark, _IDENTITY, copies)
+    is_its_record = decode.is_record_of(
+        wire_expressions.literal(id),
+        F.col("was_with_header"),
+        F.unhex(F.col("fingerprint_digits")),
+        F.col("named_key"),
+    )
+    left = [_coordinates(copy) for copy in copies]
     while left:
         spans: dict[TopicPartition, Span] = {}
         later = []
@@ -137,7 +148,9 @@ def _records(spark: SparkSession, shared: SharedSettings, wanted: Sequence[Coord
                 later.append((topic, partition, offset))
             else:
                 spans[topic, partition] = (offset, offset + 1)
-        yield from decode.with_own_identity(source.read(spark, shared, _readable(spark, shared, spans))).collect()
+        read = decode.with_own_identity(source.read(spark, shared, _readable(spark, shared, spans)))
+        identified = read.join(known, ["topic", "partition", "offset"])
+        yield from identified.withColumn("is_its_record", is_its_record).collect()
         left = later
 
 

@@ -123,7 +123,7 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
         F.when(foreign, wire_expressions.joined(possible))
         .when(has_header & ~matches_record, computed)
         .alias("alternative_fingerprints"),
-        *(F.when(has_header, F.col(name)).alias(name) for name in ("slot", "pid", "epoch", "instance")),
+        *(F.when(has_header, F.col(name)).alias(name) for name in rule_table.PRODUCER),
         "has_fencepost_header",
         F.col("key").isNotNull().alias("has_record_key"),
         F.when(F.col("key").isNotNull(), F.xxhash64("key")).alias("record_key_hash"),
@@ -252,7 +252,7 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     """Decode ledger records (source.SCHEMA) into CLAIMS, a row for each entry; begin and empty records have none."""
     read = _bodies(records, LEDGER_SCHEMA, frozen_ms)
     body = F.col("body")
-    whole = body["v"].isin(*sorted(wire.LEDGER_VERSIONS)) & _has_all(body, "slot", "pid", "epoch", "instance")
+    whole = body["v"].isin(*sorted(wire.LEDGER_VERSIONS)) & _has_all(body, *rule_table.PRODUCER)
     entries = (
         F.when(whole & F.coalesce(body["begin"], F.lit(False)), F.array().cast(_array_type(LEDGER_SCHEMA)))
         .when(whole & body["entries"].isNotNull(), body["entries"])

@@ -1,11 +1,12 @@
 """The data of the heat map: records and findings by hour and partition, reduced to the size of a page."""
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final
 
-from spark.rules.balance import HOUR_FORMAT, RecordCounts
+from spark.rules.balance import RecordCounts
 from spark.rules.record_counts import NO_PARTITION
+from spark.tables import hours
 
 COLUMNS_MAX: Final = 96
 ROWS_MAX: Final = 32
@@ -32,14 +33,14 @@ def drawn(
     audited = set(topics)
     delivered = _delivered(records, audited, first_hour, last_hour)
     troubled = _troubled(finding_counts, audited, first_hour, last_hour)
-    hours = sorted({hour for counts in (*delivered.values(), *troubled.values()) for hour in counts})
-    if not hours:
+    with_counts = sorted({hour for counts in (*delivered.values(), *troubled.values()) for hour in counts})
+    if not with_counts:
         return {"from": None, "hours_a_column": 1, "columns": 0, "rows": [], "partitions_folded": 0}
-    start, end = (datetime.strptime(hour, HOUR_FORMAT).replace(tzinfo=UTC) for hour in (hours[0], hours[-1]))
+    start, end = hours.at(with_counts[0]), hours.at(with_counts[-1])
     span = int((end - start) / timedelta(hours=1)) + 1
     step = -(-span // COLUMNS_MAX)
     columns = -(-span // step)
-    column_of = {hour: _hours_between(start, hour) // step for hour in hours}
+    column_of = {hour: _hours_between(start, hour) // step for hour in with_counts}
     shown, folded = _shown(delivered, troubled)
     groups: list[tuple[str | None, int | None, list[RowKey]]] = [
         (topic, None if partition == NO_PARTITION else partition, [(topic, partition)]) for topic, partition in shown
@@ -133,7 +134,7 @@ def _total(counts: Mapping[RowKey, HourCounts], row: RowKey) -> int:
 
 
 def _hours_between(start: datetime, hour: str) -> int:
-    return int((datetime.strptime(hour, HOUR_FORMAT).replace(tzinfo=UTC) - start) / timedelta(hours=1))
+    return int((hours.at(hour) - start) / timedelta(hours=1))
 
 
 def _iso(hour: str) -> str:

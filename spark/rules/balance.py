@@ -2,20 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC
 from typing import Any, NamedTuple
 
 from spark.errors import CannotRun
 from spark.rules.classify import CATEGORIES
 from spark.rules.findings import SUMS
+from spark.tables.hours import text_at
 
 Counts = dict[str, int]
 ByTopic = dict[str, Counts]
 ByHour = dict[str, ByTopic]
 RecordCounts = dict[str, dict[str, Counts]]
 """Records by hour, topic and partition (as text, for JSON)."""
-
-HOUR_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 @dataclass
@@ -143,13 +141,12 @@ def _line(topics: ByTopic) -> Counts:
     return {**line, "phantom": total.get("phantom", 0), "records": total.get("records", 0)}
 
 
-def _add(hours: ByHour, rows: Iterable[Any], sign: int) -> None:
-    """Add rows of findings.sums to `hours`, each count times `sign`."""
+def _add(into: ByHour, rows: Iterable[Any], sign: int) -> None:
+    """Add rows of findings.sums to `into`, each count times `sign`."""
     for row in rows:
         counts = {name: sign * int(row[name]) for name in SUMS if row[name]}
-        # Spark collects a timestamp without zone, in the machine's time zone.
-        hour = row["accepted_hour"].astimezone(UTC).strftime(HOUR_FORMAT)
-        _sum(hours.setdefault(hour, {}).setdefault(row["topic"], {}), counts)
+        hour = text_at(row["accepted_hour"])
+        _sum(into.setdefault(hour, {}).setdefault(row["topic"], {}), counts)
 
 
 def _sum(into: Counts, counts: Mapping[str, int]) -> None:

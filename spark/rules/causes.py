@@ -11,8 +11,6 @@ from spark.tables import deliveries
 
 CAUSES: Final = (FOREIGN_WRITER, REWRITE, EXPIRED_KEY, PRODUCER_RESTART, DUAL_PRODUCER)
 
-_WRITER: Final = ("slot", "pid", "epoch", "instance")
-
 
 def ordered() -> Column:
     """Return the copies of a row (deliveries.GATHERED) in order, without derived copies.
@@ -34,7 +32,7 @@ def ordered() -> Column:
                 rule_table.rank(pair["entered"]).alias("ledger_rank"),
                 *(
                     pair["copy"][name].alias(name)
-                    for name in (*rule_table.order(), *_WRITER, "accepted_at", "has_fencepost_header")
+                    for name in (*rule_table.order(), *rule_table.PRODUCER, "accepted_at", "has_fencepost_header")
                 ),
             ),
         )
@@ -46,8 +44,7 @@ def explained(copies: Column, key_ttl_ms: int) -> Column:
     return F.transform(
         copies,
         lambda copy, nth: F.struct(
-            *(copy[name].alias(name) for name in ("topic", "partition", "offset", "timestamp")),
-            *(copy[name].alias(name) for name in ("slot", "pid", "epoch", "instance")),
+            *(copy[name].alias(name) for name in ("topic", "partition", "offset", "timestamp", *rule_table.PRODUCER)),
             F.when(rule_table.has_cause(nth), _cause(copy, F.slice(copies, F.lit(1), nth), key_ttl_ms)).alias("cause"),
         ),
     )

@@ -12,11 +12,11 @@ from service.contract import Guarantee
 from spark import rule_table
 from spark.reading.decode import EVENT, REJECT, hash_of
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, by_partition
-from spark.rule_table import LOST, PENDING, PRESENT
+from spark.rule_table import DELIVERED_ONCE, LOST, PENDING, PRESENT
 from spark.settings import OFFSETS_MOST, Settings, glob_regex
 from spark.tables import deliveries
 
-CATEGORIES: Final = ("delivered_once", "duplicated", "conflicted", "lost", "pending", "stuck", "unprovable")
+CATEGORIES: Final = (DELIVERED_ONCE, "duplicated", "conflicted", LOST, PENDING, "stuck", "unprovable")
 """Categories of accepted ids in the balance."""
 
 _BOUND: Final = (
@@ -169,13 +169,14 @@ def classify_clean(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
 
     For a clean row the result is that of `classify`, unless the id has another row.
     """
-    claimed = (F.col("kind") == EVENT) & ((F.col("entries_count") > 0) | (F.col("answered_201") > 0))
+    clean_category = rule_table.clean_category(F.col("entries_count"), F.col("answered_201"))
+    category = F.when(F.col("kind") == EVENT, clean_category)
     return rows.where(evidence.audited(F.col("topic")) | (F.col("kind") == REJECT)).select(
-        *("accepted_hour", "kind", "topic", *deliveries.SUMS),
+        *("accepted_hour", "kind", "topic", *deliveries.COUNTS),
         F.col("count").alias("copies_count"),
         F.coalesce(F.col("has_fencepost_header").cast("bigint"), F.lit(0)).alias("with_header"),
-        claimed.alias("accepted"),
-        F.when(claimed, "delivered_once").alias("category"),
+        category.isNotNull().alias("accepted"),
+        category.alias("category"),
         F.lit(None).cast("string").alias("phantom"),
         F.lit(False).alias("open"),
     )
@@ -337,7 +338,8 @@ def _category(evidence: LogEvidence) -> Column:
         answered_201=F.col("answered_201"),
         undecided=rule_table.is_undecided(settled_at_ms, decided_until_ms),
     )
-    return F.when(F.col("is_clean") == 1, "delivered_once").otherwise(classified)
+    clean_category = rule_table.clean_category(F.col("entries_count"), F.col("answered_201"))
+    return F.when(F.col("is_clean") == 1, clean_category).otherwise(classified)
 
 
 def _sum(*names: str) -> Column:

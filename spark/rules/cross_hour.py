@@ -19,8 +19,6 @@ SPANS_MAX: Final = 10_000
 # Each span of several hours is one condition, and Spark cannot compile many more than this in one expression.
 LONGER_MAX: Final = 100
 
-_WRITER: Final = ("slot", "pid", "epoch", "instance")
-
 
 def repeated(rows: DataFrame) -> DataFrame:
     """Find the ids of events with several rows: deliveries.ROW → `id, first_hour timestamp, last_hour timestamp`."""
@@ -38,7 +36,7 @@ def _multi_row(rows: DataFrame, name: str) -> DataFrame:
 
 def spans_of(multi_row_ids: DataFrame) -> list[tuple[str, str]]:
     """Collect the spans of hours (`yyyy-MM-dd HH:mm:ss`) of rows of `repeated` or `retried`, overlaps joined."""
-    named = [F.date_format(end, hours.FORMAT).alias(end) for end in ("first_hour", "last_hour")]
+    named = [hours.as_text(F.col(end)).alias(end) for end in ("first_hour", "last_hour")]
     found = multi_row_ids.select(*named).distinct().limit(SPANS_MAX).collect()
     if len(found) == SPANS_MAX:
         ends = multi_row_ids.agg(F.min("first_hour").alias("first_hour"), F.max("last_hour").alias("last_hour")).select(
@@ -109,11 +107,7 @@ def misnamed(rows: DataFrame, last_pass: int) -> DataFrame | None:
     the record keeps that id.
     """
     events = rows.where((F.col("kind") == EVENT) & (F.col("count") > 0) & F.col("key").isNotNull())
-    bare = (
-        ~F.col("has_fencepost_header")
-        & F.col("fingerprint").isNotNull()
-        & (F.col("entries_count") + F.col("answered_201") == 0)
-    )
+    bare = ~F.col("has_fencepost_header") & F.col("fingerprint").isNotNull() & ~deliveries.claimed()
     new = F.col("run") > last_pass
     flags = {
         "bare": bare,
@@ -217,10 +211,9 @@ def _may_be_retry(evidence: LogEvidence) -> Column:
 
     Values without a record key (a sensor reading, a counter) often repeat without being retries.
     """
-    claimed = F.col("entries_count") + F.col("answered_201") > 0
-    event = (F.col("kind") == EVENT) & F.col("has_fencepost_header") & F.col("record_key_hash").isNotNull() & claimed
+    event = (F.col("kind") == EVENT) & F.col("has_fencepost_header") & F.col("record_key_hash").isNotNull()
     return (
-        F.coalesce(event, F.lit(False))
+        F.coalesce(event & deliveries.claimed(), F.lit(False))
         & evidence.audited(F.col("topic"))
         & ~evidence.without_client_duplicates(F.col("topic"))
     )
@@ -248,7 +241,9 @@ def client_duplicates(
         .distinct()
     )
     retries = _retries(marked.join(keys, ["topic", "record_key_hash"], "left_semi"), evidence)
-    record = F.struct("accepted_ms", "topic", "partition", "offset", "timestamp_ms", *_WRITER, "key", "accepted_hour")
+    record = F.struct(
+        "accepted_ms", "topic", "partition", "offset", "timestamp_ms", *rule_table.PRODUCER, "key", "accepted_hour"
+    )
     ids = retries.groupBy("fingerprint", "id").agg(
         F.min(record).alias("first_record"), F.max("last_ms").alias("last_ms")
     )
@@ -262,7 +257,7 @@ def client_duplicates(
         "partition",
         "offset",
         F.col("timestamp_ms").alias("timestamp"),
-        *_WRITER,
+        *rule_table.PRODUCER,
         F.lit(None).cast("string").alias("cause"),
     )
     grouped = numbered.groupBy("fingerprint").agg(

@@ -38,27 +38,40 @@ SEVERITIES: Final = {
 }
 """Severity of each kind: a broken guarantee; a problem for an operator to check; a question for the client."""
 
-SUMS: Final = (
-    "ids",
-    "records",
-    "copies_extra",
-    "accepted",
-    *CATEGORIES,
-    PHANTOM,
-    "open",
-    "unrequested",
-    "unrequested_multiple",
-    "unkeyed",
-    "rejects",
-    "answered_201",
-    "answered_202",
-    "answered_503",
-    "answered_504",
-    "answered_other",
-    "replayed",
-)
-"""Counts by hour and topic. `phantom`: phantom ids that were not accepted; `unrequested`: delivered ids without
-Fencepost's header that neither ledger nor answers name, as in topics with other writers."""
+
+def _total(column: str, condition: str) -> str:
+    """Return the SQL sum of a column of the rows that meet a condition, 0 for no rows."""
+    return f"coalesce(sum(CASE WHEN {condition} THEN {column} END), 0)"
+
+
+_EVENT: Final = f"kind = '{EVENT}'"
+_DELIVERED: Final = f"{_EVENT} AND `count` > 0"
+_UNREQUESTED: Final = f"{_DELIVERED} AND NOT accepted AND phantom IS NULL AND with_header = 0"
+_ANSWERED: Final = (*rule_table.ANSWER_COUNTS, "replayed")
+
+SUMS: Final = {
+    "ids": f"count_if({_DELIVERED})",
+    "records": _total("`count`", _EVENT),
+    "copies_extra": _total("copies_count - 1", f"{_EVENT} AND copies_count > 1"),
+    "accepted": "count_if(accepted)",
+    **{name: f"count_if(category = '{name}')" for name in CATEGORIES},
+    PHANTOM: f"count_if(phantom = '{PHANTOM}' AND NOT accepted)",
+    "open": "count_if(open)",
+    "unrequested": f"count_if({_UNREQUESTED})",
+    "unrequested_multiple": f"count_if({_UNREQUESTED} AND copies_count > 1)",
+    "unkeyed": _total("`count`", f"kind = '{UNKEYED}'"),
+    "rejects": _total("`count`", f"kind = '{REJECT}'"),
+    **{name: _total(name, _EVENT) for name in _ANSWERED},
+}
+"""Counts by hour and topic: their names, and the SQL by which classified rows are summed up.
+
+`phantom`: phantom ids that were not accepted; `unrequested`: delivered ids without Fencepost's header that neither
+ledger nor answers name, as in topics with other writers."""
+
+
+def sums(classified: DataFrame) -> DataFrame:
+    """Sum up classified rows by hour and topic: → `accepted_hour, topic` and SUMS."""
+    return classified.groupBy("accepted_hour", "topic").agg(*(F.expr(sql).alias(name) for name, sql in SUMS.items()))
 
 
 def suspicious(classified: DataFrame) -> DataFrame:
@@ -231,35 +244,6 @@ def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
     return wire_expressions.rows_of(spark, lake.schema("findings"), rows)
 
 
-def sums(classified: DataFrame) -> DataFrame:
-    """Sum up classified rows by hour and topic: → `accepted_hour, topic` and SUMS."""
-    return classified.groupBy("accepted_hour", "topic").agg(*(F.expr(_SUMS[name]).alias(name) for name in SUMS))
-
-
-def _total(column: str, condition: str) -> str:
-    """Return the SQL sum of a column of the rows that meet a condition, 0 for no rows."""
-    return f"coalesce(sum(CASE WHEN {condition} THEN {column} END), 0)"
-
-
-_EVENT: Final = f"kind = '{EVENT}'"
-_DELIVERED: Final = f"{_EVENT} AND `count` > 0"
-_UNREQUESTED: Final = f"{_DELIVERED} AND NOT accepted AND phantom IS NULL AND with_header = 0"
-_SUMS: Final = {
-    "ids": f"count_if({_DELIVERED})",
-    "records": _total("`count`", _EVENT),
-    "copies_extra": _total("copies_count - 1", f"{_EVENT} AND copies_count > 1"),
-    "accepted": "count_if(accepted)",
-    **{name: f"count_if(category = '{name}')" for name in CATEGORIES},
-    PHANTOM: f"count_if(phantom = '{PHANTOM}' AND NOT accepted)",
-    "open": "count_if(open)",
-    "unrequested": f"count_if({_UNREQUESTED})",
-    "unrequested_multiple": f"count_if({_UNREQUESTED} AND copies_count > 1)",
-    "unkeyed": _total("`count`", f"kind = '{UNKEYED}'"),
-    "rejects": _total("`count`", f"kind = '{REJECT}'"),
-    **{name: _total(name, _EVENT) for name in SUMS if name.startswith("answered_") or name == "replayed"},
-}
-
-
 def _found(kind: Column, cause: Column, coordinates: Column, count: str | None = None) -> Column:
     """Build a finding of a row; the column `count` has its number of records (default: the number of coordinates)."""
     return F.struct(
@@ -297,8 +281,7 @@ def _without_cause(copies: Column) -> Column:
     return F.transform(
         copies,
         lambda copy: F.struct(
-            *(copy[name].alias(name) for name in ("topic", "partition", "offset", "timestamp")),
-            *(copy[name].alias(name) for name in ("slot", "pid", "epoch", "instance")),
+            *(copy[name].alias(name) for name in ("topic", "partition", "offset", "timestamp", *rule_table.PRODUCER)),
             F.lit(None).cast("string").alias("cause"),
         ),
     )

@@ -88,7 +88,7 @@ request may name any topic."""
 ROW_KEY: Final = ("accepted_hour", "kind", "id", "topic", "partition", "offset")
 """The columns that identify a row."""
 
-SUMS: Final = (
+COUNTS: Final = (
     "count",
     "entries_count",
     "answered_201",
@@ -98,6 +98,8 @@ SUMS: Final = (
     "answered_other",
     "replayed",
 )
+"""The columns that count evidence: records, ledger entries, and answers."""
+
 LEAST: Final = ("accepted_ms", "entry_seen_ms", "answer_seen_ms", "batch_hash")
 GREATEST: Final = ("run", "last_ms", "in_doubt_ms", "count", "was_past_end", "elsewhere")
 RECORD: Final = (
@@ -105,10 +107,7 @@ RECORD: Final = (
     "record_accepted_ms",
     "fingerprint",
     "alternative_fingerprints",
-    "slot",
-    "pid",
-    "epoch",
-    "instance",
+    *rule_table.PRODUCER,
     "has_fencepost_header",
     "has_record_key",
     "record_key_hash",
@@ -137,7 +136,7 @@ GATHERED: Final = {
     "last_ms": "bigint",
     "run": "bigint",
     "rows": "bigint",
-    **dict.fromkeys(SUMS, "bigint"),
+    **dict.fromkeys(COUNTS, "bigint"),
     "with_header": "bigint",
     "derived_copies_count": "bigint",
     "is_clean": "tinyint",
@@ -209,7 +208,7 @@ def reduce(
         "observed_ms",
     )
     joined = keyed.join(claims.hint("shuffle_hash"), list(ROW_KEY), "full_outer")
-    sums = {name: F.coalesce(name, F.lit(0)) for name in SUMS[1:]}
+    sums = {name: F.coalesce(name, F.lit(0)) for name in COUNTS[1:]}
     count = F.when(F.col("timestamp_ms").isNotNull(), 1).otherwise(0) + F.coalesce("rejected", F.lit(0))
     columns: dict[str, Column] = {
         "is_clean": _is_clean({**sums, "count": count}, F.col("has_fencepost_header")),
@@ -318,7 +317,7 @@ def with_vanished(
         within = within | (in_partition & (F.col("offset") >= first) & (F.col("offset") < end))
     gone = merged_rows.where(within & (F.col("count") > 0)).select(*ROW_KEY, F.lit(True).alias("gone"))
     joined = rows.join(gone, list(ROW_KEY), "full_outer")
-    columns = {"run": F.lit(run), **{name: F.coalesce(name, F.lit(0)) for name in ("is_clean", *SUMS)}}
+    columns = {"run": F.lit(run), **{name: F.coalesce(name, F.lit(0)) for name in ("is_clean", *COUNTS)}}
     return joined.select(
         *(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()),
         F.coalesce("gone", F.lit(False)).alias("vanished"),
@@ -335,7 +334,7 @@ def merged(*, vanished: bool = False) -> dict[str, Column]:
         return F.col(f"old.{name}"), F.col(f"new.{name}")
 
     # `count` is no sum: a record that is written again at the same offset of a recreated topic counts once.
-    columns = {name: pair(name)[0] + pair(name)[1] for name in SUMS}
+    columns = {name: pair(name)[0] + pair(name)[1] for name in COUNTS}
     columns |= {name: F.least(*pair(name)) for name in LEAST}
     columns |= {name: F.greatest(*pair(name)) for name in GREATEST}
     # If both rows have a record, the topic was recreated or truncated, and the log now has the later record.
@@ -357,7 +356,7 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
     # Records come before claims without a record, and first the records to which the others are compared.
     weight = (F.desc("count"), F.col("entry_seen_ms").isNull(), F.desc_nulls_last("has_fencepost_header"))
     order = Window.partitionBy(*by).orderBy(*weight, first, "topic", "partition", "offset")
-    is_written_to_topic = _claimed() | (F.col("has_fencepost_header") & _computed_fingerprint().isNull())
+    is_written_to_topic = claimed() | (F.col("has_fencepost_header") & _computed_fingerprint().isNull())
     written_topics = F.collect_set(F.when(is_written_to_topic, F.col("topic")))
     numbered = (
         rows.withColumn("nth", F.row_number().over(order))
@@ -371,7 +370,7 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
         **{name: F.min(name) for name in ("accepted_ms", "key", "topic")},
         **{name: F.max(name) for name in ("last_ms", "in_doubt_ms", "freed_ms", "run")},
         "settled_elsewhere": F.coalesce(F.max("elsewhere"), F.lit(False)),
-        **{name: F.sum(name) for name in SUMS},
+        **{name: F.sum(name) for name in COUNTS},
         "rows": F.count("*"),
         "is_clean": F.when(F.count("*") == 1, F.max("is_clean")).otherwise(0),
         "with_header": F.count(F.when(F.col("has_fencepost_header"), 1)),
@@ -437,10 +436,7 @@ def _copy() -> Column:
             "offset",
             *_fingerprint(),
             F.col("record_accepted_ms").alias("accepted_at"),
-            "slot",
-            "pid",
-            "epoch",
-            "instance",
+            *rule_table.PRODUCER,
             "has_fencepost_header",
             "is_derived_copy",
         ),
@@ -456,7 +452,7 @@ def each_fingerprint(joined: Column) -> Column:
     )
 
 
-def _claimed() -> Column:
+def claimed() -> Column:
     """Check whether the ledger or a 201 names the offset of a row."""
     return F.col("entries_count") + F.col("answered_201") > 0
 
@@ -476,7 +472,7 @@ def _fingerprint() -> list[Column]:
 
     For a copy that neither the ledger nor a 201 names, the record's computed fingerprint counts, not the header's.
     """
-    distrusted = _computed_fingerprint().isNotNull() & ~rule_table.trusts_header(_claimed())
+    distrusted = _computed_fingerprint().isNotNull() & ~rule_table.trusts_header(claimed())
     counting = F.when(distrusted, _computed_fingerprint()).otherwise(F.col("fingerprint"))
     return [counting.alias("fingerprint"), possible_fingerprints().alias("possible_fingerprints")]
 
@@ -484,7 +480,7 @@ def _fingerprint() -> list[Column]:
 def _is_derived_copy() -> Column:
     """Return `rule_table.is_derived_copy` of a row; `written_topics` are the topics to which its id was written."""
     written_elsewhere = (F.size("written_topics") > 0) & ~F.array_contains("written_topics", F.col("topic"))
-    is_derived_copy = rule_table.is_derived_copy(F.col("has_fencepost_header"), _claimed(), written_elsewhere)
+    is_derived_copy = rule_table.is_derived_copy(F.col("has_fencepost_header"), claimed(), written_elsewhere)
     return F.coalesce(is_derived_copy, F.lit(False))
 
 

@@ -7,18 +7,29 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-FORMAT: Final = "yyyy-MM-dd HH:mm:ss"
-"""Spark's date pattern of an hour."""
+# The same format for Spark and for Python.
+_SPARK_FORMAT: Final = "yyyy-MM-dd HH:mm:ss"
+_PYTHON_FORMAT: Final = "%Y-%m-%d %H:%M:%S"
 
 
 def text_of(ms: int) -> str:
     """Return the hour of a time (ms)."""
-    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:00:00")
+    return text_at(datetime.fromtimestamp(ms / 1000, UTC).replace(minute=0, second=0, microsecond=0))
+
+
+def text_at(hour: datetime) -> str:
+    """Return an hour as text. Spark collects a timestamp without time zone, in the machine's own."""
+    return hour.astimezone(UTC).strftime(_PYTHON_FORMAT)
+
+
+def at(text: str) -> datetime:
+    """Return the hour that a text names."""
+    return datetime.strptime(text, _PYTHON_FORMAT).replace(tzinfo=UTC)
 
 
 def as_text(hour: Column) -> Column:
     """Format an hour as text: `collect` would return a timestamp in the machine's own time zone."""
-    return F.date_format(hour, FORMAT)
+    return F.date_format(hour, _SPARK_FORMAT)
 
 
 def of(rows: DataFrame) -> list[str]:

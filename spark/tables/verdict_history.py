@@ -5,10 +5,10 @@ from typing import Any, Final
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark.rule_table import PENDING
+from spark import rule_table
+from spark.rule_table import DELIVERED_ONCE, PENDING
 from spark.tables import lake
 
-DELIVERED_ONCE: Final = "delivered_once"
 _ID: Final = ["accepted_hour", "id"]
 
 
@@ -32,8 +32,8 @@ def changed(classified: DataFrame, clean: DataFrame | None, latest: DataFrame, r
     columns = [*_ID, "key", "topic", "last_ms", "verdict"]
     verdicts = with_verdict.select(*columns)
     if clean is not None:
-        claimed = (F.col("entries_count") > 0) | (F.col("answered_201") > 0)
-        clean_verdicts = clean.withColumn("verdict", F.when(claimed, DELIVERED_ONCE))
+        category = rule_table.clean_category(F.col("entries_count"), F.col("answered_201"))
+        clean_verdicts = clean.withColumn("verdict", category)
         verdicts = verdicts.unionByName(clean_verdicts.select(*columns))
     now = verdicts.join(latest, _ID, "left")
     is_first_delivery = F.col("last_verdict").isNull() & (

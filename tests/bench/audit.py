@@ -223,7 +223,7 @@ def _grow(spark: SparkSession, folder: Path, records: Records, hours: int) -> No
                 "record_accepted_ms",
             )
         },
-        **dict.fromkeys(deliveries.SUMS, F.lit(0)),
+        **dict.fromkeys(deliveries.COUNTS, F.lit(0)),
         **{name: F.lit(1) for name in ("count", "entries_count", "answered_201")},
     }
     rows = made.select(

@@ -7,15 +7,16 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from spark.report import charts, heatmap
-from spark.rules.balance import HOUR_FORMAT, Balance, RecordCounts
+from spark.rules.balance import Balance, RecordCounts
 from spark.rules.findings import SUMS
+from spark.tables import hours
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
-FIRST = START.strftime(HOUR_FORMAT)
+FIRST = hours.text_at(START)
 
 
 def _hour(nth: int) -> str:
-    return (START + timedelta(hours=nth)).strftime(HOUR_FORMAT)
+    return hours.text_at(START + timedelta(hours=nth))
 
 
 LAST = _hour(1000)
