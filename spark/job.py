@@ -110,16 +110,12 @@ class _Run:
             last_run = last_finished_run(self.lake)
             plan, resumed = self._plan(last_run)
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, last_run)
-            if self.settings.options.publish:
-                with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
-                    publish.prepare(admin, self.settings.shared.namespace)
-        merged = resumed and not self.lake.read("deliveries").where(F.col("run") == plan.run).isEmpty()
-        if merged:
+            self._prepare_publishing()
+        if resumed and self._has_merged(plan):
             self.on_progress(f"run {plan.run} was interrupted after its merge; resuming there")
         else:
             self._merge(plan)
-        if self.claims is not None:
-            self.claims[1].unpersist()
+        self._release_claims()
         if not self.settings.options.skip_ids:
             with self.timer.step("compare ids"):
                 self._change_ids(plan, last_pass_of(last_run))
@@ -131,35 +127,11 @@ class _Run:
         balance = reconcile(
             self.spark, self.lake, plan, self.last_plan, self.settings, self.timer, last_run, self.kept_from
         )
-        window_from = run_plan.window_from(plan, self.settings)
-        closed = balance.close(hours.text_of(window_from))  # before anything is published
-        by_hour = current_findings.by_hour(self.lake.read("findings"), window_from).persist()
-        found = current_findings.by_finding(by_hour).persist()
-        if self.settings.options.publish:
-            with self.timer.step("publish findings"):
-                publish.publish(self.lake, self.settings.shared, found)
-        with self.timer.step("write the report"):
-            earlier_documents = last_run["reports"] if last_run else []
-            revised = verdict_history.counted(self.lake.read("verdicts"), window_from)
-            outcome = document.build(
-                by_hour,
-                found,
-                plan,
-                self.settings,
-                closed,
-                self.timer.seconds,
-                resumed,
-                earlier_documents,
-                revised,
-                self.finished,
-            )
-            document.write(self.spark, self.settings.options.report, outcome)
-        for frame in (by_hour, found):
-            frame.unpersist()
-        self._finish(plan, balance, outcome, last_run)
+        report = self._report(plan, balance, last_run, resumed)
+        self._finish(plan, balance, report, last_run)
         with self.timer.step("clean up the lake"):
             self._tidy(plan, last_run)
-        return Outcome(outcome.document, outcome.status)
+        return Outcome(report.document, report.status)
 
     def _upgrade(self) -> None:
         """Upgrade a lake of an earlier version; CannotRun, with the lake as it was, if it is another namespace's."""
@@ -202,10 +174,14 @@ class _Run:
             self.lake.overwrite("progress", rows, f"run > {last_number}")
         return plan, False
 
+    def _has_merged(self, plan: Plan) -> bool:
+        """Check whether an interrupted run has merged its records."""
+        return not self.lake.read("deliveries").where(F.col("run") == plan.run).isEmpty()
+
     def _can_resume(self, interrupted: Plan) -> bool:
         """Check whether an interrupted run is resumed: always after its merge; before, if its options are those of this
         command line, and the logs still have all that it planned to read."""
-        if not self.lake.read("deliveries").where(F.col("run") == interrupted.run).isEmpty():
+        if self._has_merged(interrupted):
             self._check_namespace(interrupted.options)
             return True
         if interrupted.options != run_plan.options_of(self.settings):
@@ -251,6 +227,12 @@ class _Run:
                 "set FENCEPOST_NAMESPACE to the namespace of the lake, or use another --lake"
             )
 
+    def _prepare_publishing(self) -> None:
+        """Create the topic of findings, unless the run does not publish."""
+        if self.settings.options.publish:
+            with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
+                publish.prepare(admin, self.settings.shared.namespace)
+
     def _discover(self, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
         """Return those of the topics that ledger or journal name; the decoded claims are kept for the merge."""
         spans = run_plan.spans_of(logs, LEDGER), run_plan.spans_of(logs, REQUESTS)
@@ -258,10 +240,14 @@ class _Run:
         parts = session.size_for(self.spark, min(unread, self.settings.options.max_records or unread))
         claims = deliveries.summarize(self._read_claims(spans, self.now_ms), parts)
         claims.persist(StorageLevel.MEMORY_AND_DISK)
-        if self.claims is not None:
-            self.claims[1].unpersist()
+        self._release_claims()
         self.claims = spans, claims
         return _topics(claims.where(deliveries.WRITTEN)) & set(names)
+
+    def _release_claims(self) -> None:
+        """Drop the claims that were read for the plan from the cache."""
+        if self.claims is not None:
+            self.claims[1].unpersist()
 
     def _named(self) -> set[str]:
         """Return the topics that ledger or journal name, from what earlier runs have merged."""
@@ -359,8 +345,36 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ done
 
+    def _report(self, plan: Plan, balance: Balance, last_run: dict[str, Any] | None, resumed: bool) -> document.Report:
+        """Close the balance, publish the current findings, and write the report; CannotRun before that if the balance
+        does not close."""
+        window_from = run_plan.window_from(plan, self.settings)
+        closed = balance.close(hours.text_of(window_from))
+        by_hour = current_findings.by_hour(self.lake.read("findings"), window_from).persist()
+        found = current_findings.by_finding(by_hour).persist()
+        if self.settings.options.publish:
+            with self.timer.step("publish findings"):
+                publish.publish(self.lake, self.settings.shared, found)
+        with self.timer.step("write the report"):
+            report = document.build(
+                by_hour,
+                found,
+                plan,
+                self.settings,
+                closed,
+                self.timer.seconds,
+                resumed,
+                last_run["reports"] if last_run else [],
+                verdict_history.counted(self.lake.read("verdicts"), window_from),
+                self.finished,
+            )
+            document.write(self.spark, self.settings.options.report, report)
+        for frame in (by_hour, found):
+            frame.unpersist()
+        return report
+
     def _finish(
-        self, plan: Plan, balance: Balance, outcome: document.Report, last_run: Mapping[str, Any] | None
+        self, plan: Plan, balance: Balance, report: document.Report, last_run: Mapping[str, Any] | None
     ) -> None:
         """Append the run to `runs`. With this row the run is finished, and the next start begins a new run."""
         summary = {
@@ -374,9 +388,9 @@ class _Run:
         row = {
             "run": plan.run,
             "frozen_ms": plan.frozen_ms,
-            "verdict": outcome.document["run"]["verdict"],
+            "verdict": report.document["run"]["verdict"],
             "summary": json.dumps(summary),
-            "report": json.dumps({name: outcome.document[name] for name in ("run", "balance", "cost")}),
+            "report": json.dumps({name: report.document[name] for name in ("run", "balance", "cost")}),
         }
         with self.timer.step("finish the run"):
             rows = wire_expressions.rows_of(self.spark, lake.schema("runs"), [row])

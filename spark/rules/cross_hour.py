@@ -12,7 +12,7 @@ from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, hash_of
 from spark.rules import findings
 from spark.rules.classify import LogEvidence
-from spark.tables import deliveries, hours, lake
+from spark.tables import deliveries, hours
 
 # Spans of hours by which files are pruned; with more spans nearly every hour is in one of them.
 SPANS_MAX: Final = 10_000
@@ -81,20 +81,8 @@ def _joined(spans: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def superseded(judged_per_id: DataFrame) -> DataFrame:
     """Revoke the findings of single hours about these ids: classified rows, one an id → lake.FINDING without kind."""
-    return judged_per_id.select(
-        *(
-            {
-                "scope": F.lit(findings.IDS),
-                "accepted_hour": F.col("accepted_hour"),
-                "id": F.col("id"),
-                "topic": F.col("topic"),
-                "last_ms": F.col("last_ms"),
-            }.get(name, F.lit(None))
-            .cast(kind)
-            .alias(name)
-            for name, kind in lake.FINDING.items()
-        )
-    )
+    columns = {name: F.col(name) for name in ("accepted_hour", "id", "topic", "last_ms")}
+    return findings.as_findings(judged_per_id, findings.IDS, columns)
 
 
 def misnamed(rows: DataFrame, last_pass: int) -> DataFrame | None:
@@ -107,29 +95,43 @@ def misnamed(rows: DataFrame, last_pass: int) -> DataFrame | None:
     the record keeps that id.
     """
     events = rows.where((F.col("kind") == EVENT) & (F.col("count") > 0) & F.col("key").isNotNull())
-    bare = ~F.col("has_fencepost_header") & F.col("fingerprint").isNotNull() & ~deliveries.claimed()
+    topics = _topics_with_new_candidates(events, last_pass)
+    return _named_by_events(events.where(F.col("topic").isin(topics))) if topics else None
+
+
+def _is_bare() -> Column:
+    """Check whether a deliveries.ROW with a key has no Fencepost header, and no claim."""
+    return ~F.col("has_fencepost_header") & F.col("fingerprint").isNotNull() & ~deliveries.claimed()
+
+
+def _topics_with_new_candidates(events: DataFrame, last_pass: int) -> list[str]:
+    """Collect the topics with both bare records and events, of which one was read since the run `last_pass`."""
     new = F.col("run") > last_pass
     flags = {
-        "bare": bare,
+        "bare": _is_bare(),
         "with_header": F.col("has_fencepost_header"),
-        "new_bare": bare & new,
+        "new_bare": _is_bare() & new,
         "new_with_header": F.col("has_fencepost_header") & new,
     }
     by_topic = events.groupBy("topic").agg(*(F.max(flag).alias(name) for name, flag in flags.items())).collect()
-    topics = [
+    return [
         row["topic"]
         for row in by_topic
         if (row["new_bare"] and row["with_header"]) or (row["new_with_header"] and row["bare"])
     ]
-    if not topics:
-        return None
-    concerned = events.where(F.col("topic").isin(topics))
+
+
+def _named_by_events(events: DataFrame) -> DataFrame:
+    """Name bare records by the first event with their key and fingerprint, if it has another id.
+
+    deliveries.ROW → `accepted_hour, id, topic, partition, offset, named_id`.
+    """
     fingerprints = F.concat(
         F.array("fingerprint"), F.coalesce(deliveries.each_fingerprint(deliveries.possible_fingerprints()), F.array())
     )
     row_key = ("accepted_hour", "id", "topic", "partition", "offset")
-    copies = concerned.where(bare).select(*row_key, "key", F.explode(fingerprints).alias("fingerprint"))
-    with_header = concerned.where("has_fencepost_header").select(
+    copies = events.where(_is_bare()).select(*row_key, "key", F.explode(fingerprints).alias("fingerprint"))
+    with_header = events.where("has_fencepost_header").select(
         "topic", "key", "fingerprint", "accepted_ms", F.col("id").alias("named_id")
     )
     has_other_id = (F.col("named_id") != F.col("id")).alias("has_other_id")
@@ -233,24 +235,40 @@ def client_duplicates(
     with no other record of their record key in between. `retried_fingerprints` are from `retried`, `spans` their hours;
     no other hour is read.
     """
-    candidates = rows.where(_within(spans) & (F.col("count") > 0) & F.col("record_key_hash").isNotNull())
-    marked = candidates.withColumn("fingerprint", F.when(_may_be_retry(evidence), F.col("fingerprint")))
-    keys = (
-        marked.join(retried_fingerprints.select("fingerprint"), "fingerprint", "left_semi")
-        .select("topic", "record_key_hash")
-        .distinct()
-    )
-    retries = _retries(marked.join(keys, ["topic", "record_key_hash"], "left_semi"), evidence)
-    record = F.struct(
-        "accepted_ms", "topic", "partition", "offset", "timestamp_ms", *rule_table.PRODUCER, "key", "accepted_hour"
-    )
-    ids = retries.groupBy("fingerprint", "id").agg(
-        F.min(record).alias("first_record"), F.max("last_ms").alias("last_ms")
-    )
+    sequence = _of_retried_keys(rows.where(_within(spans)), retried_fingerprints, evidence)
+    numbered = _first_records(_retries(sequence, evidence))
+    return _findings_by_fingerprint(numbered)
+
+
+def _of_retried_keys(rows: DataFrame, retried_fingerprints: DataFrame, evidence: LogEvidence) -> DataFrame:
+    """Filter records to all of those record keys that have a retried fingerprint: deliveries.ROW → deliveries.ROW.
+
+    `fingerprint` is null for a record that cannot be a retry.
+    """
+    records = rows.where((F.col("count") > 0) & F.col("record_key_hash").isNotNull())
+    marked = records.withColumn("fingerprint", F.when(_may_be_retry(evidence), F.col("fingerprint")))
+    retried_records = marked.join(retried_fingerprints.select("fingerprint"), "fingerprint", "left_semi")
+    keys = retried_records.select("topic", "record_key_hash").distinct()
+    return marked.join(keys, ["topic", "record_key_hash"], "left_semi")
+
+
+_RECORD: Final = ("accepted_ms", "topic", "partition", "offset", "timestamp_ms", *rule_table.PRODUCER, "key")
+
+
+def _first_records(retries: DataFrame) -> DataFrame:
+    """Take the first record of each id, numbered by `nth` (from 1) for each fingerprint.
+
+    `_retries` → `fingerprint, id, last_ms`, _RECORD, `accepted_hour, nth`.
+    """
+    first_record = F.min(F.struct(*_RECORD, "accepted_hour")).alias("first_record")
+    ids = retries.groupBy("fingerprint", "id").agg(first_record, F.max("last_ms").alias("last_ms"))
     order = Window.partitionBy("fingerprint").orderBy("accepted_ms", "id")
-    numbered = ids.select("fingerprint", "id", "last_ms", "first_record.*").withColumn(
-        "nth", F.row_number().over(order)
-    )
+    first_records = ids.select("fingerprint", "id", "last_ms", "first_record.*")
+    return first_records.withColumn("nth", F.row_number().over(order))
+
+
+def _findings_by_fingerprint(numbered: DataFrame) -> DataFrame:
+    """Make one finding of the ids with the same fingerprint, named after the first: `_first_records` → lake.FINDING."""
     copy = F.struct(
         "nth",
         "topic",
@@ -269,24 +287,11 @@ def client_duplicates(
         F.max("last_ms").alias("last_ms"),
         F.collect_list(F.when(F.col("nth") <= deliveries.COORDINATES_MAX, copy)).alias("copies"),
     )
-    return grouped.select(
-        F.lit(findings.IDS).alias("scope"),
-        "accepted_hour",
-        F.lit(findings.CLIENT_DUPLICATE).alias("kind"),
-        F.lit("new_key").alias("cause"),
-        "id",
-        "key",
-        "topic",
-        F.lit(None).cast("int").alias("partition"),
-        "count",
-        F.lit(None).cast("bigint").alias("first_offset"),
-        F.lit(None).cast("bigint").alias("last_offset"),
-        "last_ms",
-        F.transform(F.array_sort("copies"), lambda numbered_copy: numbered_copy.dropFields("nth"))
-        .cast(lake.COORDINATES)
-        .alias("coordinates"),
-        "fingerprint",
-    )
+    coordinates = F.transform(F.array_sort("copies"), lambda numbered_copy: numbered_copy.dropFields("nth"))
+    named = ("accepted_hour", "id", "key", "topic", "count", "last_ms", "fingerprint")
+    kind = {"kind": F.lit(findings.CLIENT_DUPLICATE), "cause": F.lit("new_key")}
+    columns = {name: F.col(name) for name in named} | kind | {"coordinates": coordinates}
+    return findings.as_findings(grouped, findings.IDS, columns)
 
 
 def _retries(sequence: DataFrame, evidence: LogEvidence) -> DataFrame:

@@ -1,5 +1,6 @@
 """Findings from classified rows (classify.classify), and sums by hour and topic for the balance."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -125,22 +126,17 @@ def of_ids(rows: DataFrame, evidence: LogEvidence, scope: str) -> DataFrame:
         F.when(F.col("category") == STUCK, _found(F.lit(STUCK), in_doubt, F.array().cast(lake.COORDINATES))),
     )
     each = described.withColumn("found", F.explode(F.array_compact(found)))
-    return each.select(
-        F.lit(scope).alias("scope"),
-        "accepted_hour",
-        F.col("found.kind").alias("kind"),
-        F.col("found.cause").alias("cause"),
-        "id",
-        "key",
-        F.col("found.topic").alias("topic"),
-        F.lit(None).cast("int").alias("partition"),
-        F.col("found.count").alias("count"),
-        F.lit(None).cast("bigint").alias("first_offset"),
-        F.lit(None).cast("bigint").alias("last_offset"),
-        "last_ms",
-        F.col("found.coordinates").alias("coordinates"),
-        F.lit(None).cast("binary").alias("fingerprint"),
-    )
+    of_found = ("kind", "cause", "topic", "count", "coordinates")
+    columns = {name: F.col(name) for name in ("accepted_hour", "id", "key", "last_ms")}
+    return as_findings(each, scope, columns | {name: F.col(f"found.{name}") for name in of_found})
+
+
+def as_findings(rows: DataFrame, scope: str, columns: Mapping[str, Column]) -> DataFrame:
+    """Convert rows to lake.FINDING without `run`: columns that are not given are null, or an empty array."""
+    default: dict[str, Column] = {"scope": F.lit(scope), "coordinates": F.array()}
+    kinds = {name: kind for name, kind in lake.FINDING.items() if name != "run"}
+    given = {**default, **columns}
+    return rows.select(*(given.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in kinds.items()))
 
 
 def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
@@ -196,22 +192,7 @@ def _by_partition(each: DataFrame, scope: str) -> DataFrame:
         F.max("last").alias("last_offset"),
         F.max("last_ms").alias("last_ms"),
     )
-    return grouped.select(
-        F.lit(scope).alias("scope"),
-        "accepted_hour",
-        "kind",
-        "cause",
-        F.lit(None).cast("binary").alias("id"),
-        F.lit(None).cast("string").alias("key"),
-        "topic",
-        "partition",
-        "count",
-        "first_offset",
-        "last_offset",
-        "last_ms",
-        F.array().cast(lake.COORDINATES).alias("coordinates"),
-        F.lit(None).cast("binary").alias("fingerprint"),
-    )
+    return as_findings(grouped, scope, {name: F.col(name) for name in grouped.columns})
 
 
 def gaps_type() -> str:

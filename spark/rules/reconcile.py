@@ -36,9 +36,13 @@ class MultiRow(NamedTuple):
     rows: DataFrame
     has_several_hours: bool
 
-    def of_several_hours(self) -> DataFrame:
-        """Return the rows of ids with rows in several hours."""
-        return self.rows.join(self.ids.where("first_hour < last_hour"), "id", "left_semi")
+
+class SeveralHours(NamedTuple):
+    """The ids with rows in several hours: their `rows` (deliveries.ROW), and these classified for each hour by itself
+    (`judged_per_hour`)."""
+
+    rows: DataFrame
+    judged_per_hour: DataFrame
 
 
 class Classified(NamedTuple):
@@ -75,22 +79,16 @@ def reconcile(
     evidence = classify.gather_evidence(plan, settings)
     balance = Balance.of(last_run)
     balance.delete_before(kept_from)
-    rows = tables.read("deliveries")
-    if kept_from:
-        rows = rows.where(hours.since(kept_from))
+    balance.evidence_changed |= run_plan.evidence_changed(plan, last_plan)
+    rows = _kept_rows(tables, kept_from)
     over_hours = not settings.options.skip_ids
     with ExitStack() as cache:
         with timer.step("classify ids"):
             touched = hours_to_classify(rows, last_run, plan, balance)
         with timer.step("compare ids"):
             multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
-            balance.evidence_changed |= run_plan.evidence_changed(plan, last_plan)
-            several_hours = None
-            if over_hours and multi_row is not None and multi_row.has_several_hours:
-                several_hours = multi_row.of_several_hours()
-                judged_per_hour = _keep(classify.classify(deliveries_table.gathered(several_hours), evidence), cache)
-                touched |= _hours_to_classify_again(judged_per_hour, balance)
-            balance.evidence_changed &= not over_hours
+            several_hours = _several_hours(multi_row, evidence, cache) if over_hours else None
+            touched |= _hours_to_classify_again(several_hours, balance)
         in_hours = rows.where(hours.within(touched))
         with timer.step("classify ids"):
             classified = _classify_hours(in_hours, multi_row, touched, evidence, cache)
@@ -101,33 +99,22 @@ def reconcile(
             counts = record_counts(in_hours, partitions=plan.partitions <= PARTITIONS_MAX)
             balance.replace_record_counts(touched, counts.collect() if touched else [])
         found = [findings.of_logs(spark, plan), *_findings_of_hours(classified.rows, in_hours, evidence)]
-        replaced = [f"scope = '{findings.LOG}'"]
-        if touched:
-            replaced.append(f"(scope = '{findings.HOUR}' AND {hours.sql(touched)})")
         if over_hours:
             with timer.step("compare ids"):
-                # Older rows are outside the window of the report, and past the key retention of rows in the window.
-                first_hour = hours.text_of(run_plan.window_from(plan, settings) - evidence.key_ttl_ms)
-                found += _client_duplicates(rows.where(hours.since(first_hour)), evidence, cache)
-                if several_hours is None:
-                    balance.adjust([], [])
-                else:
-                    gathered = deliveries_table.gathered(several_hours, by_hour=False)
-                    judged_per_id = _keep(classify.classify(gathered, evidence), cache)
-                    per_id, per_hour = _collect_sums([judged_per_id], [judged_per_hour])
-                    balance.adjust(per_hour, per_id)
-                    found += _findings_over_hours(judged_per_id, evidence)
-                replaced.append(f"scope = '{findings.IDS}'")
+                found += _client_duplicates(rows, run_plan.window_from(plan, settings), evidence, cache)
+                found += _judge_per_id(several_hours, evidence, balance, cache)
         with timer.step("write findings"):
-            united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
-            united = united.withColumn("run", F.lit(plan.run).cast("bigint"))
-            tables.replace("findings", united, " OR ".join(replaced), plan.run)
+            _write_findings(tables, found, _replaced_findings(touched, over_hours), plan.run)
         with timer.step("write verdicts"):
-            clean = in_hours.where("is_clean = 1")
-            if multi_row is not None:
-                clean = clean.join(multi_row.ids, "id", "left_anti")
-            _write_verdicts(tables, plan, classified.rows, clean, touched)
+            _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
+    balance.evidence_changed &= not over_hours
     return balance
+
+
+def _kept_rows(tables: Lake, kept_from: str) -> DataFrame:
+    """Read the rows (deliveries.ROW) of the hours that the lake keeps."""
+    rows = tables.read("deliveries")
+    return rows.where(hours.since(kept_from)) if kept_from else rows
 
 
 def hours_to_classify(rows: DataFrame, last_run: dict[str, Any] | None, plan: Plan, balance: Balance) -> set[str]:
@@ -158,6 +145,15 @@ def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow | None:
         return None
     several_hours = any(first_hour < last_hour for first_hour, last_hour in spans)
     return MultiRow(ids, _keep(cross_hour.rows_of(rows, ids, spans), cache), several_hours)
+
+
+def _several_hours(multi_row: MultiRow | None, evidence: LogEvidence, cache: ExitStack) -> SeveralHours | None:
+    """Classify the ids with rows in several hours, for each hour by itself; None if there are none."""
+    if multi_row is None or not multi_row.has_several_hours:
+        return None
+    rows = multi_row.rows.join(multi_row.ids.where("first_hour < last_hour"), "id", "left_semi")
+    judged_per_hour = classify.classify(deliveries_table.gathered(rows), evidence)
+    return SeveralHours(rows, _keep(judged_per_hour, cache))
 
 
 def _classify_hours(
@@ -207,17 +203,45 @@ def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: LogEvid
     ]
 
 
-def _findings_over_hours(judged_per_id: DataFrame, evidence: LogEvidence) -> list[DataFrame]:
-    """Return the findings (lake.FINDING) about ids of several hours, and the revocations of those of single hours."""
-    return [
-        findings.of_ids(findings.suspicious(judged_per_id), evidence, findings.IDS),
-        cross_hour.superseded(judged_per_id),
-    ]
+def _judge_per_id(
+    several_hours: SeveralHours | None, evidence: LogEvidence, balance: Balance, cache: ExitStack
+) -> list[DataFrame]:
+    """Classify the ids of several hours over all their rows, and make each count once in the balance.
+
+    Returns the findings (lake.FINDING) about these ids, and the revocations of those of single hours.
+    """
+    if several_hours is None:
+        balance.adjust([], [])
+        return []
+    gathered = deliveries_table.gathered(several_hours.rows, by_hour=False)
+    judged_per_id = _keep(classify.classify(gathered, evidence), cache)
+    per_id, per_hour = _collect_sums([judged_per_id], [several_hours.judged_per_hour])
+    balance.adjust(per_hour, per_id)
+    suspicious = findings.suspicious(judged_per_id)
+    return [findings.of_ids(suspicious, evidence, findings.IDS), cross_hour.superseded(judged_per_id)]
 
 
-def _hours_to_classify_again(judged_per_hour: DataFrame, balance: Balance) -> set[str]:
+def _replaced_findings(touched: set[str], over_hours: bool) -> str:
+    """Return the SQL condition of the findings that a run replaces."""
+    replaced = [f"scope = '{findings.LOG}'"]
+    if touched:
+        replaced.append(f"(scope = '{findings.HOUR}' AND {hours.sql(touched)})")
+    if over_hours:
+        replaced.append(f"scope = '{findings.IDS}'")
+    return " OR ".join(replaced)
+
+
+def _write_findings(tables: Lake, found: Sequence[DataFrame], replaced: str, run: int) -> None:
+    """Replace the findings that meet the condition `replaced` by those of this run (lake.FINDING without `run`)."""
+    united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
+    tables.replace("findings", united.withColumn("run", F.lit(run).cast("bigint")), replaced, run)
+
+
+def _hours_to_classify_again(several_hours: SeveralHours | None, balance: Balance) -> set[str]:
     """Return the hours of rows that `may_differ`; if no evidence has changed, only hours that the balance counts."""
-    found = set(hours.of(may_differ(judged_per_hour, balance.evidence_changed)))
+    if several_hours is None:
+        return set()
+    found = set(hours.of(may_differ(several_hours.judged_per_hour, balance.evidence_changed)))
     return found if balance.evidence_changed else found & balance.hours.keys()
 
 
@@ -235,11 +259,21 @@ def may_differ(judged: DataFrame, evidence_changed: bool) -> DataFrame:
     return not_clean.where(F.coalesce(unsettled, F.lit(False)) | F.col("phantom").isNotNull())
 
 
-def _client_duplicates(recent: DataFrame, evidence: LogEvidence, cache: ExitStack) -> list[DataFrame]:
-    """Return the findings (lake.FINDING) about requests that clients sent under several keys, in these rows."""
+def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence, cache: ExitStack) -> list[DataFrame]:
+    """Return the findings (lake.FINDING) about requests that clients sent under several keys.
+
+    `window_from` is the start of the window in ms. Rows older by the key retention are retries of no row in the window.
+    """
+    recent = rows.where(hours.since(hours.text_of(window_from - evidence.key_ttl_ms)))
     retried = _keep(cross_hour.retried(recent, evidence), cache)
     spans = cross_hour.spans_of(retried)
     return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
+
+
+def _single_clean(rows: DataFrame, multi_row: MultiRow | None) -> DataFrame:
+    """Filter to the clean rows of ids with a single row."""
+    clean = rows.where("is_clean = 1")
+    return clean if multi_row is None else clean.join(multi_row.ids, "id", "left_anti")
 
 
 def _write_verdicts(tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, touched: set[str]) -> None:

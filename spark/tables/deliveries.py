@@ -6,7 +6,7 @@ rows, or one that is not clean, these are `gathered` into one row with lists (GA
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, Window
@@ -351,19 +351,34 @@ def merged(*, vanished: bool = False) -> dict[str, Column]:
 
 def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
     """Gather ROWs of events into GATHERED: a row for each id and hour, or (not `by_hour`) for each id's last hour."""
-    by = ["accepted_hour", "id"] if by_hour else ["id"]
+    by = ("accepted_hour", "id") if by_hour else ("id",)
+    return _cast(_with_fingerprints(_grouped(_numbered(rows, by), by)))
+
+
+def _numbered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
+    """Number the rows of each group (`by`) and mark derived copies: ROW → ROW, `nth, written_topics, is_derived_copy`.
+
+    Records come before claims without a record, and first the records to which the others are compared.
+    """
     first = F.coalesce("timestamp_ms", "entry_seen_ms", "answer_seen_ms")
-    # Records come before claims without a record, and first the records to which the others are compared.
     weight = (F.desc("count"), F.col("entry_seen_ms").isNull(), F.desc_nulls_last("has_fencepost_header"))
     order = Window.partitionBy(*by).orderBy(*weight, first, "topic", "partition", "offset")
     is_written_to_topic = claimed() | (F.col("has_fencepost_header") & _computed_fingerprint().isNull())
     written_topics = F.collect_set(F.when(is_written_to_topic, F.col("topic")))
-    numbered = (
+    return (
         rows.withColumn("nth", F.row_number().over(order))
         .withColumn("written_topics", written_topics.over(Window.partitionBy(*by)))
         .withColumn("is_derived_copy", _is_derived_copy())
     )
+
+
+def _grouped(numbered: DataFrame, by: Sequence[str]) -> DataFrame:
+    """Group numbered rows: `_numbered` → GATHERED without `fingerprints`, `least_fingerprint, greatest_fingerprint`.
+
+    The last two are structs of FINGERPRINT_FIELDS: they show that fingerprints differ beyond the cap of `coordinates`.
+    """
     kept = F.col("nth") <= COORDINATES_MAX
+    fingerprints = F.when(F.col("fingerprint").isNotNull() & ~F.col("is_derived_copy"), F.struct(*_fingerprint()))
     columns = {
         "accepted_hour": F.max("accepted_hour"),
         "kind": F.lit(EVENT),
@@ -378,23 +393,21 @@ def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
         "coordinates": F.array_sort(F.collect_list(F.when(kept, _copy()))),
         "entries": F.array_sort(F.collect_list(F.when(kept, _claim("entry_seen_ms")))),
         "answered": F.array_sort(F.collect_list(F.when(kept, _claim("answer_seen_ms")))),
+        "least_fingerprint": F.min(fingerprints),
+        "greatest_fingerprint": F.max(fingerprints),
     }
-    fingerprints = F.when(F.col("fingerprint").isNotNull() & ~F.col("is_derived_copy"), F.struct(*_fingerprint()))
-    ends = [F.min(fingerprints).alias("least_fingerprint"), F.max(fingerprints).alias("greatest_fingerprint")]
-    keys = {"accepted_hour"} & set(by)
-    grouped = numbered.groupBy(*by).agg(
-        *(column.alias(name) for name, column in columns.items() if name not in keys), *ends
-    )
-    kept_fingerprints = F.transform(
+    return numbered.groupBy(*by).agg(*(column.alias(name) for name, column in columns.items() if name not in by))
+
+
+def _with_fingerprints(grouped: DataFrame) -> DataFrame:
+    """Add `fingerprints`, the distinct ones of copies that are not derived: `_grouped` → GATHERED."""
+    of_copies = F.transform(
         F.filter("coordinates", lambda copy: ~copy["is_derived_copy"]),
-        lambda copy: F.struct(
-            copy["fingerprint"].alias("fingerprint"), copy["possible_fingerprints"].alias("possible_fingerprints")
-        ),
+        lambda copy: F.struct(*(copy[name].alias(name) for name in ("fingerprint", "possible_fingerprints"))),
     )
-    every = F.array_distinct(
-        F.concat(F.array_compact(F.array("least_fingerprint", "greatest_fingerprint")), kept_fingerprints)
-    )
-    return _cast(grouped.withColumn("fingerprints", F.slice(every, 1, FINGERPRINTS_MAX)))
+    ends = F.array_compact(F.array("least_fingerprint", "greatest_fingerprint"))
+    every = F.array_distinct(F.concat(ends, of_copies))
+    return grouped.withColumn("fingerprints", F.slice(every, 1, FINGERPRINTS_MAX))
 
 
 def gathered_single(rows: DataFrame) -> DataFrame:
