@@ -7,15 +7,24 @@ other partitions, whatever the evidence says (see service/kafka/hanging.py).
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 from aiokafka import errors
 from prometheus_client import Counter
 
 from service.contract.wire import STAMP_HEADER, Stamp, WireError
+from service.core.time_slice import TimeSlice
 from service.kafka.admin import KafkaAdmin
-from service.kafka.hanging import Marker, RecordCoordinates, Transaction, Verdict, markers_to_read, verdicts
+from service.kafka.hanging import (
+    Marker,
+    RecordCoordinates,
+    Transaction,
+    Verdict,
+    markers_to_read,
+    open_in,
+    verdicts,
+)
 from service.kafka.inspection import LogEntry, fetch
 from service.kafka.metadata import Partition
 from service.kafka.producer import TransactionalProducer
@@ -27,7 +36,8 @@ log = structlog.get_logger(__name__)
 # Offsets before `applied` to read too: begin records and their markers, two offsets for each failed recovery, may
 # follow the last record with entries.
 LOOK_BACK: Final = 32
-# The most by which the brokers' clocks (LogAppendTime) and Redis's (accepted_at) may differ.
+# The most by which the brokers' clocks (LogAppendTime) and Redis's (accepted_at) may differ. A ledger record is
+# appended after its events were claimed, so its time is at most this much before their accepted_at.
 CLOCKS_APART_MS: Final = 3_600_000
 RETRY_PAUSE_S: Final = 0.02
 # Errors of a partition that no longer has the offset, is gone, or may not be read: its markers cannot be found.
@@ -43,27 +53,42 @@ class LedgerTail:
     """The transactions of a producer id in its slot's ledger partition, from an offset on."""
 
     start: int
+    # By partition, the offset from which on to keep its transactions; without any, all transactions are kept.
+    open_from: Mapping[Partition, int] = field(default_factory=dict)
     transactions: list[Transaction] = field(default_factory=list)
     begun: set[int] = field(default_factory=set)  # producer epochs with a begin record in the tail
-    markers: list[tuple[int, Marker]] = field(default_factory=list)
+    markers: list[tuple[int, Marker]] = field(default_factory=list)  # the first after each transaction
+    awaits_marker: bool = False
 
     def add(self, ledger: Partition, entry: LogEntry) -> None:
         """Add a record or a marker of the ledger's partition."""
         if entry.marker is not None:
-            self.markers.append((entry.offset, entry.marker))
+            if self.awaits_marker:
+                self.markers.append((entry.offset, entry.marker))
+                self.awaits_marker = False
             return
         partitions = partitions_of(entry.value)
         if partitions is None:
             self.begun.add(entry.epoch)
-        self.transactions.append(Transaction({**(partitions or {}), ledger: entry.offset}))
+        transaction = Transaction({**(partitions or {}), ledger: entry.offset})
+        if not self.open_from or open_in(transaction, self.open_from):
+            self.transactions.append(transaction)
+            self.awaits_marker = True
 
     def marker_after(self, offset: int) -> Marker | None:
-        """Find the first marker after an offset."""
+        """Find the first marker after the offset of one of the transactions."""
         return next((marker for at, marker in self.markers if at > offset), None)
 
     def names(self, partition: Partition, offset: int) -> bool:
         """Whether a transaction's first offset in the partition is this one, by its ledger record."""
         return any(transaction.offsets.get(partition) == offset for transaction in self.transactions)
+
+
+class FirstRecord(NamedTuple):
+    """The first record of an open transaction: its producer epoch, and its accepted_at (ms)."""
+
+    epoch: int
+    accepted_at: int
 
 
 class HangingRecovery:
@@ -87,11 +112,11 @@ class HangingRecovery:
         """End hanging transactions in the ledger, in partitions named there, in those without marker, `maybe_hanging`.
 
         `applied`: the ledger offset up to which records are marked, None if unknown. Returns the partitions whose
-        leaders did not answer. Raises KafkaAway where the evidence cannot be read.
+        leaders did not answer. Raises KafkaAway where the evidence cannot be read: `timeout_s` is the time for one
+        response, because a long ledger takes more.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._run(applied, maybe_hanging)
+            return await self._run(applied, maybe_hanging)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             why = f"{self._ledger}: hanging transactions cannot be determined: {error!r}"
             raise self._cluster.failed("settle", why) from error
@@ -116,16 +141,14 @@ class HangingRecovery:
         start = min(tail.start, open_from.get(self._ledger, tail.start))
         if start < tail.start:
             tail = await self._read(start)
-        unproven: list[Partition] = []
-        for partition, offset in open_from.items():
-            # The tail has the ledger records of the last transaction, and of one that is open in the ledger.
-            if partition == self._ledger or partition in without_marker or tail.names(partition, offset):
-                continue
-            wider = await self._read_back(partition, offset, tail)
-            if wider is None:
-                unproven.append(partition)
-            else:
-                tail = wider
+        # The tail has the ledger records of the last transaction, and of one that is open in the ledger.
+        sought = {
+            partition: await self._first_of(partition, offset)
+            for partition, offset in open_from.items()
+            if partition != self._ledger and partition not in without_marker and not tail.names(partition, offset)
+        }
+        tail, proven = await self._read_back(sought, open_from, tail)
+        unproven = [each for each in sought if each not in proven and not tail.names(each, open_from[each])]
         markers = await self._markers(markers_to_read(open_from, tail.transactions), tail)
         found = verdicts(open_from, tail.transactions, markers)
         found |= dict.fromkeys(unproven, Verdict.UNKNOWN)
@@ -144,11 +167,15 @@ class HangingRecovery:
                 **({"ended_by": "commit"} if verdict is Verdict.UNKNOWN else {}),
             )
 
-    async def _read(self, start: int) -> LedgerTail:
-        """Read this producer id's records in the ledger's partition, from an offset to its end after the fence."""
+    async def _read(self, start: int, open_from: Mapping[Partition, int] | None = None) -> LedgerTail:
+        """Read this producer id's records in the ledger's partition, from an offset to its end after the fence.
+
+        With `open_from`, only the transactions that are open there are kept.
+        """
         producer_id = self._producer.producer_id
-        tail = LedgerTail(start)
+        tail = LedgerTail(start, open_from or {})
         offset, end = start, start + 1
+        time_slice = TimeSlice()
         while offset < end:
             try:
                 entries, offset, end = await self._fetch(self._ledger, offset)
@@ -160,6 +187,8 @@ class HangingRecovery:
             for entry in entries:
                 if entry.producer_id == producer_id:
                     tail.add(self._ledger, entry)
+                if time_slice.is_over:
+                    await time_slice.next()
         return tail
 
     async def _offset_since(self, since_ms: int) -> int:
@@ -168,27 +197,33 @@ class HangingRecovery:
         found = (await offsets_since(self._cluster, topic, [number], since_ms))[number]
         return -1 if found is None else found
 
-    async def _read_back(self, partition: Partition, offset: int, tail: LedgerTail) -> LedgerTail | None:
-        """Read more of the ledger, back to the record of a transaction that is open from `offset` on, or to its term's
-        begin record.
+    async def _read_back(
+        self, sought: Mapping[Partition, FirstRecord | None], open_from: Mapping[Partition, int], tail: LedgerTail
+    ) -> tuple[LedgerTail, set[Partition]]:
+        """Read more of the ledger, from the time on at which the first records of open transactions were accepted.
 
-        Starts at the time at which the open record was accepted, then at the first offset. None if neither is found.
+        Returns what was read, and the partitions of which the ledger record was read if there ever was one: retention
+        has deleted neither the records since that time, nor the begin record of the term. Older records are not read,
+        because no ledger record is older than CLOCKS_APART_MS before its events' accepted_at.
         """
-        first = await self._first_of(partition, offset)
-        if first is None:
-            return None
-        epoch, accepted_at_ms = first
-        if epoch in tail.begun:
-            return tail
-        for since_ms in (max(0, accepted_at_ms - CLOCKS_APART_MS), 0):
-            start = await self._offset_since(since_ms)
-            wider = await self._read(min(start, tail.start)) if start >= 0 else tail
-            if wider.names(partition, offset) or epoch in wider.begun:
-                return wider
-        return None
+        unread = [first for first in sought.values() if first is not None and first.epoch not in tail.begun]
+        is_complete = False
+        if unread:
+            since_ms = max(0, min(first.accepted_at for first in unread) - CLOCKS_APART_MS)
+            log_start, since = await self._offset_since(0), await self._offset_since(since_ms)
+            start = min(since, tail.start) if since >= 0 else tail.start
+            tail = await self._read(start, open_from)
+            has_older = log_start < since if since >= 0 else log_start >= 0
+            is_complete = has_older and tail.start == start
+        proven = {
+            partition
+            for partition, first in sought.items()
+            if first is not None and (is_complete or first.epoch in tail.begun)
+        }
+        return tail, proven
 
-    async def _first_of(self, partition: Partition, offset: int) -> tuple[int, int] | None:
-        """Read the producer epoch and accepted_at (ms) of the record at an offset; None if it cannot be read."""
+    async def _first_of(self, partition: Partition, offset: int) -> FirstRecord | None:
+        """Read the first record of an open transaction; None if it cannot be read."""
         try:
             entries, _, _ = await self._fetch(partition, offset)
         except UNREADABLE:
@@ -196,7 +231,7 @@ class HangingRecovery:
         for entry in entries[:1]:
             headers = dict(entry.headers)
             try:
-                return entry.epoch, Stamp.decode(headers.get(STAMP_HEADER, b"")).accepted_at
+                return FirstRecord(entry.epoch, Stamp.decode(headers.get(STAMP_HEADER, b"")).accepted_at)
             except WireError:
                 return None
         return None
@@ -221,16 +256,22 @@ class HangingRecovery:
         return None
 
     async def _fetch(self, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
-        """Fetch entries, the next offset and the partition's end, again after retriable errors. Raises UNREADABLE."""
+        """Fetch entries, the next offset and the partition's end, again after retriable errors and empty responses.
+
+        Raises UNREADABLE, and TimeoutError after `timeout_s`.
+        """
         client = self._producer.client
-        while True:
-            try:
-                return await fetch(client, partition, offset)
-            except UNREADABLE:
-                raise
-            except (errors.KafkaError, OSError) as error:
-                if not getattr(error, "retriable", True):
+        async with asyncio.timeout(self._timeout_s):
+            while True:
+                try:
+                    entries, following, end = await fetch(client, partition, offset)
+                    if offset < following or end <= offset:
+                        return entries, following, end
+                except UNREADABLE:
                     raise
+                except (errors.KafkaError, OSError) as error:
+                    if not getattr(error, "retriable", True):
+                        raise
                 if partition[0] not in client._topics:
                     client.set_topics({*client._topics, partition[0]})
                 await asyncio.sleep(RETRY_PAUSE_S)

@@ -1,0 +1,218 @@
+"""Tests how much of a slot's ledger the recovery of a hanging transaction reads, and what it decides by that."""
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from aiokafka import errors
+
+from service.contract.wire import STAMP_HEADER, Begin, Entry, LedgerRecord, Stamp
+from service.core.metrics import Telemetry
+from service.kafka.admin import KafkaAdmin
+from service.kafka.hanging import Marker
+from service.kafka.inspection import LogEntry
+from service.kafka.metadata import Partition
+from service.kafka.producer import TransactionalProducer
+from service.slots import hanging_recovery as module
+from service.slots.hanging_recovery import CLOCKS_APART_MS, LOOK_BACK, HangingRecovery
+from tests.unit.fakes import NOW_MS
+
+LEDGER: Partition = ("ledger", 3)
+X: Partition = ("orders", 0)
+Y: Partition = ("orders", 1)
+PRODUCER_ID, EPOCH = 7, 5
+MINUTE_MS = 60_000
+TERM_MINUTES = 5_000  # a term that began three days ago, with a record each minute
+HANGS_AT = 1_000  # the first offset of the open transaction
+FETCHED = 10  # entries in one response
+TIMEOUT_S = 10.0
+
+
+class Log:
+    """The partitions of a broker, of which it counts the entries that are read, and a producer after its fence."""
+
+    producer_id = PRODUCER_ID
+    client = None
+    without_marker: Collection[Partition] = frozenset()
+
+    def __init__(self) -> None:
+        self.entries: dict[Partition, list[tuple[int, LogEntry]]] = {LEDGER: [], X: [], Y: []}  # with their times, ms
+        self.starts = {LEDGER: 0, X: 0, Y: 0}
+        self.open_from: dict[Partition, int] = {}
+        self.ended: dict[Partition, str] = {}
+        self.read: list[int] = []  # offsets of the ledger
+        self.others = 0  # turns of another task
+        self.fetch_s = 0.0
+        self.deleted_while_read = 0  # retention deletes up to this offset before the first fetch of a lower one
+
+    def append(self, value: bytes | None, at_ms: int, epoch: int = EPOCH) -> int:
+        """Append a record and its commit marker to the ledger; returns the record's offset."""
+        offset = len(self.entries[LEDGER])
+        for each, marker in ((value, None), (None, Marker.COMMIT)):
+            entry = LogEntry(len(self.entries[LEDGER]), PRODUCER_ID, epoch, each, (), marker)
+            self.entries[LEDGER].append((at_ms, entry))
+        return offset
+
+    def hang(self, partition: Partition, accepted_at_ms: int) -> None:
+        """Leave a transaction open whose first record in the partition was accepted then."""
+        stamp = Stamp(b"i" * 16, b"f" * 8, accepted_at_ms, LEDGER[1], PRODUCER_ID, EPOCH, "me")
+        headers = ((STAMP_HEADER, stamp.encode()),)
+        self.starts[partition] = HANGS_AT
+        self.entries[partition] = [(accepted_at_ms, LogEntry(HANGS_AT, PRODUCER_ID, EPOCH, b"{}", headers, None))]
+        self.open_from[partition] = HANGS_AT
+
+    def delete_before(self, offset: int) -> None:
+        """Delete the ledger's older records, as retention does."""
+        self.entries[LEDGER] = [each for each in self.entries[LEDGER] if each[1].offset >= offset]
+        self.starts[LEDGER] = offset
+
+    async def fetch(self, client: object, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
+        await asyncio.sleep(self.fetch_s)
+        if partition == LEDGER and self.deleted_while_read > self.starts[LEDGER]:
+            self.delete_before(self.deleted_while_read)
+        if offset < self.starts[partition]:
+            raise errors.OffsetOutOfRangeError
+        present = [entry for _, entry in self.entries[partition] if entry.offset >= offset][:FETCHED]
+        if partition == LEDGER:
+            self.read += [entry.offset for entry in present]
+        end = self.starts[partition] + len(self.entries[partition])
+        return present, present[-1].offset + 1 if present else end, end
+
+    async def offsets_since(
+        self, cluster: object, topic: str, partitions: Sequence[int], since_ms: int
+    ) -> dict[int, int | None]:
+        found = [entry.offset for at_ms, entry in self.entries[topic, partitions[0]] if at_ms >= since_ms]
+        return {partitions[0]: found[0] if found else None}
+
+    async def find_open(self, partitions: Collection[Partition]) -> tuple[Mapping[Partition, int], set[Partition]]:
+        assert set(self.open_from) <= set(partitions)
+        return self.open_from, set()
+
+    async def end_open(self, partitions: Collection[Partition], *, commit: bool) -> None:
+        self.ended |= dict.fromkeys(partitions, "commit" if commit else "abort")
+
+    def failed(self, label: str, why: str) -> Exception:
+        return AssertionError(why)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """A ledger with a begin record, and since then a record each minute, all of other partitions."""
+    log = Log()
+    monkeypatch.setattr(module, "fetch", log.fetch)
+    monkeypatch.setattr(module, "offsets_since", log.offsets_since)
+    began_ms = NOW_MS - TERM_MINUTES * MINUTE_MS
+    log.append(Begin(LEDGER[1], PRODUCER_ID, EPOCH, "me", 1, began_ms).encode(), began_ms)
+    for minute in range(1, TERM_MINUTES):
+        log.append(ledger_record(("payments", 0), minute), began_ms + minute * MINUTE_MS)
+    return log
+
+
+def ledger_record(partition: Partition, offset: int) -> bytes:
+    entry = Entry(b"i" * 16, b"f" * 8, NOW_MS, *partition, offset, NOW_MS)
+    return LedgerRecord(LEDGER[1], PRODUCER_ID, EPOCH, "me", [entry]).encode()
+
+
+async def recover(log: Log, timeout_s: float = TIMEOUT_S) -> tuple[dict[Partition, str], dict[str, float]]:
+    """Run the recovery; returns how each partition's transaction was ended, and the number of each verdict."""
+    telemetry = Telemetry()
+    producer, cluster = cast(TransactionalProducer, log), cast(KafkaAdmin, log)
+    recovery = HangingRecovery(cluster, LEDGER, producer, timeout_s, telemetry.hanging_ended)
+    applied = log.entries[LEDGER][-1][1].offset + 1
+    assert await recovery.run(applied, {*log.open_from}) == set()
+    (family,) = telemetry.hanging_ended.collect()
+    return log.ended, {each.labels["verdict"]: each.value for each in family.samples if each.value}
+
+
+async def test_a_ledger_record_is_searched_for_only_since_its_event_was_accepted(log: Log) -> None:
+    """A transaction without one is aborted, however long ago its term began and however long the ledger is."""
+    log.hang(X, NOW_MS - 10 * MINUTE_MS)
+    assert await recover(log) == ({X: "abort"}, {"abort": 1})
+    minutes = 10 + CLOCKS_APART_MS // MINUTE_MS
+    assert min(log.read) >= 2 * (TERM_MINUTES - minutes)
+    assert len(log.read) <= 2 * minutes + LOOK_BACK + FETCHED
+
+
+async def test_the_ledger_is_read_back_once_for_all_partitions_of_a_transaction(log: Log) -> None:
+    log.hang(X, NOW_MS - 10 * MINUTE_MS)
+    log.hang(Y, NOW_MS - 20 * MINUTE_MS)
+    assert await recover(log) == ({X: "abort", Y: "abort"}, {"abort": 2})
+    assert len(log.read) <= 2 * (20 + CLOCKS_APART_MS // MINUTE_MS) + LOOK_BACK + FETCHED
+
+
+async def test_a_ledger_record_that_is_found_decides(log: Log) -> None:
+    log.entries[LEDGER] = log.entries[LEDGER][: 2 * (TERM_MINUTES - 60)]
+    log.append(ledger_record(X, HANGS_AT), NOW_MS - 60 * MINUTE_MS)
+    for minute in range(59, 0, -1):
+        log.append(ledger_record(("payments", 0), minute), NOW_MS - minute * MINUTE_MS)
+    log.hang(X, NOW_MS - 60 * MINUTE_MS)
+    assert await recover(log) == ({X: "commit"}, {"commit": 1})
+
+
+async def test_an_abort_needs_a_ledger_that_is_complete_since_then_or_since_the_begin_record(log: Log) -> None:
+    """Else retention may have deleted the ledger record."""
+    log.hang(X, NOW_MS - 100 * MINUTE_MS)
+    log.delete_before(2 * (TERM_MINUTES - 150))
+    assert await recover(log) == ({X: "commit"}, {"unknown": 1})
+    log.entries[LEDGER][0] = (log.entries[LEDGER][0][0], begin_at(log.starts[LEDGER]))
+    assert await recover(log) == ({X: "abort"}, {"abort": 1})
+
+
+def begin_at(offset: int) -> LogEntry:
+    value = Begin(LEDGER[1], PRODUCER_ID, EPOCH, "me", 1, NOW_MS).encode()
+    return LogEntry(offset, PRODUCER_ID, EPOCH, value, (), None)
+
+
+async def test_records_that_retention_deletes_while_they_are_read_prove_nothing(log: Log) -> None:
+    log.hang(X, NOW_MS - 100 * MINUTE_MS)
+    log.deleted_while_read = 2 * (TERM_MINUTES - 50)
+    assert await recover(log) == ({X: "commit"}, {"unknown": 1})
+
+
+async def test_a_ledger_without_a_record_since_then_has_none_of_the_transaction(log: Log) -> None:
+    log.hang(X, NOW_MS + 2 * CLOCKS_APART_MS)
+    assert await recover(log) == ({X: "abort"}, {"abort": 1})
+
+
+async def test_a_transaction_whose_first_record_is_gone_is_not_aborted(log: Log) -> None:
+    log.hang(X, NOW_MS)
+    log.starts[X] = HANGS_AT + 1
+    assert await recover(log) == ({X: "commit"}, {"unknown": 1})
+
+
+async def test_the_time_limit_is_of_each_response_and_not_of_a_long_ledger(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that makes progress is not cut off, as the next recovery would only begin it again."""
+    loop = asyncio.get_running_loop()
+    passed = 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + passed)
+    fetch = log.fetch
+
+    async def slow(*arguments: Any) -> tuple[list[LogEntry], int, int]:
+        nonlocal passed
+        passed += 0.4 * TIMEOUT_S
+        return await fetch(*arguments)
+
+    monkeypatch.setattr(module, "fetch", slow)
+    log.hang(X, NOW_MS - 10 * MINUTE_MS)
+    assert await recover(log) == ({X: "abort"}, {"abort": 1})
+    assert passed > 2 * TIMEOUT_S
+
+
+async def test_a_partition_that_does_not_answer_ends_the_recovery(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fetch(*arguments: Any) -> tuple[list[LogEntry], int, int]:
+        raise errors.LeaderNotAvailableError
+
+    async def refresh() -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(module, "fetch", fetch)
+    client = SimpleNamespace(_topics={LEDGER[0]}, force_metadata_update=refresh)
+    monkeypatch.setattr(log, "client", client)
+    log.hang(X, NOW_MS)
+    with pytest.raises(AssertionError, match="hanging transactions cannot be determined: TimeoutError"):
+        await recover(log, timeout_s=0.05)
