@@ -142,7 +142,7 @@ class Stamp(NamedTuple):
     def encode(self) -> bytes:
         """Encode the header: ASCII, `;`-separated, the version first."""
         writer = stamp_writer(self.slot, self.producer_id, self.epoch, self.instance)
-        return encode_stamp(self.id, self.fingerprint, self.accepted_at, writer)
+        return encode_stamp(self.id, self.fingerprint, stamp_end(self.accepted_at, writer))
 
     @classmethod
     def decode(cls, raw: bytes) -> "Stamp":
@@ -164,9 +164,14 @@ def stamp_writer(slot: int, producer_id: int, epoch: int, instance: str) -> str:
     return f"{slot};{producer_id};{epoch};{instance}"
 
 
-def encode_stamp(id: bytes, fingerprint: bytes, accepted_at: int, writer: str) -> bytes:
-    """Encode a `fencepost` header, without making a Stamp."""
-    return f"{VERSION};{id.hex()};{fingerprint.hex()};{accepted_at};{writer}".encode()
+def stamp_end(accepted_at: int, writer: str) -> str:
+    """Encode the part of the header that is the same for all records of a transaction with this `accepted_at`."""
+    return f"{accepted_at};{writer}"
+
+
+def encode_stamp(id: bytes, fingerprint: bytes, end: str) -> bytes:
+    """Encode a `fencepost` header, without making a Stamp; `end` comes from `stamp_end`."""
+    return f"{VERSION};{id.hex()};{fingerprint.hex()};{end}".encode()
 
 
 # -------------------------------------------------------------------------------------------------------- ledger

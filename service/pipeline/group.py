@@ -1,19 +1,20 @@
 """A group of requests, and functions without I/O that make its partitions, records, ledger entries and marks."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from service.claims.redis_store import Row
 from service.claims.states import Delivered, DeliveredBatch
 from service.contract import Guarantee
-from service.contract.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_stamp
+from service.contract.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_stamp, stamp_end
 from service.events.event import partition_of
 from service.kafka.admin import Topic
 from service.kafka.metadata import Partition
 from service.kafka.session import Record, RecordMetadata
 from service.pipeline.request import Committed, WriteRequest
-from service.slots.ledger_rows import LedgerEntry, entry_of
+from service.slots.ledger_rows import LedgerEntry
 
 # A request whose claims stand, and the accepted_at (ms since the Unix epoch) of each of its events.
 ClaimedRequest = tuple[WriteRequest, Sequence[int]]
@@ -89,39 +90,56 @@ def records_of(
     `now_ms` is the timestamp of events without one, ms since the Unix epoch.
     """
     records: list[Record] = []
+    name, most = "", 0
+    accepted_at, same_for_all = -1, ""
     for request, accepted_ats in group:
         for event, partition, at in zip(request.events, request.partitions, accepted_ats, strict=True):
-            stamp = encode_stamp(event.id, event.fp, at, writer)
-            headers = [(KEY_HEADER, event.key.encode()), (STAMP_HEADER, stamp)]
+            if at != accepted_at:
+                accepted_at, same_for_all = at, stamp_end(at, writer)
+            if event.topic != name:
+                name, most = event.topic, topic_of(event.topic).message_bytes_max
+            headers = [
+                (KEY_HEADER, event.key.encode()),
+                (STAMP_HEADER, encode_stamp(event.id, event.fp, same_for_all)),
+            ]
             if event.traceparent is not None:
                 headers.append((TRACE_HEADER, event.traceparent))
             headers += event.headers
             timestamp = now_ms if event.timestamp is None else event.timestamp
-            most = topic_of(event.topic).message_bytes_max
-            records.append(Record(event.topic, partition, event.record_key, event.value, headers, timestamp, most))
+            records.append(Record(name, partition, event.record_key, event.value, headers, timestamp, most))
     return records
 
 
 def committed_of(
     group: Sequence[ClaimedRequest], records: Sequence[Record], metadata: Sequence[RecordMetadata]
-) -> Iterator[CommittedRequest]:
+) -> list[CommittedRequest]:
     """Make the result of each request of a group from its records and their metadata."""
-    rest = iter(zip(records, metadata, strict=True))
+    committed: list[CommittedRequest] = []
+    written = zip(records, metadata, strict=True)
     for request, accepted_ats in group:
-        deliveries = []
-        for event, at in zip(request.events, accepted_ats, strict=True):
-            record, written = next(rest)
-            delivered = Delivered(at, event.fp, record.topic, record.partition, written.offset, written.timestamp)
-            deliveries.append((event.id, delivered))
-        yield request, Committed(accepted_ats[0], tuple(deliveries), replayed=False)
+        its_own = islice(written, len(request.events))
+        deliveries = tuple(
+            [
+                (event.id, Delivered(at, event.fp, record.topic, record.partition, there.offset, there.timestamp))
+                for event, at, (record, there) in zip(request.events, accepted_ats, its_own, strict=True)
+            ]
+        )
+        committed.append((request, Committed(accepted_ats[0], deliveries, replayed=False)))
+    return committed
 
 
-def entries_of(written: Iterable[CommittedRequest]) -> Iterator[LedgerEntry]:
-    """Make the ledger entries of a group."""
+def entries_of(written: Iterable[CommittedRequest]) -> list[LedgerEntry]:
+    """Make the ledger entries of a group; those of an atomic batch have the batch's id and their index in it."""
+    entries: list[LedgerEntry] = []
     for request, committed in written:
-        batch = request.asked[0][0] if request.atomic else None
-        for i, (id, delivered) in enumerate(committed.deliveries):
-            yield entry_of(id, delivered) if batch is None else entry_of(id, delivered, batch, i)
+        batch = request.asked[0][0].hex() if request.atomic else None
+        entries += [
+            LedgerEntry(
+                id.hex(), it.fp.hex(), it.at, it.topic, it.partition, it.offset, it.ts, batch, i if batch else None
+            )
+            for i, (id, it) in enumerate(committed.deliveries)
+        ]
+    return entries
 
 
 def topic_ids_of(records: Iterable[Record], topic_of: Callable[[str], Topic]) -> dict[str, str]:

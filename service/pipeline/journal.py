@@ -55,7 +55,7 @@ class Journal:
         self._instance = instance
         self._telemetry = telemetry
         self._producer = IdempotentProducer(cluster, "journal")
-        self._waiting: list[bytes] = []
+        self._waiting: list[_Answer] = []
         self._most = FLUSH_ANSWERS  # answers in one record, fewer if the topic refused a larger record
         self._record_bytes_max = 0
         self._stopping = False
@@ -80,16 +80,14 @@ class Journal:
         if isinstance(answer, Committed):
             more = status, None, answer.replayed, latency_ms
             self._waiting += [
-                _encode(_Answer(id.hex(), it.fp.hex(), it.at, *more, it.topic, it.partition, it.offset))
+                _Answer(id.hex(), it.fp.hex(), it.at, *more, it.topic, it.partition, it.offset)
                 for id, it in answer.deliveries
             ]
             return
         at = request.accepted_at or now_ms()
         code = None if answer is None else answer.kind.code
         self._waiting += [
-            _encode(
-                _Answer(event.id.hex(), event.fp.hex(), at, status, code, False, latency_ms, event.topic, None, None)
-            )
+            _Answer(event.id.hex(), event.fp.hex(), at, status, code, False, latency_ms, event.topic, None, None)
             for event in request.events
         ]
 
@@ -108,7 +106,7 @@ class Journal:
         while self._waiting:
             answers = self._waiting[: self._most]
             try:
-                record = encode_answers(self._instance, [b",".join(answers).decode()])
+                record = encode_answers(self._instance, [_encode(answers)[1:-1].decode()])
                 await self._producer.send(self._topic, random.randrange(REQUESTS_PARTITIONS), None, record)  # noqa: S311
             except RecordRefused as refused:
                 if refused.refusal.kind is not TOO_LARGE:

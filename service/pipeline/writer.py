@@ -306,10 +306,10 @@ class Writer:
         try:
             await after_step(len(records))
             metadata = await slot.send(records)
-            committed = list(committed_of(claimed, records, metadata))
+            committed = committed_of(claimed, records, metadata)
             await after_step(len(records))
             topic_ids = topic_ids_of(records, self._topic_metadata.last_known)
-            position = await slot.commit(list(entries_of(committed)), topic_ids)
+            position = await slot.commit(entries_of(committed), topic_ids)
         except Exception as error:
             failure = error if isinstance(error, TransactionFailed) else self._bug(slot, error)
             await self._fail(slot, [request for request, _ in claimed], failure)

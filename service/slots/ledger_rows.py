@@ -56,21 +56,6 @@ _encode = msgspec.json.Encoder().encode
 _bytes = bytes.fromhex
 
 
-def entry_of(id: bytes, delivered: Delivered, batch: bytes | None = None, i: int | None = None) -> LedgerEntry:
-    """Make a ledger entry; for a member of an atomic batch, with the batch's id and its index."""
-    return LedgerEntry(
-        id.hex(),
-        delivered.fp.hex(),
-        delivered.at,
-        delivered.topic,
-        delivered.partition,
-        delivered.offset,
-        delivered.ts,
-        None if batch is None else batch.hex(),
-        i,
-    )
-
-
 def encode_entries(entries: Sequence[LedgerEntry]) -> str:
     """Encode ledger entries as JSON texts with commas between them."""
     return _encode(entries)[1:-1].decode()

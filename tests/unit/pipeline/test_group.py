@@ -92,9 +92,7 @@ def test_ledger_entries_and_store_rows_name_each_event_and_each_atomic_batch() -
     single.partitions, whole.partitions = [1], [2, 3]
     group = [(single, [100]), (whole, [200, 200])]
     records = records_of(group, topic_of, stamp_writer(0, 1, 2, "me"), 0)
-    delivered = list(
-        committed_of(group, records, [RecordMetadata(11, 21), RecordMetadata(12, 22), RecordMetadata(13, 23)])
-    )
+    delivered = committed_of(group, records, [RecordMetadata(11, 21), RecordMetadata(12, 22), RecordMetadata(13, 23)])
     event, (left, right), id = single.events[0], whole.events, b"w" * 16
     rows = [
         (event.id, Delivered(100, event.fp, "orders", 1, 11, 21)),
@@ -106,7 +104,7 @@ def test_ledger_entries_and_store_rows_name_each_event_and_each_atomic_batch() -
         (whole, Committed(200, tuple(rows[1:]), replayed=False)),
     ]
     assert rows_to_mark(delivered) == [*rows, (id, DeliveredBatch(200, b"f" * 8, 2))]
-    assert encode_entries(list(entries_of(delivered))) == ",".join(
+    assert encode_entries(entries_of(delivered)) == ",".join(
         entry.encode()
         for entry in (
             Entry(event.id, event.fp, 100, "orders", 1, 11, 21),

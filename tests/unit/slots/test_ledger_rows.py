@@ -12,7 +12,7 @@ from service.claims.redis_store import Row
 from service.claims.states import Delivered, DeliveredBatch
 from service.contract.wire import Entry, LedgerRecord, batch_fingerprint, decode_ledger
 from service.kafka.reader import Item
-from service.slots.ledger_rows import encode_entries, entry_of, rows_of
+from service.slots.ledger_rows import LedgerEntry, encode_entries, rows_of
 from tests.unit.contract.test_wire import vectors
 
 ENTRY = Entry(b"\x01" * 16, b"\x02" * 8, 3, "orders", 4, 5, 6)
@@ -124,7 +124,7 @@ ENTRIES = st.builds(
 
 @given(ENTRIES, st.binary(min_size=16, max_size=16), st.integers(0, 10_000))
 def test_an_entry_is_encoded_as_the_contract_encodes_it(entry: Entry, batch: bytes, i: int) -> None:
-    there = Delivered(entry.at, entry.fp, entry.topic, entry.partition, entry.offset, entry.ts)
-    assert encode_entries([entry_of(entry.id, there)]) == entry.encode()
+    fields = entry.id.hex(), entry.fp.hex(), entry.at, entry.topic, entry.partition, entry.offset, entry.ts
+    assert encode_entries([LedgerEntry(*fields)]) == entry.encode()
     member = entry._replace(batch=batch, i=i)
-    assert encode_entries([entry_of(entry.id, there, batch, i)] * 2) == f"{member.encode()},{member.encode()}"
+    assert encode_entries([LedgerEntry(*fields, batch.hex(), i)] * 2) == f"{member.encode()},{member.encode()}"
