@@ -85,20 +85,21 @@ def time_and_the_end_of_a_transaction_revise_a_verdict(stage: ChangingStage) -> 
 def a_loss_that_is_proven_after_an_open_transaction_ended_stays_when_a_compacted_log_grows(
     stage: ChangingStage,
 ) -> Story:
+    yield
     history, one, two = stage.history, stage.writer(), stage.writer()
     topic = history.topic(f"{history.namespace}-proven-late", 1, {"cleanup.policy": "compact"})
     producer, slow = history.transactional(one), history.transactional(two)
-    (there,) = history.deliver(producer, one, topic, ["there"], record_key=b"k")
+    (there,) = history.deliver(producer, one, topic, ["proven-late"], record_key=b"k")
     slow.begin_transaction()
-    history.send(slow, topic, ["aborted"], two, record_key=b"k")
-    history.answers([there.answer(id=wire.event_id("lost"), offset=7)])
+    history.send(slow, topic, ["proven-late-aborted"], two, record_key=b"k")
+    history.answers([there.answer(id=wire.event_id("proven-late-lost"), offset=7)])
     first = yield
     assert (first.findings(topic), first.balance(topic)["pending"]) == (set(), 1)
     slow.abort_transaction(30)
     second = yield
     assert second.findings(topic) == {("lost", "answer", None)}
-    history.deliver(producer, one, topic, [f"more-{n}" for n in range(20)], record_key=b"k", value=b'"$key"')
-    for _ in range(3):
+    history.deliver(producer, one, topic, [f"proven-late-{n}" for n in range(20)], record_key=b"k", value=b'"$key"')
+    for _ in range(2):
         ran = yield
         assert ran.findings(topic) == {("lost", "answer", None)}
         assert (ran.balance(topic)["lost"], ran.balance(topic)["unprovable"]) == (1, 0)
