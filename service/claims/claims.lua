@@ -209,7 +209,9 @@ function operation.claim_all()
   local head = 'C' .. struct.pack('>I2I8I8', tonumber(slot), term, at)
   for start = 1, #ARGV[8], 24 do
     local key = K .. string.sub(ARGV[8], start, start + 15)
-    put(key, head .. string.sub(ARGV[8], start + 16, start + 23), at + retention)
+    local set = redis.pcall('SET', key, head .. string.sub(ARGV[8], start + 16, start + 23), 'PXAT', at + retention)
+    -- Redis refuses only the first write of a script, so nothing of the batch is written.
+    if set.err then return {'OK', claims, 'E'} end
   end
   return {'OK', redis.call('INCR', P .. 'c'), (taken and 'T' or 'N') .. struct.pack('>I8', at)}
 end

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,12 @@ ERRORS: Final[dict[type[Exception], str]] = {
 
 # Error texts for a database number that the server does not have; a cluster has only 0.
 _NO_DATABASE: Final = ("DB index is out of range", "SELECT is not allowed")
+
+# Error texts of a server that takes no (more) writes; Redis 6.2 wraps that of a command in a script. Redis refuses only
+# the first write of a script, so nothing was written. redis-py removes the code OOM.
+_REFUSED: Final = re.compile(
+    r"(?:^|@user_script: ?\d+: -)(?:OOM|BUSY|NOREPLICAS|READONLY|LOADING|MASTERDOWN|MISCONF)\b|^command not allowed"
+)
 
 _AT = Struct(">Q")
 _CLAIMED = Struct(">cHQQ8s")
@@ -273,6 +280,8 @@ class RedisKeys:
             generation, "claim_all", slot, term, self._retention_ms, self._least_left_ms, blob
         )
         self._note_claims(generation, count)
+        if answer == b"E":
+            self._errors.labels(ERRORS[StoreAway]).inc()
         return self._claim(answer, slot, term, *asked[0])
 
     def _claim(self, answer: bytes, slot: int, term: int, id: bytes, fp: bytes) -> Claim:
@@ -511,7 +520,7 @@ class RedisKeys:
             raise StoreAway(f"Redis: {error}") from error
         except ResponseError as error:
             answered = True
-            if str(error).startswith(("OOM", "BUSY", "NOREPLICAS", "READONLY", "LOADING", "command not")):
+            if _REFUSED.search(str(error)):
                 raise StoreAway(f"Redis: {error}") from error
             failed = StoreBug if _is_bug(str(error)) else StoreUnanswered
             raise failed(f"Redis: {error}") from error

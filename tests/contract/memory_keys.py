@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from service.claims import states
 from service.claims.redis_store import Found, Heartbeat, Identity, Row, StoreGeneration
 from service.claims.states import Claim, Claimed, KeyState
-from service.core.problems import Fenced, StoreIncomplete, StoreLost
+from service.core.problems import Fenced, StoreAway, StoreIncomplete, StoreLost
 
 LEASES_MOST = 10
 
@@ -37,7 +37,7 @@ class Server:
     taken: set[int] = field(default_factory=set)
     members: dict[str, int] = field(default_factory=dict)
     keys: dict[bytes, states.Claimed | states.Delivered | states.DeliveredBatch] = field(default_factory=dict)
-    full: bool = False  # whether it takes no more claims
+    full: bool = False  # whether it takes no more writes
     evicts: str = ""  # its maxmemory-policy, "" for noeviction
     # evicted keys: their number, and the number at the begin of the last store recovery, and of the one that made the
     # generation
@@ -102,6 +102,10 @@ class MemoryKeys:
     def _freed(self, slot: int) -> int:
         return self.server.freed.get(slot, -1)
 
+    def _refuse_if_full(self) -> None:
+        if self.server.full:
+            raise StoreAway("it is full")
+
     def _holder(self, slot: int) -> str | None:
         holder, until_ms = self.server.leases.get(slot, ("", 0))
         return holder if until_ms > self._now_ms else None
@@ -152,6 +156,8 @@ class MemoryKeys:
         present = [self._get(id) for id, _ in asked]
         wanted = [Claimed(slot, term, self._now_ms, fp) for _, fp in asked]
         claim, written = states.claim_all(present, wanted, self._freed, self._retention_ms, self._least_left_ms)
+        if self.server.full and written:
+            return Claim(states.Outcome.REFUSED, Claimed(slot, term, 0, asked[0][1]))
         for (id, _), state in zip(asked, written, strict=False):
             self._put(id, state)
         self._count_claims([claim], generation)
@@ -171,6 +177,7 @@ class MemoryKeys:
         self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
     ) -> int:
         self._settled(generation)
+        self._refuse_if_full()
         untouched = 0
         for id, delivered in rows:
             state = states.mark(self._get(id), slot, term, delivered)
@@ -204,6 +211,7 @@ class MemoryKeys:
         self, generation: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None
     ) -> None:
         self._settled(generation)
+        self._refuse_if_full()
         self._replay(rows)
         if free is not None:
             slot, term = free

@@ -7,7 +7,7 @@ import pytest
 from deploy.stack import Redis
 from service.claims.redis_store import Found, Heartbeat, Row, StoreGeneration
 from service.claims.states import Claimed, Delivered, DeliveredBatch, Outcome
-from service.core.problems import Fenced, StoreLost
+from service.core.problems import Fenced, StoreAway, StoreLost
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, assert_expires, redis_keys
 
 ID, OTHER, THIRD = b"i" * 16, b"o" * 16, b"t" * 16
@@ -93,6 +93,36 @@ async def test_a_full_store_takes_no_dead_claim_over(bench: Bench) -> None:
     bench.full(False)
     (claim,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
     assert claim.outcome is Outcome.TAKEN_OVER
+
+
+async def test_a_full_store_claims_no_batch_and_answers_a_known_one(bench: Bench) -> None:
+    generation = await bench.settled()
+    batch = [(ID, FP), (OTHER, FP), (THIRD, FP)]
+    bench.full(True)
+    assert (await bench.keys.claim_all(generation, 0, 10, batch)).outcome is Outcome.REFUSED
+    assert await bench.keys.find_all(generation, [id for id, _ in batch]) == [None, None, None]
+    bench.full(False)
+    assert (await bench.keys.claim_all(generation, 0, 10, batch)).outcome is Outcome.NEW
+    bench.full(True)
+    assert (await bench.keys.claim_all(generation, 1, 20, batch)).outcome is Outcome.IN_PROGRESS
+
+
+async def test_a_full_store_marks_and_replays_nothing(bench: Bench) -> None:
+    """The calls are refused before they write, so that they may be repeated later."""
+    generation = await bench.settled()
+    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+    rows: list[Row] = [(ID, delivered(claim.state.at)), (OTHER, delivered(claim.state.at))]
+    bench.full(True)
+    with pytest.raises(StoreAway):
+        await bench.keys.mark(generation, 0, 10, 10, 11, rows)
+    with pytest.raises(StoreAway):
+        await bench.keys.replay(generation, rows, (0, 12))
+    assert await bench.keys.find_all(generation, [ID, OTHER]) == [claim.state, None]
+    assert await bench.keys.applied(generation, 0) == 10
+    bench.full(False)
+    assert await bench.keys.mark(generation, 0, 10, 10, 11, rows) == 0
+    await bench.keys.replay(generation, rows, (0, 12))
+    assert await bench.keys.applied(generation, 0) == 12
 
 
 async def test_a_marked_claim_is_replayed_or_in_conflict(bench: Bench) -> None:

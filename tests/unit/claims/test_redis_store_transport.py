@@ -124,6 +124,11 @@ GENERATION = StoreGeneration(1, "run/repl")
 STATE = Delivered(1, b"f" * 8, "orders", 0, 7, 1)
 
 
+def wrapped(text: str) -> str:
+    """Make the error of a command in a script, as Redis 6.2 returns it."""
+    return f"ERR Error running script (call to f_3a): @user_script:12: @user_script: 12: {text}"
+
+
 def counted(telemetry: Telemetry) -> dict[str, float]:
     """Count the failed calls, by their kind."""
     return {
@@ -141,6 +146,14 @@ def counted(telemetry: Telemetry) -> dict[str, float]:
         (error("MASTERDOWN Link with MASTER is down"), StoreAway, True),
         (error("NOREPLICAS Not enough good replicas to write."), StoreAway, True),
         (error("READONLY You can't write against a read only replica."), StoreAway, True),
+        (error("MISCONF Redis is configured to save RDB snapshots, but it is unable to persist"), StoreAway, True),
+        (error("MISCONF Errors writing to the AOF file: script: 3a, on @user_script:12."), StoreAway, True),
+        (error(wrapped("-OOM command not allowed when used memory > 'maxmemory'.")), StoreAway, True),
+        (error(wrapped("-MISCONF Redis is configured to save RDB snapshots")), StoreAway, True),
+        (error(wrapped("-NOREPLICAS Not enough good replicas to write.")), StoreAway, True),
+        (error(wrapped("-READONLY You can't write against a read only replica.")), StoreAway, True),
+        (error(wrapped("-MASTERDOWN Link with MASTER is down")), StoreAway, True),
+        (error("OOMPH is no refusal"), StoreUnanswered, True),
         (error("LOADING Redis is loading the dataset in memory"), StoreAway, False),
         (error("ERR Error running script: it ran, and then failed"), StoreUnanswered, True),
         (error("WRONGTYPE Operation against a key"), StoreUnanswered, True),
@@ -149,6 +162,7 @@ def counted(telemetry: Telemetry) -> dict[str, float]:
         (HALF, StoreUnanswered, False),
         (error("ERR user_script:12: attempt to index a nil value script: 3a, on @user_script:12."), StoreBug, True),
         (error("ERR Error running script (call to f_3a): @user_script:12: user_script:12: no such"), StoreBug, True),
+        (error(wrapped("WRONGTYPE Operation against a key")), StoreBug, True),
         (error("WRONGTYPE Operation against a key script: 3a, on @user_script:12."), StoreBug, True),
         (b"*1\r\n$7\r\nUNKNOWN\r\n", StoreBug, True),
         (b"+OK\r\n", StoreBug, True),
