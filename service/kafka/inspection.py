@@ -209,7 +209,7 @@ async def _ask_leader(client: AIOKafkaClient, node: int, partitions: Sequence[Pa
 async def open_partitions(client: AIOKafkaClient, node: int, transactional_id: str) -> set[Partition]:
     """Ask a coordinator for the partitions of a transactional id's ongoing transaction.
 
-    None where the id is unknown or the broker is older than 3.0. Raises KafkaError where `node` is not the coordinator
+    Empty where the id is unknown or the broker is older than 3.0. Raises KafkaError where `node` is not the coordinator
     or still loads its log.
     """
     try:

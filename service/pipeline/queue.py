@@ -264,7 +264,7 @@ class Queue:
     def _take_quarantined(self) -> list[WriteRequest]:
         """Take a request that was in a failed group, alone, or else all requests of one quarantined topic.
 
-        None while a quarantined group is in flight. Requests that failed alone come after the others of their topic:
+        Empty while a quarantined group is in flight. Requests that failed alone come after the others of their topic:
         one of those may commit, which releases the topic.
         """
         if self._quarantined_group is not None:
