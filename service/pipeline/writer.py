@@ -168,9 +168,10 @@ class Writer:
             return
         decision = after_claim(group.requests, claims, left_out, time.monotonic(), self._admission.too_late)
         self._carry_out(decision)
+        # Before the pause: the end of a term parks what the attempt has to release.
+        attempt.claimed, attempt.not_sent = decision.claimed, decision.to_release
         if decision.next[Step.REQUEUE] and not decision.claimed:
             await asyncio.sleep(AWAY_PAUSE_S)
-        attempt.claimed, attempt.not_sent = decision.claimed, decision.to_release
 
     async def _claims_of(self, slot: Slot, group: Group) -> list[Claim]:
         """Claim the events of a group, in order; an atomic batch has one claim for the whole."""

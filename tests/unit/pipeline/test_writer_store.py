@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -22,7 +22,8 @@ from service.core.problems import (
 from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
 from service.kafka.session import NOT_SENT, NotSent, RecordMetadata
 from service.pipeline import writer as module
-from service.pipeline.request import Committed
+from service.pipeline.decisions import ClaimDecision, ClaimToRelease, Step
+from service.pipeline.request import Committed, WriteRequest
 from tests.unit.fakes import GENERATION, NOW_MS, World, end_of_term, ended, kind_of, make_event, steps, until
 
 BIG = RecordError(TOO_LARGE, "it is too large")
@@ -89,6 +90,31 @@ async def test_a_request_that_another_slot_has_taken_is_not_put_back_when_the_te
     assert [kind_of(await answer) for answer in answers] == [None, None]
     assert not going_on.done()
     await ended(going_on)
+
+
+async def test_a_term_that_is_cancelled_in_the_pause_after_its_claims_parks_what_it_has_to_release(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The claim of one request stands, but it cannot be written now; the other was not claimed."""
+    world = World()
+    answers = [world.submit("claimed"), world.submit("refused")]
+    await steps()
+
+    def decide(requests: Sequence[WriteRequest], *_: object) -> ClaimDecision:
+        decision = ClaimDecision(time.monotonic(), world.admission.too_late)
+        claimed, refused = requests
+        decision.to_release.append(ClaimToRelease(claimed, [id for id, _ in claimed.asked]))
+        decision.next[Step.REQUEUE].append(refused)
+        return decision
+
+    monkeypatch.setattr(module, "after_claim", decide)
+    monkeypatch.setattr(module, "AWAY_PAUSE_S", 60.0)
+    serving = world.serve(await world.slot())
+    await until(lambda: len(world.queue._waiting[Guarantee.EXACTLY_ONCE]) == 1)
+    await ended(serving)
+    assert [request.events[0].key for request in world.writer._parked] == ["claimed"]
+    for answer in answers:
+        answer.cancel()
 
 
 async def test_a_slot_that_is_to_be_recovered_waits_for_no_group() -> None:
