@@ -300,15 +300,21 @@ def records_that_compaction_took_unread_are_a_gap_and_never_lost(stage: Changing
     producer = history.transactional(writer)
     at = history.now_ms - HOUR_MS
 
-    def deliver(key: str, record_key: bytes, second: int, value: bytes | None = b'"$key"') -> int:
-        """Write an event with a timestamp; a segment is a second long, and only a closed one is cleaned."""
-        more = {"at": at, "ts": history.now_ms + 2000 * second, "record_key": record_key, "value": value}
+    began_ms = int(time.time() * 1000)
+
+    def deliver(key: str, record_key: bytes, nth: int, value: bytes | None = b'"$key"') -> int:
+        """Write an event; only a closed segment is cleaned, and a record that is a second later begins a new one.
+
+        The timestamps of events are ahead of the broker's clock, which sets those of the markers between them.
+        """
+        more = {"at": at, "ts": began_ms + 10_000 * nth, "record_key": record_key, "value": value}
         return history.deliver(producer, writer, topic, [key], **more)[0].offset  # type: ignore[arg-type]
 
     early = [deliver(f"early-{n}", b"row-%d" % n, n) for n in range(3)]
     first = yield
     assert first.balance(topic)["delivered_once"] == 3
     # Superseded before a run reads them.
+    began_ms = int(time.time() * 1000)
     unread = [deliver("over-0", b"row-0", 4), deliver("over-1", b"row-1", 5), deliver("over-1-again", b"row-1", 6)]
     unread.append(deliver("tombstone", b"row-2", 7, None))
     for n in range(3):
