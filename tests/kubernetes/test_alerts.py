@@ -153,7 +153,8 @@ def test_every_alert_has_a_section_of_the_runbook_and_every_section_an_alert(pro
 
 
 def test_every_alert_is_put_to_prometheus_with_metrics_from_a_real_fault(prod: Rendered) -> None:
-    tested = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_alert*.py"))
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    tested = "".join(text for text in texts if ".assert_firing(" in text or ".assert_course(" in text)
     assert [rule["alert"] for rule in alerts(prod) if f'"{rule["alert"]}' not in tested] == []
 
 
