@@ -25,6 +25,6 @@ class Attempt(msgspec.Struct):
         return [*self.not_sent, *self.not_delivered]
 
     @property
-    def is_in_vain(self) -> bool:
+    def wrote_nothing_and_retries(self) -> bool:
         """Whether nothing was written and requests are sent again: after a pause, as a try may use up a producer id."""
         return not self.delivered and any(not each.request.answered for each in self.not_delivered)

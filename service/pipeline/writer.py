@@ -120,7 +120,7 @@ class Writer:
                 raise
             finally:
                 self._queue.done(group)
-            if attempt.is_in_vain:
+            if attempt.wrote_nothing_and_retries:
                 await asyncio.sleep(AWAY_PAUSE_S)
         if marking is not None:
             await asyncio.shield(marking)

@@ -202,9 +202,9 @@ class HangingRecovery:
     ) -> tuple[LedgerTail, set[Partition]]:
         """Read more of the ledger, from the time on at which the first records of open transactions were accepted.
 
-        Returns what was read, and the partitions of which the ledger record was read if there ever was one: retention
-        has deleted neither the records since that time, nor the begin record of the term. Older records are not read,
-        because no ledger record is older than CLOCKS_APART_MS before its events' accepted_at.
+        Returns what was read, and the partitions for which this is proof: a transaction without a ledger record there
+        has none, because retention has deleted neither the records since that time nor the term's begin record. A
+        ledger record is at most CLOCKS_APART_MS older than the accepted_at of its events.
         """
         unread = [first for first in sought.values() if first is not None and first.epoch not in tail.begun]
         is_complete = False

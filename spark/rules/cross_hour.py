@@ -105,7 +105,7 @@ def _is_bare() -> Column:
 
 
 def _topics_with_new_candidates(events: DataFrame, last_pass: int) -> list[str]:
-    """Collect the topics with both bare records and events, of which one was read since the run `last_pass`."""
+    """Collect the topics with bare records and events, if either was read since the run `last_pass`."""
     new = F.col("run") > last_pass
     flags = {
         "bare": _is_bare(),
@@ -199,7 +199,7 @@ def _by_other_hours(doubts: DataFrame, settling: DataFrame) -> DataFrame:
 
 
 def _changed_doubts(found: DataFrame) -> DataFrame:
-    """Filter doubts to those of which other hours say something new: `_by_other_hours` → `settled_elsewhere`."""
+    """Filter doubts to those that other hours change: `_by_other_hours` → `settled_elsewhere`."""
     is_freed = rule_table.is_freed(F.col("other_freed_ms"), F.col("in_doubt_ms"))
     elsewhere = rule_table.is_settled_elsewhere(F.col("was_settled"), F.col("settles"), F.col("dropped"))
     freed_ms = F.greatest("was_freed_ms", F.when(is_freed, F.col("other_freed_ms")))

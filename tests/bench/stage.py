@@ -115,7 +115,7 @@ class Target:
         return self.topics[0]
 
     def load(self, seconds: float, connections: int, batch: int = 0, **arguments: object) -> Loaded:
-        """Run once with new keys, all of which must be written.
+        """Load the process once with new keys; each event must be written.
 
         Raises:
             NotRealWork: a request was refused, or had no answer.

@@ -1,4 +1,4 @@
-"""Faults that end by themselves, from which the soak draws, and of which rows of the matrix consist.
+"""Injectors of faults that end by themselves: the soak draws from them, and rows of the matrix consist of them.
 
 An injector is a function of the world and a random source: it injects a fault, waits, ends the fault, and returns when
 all is repaired. Injectors of one `part` never run at the same time. Modules `injectors_*.py` of this folder may add

@@ -1,4 +1,4 @@
-"""A proxy between Kafka's clients and brokers that parses requests and replies, and loses just the one it is told to.
+"""A proxy between Kafka's clients and brokers that parses requests and replies, and loses one of them as planned.
 
 Each broker has a listener that advertises the proxy's port, so that a client which bootstraps through the proxy sends
 all its requests through it:

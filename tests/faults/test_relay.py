@@ -1,4 +1,4 @@
-"""Tests that the relay leads to its target, holds bytes when told, and loses held bytes when its target changes."""
+"""Tests that the relay leads to its target, holds bytes on request, and loses held bytes when its target changes."""
 
 import contextlib
 import gc

@@ -19,7 +19,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 
 from deploy.stack import Kafka, Redis, Service, StackError
 from service.contract.wire import event_id
-from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST
+from service.pipeline.load_shedding import ANSWERS_EACH, ANSWERS_MAX
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Attempt, events
 from tests.integration.conftest import Stage, plan_of
@@ -157,7 +157,7 @@ async def test_requests_beyond_the_queue_s_bound_are_refused_and_the_others_writ
     service = await stage.started(
         slots=1, queue_events_max=1, request_timeout_ms=120_000, faults=(Fault("write", "hold"),)
     )
-    first, *more = events(topic, 1 + SAVED_MOST // ANSWERS_EACH + 20)
+    first, *more = events(topic, 1 + ANSWERS_MAX // ANSWERS_EACH + 20)
     held = asyncio.create_task(stage.client.post(service.url, first))
     await asyncio.to_thread(until, lambda: plan_of(service).happened("write"))
     refused = await asyncio.gather(*(stage.client.post(service.url, asked) for asked in more))

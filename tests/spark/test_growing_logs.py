@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
@@ -24,22 +24,26 @@ MEGABYTE: Final = 1_000_000
 WINDOW_H: Final = 168
 SLOTS: Final = 14
 
-# The time of the first run: 20 minutes after the next whole hour, when everything written now is settled.
-NEXT_HOUR_MS: Final = (int(time.time() * 1000) // HOUR_MS + 1) * HOUR_MS
-NOW_MS: Final = NEXT_HOUR_MS + 20 * 60_000
-
-# Without the pass over ids, with it, and again after a wrong clock has made all records old.
-RUNS: tuple[Mapping[str, Any], ...] = (
-    {"now_ms": NOW_MS, "skip_ids": True},
-    {"now_ms": NOW_MS, "skip_ids": True},
-    {"now_ms": NOW_MS},
-    {"now_ms": NOW_MS + 9 * HOUR_MS},
-    {"now_ms": NOW_MS + 9 * HOUR_MS, "skip_ids": True},
-    {"now_ms": NOW_MS + 9 * HOUR_MS},
-)
+# The hours after the first run, and whether the run leaves out the pass over ids. From the fourth run on, a clock that
+# is ahead has made all records old.
+RUNS: Final = ((0, True), (0, True), (0, False), (9, False), (9, True), (9, False))
 
 
-def records_older_than_the_ledger_are_no_phantoms(stage: Stage) -> Story:
+class GrowingStage(Stage):
+    """Besides the history: the time of the first run, and the last whole hour before it (ms)."""
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self.next_hour_ms = (history.now_ms // HOUR_MS + 1) * HOUR_MS
+        # All that the stories write is settled then, and the hour is not whole.
+        self.now_ms = self.next_hour_ms + 20 * 60_000
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        return [{"now_ms": self.now_ms + later_h * HOUR_MS, "skip_ids": skip_ids} for later_h, skip_ids in RUNS]
+
+
+def records_older_than_the_ledger_are_no_phantoms(stage: GrowingStage) -> Story:
     """The ledger was recreated, or the data mirrored with its headers; a later record without an entry is a phantom.
 
     The first story, because no other may have written to the ledger before it is recreated.
@@ -73,11 +77,11 @@ PROMISES = {"at the edge": (0, 0, True), "within": (300_000, 300_000, True), "cl
 PROMISES |= {"before": (-1, -1, False)}
 
 
-def findings_are_reported_only_for_ids_that_the_balance_counts(stage: Stage) -> Story:
+def findings_are_reported_only_for_ids_that_the_balance_counts(stage: GrowingStage) -> Story:
     """The window begins with a whole hour."""
     history, writer = stage.history, stage.writer()
     (topic,) = stage.topics("window")
-    window_from_ms = NOW_MS // HOUR_MS * HOUR_MS - WINDOW_H * HOUR_MS
+    window_from_ms = stage.now_ms // HOUR_MS * HOUR_MS - WINDOW_H * HOUR_MS
     producer = history.transactional(writer)
     history.deliver(producer, writer, topic, ["window"])
     producer.begin_transaction()
@@ -102,7 +106,7 @@ def findings_are_reported_only_for_ids_that_the_balance_counts(stage: Stage) -> 
         assert {(one["kind"], one["cause"], one["id"]) for one in found} == {("lost", "ledger", id) for id in lost}
 
 
-def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(stage: Stage) -> Story:
+def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(stage: GrowingStage) -> Story:
     history, writer = stage.history, stage.writer()
     (topic,), now_ms = stage.topics("elsewhere"), history.now_ms
     producer = history.transactional(writer)
@@ -129,7 +133,7 @@ def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(
         assert (balance["accepted"], balance["delivered_once"], balance["stuck"]) == (3, 2, 1)
 
 
-def the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids(stage: Stage) -> Story:
+def the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids(stage: GrowingStage) -> Story:
     history = stage.history
     (topic,), hour_ms = stage.topics("keys"), history.now_ms // HOUR_MS * HOUR_MS - 3 * HOUR_MS
     strange = {}
@@ -144,7 +148,7 @@ def the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids(st
         assert {one["key"] for one in found} == keys
 
 
-def a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_the_plan(stage: Stage) -> Story:
+def a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_the_plan(stage: GrowingStage) -> Story:
     for _ in RUNS[:3]:
         yield
     history, writer = stage.history, stage.writer()
@@ -168,7 +172,7 @@ def a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_th
     assert (second.findings(topic), second.balance(topic)["delivered_once"]) == (set(), 2)
 
 
-def a_proven_loss_stays_when_a_compacted_log_grows(stage: Stage) -> Story:
+def a_proven_loss_stays_when_a_compacted_log_grows(stage: GrowingStage) -> Story:
     for _ in RUNS[:2]:
         yield
     history, writer = stage.history, stage.writer()
@@ -188,19 +192,19 @@ def a_proven_loss_stays_when_a_compacted_log_grows(stage: Stage) -> Story:
         assert (balance["lost"], balance["delivered_once"], balance["unprovable"]) == (1, 21, 0)
 
 
-def a_store_whose_clock_is_days_ahead_makes_no_record_lost_without_the_pass_over_ids(stage: Stage) -> Story:
+def a_store_whose_clock_is_days_ahead_makes_no_record_lost_without_the_pass_over_ids(stage: GrowingStage) -> Story:
     """The ledger's record is written in the next hour; and a day before the acceptance that it names, or more."""
     history, writer = stage.history, stage.writer()
     (topic,) = stage.topics("store-ahead")
     producer = history.transactional(writer)
-    for key, at in (("days", NOW_MS + 72 * HOUR_MS), ("a day", NOW_MS + 24 * HOUR_MS - 1)):
-        history.deliver(producer, writer, topic, [key], at=at, ts=NEXT_HOUR_MS - HOUR_MS - 5, answer=False)
+    for key, at in (("days", stage.now_ms + 72 * HOUR_MS), ("a day", stage.now_ms + 24 * HOUR_MS - 1)):
+        history.deliver(producer, writer, topic, [key], at=at, ts=stage.next_hour_ms - HOUR_MS - 5, answer=False)
     for _ in RUNS:
         ran = yield
         assert (ran.findings(topic), ran.balance(topic)["delivered_once"]) == (set(), 2)
 
 
-def a_verdict_that_is_newer_than_the_last_pass_over_ids_stands(stage: Stage) -> Story:
+def a_verdict_that_is_newer_than_the_last_pass_over_ids_stands(stage: GrowingStage) -> Story:
     """The pass found an id of two hours delivered; then one of these hours, classified again, finds it lost."""
     history, writer = stage.history, stage.writer()
     (topic,), now_ms = stage.topics("newer"), history.now_ms
@@ -217,7 +221,7 @@ def a_verdict_that_is_newer_than_the_last_pass_over_ids_stands(stage: Stage) -> 
     assert ran.findings(topic) == {("lost", "ledger", None)}
 
 
-def records_of_every_size_in_topics_of_every_width_are_read(stage: Stage) -> Story:
+def records_of_every_size_in_topics_of_every_width_are_read(stage: GrowingStage) -> Story:
     yield
     yield
     history, one, two = stage.history, stage.writer(), stage.writer()
@@ -256,7 +260,7 @@ def records_of_every_size_in_topics_of_every_width_are_read(stage: Stage) -> Sto
     assert (balance["delivered_once"], balance["duplicated"], balance["conflicted"]) == (len(written), 3, 1)
 
 
-def clocks_that_jump_change_no_verdict(stage: Stage) -> Story:
+def clocks_that_jump_change_no_verdict(stage: GrowingStage) -> Story:
     """Writers set timestamps in the past, in the future, and at the start of the epoch."""
     yield
     yield
@@ -279,7 +283,7 @@ def clocks_that_jump_change_no_verdict(stage: Stage) -> Story:
     # A claim of the next hour is not lost now.
     slow.begin_transaction()
     (there,) = history.send(slow, topic, ["clocks-there"], behind)
-    promised = there.entry(id=wire.event_id("tomorrow"), offset=1_000_000, at=NOW_MS + HOUR_MS)
+    promised = there.entry(id=wire.event_id("tomorrow"), offset=1_000_000, at=stage.now_ms + HOUR_MS)
     history.ledger(slow, behind, [there.entry(), promised])
     slow.commit_transaction(TIMEOUT_S)
     found = {
@@ -302,7 +306,7 @@ def clocks_that_jump_change_no_verdict(stage: Stage) -> Story:
     assert (later.balance(topic)["lost"], later.balance(topic)["pending"]) == (1, 0)
 
 
-def a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(stage: Stage) -> Story:
+def a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(stage: GrowingStage) -> Story:
     """One run counted its hours; a later one, with less evidence, counts the id: the balance closes."""
     for _ in range(3):
         yield
@@ -312,7 +316,7 @@ def a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(stage: St
     for hours_ago in (20, 17):
         answered = there.answer(504, id=wire.event_id("blocked-stuck"), at=history.now_ms - hours_ago * HOUR_MS)
         # Not before the ledger is blocked, however long the runs take until then.
-        history.answers([answered], timestamp=NOW_MS)
+        history.answers([answered], timestamp=stage.now_ms)
     ran = yield
     assert (ran.balance(topic)["stuck"], ran.balance(topic)["pending"]) == (1, 0)
     yield
@@ -342,9 +346,9 @@ STORIES = (
 @pytest.fixture(scope="module")
 def shared(kafka: Kafka, audit: Audit) -> Stories:
     history = History(kafka.bootstrap, f"t-{uuid.uuid4().hex[:12]}", slots=SLOTS, internal=FOREVER)
-    stage = Stage(history)
+    stage = GrowingStage(history)
     stories = Stories({story.__name__: story(stage) for story in STORIES})
-    stories.run(partial(audit, history), RUNS)
+    stories.run(partial(audit, history), stage.runs)
     return stories
 
 

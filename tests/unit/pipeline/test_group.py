@@ -50,7 +50,7 @@ def test_a_partition_is_chosen_among_those_with_enough_replicas() -> None:
 
 @pytest.mark.parametrize("delivered", [True, False])
 @pytest.mark.parametrize(("answered", "goes_round"), [((), False), ((True,), False), ((True, False), True)])
-def test_an_attempt_that_wrote_nothing_and_has_a_request_to_requeue_is_in_vain(
+def test_an_attempt_retries_if_it_wrote_nothing_and_has_a_request_to_requeue(
     delivered: bool, answered: tuple[bool, ...], goes_round: bool
 ) -> None:
     """Each attempt may use up a producer id."""
@@ -62,7 +62,7 @@ def test_an_attempt_that_wrote_nothing_and_has_a_request_to_requeue_is_in_vain(
     slot = Slot(0, FakeKeys(), "ledger", "test", FakeIdempotent())
     attempt = Attempt(slot, Group([], 1, 0.0), delivered=committed)
     attempt.not_delivered = [ClaimToRelease(each, []) for each in claims_to_release]
-    assert attempt.is_in_vain is (goes_round and not delivered)
+    assert attempt.wrote_nothing_and_retries is (goes_round and not delivered)
 
 
 TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"

@@ -20,7 +20,7 @@ from service.core.problems import (
     StoreUnanswered,
 )
 from service.pipeline import admission
-from service.pipeline.load_shedding import ANSWERS_EACH, SAVED_MOST
+from service.pipeline.load_shedding import ANSWERS_EACH, ANSWERS_MAX
 from service.pipeline.request import Committed
 from service.slots import slot as slot_module
 from tests.unit.fakes import GENERATION, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, steps, until
@@ -149,9 +149,9 @@ async def test_a_full_queue_reports_an_overload_until_its_requests_are_answered(
 async def test_the_answers_of_a_group_send_the_refusals_that_wait_in_the_load_shedder() -> None:
     world = World()
     # far more than the saved answers allow
-    delays = [world.admission.load_shedder.delay(time.monotonic()) for _ in range(SAVED_MOST)]
+    delays = [world.admission.load_shedder.delay(time.monotonic()) for _ in range(ANSWERS_MAX)]
     delayed = [delay for delay in delays if delay is not None]
-    assert len(delayed) == SAVED_MOST - SAVED_MOST // ANSWERS_EACH
+    assert len(delayed) == ANSWERS_MAX - ANSWERS_MAX // ANSWERS_EACH
     serving = world.serve(await world.slot())
     for n in range(ANSWERS_EACH):
         assert not any(delay.done() for delay in delayed)

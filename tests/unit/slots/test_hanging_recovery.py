@@ -43,7 +43,6 @@ class Log:
         self.open_from: dict[Partition, int] = {}
         self.ended: dict[Partition, str] = {}
         self.read: list[int] = []  # offsets of the ledger
-        self.others = 0  # turns of another task
         self.fetch_s = 0.0
         self.deleted_while_read = 0  # retention deletes up to this offset before the first fetch of a lower one
 
