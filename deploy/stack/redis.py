@@ -14,6 +14,7 @@ from deploy.stack.ports import free_port
 from deploy.stack.process import Process
 
 _START_S = 20.0
+_BUS_DISTANCE = 10_000  # In cluster mode a server listens for other nodes at the port that lies so far above its own.
 
 
 class Redis(Process):
@@ -29,7 +30,7 @@ class Redis(Process):
             name: the name of the log.
         """
         super().__init__(name, folder.absolute())
-        self.port = port or free_port()
+        self.port = port or free_port(_BUS_DISTANCE if "--cluster-enabled" in args else 0)
         self.args = list(args)
 
     @property

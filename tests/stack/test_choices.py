@@ -43,6 +43,12 @@ def test_a_port_is_promised_to_one_stack_only() -> None:
     assert int(found.stdout) != port
 
 
+def test_the_second_port_of_a_server_is_reserved_with_the_first_and_is_never_one_of_an_outgoing_connection() -> None:
+    ports = [free_port(10_000) for _ in range(20)]
+    assert all(port_or_free(port + 10_000) != port + 10_000 for port in ports)
+    assert max(ports) + 10_000 < 32_768
+
+
 def test_redis_is_the_named_one_then_the_one_on_path_then_the_one_in_the_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
