@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from service import native
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import Identity, RedisKeys, StoreGeneration, check_url
+from service.claims.redis_store import Identity, RedisKeys, check_url
 from service.claims.states import SlotState
 from service.contract import PREFIX, Rules, SettingsError
 from service.core.logs import Incident, configure_logging
@@ -146,7 +146,7 @@ class Service:
         self._show_states()
         self.was_ready = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._who: asyncio.Task[Identity] | None = None  # in flight, shared by concurrent probes
+        self._redis_check: asyncio.Task[str] | None = None  # in flight, shared by concurrent probes
 
     def _show_states(self) -> None:
         """Have each scrape read the parts' present states."""
@@ -267,9 +267,8 @@ class Service:
 
         Returns the document of /readyz, in which `ready` is true if all of that is.
         """
-        generation = self.store.generation
-        redis, kafka = await asyncio.gather(self._redis_answers(generation), self._kafka_answers())
-        slots = self.pool.ready
+        redis, kafka = await asyncio.gather(self._redis_answers(), self._kafka_answers())
+        generation, slots = self.store.generation, self.pool.ready
         ready = slots > 0 and generation is not None and redis == kafka == "ok" and self.admission.is_open
         self.was_ready = self.was_ready or ready
         return {
@@ -283,21 +282,31 @@ class Service:
             "clock_ahead_s": {whose: self._ahead_s(clock) for whose, clock in self._clocks.items()},
         }
 
-    async def _redis_answers(self, generation: StoreGeneration | None) -> str:
-        """Return `ok`, or what is wrong with Redis."""
-        if self._who is None or self._who.done():
-            self._who = asyncio.create_task(self.keys.who())
+    async def _redis_answers(self) -> str:
+        """Return `ok`, or what is wrong with Redis. A probe shares the check that an earlier one has in flight."""
+        if self._redis_check is None or self._redis_check.done():
+            self._redis_check = asyncio.create_task(self._check_redis())
         try:
             async with asyncio.timeout(READINESS_TIMEOUT_S):
-                identity = await shared(self._who)
+                return await shared(self._redis_check)
         except (StoreAway, StoreUnanswered) as error:
             return str(error)
         except TimeoutError:
             return f"Redis does not answer within {READINESS_TIMEOUT_S} s"
+
+    async def _check_redis(self) -> str:
+        """Return `ok`, or what is wrong with the server that answers. Raises StoreAway, StoreUnanswered.
+
+        The reply may be old when it comes, so it is compared with the generation of the time of the request.
+        """
+        generation = self.store.generation
+        identity = await self.keys.who()
         if identity.evicts:
             return f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}"
-        if generation is None or identity == Identity(generation.store, generation):
-            return "ok"  # without a generation, the store's status says why
+        if generation is None or generation != self.store.generation:
+            return "ok"  # the store's status says what holds now
+        if identity == Identity(generation.store, generation):
+            return "ok"
         self.store.lost(generation)  # recover now, before a claim or a heartbeat finds it
         return "another store answers"
 

@@ -10,13 +10,13 @@ from structlog.testing import capture_logs
 
 import service.app
 from service.app import Service
-from service.claims.redis_store import Identity
+from service.claims.redis_store import Identity, StoreGeneration
 from service.contract import Rules, SettingsError
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaRefuses
 from service.core.settings import Settings
 from service.events.schemas import Schemas
-from tests.unit.fakes import until
+from tests.unit.fakes import steps, until
 from tests.unit.scrape import sample
 
 BACKGROUND = ("sweep", "watch", "bring-up", "lso-watch", "clocks")
@@ -94,6 +94,41 @@ async def test_probes_of_one_time_share_one_question_to_redis(monkeypatch: pytes
         assert asked == 1
         await whole.readiness()
         assert asked == 2
+    finally:
+        await whole.stop()
+
+
+@pytest.mark.parametrize("recovered", [True, False])
+async def test_an_old_reply_of_redis_is_not_compared_with_a_newer_generation(
+    monkeypatch: pytest.MonkeyPatch, recovered: bool
+) -> None:
+    rules = Rules()
+    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)
+    older, newer = StoreGeneration(1, "run/old"), StoreGeneration(2, "run/new")
+    reply = asyncio.Event()
+
+    async def who() -> Identity:
+        await reply.wait()
+        return Identity(newer.store, None)  # an empty server: the older generation is lost
+
+    monkeypatch.setattr(whole.keys, "who", who)
+    monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
+    recovering = AsyncMock(side_effect=asyncio.Event().wait)
+    monkeypatch.setattr(whole.control, "newest_generation", recovering)
+    whole.store.generation = older
+    try:
+        early = asyncio.create_task(whole.readiness())
+        await steps()
+        if recovered:  # before the reply is read
+            whole.store.generation = newer
+        late = asyncio.create_task(whole.readiness())  # shares the request of the early probe
+        await steps()
+        reply.set()
+        redis = {(await probe)["redis"] for probe in (early, late)}
+        assert whole.store.generation == (newer if recovered else None)
+        assert redis == ({"ok"} if recovered else {"another store answers"})
+        await steps()
+        assert recovering.await_count == (0 if recovered else 1)
     finally:
         await whole.stop()
 
