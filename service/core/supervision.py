@@ -48,7 +48,10 @@ async def _keep_running(name: str, work: Callable[[], Awaitable[None]], telemetr
 
 
 def failure_of(error: Exception | asyncio.CancelledError) -> Exception:
-    """Return the failure of a step of this task. Raises `error` if it is a cancellation of the task itself."""
+    """Return the failure of a step of this task. Raises `error` if it is a cancellation of the task itself.
+
+    A cancellation from within, of a future or a task that the step awaited, is a failure like others: Cancelled.
+    """
     if isinstance(error, Exception):
         return error
     task = asyncio.current_task()

@@ -12,6 +12,7 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 
 from service.core.logs import Incident
 from service.core.problems import KafkaAway
+from service.core.supervision import failure_of
 from service.core.time_of_day import now_ms
 from service.core.time_slice import after_step
 from service.kafka import outcomes
@@ -183,9 +184,10 @@ class TransactionalProducer:
                     opened = await self._opened()
                 if opened:
                     await self._end(commit=False)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            failure = failure_of(error)
             self._state = State.DEAD
-            raise TransactionFailed(outcomes.of(error, may_commit=False), repr(error)) from error
+            raise TransactionFailed(outcomes.of(failure, may_commit=False), repr(failure)) from failure
 
     async def _opened(self) -> dict[Partition, int]:
         """Await the response to `open`: the leaders of the added partitions; none where Kafka refused to add them.
@@ -220,8 +222,9 @@ class TransactionalProducer:
             async with asyncio.timeout(self._sends_timeout_s):
                 leaders = await self._join(write, ledger)
                 metadata = await self._send(write, leaders)
-        except Exception as error:  # a bug must end the session too
-            raise self._failed(error, write, None) from error
+        except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too
+            failure = failure_of(error)
+            raise self._failed(failure, write, None) from failure
         self._sent = write, leaders, ledger
         self._move(State.SENT)
         return metadata
@@ -240,8 +243,9 @@ class TransactionalProducer:
                 of_ledger = _Write([own_record(*ledger, None, ledger_record)])
                 (metadata,) = await self._send(of_ledger, leaders)
                 await self._end(commit=True)
-        except Exception as error:  # a bug must end the session too
-            raise self._failed(error, write, of_ledger) from error
+        except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too
+            failure = failure_of(error)
+            raise self._failed(failure, write, of_ledger) from failure
         self._move(State.READY)
         return metadata.offset
 
@@ -473,9 +477,10 @@ class IdempotentProducer:
                     leaders = await self._leaders(session, records, results)
                     batches = session.batches(records, leaders)
                     await session.send(batches, leaders, int(1000 * REPLICAS_SHARE * self._timeout_s))
-            except Exception as error:  # the results come from the batches' answers
+            except (Exception, asyncio.CancelledError) as error:  # the results come from the batches' answers
+                failure = failure_of(error)
                 quota: dict[str, Any] = {"quota": session.quota} if session.quota else {}
-                self._trouble.add(error, bug=outcomes.is_bug(error), producer=self._name, **quota)
+                self._trouble.add(failure, bug=outcomes.is_bug(failure), producer=self._name, **quota)
             for batch in batches:
                 result = batch.result(records)
                 for n, member in enumerate(batch.members):

@@ -25,7 +25,7 @@ from service.core.problems import (
     StoreUnanswered,
 )
 from service.core.settings import Settings
-from service.core.supervision import log_failure
+from service.core.supervision import failure_of, log_failure
 from service.core.time_slice import after_step
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
@@ -311,12 +311,13 @@ class Writer:
             await after_step(len(records))
             topic_ids = topic_ids_of(records, self._topic_metadata.last_known)
             position = await slot.commit(entries_of(committed), topic_ids)
-        except Exception as error:
-            failure = error if isinstance(error, TransactionFailed) else self._bug(slot, error)
+        except (Exception, asyncio.CancelledError) as error:
+            cause = failure_of(error)
+            failure = cause if isinstance(cause, TransactionFailed) else self._bug(slot, cause)
             await self._fail(slot, [request for request, _ in claimed], failure)
             if failure is error:
                 raise
-            raise failure from error
+            raise failure from cause
         attempt.delivered, attempt.position = committed, position
 
     @staticmethod

@@ -35,7 +35,7 @@ GONE = KafkaConnectionError()
 FENCED = (InvalidProducerEpoch.errno, PRODUCER_FENCED)
 
 # A broker's answer for a partition: its offset, an error code, an exception for the whole request, or silence.
-Met = RecordMetadata | int | Exception | None
+Met = RecordMetadata | int | BaseException | None
 
 
 def record(topic: str, partition: int = 0, value: bytes = b"1", most: int = 10**6) -> Record:
@@ -66,7 +66,7 @@ class FakeClient:
         self.asked: list[set[str]] = []  # topics that were looked up together
         self.produced: Callable[[str, int], Met] = lambda topic, partition: RecordMetadata(4, -1)
         self.added: Callable[[str, int], int] = lambda topic, partition: 0
-        self.ended: int | Exception | None = 0
+        self.ended: int | BaseException | None = 0
         self.throttle_ms = 0  # in every response to a Produce
         self.requests: list[tuple[int, Any]] = []
         self.closed = False
@@ -132,7 +132,7 @@ class FakeClient:
     async def _meet(self, met: Any) -> Any:
         if met is None:
             await asyncio.sleep(60)
-        if isinstance(met, Exception):
+        if isinstance(met, BaseException):
             raise met
         return met
 

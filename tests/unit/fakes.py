@@ -47,7 +47,7 @@ class Trouble:
     """The plan for the calls of a fake, by their names: errors to raise, and gates to wait at."""
 
     def __init__(self) -> None:
-        self.before: defaultdict[str, deque[Exception]] = defaultdict(deque)  # raised before the call has an effect
+        self.before: defaultdict[str, deque[BaseException]] = defaultdict(deque)  # raised before the call has an effect
         self.after: defaultdict[str, deque[Exception]] = defaultdict(deque)  # raised after the call has had its effect
         self.gates: dict[str, asyncio.Event] = {}  # the call waits here before it does anything
         self.reached: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)

@@ -134,6 +134,14 @@ async def test_an_unforeseen_error_is_logged_with_its_traceback(monkeypatch: pyt
     assert isinstance(line["exc_info"], KeyError)
 
 
+async def test_a_cancellation_from_within_leaves_the_record_in_doubt_and_ends_the_session() -> None:
+    producer, kafka = idempotent()
+    kafka.produced = lambda topic, partition: asyncio.CancelledError()
+    assert await producer.write([record("a")]) == [None]
+    assert producer._session is None
+    assert kafka.closed
+
+
 async def test_a_topic_that_is_gone_is_logged_once_until_records_are_written_again() -> None:
     """Deleted, or without permission to write: it must be logged at once."""
     producer, kafka = idempotent()

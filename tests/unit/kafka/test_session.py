@@ -42,6 +42,7 @@ from tests.unit.fake_brokers import (
     transactional,
     write,
 )
+from tests.unit.fakes import until
 
 # ------------------------------------------------------------------------------------------------- a transaction
 
@@ -315,6 +316,32 @@ async def test_after_its_first_failure_a_producer_sends_nothing() -> None:
             await again
         assert raised.value.outcome is TransactionOutcome.ABORTED
     assert len(kafka.requests) == sent
+
+
+@pytest.mark.parametrize(
+    ("step", "outcome"),
+    [("produced", TransactionOutcome.ABORTED), ("ended", TransactionOutcome.UNKNOWN)],
+)
+async def test_a_cancellation_from_within_fails_the_transaction(step: str, outcome: TransactionOutcome) -> None:
+    producer, kafka = transactional()
+    if step == "produced":
+        kafka.produced = lambda topic, partition: asyncio.CancelledError()
+    else:
+        kafka.ended = asyncio.CancelledError()
+    failed = await failure(producer, record("orders"))
+    assert (failed.outcome, failed.is_bug) == (outcome, True)
+    with pytest.raises(TransactionFailed, match="the producer is closed"):
+        await producer.send([record("orders")], LEDGER)
+
+
+async def test_the_cancellation_of_the_caller_is_no_failed_transaction() -> None:
+    producer, kafka = transactional(30_000)
+    kafka.ended = None
+    writing = asyncio.create_task(write(producer, record("orders")))
+    await until(lambda: bool(kafka.sent(EndTxnRequest)))
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
 
 
 # --------------------------------------------------------------------------------------------------------- stuck

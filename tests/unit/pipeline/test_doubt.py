@@ -395,6 +395,19 @@ async def test_requests_of_a_transaction_whose_commit_may_have_run_wait_for_the_
     await ended(serving)
 
 
+@pytest.mark.parametrize("step", ["write", "commit"])
+async def test_a_cancellation_from_within_a_write_leaves_its_requests_to_the_recovery(step: str) -> None:
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before[step].append(asyncio.CancelledError())
+    answer = world.submit("a")
+    assert isinstance(await end_of_term(world.serve(slot)), TransactionFailed)
+    assert slot.in_doubt == 1
+    serving = await world.serve_again(slot)
+    assert isinstance(await asyncio.wait_for(answer, 3), Committed)
+    await ended(serving)
+
+
 @pytest.mark.parametrize("error", [StoreLost("another"), StoreAway("OOM"), StoreUnanswered("no answer")], ids=repr)
 async def test_requests_whose_claims_cannot_be_released_wait_for_the_recovery(error: Exception) -> None:
     world = World()
