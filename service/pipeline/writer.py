@@ -374,7 +374,7 @@ class Writer:
         return before
 
     async def _mark(self, slot: Slot, position: LedgerPosition, delivered: Sequence[CommittedRequest]) -> None:
-        """Mark written requests as delivered, then answer them, also if the mark fails."""
+        """Mark written requests as delivered, then answer them, however the mark ends."""
         started = time.perf_counter()
         rows = rows_to_mark(delivered)
         try:
@@ -387,10 +387,11 @@ class Writer:
             self._telemetry.marks_failed.inc()
             if isinstance(error, StoreLost):
                 self._store.lost(position.generation)
-        self._telemetry.stage_mark.observe(time.perf_counter() - started)
-        self._queue.end_quarantine(there.topic for _, committed in delivered for _, there in committed.deliveries)
-        for request, committed in delivered:
-            self._admission.answer(request, committed)
+        finally:  # a bug in the mark changes nothing of the commit either
+            self._telemetry.stage_mark.observe(time.perf_counter() - started)
+            self._queue.end_quarantine(state.topic for _, committed in delivered for _, state in committed.deliveries)
+            for request, committed in delivered:
+                self._admission.answer(request, committed)
 
     # ----------------------------------------------------------------------------------------------------- failures
 

@@ -181,6 +181,17 @@ async def test_a_failed_mark_is_no_error_of_the_event(error: Exception) -> None:
     await ended(serving)
 
 
+@pytest.mark.parametrize("error", [KeyError("a bug"), asyncio.CancelledError()], ids=repr)
+async def test_an_unforeseen_end_of_a_mark_leaves_no_committed_event_without_its_answer(error: BaseException) -> None:
+    world = World()
+    slot = await world.slot()
+    world.keys.trouble.before["mark"].append(error)
+    serving = world.serve(slot)
+    assert isinstance(await asyncio.wait_for(world.submit("a"), 3), Committed)
+    assert slot.has_pending_marks
+    await ended(serving)
+
+
 async def test_a_slot_that_is_cut_off_still_has_its_committed_groups_marked_and_answered() -> None:
     """Also for the group that waits behind the previous group's mark: both are in the ledger."""
     world = World()
