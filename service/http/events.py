@@ -66,6 +66,10 @@ RENDERED_AT_ONCE: Final = 50
 T = TypeVar("T")
 # A parser of events; it is asynchronous for texts longer than LONG_BYTES.
 Parse = Callable[[T], Event | Awaitable[Event]]
+# What an endpoint does with a request that passed the checks of all requests.
+Step = Callable[[PostRequest, UsedHeaders, Caller], None]
+# Answers a request with the problem of an error, in the form of its API, and with more header lines.
+Fail = Callable[[PostRequest, Exception, bytes], None]
 
 
 class EventsEndpoint:
@@ -82,11 +86,12 @@ class EventsEndpoint:
         self._retention_s = settings.key_ttl_s
         self._loopback_only = not settings.rules
         self.routes: dict[bytes, Handler] = {
-            b"/events": partial(self._take, self._post_event),
-            b"/events/batch": partial(self._take, self._post_batch),
+            b"/events": partial(self.take, self._post_event, self._fail),
+            b"/events/batch": partial(self.take, self._post_batch, self._fail),
         }
 
-    def _take(self, step: Callable[[PostRequest, UsedHeaders, Caller], None], post: PostRequest) -> None:
+    def take(self, step: Step, fail: Fail, post: PostRequest) -> None:
+        """Check what holds for every request (caller, address, body), then do its step; `fail` answers the problems."""
         try:
             self._check_address(post.client)
             found = post.found or pick(post.headers)
@@ -99,12 +104,12 @@ class EventsEndpoint:
                 raise Problem(TOO_LARGE, f"body: at most {self.body_bytes_max} bytes are taken")
             if b"content-encoding" in found and is_coded(found[b"content-encoding"]):
                 problem = Problem(UNSUPPORTED_TYPE, "Content-Encoding: send the body as it is, without this header")
-                self._fail(post, problem, _ONLY_UNCODED)
+                fail(post, problem, _ONLY_UNCODED)
                 return
             caller.spend(0, post.arrived)  # before the body is parsed: a caller over its rate costs little
             step(post, found, caller)
         except Exception as error:
-            self._fail(post, error)
+            fail(post, error, b"")
 
     def _check_address(self, client: str | None) -> None:
         """Raise Problem (403) for an address other than loopback, if there are no rules."""
