@@ -269,7 +269,7 @@ class Service:
         """
         redis, kafka = await asyncio.gather(self._redis_answers(), self._kafka_answers())
         generation, slots = self.store.generation, self.pool.ready
-        ready = slots > 0 and generation is not None and redis == kafka == "ok" and self.admission.is_open
+        ready = slots > 0 and generation is not None and redis == kafka == "ok" and self.admission.is_accepting
         self.was_ready = self.was_ready or ready
         return {
             "ready": ready,

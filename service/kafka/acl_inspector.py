@@ -89,7 +89,7 @@ class AclInspector(KafkaAdmin):
 
     async def _nodes(self) -> tuple[Node, ...]:
         try:
-            client = await self._opened()
+            client = await self._connected()
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise KafkaAway(f"Kafka at {self.bootstrap} does not answer: {error}") from error
         brokers = sorted(client.cluster.brokers(), key=lambda broker: broker.nodeId)
@@ -129,7 +129,7 @@ class AclInspector(KafkaAdmin):
         try:
             async with asyncio.timeout(self.timeout_s):
                 while True:
-                    client = await self._opened()
+                    client = await self._connected()
                     try:
                         node = await coordinator(client, transactional_id)
                         answer = await client.send(node, EndTxnRequest(transactional_id, UNKNOWN_PRODUCER_ID, 0, False))

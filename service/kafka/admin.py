@@ -149,7 +149,7 @@ class KafkaAdmin:
         self._errors = telemetry.kafka_errors
         self._security = dict(security or {})
         self._client: AIOKafkaClient | None = None
-        self._opening = asyncio.Lock()
+        self._connecting = asyncio.Lock()
         self._answering: asyncio.Task[Any] | None = None
         self._answered_last: Collection[int] = ()  # the node that answered the last request
 
@@ -245,7 +245,7 @@ class KafkaAdmin:
         """Ask a node for the end offsets of partitions that it leads; none where it does not answer."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                client = await self._opened()
+                client = await self._connected()
                 high, stable = [
                     _offsets(await client.send(node, OffsetRequest(-1, isolation, asked)))
                     for isolation in (READ_UNCOMMITTED, READ_COMMITTED)
@@ -257,7 +257,7 @@ class KafkaAdmin:
     async def open_transactions(self, partitions: Collection[Partition]) -> dict[Partition, list[ActiveProducer]]:
         """Ask the leaders for the active producers of partitions; partitions without an answer are left out."""
         try:
-            found = await active_producers(await self._opened(), partitions, self.timeout_s / ASK_TRIES)
+            found = await active_producers(await self._connected(), partitions, self.timeout_s / ASK_TRIES)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self.failed("metadata", f"partition leaders did not describe their producers: {error!r}") from error
         return found.active
@@ -268,7 +268,7 @@ class KafkaAdmin:
 
         async def ask(name: str) -> int | None:
             async with permits:
-                client = await self._opened()
+                client = await self._connected()
                 return await producer_id_of(client, await coordinator(client, name), name)
 
         names = list(transactional_ids)
@@ -345,7 +345,7 @@ class KafkaAdmin:
             async with permits:
                 while True:
                     try:
-                        client = await self._opened()
+                        client = await self._connected()
                         node = await coordinator(client, transactional_id)
                         answer = await client.send(
                             node, InitProducerIdRequest(transactional_id, transaction_timeout_ms)
@@ -374,13 +374,13 @@ class KafkaAdmin:
             for task in tasks:
                 task.cancel()
 
-    async def open_in(self, partitions: Collection[Partition]) -> set[Partition]:
+    async def partitions_with_open_transactions(self, partitions: Collection[Partition]) -> set[Partition]:
         """Find the partitions that hold an open transaction of any producer.
 
         Partitions that the service may not inspect count as not open. Raises KafkaAway where a leader does not answer.
         """
         try:
-            found = await active_producers(await self._opened(), partitions, self.timeout_s)
+            found = await active_producers(await self._connected(), partitions, self.timeout_s)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self.failed("settle", f"partition leaders do not answer: {error!r}") from error
         forbidden = {partition for partition, code in found.failed.items() if code in FINAL}
@@ -392,8 +392,8 @@ class KafkaAdmin:
 
     # --------------------------------------------------------------------------------------------------- asking
 
-    async def _opened(self) -> AIOKafkaClient:
-        async with self._opening:
+    async def _connected(self) -> AIOKafkaClient:
+        async with self._connecting:
             if self._client is None:
                 client = Client(metadata_max_age_ms=30_000, **self.options("cluster"))
                 try:
@@ -440,7 +440,7 @@ class KafkaAdmin:
         try:
             async with asyncio.timeout(self.timeout_s):
                 for _ in range(ASK_TRIES):
-                    client = await self._opened()
+                    client = await self._connected()
                     try:
                         to = await any_node(client, tried.union(but_not)) if node is None else node
                         tried.add(to)
@@ -466,7 +466,7 @@ class KafkaAdmin:
     async def _ask_controller(self, request: Any) -> Any:
         try:
             async with asyncio.timeout(2 * self.timeout_s):
-                client = await self._opened()
+                client = await self._connected()
                 while True:
                     if (controller := client.cluster.controller) is not None:
                         answer = await client.send(controller.nodeId, request)

@@ -67,7 +67,7 @@ def markers_to_read(open_from: Mapping[Partition, int], transactions: Iterable[T
     return {
         record
         for transaction in transactions
-        if open_in(transaction, open_from)
+        if partitions_left_open(transaction, open_from)
         for record in _ended_in(transaction, open_from)
     }
 
@@ -96,7 +96,7 @@ def verdicts(
     """
     found: dict[Partition, set[Verdict]] = {partition: set() for partition in open_from}
     for transaction in transactions:
-        if affected := open_in(transaction, open_from):
+        if affected := partitions_left_open(transaction, open_from):
             ends = verdict(True, [markers.get(record) for record in _ended_in(transaction, open_from)])
             for partition in affected:
                 found[partition].add(ends)
@@ -108,7 +108,7 @@ def _strongest(found: Collection[Verdict]) -> Verdict:
     return next((each for each in (Verdict.COMMIT, Verdict.UNKNOWN) if each in found), verdict(False, ()))
 
 
-def open_in(transaction: Transaction, open_from: Mapping[Partition, int]) -> list[Partition]:
+def partitions_left_open(transaction: Transaction, open_from: Mapping[Partition, int]) -> list[Partition]:
     """Find the partitions in which a transaction is open, by the first offset that is open in each."""
     return [
         partition
@@ -118,7 +118,7 @@ def open_in(transaction: Transaction, open_from: Mapping[Partition, int]) -> lis
 
 
 def _ended_in(transaction: Transaction, open_from: Mapping[Partition, int]) -> list[RecordCoordinates]:
-    still_open = open_in(transaction, open_from)
+    still_open = partitions_left_open(transaction, open_from)
     return [
         RecordCoordinates(partition, offset)
         for partition, offset in transaction.offsets.items()

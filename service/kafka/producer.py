@@ -91,8 +91,8 @@ MOVES: Final = frozenset(
 class TransactionalProducer:
     """The producer of a transactional id, from its InitProducerId to its first failure (KIP-98).
 
-    A transaction is four requests, each sent once: AddPartitionsToTxn for the data and the ledger (`open`, or at the
-    latest `send`), Produce of the data (`send`), Produce of the ledger record with their offsets, EndTxn (`commit`).
+    A transaction is four requests, each sent once: AddPartitionsToTxn for the data and the ledger (`begin_early`, or
+    else `send`), Produce of the data (`send`), Produce of the ledger record with their offsets, EndTxn (`commit`).
     """
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
@@ -101,7 +101,7 @@ class TransactionalProducer:
         self._timeout_s = min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000
         self._sends_timeout_s = self._timeout_s / SENDS_SHARE
         self._start_timeout_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
-        self._opening: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
+        self._early_begin: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
         self._open_check = OpenCheck(self._session)
         self._state = State.READY
         self._sent: tuple[_Write, dict[Partition, int], Partition] | None = None  # with the leaders, and the ledger
@@ -137,28 +137,30 @@ class TransactionalProducer:
         """Whether a broker has ended a connection; markers may be missing from a broker that was away."""
         return self._session.client.lost
 
-    async def find_open(self, partitions: Collection[Partition]) -> tuple[dict[Partition, int], set[Partition]]:
+    async def find_open_transactions(
+        self, partitions: Collection[Partition]
+    ) -> tuple[dict[Partition, int], set[Partition]]:
         """Find open transactions of this producer id: their first offset by partition; and partitions without answer.
 
         Before the first transaction of this session, an open one hangs: the fence has ended it for the coordinator.
         """
         return await self._open_check.ask(partitions, METADATA_TIMEOUT_S)
 
-    async def end_open(self, partitions: Sequence[Partition], *, commit: bool) -> None:
+    async def write_missing_markers(self, partitions: Sequence[Partition], *, commit: bool) -> None:
         """Write missing markers into partitions, by a transaction that adds the partitions and writes no data.
 
         Raises KafkaAway where the markers are not there in time.
         """
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await self._begin(_Write([]), partitions)
+                await self._add(_Write([]), partitions)
                 await self._end(commit)
-                while (await self.find_open(partitions)) != ({}, set()):  # noqa: ASYNC110 - Kafka sends no notification
+                while (await self.find_open_transactions(partitions)) != ({}, set()):  # noqa: ASYNC110 - Kafka sends no notification
                     await asyncio.sleep(MARKERS_PAUSE_MOST_S)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self._session.failed("settle", f"{partitions}: no markers: {error!r}") from error
 
-    def open(self, partitions: Sequence[Partition]) -> None:
+    def begin_early(self, partitions: Sequence[Partition]) -> None:
         """Begin a transaction of these partitions without waiting; call `send` or `abandon` next.
 
         Does nothing where a leader is unknown or a partition may hold an open transaction. `send` then looks up the
@@ -171,33 +173,33 @@ class TransactionalProducer:
             if node is not None and self._open_check.is_clear(partition, node)
         }
         if len(known) == len(leaders):
-            answer = self._session.try_send(self._session.coordinator, self._add_partitions(known))
-            self._opening = None if answer is None else (known, answer)
+            answer = self._session.try_send(self._session.coordinator, self._request_to_add(known))
+            self._early_begin = None if answer is None else (known, answer)
 
     async def abandon(self) -> None:
-        """Abort the transaction that `open` began, if any. Raises TransactionFailed."""
-        if self._opening is None:
+        """Abort the transaction that `begin_early` began, if any. Raises TransactionFailed."""
+        if self._early_begin is None:
             return
         try:
             async with asyncio.timeout(self._timeout_s):
                 async with asyncio.timeout(self._sends_timeout_s):
-                    opened = await self._opened()
-                if opened:
+                    added = await self._await_early_begin()
+                if added:
                     await self._end(commit=False)
         except (Exception, asyncio.CancelledError) as error:
             failure = failure_of(error)
             self._state = State.DEAD
             raise TransactionFailed(outcomes.of(failure, may_commit=False), repr(failure)) from failure
 
-    async def _opened(self) -> dict[Partition, int]:
-        """Await the response to `open`: the leaders of the added partitions; none where Kafka refused to add them.
+    async def _await_early_begin(self) -> dict[Partition, int]:
+        """Await the response to `begin_early`: the leaders of the added partitions; none where Kafka refused them.
 
         Kafka may refuse a partition that the write does not need, or still be writing the previous transaction's
         markers; `send` adds the partitions again and reports the error.
         """
-        if self._opening is None:
+        if self._early_begin is None:
             return {}
-        (leaders, answer), self._opening = self._opening, None
+        (leaders, answer), self._early_begin = self._early_begin, None
         codes = _codes(self._session.note_throttle(await answer))
         if CONCURRENT_TRANSACTIONS in codes.values():
             return {}
@@ -271,12 +273,12 @@ class TransactionalProducer:
 
     async def _join(self, write: "_Write", ledger: Partition) -> dict[Partition, int]:
         """Add the partitions that a write needs to the transaction; the leaders of all its partitions."""
-        leaders = await self._opened()
+        leaders = await self._await_early_begin()
         wanted = dict.fromkeys([(record.topic, record.partition) for record in write.records] + [ledger])
         if missing := [partition for partition in wanted if partition not in leaders]:
             added = await self._leaders(write, missing)
             await self._check_open(write, added)
-            await self._begin(write, added)
+            await self._add(write, added)
             leaders |= added
         return leaders
 
@@ -303,7 +305,7 @@ class TransactionalProducer:
         if not unclear:
             return
         write.waiting_for = unclear[0][0]
-        write.hanging, unanswered = await self.find_open(unclear)
+        write.hanging, unanswered = await self.find_open_transactions(unclear)
         if write.hanging:
             write.waiting_for = ""
             raise errors.KafkaError(f"a transaction of this producer id hangs in {sorted(write.hanging)}")
@@ -312,7 +314,7 @@ class TransactionalProducer:
             raise TimeoutError(f"no leader answered whether a transaction is open in {sorted(unanswered)}")
         write.waiting_for = ""
 
-    def _add_partitions(self, partitions: Iterable[Partition]) -> AddPartitionsToTxnRequest:
+    def _request_to_add(self, partitions: Iterable[Partition]) -> AddPartitionsToTxnRequest:
         by_topic: dict[str, list[int]] = {}
         for topic, partition in partitions:
             by_topic.setdefault(topic, []).append(partition)
@@ -321,14 +323,14 @@ class TransactionalProducer:
             session.transactional_id, session.producer_id, session.epoch, list(by_topic.items())
         )
 
-    async def _begin(self, write: "_Write", partitions: Iterable[Partition]) -> None:
+    async def _add(self, write: "_Write", partitions: Iterable[Partition]) -> None:
         """Add partitions to the transaction; the first ones begin the transaction.
 
         CONCURRENT_TRANSACTIONS means that the previous transaction's markers are still being written, and nothing was
         added: the request is repeated.
         """
         session, pause_s = self._session, MARKERS_PAUSE_S
-        request = self._add_partitions(partitions)
+        request = self._request_to_add(partitions)
         while True:
             codes = _codes(await session.request(session.coordinator, request))
             if CONCURRENT_TRANSACTIONS not in codes.values():
@@ -369,8 +371,8 @@ class TransactionalProducer:
     async def close(self) -> None:
         """Close the connections without waiting for pending responses. Never raises, never hangs."""
         self._state = State.DEAD
-        if self._opening is not None:
-            _, answer = self._opening
+        if self._early_begin is not None:
+            _, answer = self._early_begin
             if not answer.cancel():
                 unwaited(answer)
         await self._session.close()

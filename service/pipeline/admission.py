@@ -89,10 +89,10 @@ class Admission:
         self._tracing = tracing
         self._timeout_s = settings.request_timeout_ms / 1000
         self.events_max = settings.queue_events_max  # a larger request could never be admitted
-        self._open: deque[WriteRequest] = deque()  # without chunks; ordered by deadline
-        self._open_bytes = 0
+        self._by_deadline: deque[WriteRequest] = deque()  # without chunks; ordered by deadline
+        self._by_deadline_bytes = 0
         self.load_shedder = LoadShedder()
-        self.is_open = True  # False while the process stops
+        self.is_accepting = True  # False while the process stops
 
     def submit(
         self, event: Event, arrived: float, wait_s: float = 0.0, on_claim: asyncio.Future[None] | None = None
@@ -116,7 +116,7 @@ class Admission:
 
         It is smaller while there is a request other than chunks, open or answered since the last sweep.
         """
-        most = CHUNK_EVENTS_BESIDE_SINGLE if self._open else CHUNK_EVENTS_MAX
+        most = CHUNK_EVENTS_BESIDE_SINGLE if self._by_deadline else CHUNK_EVENTS_MAX
         return BatchChunk(min(most, self.events_max), self.ledger_bytes_max)
 
     async def submit_chunk(self, chunk: BatchChunk) -> list[WriteResult]:
@@ -267,17 +267,17 @@ class Admission:
     def _admit(self, request: WriteRequest) -> None:
         """Put a request into the queue, and its deadline into the sweep. Raises Problem (503) and records it."""
         self._check_in(request)
-        index = len(self._open)  # nearly always the right one, because all requests have the same timeout
-        while index and self._open[index - 1].deadline > request.deadline:
+        index = len(self._by_deadline)  # nearly always the right one, because all requests have the same timeout
+        while index and self._by_deadline[index - 1].deadline > request.deadline:
             index -= 1
-        self._open.insert(index, request)
-        self._open_bytes += request.size
+        self._by_deadline.insert(index, request)
+        self._by_deadline_bytes += request.size
         self._queue.put(request)
 
     def _check_in(self, request: WriteRequest) -> None:
         """Count a request into the queue's bounds; the caller keeps its deadline. Raises and records Problem (503)."""
         try:
-            if not self.is_open:
+            if not self.is_accepting:
                 raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
             if self._store.generation is None:
                 raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
@@ -322,19 +322,19 @@ class Admission:
     async def sweep(self) -> None:
         """Answer the requests at their deadlines, for ever: 503 if surely not written, else 504."""
         while True:
-            await asyncio.sleep(SWEEP_S if self._open else SWEEP_IDLE_S)
+            await asyncio.sleep(SWEEP_S if self._by_deadline else SWEEP_IDLE_S)
             now = time.monotonic()
             self.load_shedder.look(now)
-            while self._open and (self._open[0].answered or self._open[0].deadline <= now):
-                request = self._open.popleft()
-                self._open_bytes -= request.size
+            while self._by_deadline and (self._by_deadline[0].answered or self._by_deadline[0].deadline <= now):
+                request = self._by_deadline.popleft()
+                self._by_deadline_bytes -= request.size
                 if not request.answered:
                     self._expire(request)
-            many = len(self._open) > 2 * self._queue.events + ANSWERED_KEPT
-            if many or self._open_bytes > 2 * self._queue.bytes + ANSWERED_BYTES_KEPT:
+            many = len(self._by_deadline) > 2 * self._queue.events + ANSWERED_KEPT
+            if many or self._by_deadline_bytes > 2 * self._queue.bytes + ANSWERED_BYTES_KEPT:
                 # One request that waits long must not keep all that were answered since in memory.
-                self._open = deque(request for request in self._open if not request.answered)
-                self._open_bytes = sum(request.size for request in self._open)
+                self._by_deadline = deque(request for request in self._by_deadline if not request.answered)
+                self._by_deadline_bytes = sum(request.size for request in self._by_deadline)
             self._queue.forget_answered()
 
     def too_late(self, request: WriteRequest) -> Problem:
@@ -345,7 +345,7 @@ class Admission:
 
     async def drain(self) -> None:
         """Stop accepting requests, and wait until all accepted ones are answered: until their deadlines, at most."""
-        self.is_open = False
+        self.is_accepting = False
         ends_at = time.monotonic() + self._settings.request_timeout_ms / 1000 + DRAIN_MARGIN_S
         while self._queue.events > 0 and time.monotonic() < ends_at:  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(SWEEP_S)

@@ -89,8 +89,8 @@ class ClaimDecision:
             return start + 1
         end = start + len(request.events)
         own = claims[start:end]
-        is_open = request.deadline > self._now and not request.answered
-        if is_open and not lacking and CLAIMABLE.issuperset([claim.outcome for claim in own]):
+        is_in_time = request.deadline > self._now and not request.answered
+        if is_in_time and not lacking and CLAIMABLE.issuperset([claim.outcome for claim in own]):
             self.claimed.append((request, [claim.state.at for claim in own]))  # the usual case
         else:
             self.add_chunk(request, own, lacking)

@@ -336,13 +336,13 @@ class Pool:
                     idle = True
                 except (Exception, asyncio.CancelledError) as error:  # a bug too ends only the term
                     self._ended(slot, failure_of(error))
-                    await slot.end()
+                    await slot.close_producers()
                     if not slot.draining and not await self._still_mine(slot):
                         return
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
                     pause_s = min(2 * pause_s, PAUSE_MOST_S)
         finally:
-            await slot.end()
+            await slot.close_producers()
             self.slots.pop(slot.n, None)
             self._tasks.pop(slot.n, None)
             self._troubles.pop(slot.n, None)

@@ -154,8 +154,8 @@ class Writer:
             await self._topic_metadata.refresh({topic for request in group.requests for topic in request.topics})
         partitions, left_out = route(group.requests, self._topic_metadata.last_known)
         if partitions and group.guarantee is Guarantee.EXACTLY_ONCE:
-            slot.open(partitions)
-        self._telemetry.stage_queue.observe(waited_s)  # after `open`, whose response takes longest
+            slot.begin_early(partitions)
+        self._telemetry.stage_queue.observe(waited_s)  # after `begin_early`, whose response takes longest
         try:
             claims = await self._claims_of(slot, group)
         except StoreAway:  # nothing was claimed: the term goes on

@@ -22,7 +22,7 @@ from service.kafka.hanging import (
     Transaction,
     Verdict,
     markers_to_read,
-    open_in,
+    partitions_left_open,
     verdicts,
 )
 from service.kafka.inspection import LogEntry, fetch
@@ -71,7 +71,7 @@ class LedgerTail:
         if partitions is None:
             self.begun.add(entry.epoch)
         transaction = Transaction({**(partitions or {}), ledger: entry.offset})
-        if not self.open_from or open_in(transaction, self.open_from):
+        if not self.open_from or partitions_left_open(transaction, self.open_from):
             self.transactions.append(transaction)
             self.awaits_marker = True
 
@@ -127,14 +127,16 @@ class HangingRecovery:
         tail = await self._read(max(0, applied - LOOK_BACK))
         named = {partition for transaction in tail.transactions for partition in transaction.offsets}
         without_marker = self._producer.without_marker
-        open_from, unanswered = await self._producer.find_open({self._ledger, *named, *without_marker, *maybe_hanging})
+        open_from, unanswered = await self._producer.find_open_transactions(
+            {self._ledger, *named, *without_marker, *maybe_hanging}
+        )
         if self._ledger in unanswered:
             raise errors.LeaderNotAvailableError(f"{self._ledger}")
         if open_from:
-            await self._end_open(open_from, tail, without_marker)
+            await self._end_hanging(open_from, tail, without_marker)
         return unanswered
 
-    async def _end_open(
+    async def _end_hanging(
         self, open_from: Mapping[Partition, int], tail: LedgerTail, without_marker: Collection[Partition]
     ) -> None:
         """End the transactions that are open from these offsets on, each by its verdict."""
@@ -155,7 +157,7 @@ class HangingRecovery:
         for commit in (True, False):
             ended = sorted(each for each, verdict in found.items() if (verdict is not Verdict.ABORT) is commit)
             if ended:
-                await self._producer.end_open(ended, commit=commit)
+                await self._producer.write_missing_markers(ended, commit=commit)
         for (topic, number), verdict in found.items():
             self._ended.labels(verdict.value).inc()
             log.warning(

@@ -105,12 +105,12 @@ class SlotRecovery:
         try:
             await self._fence(slot, generation)
             await self._end_hanging(slot)
-            await slot.begin(time_of_day.now_ms())
+            await slot.begin_term(time_of_day.now_ms())
             await self._check(slot)
             await self._replay_and_free(slot)
         except BaseException:
             slot.move(SlotEvent.FAIL)
-            await slot.end()
+            await slot.close_producers()
             raise
 
     async def _fence(self, slot: Slot, generation: StoreGeneration) -> None:
@@ -372,7 +372,7 @@ class CurrentStore:
     async def _end_hanging_in_ledger(self, store: str, nonce: str, slots: int) -> None:
         """End hanging transactions in the ledger, which would block the replay; others are left to slot recovery."""
         ledger = self._topics.ledger
-        hanging = await self._cluster.open_in([(ledger, slot) for slot in range(slots)])
+        hanging = await self._cluster.partitions_with_open_transactions([(ledger, slot) for slot in range(slots)])
         if not hanging:
             return
         applied = await self._keys.recover_read(store, nonce, slots)

@@ -100,7 +100,7 @@ class Slot:
         )
         self.move(SlotEvent.FENCE)
 
-    async def begin(self, at_ms: int) -> int:
+    async def begin_term(self, at_ms: int) -> int:
         """Commit the begin record, accepted at `at_ms`, and return its offset, the term. Raises TransactionFailed."""
         begin = Begin(
             self.n, self.producer.producer_id, self.producer.epoch, self._instance, self.generation.number, at_ms
@@ -111,7 +111,7 @@ class Slot:
         self.move(SlotEvent.BEGIN)
         return self.term
 
-    async def end(self) -> None:
+    async def close_producers(self) -> None:
         """Close both producers, whatever they are doing."""
         producer, self._producer = self._producer, None
         if producer is not None:
@@ -132,17 +132,17 @@ class Slot:
         """Release claims whose events were not sent."""
         await self._keys.release(self.generation, self.n, self.term, ids)
 
-    def open(self, partitions: Iterable[Partition]) -> None:
+    def begin_early(self, partitions: Iterable[Partition]) -> None:
         """Begin the transaction of a group while its claims are made, which saves a round trip (KIP-98).
 
         Call `send` or `abandon` next. Does nothing if the last group had nothing to write: this group is then likely
         to be of replays too, and an empty transaction costs two requests and its markers.
         """
         if self._expects_records:
-            self.producer.open([*partitions, (self._ledger, self.n)])
+            self.producer.begin_early([*partitions, (self._ledger, self.n)])
 
     async def abandon(self) -> None:
-        """End the transaction that `open` began, without records. Raises TransactionFailed, which ends the term."""
+        """Abort the transaction that `begin_early` began, if any. Raises TransactionFailed, which ends the term."""
         self._expects_records = False
         await self.producer.abandon()
 

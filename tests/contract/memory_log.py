@@ -105,7 +105,7 @@ class MemoryProducer(TransactionalProducer):
     def lost(self) -> bool:
         return False
 
-    def open(self, partitions: Sequence[tuple[str, int]]) -> None:
+    def begin_early(self, partitions: Sequence[tuple[str, int]]) -> None:
         self._wanted = list(partitions)
 
     async def abandon(self) -> None:

@@ -141,11 +141,11 @@ async def test_a_transaction_may_be_opened_before_its_records_are_known(bench: B
     """A partition without a record gets a marker too, and a partition that was not opened is added."""
     producer = await writing(bench)
     await asyncio.sleep(MARKERS_S)
-    producer.open([(bench.topic, 0), (bench.topic, 1), (bench.ledger, 0)])
+    producer.begin_early([(bench.topic, 0), (bench.topic, 1), (bench.ledger, 0)])
     places, offset = await write(producer, [bench.record(b"a", 0)], (bench.ledger, 0))
     assert (places, offset) == ([RecordMetadata(2, NOW_MS)], 2)
     await asyncio.sleep(MARKERS_S)
-    producer.open([(bench.topic, 0), (bench.ledger, 0)])
+    producer.begin_early([(bench.topic, 0), (bench.ledger, 0)])
     places, offset = await write(producer, [bench.record(b"b", 1)], (bench.ledger, 0))
     assert (places, offset) == ([RecordMetadata(3, NOW_MS)], 4)
     assert await bench.read(bench.topic) == [(0, 0, b"0"), (0, 2, b"a"), (1, 0, b"1"), (1, 3, b"b")]
@@ -155,7 +155,7 @@ async def test_an_opened_transaction_that_is_abandoned_is_ended(bench: Bench) ->
     producer = await writing(bench)
     await producer.abandon()  # does nothing without an open transaction
     await asyncio.sleep(MARKERS_S)
-    producer.open([(bench.topic, 0), (bench.ledger, 0)])
+    producer.begin_early([(bench.topic, 0), (bench.ledger, 0)])
     await producer.abandon()
     places, offset = await write(producer, [bench.record(b"a", 0)], (bench.ledger, 0))
     assert (places, offset) == ([RecordMetadata(3, NOW_MS)], 3), "the markers of the one that was ended come before"
@@ -166,7 +166,7 @@ async def test_one_transaction_may_be_opened_right_behind_another(bench: Bench) 
     producer = await writing(bench)
     written = []
     for n in range(12):
-        producer.open([(bench.topic, 0), (bench.ledger, 0)])
+        producer.begin_early([(bench.topic, 0), (bench.ledger, 0)])
         if n % 3:
             await write(producer, [bench.record(b"%d" % (10 + n))], (bench.ledger, 0))
             written.append(b"%d" % (10 + n))
@@ -178,7 +178,7 @@ async def test_one_transaction_may_be_opened_right_behind_another(bench: Bench) 
 async def test_a_missing_topic_fails_only_the_records_for_it(bench: Bench) -> None:
     """The events of other topics are written."""
     producer = await writing(bench)
-    producer.open([(bench.topic, 0), ("not-there-" + bench.topic, 0), (bench.ledger, 0)])
+    producer.begin_early([(bench.topic, 0), ("not-there-" + bench.topic, 0), (bench.ledger, 0)])
     await write(producer, [bench.record(b"a")], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
 
@@ -186,7 +186,7 @@ async def test_a_missing_topic_fails_only_the_records_for_it(bench: Bench) -> No
 async def test_an_open_of_a_fenced_producer_fails_as_fenced(bench: Bench) -> None:
     old = await writing(bench)
     await bench.new_producer("slot")
-    old.open([(bench.topic, 0), (bench.ledger, 0)])
+    old.begin_early([(bench.topic, 0), (bench.ledger, 0)])
     with pytest.raises(TransactionFailed) as caught:
         await old.abandon()
     assert caught.value.outcome is TransactionOutcome.FENCED
@@ -194,7 +194,7 @@ async def test_an_open_of_a_fenced_producer_fails_as_fenced(bench: Bench) -> Non
 
 async def test_a_producer_may_close_while_a_transaction_is_being_opened(bench: Bench) -> None:
     old = await writing(bench)
-    old.open([(bench.topic, 0), (bench.ledger, 0)])
+    old.begin_early([(bench.topic, 0), (bench.ledger, 0)])
     await old.close()
     new = await bench.new_producer("slot")
     await write(new, [bench.record(b"a")], (bench.ledger, 0))
@@ -298,7 +298,7 @@ async def ready(bench: Bench, keys: Forgetful) -> Slot:
     slot = Slot(1, keys, bench.ledger, "me", Plain())
     slot.move(SlotEvent.LEASE)
     slot.enter(StoreGeneration(5, "run/replid"), await bench.new_producer("slot.1"))
-    await slot.begin(NOW_MS)
+    await slot.begin_term(NOW_MS)
     slot.move(SlotEvent.CHECK)
     await keys.replay(slot.generation, [], (1, slot.term))
     slot.move(SlotEvent.FREE)
@@ -317,10 +317,10 @@ async def test_a_slot_s_term_is_the_offset_of_its_begin_record(bench: Bench, key
     assert begin == Begin(1, slot.producer.producer_id, slot.producer.epoch, "me", 5, NOW_MS)
     first = slot.term
     slot.move(SlotEvent.FAIL)
-    await slot.end()
+    await slot.close_producers()
     slot.move(SlotEvent.RECOVER)
     slot.enter(StoreGeneration(5, "run/replid"), await bench.new_producer("slot.1"))
-    assert await slot.begin(NOW_MS) > first
+    assert await slot.begin_term(NOW_MS) > first
 
 
 async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Forgetful) -> None:
@@ -363,7 +363,7 @@ async def test_after_a_failure_a_slot_writes_only_with_a_new_producer(bench: Ben
     assert slot.state is SlotState.DOUBT
     with pytest.raises(IllegalMove):
         await write_in(slot, bench.record(b"a"))
-    await slot.end()
+    await slot.close_producers()
     assert isinstance(slot.idempotent, Plain)
     assert slot.idempotent.closed == 1, "what it has on its way would go on past the term"
     with pytest.raises(AssertionError, match="no producer"):

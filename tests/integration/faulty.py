@@ -31,7 +31,7 @@ PLACES: Final[dict[str, tuple[type, str]]] = {
     "mark": (RedisKeys, "mark"),
     "plain": (Writer, "_write_idempotent"),
     "slot.fence": (SlotRecovery, "_fence"),
-    "slot.begin": (Slot, "begin"),
+    "slot.begin": (Slot, "begin_term"),
     "slot.check": (SlotRecovery, "_check"),
     "slot.replay": (SlotRecovery, "_replay_and_free"),
     "store.recover": (CurrentStore, "_recover"),

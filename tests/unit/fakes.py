@@ -160,7 +160,7 @@ class FakeProducer(TransactionalProducer):
     def __init__(self) -> None:
         self.trouble = Trouble()
         self.written: list[list[Record]] = []
-        self.opened: list[Partition] | None = None  # partitions of the open transaction
+        self.begun_early: list[Partition] | None = None  # partitions of the open transaction
         self.abandoned = 0
         self.closed = False
         self.cut_off = False  # a broker has ended a connection
@@ -179,17 +179,17 @@ class FakeProducer(TransactionalProducer):
     def lost(self) -> bool:
         return self.cut_off
 
-    def open(self, partitions: Sequence[Partition]) -> None:
-        self.opened = list(partitions)
+    def begin_early(self, partitions: Sequence[Partition]) -> None:
+        self.begun_early = list(partitions)
 
     async def abandon(self) -> None:
-        if self.opened is not None:
-            self.opened = None
+        if self.begun_early is not None:
+            self.begun_early = None
             await self.trouble.enter("abandon")
             self.abandoned += 1
 
     async def send(self, records: Sequence[Record], ledger: tuple[str, int]) -> list[RecordMetadata]:
-        self.opened = None
+        self.begun_early = None
         if records:
             await self.trouble.enter("write")
         self.records_sent = list(records)
@@ -321,7 +321,7 @@ class World:
         """Bring a slot from LEASED to READY, in a term that is newer than all others."""
         producer = self.producers[slot.n] = FakeProducer()
         slot.enter(generation, producer)
-        await slot.begin(0)
+        await slot.begin_term(0)
         self._terms += 100  # terms are ledger offsets, which only grow
         slot.term = slot._last_record = self._terms
         slot.move(SlotEvent.CHECK)

@@ -39,7 +39,7 @@ async def test_after_another_connection_the_leader_is_asked_again() -> None:
 async def test_a_group_with_a_hanging_partition_adds_no_partition_to_its_transaction() -> None:
     producer, kafka = transactional(clear=False)
     kafka.open_in = {("a", 1): 691}
-    producer.open([("a", 1), LEDGER])
+    producer.begin_early([("a", 1), LEDGER])
     failed = await failure(producer, record("a", 0), record("a", 1))
     assert (failed.outcome, set(failed.hanging), set(failed.stuck)) == (TransactionOutcome.ABORTED, {("a", 1)}, set())
     assert not kafka.sent(AddPartitionsToTxnRequest)

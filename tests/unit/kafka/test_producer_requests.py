@@ -128,9 +128,9 @@ async def test_a_producer_that_is_closed_while_it_opens_cancels_the_open_request
         await asyncio.sleep(60)
 
     kafka.send = silence  # type: ignore[method-assign]
-    producer.open([("a", 0), LEDGER])
+    producer.begin_early([("a", 0), LEDGER])
     await held.wait()
-    opening = producer._opening
+    opening = producer._early_begin
     assert opening is not None
     await asyncio.wait_for(producer.close(), 1.0)
     _, answer = opening

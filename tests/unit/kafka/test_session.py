@@ -69,12 +69,12 @@ async def test_a_transaction_is_four_requests_each_sent_once() -> None:
 
 async def test_a_transaction_that_is_open_is_not_begun_again() -> None:
     producer, kafka = transactional()
-    producer.open([("a", 0), ("a", 1), LEDGER])
+    producer.begin_early([("a", 0), ("a", 1), LEDGER])
     await asyncio.sleep(0.01)
     assert [type(request).__name__ for _, request in kafka.requests] == ["AddPartitionsToTxnRequest"]
     await write(producer, record("a", 0))
     assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
-    producer.open([("a", 0), LEDGER])
+    producer.begin_early([("a", 0), LEDGER])
     await write(producer, record("a", 1), record("a", 0))
     assert [topics_of(request) for request in kafka.sent(AddPartitionsToTxnRequest)[1:]] == [
         [("a", [0]), ("ns.ledger", [0])],
@@ -86,12 +86,12 @@ async def test_a_transaction_that_is_open_is_not_begun_again() -> None:
 async def test_open_without_a_connection_leaves_the_begin_to_the_write() -> None:
     producer, kafka = transactional()
     kafka.connected = False
-    producer.open([("a", 0), LEDGER])
+    producer.begin_early([("a", 0), LEDGER])
     await asyncio.sleep(0.01)
     assert not kafka.requests
     assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
     assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
-    producer.open([("a", 0), LEDGER])
+    producer.begin_early([("a", 0), LEDGER])
     await producer.abandon()
     assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
 
@@ -101,12 +101,12 @@ async def test_open_during_concurrent_transactions_is_left_to_the_write_and_need
     producer, kafka = transactional()
     concurrent = [ConcurrentTransactions.errno] * 2
     kafka.added = lambda topic, partition: concurrent.pop() if concurrent else 0
-    producer.open([("a", 0), LEDGER])
+    producer.begin_early([("a", 0), LEDGER])
     await producer.abandon()
     assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
     assert not kafka.sent(EndTxnRequest)
     concurrent += [ConcurrentTransactions.errno] * 2
-    producer.open([("a", 0), LEDGER])
+    producer.begin_early([("a", 0), LEDGER])
     assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
     assert [topics_of(request) for request in kafka.sent(AddPartitionsToTxnRequest)[1:]] == [
         [("a", [0]), ("ns.ledger", [0])]
@@ -117,7 +117,7 @@ async def test_an_opened_transaction_that_is_abandoned_is_aborted() -> None:
     producer, kafka = transactional()
     await producer.abandon()
     assert not kafka.requests
-    producer.open([("a", 0), LEDGER])
+    producer.begin_early([("a", 0), LEDGER])
     await producer.abandon()
     assert [request._transaction_result for request in kafka.sent(EndTxnRequest)] == [False]
 
@@ -126,12 +126,12 @@ async def test_a_refused_open_is_left_to_the_write_and_needs_no_abort() -> None:
     producer, kafka = transactional()
     denied = TopicAuthorizationFailedError.errno
     kafka.added = lambda topic, partition: denied if topic == "secret" else 0
-    producer.open([("a", 0), ("secret", 0), LEDGER])
+    producer.begin_early([("a", 0), ("secret", 0), LEDGER])
     await producer.abandon()
     assert not kafka.sent(EndTxnRequest)
-    producer.open([("a", 0), ("secret", 0), LEDGER])
+    producer.begin_early([("a", 0), ("secret", 0), LEDGER])
     assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
-    producer.open([("secret", 0), LEDGER])
+    producer.begin_early([("secret", 0), LEDGER])
     failed = await failure(producer, record("secret"))
     assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"secret": FORBIDDEN_TOPIC}
 
@@ -139,7 +139,7 @@ async def test_a_refused_open_is_left_to_the_write_and_needs_no_abort() -> None:
 async def test_open_does_not_wait_for_a_partition_without_a_leader() -> None:
     producer, kafka = transactional()
     kafka.leaderless = {"moves"}
-    producer.open([("a", 0), ("moves", 0), LEDGER])
+    producer.begin_early([("a", 0), ("moves", 0), LEDGER])
     await producer.abandon()
     assert not kafka.requests
 
@@ -148,7 +148,7 @@ async def test_open_does_not_wait_for_a_partition_without_a_leader() -> None:
 async def test_an_open_without_an_answer_aborts_the_transaction_and_sends_nothing_more(last: str) -> None:
     producer, kafka = transactional()
     kafka.added = lambda topic, partition: -1
-    producer.open([("a", 0), LEDGER])
+    producer.begin_early([("a", 0), LEDGER])
     with pytest.raises(TransactionFailed) as raised:
         await (producer.abandon() if last == "abandon" else write(producer, record("a")))
     assert raised.value.outcome is TransactionOutcome.ABORTED

@@ -93,7 +93,7 @@ async def test_without_a_store_or_during_a_stop_events_are_refused_and_their_503
     world.store.generation, world.store.status = None, "recovering: 3 keys replayed"
     answers = [await asyncio.gather(world.submit("a"), return_exceptions=True)]
     world.store.generation = (await World().slot()).generation
-    world.admission.is_open = False
+    world.admission.is_accepting = False
     answers.append(await asyncio.gather(world.submit("b"), return_exceptions=True))
     details = [answer.detail for (answer,) in answers if isinstance(answer, Problem)]
     assert details == [
@@ -101,7 +101,7 @@ async def test_without_a_store_or_during_a_stop_events_are_refused_and_their_503
         "this process is stopping: send it again, to another",
     ]
     assert world.journal.answers == [("a", 503), ("b", 503)]
-    assert (world.queue.events, list(world.admission._open)) == (0, [])
+    assert (world.queue.events, list(world.admission._by_deadline)) == (0, [])
 
 
 async def test_drain_ends_after_the_last_deadline_though_a_request_is_not_answered(
@@ -120,7 +120,7 @@ async def test_drain_refuses_new_requests_and_waits_for_the_last_answer() -> Non
     draining = asyncio.create_task(world.admission.drain())
     await asyncio.sleep(0.03)
     assert not draining.done()
-    assert not world.admission.is_open
+    assert not world.admission.is_accepting
     serving = world.serve(await world.slot())
     assert isinstance(await answer, Committed)
     await asyncio.wait_for(draining, 1.0)
@@ -141,7 +141,7 @@ async def test_accepting_a_request_twice_journals_one_202_before_its_201() -> No
     serving = world.serve(slot)
     await world.producers[0].trouble.reached["write"].wait()
     assert (accepted.done(), result.done()) == (True, False)
-    (request,) = world.admission._open
+    (request,) = world.admission._by_deadline
     world.admission.answer_202(request)
     writing.set()
     assert isinstance(await result, Committed)
@@ -169,7 +169,7 @@ async def test_a_request_that_is_answered_twice_keeps_and_journals_its_first_ans
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
     result = world.admission.submit(make_event("a"), time.monotonic())
-    (request,) = world.admission._open
+    (request,) = world.admission._by_deadline
     for kind in (NOT_WRITTEN, OUTCOME_UNKNOWN):
         world.admission.answer(request, Problem(kind, "its deadline"))
     assert kind_of(await result) is NOT_WRITTEN
@@ -196,7 +196,7 @@ async def test_a_wait_that_would_pass_the_deadline_ends_before_the_deadline(
     """It gets 409 before, and not 503."""
     world = World(request_timeout_ms=5_000)
     world.admission.submit(make_event("a"), 100.0, wait_s)
-    (request,) = world.admission._open
+    (request,) = world.admission._by_deadline
     assert request.deadline == 105.0
     assert request.wait_deadline == (0.0 if patient_s is None else 100.0 + patient_s)
 
@@ -205,15 +205,15 @@ async def test_the_sweep_answers_a_request_at_its_deadline_and_not_before() -> N
     world = World(request_timeout_ms=60_000)
     for key in "abc":
         world.admission.submit(make_event(key), time.monotonic())
-    first, second, third = world.admission._open
+    first, second, third = world.admission._by_deadline
     sweeping = asyncio.create_task(world.admission.sweep())
     second.move(RequestEvent.ANSWER)
     await asyncio.sleep(0.15)
     assert [first.answered, third.answered] == [False, False]
     first.deadline = time.monotonic()
-    await until(lambda: len(world.admission._open) == 1)
+    await until(lambda: len(world.admission._by_deadline) == 1)
     assert [first.answered, third.answered] == [True, False]
-    assert world.admission._open_bytes == third.size
+    assert world.admission._by_deadline_bytes == third.size
     await ended(sweeping)
 
 
@@ -222,7 +222,7 @@ async def test_open_requests_are_kept_in_the_order_of_their_deadlines() -> None:
     world = World()
     for key, arrived in (("b", 2.0), ("e", 5.0), ("a", 1.0), ("d", 4.0), ("c", 3.0), ("f", 5.0)):
         world.admission.submit(make_event(key), arrived)
-    assert [request.events[0].key for request in world.admission._open] == list("abcdef")
+    assert [request.events[0].key for request in world.admission._by_deadline] == list("abcdef")
 
 
 async def test_an_answer_that_cannot_be_noted_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ async def test_other_tasks_run_between_the_claim_and_the_writing_of_a_large_grou
     serving = world.serve(await world.slot())
     on_claim = asyncio.get_running_loop().create_future()
     is_sent: list[bool] = []
-    on_claim.add_done_callback(lambda _: is_sent.append(world.producers[0].opened is None))
+    on_claim.add_done_callback(lambda _: is_sent.append(world.producers[0].begun_early is None))
     arrived = asyncio.get_running_loop().time()
     await world.admission.check(make_event("a"), arrived)
     result = world.admission.submit(make_event("a"), arrived, on_claim=on_claim)

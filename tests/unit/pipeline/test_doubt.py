@@ -207,7 +207,7 @@ async def test_a_request_that_fails_repeatedly_is_requeued_after_a_pause_or_with
     world = World()
     answer = world.submit("a")
     await steps()
-    (request,) = world.admission._open
+    (request,) = world.admission._by_deadline
     slots = [await world.slot(n) for n in range(4)]
     for n, verdict in enumerate((TransactionOutcome.UNKNOWN, TransactionOutcome.ABORTED, TransactionOutcome.ABORTED)):
         world.producers[n].trouble.before["write"].append(TransactionFailed(verdict, "no answer"))
@@ -284,7 +284,7 @@ async def test_requests_of_a_transaction_that_was_aborted_before_its_commit_are_
     hung = world.producers[0].trouble.hold("write")
     failing = world.serve(slot)
     await until(lambda: world.keys.is_claimed("gone"))
-    requests = {request.events[0].key: request for request in world.admission._open}
+    requests = {request.events[0].key: request for request in world.admission._by_deadline}
     world.admission.answer(requests["gone"], Problem(OUTCOME_UNKNOWN, "its deadline"))
     failed = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck=stuck)
     world.producers[0].trouble.before["write"].append(failed)
@@ -329,7 +329,7 @@ async def test_a_wait_for_another_s_write_ends_with_409_in_time_also_after_an_ab
     world.keys.server.freed[5] = 1
     world.keys.server.keys[event.id] = Claimed(5, 1, NOW_MS, event.fp)  # another process has claimed it since
     serving = world.serve(other)
-    await until(lambda: world.admission._open[0].waits)
+    await until(lambda: world.admission._by_deadline[0].waits)
     await ended(serving)
     assert kind_of(await asyncio.wait_for(answer, 3.0)) is IN_PROGRESS
 
@@ -456,9 +456,9 @@ async def test_a_partition_with_too_few_replicas_is_in_no_transaction() -> None:
     await until(lambda: not world.keys.is_claimed("short"))
     assert {record.partition for records in world.producers[0].written[1:] for record in records} == {0}
     # It is the only request, so no transaction is begun.
-    world.producers[0].opened = None
+    world.producers[0].begun_early = None
     assert kind_of(await world.ask(make_event("short", partition=2))) is NOT_WRITTEN
-    assert world.producers[0].opened is None
+    assert world.producers[0].begun_early is None
     await ended(serving)
 
 

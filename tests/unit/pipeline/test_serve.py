@@ -106,7 +106,7 @@ async def test_an_idempotent_event_begins_and_abandons_no_transaction_also_when_
     for _ in range(2):
         assert isinstance(await world.submit("a", "plain.a"), Committed)
     await until(lambda: not world.queue._in_flight)
-    assert world.producers[0].opened is None
+    assert world.producers[0].begun_early is None
     assert world.producers[0].abandoned == 0
     await ended(serving)
 

@@ -109,9 +109,9 @@ async def test_a_transaction_is_open_when_its_claims_are_made() -> None:
     serving = world.serve(slot)
     answer = world.submit("a")
     await world.keys.trouble.reached["claim"].wait()
-    assert producer.opened is not None
-    assert producer.opened[-1] == ("fencepost.ledger", 0)
-    assert [topic for topic, _ in producer.opened] == ["orders", "fencepost.ledger"]
+    assert producer.begun_early is not None
+    assert producer.begun_early[-1] == ("fencepost.ledger", 0)
+    assert [topic for topic, _ in producer.begun_early] == ["orders", "fencepost.ledger"]
     claiming.set()
     assert isinstance(await answer, Committed)
     assert not producer.abandoned
@@ -125,7 +125,7 @@ async def test_a_replay_abandons_the_open_transaction_and_opens_no_other() -> No
     serving = world.serve(slot)
     for abandoned in (0, 1, 1):
         assert isinstance(await world.submit("a"), Committed)
-        await until(lambda: producer.opened is None)
+        await until(lambda: producer.begun_early is None)
         assert producer.abandoned == abandoned
     assert isinstance(await world.submit("b"), Committed)
     assert isinstance(await world.submit("b"), Committed)
@@ -335,10 +335,10 @@ async def test_a_wait_for_another_s_write_ends_with_409_in_time_without_a_slot(w
     serving = world.serve(await world.slot())
     began = loop.time()
     waiting = world.admission.submit(event, began, wait_s=0.5)
-    await until(lambda: world.admission._open[0].waits)
+    await until(lambda: world.admission._by_deadline[0].waits)
     await ended(serving)
     if won:
-        world.admission._open[0].accepted_at = NOW_MS
+        world.admission._by_deadline[0].accepted_at = NOW_MS
         await asyncio.sleep(0.7)
         assert not waiting.done()
         return
@@ -362,7 +362,11 @@ async def test_requests_that_were_answered_do_not_stay_in_memory_behind_a_waitin
     serving = world.serve(await world.slot())
     for n in range(60):
         await world.ask(make_event(str(n), value=b"x" * 200_000))
-    await until(lambda: [request.events[0].key for request in world.admission._open] == ["patient"])
-    assert sum(request.size for request in world.admission._open) == world.admission._open_bytes == world.queue.bytes
+    await until(lambda: [request.events[0].key for request in world.admission._by_deadline] == ["patient"])
+    assert (
+        sum(request.size for request in world.admission._by_deadline)
+        == world.admission._by_deadline_bytes
+        == world.queue.bytes
+    )
     await ended(serving)
     await ended(sweeping)

@@ -85,11 +85,13 @@ class Log:
         found = [entry.offset for at_ms, entry in self.entries[topic, partitions[0]] if at_ms >= since_ms]
         return {partitions[0]: found[0] if found else None}
 
-    async def find_open(self, partitions: Collection[Partition]) -> tuple[Mapping[Partition, int], set[Partition]]:
+    async def find_open_transactions(
+        self, partitions: Collection[Partition]
+    ) -> tuple[Mapping[Partition, int], set[Partition]]:
         assert set(self.open_from) <= set(partitions)
         return self.open_from, set()
 
-    async def end_open(self, partitions: Collection[Partition], *, commit: bool) -> None:
+    async def write_missing_markers(self, partitions: Collection[Partition], *, commit: bool) -> None:
         self.ended |= dict.fromkeys(partitions, "commit" if commit else "abort")
 
     def failed(self, label: str, why: str) -> Exception:

@@ -89,7 +89,7 @@ class Kafka(FakeCluster):
         self.steps.append(f"fence {' '.join(transactional_ids)}")
         await self.fencing.wait()
 
-    async def open_in(self, partitions: Collection[Partition]) -> set[Partition]:
+    async def partitions_with_open_transactions(self, partitions: Collection[Partition]) -> set[Partition]:
         self.steps.append(f"hanging in {len(partitions)}")
         return self.hanging
 
@@ -274,7 +274,7 @@ async def test_a_slot_is_not_freed_while_control_names_another_store(bed: Bed, n
         await bed.recover(slot)
     assert slot.state is SlotState.DOUBT
     assert bed.producers[0].closed
-    await slot.end()  # as its pool does, which does not know how far it came
+    await slot.close_producers()  # as its pool does, which does not know how far it came
     assert bed.steps[-1] == "check 1"
     assert bed.keys.server.freed == {0: 1, 1: 5}
 
