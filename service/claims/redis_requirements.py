@@ -55,11 +55,11 @@ def demands(info: Mapping[str, str]) -> Iterator[Demand]:
         f"role {role}",
         "let FENCEPOST_REDIS lead to the primary (after a failover it soon does): nothing can be claimed on a replica",
     )
-    lacking = " and ".join(name for name in ("run_id", "master_replid") if not info.get(name))
+    unreported = " and ".join(name for name in ("run_id", "master_replid") if not info.get(name))
     yield Demand(
         "identity",
-        not lacking,
-        f"no {lacking} in INFO" if lacking else "reports its run_id and master_replid",
+        not unreported,
+        f"no {unreported} in INFO" if unreported else "reports its run_id and master_replid",
         "use a server that reports them: without them a restart that lost all keys goes unnoticed",
     )
     clustered = info.get("cluster_enabled", "0") == "1"

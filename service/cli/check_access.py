@@ -36,9 +36,9 @@ def own_topics_allowed(
             rows.append((name, Finding(check, Level.ERROR, "may not be described", _allow("Describe"))))
         elif name in snapshot.topics:
             needed = (*OWN, Operation.ALTER) if grows and name.endswith(".ledger") else OWN
-            lacking = missing(needed, snapshot.topics[name].may)
-            text = f"no permission to {lacking}" if lacking else "may be read and written"
-            rows.append((name, judged(check, not lacking, text, _allow(lacking))))
+            denied = missing(needed, snapshot.topics[name].may)
+            text = f"no permission to {denied}" if denied else "may be read and written"
+            rows.append((name, judged(check, not denied, text, _allow(denied))))
         else:
             text = "not there yet, and may be made" if creatable[name] else "not there, and may not be made"
             rows.append((name, judged(check, creatable[name], text, _allow("Create"))))
@@ -50,9 +50,9 @@ def slots_allowed(may: Mapping[int, frozenset[Operation]], namespace: str) -> li
     remedy = _allow("Describe and Write", f"transactional ids that begin with {namespace}.slot.")
     rows: list[tuple[str, Finding]] = []
     for slot, operations in may.items():
-        lacking = missing((Operation.DESCRIBE, Operation.WRITE), operations)
-        text = f"no permission to {lacking}" if lacking else "may be produced under"
-        rows.append((transactional_id(namespace, slot), judged("access.slots", not lacking, text, remedy)))
+        denied = missing((Operation.DESCRIBE, Operation.WRITE), operations)
+        text = f"no permission to {denied}" if denied else "may be produced under"
+        rows.append((transactional_id(namespace, slot), judged("access.slots", not denied, text, remedy)))
     return grouped(rows)
 
 
@@ -93,8 +93,8 @@ def data_topics_allowed(snapshot: ClusterSnapshot, found: Mapping[str, VisibleTo
 
 def _data_topic_allowed(seen: VisibleTopic) -> Finding:
     check = "access.data-topics"
-    if lacking := missing(THEIRS, seen.may):
-        return Finding(check, Level.ERROR, f"no permission to {lacking}", _allow(lacking))
+    if denied := missing(THEIRS, seen.may):
+        return Finding(check, Level.ERROR, f"no permission to {denied}", _allow(denied))
     unread = missing((Operation.READ, Operation.DESCRIBE_CONFIGS), seen.may)
     if not unread:
         return Finding(check, Level.OK, "may be written")

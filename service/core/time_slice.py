@@ -12,9 +12,9 @@ STEP_EVENTS: Final = 500
 
 
 class TimeSlice:
-    """The time for which a task may work before other tasks run: between two steps, `if it.is_over: await it.next()`.
+    """The time for which a task may work before other tasks run.
 
-    A step of the task should take much less than SLICE_S.
+    Between two steps, `if slice.is_over: await slice.next()`. A step should take much less than SLICE_S.
     """
 
     def __init__(self) -> None:

@@ -275,10 +275,10 @@ class PostsProtocol(GuardedProtocol):
 
     def write(self, post: HttpRequest, content: bytes | memoryview) -> bool:
         """Write a part of a response; return False if the client has gone."""
-        there = not post.disconnected and not self.transport.is_closing()
-        if there:
+        is_connected = not post.disconnected and not self.transport.is_closing()
+        if is_connected:
             self.transport.write(content)
-        return there
+        return is_connected
 
     def write_end(self, post: HttpRequest, content: bytes | memoryview) -> None:
         """Write the last part of a response, then go on with the next request of the connection.

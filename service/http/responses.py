@@ -95,10 +95,10 @@ class _Whole(msgspec.Struct, gc=False):
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def render_metadata(place: Delivery) -> bytes:
+def render_metadata(delivery: Delivery) -> bytes:
     """`{"id","topic","partition","offset","timestamp"}`."""
-    id, there = place
-    return _encode(_Metadata(id.hex(), there.topic, there.partition, there.offset, there.ts))
+    id, state = delivery
+    return _encode(_Metadata(id.hex(), state.topic, state.partition, state.offset, state.ts))
 
 
 def join_results(pieces: Iterable[bytes]) -> bytes:
@@ -110,16 +110,16 @@ def render_result(answer: WriteResult) -> str:
     """Render the result of one event of a batch."""
     if isinstance(answer, Problem):
         return f'{{"status":{answer.kind.status},"problem":{json.dumps(answer.body())}}}'
-    id, there = answer.deliveries[0]
-    result = _Result(201, id.hex(), there.topic, there.partition, there.offset, there.ts, answer.replayed)
+    id, state = answer.deliveries[0]
+    result = _Result(201, id.hex(), state.topic, state.partition, state.offset, state.ts, answer.replayed)
     return _encode(result).decode()
 
 
 def render_whole(id: bytes, answer: Committed) -> bytes:
     """Render the body of an atomic batch's 201; a replay has the same bytes."""
     results = [
-        _Member(201, member.hex(), there.topic, there.partition, there.offset, there.ts)
-        for member, there in answer.deliveries
+        _Member(201, member.hex(), state.topic, state.partition, state.offset, state.ts)
+        for member, state in answer.deliveries
     ]
     return _encode(_Whole(id.hex(), results))
 

@@ -382,10 +382,10 @@ class KafkaAdmin:
         try:
             found = await active_producers(await self._connected(), partitions, self.timeout_s)
         except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise self.failed("settle", f"partition leaders do not answer: {error!r}") from error
+            raise self.failed("end-hanging", f"partition leaders do not answer: {error!r}") from error
         forbidden = {partition for partition, code in found.failed.items() if code in FINAL}
         if missing := set(partitions) - found.active.keys() - forbidden:
-            raise self.failed("settle", f"no leader answers for {sorted(missing)[:PARTITIONS_NAMED]}")
+            raise self.failed("end-hanging", f"no leader answers for {sorted(missing)[:PARTITIONS_NAMED]}")
         return {
             partition for partition, producers in found.active.items() if any(each.start >= 0 for each in producers)
         }

@@ -158,7 +158,7 @@ class TransactionalProducer:
                 while (await self.find_open_transactions(partitions)) != ({}, set()):  # noqa: ASYNC110 - Kafka sends no notification
                     await asyncio.sleep(MARKERS_PAUSE_MOST_S)
         except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise self._session.failed("settle", f"{partitions}: no markers: {error!r}") from error
+            raise self._session.failed("end-hanging", f"{partitions}: no markers: {error!r}") from error
 
     def begin_early(self, partitions: Sequence[Partition]) -> None:
         """Begin a transaction of these partitions without waiting; call `send` or `abandon` next.
@@ -504,7 +504,7 @@ class IdempotentProducer:
         for partition in partitions:
             node = session.leader(partition)
             if node is None:
-                result: RecordResult = NotSent(itself=True)
+                result: RecordResult = NotSent(partition_failed=True)
                 try:
                     node = await session.find_leader(partition)
                 except TimeoutError:

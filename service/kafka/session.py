@@ -64,9 +64,12 @@ class RecordMetadata(msgspec.Struct, frozen=True, gc=False):
 
 
 class NotSent(msgspec.Struct, frozen=True):
-    """The record is surely not in Kafka and may be sent again. `itself`: its own partition is the reason."""
+    """The record is surely not in Kafka and may be sent again.
 
-    itself: bool
+    `partition_failed`: its own partition is the reason, which has no leader or too few replicas in sync.
+    """
+
+    partition_failed: bool
 
     @property
     def why(self) -> str:
@@ -74,7 +77,7 @@ class NotSent(msgspec.Struct, frozen=True):
         return "the record could not be sent"
 
 
-NOT_SENT: Final = NotSent(itself=False)
+NOT_SENT: Final = NotSent(partition_failed=False)
 
 # The result of sending a record: written, permanently refused, surely not written, or None: unknown.
 RecordResult = RecordMetadata | RecordError | NotSent | None
@@ -116,7 +119,7 @@ class Batch:
             ]
         if self.moved:
             return None
-        return NotSent(itself=True) if code == NOT_ENOUGH_REPLICAS else REFUSALS.get(code)
+        return NotSent(partition_failed=True) if code == NOT_ENOUGH_REPLICAS else REFUSALS.get(code)
 
 
 class ProducerSession:
@@ -288,8 +291,8 @@ class ProducerSession:
         """
         unknown = {partition[0] for partition in partitions if self.leader(partition) is None}
         if unknown:
-            there = self.client._topics & self.client.cluster.topics(exclude_internal_topics=False)
-            self.client.set_topics(there | unknown)
+            known = self.client._topics & self.client.cluster.topics(exclude_internal_topics=False)
+            self.client.set_topics(known | unknown)
 
     async def find_leader(self, partition: Partition) -> int:
         """Wait for a partition's leader, for METADATA_TIMEOUT_S. Raises TimeoutError where there is none.

@@ -179,8 +179,8 @@ class TopicMetadataCache:
         """
         topic = self.fresh(name)
         for _ in range(2):  # a look-up that was already running may have missed a change
-            will_do = topic is not None and not (after_arrival and self._asked_at.get(name, -math.inf) < arrived)
-            if not will_do and self._absent.get(name, -math.inf) < arrived:
+            is_recent = topic is not None and not (after_arrival and self._asked_at.get(name, -math.inf) < arrived)
+            if not is_recent and self._absent.get(name, -math.inf) < arrived:
                 topic = await shared(self._asking.get(name) or self._start_asking(name))
         return topic
 

@@ -71,9 +71,12 @@ class ClaimDecision:
         self._now = now
         self._too_late = too_late
 
-    def add(self, request: WriteRequest, claim: Claim, lacking: Mapping[int, Partition]) -> None:
-        """Decide on a request with one claim. `lacking`: partitions with too few replicas, by the event's index."""
-        partition = next(iter(lacking.values())) if lacking else None
+    def add(self, request: WriteRequest, claim: Claim, under_min_isr: Mapping[int, Partition]) -> None:
+        """Decide on a request with one claim.
+
+        `under_min_isr`: the partitions that have too few replicas in sync, by the index of the request's event.
+        """
+        partition = next(iter(under_min_isr.values())) if under_min_isr else None
         found = self._next(request, request.asked[0][0], claim, partition)
         if found is Step.WRITE:
             self.claimed.append((request, [claim.state.at] * len(request.events)))
@@ -81,25 +84,25 @@ class ClaimDecision:
             self._leave(request, claim, found)
 
     def add_several(
-        self, request: WriteRequest, claims: Sequence[Claim], start: int, lacking: Mapping[int, Partition]
+        self, request: WriteRequest, claims: Sequence[Claim], start: int, under_min_isr: Mapping[int, Partition]
     ) -> int:
         """Decide on a request of several events, whose claims begin at `start`; where the next request's claims do."""
         if request.atomic:
-            self.add(request, claims[start], lacking)
+            self.add(request, claims[start], under_min_isr)
             return start + 1
         end = start + len(request.events)
         own = claims[start:end]
         is_in_time = request.deadline > self._now and not request.answered
-        if is_in_time and not lacking and CLAIMABLE.issuperset([claim.outcome for claim in own]):
+        if is_in_time and not under_min_isr and CLAIMABLE.issuperset([claim.outcome for claim in own]):
             self.claimed.append((request, [claim.state.at for claim in own]))  # the usual case
         else:
-            self.add_chunk(request, own, lacking)
+            self.add_chunk(request, own, under_min_isr)
         return end
 
-    def add_chunk(self, request: WriteRequest, claims: Sequence[Claim], lacking: Mapping[int, Partition]) -> None:
+    def add_chunk(self, request: WriteRequest, claims: Sequence[Claim], under_min_isr: Mapping[int, Partition]) -> None:
         """Decide on a chunk, which has one claim for each event."""
         asked = zip(request.asked, claims, strict=True)
-        found = [self._next(request, id, claim, lacking.get(n)) for n, ((id, _), claim) in enumerate(asked)]
+        found = [self._next(request, id, claim, under_min_isr.get(n)) for n, ((id, _), claim) in enumerate(asked)]
         if with_result := [n for n, each in enumerate(found) if not isinstance(each, Step)]:
             for n, part in zip(with_result, request.take_out(with_result), strict=True):
                 self._leave(part, claims[n], found[n])
@@ -131,12 +134,14 @@ class ClaimDecision:
         else:
             self.results.append((request, found))
 
-    def _next(self, request: WriteRequest, id: bytes, claim: Claim, lacking: Partition | None) -> Step | WriteResult:
+    def _next(
+        self, request: WriteRequest, id: bytes, claim: Claim, under_min_isr: Partition | None
+    ) -> Step | WriteResult:
         """Decide what a claim means for its event: the result, or the next step."""
         if claim.outcome in CLAIMABLE:
             if request.answered or request.deadline <= self._now:  # also after a pause of the whole process
                 return self._too_late(request)
-            return Step.WRITE if lacking is None else _too_few_replicas(*lacking)
+            return Step.WRITE if under_min_isr is None else _too_few_replicas(*under_min_isr)
         was_in_doubt = request.state is RequestState.CHECKING
         match claim.outcome, claim.state:
             case Outcome.DELIVERED, Delivered() as found:
@@ -178,15 +183,15 @@ def after_claim(
     start = 0
     claimed = decision.claimed
     for request in requests:
-        claim, lacking = claims[start], (left_out.get(request, NOTHING) if left_out else NOTHING)
+        claim, under_min_isr = claims[start], (left_out.get(request, NOTHING) if left_out else NOTHING)
         if len(request.events) > 1:
-            start = decision.add_several(request, claims, start, lacking)
+            start = decision.add_several(request, claims, start, under_min_isr)
             continue
         start += 1
-        if claim.outcome in CLAIMABLE and not lacking and request.deadline > now and not request.answered:
+        if claim.outcome in CLAIMABLE and not under_min_isr and request.deadline > now and not request.answered:
             claimed.append((request, (claim.state.at,)))  # the usual case, without a call
         else:
-            decision.add(request, claim, lacking)
+            decision.add(request, claim, under_min_isr)
     return decision
 
 
@@ -292,7 +297,7 @@ class IdempotentDecision:
         self.failed: dict[WriteRequest, None] = {}
         self.failed_topics: dict[str, None] = {}
         self._some_written = any(isinstance(each, RecordMetadata) for each in written)
-        self._some_unable = any(isinstance(each, NotSent) and each.itself for each in written)
+        self._some_partition_failed = any(isinstance(each, NotSent) and each.partition_failed for each in written)
         self._alone = len(records) == 1
         start = 0
         for request, accepted_ats in group:
@@ -329,7 +334,7 @@ class IdempotentDecision:
         if isinstance(written, RecordMetadata):
             return written
         if isinstance(written, NotSent):
-            if written.itself or not self._some_unable:
+            if written.partition_failed or not self._some_partition_failed:
                 self._fail(request, record.topic)
             return Step.REQUEUE
         if written is None:

@@ -120,8 +120,8 @@ def committed_of(
         its_own = islice(written, len(request.events))
         deliveries = tuple(
             [
-                (event.id, Delivered(at, event.fp, record.topic, record.partition, there.offset, there.timestamp))
-                for event, at, (record, there) in zip(request.events, accepted_ats, its_own, strict=True)
+                (event.id, Delivered(at, event.fp, record.topic, record.partition, result.offset, result.timestamp))
+                for event, at, (record, result) in zip(request.events, accepted_ats, its_own, strict=True)
             ]
         )
         committed.append((request, Committed(accepted_ats[0], deliveries, replayed=False)))
@@ -135,9 +135,17 @@ def entries_of(written: Iterable[CommittedRequest]) -> list[LedgerEntry]:
         batch = request.asked[0][0].hex() if request.atomic else None
         entries += [
             LedgerEntry(
-                id.hex(), it.fp.hex(), it.at, it.topic, it.partition, it.offset, it.ts, batch, i if batch else None
+                id.hex(),
+                state.fp.hex(),
+                state.at,
+                state.topic,
+                state.partition,
+                state.offset,
+                state.ts,
+                batch,
+                i if batch else None,
             )
-            for i, (id, it) in enumerate(committed.deliveries)
+            for i, (id, state) in enumerate(committed.deliveries)
         ]
     return entries
 

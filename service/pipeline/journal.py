@@ -80,8 +80,8 @@ class Journal:
         if isinstance(answer, Committed):
             more = status, None, answer.replayed, latency_ms
             self._waiting += [
-                _Answer(id.hex(), it.fp.hex(), it.at, *more, it.topic, it.partition, it.offset)
-                for id, it in answer.deliveries
+                _Answer(id.hex(), state.fp.hex(), state.at, *more, state.topic, state.partition, state.offset)
+                for id, state in answer.deliveries
             ]
             return
         at = request.accepted_at or now_ms()

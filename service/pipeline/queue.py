@@ -47,7 +47,7 @@ class Queue:
         self._quarantined_topics: dict[str, None] = {}  # in the order of their first failure
         self._quarantined_group: Group | None = None  # in flight
         self._quarantine_order: dict[str, int] = {}  # by quarantined topic: the number of its last group
-        self._quarantine_rests_until = 0.0
+        self._next_quarantined_at = 0.0  # time.monotonic before which no quarantined group is taken
         self._idle_slots: deque[asyncio.Future[None]] = deque()
         self._in_flight: dict[Group, None] = {}
         self._groups_taken = 0
@@ -195,7 +195,7 @@ class Queue:
         if self._quarantined_group is group:
             self._quarantined_group = None
             now = time.monotonic()
-            self._quarantine_rests_until = now + (now - group.started)
+            self._next_quarantined_at = now + (now - group.started)
         self._notify_if_any_waits()
 
     def notify(self) -> None:
@@ -254,7 +254,7 @@ class Queue:
 
     def _take_requests(self, now: float) -> tuple[list[WriteRequest], bool]:
         """Take the requests of the next group; whether they are quarantined."""
-        if now >= self._quarantine_rests_until and (requests := self._take_quarantined()):
+        if now >= self._next_quarantined_at and (requests := self._take_quarantined()):
             return requests, True
         oldest = min(self._waiting.values(), key=_head_arrived)
         if requests := take_requests(oldest, self.ledger_bytes_max):

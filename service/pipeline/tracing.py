@@ -87,9 +87,9 @@ class Tracing:
         """End the spans of a request with its result."""
         spans = request.spans
         if isinstance(answer, Committed):
-            for span, (_, there) in zip(spans, answer.deliveries, strict=True):
-                span.set_attribute("messaging.destination.partition.id", str(there.partition))
-                span.set_attribute("messaging.kafka.offset", there.offset)
+            for span, (_, state) in zip(spans, answer.deliveries, strict=True):
+                span.set_attribute("messaging.destination.partition.id", str(state.partition))
+                span.set_attribute("messaging.kafka.offset", state.offset)
                 span.set_attribute("fencepost.replayed", answer.replayed)
         else:
             for span in spans:

@@ -119,7 +119,7 @@ class HangingRecovery:
             return await self._run(applied, maybe_hanging)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             why = f"{self._ledger}: hanging transactions cannot be determined: {error!r}"
-            raise self._cluster.failed("settle", why) from error
+            raise self._cluster.failed("end-hanging", why) from error
 
     async def _run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
         if applied is None:

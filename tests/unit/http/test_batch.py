@@ -287,7 +287,7 @@ async def test_an_atomic_batch_is_written_in_one_group_and_replayed_as_one() -> 
     batch = batch_of(one(None, 1), one(None, 2, "other"), atomic=True)
     first = await atomically(world, batch)
     assert isinstance(first, Committed)
-    assert [there.topic for _, there in first.deliveries] == ["orders", "other"]
+    assert [delivered.topic for _, delivered in first.deliveries] == ["orders", "other"]
     assert await atomically(world, batch) == replace(first, replayed=True)
     assert world.keys_written() == [["whole", "whole"]]
     await ended(serving)

@@ -110,11 +110,11 @@ async def test_requests_that_wait_for_the_same_key_share_its_repeated_claims(mon
     waits = [world.admission.submit(each, asyncio.get_running_loop().time(), wait_s=4) for each in asked]
     await asyncio.sleep(0.7)
     assert len(claims) <= 50 + 4
-    there = keys[event.id] = Delivered(NOW_MS, event.fp, "orders", 0, 3, NOW_MS)
+    delivered = keys[event.id] = Delivered(NOW_MS, event.fp, "orders", 0, 3, NOW_MS)
     async with asyncio.timeout(3):
         answers = [await each for each in waits]
     assert kind_of(answers.pop(7)) is FINGERPRINT_MISMATCH
-    assert answers == [Committed(NOW_MS, ((event.id, there),), replayed=True)] * 49
+    assert answers == [Committed(NOW_MS, ((event.id, delivered),), replayed=True)] * 49
     assert len(claims) <= 50 + 6 + 50
     assert not world.writer._waiters
     await ended(serving)

@@ -31,13 +31,13 @@ PLACES = st.lists(
 
 
 def members_of(place: Delivery) -> dict[str, Any]:
-    id, there = place
+    id, delivered = place
     return {
         "id": id.hex(),
-        "topic": there.topic,
-        "partition": there.partition,
-        "offset": there.offset,
-        "timestamp": there.ts,
+        "topic": delivered.topic,
+        "partition": delivered.partition,
+        "offset": delivered.offset,
+        "timestamp": delivered.ts,
     }
 
 
@@ -62,5 +62,5 @@ def test_a_problem_among_results_is_its_own_body() -> None:
 
 
 def test_a_name_of_a_topic_from_a_foreign_record_is_escaped() -> None:
-    there = Delivered(0, b"f" * 8, 'a"\n\\b', 0, 1, 2)
-    assert json.loads(render_metadata((b"i" * 16, there)))["topic"] == there.topic
+    delivered = Delivered(0, b"f" * 8, 'a"\n\\b', 0, 1, 2)
+    assert json.loads(render_metadata((b"i" * 16, delivered)))["topic"] == delivered.topic

@@ -76,7 +76,7 @@ async def test_an_idempotent_producer_waits_for_all_replicas_and_is_in_no_transa
         ((0, -1, -1), None),
         ((46, 7, -1), None),  # DuplicateSequenceNumber, with an offset that is not this batch's
         ((-1, 7, -1), None),
-        ((NotEnoughReplicasError.errno, 7, -1), NotSent(itself=True)),
+        ((NotEnoughReplicasError.errno, 7, -1), NotSent(partition_failed=True)),
         (None, None),
     ],
 )

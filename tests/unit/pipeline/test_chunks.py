@@ -620,10 +620,10 @@ async def test_a_split_chunk_hands_its_progress_and_its_results_to_its_parts() -
         [(each.id, each.fp)] for each in (events[0], events[2], events[1])
     ]
     assert sum(part.size for part in (*parts, chunk)) == size
-    there = (events[0].id, Delivered(1, b"f" * 8, "orders", 0, 0, 0))
+    delivered = (events[0].id, Delivered(1, b"f" * 8, "orders", 0, 0, 0))
     for part in (chunk, *reversed(parts)):
-        part.resolve(Committed(1, (there,), False))
-    assert results == [Committed(1, (there,), False)] * 3
+        part.resolve(Committed(1, (delivered,), False))
+    assert results == [Committed(1, (delivered,), False)] * 3
     assert chunk.collector.done.result() == []
 
 

@@ -448,7 +448,7 @@ async def test_a_partition_with_too_few_replicas_is_in_no_transaction() -> None:
     good, short, anywhere, again = [await answer for answer in answers]
     assert isinstance(good, Committed)
     assert isinstance(anywhere, Committed)
-    assert [there.partition for _, there in anywhere.deliveries] == [0]
+    assert [delivered.partition for _, delivered in anywhere.deliveries] == [0]
     assert isinstance(short, Problem)
     assert (short.kind, "partition 1 of orders has too few replicas" in short.detail) == (NOT_WRITTEN, True)
     assert isinstance(known, Committed)

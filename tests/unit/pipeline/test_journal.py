@@ -223,7 +223,8 @@ async def test_an_answer_is_written_as_the_contract_has_it(
     ms = 1000 * latency_s
     *committed, refused, accepted = (msgspec.json.encode(answer).decode() for answer in kept.journal._waiting)
     assert ",".join(committed) == ",".join(
-        encode_answer(id, it.fp, it.at, 201, None, replayed, ms, it.topic, it.partition, it.offset) for id, it in places
+        encode_answer(id, state.fp, state.at, 201, None, replayed, ms, state.topic, state.partition, state.offset)
+        for id, state in places
     )
     for text, status, code in ((refused, 503, "not-written"), (accepted, 202, None)):
         now, event = json.loads(text)["at"], request.events[0]

@@ -218,6 +218,6 @@ async def test_a_batch_in_doubt_that_was_written_is_no_replay() -> None:
     serving = await world.serve_again(slot)
     answer = await asyncio.wait_for(asked, 1.0)
     assert isinstance(answer, Committed)
-    assert ([there.offset for _, there in answer.deliveries], answer.replayed) == ([40, 41], False)
+    assert ([delivered.offset for _, delivered in answer.deliveries], answer.replayed) == ([40, 41], False)
     assert not serving.done()
     await ended(serving)
