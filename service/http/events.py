@@ -1,7 +1,7 @@
 """The handlers of `POST /events` and `POST /events/batch`: from a request to an event, from a result to a response."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import lru_cache, partial
 from ipaddress import ip_address
 from typing import Any, Final, TypeVar
@@ -13,7 +13,6 @@ from service.contract.wire import event_id
 from service.core.metrics import Telemetry
 from service.core.problems import (
     FORBIDDEN_CALLER,
-    INTERNAL,
     INVALID_KEY,
     NOT_WRITTEN,
     TOO_LARGE,
@@ -25,6 +24,7 @@ from service.core.time_slice import TimeSlice
 from service.events import cloudevents
 from service.events.event import Event, parse_event, parse_key, parse_long_event, parse_traceparent
 from service.events.strict_json import LONG_BYTES, strictly
+from service.http.answers import Answers
 from service.http.batch import (
     LINES,
     line_of,
@@ -46,10 +46,8 @@ from service.http.responses import (
     committed_lines,
     echo_of,
     join_results,
-    lines_of,
     location_of,
     render_metadata,
-    render_problem,
     render_result,
     render_whole,
 )
@@ -83,6 +81,9 @@ class EventsEndpoint:
         self._telemetry = telemetry
         self.body_bytes_max = settings.body_bytes_max
         self.bodies = Bodies(settings.bodies_bytes_max)  # of all transports
+        answers = Answers(telemetry, self._named)
+        self._answer, self._fail = answers.answer, answers.fail
+        self._or_fail, self._refuse = answers.or_fail, answers.refuse
         self._retention_s = settings.key_ttl_s
         self._loopback_only = not settings.rules
         self.routes: dict[bytes, Handler] = {
@@ -120,7 +121,7 @@ class EventsEndpoint:
 
     def _post_event(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         if overload := self._admission().overload:
-            self._refuse(post, overload)
+            self._refuse(post, overload, self._admission().load_shedder)
             return
         traceparent = parse_traceparent(found.get(b"traceparent"))
         key, scope = found.get(b"idempotency-key"), caller.scope
@@ -138,15 +139,6 @@ class EventsEndpoint:
             self._write_event(post, found, caller, event)
         else:
             post.run_in_task(self._or_fail(post, self._write_long(post, found, caller, event)))
-
-    def _refuse(self, post: PostRequest, overload: Problem) -> None:
-        """Answer 503, now or after a delay, because the queue is full."""
-        delay = self._admission().load_shedder.delay(post.arrived)
-        if delay is None:
-            self._fail(post, overload)
-        else:
-            post.drop_body()  # the refusal needs no body
-            delay.add_done_callback(lambda _: self._fail(post, overload))
 
     async def _write_long(self, post: PostRequest, found: UsedHeaders, caller: Caller, event: Awaitable[Event]) -> None:
         self._write_event(post, found, caller, await event)
@@ -259,29 +251,6 @@ class EventsEndpoint:
         except Exception as error:
             self._fail(post, error)
 
-    async def _or_fail(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
-        """Await the work of a request, and answer with the problem that it raises."""
-        try:
-            await work
-        except Exception as error:
-            self._fail(post, error)
-
-    def _fail(self, post: PostRequest, error: Exception, more: bytes = b"") -> None:
-        """Answer with a problem, and `more` header lines.
-
-        An error other than a Problem is a bug, after which the outcome of the event is unknown. The connection ends
-        then, also if the bug is in the answering: a client must not wait for a response that never comes.
-        """
-        if not isinstance(error, Problem):
-            log.error("request failed", **self._named(post), exc_info=error)
-            error = Problem(INTERNAL, "send it again, with the same key")
-            post.keep_alive = False
-            if post.answered:
-                post.cut()
-                return
-        status, headers, body = render_problem(error)
-        self._answer(post, status, lines_of(headers) + more, body, error.kind.code)
-
     def _named(self, post: PostRequest) -> dict[str, str]:
         """Return the log fields of a request: its key, and the id of the key in the caller's scope."""
         try:
@@ -290,10 +259,6 @@ class EventsEndpoint:
         except Problem:  # no key that is valid, or no caller that is known
             return {}
         return {"key": key, "id": event_id(key, scope).hex()}
-
-    def _answer(self, post: PostRequest, status: int, lines: bytes, body: bytes, code: str = "") -> None:
-        self._telemetry.requested(status, code)
-        post.answer(status, lines, body)
 
 
 @lru_cache(maxsize=256)  # the loopback has 16 million addresses

@@ -1,0 +1,59 @@
+"""Answers POSTs, and counts the answers: results as bytes, problems, and errors that are bugs."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from service.core.metrics import Telemetry
+from service.core.problems import INTERNAL, Problem
+from service.http.request import PostRequest
+from service.http.responses import lines_of, render_problem
+from service.pipeline.load_shedding import LoadShedder
+
+log = structlog.get_logger(__name__)
+
+
+class Answers:
+    """The answers of one endpoint. `named` returns the fields by which the log names a request."""
+
+    def __init__(self, telemetry: Telemetry, named: Callable[[PostRequest], dict[str, str]]) -> None:
+        self._telemetry = telemetry
+        self._named = named
+
+    def answer(self, post: PostRequest, status: int, lines: bytes, body: bytes, code: str = "") -> None:
+        """Answer with header lines, each with its CRLF, and a body; `code` is that of a problem."""
+        self._telemetry.requested(status, code)
+        post.answer(status, lines, body)
+
+    def fail(self, post: PostRequest, error: Exception, more: bytes = b"") -> None:
+        """Answer with a problem, and `more` header lines.
+
+        An error other than a Problem is a bug, after which the outcome of the event is unknown. The connection ends
+        then, also if the bug is in the answering: a client must not wait for a response that never comes.
+        """
+        if not isinstance(error, Problem):
+            log.error("request failed", **self._named(post), exc_info=error)
+            error = Problem(INTERNAL, "send it again, with the same key")
+            post.keep_alive = False
+            if post.answered:
+                post.cut()
+                return
+        status, headers, body = render_problem(error)
+        self.answer(post, status, lines_of(headers) + more, body, error.kind.code)
+
+    async def or_fail(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
+        """Await the work of a request, and answer with the problem that it raises."""
+        try:
+            await work
+        except Exception as error:
+            self.fail(post, error)
+
+    def refuse(self, post: PostRequest, overload: Problem, load_shedder: LoadShedder) -> None:
+        """Answer 503, now or after a delay, because the queue is full."""
+        delay = load_shedder.delay(post.arrived)
+        if delay is None:
+            self.fail(post, overload)
+        else:
+            post.drop_body()  # the refusal needs no body
+            delay.add_done_callback(lambda _: self.fail(post, overload))
