@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from pyspark import StorageLevel
@@ -100,6 +100,8 @@ class _Run:
         self.timer = StepTimer(on_progress)
         self.kept_from = ""
         self.last_plan: Plan | None = None
+        # The topic of findings; None if the run does not publish.
+        self.findings_topic: publish.PublishedTopic | None = None
         # The claims of ledger and journal (deliveries.summarize) that were read for the plan, with their spans.
         self.claims: tuple[tuple[Spans, Spans], DataFrame] | None = None
 
@@ -110,7 +112,8 @@ class _Run:
             last_run = last_finished_run(self.lake)
             plan, resumed = self._plan(last_run)
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, last_run)
-            self._prepare_publishing()
+            if self.settings.options.publish:
+                self.findings_topic = self._prepare_publishing()
         if resumed and self._has_merged(plan):
             self.on_progress(f"run {plan.run} was interrupted after its merge; resuming there")
         else:
@@ -227,11 +230,10 @@ class _Run:
                 "set FENCEPOST_NAMESPACE to the namespace of the lake, or use another --lake"
             )
 
-    def _prepare_publishing(self) -> None:
-        """Create the topic of findings, unless the run does not publish."""
-        if self.settings.options.publish:
-            with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
-                publish.prepare(admin, self.settings.shared.namespace)
+    def _prepare_publishing(self) -> publish.PublishedTopic:
+        """Create the topic of findings if needed."""
+        with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
+            return publish.prepare(admin, self.settings.shared.namespace)
 
     def _discover(self, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
         """Return those of the topics that ledger or journal name; the decoded claims are kept for the merge."""
@@ -352,9 +354,12 @@ class _Run:
         closed = balance.close(hours.text_of(window_from))
         by_hour = current_findings.by_hour(self.lake.read("findings"), window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
-        if self.settings.options.publish:
+        if self.findings_topic is not None:
             with self.timer.step("publish findings"):
-                publish.publish(self.lake, self.settings.shared, found)
+                published = publish.PublishedTopic.of((last_run or {}).get("published"))
+                self.findings_topic = publish.publish(
+                    self.lake, self.settings.shared, found, self.findings_topic, published
+                )
         with self.timer.step("write the report"):
             report = document.build(
                 by_hour,
@@ -383,6 +388,7 @@ class _Run:
             "frozen_ms": plan.frozen_ms,
             "kept_from": self.kept_from,
             "last_pass": last_pass_of(last_run) if self.settings.options.skip_ids else plan.run,
+            "published": asdict(self.findings_topic) if self.findings_topic else (last_run or {}).get("published"),
             **balance.document(),
         }
         row = {

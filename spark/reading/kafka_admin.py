@@ -152,7 +152,7 @@ class KafkaAdmin:
             found |= {name for name, policy in policies.items() if "compact" in policy}
         return found
 
-    def ensure_compacted(self, name: str, otherwise: str) -> None:
+    def ensure_compacted(self, name: str, otherwise: str) -> Topic:
         """Create a compacted topic of one partition with the broker's default replication, unless the topic exists.
 
         CannotRun if the topic exists and is not compacted; `otherwise` is the alternative that the error text names.
@@ -165,6 +165,7 @@ class KafkaAdmin:
             config.put("cleanup.policy", "compact")
             try:
                 self._request(partial(self._admin.createTopics, self._list([fresh.configs(config)])), "all")
+                return self._await_topic(name)
             except CannotRun as error:
                 if "AuthorizationException" in str(error):
                     raise CannotRun(
@@ -173,13 +174,16 @@ class KafkaAdmin:
                 if "TopicExistsException" not in str(error):
                     raise
                 topic = self._await_topic(name)
-        if topic is not None and not self.compacted([name]):
+        if not self.compacted([name]):
             raise CannotRun(f"topic {name!r} is not compacted: set its cleanup.policy to compact, or {otherwise}")
+        return topic
 
-    def _await_topic(self, name: str) -> Topic | None:
-        """Wait until the brokers' metadata has a topic that was just created; None if it is missing after CALL_MS."""
+    def _await_topic(self, name: str) -> Topic:
+        """Wait until the brokers' metadata has a topic that was just created; CannotRun if not within CALL_MS."""
         deadline = time.monotonic() + CALL_MS / 1000
-        while (found := self.describe([name]).get(name)) is None and time.monotonic() < deadline:
+        while (found := self.describe([name]).get(name)) is None:
+            if time.monotonic() >= deadline:
+                raise self._no_answer(f"topic {name!r} was created, and is unknown after {CALL_MS // 1000} s")
             time.sleep(0.1)
         return found
 

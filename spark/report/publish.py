@@ -3,16 +3,22 @@
 The table `published` is an outbox with the value of each finding in the topic, or the value to be sent. A run stores
 the changed values, sends them, and then marks them as sent. After an interruption the next run sends the unmarked ones
 again: the same key with the newest value, to a compacted topic. A finding that is no longer current gets a tombstone.
+
+The outbox is right only while the topic keeps what was sent. Each run compares the topic with its state in the summary
+of the last run (PublishedTopic): if the topic was recreated, or has lost records, every current finding is sent again.
 """
 
-from typing import Final
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from delta.tables import DeltaTable
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
-from spark.reading.kafka_admin import KafkaAdmin, connection
+from spark.reading.kafka_admin import KafkaAdmin, Topic, connection
 from spark.rules import current_findings
 from spark.tables.lake import Lake, checkpointed
 
@@ -20,21 +26,88 @@ VERSION: Final = 1
 TABLE: Final = "published"
 
 
-def prepare(admin: KafkaAdmin, namespace: str) -> None:
-    """Create the topic if needed; CannotRun if the topic exists and is not compacted."""
-    admin.ensure_compacted(wire.findings_topic(namespace), "pass --no-publish")
+@dataclass(frozen=True, slots=True)
+class PublishedTopic:
+    """The topic with what was sent: its id (KIP-516), and by partition the first offsets and the high watermarks."""
+
+    topic_id: str
+    log_starts: tuple[int, ...]
+    high_watermarks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, summary: Mapping[str, Any] | None) -> "PublishedTopic | None":
+        """Read the topic from a run's summary (`asdict` in JSON); None if no run has published, or an earlier version
+        did, which did not store the topic."""
+        if summary is None:
+            return None
+        return cls(summary["topic_id"], tuple(summary["log_starts"]), tuple(summary["high_watermarks"]))
+
+    def has_records_of(self, last: "PublishedTopic | None") -> bool:
+        """Check whether the topic still has the records that it had in the state `last`.
+
+        Compaction moves neither end of a log. DeleteRecords and retention raise the first offset; a leader without the
+        records, or a broker that has lost its disk, lowers the high watermark.
+        """
+        if last is None or last.topic_id != self.topic_id:
+            return False
+        starts = zip(last.log_starts, self.log_starts, strict=False)
+        high_watermarks = zip(last.high_watermarks, self.high_watermarks, strict=False)
+        return all(then == now for then, now in starts) and all(then <= now for then, now in high_watermarks)
 
 
-def publish(lake: Lake, shared: SharedSettings, found: DataFrame) -> None:
-    """Update the topic to the current findings (current_findings.FIELDS). Unchanged findings are not sent."""
-    if not lake.exists(TABLE) and found.isEmpty():
-        return
+def prepare(admin: KafkaAdmin, namespace: str) -> PublishedTopic:
+    """Create the topic if needed, and return its state; CannotRun if the topic exists and is not compacted."""
+    topic = admin.ensure_compacted(wire.findings_topic(namespace), "pass --no-publish")
+    return _state(admin, topic)
+
+
+def _state(admin: KafkaAdmin, topic: Topic) -> PublishedTopic:
+    """List the ends of the topic."""
+    ends = admin.ends([(topic.name, partition) for partition in range(topic.partitions)]).values()
+    return PublishedTopic(
+        topic.topic_id, tuple(end.log_start for end in ends), tuple(end.high_watermark for end in ends)
+    )
+
+
+def publish(
+    lake: Lake, shared: SharedSettings, found: DataFrame, topic: PublishedTopic, last: PublishedTopic | None
+) -> PublishedTopic:
+    """Update the topic to the current findings (current_findings.FIELDS), and return the topic with these.
+
+    `topic` is its state before (`prepare`), `last` the state that the last run left. Unchanged findings are not sent,
+    unless the topic has lost records since.
+    """
+    is_new = not lake.exists(TABLE)
+    if is_new and found.isEmpty():
+        return topic
+    if not is_new and not topic.has_records_of(last):
+        _mark_unsent(lake)
     _store_changes(lake, found)
     unsent = lake.read(TABLE).where(~F.col("sent")).persist()
     if not unsent.isEmpty():
         _send(unsent, shared)
         _mark_sent(lake)
+        topic = _with_sent(lake, shared, topic)
     unsent.unpersist()
+    return topic
+
+
+def _mark_unsent(lake: Lake) -> None:
+    """Mark every value to be sent again; repeated by the next run if this one is interrupted before it has sent all."""
+    DeltaTable.forPath(lake.spark, lake.path(TABLE)).update("sent", {"sent": "false"})
+
+
+def _with_sent(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> PublishedTopic:
+    """Return the topic with the high watermarks after sending; unchanged if it was deleted or recreated meanwhile.
+
+    Id and first offsets stay those before sending: if they have changed, the next run finds a difference.
+    """
+    name = wire.findings_topic(shared.namespace)
+    with closing(KafkaAdmin(lake.spark, shared)) as admin:
+        described = admin.describe([name]).get(name)
+        if described is None or described.topic_id != topic.topic_id:
+            return topic
+        return replace(topic, high_watermarks=_state(admin, described).high_watermarks)
 
 
 def _store_changes(lake: Lake, found: DataFrame) -> None:

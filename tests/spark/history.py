@@ -89,12 +89,8 @@ class History:
             self.topic(name, partitions, self.internal | timestamps)
         if self.begun_ms is not None:
             self._begin(self.begun_ms)
-            by = ConfigEntry(
-                _TIMESTAMP_TYPE, self.internal[_TIMESTAMP_TYPE], incremental_operation=AlterConfigOpType.SET
-            )
             for name in topics:
-                wanted = ConfigResource(ConfigResource.Type.TOPIC, name, incremental_configs=[by])
-                self.admin.incremental_alter_configs([wanted])[wanted].result(TIMEOUT_S)
+                self.configure(name, _TIMESTAMP_TYPE, self.internal[_TIMESTAMP_TYPE])
 
     def topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
         self.admin.create_topics([NewTopic(name, partitions, 1, config=config or {})])[name].result(TIMEOUT_S)
@@ -103,6 +99,12 @@ class History:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         return name
+
+    def configure(self, name: str, setting: str, value: str) -> None:
+        """Change a setting of a topic."""
+        by = ConfigEntry(setting, value, incremental_operation=AlterConfigOpType.SET)
+        wanted = ConfigResource(ConfigResource.Type.TOPIC, name, incremental_configs=[by])
+        self.admin.incremental_alter_configs([wanted])[wanted].result(TIMEOUT_S)
 
     def grow(self, name: str, partitions: int) -> None:
         """Give a topic more partitions."""

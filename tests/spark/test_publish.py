@@ -1,12 +1,13 @@
 """The topic of findings has one record for each current finding, also after interrupted runs."""
 
+import dataclasses
 import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings, wire
@@ -24,7 +25,7 @@ class Cut(Exception):
 
 def records(history: History) -> list[tuple[str, dict[str, Any] | None]]:
     """Read all records of the topic of findings, in order: key and value (None: a tombstone)."""
-    start = TopicPartition(wire.findings_topic(history.namespace), 0, 0)
+    start = TopicPartition(wire.findings_topic(history.namespace), 0, OFFSET_BEGINNING)
     consumer = Consumer({"bootstrap.servers": history.bootstrap, "group.id": "none", "enable.partition.eof": True})
     consumer.assign([start])
     found: list[tuple[str, dict[str, Any] | None]] = []
@@ -51,9 +52,13 @@ class Outbox:
         self.spark, self.history = spark, history
         self.lake = lake.Lake(spark, str(root / "lake"))
         self.shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace)
-        with closing(KafkaAdmin(spark, self.shared)) as broker:
-            for _ in range(2):
-                publish.prepare(broker, history.namespace)
+        self.last: publish.PublishedTopic | None = None
+        for _ in range(2):
+            self.prepare()
+
+    def prepare(self) -> publish.PublishedTopic:
+        with closing(KafkaAdmin(self.spark, self.shared)) as broker:
+            return publish.prepare(broker, self.history.namespace)
 
     def publish(self, found: Found) -> None:
         fields = {name: kind for name, kind in lake.FINDING.items() if name in current_findings.FIELDS} | {
@@ -61,7 +66,8 @@ class Outbox:
         }
         schema = ", ".join(f"{name} {fields.get(name, 'string')}" for name in current_findings.FIELDS)
         rows = [{"finding_id": name, "kind": "lost", "count": count} for name, count in found.items()]
-        publish.publish(self.lake, self.shared, self.spark.createDataFrame(rows, schema))
+        frame = self.spark.createDataFrame(rows, schema)
+        self.last = publish.publish(self.lake, self.shared, frame, self.prepare(), self.last)
 
     def counts(self) -> Found:
         """The current values of a reader of the compacted topic."""
@@ -104,6 +110,48 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     written = len(records(history))
     outbox.publish({"lost:7": 5})
     assert len(records(history)) == written
+
+    # Records were deleted from the topic; later the topic itself, and the run that sent again was killed.
+    name = wire.findings_topic(history.namespace)
+    history.configure(name, "cleanup.policy", "compact,delete")
+    history.delete_before(name, 0, written)
+    outbox.publish({"lost:7": 5})
+    assert records(history) == [("lost:7", {"v": 1, **_finding("lost:7", 5)})]
+    history.remove(name)
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "_send", _cut)
+        with pytest.raises(Cut):
+            outbox.publish({"lost:7": 5})
+    outbox.publish({"lost:7": 5, "lost:8": 1})
+    assert outbox.counts() == {"lost:7": 5, "lost:8": 1}
+    written = len(records(history))
+    outbox.publish({"lost:7": 5, "lost:8": 1})
+    assert len(records(history)) == written == 2
+
+
+def _finding(name: str, count: int) -> dict[str, Any]:
+    return {**dict.fromkeys(current_findings.FIELDS), "finding_id": name, "kind": "lost", "count": count}
+
+
+PUBLISHED = publish.PublishedTopic("A", (0, 3), (10, 7))
+
+
+@pytest.mark.parametrize(
+    ("last", "has_records"),
+    [
+        (PUBLISHED, True),
+        (dataclasses.replace(PUBLISHED, high_watermarks=(9, 7)), True),
+        (None, False),
+        (dataclasses.replace(PUBLISHED, topic_id="B"), False),
+        (dataclasses.replace(PUBLISHED, log_starts=(0, 2)), False),
+        (dataclasses.replace(PUBLISHED, high_watermarks=(10, 8)), False),
+    ],
+)
+def test_a_topic_has_what_was_sent_unless_it_was_recreated_emptied_or_truncated(
+    last: publish.PublishedTopic | None, has_records: bool
+) -> None:
+    stored = None if last is None else json.loads(json.dumps(dataclasses.asdict(last)))
+    assert PUBLISHED.has_records_of(publish.PublishedTopic.of(stored)) == has_records
 
 
 def _cut(*_: Any) -> None:
