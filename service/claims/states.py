@@ -230,6 +230,7 @@ class RequestState(_Name):
     CHECKING = "checking"  # in doubt, and the new claim is in flight
     FOUND = "found"  # an atomic batch that is written: its members' coordinates are being looked up
     ANSWERED = "answered"
+    SPLIT = "split"  # a chunk whose events continue in other requests
 
 
 class RequestEvent(_Name):
@@ -241,7 +242,11 @@ class RequestEvent(_Name):
     RETURN = "return"  # its claim was released after a refusal or an abort: surely not written
     DOUBT = "doubt"  # its transaction did not end with a clean commit
     ANSWER = "answer"
+    SPLIT = "split"
 
+
+# States that a request does not leave.
+FINISHED: Final = frozenset({RequestState.ANSWERED, RequestState.SPLIT})
 
 REQUEST: Final = Machine[RequestState, RequestEvent](
     {
@@ -257,11 +262,12 @@ REQUEST: Final = Machine[RequestState, RequestEvent](
         (RequestState.CHECKING, RequestEvent.WIN): RequestState.CLAIMED,
         (RequestState.CHECKING, RequestEvent.FIND): RequestState.FOUND,
         (RequestState.CHECKING, RequestEvent.QUEUE): RequestState.IN_DOUBT,
-        **{
-            (state, RequestEvent.ANSWER): RequestState.ANSWERED
-            for state in RequestState
-            if state is not RequestState.ANSWERED
-        },
+        **{(state, RequestEvent.ANSWER): RequestState.ANSWERED for state in RequestState if state not in FINISHED},
+        # A chunk is split before or after its claims, or after a write without a transaction; never while in doubt.
+        (RequestState.QUEUED, RequestEvent.SPLIT): RequestState.SPLIT,
+        (RequestState.CLAIMING, RequestEvent.SPLIT): RequestState.SPLIT,
+        (RequestState.CHECKING, RequestEvent.SPLIT): RequestState.SPLIT,
+        (RequestState.SENT, RequestEvent.SPLIT): RequestState.SPLIT,
     }
 )
 

@@ -172,7 +172,7 @@ class Admission:
                 quarantined, guarantee = queues[event.topic]
                 indexes.setdefault((quarantined, guarantee, event.topic if quarantined else ""), []).append(index)
             parts = [request.part(indexes[queue]) for queue in sorted(indexes, key=lambda queue: queue[0])]
-            request.move(RequestEvent.ANSWER)  # its events continue in the parts
+            request.move(RequestEvent.SPLIT)
         else:
             parts = [request]
         for part in parts:
@@ -291,8 +291,8 @@ class Admission:
     # ------------------------------------------------------------------------------------------ answers
 
     def answer(self, request: WriteRequest, answer: WriteResult) -> None:
-        """Give a request its answer, and count and record it. Does nothing if the request is answered."""
-        if request.answered:
+        """Give a request its answer, and count and record it. Does nothing if the request is finished."""
+        if request.finished:
             return
         self._queue.leave(request)
         if self._tracing is not None:
@@ -325,15 +325,15 @@ class Admission:
             await asyncio.sleep(SWEEP_S if self._by_deadline else SWEEP_IDLE_S)
             now = time.monotonic()
             self.load_shedder.look(now)
-            while self._by_deadline and (self._by_deadline[0].answered or self._by_deadline[0].deadline <= now):
+            while self._by_deadline and (self._by_deadline[0].finished or self._by_deadline[0].deadline <= now):
                 request = self._by_deadline.popleft()
                 self._by_deadline_bytes -= request.size
-                if not request.answered:
+                if not request.finished:
                     self._expire(request)
             many = len(self._by_deadline) > 2 * self._queue.events + ANSWERED_KEPT
             if many or self._by_deadline_bytes > 2 * self._queue.bytes + ANSWERED_BYTES_KEPT:
                 # One request that waits long must not keep all that were answered since in memory.
-                self._by_deadline = deque(request for request in self._by_deadline if not request.answered)
+                self._by_deadline = deque(request for request in self._by_deadline if not request.finished)
                 self._by_deadline_bytes = sum(request.size for request in self._by_deadline)
             self._queue.forget_answered()
 

@@ -27,4 +27,4 @@ class Attempt(msgspec.Struct):
     @property
     def wrote_nothing_and_retries(self) -> bool:
         """Whether nothing was written and requests are sent again: after a pause, as a try may use up a producer id."""
-        return not self.delivered and any(not each.request.answered for each in self.not_delivered)
+        return not self.delivered and any(not each.request.finished for each in self.not_delivered)

@@ -92,7 +92,7 @@ class ClaimDecision:
             return start + 1
         end = start + len(request.events)
         own = claims[start:end]
-        is_in_time = request.deadline > self._now and not request.answered
+        is_in_time = request.deadline > self._now and not request.finished
         if is_in_time and not under_min_isr and CLAIMABLE.issuperset([claim.outcome for claim in own]):
             self.claimed.append((request, [claim.state.at for claim in own]))  # the usual case
         else:
@@ -139,7 +139,7 @@ class ClaimDecision:
     ) -> Step | WriteResult:
         """Decide what a claim means for its event: the result, or the next step."""
         if claim.outcome in CLAIMABLE:
-            if request.answered or request.deadline <= self._now:  # also after a pause of the whole process
+            if request.finished or request.deadline <= self._now:  # also after a pause of the whole process
                 return self._too_late(request)
             return Step.WRITE if under_min_isr is None else _too_few_replicas(*under_min_isr)
         was_in_doubt = request.state is RequestState.CHECKING
@@ -188,7 +188,7 @@ def after_claim(
             start = decision.add_several(request, claims, start, under_min_isr)
             continue
         start += 1
-        if claim.outcome in CLAIMABLE and not under_min_isr and request.deadline > now and not request.answered:
+        if claim.outcome in CLAIMABLE and not under_min_isr and request.deadline > now and not request.finished:
             claimed.append((request, (claim.state.at,)))  # the usual case, without a call
         else:
             decision.add(request, claim, under_min_isr)
@@ -200,9 +200,9 @@ def start_sending(group: Sequence[ClaimedRequest]) -> tuple[Sequence[ClaimedRequ
 
     Returns what is to be sent, and the claims to release: those of requests that were answered since the claim.
     """
-    late = [ClaimToRelease(request, [id for id, _ in request.asked]) for request, _ in group if request.answered]
+    late = [ClaimToRelease(request, [id for id, _ in request.asked]) for request, _ in group if request.finished]
     if late:
-        group = [claimed for claimed in group if not claimed[0].answered]
+        group = [claimed for claimed in group if not claimed[0].finished]
     for request, _ in group:
         request.move(RequestEvent.SEND)
     return group, late

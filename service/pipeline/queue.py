@@ -102,17 +102,17 @@ class Queue:
     def forget_answered(self) -> None:
         """Drop requests that were answered while they waited; without a slot nobody takes them out."""
         for line in (*self._waiting.values(), self._quarantine):
-            while line and line[0].answered:
+            while line and line[0].finished:
                 line.popleft()
             if len(line) > 2 * self.events + 1_000:
-                kept = [request for request in line if not request.answered]
+                kept = [request for request in line if not request.finished]
                 line.clear()
                 line.extend(kept)
 
     def put_back(self, requests: Sequence[WriteRequest]) -> None:
         """Put requests back at the front, in their order."""
         for request in reversed(requests):
-            if not request.answered:
+            if not request.finished:
                 self._queue_of(request).appendleft(request)
         self.notify()
 
@@ -269,7 +269,7 @@ class Queue:
         """
         if self._quarantined_group is not None:
             return []
-        waiting = [request for request in self._quarantine if not request.answered]
+        waiting = [request for request in self._quarantine if not request.finished]
         if not waiting:
             self._quarantine.clear()
             return []
@@ -293,7 +293,7 @@ def take_requests(waiting: deque[WriteRequest], ledger_bytes_max: int = GROUP_LE
     ledger_bytes = event_bytes = 0
     while waiting:
         request = waiting[0]
-        if request.answered:
+        if request.finished:
             waiting.popleft()
             continue
         ledger_bytes += request.ledger_bytes

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from service.claims.states import REQUEST, Delivered, RequestEvent, RequestState
+from service.claims.states import FINISHED, REQUEST, Delivered, RequestEvent, RequestState
 from service.contract import Guarantee
 from service.core.problems import Problem
 from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES
@@ -61,7 +61,7 @@ class ResultCollector:
         """Have the coroutine that awaits `done` send the request's events again; False if it awaits no more."""
         if self.done.done():
             return False
-        request.move(RequestEvent.ANSWER)  # its events continue in other requests
+        request.move(RequestEvent.SPLIT)
         self._to_send_again.append(request)
         self._count_down(len(request.events))
         return True
@@ -203,7 +203,7 @@ class WriteRequest(msgspec.Struct, eq=False):
         self.partitions, self.size = rest.partitions, rest.size
         self.ledger_bytes, self.event_bytes = rest.ledger_bytes, rest.event_bytes
         if not self.events:
-            self.move(RequestEvent.ANSWER)
+            self.move(RequestEvent.SPLIT)
         return parts
 
     def resolve(self, result: WriteResult) -> None:
@@ -236,10 +236,11 @@ class WriteRequest(msgspec.Struct, eq=False):
         return {"key": self.events[0].key, "id": self.asked[0][0].hex()}
 
     @property
-    def answered(self) -> bool:
-        return self.state is RequestState.ANSWERED
+    def finished(self) -> bool:
+        """Whether the request has its result, or its events continue in other requests."""
+        return self.state in FINISHED
 
     def move(self, event: RequestEvent) -> None:
-        """Change the state. An answered request stays answered, whatever its group still does."""
-        if self.state is not RequestState.ANSWERED:
+        """Change the state. A finished request stays as it is, whatever its group still does."""
+        if self.state not in FINISHED:
             self.state = REQUEST[self.state, event]

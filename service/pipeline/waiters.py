@@ -38,7 +38,7 @@ class Waiters:
         waiting = self._waiting.pop(id, None)
         if waiting is not None:
             waiting.timer.cancel()
-            self._claim_again([request for request in waiting.requests if not request.answered])
+            self._claim_again([request for request in waiting.requests if not request.finished])
 
     def _schedule(self, id: bytes, waiting: "_Waiting") -> None:
         waiting.timer = asyncio.get_running_loop().call_later(waiting.pause_s, self._claim_one, id, waiting)
@@ -46,9 +46,9 @@ class Waiters:
 
     def _claim_one(self, id: bytes, waiting: "_Waiting") -> None:
         """Have one of the requests claim the key, unless one is doing so."""
-        waiting.requests = {request: None for request in waiting.requests if not request.answered}
+        waiting.requests = {request: None for request in waiting.requests if not request.finished}
         prober = waiting.prober
-        if prober is None or prober.answered or prober.accepted_at:  # accepted_at: it writes the key
+        if prober is None or prober.finished or prober.accepted_at:  # accepted_at: it writes the key
             prober = waiting.prober = next(iter(waiting.requests), None)
             if prober is None:
                 del self._waiting[id]

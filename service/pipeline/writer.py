@@ -193,7 +193,7 @@ class Writer:
             self._wait_for_another(request)
         self._requeue(decision.next[Step.REQUEUE])
         for each in decision.to_release:
-            if not each.request.answered:
+            if not each.request.finished:
                 each.request.move(RequestEvent.QUEUE)
         if decision.dead_holder_met:
             self._heartbeat_now.set()
@@ -232,7 +232,7 @@ class Writer:
     def _split(self, chunks: Iterable[WriteRequest]) -> None:
         """Have the coroutine of each chunk's batch send the chunk again in parts."""
         for chunk in chunks:
-            if not chunk.answered and (chunk.collector is None or not chunk.collector.send_again(chunk)):
+            if not chunk.finished and (chunk.collector is None or not chunk.collector.send_again(chunk)):
                 self._admission.answer(chunk, Problem(NOT_WRITTEN, "its batch was given up: send it again"))
 
     def _wait_for_another(self, request: WriteRequest) -> None:
@@ -472,7 +472,7 @@ class Writer:
             ]
             for request in unsent:
                 request.move(RequestEvent.QUEUE)
-            self._park(slot, unsent + [each.request for each in to_release if not each.request.answered])
+            self._park(slot, unsent + [each.request for each in to_release if not each.request.finished])
 
     def _park(self, slot: Slot, requests: Sequence[WriteRequest]) -> None:
         """Keep requests until a recovery. A claim of the slot's current term that they meet later is their own."""

@@ -7,6 +7,7 @@ import pytest
 
 from service.claims import states
 from service.claims.states import (
+    FINISHED,
     MAYBE_WRITTEN,
     REQUEST,
     SLOT,
@@ -66,9 +67,11 @@ def test_a_slot_in_doubt_becomes_ready_only_through_the_fence() -> None:
     assert SlotState.READY not in ways
 
 
-def test_an_answer_is_given_once() -> None:
-    assert not any(state is RequestState.ANSWERED for state, _ in REQUEST)
-    assert all((state, RequestEvent.ANSWER) in REQUEST for state in RequestState if state.name != "ANSWERED")
+def test_an_answer_is_given_once_and_never_to_a_request_that_was_split() -> None:
+    finished = {RequestState.ANSWERED, RequestState.SPLIT}
+    assert finished == FINISHED
+    assert finished.isdisjoint(state for state, _ in REQUEST)
+    assert all((state, RequestEvent.ANSWER) in REQUEST for state in set(RequestState) - finished)
 
 
 def test_a_request_that_may_be_written_was_sent_or_found() -> None:

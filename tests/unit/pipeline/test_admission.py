@@ -209,10 +209,10 @@ async def test_the_sweep_answers_a_request_at_its_deadline_and_not_before() -> N
     sweeping = asyncio.create_task(world.admission.sweep())
     second.move(RequestEvent.ANSWER)
     await asyncio.sleep(0.15)
-    assert [first.answered, third.answered] == [False, False]
+    assert [first.finished, third.finished] == [False, False]
     first.deadline = time.monotonic()
     await until(lambda: len(world.admission._by_deadline) == 1)
-    assert [first.answered, third.answered] == [True, False]
+    assert [first.finished, third.finished] == [True, False]
     assert world.admission._by_deadline_bytes == third.size
     await ended(sweeping)
 

@@ -369,7 +369,7 @@ async def test_an_answered_request_stays_answered() -> None:
     asked.move(RequestEvent.ANSWER)
     asked.move(RequestEvent.SEND)
     assert asked.state is RequestState.ANSWERED
-    assert asked.answered
+    assert asked.finished
 
 
 # ------------------------------------------------------------------------- quarantined topics, and others
