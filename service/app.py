@@ -94,7 +94,7 @@ class Service:
             telemetry=self.telemetry,
             tls=settings.redis_tls,
         )
-        self.topics = InternalTopics(self.cluster, settings)
+        self.topics = InternalTopics(self.cluster, settings, rules.longest_ttl_s)
         self.topic_metadata = TopicMetadataCache(self.cluster)
         self.control = Control(self.cluster, self.topics.control, settings.name)
         self.store = CurrentStore(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
@@ -363,6 +363,8 @@ def read_configuration() -> tuple[Settings, Rules, Schemas]:
         schemas = Schemas(rules)
     except SettingsError as error:
         wrong.append(str(error))
+    if not wrong:
+        wrong += rules.conflicts(settings)
     if wrong:
         raise SettingsError("\n".join(wrong))
     return settings, rules, schemas

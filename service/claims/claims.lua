@@ -11,10 +11,11 @@
 --   P "l" slot    lease of a slot: the holder's token, expires. It avoids conflicts, and no rule relies on it
 --   P "o"         set: slots that were taken and not given back
 --   P "m"         sorted set: members (tokens of live processes) by the time at which they expire, ms
---   P "k" id      state of a key, expires at accepted_at + retention; id is 16 bytes:
+--   P "k" id      state of a key, expires at accepted_at + the key's retention; id is 16 bytes:
 --                   "C" slot:u16 term:u64 at:u64 fp:8s                             claimed
 --                   "D" at:u64 fp:8s partition:u32 offset:u64 ts:u64 topic:rest    delivered
 --                   "B" at:u64 fp:8s count:u32                    delivered, an atomic batch of `count` members
+--                   "d", "b"      the same, with ttl_s:u32 before topic, at the end: a retention by rule, seconds
 -- Numbers are big-endian; offsets and ms stay below 2^53, so that Lua's doubles hold them.
 --
 -- ARGV[1] names the operation. It returns an array that begins with OK, STORE_LOST, REWOUND, EVICTED or FENCED. The
@@ -96,33 +97,34 @@ local function put_new(rows, n, expires)
   return redis.pcall('MSETEX', n, unpack(rows, 1, last + 3)) == 1
 end
 
--- Iterate over the delivered states in ARGV from an index on: (at format packed)*, each at most AT_ONCE keys and states
--- with one `at`, so that they expire together. Returns for each the `at`, (key state)*, and the number of keys.
+-- Iterate over the delivered states in ARGV from an index on: (expires format packed)*, each at most AT_ONCE keys and
+-- states that expire together. Returns for each `expires`, (key state)*, and the number of keys.
 local function delivered(index)
   return function()
-    local at, format, packed = ARGV[index], ARGV[index + 1], ARGV[index + 2]
-    if not at then return nil end
+    local expires, format, packed = ARGV[index], ARGV[index + 1], ARGV[index + 2]
+    if not expires then return nil end
     index = index + 3
     -- One call for all keys: unpacking each by itself was a third of the time of a store recovery.
     local rows = {struct.unpack(format, packed)}
-    return tonumber(at), rows, (#rows - 1) / 2 -- the last value is the offset at which unpack ended
+    return tonumber(expires), rows, (#rows - 1) / 2 -- the last value is the offset at which unpack ended
   end
 end
 
-local function replay_one(key, state, at, expires)
+local function replay_one(key, state, expires)
   if redis.call('SET', key, state, 'PXAT', expires, 'NX') then return end
   local present = redis.call('GET', key)
-  -- Any claim ("C" is 67) is replaced, also a newer one: it was made in a store without this record.
-  local is_replaced = string.byte(present) == 67 or (struct.unpack('>I8', present, 2)) <= at
+  -- Any claim ("C" is 67) is replaced, also a newer one: it was made in a store without this record. A delivered state
+  -- has its `at` behind its first byte.
+  local is_replaced = string.byte(present) == 67
+    or (struct.unpack('>I8', present, 2)) <= (struct.unpack('>I8', state, 2))
   if is_replaced then put(key, state, expires) end
 end
 
-local function replay(index, retention)
+local function replay(index)
   local now = now_ms()
-  for at, rows, n in delivered(index) do
-    local expires = at + retention
+  for expires, rows, n in delivered(index) do
     if expires > now and not put_new(rows, n, expires) then
-      for i = 1, 2 * n, 2 do replay_one(rows[i], rows[i + 1], at, expires) end
+      for i = 1, 2 * n, 2 do replay_one(rows[i], rows[i + 1], expires) end
     end
   end
 end
@@ -132,19 +134,20 @@ local operation = {}
 -- Operations that find a generation, or make one.
 local settling = {}
 
--- claim: generation claims slot term retention least_left (id:16s fp:8s)*. Returns P "c", and for each claim:
+-- claim: generation claims slot term least_left (retention pairs)*, where `pairs` is (id:16s fp:8s)* of keys with this
+-- retention. Returns P "c", and for each claim:
 -- "N" at or "T" at if the claim stands (new, or taken over), "E" if Redis takes no more writes (maxmemory, too few
 -- replicas), else the state that was found, after "" (the same fingerprint), "X" (another one), or for a claim "1" or
 -- "0": whether its slot is leased.
 function operation.claim()
-  local slot, term, retention, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+  local slot, term, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
   if hash_number('f', slot) ~= term then return {'FENCED'} end
-  local pairs_asked, now, freed, answers, claimed_some = ARGV[8], now_ms(), {}, {'OK', claims}, false
+  local now, freed, seen, answers, claimed_some = now_ms(), {}, {}, {'OK', claims}, false
   local head = 'C' .. struct.pack('>I2I8', tonumber(slot), term)
   local at_now = struct.pack('>I8', now)
   local head_now, answer_new = head .. at_now, 'N' .. at_now
 
-  local function claim_one(key, claimed)
+  local function claim_one(key, claimed, retention)
     local set = redis.pcall('SET', key, claimed, 'PXAT', now + retention, 'NX')
     if set and not set.err then
       claimed_some = true
@@ -164,30 +167,36 @@ function operation.claim()
     return 'T' .. at_kept
   end
 
-  local rows, n, seen, start = {}, 0, {}, 1
-  while start <= #pairs_asked do
-    local id, fp = struct.unpack('>c16c8', pairs_asked, start)
-    start = start + 24
-    rows[2 * n + 1], rows[2 * n + 2] = K .. id, head_now .. fp
-    n = n + 1
-    -- Most ids are new, and written in one call. An id that occurs again is not new.
-    local repeated = seen[id]
-    seen[id] = true
-    if n == AT_ONCE or repeated or start > #pairs_asked then
-      local new = not repeated and put_new(rows, n, now + retention)
-      claimed_some = claimed_some or new
-      for i = 1, 2 * n, 2 do answers[#answers + 1] = new and answer_new or claim_one(rows[i], rows[i + 1]) end
-      n = 0
+  local function claim_pairs(pairs_asked, retention)
+    local rows, n, start = {}, 0, 1
+    while start <= #pairs_asked do
+      local id, fp = struct.unpack('>c16c8', pairs_asked, start)
+      start = start + 24
+      rows[2 * n + 1], rows[2 * n + 2] = K .. id, head_now .. fp
+      n = n + 1
+      -- Most ids are new, and written in one call. An id that occurs again is not new.
+      local repeated = seen[id]
+      seen[id] = true
+      if n == AT_ONCE or repeated or start > #pairs_asked then
+        local new = not repeated and put_new(rows, n, now + retention)
+        claimed_some = claimed_some or new
+        for i = 1, 2 * n, 2 do
+          answers[#answers + 1] = new and answer_new or claim_one(rows[i], rows[i + 1], retention)
+        end
+        n = 0
+      end
     end
   end
+
+  for i = 7, #ARGV, 2 do claim_pairs(ARGV[i + 1], tonumber(ARGV[i])) end
   if claimed_some then answers[2] = redis.call('INCR', P .. 'c') end
   return answers
 end
 
--- claim_all: as claim, for an atomic batch: the whole first, then its members. All claims are written, or none. Returns
--- what claim returns, once, for the whole.
+-- claim_all: as claim with one retention, for an atomic batch: the whole first, then its members. All claims are
+-- written, or none. Returns what claim returns, once, for the whole.
 function operation.claim_all()
-  local slot, term, retention, least_left = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+  local slot, term, least_left, retention = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
   if hash_number('f', slot) ~= term then return {'FENCED'} end
   local now, freed, oldest, taken = now_ms(), {}, nil, false
   for start = 1, #ARGV[8], 24 do
@@ -216,18 +225,17 @@ function operation.claim_all()
   return {'OK', redis.call('INCR', P .. 'c'), (taken and 'T' or 'N') .. struct.pack('>I8', at)}
 end
 
--- mark: generation claims slot term retention previous this delivered. Returns how many states were left as they are.
+-- mark: generation claims slot term previous this delivered. Returns how many states were left as they are.
 function operation.mark()
-  local retention = tonumber(ARGV[6])
   local head = 'C' .. struct.pack('>I2I8', tonumber(ARGV[4]), tonumber(ARGV[5]))
   local untouched = 0
-  for at, rows, n in delivered(9) do
+  for expires, rows, n in delivered(8) do
     for i = 1, 2 * n, 2 do
       local key, state = rows[i], rows[i + 1]
       -- Nearly always the key holds this claim: one call, which keeps the key's expiry.
       local present = redis.call('SET', key, state, 'XX', 'KEEPTTL', 'GET')
       if not present then
-        put(key, state, at + retention)
+        put(key, state, expires)
       elseif string.sub(present, 1, 11) ~= head then
         redis.call('SET', key, present, 'KEEPTTL')
         untouched = untouched + 1
@@ -235,7 +243,7 @@ function operation.mark()
     end
   end
   -- Only if the previous record is marked: a gap would hide a record whose mark failed from the next recovery.
-  if hash_number('a', ARGV[4]) == tonumber(ARGV[7]) then redis.call('HSET', P .. 'a', ARGV[4], ARGV[8]) end
+  if hash_number('a', ARGV[4]) == tonumber(ARGV[6]) then redis.call('HSET', P .. 'a', ARGV[4], ARGV[7]) end
   return {'OK', untouched}
 end
 
@@ -268,11 +276,11 @@ function operation.find_all()
   return answers
 end
 
--- replay: generation claims retention slot term delivered. The last call of a slot recovery names the slot and its
+-- replay: generation claims slot term delivered. The last call of a slot recovery names the slot and its
 -- term, and returns FENCED if a later term has been freed; both are empty in the other calls.
 function operation.replay()
-  replay(7, tonumber(ARGV[4]))
-  local slot, term = ARGV[5], ARGV[6]
+  replay(6)
+  local slot, term = ARGV[4], ARGV[5]
   if slot ~= '' then
     raise('f', slot, term)
     raise('a', slot, term)
@@ -381,11 +389,11 @@ function settling.recover_read()
   return answers
 end
 
--- recover_replay: store nonce ttl retention delivered
+-- recover_replay: store nonce ttl delivered
 function settling.recover_replay()
   if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
   redis.call('PEXPIRE', P .. 'n', ARGV[4])
-  replay(6, tonumber(ARGV[5]))
+  replay(5)
   return {'OK'}
 end
 

@@ -7,6 +7,8 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import groupby
+from operator import itemgetter
 from struct import Struct
 from struct import error as StructError  # noqa: N812 - the module's own name says nothing
 from typing import Any, Final, Protocol, Self
@@ -67,6 +69,9 @@ _AT = Struct(">Q")
 _CLAIMED = Struct(">cHQQ8s")
 _DELIVERED = Struct(">cQ8sIQQ")
 _BATCH = Struct(">cQ8sI")
+# The same with a retention by rule, in seconds.
+_DELIVERED_TTL = Struct(">cQ8sIQQI")
+_BATCH_TTL = Struct(">cQ8sII")
 
 Row = tuple[bytes, Delivered | DeliveredBatch]
 
@@ -134,15 +139,27 @@ class Keys(Protocol):
         """Close all idle connections, so that the next call resolves the address of the primary again."""
 
     async def claim(
-        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self,
+        generation: StoreGeneration,
+        slot: int,
+        term: int,
+        asked: Sequence[tuple[bytes, bytes]],
+        ttls_s: Sequence[int] = (),
     ) -> list[Claim]:
         """Claim (id, fingerprint) pairs in one script, in order. Raises Fenced if `freed` of the slot is not `term`.
+
+        `ttls_s`: the retention of each pair's key in seconds, 0 for the store's own; empty if all have that.
 
         A store that takes no more writes, because it is full, finds the present states and returns REFUSED for new ids.
         """
 
     async def claim_all(
-        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self,
+        generation: StoreGeneration,
+        slot: int,
+        term: int,
+        asked: Sequence[tuple[bytes, bytes]],
+        ttl_s: int = 0,
     ) -> Claim:
         """Claim an atomic batch, all or nothing: the whole's pair first, then its members'. Raises as `claim`."""
 
@@ -261,23 +278,36 @@ class RedisKeys:
         return int(seconds) * 1000 + int(micros) // 1000
 
     async def claim(
-        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self,
+        generation: StoreGeneration,
+        slot: int,
+        term: int,
+        asked: Sequence[tuple[bytes, bytes]],
+        ttls_s: Sequence[int] = (),
     ) -> list[Claim]:
-        blob = b"".join(id + fp for id, fp in asked)
-        count, *answers = await self._call_in(
-            generation, "claim", slot, term, self._retention_ms, self._least_left_ms, blob
-        )
+        packed = [id + fp for id, fp in asked]
+        runs: list[int | bytes] = []
+        if not ttls_s:
+            runs += (self._retention_ms, b"".join(packed))
+        for ttl_s, run in groupby(zip(ttls_s, packed, strict=True) if ttls_s else (), itemgetter(0)):
+            runs += (self._ttl_ms(ttl_s), b"".join([pair for _, pair in run]))
+        count, *answers = await self._call_in(generation, "claim", slot, term, self._least_left_ms, *runs)
         self._note_claims(generation, count)
         if b"E" in answers:
             self._errors.labels(ERRORS[StoreAway]).inc()
         return [self._claim(answer, slot, term, id, fp) for answer, (id, fp) in zip(answers, asked, strict=True)]
 
     async def claim_all(
-        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self,
+        generation: StoreGeneration,
+        slot: int,
+        term: int,
+        asked: Sequence[tuple[bytes, bytes]],
+        ttl_s: int = 0,
     ) -> Claim:
-        blob = b"".join(id + fp for id, fp in asked)
+        blob = b"".join([id + fp for id, fp in asked])
         count, answer = await self._call_in(
-            generation, "claim_all", slot, term, self._retention_ms, self._least_left_ms, blob
+            generation, "claim_all", slot, term, self._least_left_ms, self._ttl_ms(ttl_s), blob
         )
         self._note_claims(generation, count)
         if answer == b"E":
@@ -299,7 +329,7 @@ class RedisKeys:
                 return Claim(Outcome.NEW, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
             case b"T":
                 return Claim(Outcome.TAKEN_OVER, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
-            case b"D" | b"B":
+            case b"D" | b"B" | b"d" | b"b":
                 return Claim(Outcome.DELIVERED, unpack(answer))
             case b"X":
                 return Claim(Outcome.CONFLICT, unpack(answer[1:]))
@@ -312,7 +342,7 @@ class RedisKeys:
     async def mark(
         self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
     ) -> int:
-        head = ("mark", slot, term, self._retention_ms, previous, offset)
+        head = ("mark", slot, term, previous, offset)
         (untouched,) = await self._call_in(generation, *head, *self._delivered(rows))
         return int(untouched)
 
@@ -345,11 +375,10 @@ class RedisKeys:
     async def replay(
         self, generation: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None
     ) -> None:
-        head = ("replay", self._retention_ms)
         *others, last = chunks(rows)
         for chunk in others:
-            await self._call_in(generation, *head, "", "", *self._delivered(chunk))
-        await self._call_in(generation, *head, *(free or ("", "")), *self._delivered(last))
+            await self._call_in(generation, "replay", "", "", *self._delivered(chunk))
+        await self._call_in(generation, "replay", *(free or ("", "")), *self._delivered(last))
 
     async def take(self, generation: StoreGeneration, slot: int, token: str) -> bool:
         (mine,) = await self._call_in(generation, "take", slot, token, self._lease_ttl_ms)
@@ -384,7 +413,7 @@ class RedisKeys:
         packed = self._delivered(rows)
         del rows  # packed rows take a fifth of the memory while they wait
         async with self._replaying:
-            await self._call("recover_replay", store, nonce, self._nonce_ttl_ms, self._retention_ms, *packed)
+            await self._call("recover_replay", store, nonce, self._nonce_ttl_ms, *packed)
 
     async def recover_end(self, store: str, nonce: str, number: int, freed: Sequence[int]) -> None:
         pairs = [number for slot_and_offset in enumerate(freed) for number in slot_and_offset]
@@ -394,32 +423,39 @@ class RedisKeys:
         await self._call("recover_abandon", store, nonce)
 
     def _delivered(self, rows: Sequence[Row]) -> list[int | str | bytes]:
-        """Pack rows as claims.lua takes them: (accepted_at, struct format, packed keys and states) for each run of rows
-        with one accepted_at and one length.
+        """Pack rows as claims.lua takes them: (expiry, struct format, packed keys and states) for each run of rows with
+        one expiry and one length.
         """
         groups: list[int | str | bytes] = []
         parts: list[bytes] = []
-        at = size = 0
+        expires = size = 0
         pack_entry, key = self._entry.pack, self._key
 
         def close() -> None:
             if parts:
                 format = f"c{len(key) + ID_BYTES}c{size - len(key) - ID_BYTES}"
-                groups.extend((at, len(parts) // 2 * format, b"".join(parts)))
+                groups.extend((expires, len(parts) // 2 * format, b"".join(parts)))
                 parts.clear()
 
         for id, state in rows:
-            if isinstance(state, Delivered):  # as `pack` does, in one call: a store recovery has millions of rows
+            if (
+                isinstance(state, Delivered) and not state.ttl_s
+            ):  # as `pack` does, in one call: a store recovery has millions of rows
                 rest = state.topic.encode()
                 entry = pack_entry(key, id, b"D", state.at, state.fp, state.partition, state.offset, state.ts)
             else:
                 entry, rest = key + id, pack(state)
-            if state.at != at or len(entry) + len(rest) != size or len(parts) == 2 * UNPACKED_AT_ONCE:
+            ends = state.at + (state.ttl_s * 1000 or self._retention_ms)
+            if ends != expires or len(entry) + len(rest) != size or len(parts) == 2 * UNPACKED_AT_ONCE:
                 close()
-                at, size = state.at, len(entry) + len(rest)
+                expires, size = ends, len(entry) + len(rest)
             parts += (entry, rest)
         close()
         return groups
+
+    def _ttl_ms(self, ttl_s: int) -> int:
+        """Return a key's retention in ms; the service's own for 0."""
+        return ttl_s * 1000 or self._retention_ms
 
     @property
     def _nonce_ttl_ms(self) -> int:
@@ -558,10 +594,14 @@ def pack(state: Claimed | Delivered | DeliveredBatch) -> bytes:
     match state:
         case Claimed(slot, term, at, fp):
             return _CLAIMED.pack(b"C", slot, term, at, fp)
-        case Delivered(at, fp, topic, partition, offset, ts):
+        case Delivered(at, fp, topic, partition, offset, ts, 0):
             return _DELIVERED.pack(b"D", at, fp, partition, offset, ts) + topic.encode()
-        case DeliveredBatch(at, fp, count):
+        case Delivered(at, fp, topic, partition, offset, ts, ttl_s):
+            return _DELIVERED_TTL.pack(b"d", at, fp, partition, offset, ts, ttl_s) + topic.encode()
+        case DeliveredBatch(at, fp, count, 0):
             return _BATCH.pack(b"B", at, fp, count)
+        case DeliveredBatch(at, fp, count, ttl_s):
+            return _BATCH_TTL.pack(b"b", at, fp, count, ttl_s)
 
 
 class CorruptState(ValueError):
@@ -580,9 +620,14 @@ def unpack(raw: bytes) -> Claimed | Delivered | DeliveredBatch:
                 return Claimed(*_CLAIMED.unpack(raw)[1:])
             case b"B":
                 return DeliveredBatch(*_BATCH.unpack(raw)[1:])
+            case b"b":
+                return DeliveredBatch(*_BATCH_TTL.unpack(raw)[1:])
             case b"D":
                 _, at, fp, partition, offset, ts = _DELIVERED.unpack_from(raw)
                 return Delivered(at, fp, raw[_DELIVERED.size :].decode(), partition, offset, ts)
+            case b"d":
+                _, at, fp, partition, offset, ts, ttl_s = _DELIVERED_TTL.unpack_from(raw)
+                return Delivered(at, fp, raw[_DELIVERED_TTL.size :].decode(), partition, offset, ts, ttl_s)
     except (StructError, UnicodeDecodeError) as error:
         raise CorruptState.of(raw) from error
     raise CorruptState.of(raw)

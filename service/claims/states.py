@@ -31,7 +31,10 @@ class Claimed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Delivered(msgspec.Struct, frozen=True, gc=False):
-    """The id is in Kafka at these coordinates. `at` is accepted_at, `ts` the record's timestamp, both in ms."""
+    """The id is in Kafka at these coordinates. `at` is accepted_at, `ts` the record's timestamp, both in ms.
+
+    `ttl_s` is the key's retention by a rule, in seconds; 0 for the service's own.
+    """
 
     at: int
     fp: bytes
@@ -39,17 +42,20 @@ class Delivered(msgspec.Struct, frozen=True, gc=False):
     partition: int
     offset: int
     ts: int
+    ttl_s: int = 0
 
 
 class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
     """An atomic batch of `count` members is in Kafka; each member is Delivered under an id of its own.
 
-    `fp` is made of the members' fingerprints in their order, so that it can be computed from the ledger too.
+    `fp` is made of the members' fingerprints in their order, so that it can be computed from the ledger too. `ttl_s` is
+    that of the members.
     """
 
     at: int
     fp: bytes
     count: int
+    ttl_s: int = 0
 
 
 KeyState = Claimed | Delivered | DeliveredBatch | None

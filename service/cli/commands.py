@@ -86,8 +86,9 @@ def key(
         bare = parse_key(text)
     except Problem as problem:
         give_up(problem.detail)
+    longest_ttl_s = rules_or_exit(settings).longest_ttl_s
     with show.progress("reading the ledger") as on_progress:
-        found = run(look.key(settings, bare, scope, doctors.now_ms(), on_progress))
+        found = run(look.key(settings, longest_ttl_s, bare, scope, doctors.now_ms(), on_progress))
     if as_json:
         show.document({"key": bare, "scope": scope, **found.document()})
     else:
@@ -109,17 +110,25 @@ def doctor(
     work). Exit code 0 without errors, else 1; 2 for a wrong setting.
     """
     settings = settings_or_exit()
-    try:
-        rules = Rules.read(settings.rules)
-        Schemas(rules)  # raises for wrong schemas
-    except SettingsError as error:
-        give_up(str(error))
+    rules = rules_or_exit(settings)
     findings = run(doctors.examine(settings, rules, rate))
     if as_json:
         show.document({"verdict": worst(findings).value, "findings": [finding.document() for finding in findings]})
     else:
         show.findings(findings)
     raise typer.Exit(ERRORS_FOUND if worst(findings) is Level.ERROR else 0)
+
+
+def rules_or_exit(settings: Settings) -> Rules:
+    """Read the rules and their schemas, or end with a line for each mistake."""
+    try:
+        rules = Rules.read(settings.rules)
+        Schemas(rules)  # raises for wrong schemas
+        if wrong := rules.conflicts(settings):
+            raise SettingsError("\n".join(wrong))
+        return rules
+    except SettingsError as error:
+        give_up(str(error))
 
 
 def settings_or_exit() -> Settings:

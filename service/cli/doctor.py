@@ -51,7 +51,7 @@ async def examine(settings: Settings, rules: Rules, rate: float | None = None, n
 
 
 async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now) -> tuple[list[Finding], Rate | None]:
-    internal = InternalTopics(kafka, settings)
+    internal = InternalTopics(kafka, settings, rules.longest_ttl_s)
     own = [internal.ledger, internal.requests, internal.control]
     findings: list[Finding] = []
     try:

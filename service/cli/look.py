@@ -154,7 +154,7 @@ def state_document(found: Found) -> dict[str, Any] | None:
                 "never_written": found.dead,
                 "leased": found.leased,
             }
-        case Delivered(at, _, topic, partition, offset, ts):
+        case Delivered(at, _, topic, partition, offset, ts, _):
             coordinates = {"topic": topic, "partition": partition, "offset": offset, "timestamp": ts}
             return {"state": "delivered", "accepted_at": at, **coordinates}
         case DeliveredBatch(at, _, count):
@@ -163,12 +163,17 @@ def state_document(found: Found) -> dict[str, Any] | None:
 
 
 async def key(
-    settings: Settings, text: str, scope: str, now_ms: float, on_progress: Callable[[int, int], None]
+    settings: Settings,
+    longest_ttl_s: int,
+    text: str,
+    scope: str,
+    now_ms: float,
+    on_progress: Callable[[int, int], None],
 ) -> KeyView:
     """Look for a key in Redis, and in the part of the ledger that may name a key that has not expired.
 
-    `on_progress` is called with the numbers of records read and to be read. Raises KafkaAway, StoreAway and
-    StoreUnanswered.
+    `longest_ttl_s` is the longest retention of keys by a rule, in seconds, 0 without any. `on_progress` is called with
+    the numbers of records read and to be read. Raises KafkaAway, StoreAway and StoreUnanswered.
     """
     id = event_id(text, scope)
     async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
@@ -177,19 +182,19 @@ async def key(
             found, store = Found(None), "Redis holds no generation: it may lack keys"
         else:
             found, store = await keys.find(identity.generation, id), ""
-        return KeyView(id, found, store, await _written(kafka, settings, id, now_ms, on_progress))
+        since_ms = int(now_ms) - 1000 * max(settings.key_ttl_s, longest_ttl_s) - CLOCKS_APART_MS
+        return KeyView(id, found, store, await _written(kafka, settings, id, since_ms, on_progress))
 
 
 async def _written(
-    kafka: AclInspector, settings: Settings, id: bytes, now_ms: float, on_progress: Callable[[int, int], None]
+    kafka: AclInspector, settings: Settings, id: bytes, since_ms: int, on_progress: Callable[[int, int], None]
 ) -> list[CommittedAt]:
-    """Find the ledger entries of an id."""
+    """Find the ledger entries of an id since a time, in ms."""
     ledger = ledger_topic(settings.namespace)
     count = (await kafka.partitions([ledger])).get(ledger, 0)
     if not count:
         return []
     until = await ends(kafka, ledger, range(count))
-    since_ms = int(now_ms) - settings.key_ttl_s * 1000 - CLOCKS_APART_MS
     since = await offsets_since(kafka, ledger, range(count), since_ms)
     spans = {n: (start, until[n]) for n, start in since.items() if start is not None}
     found: list[CommittedAt] = []

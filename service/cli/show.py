@@ -129,15 +129,17 @@ def _state(found: KeyView, settings: Settings) -> str:
         case Claimed(slot, term, at, _):
             outcome = "which never wrote it: the next POST does" if found.found.dead else "which may be writing it"
             return f"claimed by slot {slot} in term {term}, {outcome}; accepted {when(at)}"
-        case Delivered(at, _, topic, partition, offset, _):
-            return f"delivered: {topic}[{partition}] offset {offset}; accepted {when(at)}, {_expiry(at, settings)}"
-        case DeliveredBatch(at, _, count):
-            return f"delivered: an atomic batch of {count}; accepted {when(at)}, {_expiry(at, settings)}"
+        case Delivered(at, _, topic, partition, offset, _, ttl_s):
+            expiry = _expiry(at, ttl_s or settings.key_ttl_s)
+            return f"delivered: {topic}[{partition}] offset {offset}; accepted {when(at)}, {expiry}"
+        case DeliveredBatch(at, _, count, ttl_s):
+            expiry = _expiry(at, ttl_s or settings.key_ttl_s)
+            return f"delivered: an atomic batch of {count}; accepted {when(at)}, {expiry}"
     return "no entry"
 
 
-def _expiry(at: int, settings: Settings) -> str:
-    return f"remembered until {when(at + settings.key_ttl_s * 1000)}"
+def _expiry(at: int, ttl_s: int) -> str:
+    return f"remembered until {when(at + ttl_s * 1000)}"
 
 
 def when(ms: int) -> str:

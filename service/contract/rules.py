@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-from service.contract.settings import PREFIX, SettingsError
+from service.contract.settings import KEY_TTL_MOST_S, PREFIX, SettingsError, SharedSettings
 
 
 class Guarantee(Enum):
@@ -25,9 +25,10 @@ class Guarantee(Enum):
 class TopicRule:
     """One `[[topics]]` table: the guarantee and the schema of the topics whose names match the glob.
 
-    `schema` is the path of a JSON Schema, in the file relative to its folder, or empty. The rest is for the audit:
-    `derived`: programs write copies of other topics' events here, with their headers. `client_duplicates`: whether
-    equal contents under several keys are reported.
+    `schema` is the path of a JSON Schema, in the file relative to its folder, or empty. `key_ttl_s` is the retention of
+    the keys of events of these topics, in seconds; 0 for FENCEPOST_KEY_TTL_S. The rest is for the audit: `derived`:
+    programs write copies of other topics' events here, with their headers. `client_duplicates`: whether equal contents
+    under several keys are reported.
     """
 
     pattern: str
@@ -35,6 +36,7 @@ class TopicRule:
     schema: str = ""
     derived: bool = False
     client_duplicates: bool = True
+    key_ttl_s: int = 0
 
 
 USUAL: Final = TopicRule("*")
@@ -69,6 +71,21 @@ class Rules:
     def rule(self, topic: str) -> TopicRule:
         """Find the first rule that matches a topic, else USUAL."""
         return next((rule for rule in self.topics if fnmatchcase(topic, rule.pattern)), USUAL)
+
+    @property
+    def longest_ttl_s(self) -> int:
+        """The longest retention of keys by a rule, in seconds; 0 without any."""
+        return max([rule.key_ttl_s for rule in self.topics], default=0)
+
+    def conflicts(self, settings: SharedSettings) -> list[str]:
+        """Find retentions that contradict the settings: a line for each, which says what to set."""
+        least_s = settings.least_key_ttl_s
+        return [
+            f"{settings.rules}: key_ttl_s = {rule.key_ttl_s} of the topics {rule.pattern!r} is too short for the "
+            f"timeouts: write {least_s} or more"
+            for rule in self.topics
+            if 0 < rule.key_ttl_s < least_s
+        ]
 
     @classmethod
     def read(cls, path: str) -> "Rules":
@@ -128,7 +145,7 @@ def _topic_rule(table: Table, folder: Path) -> TopicRule:
     schema = str(folder / table["schema"]) if "schema" in table else ""
     guarantee = Guarantee(table.get("guarantee", "exactly_once"))
     derived, client_duplicates = table.get("derived", False), table.get("client_duplicates", True)
-    return TopicRule(table["pattern"], guarantee, schema, derived, client_duplicates)
+    return TopicRule(table["pattern"], guarantee, schema, derived, client_duplicates, table.get("key_ttl_s", 0))
 
 
 def _caller_rule(table: Table) -> CallerRule:
@@ -144,8 +161,8 @@ def _digests(table: Table) -> list[Any]:
 
 def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[topics]]` table: the name concerned, and the remedy."""
-    for name in table.keys() - {"pattern", "guarantee", "schema", *_SWITCHES}:
-        yield name, f"no such setting; write pattern, guarantee, schema, {' and '.join(_SWITCHES)}"
+    for name in table.keys() - {"pattern", "guarantee", "schema", "key_ttl_s", *_SWITCHES}:
+        yield name, f"no such setting; write pattern, guarantee, schema, key_ttl_s, {' and '.join(_SWITCHES)}"
     pattern = table.get("pattern")
     if not isinstance(pattern, str) or not pattern:
         yield "pattern", 'write the topic\'s name or a glob, as in pattern = "telemetry.*"'
@@ -154,6 +171,9 @@ def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     schema = table.get("schema", "-")
     if not isinstance(schema, str) or not schema:
         yield "schema", 'write the path of a JSON Schema, as in schema = "order.json", or leave it out'
+    ttl_s = table.get("key_ttl_s", 1)
+    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 1 <= ttl_s <= KEY_TTL_MOST_S:
+        yield "key_ttl_s", f"write seconds, from 1 to {KEY_TTL_MOST_S}, or leave it out"
     for name in _SWITCHES:
         if not isinstance(table.get(name, False), bool):
             yield name, "write true or false"

@@ -194,13 +194,17 @@ class SharedSettings:
     def conflicts(self) -> list[str]:
         """Find settings that contradict each other: a line for each, which says what to set."""
         wrong = [*self._sasl_conflicts(), *self._tls_conflicts()]
-        least_ms = 10 * (self.request_timeout_ms + self.transaction_timeout_ms)
-        if self.key_ttl_s * 1000 < least_ms:
+        if self.key_ttl_s < self.least_key_ttl_s:
             wrong.append(
                 f"{PREFIX}KEY_TTL_S={self.key_ttl_s} is too short: a key must outlive ten times the request and the "
-                f"transaction timeout together; set {math.ceil(least_ms / 1000)} or more, or shorter timeouts"
+                f"transaction timeout together; set {self.least_key_ttl_s} or more, or shorter timeouts"
             )
         return wrong
+
+    @property
+    def least_key_ttl_s(self) -> int:
+        """The shortest retention of a key: ten times the request and the transaction timeout together, in seconds."""
+        return math.ceil(10 * (self.request_timeout_ms + self.transaction_timeout_ms) / 1000)
 
     @property
     def kafka_sasl(self) -> bool:

@@ -180,7 +180,8 @@ def encode_stamp(id: bytes, fingerprint: bytes, end: str) -> bytes:
 class Entry(NamedTuple):
     """The coordinates of one event of a ledger record. `at` is accepted_at, `ts` the record's timestamp, both in ms.
 
-    A member of an atomic batch has the batch's id in `batch`, and its index in `i`.
+    A member of an atomic batch has the batch's id in `batch`, and its index in `i`. `ttl` is the retention of the key
+    by a rule, in seconds; 0, and left out of the JSON, for the service's own. Earlier releases wrote none.
     """
 
     id: bytes
@@ -192,6 +193,7 @@ class Entry(NamedTuple):
     ts: int
     batch: bytes | None = None
     i: int | None = None
+    ttl: int = 0
 
     def encode(self) -> str:
         """Encode the entry as JSON text."""
@@ -208,12 +210,14 @@ def encode_entry(
     ts: int,
     batch: bytes | None = None,
     i: int | None = None,
+    ttl: int = 0,
 ) -> str:
     """Encode an entry as JSON text, without making an Entry; topic names need no escaping (see TOPIC)."""
     member = "" if batch is None else f',"batch":"{batch.hex()}","i":{i}'
+    kept = f',"ttl":{ttl}' if ttl else ""
     return (
         f'{{"id":"{id.hex()}","fp":"{fp.hex()}","at":{at},"topic":"{topic}",'
-        f'"partition":{partition},"offset":{offset},"ts":{ts}{member}}}'
+        f'"partition":{partition},"offset":{offset},"ts":{ts}{member}{kept}}}'
     )
 
 
@@ -302,6 +306,7 @@ def _entry(body: dict[str, Any]) -> Entry:
         _int(body["ts"]),
         None if batch is None else bytes.fromhex(batch),
         None if i is None else _int(i),
+        _int(body.get("ttl", 0)),
     )
 
 

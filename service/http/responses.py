@@ -27,13 +27,14 @@ LAST_SECOND: Final = 253_402_300_799
 def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
     """Render the header lines of a 201. A replay has the same lines, and `idempotent-replayed`.
 
+    `retention_s` is that of keys without a retention by rule.
     A key is printable ASCII, so it cannot end its line early.
     """
     return b"%blocation: %b\r\nidempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
         JSON_LINE,
         location_of(key),
         echo_of(key),
-        imf_fixdate(answer.at // 1000 + retention_s),
+        imf_fixdate(answer.at // 1000 + (answer.deliveries[0][1].ttl_s or retention_s)),
         b"idempotent-replayed: true\r\n" if answer.replayed else b"",
     )
 

@@ -196,7 +196,7 @@ def describe(id: bytes, found: Found, doubts: Callable[[int, int], bool]) -> dic
     Raises Problem (404) for an unknown key, and for a claim whose event was never written.
     """
     match found.state:
-        case Delivered(_, _, topic, partition, offset, timestamp):
+        case Delivered(_, _, topic, partition, offset, timestamp, _):
             place = {"topic": topic, "partition": partition, "offset": offset, "timestamp": timestamp}
             return {"state": "committed", "id": id.hex(), **place}
         case DeliveredBatch(count=count):

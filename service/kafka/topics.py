@@ -42,7 +42,8 @@ ABSENT_MAX: Final = 1_000
 class InternalTopics:
     """`{ns}.ledger`, `{ns}.requests` and `{ns}.control`."""
 
-    def __init__(self, cluster: KafkaAdmin, settings: Settings) -> None:
+    def __init__(self, cluster: KafkaAdmin, settings: Settings, longest_ttl_s: int = 0) -> None:
+        """Name the topics. `longest_ttl_s` is the longest retention of keys by a rule, in seconds, 0 without any."""
         self._cluster = cluster
         self._settings = settings
         namespace = settings.namespace
@@ -50,7 +51,8 @@ class InternalTopics:
         self.requests = requests_topic(namespace)
         self.control = control_topic(namespace)
         self.findings = findings_topic(namespace)
-        retention_ms = 1000 * (max(settings.key_ttl_s, WEEK_S) + EXTRA_S)
+        self.longest_ttl_s = max(settings.key_ttl_s, longest_ttl_s)
+        retention_ms = 1000 * (max(self.longest_ttl_s, WEEK_S) + EXTRA_S)
         kept = {
             "cleanup.policy": "delete",
             "retention.ms": str(retention_ms),

@@ -79,6 +79,7 @@ class Admission:
         self.now_ms = now_ms  # the brokers' time, ms since the Unix epoch
         self._settings = settings
         self._guarantee = lru_cache(maxsize=TOPICS_MAX)(rules.guarantee)  # by topic
+        self._ttl_s = lru_cache(maxsize=TOPICS_MAX)(lambda topic: rules.rule(topic).key_ttl_s)
         self._schemas = schemas
         self._store = store
         self._queue = queue
@@ -103,6 +104,7 @@ class Admission:
         `on_claim` is set when the claim stands. Raises Problem (503) where the request is not admitted.
         """
         request = WriteRequest.of((event,), arrived, self._timeout_s, self._guarantee(event.topic))
+        request.ttl_s = self._ttl_s(event.topic)
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
         request.future = future
         if wait_s:
@@ -123,8 +125,8 @@ class Admission:
         """Write the checked events of a chunk, in their order; returns the result of each.
 
         The events are written together. If they cannot be, they are written in parts, one after the other, which keeps
-        their order: one part for each quarantined topic and for each guarantee. A part that fails is split in halves,
-        so that an event that the broker refuses is found in log₂ n transactions.
+        their order: one part for each quarantined topic, for each guarantee and for each retention of keys. A part that
+        fails is split in halves, so that an event that the broker refuses is found in log₂ n transactions.
         """
         results: list[WriteResult | None] = [None] * len(chunk.events)
         request = WriteRequest.of(chunk.events, time.monotonic(), self._timeout_s, Guarantee.EXACTLY_ONCE)
@@ -163,21 +165,25 @@ class Admission:
         self.answer(request, self.too_late(request))
 
     def _split_by_queue(self, request: WriteRequest) -> list[WriteRequest]:
-        """Split a chunk by guarantee and by quarantined topic, the parts without a quarantined topic first."""
+        """Split a chunk by guarantee, retention and quarantined topic, the parts without a quarantined topic first."""
         topics = request.topics
-        queues = {topic: (self._queue.is_quarantined((topic,)), self._guarantee(topic)) for topic in topics}
+        queues = {topic: (self._queue.is_quarantined((topic,)), *self._rules_of(topic)) for topic in topics}
         if len(topics) > 1 and len(set(queues.values())) > 1:
-            indexes: dict[tuple[bool, Guarantee, str], list[int]] = {}
+            indexes: dict[tuple[bool, Guarantee, int, str], list[int]] = {}
             for index, event in enumerate(request.events):
-                quarantined, guarantee = queues[event.topic]
-                indexes.setdefault((quarantined, guarantee, event.topic if quarantined else ""), []).append(index)
+                queue = queues[event.topic]
+                indexes.setdefault((*queue, event.topic if queue[0] else ""), []).append(index)
             parts = [request.part(indexes[queue]) for queue in sorted(indexes, key=lambda queue: queue[0])]
             request.move(RequestEvent.SPLIT)
         else:
             parts = [request]
         for part in parts:
-            part.guarantee = self._guarantee(part.topic)
+            part.guarantee, part.ttl_s = self._rules_of(part.topic)
         return parts
+
+    def _rules_of(self, topic: str) -> tuple[Guarantee, int]:
+        """Find the guarantee of a topic's events, and the retention of their keys by a rule, in seconds, or 0."""
+        return self._guarantee(topic), self._ttl_s(topic)
 
     def _halves(self, request: WriteRequest) -> list[WriteRequest]:
         """Split a chunk that failed by its queues, or if all its events have one queue, in halves."""
@@ -191,13 +197,17 @@ class Admission:
     async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> WriteResult:
         """Write checked events in one transaction or not at all; `whole` is the batch's (id, fingerprint).
 
-        `arrived` is time.monotonic. Raises Problem where a topic is idempotent, or the batch is not admitted.
+        Its keys are remembered for the longest retention of its topics. `arrived` is time.monotonic. Raises Problem
+        where a topic is idempotent, or the batch is not admitted.
         """
         for event in events:
             if self._guarantee(event.topic) is not Guarantee.EXACTLY_ONCE:
                 detail = f"topic: {event.topic} is idempotent, which no atomic batch can be: send its events singly"
                 raise Problem(RECORD_REFUSED, detail)
         request = WriteRequest.of(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, whole)
+        own_s = self._settings.key_ttl_s
+        longest_s = max([self._ttl_s(topic) or own_s for topic in request.topics])
+        request.ttl_s = 0 if longest_s == own_s else longest_s
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
         request.future = future
         self._admit(request)

@@ -118,10 +118,11 @@ def committed_of(
     written = zip(records, metadata, strict=True)
     for request, accepted_ats in group:
         its_own = islice(written, len(request.events))
+        ttl_s = request.ttl_s
         deliveries = tuple(
             [
-                (event.id, Delivered(at, event.fp, record.topic, record.partition, result.offset, result.timestamp))
-                for event, at, (record, result) in zip(request.events, accepted_ats, its_own, strict=True)
+                (event.id, Delivered(at, event.fp, to.topic, to.partition, result.offset, result.timestamp, ttl_s))
+                for event, at, (to, result) in zip(request.events, accepted_ats, its_own, strict=True)
             ]
         )
         committed.append((request, Committed(accepted_ats[0], deliveries, replayed=False)))
@@ -144,6 +145,7 @@ def entries_of(written: Iterable[CommittedRequest]) -> list[LedgerEntry]:
                 state.ts,
                 batch,
                 i if batch else None,
+                state.ttl_s,
             )
             for i, (id, state) in enumerate(committed.deliveries)
         ]
@@ -163,5 +165,5 @@ def rows_to_mark(written: Iterable[CommittedRequest]) -> list[Row]:
         rows += committed.deliveries
         if request.atomic:
             id, fp = request.asked[0]
-            rows.append((id, DeliveredBatch(committed.at, fp, len(request.events))))
+            rows.append((id, DeliveredBatch(committed.at, fp, len(request.events), request.ttl_s)))
     return rows

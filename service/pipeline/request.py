@@ -137,6 +137,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     wait_deadline: float = 0.0  # until when the request waits for another request's write of its key
     waits: bool = False  # whether another request writes its key
     on_claim: asyncio.Future[None] | None = None  # set when the request's claim stands
+    ttl_s: int = 0  # retention of its keys by a rule, in seconds; 0 for the service's own
     accepted_at: int = 0
     claimants: tuple[tuple[int, int], ...] = ()  # (slot, ended term) pairs in which a claim of it may stand
     failures: int = 0  # groups with this request that one of its topics failed
@@ -184,7 +185,7 @@ class WriteRequest(msgspec.Struct, eq=False):
         part = WriteRequest.of(events, self.arrived, 0.0, self.guarantee)
         part.collector, part.indexes = self.collector, [self.indexes[index] for index in indexes]
         part.deadline, part.state, part.group_number = self.deadline, self.state, self.group_number
-        part.accepted_at, part.claimants = self.accepted_at, self.claimants
+        part.accepted_at, part.claimants, part.ttl_s = self.accepted_at, self.claimants, self.ttl_s
         part.failures, part.aborts = self.failures, self.aborts
         if self.partitions:
             part.partitions = [self.partitions[index] for index in indexes]

@@ -176,8 +176,11 @@ class Writer:
     async def _claims_of(self, slot: Slot, group: Group) -> list[Claim]:
         """Claim the events of a group, in order; an atomic batch has one claim for the whole."""
         if group.atomic:
-            return [await slot.claim_all(group.requests[0].asked)]
-        return await slot.claim([pair for request in group.requests for pair in request.asked])
+            return [await slot.claim_all(group.requests[0].asked, group.requests[0].ttl_s)]
+        asked = [pair for request in group.requests for pair in request.asked]
+        if not any(request.ttl_s for request in group.requests):
+            return await slot.claim(asked)
+        return await slot.claim(asked, [request.ttl_s for request in group.requests for _ in request.asked])
 
     def _carry_out(self, decision: ClaimDecision) -> None:
         """Carry out a decision, except for writing and releasing."""

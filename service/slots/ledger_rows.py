@@ -8,6 +8,7 @@ import structlog
 
 from service.claims.redis_store import Row
 from service.claims.states import Delivered, DeliveredBatch
+from service.contract.settings import KEY_TTL_MOST_S
 from service.contract.wire import (
     FINGERPRINT_BYTES,
     ID_BYTES,
@@ -40,6 +41,7 @@ class LedgerEntry(msgspec.Struct, omit_defaults=True, gc=False):
     ts: _Number
     batch: _Id | None = None
     i: _Number | None = None
+    ttl: Annotated[int, msgspec.Meta(ge=0, le=KEY_TTL_MOST_S)] = 0
 
 
 class _Record(msgspec.Struct):
@@ -98,7 +100,8 @@ def _rows_of(record: _Record) -> list[Row]:
     if record.entries is None:
         raise WireError("no ledger record: it has no entries")
     rows: list[Row] = [
-        (_bytes(e.id), Delivered(e.at, _bytes(e.fp), e.topic, e.partition, e.offset, e.ts)) for e in record.entries
+        (_bytes(e.id), Delivered(e.at, _bytes(e.fp), e.topic, e.partition, e.offset, e.ts, e.ttl))
+        for e in record.entries
     ]
     return rows + _wholes(record.entries)
 
@@ -112,6 +115,7 @@ def _wholes(entries: Sequence[LedgerEntry]) -> list[Row]:
     rows: list[Row] = []
     for batch, of in members.items():
         of.sort(key=lambda entry: entry.i or 0)  # a record may hold them in any order
-        whole = DeliveredBatch(of[0].at, batch_fingerprint(_bytes(entry.fp) for entry in of), len(of))
+        fp = batch_fingerprint(_bytes(entry.fp) for entry in of)
+        whole = DeliveredBatch(of[0].at, fp, len(of), of[0].ttl)
         rows.append((_bytes(batch), whole))
     return rows

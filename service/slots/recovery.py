@@ -404,7 +404,7 @@ class CurrentStore:
         applied = await self._keys.recover_read(store, nonce, len(through))
         unknown = [slot for slot, offset in enumerate(applied) if offset is None]
         now_ms = min(await self._keys.clock_ms(), *(barrier.timestamp for barrier in barriers.values()))
-        since_ms = max(0, now_ms - self._settings.key_ttl_s * 1000 - CLOCKS_APART_MS)
+        since_ms = max(0, now_ms - self._topics.longest_ttl_s * 1000 - CLOCKS_APART_MS)
         starts = await offsets_since(self._cluster, self._topics.ledger, unknown, since_ms) if unknown else {}
         spans = {
             slot: Span(starts.get(slot) if applied[slot] is None else applied[slot], offset)

@@ -120,13 +120,13 @@ class Slot:
 
     # --------------------------------------------------------------------------------------------- within a term
 
-    async def claim(self, asked: Sequence[tuple[bytes, bytes]]) -> list[Claim]:
-        """Claim (id, fingerprint) pairs for this slot and term. Raises what Keys.claim raises."""
-        return await self._keys.claim(self.generation, self.n, self.term, asked)
+    async def claim(self, asked: Sequence[tuple[bytes, bytes]], ttls_s: Sequence[int] = ()) -> list[Claim]:
+        """Claim (id, fingerprint) pairs for this slot and term, as Keys.claim does. Raises what that raises."""
+        return await self._keys.claim(self.generation, self.n, self.term, asked, ttls_s)
 
-    async def claim_all(self, asked: Sequence[tuple[bytes, bytes]]) -> Claim:
+    async def claim_all(self, asked: Sequence[tuple[bytes, bytes]], ttl_s: int = 0) -> Claim:
         """Claim an atomic batch for this slot and term, all or nothing: the whole's pair first, then its members'."""
-        return await self._keys.claim_all(self.generation, self.n, self.term, asked)
+        return await self._keys.claim_all(self.generation, self.n, self.term, asked, ttl_s)
 
     async def release(self, ids: Sequence[bytes]) -> None:
         """Release claims whose events were not sent."""

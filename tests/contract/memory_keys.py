@@ -37,6 +37,7 @@ class Server:
     taken: set[int] = field(default_factory=set)
     members: dict[str, int] = field(default_factory=dict)
     keys: dict[bytes, states.Claimed | states.Delivered | states.DeliveredBatch] = field(default_factory=dict)
+    ttls_ms: dict[bytes, int] = field(default_factory=dict)  # of keys with a retention of their own
     full: bool = False  # whether it takes no more writes
     evicts: str = ""  # its maxmemory-policy, "" for noeviction
     # evicted keys: their number, and the number at the begin of the last store recovery, and of the one that made the
@@ -91,13 +92,17 @@ class MemoryKeys:
 
     def _get(self, id: bytes) -> KeyState:
         state = self.server.keys.get(id)
-        return None if state is None or state.at + self._retention_ms <= self._now_ms else state
+        retention_ms = self.server.ttls_ms.get(id, self._retention_ms)
+        return None if state is None or state.at + retention_ms <= self._now_ms else state
 
-    def _put(self, id: bytes, state: KeyState) -> None:
+    def _put(self, id: bytes, state: KeyState, ttl_s: int = 0) -> None:
+        self.server.ttls_ms.pop(id, None)
         if state is None:
             self.server.keys.pop(id, None)
-        else:
-            self.server.keys[id] = state
+            return
+        self.server.keys[id] = state
+        if ttl_s:
+            self.server.ttls_ms[id] = 1000 * ttl_s
 
     def _freed(self, slot: int) -> int:
         return self.server.freed.get(slot, -1)
@@ -116,7 +121,12 @@ class MemoryKeys:
 
     def _replay(self, rows: Sequence[Row]) -> None:
         for id, delivered in rows:
-            self._put(id, states.replay(self._get(id), delivered, self._now_ms, self._retention_ms))
+            state = states.replay(self._get(id), delivered, self._now_ms, self._ttl_ms(delivered.ttl_s))
+            if state is delivered:
+                self._put(id, state, delivered.ttl_s)
+
+    def _ttl_ms(self, ttl_s: int) -> int:
+        return 1000 * ttl_s or self._retention_ms
 
     # ------------------------------------------------------------------------------------------------- operations
 
@@ -132,34 +142,45 @@ class MemoryKeys:
         pass
 
     async def claim(
-        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self,
+        generation: StoreGeneration,
+        slot: int,
+        term: int,
+        asked: Sequence[tuple[bytes, bytes]],
+        ttls_s: Sequence[int] = (),
     ) -> list[Claim]:
         self._settled(generation)
         self._fence(slot, term)
         claims = []
-        for id, fp in asked:
+        for (id, fp), ttl_s in zip(asked, ttls_s or [0] * len(asked), strict=True):
             wanted = Claimed(slot, term, self._now_ms, fp)
-            claim = states.claim(self._get(id), wanted, self._freed, self._retention_ms, self._least_left_ms)
+            claim = states.claim(self._get(id), wanted, self._freed, self._ttl_ms(ttl_s), self._least_left_ms)
             if self.server.full and claim.outcome in states.CLAIMABLE:
                 claims.append(Claim(states.Outcome.REFUSED, Claimed(slot, term, 0, fp)))
                 continue
-            self._put(id, claim.state)
+            if claim.outcome in states.CLAIMABLE:
+                self._put(id, claim.state, ttl_s)
             claims.append(self._with_lease(claim))
         self._count_claims(claims, generation)
         return claims
 
     async def claim_all(
-        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self,
+        generation: StoreGeneration,
+        slot: int,
+        term: int,
+        asked: Sequence[tuple[bytes, bytes]],
+        ttl_s: int = 0,
     ) -> Claim:
         self._settled(generation)
         self._fence(slot, term)
         present = [self._get(id) for id, _ in asked]
         wanted = [Claimed(slot, term, self._now_ms, fp) for _, fp in asked]
-        claim, written = states.claim_all(present, wanted, self._freed, self._retention_ms, self._least_left_ms)
+        claim, written = states.claim_all(present, wanted, self._freed, self._ttl_ms(ttl_s), self._least_left_ms)
         if self.server.full and written:
             return Claim(states.Outcome.REFUSED, Claimed(slot, term, 0, asked[0][1]))
         for (id, _), state in zip(asked, written, strict=False):
-            self._put(id, state)
+            self._put(id, state, ttl_s)
         self._count_claims([claim], generation)
         return self._with_lease(claim)
 
@@ -182,7 +203,8 @@ class MemoryKeys:
         for id, delivered in rows:
             state = states.mark(self._get(id), slot, term, delivered)
             untouched += state is not delivered
-            self._put(id, state)
+            if state is delivered:
+                self._put(id, state, delivered.ttl_s)
         if self.server.applied.get(slot, -1) == previous:
             self.server.applied[slot] = offset
         return untouched

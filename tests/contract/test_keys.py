@@ -373,3 +373,53 @@ async def test_a_mark_leaves_the_time_at_which_a_key_is_forgotten(redis: Redis, 
             assert_expires(client, f"{{{namespace}:0}}k".encode() + id, state.at + RETENTION_MS)
     assert await keys.find_all(generation, [OTHER]) == [others.state]
     await keys.close()
+
+
+async def test_each_key_is_remembered_for_the_retention_that_it_was_claimed_with(bench: Bench) -> None:
+    """In one call; the mark, and the replay into another store, keep it. A retention of 0 is the store's own."""
+    generation = await bench.settled()
+    ids = [bytes([n]) * 16 for n in range(5)]
+    long_s, short_s = 3 * RETENTION_MS // 1000, RETENTION_MS // 4000
+    ttls_s = [0, long_s, long_s, short_s, 0]
+    claims = await bench.keys.claim(generation, 0, 10, [(id, FP) for id in ids], ttls_s)
+    assert {claim.outcome for claim in claims} == {Outcome.NEW}
+    rows: list[Row] = [
+        (id, Delivered(claim.state.at, FP, "orders", 3, n, claim.state.at, ttl_s))
+        for n, (id, claim, ttl_s) in enumerate(zip(ids, claims, ttls_s, strict=True))
+    ]
+    assert await bench.keys.mark(generation, 0, 10, 10, 11, rows) == 0
+    assert await bench.keys.find_all(generation, ids) == [state for _, state in rows]
+    bench.flush()
+    generation = await bench.settled(generation=6)
+    aged = bench.now_ms() - RETENTION_MS // 2
+    old: list[Row] = [
+        (id, Delivered(aged, FP, "orders", 3, n, aged, ttl_s))
+        for n, (id, ttl_s) in enumerate(zip(ids, ttls_s, strict=True))
+    ]
+    older: Row = (b"o" * 16, DeliveredBatch(bench.now_ms() - 2 * RETENTION_MS, FP, 2, long_s))
+    await bench.keys.replay(generation, [*old, older], (0, 30))
+    found = await bench.keys.find_all(generation, [*ids, older[0]])
+    assert found == [*(state if state.ttl_s != short_s else None for _, state in old), older[1]]
+
+
+async def test_a_state_with_a_retention_of_its_own_expires_in_redis_with_it(redis: Redis, namespace: str) -> None:
+    keys = redis_keys(redis, namespace)
+    seen = await keys.who()
+    assert await keys.recover(seen, "the first")
+    await keys.recover_end(seen.store, "the first", 1, (10, 20))
+    generation = StoreGeneration(1, seen.store)
+    pairs = [(ID, FP), (OTHER, FP), (THIRD, FP)]
+    claims = await keys.claim(generation, 0, 10, pairs, [7_200, 0, 7_200])
+    whole = await keys.claim_all(generation, 0, 10, [(b"w" * 16, FP), (b"m" * 16, FP)], 7_200)
+    with redis.client() as client:
+
+        def expires(id: bytes, at_ms: int) -> None:
+            assert_expires(client, f"{{{namespace}:0}}k".encode() + id, at_ms)
+
+        for (id, _), claim, ttl_ms in zip(pairs, claims, (7_200_000, RETENTION_MS, 7_200_000), strict=True):
+            expires(id, claim.state.at + ttl_ms)
+        expires(b"m" * 16, whole.state.at + 7_200_000)
+        rows: list[Row] = [(b"e" * 16, Delivered(whole.state.at, FP, "orders", 3, 7, whole.state.at, 7_200))]
+        await keys.mark(generation, 0, 10, 10, 11, rows)  # its claim has expired
+        expires(b"e" * 16, whole.state.at + 7_200_000)
+    await keys.close()

@@ -34,6 +34,7 @@ from tests.contract.memory_keys import Clock, MemoryKeys, Server
 GENERATION = StoreGeneration(1, "run/repl")
 NOW_MS = 1_700_000_000_000
 PLAIN_TOPICS = "plain.*"  # topics with the guarantee `idempotent`
+KEPT_S = 259_200  # retention of the keys of the topic `kept`
 
 
 def make_event(key: str, topic: str = "orders", value: bytes = b"1", partition: int | None = None) -> Event:
@@ -88,18 +89,28 @@ class FakeKeys(MemoryKeys):
         return isinstance(self.server.keys.get(event_id(key)), Claimed)
 
     async def claim(
-        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self,
+        generation: StoreGeneration,
+        slot: int,
+        term: int,
+        asked: Sequence[tuple[bytes, bytes]],
+        ttls_s: Sequence[int] = (),
     ) -> list[Claim]:
         await self.trouble.enter("claim")
-        claims = await super().claim(generation, slot, term, asked)
+        claims = await super().claim(generation, slot, term, asked, ttls_s)
         self.trouble.leave("claim")
         return claims
 
     async def claim_all(
-        self, generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        self,
+        generation: StoreGeneration,
+        slot: int,
+        term: int,
+        asked: Sequence[tuple[bytes, bytes]],
+        ttl_s: int = 0,
     ) -> Claim:
         await self.trouble.enter("claim")
-        return await super().claim_all(generation, slot, term, asked)
+        return await super().claim_all(generation, slot, term, asked, ttl_s)
 
     async def mark(
         self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
@@ -270,12 +281,12 @@ class World:
         self.keys = FakeKeys()
         self.store = FakeStore()
         self.queue = Queue(self.settings)
-        self.cluster = FakeCluster(["orders", "other", "third", "plain.a", "plain.b"])
+        self.cluster = FakeCluster(["orders", "other", "third", "kept", "plain.a", "plain.b"])
         self.topics = InternalTopics(self.cluster, self.settings)
         self.topic_metadata = TopicMetadataCache(self.cluster)
         self.journal = FakeJournal()
         self.telemetry = Telemetry()
-        rules = Rules((TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT),))
+        rules = Rules((TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT), TopicRule("kept", key_ttl_s=KEPT_S)))
         self.admission = Admission(
             self.settings,
             rules,

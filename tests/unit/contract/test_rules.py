@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.contract import CallerRule, Guarantee, Rules, SettingsError
+from service.contract import CallerRule, Guarantee, Rules, SettingsError, SharedSettings
 from service.core.settings import Settings
 
 DIGEST = "ab" * 32
@@ -83,6 +83,10 @@ def test_rules_must_be_a_file(tmp_path: Path) -> None:
         ('[[topics]]\n\nguarantee = "idempotent"\n', 1),
         ('[[topics]]\npattern = "a"\n\n[[topics]]\npattern = "b"\nguarante = "idempotent"\n', 6),
         ('[topic]\npattern = "a"\n', 1),
+        ('[[topics]]\npattern = "a"\nkey_ttl_s = 0\n', 3),
+        ('[[topics]]\npattern = "a"\nkey_ttl_s = 315360001\n', 3),
+        ('[[topics]]\npattern = "a"\nkey_ttl_s = true\n', 3),
+        ('[[topics]]\npattern = "a"\nkey_ttl_s = 86400.5\n', 3),
         (f'[[callers]]\nname = "a b"\ntoken_sha256 = "{DIGEST}"\n', 2),
         ('[[callers]]\nname = "a"\ntoken_sha256 = "secret"\n', 3),
         ('[[callers]]\nname = "a"\n', 1),
@@ -155,3 +159,15 @@ def test_the_first_rule_that_matches_counts() -> None:
     assert rules.guarantee("a.exact") is Guarantee.EXACTLY_ONCE
     assert rules.guarantee("a.other") is Guarantee.IDEMPOTENT
     assert rules.guarantee("A.other") is Guarantee.EXACTLY_ONCE
+
+
+def test_the_retention_of_keys_is_that_of_their_topic_and_must_outlive_the_timeouts() -> None:
+    text = '[[topics]]\npattern = "stripe.*"\nkey_ttl_s = 259200\n[[topics]]\npattern = "short"\nkey_ttl_s = 199\n'
+    rules = Rules.parse(text)
+    assert [rules.rule(topic).key_ttl_s for topic in ("stripe.paid", "short", "orders")] == [259_200, 199, 0]
+    assert rules.longest_ttl_s == 259_200
+    assert Rules().longest_ttl_s == 0
+    assert rules.conflicts(SharedSettings(rules="rules.toml")) == [
+        "rules.toml: key_ttl_s = 199 of the topics 'short' is too short for the timeouts: write 200 or more"
+    ]
+    assert rules.conflicts(SharedSettings(request_timeout_ms=5_000, transaction_timeout_ms=5_000)) == []

@@ -99,10 +99,10 @@ async def test_requests_that_wait_for_the_same_key_share_its_repeated_claims(mon
     claim = world.keys.claim
 
     async def counted(
-        generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]], ttls_s: Sequence[int]
     ) -> list[Claim]:
         claims.extend(id for id, _ in asked)
-        return await claim(generation, slot, term, asked)
+        return await claim(generation, slot, term, asked, ttls_s)
 
     monkeypatch.setattr(world.keys, "claim", counted)
     await world.topic_metadata.get("orders", asyncio.get_running_loop().time())

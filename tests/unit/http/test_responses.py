@@ -1,14 +1,15 @@
-"""Tests that bodies have the bytes of a plain JSON encoder for the same members in the same order."""
+"""Tests that bodies have the bytes of a plain JSON encoder for the same members in the same order, and the expiry."""
 
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service.claims.states import Delivered
 from service.core.problems import NOT_WRITTEN, Problem
-from service.http.responses import join_results, render_metadata, render_result, render_whole
+from service.http.responses import committed_lines, join_results, render_metadata, render_result, render_whole
 from service.pipeline.request import Committed, Delivery
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**53)
@@ -64,3 +65,12 @@ def test_a_problem_among_results_is_its_own_body() -> None:
 def test_a_name_of_a_topic_from_a_foreign_record_is_escaped() -> None:
     delivered = Delivered(0, b"f" * 8, 'a"\n\\b', 0, 1, 2)
     assert json.loads(render_metadata((b"i" * 16, delivered)))["topic"] == delivered.topic
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "expires"), [(0, b"Thu, 01 Jan 1970 00:01:41 GMT"), (7, b"Thu, 01 Jan 1970 00:00:08 GMT")]
+)
+def test_the_expiry_is_that_of_the_key_by_its_rule_else_by_the_setting(ttl_s: int, expires: bytes) -> None:
+    delivered = Delivered(1_000, b"f" * 8, "orders", 0, 1, 2, ttl_s)
+    lines = committed_lines("key", Committed(1_000, ((b"i" * 16, delivered),), replayed=False), 100)
+    assert b"idempotency-key-expires: %b\r\n" % expires in lines

@@ -373,17 +373,20 @@ class Made(FakeCluster):
     ("key_ttl_s", "retention_ms"),
     [(60, WEEK_AND_TWO_DAYS_MS), (30 * 86_400, 32 * 86_400_000)],
 )
+@pytest.mark.parametrize("by_rule", [False, True])
 async def test_internal_topics_are_made_once_with_the_settings_that_the_audit_needs(
-    key_ttl_s: int, retention_ms: int
+    key_ttl_s: int, retention_ms: int, by_rule: bool
 ) -> None:
+    """Also where a rule has the longest retention of keys."""
     cluster = Made()
-    await InternalTopics(cluster, Settings(namespace="fp", slots_max=3, key_ttl_s=key_ttl_s)).ensure()
+    longest_ttl_s, key_ttl_s = (key_ttl_s, 60) if by_rule else (0, key_ttl_s)
+    await InternalTopics(cluster, Settings(namespace="fp", slots_max=3, key_ttl_s=key_ttl_s), longest_ttl_s).ensure()
     ours = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": "1048588"}
     kept = KEPT | ours | {"retention.ms": str(retention_ms)}
     control = ours | {"cleanup.policy": "compact"}
     wanted = [("fp.ledger", 3, kept), ("fp.requests", 8, kept), ("fp.control", 1, control)]
     assert (cluster.made, cluster.grown) == (wanted, [])
-    await InternalTopics(cluster, Settings(namespace="fp", slots_max=5, key_ttl_s=key_ttl_s)).ensure()
+    await InternalTopics(cluster, Settings(namespace="fp", slots_max=5, key_ttl_s=key_ttl_s), longest_ttl_s).ensure()
     assert (cluster.made, cluster.grown) == (wanted, [("fp.ledger", 5)])
 
 

@@ -41,6 +41,7 @@ from service.pipeline.request import (
 )
 from tests.unit.fakes import (
     GENERATION,
+    KEPT_S,
     NOW_MS,
     FakeProducer,
     World,
@@ -534,6 +535,18 @@ async def test_a_chunk_is_retried_before_a_missing_topic_is_answered_404(monkeyp
     assert tried[0] == tried[1] == ["a", "b"]
     assert time.monotonic() - began > 0.1
     assert problems(answers) == [UNKNOWN_TOPIC.code, None]
+    await ended(serving)
+
+
+async def test_a_chunk_is_split_by_the_retention_of_keys_and_keeps_the_order_of_each_topic() -> None:
+    world = World()
+    slot = await world.slot()
+    events = [make_event("a"), make_event("b", "kept"), make_event("c"), make_event("d", "kept")]
+    submitted = await on_its_way(world, *events)
+    serving = world.serve(slot)
+    assert problems(await submitted) == [None] * 4
+    assert world.keys_written() == [["a", "c"], ["b", "d"]]
+    assert world.keys.server.ttls_ms == {event_id(key): 1000 * KEPT_S for key in "bd"}
     await ended(serving)
 
 

@@ -7,13 +7,13 @@ import pytest
 
 from service.claims.redis_store import StoreGeneration
 from service.claims.states import Claim, Delivered, DeliveredBatch, RequestState
-from service.contract.wire import STAMP_HEADER, Stamp
+from service.contract.wire import STAMP_HEADER, Stamp, event_id
 from service.core.problems import OUTCOME_UNKNOWN, Fenced, KafkaAway, StoreAway
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.session import RecordMetadata, RecordResult
 from service.pipeline import writer as module
 from service.pipeline.request import Committed
-from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, steps, until
+from tests.unit.fakes import KEPT_S, NOW_MS, World, end_of_term, ended, kind_of, make_event, steps, until
 
 
 async def test_a_superseded_slot_hands_its_wakeup_to_another_slot() -> None:
@@ -122,11 +122,11 @@ async def test_a_store_that_takes_no_claim_is_asked_again_after_a_pause(
     claim = world.keys.claim
 
     async def counted(
-        generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        generation: StoreGeneration, slot: int, term: int, asked: Sequence[tuple[bytes, bytes]], ttls_s: Sequence[int]
     ) -> list[Claim]:
         nonlocal calls
         calls += 1
-        return await claim(generation, slot, term, asked)
+        return await claim(generation, slot, term, asked, ttls_s)
 
     monkeypatch.setattr(world.keys, "claim", counted)
     world.keys.server.full = full
@@ -220,4 +220,34 @@ async def test_a_batch_in_doubt_that_was_written_is_no_replay() -> None:
     assert isinstance(answer, Committed)
     assert ([delivered.offset for _, delivered in answer.deliveries], answer.replayed) == ([40, 41], False)
     assert not serving.done()
+    await ended(serving)
+
+
+async def test_keys_are_remembered_by_the_rule_of_their_topic_in_store_and_ledger() -> None:
+    world = World()
+    slot = await world.slot()
+    serving = world.serve(slot)
+    answers = await asyncio.gather(world.submit("a", "kept"), world.submit("b"))
+    assert [answer.deliveries[0][1].ttl_s for answer in answers if isinstance(answer, Committed)] == [KEPT_S, 0]
+    assert world.keys.server.ttls_ms == {event_id("a"): 1000 * KEPT_S}
+    states = world.keys.server.keys
+    assert [states[event_id(key)] for key in "ab"] == [answer.deliveries[0][1] for answer in answers]  # type: ignore[union-attr]
+    world.keys.server.clock.pass_ms(2 * 86_400_000)
+    again = await asyncio.gather(world.submit("a", "kept"), world.submit("b"))
+    assert [answer.replayed for answer in again if isinstance(answer, Committed)] == [True, False]
+    await ended(serving)
+
+
+async def test_an_atomic_batch_is_remembered_for_the_longest_retention_of_its_topics() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    events = [make_event("a/0"), make_event("a/1", "kept")]
+    for event in events:
+        await world.admission.check(event, asyncio.get_running_loop().time())
+    whole = (b"w" * 16, b"f" * 8)
+    answer = await world.admission.submit_atomic(events, whole, asyncio.get_running_loop().time())
+    assert isinstance(answer, Committed)
+    ids = [whole[0], *(event.id for event in events)]
+    await until(lambda: isinstance(world.keys.server.keys[whole[0]], DeliveredBatch))
+    assert world.keys.server.ttls_ms == dict.fromkeys(ids, 1000 * KEPT_S)
     await ended(serving)

@@ -71,9 +71,9 @@ async def test_an_unreadable_key_is_answered_504_and_the_other_events_of_its_gro
     real = world.keys.claim
 
     async def claim(
-        generation: StoreGeneration, n: int, term: int, asked: Sequence[tuple[bytes, bytes]]
+        generation: StoreGeneration, n: int, term: int, asked: Sequence[tuple[bytes, bytes]], ttls_s: Sequence[int]
     ) -> list[Claim]:
-        found = await real(generation, n, term, asked)
+        found = await real(generation, n, term, asked, ttls_s)
         return [replace(found[0], outcome=Outcome.UNREADABLE), *found[1:]]
 
     monkeypatch.setattr(world.keys, "claim", claim)

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from service.claims.redis_store import Row
 from service.claims.states import Delivered, DeliveredBatch
+from service.contract.settings import KEY_TTL_MOST_S
 from service.contract.wire import Entry, LedgerRecord, batch_fingerprint, decode_ledger
 from service.kafka.reader import Item
 from service.slots.ledger_rows import LedgerEntry, encode_entries, rows_of
@@ -119,12 +120,25 @@ ENTRIES = st.builds(
     NUMBERS,
     batch=st.none(),
     i=st.none(),
+    ttl=st.integers(0, KEY_TTL_MOST_S),
 )
 
 
 @given(ENTRIES, st.binary(min_size=16, max_size=16), st.integers(0, 10_000))
 def test_an_entry_is_encoded_as_the_contract_encodes_it(entry: Entry, batch: bytes, i: int) -> None:
     fields = entry.id.hex(), entry.fp.hex(), entry.at, entry.topic, entry.partition, entry.offset, entry.ts
-    assert encode_entries([LedgerEntry(*fields)]) == entry.encode()
+    assert encode_entries([LedgerEntry(*fields, ttl=entry.ttl)]) == entry.encode()
     member = entry._replace(batch=batch, i=i)
-    assert encode_entries([LedgerEntry(*fields, batch.hex(), i)] * 2) == f"{member.encode()},{member.encode()}"
+    assert (
+        encode_entries([LedgerEntry(*fields, batch.hex(), i, entry.ttl)] * 2) == f"{member.encode()},{member.encode()}"
+    )
+
+
+def test_an_entry_keeps_the_retention_of_its_key_and_so_does_the_batch_of_its_members() -> None:
+    kept = ENTRY._replace(ttl=259_200)
+    member = kept._replace(id=b"\x01" * 16, batch=b"\x09" * 16, i=0)
+    text = LedgerRecord(0, 7, 0, "me", [kept, member, ENTRY]).encode()
+    assert decode_ledger(text) == LedgerRecord(0, 7, 0, "me", [kept, member, ENTRY])
+    rows, _ = read(text)
+    assert [state.ttl_s for _, state in rows] == [259_200, 259_200, 0, 259_200]
+    assert text.count(b"ttl") == 2, "other entries are as they were in earlier releases"

@@ -350,6 +350,13 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
     assert bed.keys.server.nonce is None
 
 
+async def test_the_ledger_is_read_back_as_far_as_the_keys_of_any_rule_live(bed: Bed) -> None:
+    bed.world.topics.longest_ttl_s = 3 * 86_400
+    bed.keys.server.flush()
+    await asyncio.wait_for(bed.store.wait_until_complete(), 3.0)
+    assert NOW_MS - bed.kafka.since_ms == 3 * 86_400_000 + CLOCKS_APART_MS
+
+
 @pytest.mark.parametrize(("store_h", "brokers_h"), [(0, 0), (8, 0), (0, 8), (-8, 0), (0, -8)])
 async def test_the_ledger_is_read_back_by_the_slower_clock_of_redis_and_kafka(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, store_h: int, brokers_h: int

@@ -70,6 +70,7 @@ class _Control:
 
 class _Topics:
     ledger = "ledger"
+    longest_ttl_s = 86_400
 
     def __init__(self, slots: int = 2) -> None:
         self._slots = slots
