@@ -333,7 +333,8 @@ class KafkaAdmin:
         """Fence every producer with one of these ids and wait until its open transaction has ended.
 
         `InitProducerId` raises the epoch and aborts an open transaction. Until that has ended, the coordinator answers
-        CONCURRENT_TRANSACTIONS, and the request is repeated (KIP-98, KIP-360). Raises KafkaAway at the deadline.
+        CONCURRENT_TRANSACTIONS, and the request is repeated (KIP-98, KIP-360). Raises KafkaAway at the deadline, which
+        is the request timeout and the transaction timeout together, and at once if Kafka refuses an id for good.
 
         `on_progress` is called with the ids that are left, in order: at the start and after each fenced id.
         """
@@ -343,23 +344,7 @@ class KafkaAdmin:
 
         async def fence_one(transactional_id: str) -> None:
             async with permits:
-                while True:
-                    try:
-                        client = await self._connected()
-                        node = await coordinator(client, transactional_id)
-                        answer = await client.send(
-                            node, InitProducerIdRequest(transactional_id, transaction_timeout_ms)
-                        )
-                        kind = errors.for_code(answer.error_code)
-                        if kind is errors.NoError:
-                            break
-                        raise kind
-                    except RETRIABLE:
-                        await asyncio.sleep(RETRY_PAUSE_S)
-                    except errors.KafkaError as error:
-                        if why := remedy(error, transactional_id, transaction_timeout_ms):
-                            raise self.failed("fence", why) from error
-                        raise
+                await self._init_producer_id(transactional_id, transaction_timeout_ms)
             del left[transactional_id]
             on_progress(left)
 
@@ -373,6 +358,24 @@ class KafkaAdmin:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _init_producer_id(self, transactional_id: str, transaction_timeout_ms: int) -> None:
+        """Send InitProducerId until it succeeds. Raises KafkaError; KafkaAway where Kafka refuses the id for good."""
+        request = InitProducerIdRequest(transactional_id, transaction_timeout_ms)
+        while True:
+            try:
+                client = await self._connected()
+                answer = await client.send(await coordinator(client, transactional_id), request)
+                kind = errors.for_code(answer.error_code)
+                if kind is errors.NoError:
+                    return
+                raise kind
+            except RETRIABLE:
+                await asyncio.sleep(RETRY_PAUSE_S)
+            except errors.KafkaError as error:
+                if why := remedy(error, transactional_id, transaction_timeout_ms):
+                    raise self.failed("fence", why) from error
+                raise
 
     async def partitions_with_open_transactions(self, partitions: Collection[Partition]) -> set[Partition]:
         """Find the partitions that hold an open transaction of any producer.
@@ -393,23 +396,28 @@ class KafkaAdmin:
     # --------------------------------------------------------------------------------------------------- asking
 
     async def _connected(self) -> AIOKafkaClient:
+        """Return the client, connected; concurrent callers wait for one connection. Raises KafkaError."""
         async with self._connecting:
             if self._client is None:
-                client = Client(metadata_max_age_ms=30_000, **self.options("cluster"))
-                try:
-                    await client.bootstrap()
-                except errors.KafkaConnectionError as error:
-                    await client.close()
-                    host, _, port = self.bootstrap.split(",")[0].strip().rpartition(":")
-                    refusal = await self._refusal(host.strip("[]"), int(port))
-                    if isinstance(refusal, REFUSED):
-                        raise refusal from error
-                    raise errors.KafkaConnectionError(_text(refusal) or "the first connection failed") from error
-                except BaseException:
-                    await client.close()
-                    raise
-                self._client = client
+                self._client = await self._connect()
             return self._client
+
+    async def _connect(self) -> AIOKafkaClient:
+        """Connect a client. Raises KafkaError with the first address's reason, which aiokafka's error hides."""
+        client = Client(metadata_max_age_ms=30_000, **self.options("cluster"))
+        try:
+            await client.bootstrap()
+        except errors.KafkaConnectionError as error:
+            await client.close()
+            host, _, port = self.bootstrap.split(",")[0].strip().rpartition(":")
+            refusal = await self._refusal(host.strip("[]"), int(port))
+            if isinstance(refusal, REFUSED):
+                raise refusal from error
+            raise errors.KafkaConnectionError(_text(refusal) or "the first connection failed") from error
+        except BaseException:
+            await client.close()
+            raise
+        return client
 
     async def why_not(self, host: str, port: int) -> str:
         """Say why a connection to an address fails; "" where it succeeds."""
