@@ -11,7 +11,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
@@ -29,7 +29,7 @@ from service.core.settings import Settings
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.reader import Span, ends, offsets_since, read_through
+from service.kafka.reader import Item, Span, ends, offsets_since, read_through
 from service.kafka.session import RecordMetadata
 from service.kafka.topics import InternalTopics
 from service.slots.generation_log import Control
@@ -396,32 +396,23 @@ class CurrentStore:
         return dict(enumerate(await self._barriers.send_all(self._topics.ledger, records)))
 
     async def _replay_all(self, store: str, nonce: str, barriers: Mapping[int, RecordMetadata]) -> int:
-        """Replay all ledger partitions from `applied`, or as far back as keys live; returns the number of keys.
+        """Replay all ledger partitions through their barriers, by slot; returns the number of keys.
 
-        Does not use this machine's clock: keys expire by Redis's clock, and ledger records have the brokers' times.
+        Raises KafkaAway, StoreLost, StoreAway and StoreUnanswered.
         """
-        through = {slot: barrier.offset for slot, barrier in barriers.items()}
-        applied = await self._keys.recover_read(store, nonce, len(through))
-        unknown = [slot for slot, offset in enumerate(applied) if offset is None]
-        now_ms = min(await self._keys.clock_ms(), *(barrier.timestamp for barrier in barriers.values()))
-        since_ms = max(0, now_ms - self._topics.longest_ttl_s * 1000 - CLOCKS_APART_MS)
-        starts = await offsets_since(self._cluster, self._topics.ledger, unknown, since_ms) if unknown else {}
-        spans = {
-            slot: Span(starts.get(slot) if applied[slot] is None else applied[slot], offset)
-            for slot, offset in through.items()
-        }
+        spans = await self._spans_to_replay(store, nonce, barriers)
+        remaining = {slot: span.through + 1 - max(span.start or 0, 0) for slot, span in spans.items()}  # offsets
         writes = _Writes(functools.partial(self._keys.recover_replay, store, nonce))
-        remaining = {slot: span.through + 1 - max(span.start or 0, 0) for slot, span in spans.items()}
         replayed, left = self._telemetry.replayed.labels("store"), self._telemetry.replay_remaining
         records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._timeout_s)
         try:
             async with contextlib.aclosing(records):
                 async for items in records:
-                    for start in range(0, len(items), REPLAY_RECORDS):
-                        for rows in chunks(rows_of(items[start : start + REPLAY_RECORDS])):
-                            await writes.add(rows)
-                            replayed.inc(len(rows))
-                    remaining[items[-1].partition] = max(0, through[items[-1].partition] - items[-1].offset)
+                    for rows in _rows_in_chunks(items):
+                        await writes.add(rows)
+                        replayed.inc(len(rows))
+                    last = items[-1]
+                    remaining[last.partition] = max(0, spans[last.partition].through - last.offset)
                     left.set(sum(remaining.values()))
                     behind = [slot for slot, offsets in sorted(remaining.items()) if offsets]
                     self.status = f"recovering: {writes.keys} keys replayed, waiting for slots {behind[:SLOTS_NAMED]}"
@@ -431,9 +422,30 @@ class CurrentStore:
             await writes.stop()
         return writes.keys
 
+    async def _spans_to_replay(self, store: str, nonce: str, barriers: Mapping[int, RecordMetadata]) -> dict[int, Span]:
+        """Find the offsets to replay, by slot: from `applied`, or as far back as keys live, through the barrier.
+
+        Does not use this machine's clock: keys expire by Redis's clock, and ledger records have the brokers' times.
+        """
+        applied = await self._keys.recover_read(store, nonce, len(barriers))
+        unknown = [slot for slot, offset in enumerate(applied) if offset is None]
+        now_ms = min(await self._keys.clock_ms(), *(barrier.timestamp for barrier in barriers.values()))
+        since_ms = max(0, now_ms - self._topics.longest_ttl_s * 1000 - CLOCKS_APART_MS)
+        starts = await offsets_since(self._cluster, self._topics.ledger, unknown, since_ms) if unknown else {}
+        return {
+            slot: Span(starts.get(slot) if applied[slot] is None else applied[slot], barrier.offset)
+            for slot, barrier in barriers.items()
+        }
+
     @property
     def _lease_s(self) -> float:
         return self._settings.lease_ttl_ms / 1000
+
+
+def _rows_in_chunks(items: Sequence[Item]) -> Iterator[Sequence[Row]]:
+    """Decode ledger records, REPLAY_RECORDS at a time, into rows for one call to Redis each."""
+    for start in range(0, len(items), REPLAY_RECORDS):
+        yield from chunks(rows_of(items[start : start + REPLAY_RECORDS]))
 
 
 class _Writes:
