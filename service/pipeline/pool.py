@@ -6,8 +6,8 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -65,6 +65,44 @@ def _cause_of(error: Exception) -> str:
     if isinstance(error, StoreBug) or (isinstance(error, TransactionFailed) and error.is_bug):
         return BUG
     return next((name for kind, name in ENDS.items() if isinstance(error, kind)), BUG)
+
+
+class Share(NamedTuple):
+    """How many slots a process takes up to, and how many it keeps at most while slots are free or dead."""
+
+    slots: int
+    most: int
+
+
+def fair_share(wanted: int, slots_max: int, members: int, stuck: int) -> Share:
+    """Divide the slots among `members` processes; each gets at most `wanted`, and others in place of `stuck` ones.
+
+    A slot is stuck if Kafka cannot end its transaction, because a partition takes no markers.
+    """
+    most = wanted + min(max(wanted, REPLACED_LEAST), stuck)
+    return Share(min(most, max(1, slots_max // max(1, members))), most)
+
+
+class Balance(NamedTuple):
+    """Slots to take, in this order, and how many of the held ones are too many."""
+
+    to_take: list[int]
+    excess: int
+
+
+def balance(others: Mapping[int, str], held: int, share: Share, to_recover: Collection[int]) -> Balance:
+    """Decide which slots a process with `held` slots takes, and how many it gives up.
+
+    `others`: the slots that it does not hold, as Heartbeat marks them. It takes all dead ones, and the free ones of
+    `to_recover`, because their open transactions delay all readers of their partitions; others only up to its share.
+    It may then hold more than it wants, and gives up more than its share only if no slot is free or dead.
+    """
+    dead = [n for n, mark in others.items() if mark == "d" or (mark == "f" and n in to_recover)]
+    free = [n for n, mark in others.items() if mark == "f" and n not in to_recover]
+    random.shuffle(dead)  # processes that decide at the same time should not try the same slots
+    random.shuffle(free)
+    wanted = max(0, share.slots - held - len(dead))
+    return Balance(dead + free[:wanted], held - (share.most if free or dead else share.slots))
 
 
 class Pool:
@@ -261,28 +299,17 @@ class Pool:
         self._last_heartbeat = generation, now
 
     async def _balance(self, heartbeat: Heartbeat, generation: StoreGeneration) -> None:
-        """Take or give up slots towards min(wanted, fair share), and take all dead slots.
-
-        A dead slot's open transaction delays all readers of its partitions.
-        """
+        """Take and give up slots as `balance` decides. Raises as Keys.take does."""
         held = [slot for slot in self.slots.values() if not slot.draining]
-        # A slot is stuck if Kafka cannot end its transaction, because a partition takes no markers.
-        stuck = sum(map(self._is_stuck, held))
-        most = self._settings.slots + min(max(self._settings.slots, REPLACED_LEAST), stuck)
-        share = min(most, max(1, self._settings.slots_max // max(1, heartbeat.members)))
-        marks = {n: mark for n, mark in enumerate(heartbeat.slots) if n not in self.slots}
-        dead = [n for n, mark in marks.items() if mark == "d" or (mark == "f" and n in self._to_recover)]
-        free = [n for n, mark in marks.items() if mark == "f" and n not in self._to_recover]
-        random.shuffle(dead)
-        random.shuffle(free)
-        wanted = share - len(held)
-        self._to_recover = {n: partitions for n, partitions in self._to_recover.items() if marks.get(n) in ("d", "f")}
-        await self._take_each(dead + free[: max(0, wanted - len(dead))], generation)
-        # A process may hold more than it wants after taking dead slots, and gives up more than its share only if no
-        # slot is free or dead.
-        excess = len(held) - (most if free or dead else share)
+        others = {n: mark for n, mark in enumerate(heartbeat.slots) if n not in self.slots}
+        self._to_recover = {n: partitions for n, partitions in self._to_recover.items() if others.get(n) in ("d", "f")}
+        share = fair_share(
+            self._settings.slots, self._settings.slots_max, heartbeat.members, stuck=sum(map(self._is_stuck, held))
+        )
+        decision = balance(others, len(held), share, self._to_recover)
+        await self._take_each(decision.to_take, generation)
         writable = [slot for slot in held if slot.state in CAN_WRITE]
-        for slot in writable[: max(0, min(excess, len(writable) - 1))]:  # it keeps one that can write
+        for slot in writable[: max(0, min(decision.excess, len(writable) - 1))]:  # it keeps one that can write
             log.info("slot given up", slot=slot.n)
             self._let_go(slot)
 
