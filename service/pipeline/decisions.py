@@ -312,25 +312,32 @@ class IdempotentDecision:
         records: Sequence[Record],
         written: Sequence[RecordResult],
     ) -> None:
-        found = [self._next(request, *each) for each in zip(records, written, strict=True)]
-        with_result = [n for n, each in enumerate(found) if not isinstance(each, Step)]
-        metadata = [each for each in found if isinstance(each, RecordMetadata)]
-        if len(metadata) == len(found):
-            self.delivered.extend(committed_of([(request, accepted_ats)], records, metadata))
+        """Decide on a request: an event with a result leaves its chunk, and the rest of the chunk is sent again."""
+        metadata = [each for each in written if isinstance(each, RecordMetadata)]
+        if len(metadata) == len(written):  # the usual case
+            self.delivered += committed_of([(request, accepted_ats)], records, metadata)
             return
-        for n, part in zip(with_result, request.take_out(with_result) if with_result else (), strict=True):
-            result = found[n]
-            if isinstance(result, RecordMetadata):
-                self.delivered.extend(committed_of([(part, [accepted_ats[n]])], [records[n]], [result]))
-            elif isinstance(result, Problem):
-                self.results.append((part, result))
-                self.to_release.append(ClaimToRelease(part, [id for id, _ in part.asked]))
+        found = [self._next(request, *each) for each in zip(records, written, strict=True)]
+        if with_result := [n for n, each in enumerate(found) if not isinstance(each, Step)]:
+            for n, part in zip(with_result, request.take_out(with_result), strict=True):
+                self._end(part, accepted_ats[n], records[n], found[n])
         if steps := {each for each in found if isinstance(each, Step)}:
             then = Step.SPLIT if Step.SPLIT in steps else Step.REQUEUE
             self.to_release.append(ClaimToRelease(request, [id for id, _ in request.asked], then))
             self.requeued.append(request)
 
+    def _end(
+        self, part: WriteRequest, accepted_at: int, record: Record, result: RecordMetadata | Problem | Step
+    ) -> None:
+        """Note the result of a request with one event: where it was written, or the problem, which ends its claim."""
+        if isinstance(result, RecordMetadata):
+            self.delivered += committed_of([(part, [accepted_at])], [record], [result])
+        elif isinstance(result, Problem):
+            self.results.append((part, result))
+            self.to_release.append(ClaimToRelease(part, [id for id, _ in part.asked]))
+
     def _next(self, request: WriteRequest, record: Record, written: RecordResult) -> Step | RecordMetadata | Problem:
+        """Decide what the result of a record means for its event: the event's result, or its next step."""
         if isinstance(written, RecordMetadata):
             return written
         if isinstance(written, NotSent):
