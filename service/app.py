@@ -27,6 +27,7 @@ from service.events.schemas import Schemas
 from service.events.strict_json import check_json, in_thread
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
+from service.http.produce import ProduceEndpoint
 from service.http.routes import routes
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
@@ -390,4 +391,6 @@ def build_app(
     callers = Callers(rules.callers)
     endpoint = EventsEndpoint(lambda: holder["service"].admission, settings, callers, telemetry)
     routes(app, lambda: holder["service"], callers, endpoint)
+    produce = ProduceEndpoint(endpoint, lambda: holder["service"].admission, rules, telemetry)
+    app.router.routes += produce.routes()
     return app, endpoint

@@ -26,9 +26,10 @@ class TopicRule:
     """One `[[topics]]` table: the guarantee and the schema of the topics whose names match the glob.
 
     `schema` is the path of a JSON Schema, in the file relative to its folder, or empty. `key_ttl_s` is the retention of
-    the keys of events of these topics, in seconds; 0 for FENCEPOST_KEY_TTL_S. The rest is for the audit: `derived`:
-    programs write copies of other topics' events here, with their headers. `client_duplicates`: whether equal contents
-    under several keys are reported.
+    the keys of events of these topics, in seconds; 0 for FENCEPOST_KEY_TTL_S. `keyless` says what happens to a produce
+    request (of Confluent's API) without an idempotency key: `allow`: the service makes one. The rest is for the audit:
+    `derived`: programs write copies of other topics' events here, with their headers. `client_duplicates`: whether
+    equal contents under several keys are reported.
     """
 
     pattern: str
@@ -37,6 +38,7 @@ class TopicRule:
     derived: bool = False
     client_duplicates: bool = True
     key_ttl_s: int = 0
+    keyless: str = "allow"
 
 
 USUAL: Final = TopicRule("*")
@@ -131,6 +133,7 @@ class Rules:
 
 
 _SWITCHES: Final = ("derived", "client_duplicates")
+_KEYLESS: Final = ("allow", "refuse")
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
@@ -145,7 +148,15 @@ def _topic_rule(table: Table, folder: Path) -> TopicRule:
     schema = str(folder / table["schema"]) if "schema" in table else ""
     guarantee = Guarantee(table.get("guarantee", "exactly_once"))
     derived, client_duplicates = table.get("derived", False), table.get("client_duplicates", True)
-    return TopicRule(table["pattern"], guarantee, schema, derived, client_duplicates, table.get("key_ttl_s", 0))
+    return TopicRule(
+        table["pattern"],
+        guarantee,
+        schema,
+        derived,
+        client_duplicates,
+        table.get("key_ttl_s", 0),
+        table.get("keyless", "allow"),
+    )
 
 
 def _caller_rule(table: Table) -> CallerRule:
@@ -161,13 +172,15 @@ def _digests(table: Table) -> list[Any]:
 
 def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[topics]]` table: the name concerned, and the remedy."""
-    for name in table.keys() - {"pattern", "guarantee", "schema", "key_ttl_s", *_SWITCHES}:
-        yield name, f"no such setting; write pattern, guarantee, schema, key_ttl_s, {' and '.join(_SWITCHES)}"
+    for name in table.keys() - {"pattern", "guarantee", "schema", "key_ttl_s", "keyless", *_SWITCHES}:
+        yield name, f"no such setting; write pattern, guarantee, schema, key_ttl_s, keyless, {' and '.join(_SWITCHES)}"
     pattern = table.get("pattern")
     if not isinstance(pattern, str) or not pattern:
         yield "pattern", 'write the topic\'s name or a glob, as in pattern = "telemetry.*"'
     if table.get("guarantee", "exactly_once") not in _GUARANTEES:
         yield "guarantee", f"write one of {', '.join(_GUARANTEES)}"
+    if table.get("keyless", "allow") not in _KEYLESS:
+        yield "keyless", f"write one of {', '.join(_KEYLESS)}"
     schema = table.get("schema", "-")
     if not isinstance(schema, str) or not schema:
         yield "schema", 'write the path of a JSON Schema, as in schema = "order.json", or leave it out'

@@ -39,8 +39,13 @@ class Answers:
             if post.answered:
                 post.cut()
                 return
-        status, headers, body = render_problem(error)
-        self.answer(post, status, lines_of(headers) + more, body, error.kind.code)
+        status, lines, body = self.render(error)
+        self.answer(post, status, lines + more, body, error.kind.code)
+
+    def render(self, problem: Problem) -> tuple[int, bytes, bytes]:
+        """Render the status, the header lines and the body of a problem, in the form of the endpoint's API."""
+        status, headers, body = render_problem(problem)
+        return status, lines_of(headers), body
 
     async def or_fail(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
         """Await the work of a request, and answer with the problem that it raises."""

@@ -74,11 +74,17 @@ def test_rules_must_be_a_file(tmp_path: Path) -> None:
     assert rules.guarantee("orders") is Guarantee.EXACTLY_ONCE
 
 
+def test_requests_without_a_key_are_allowed_unless_a_rule_refuses_them() -> None:
+    rules = Rules.parse('[[topics]]\npattern = "a"\nkeyless = "refuse"\n[[topics]]\npattern = "b"\nkeyless = "allow"')
+    assert [rules.rule(topic).keyless for topic in "abc"] == ["refuse", "allow", "allow"]
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         ('[[topics]]\npattern = "a"\nguarantee = "twice"\n', 3),
         ('[[topics]]\npattern = "a"\nschema = ""\n', 3),
+        ('[[topics]]\npattern = "a"\nkeyless = "never"\n', 3),
         ('[[topics]]\nschema = 1\npattern = "a"\n', 2),
         ('[[topics]]\n\nguarantee = "idempotent"\n', 1),
         ('[[topics]]\npattern = "a"\n\n[[topics]]\npattern = "b"\nguarante = "idempotent"\n', 6),
@@ -120,6 +126,7 @@ def test_a_wrong_rule_is_reported_with_its_line(text: str, line: int) -> None:
         ('[[topics]]\npattern = "a"\nguarantee = ["exactly_once"]', "3: guarantee: write"),
         ('[[topics]]\npattern = "a"\nguarantee = {}', "3: guarantee: write"),
         ('[[topics]]\npattern = "a"\nschema = ["a.json"]', "3: schema: write"),
+        ('[[topics]]\npattern = "a"\nkeyless = ["refuse"]', "3: keyless: write one of allow, refuse"),
         (f'[[callers]]\nname = ["a"]\ntoken_sha256 = "{DIGEST}"', "2: name: write"),
         ('[[topics]]\nguarantee = "idempotent"\n[[topics]]\npattern = "b"', "1: pattern: write"),
         ('[[topics]]\npattern = "a"\n\n\n\n[[topics]]\npattern = 2', "7: pattern: write"),

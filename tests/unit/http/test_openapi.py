@@ -17,8 +17,10 @@ from service.core.problems import KINDS, NOT_WRITTEN, Problem
 from service.core.settings import Settings
 from service.events.cloudevents import BATCHED, STRUCTURED, VERSION, CloudEvent
 from service.events.event import BATCH_EVENTS_MAX, EventBody
+from service.events.produce import V2_FORMATS, RequestKey, V2Body, V2Record, V3Header, V3Record, parse_v3
 from service.events.schemas import Schemas
 from service.http.batch import LINES, BatchBody, MemberBody
+from service.http.produce_answers import error_of, render_error, render_offsets, render_v2, render_v3
 from service.http.responses import (
     PROBLEM_TYPE,
     committed_lines,
@@ -36,9 +38,12 @@ PATHS = DOCUMENT["paths"]
 REF = "#/components/schemas/{name}"
 SCHEMAS = DOCUMENT["components"]["schemas"]
 POSTS = [PATHS[path]["post"] for path in ("/events", "/events/batch")]
+# The produce API, whose errors have another form.
+PRODUCE = {path: operations for path, operations in PATHS.items() if path.startswith(("/topics", "/v3"))}
 # Routes of FastAPI itself.
 OWN_PATHS = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
 
+KEY = RequestKey("k", "")
 THERE = Delivered(1, b"f" * 32, "topic", 2, 3, 4)
 COMMITTED = Committed(1, ((b"i" * 32, THERE),), replayed=True)
 
@@ -145,10 +150,10 @@ def test_each_problem_is_an_answer_to_a_post() -> None:
 
 
 def test_every_problem_is_documented_with_the_same_schema() -> None:
-    for operations in PATHS.values():
+    for path, operations in PATHS.items():
         for operation in operations.values():
             for status, answer in answers_to(operation).items():
-                if status >= "400" and answer["content"].keys() != {"application/json"}:
+                if status >= "400" and path not in PRODUCE and answer["content"].keys() != {"application/json"}:
                     assert answer["content"] == {
                         PROBLEM_TYPE.decode(): {"schema": {"$ref": REF.format(name="Problem")}}
                     }
@@ -187,4 +192,24 @@ def test_each_operation_that_needs_a_caller_has_the_bearer_security_scheme() -> 
         for method, operation in operations.items()
         if operation.get("security") == [{}, {"bearer": []}]
     }
-    assert secured == {"post /events", "post /events/batch", "get /events/{key}"}
+    of_produce = {f"{method} {path}" for path, operations in PRODUCE.items() for method in operations}
+    assert secured == {"post /events", "post /events/batch", "get /events/{key}", *of_produce}
+
+
+def test_the_produce_api_is_documented_as_it_is_parsed_and_answered() -> None:
+    v2, v3 = (SCHEMAS[name]["properties"].keys() for name in ("V2Body", "V3Record"))
+    assert (list(v2), list(v3)) == ([*V2Body.__struct_fields__], [*V3Record.__struct_fields__])
+    assert SCHEMAS["V2Record"]["properties"].keys() == set(V2Record.__struct_fields__)
+    assert SCHEMAS["V3Header"]["properties"].keys() == set(V3Header.__struct_fields__)
+    formats = {media_type for media_type, format in V2_FORMATS.items() if not format.needs_schema}
+    for path, operations in PRODUCE.items():
+        for operation in (operations[method] for method in operations if method == "post"):
+            taken = operation["requestBody"]["content"]
+            assert taken.keys() == (formats if path.startswith("/topics") else {"application/json"})
+    problem = Problem(NOT_WRITTEN, "why")
+    check("V2Offsets", render_v2([render_offsets([COMMITTED, problem])]))
+    check("ProduceError", render_error(error_of(problem)))
+    record = parse_v3(b'{"key":{"type":"STRING","data":"a"},"value":{"type":"JSON","data":1}}', 0, "topic", KEY, None)
+    answer, error, _ = render_v3("c", [(record, COMMITTED), (record, problem)]).split(b"\r\n")
+    check("V3Answer", answer)
+    check("ProduceError", error)

@@ -1,0 +1,339 @@
+"""Parses the records of the Confluent REST Proxy's produce API, v2 and v3, to events. Pure functions of the body.
+
+https://docs.confluent.io/platform/current/kafka-rest/api.html; Karapace and the Strimzi Bridge serve v2 as well.
+Where these differ, the tables in tests/unit/http/test_produce_answers.py say which one is followed.
+"""
+
+import base64
+import binascii
+import re
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+from service.contract.wire import KEY_HEADER, RESERVED_HEADERS, Header, event_id, member_id
+from service.core.problems import INVALID_EVENT, INVALID_KEY, MISSING_KEY, TOO_LARGE, Problem
+from service.core.settings import EVENT_BYTES_MAX
+from service.events.event import (
+    BATCH_EVENTS_MAX,
+    HEADERS_MAX,
+    PARTITION_MOST,
+    TIMESTAMP_MOST,
+    Event,
+    check_key,
+    check_text,
+    cut_batch,
+    decode,
+    event_of,
+    invalid,
+    too_many,
+)
+from service.events.strict_json import LONG_BYTES, in_thread, strictly
+
+# A longer JSON key is written as it was sent: encoding it again would hold the event loop for milliseconds.
+COMPACTED_BYTES: Final = LONG_BYTES
+
+
+class Format(Enum):
+    """The form of a key or value in the request, by its name in v3."""
+
+    BINARY = "BINARY"
+    JSON = "JSON"
+    STRING = "STRING"
+    AVRO = "AVRO"
+    JSONSCHEMA = "JSONSCHEMA"
+    PROTOBUF = "PROTOBUF"
+
+    @property
+    def needs_schema(self) -> bool:
+        return self in (Format.AVRO, Format.JSONSCHEMA, Format.PROTOBUF)
+
+
+V2_FORMATS: Final = {
+    "application/vnd.kafka.json.v2+json": Format.JSON,
+    "application/vnd.kafka.binary.v2+json": Format.BINARY,
+    "application/vnd.kafka.text.v2+json": Format.STRING,  # of the Strimzi Bridge
+    "application/vnd.kafka.avro.v2+json": Format.AVRO,
+    "application/vnd.kafka.jsonschema.v2+json": Format.JSONSCHEMA,
+    "application/vnd.kafka.protobuf.v2+json": Format.PROTOBUF,
+}
+"""The format of the keys and values of a v2 request, by the media type of its body."""
+
+PARTITION_NOT_FOUND: Final = 40402
+INVALID_PAYLOAD: Final = 42206
+UNPROCESSABLE: Final = 422
+_NULL: Final = msgspec.Raw(b"null")
+_NUMBER: Final = re.compile(rb"-?[0-9]")
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class ProduceProblem(Problem):
+    """A problem for which the produce API has an error code of its own; `status` is that of its HTTP answer."""
+
+    def __init__(self, status: int, error_code: int, detail: str) -> None:
+        super().__init__(INVALID_EVENT, detail)
+        self.status = status
+        self.error_code = error_code
+
+
+class RequestKey(msgspec.Struct, frozen=True):
+    """The idempotency key of a produce request in its scope; record i has the id of member i of an atomic batch.
+
+    `key` is the request's, else one that the service has made. It is None where a rule refuses that: then each record
+    needs a key of its own.
+    """
+
+    key: str | None
+    scope: str
+
+    def id_of(self, index: int, own: bytes | None) -> tuple[str, bytes]:
+        """Return the key and the id of record `index`, from 0; `own` is the record's own key. Raises Problem (400)."""
+        if own is not None:
+            key = check_key(own.decode("latin-1"), f"headers.{KEY_HEADER}")
+            return key, event_id(key, self.scope)
+        if self.key is None:
+            raise Problem(
+                MISSING_KEY, "Idempotency-Key: the topic's rule refuses requests without one: send this header"
+            )
+        return self.key, member_id(self.key, index, self.scope)
+
+
+# ------------------------------------------------------------------------------------------------------------------ v2
+
+
+class V2Body(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a v2 request. Formats without a schema ignore the schemas, as the peers do."""
+
+    records: list[msgspec.Raw] | None = None
+    key_schema: msgspec.Raw = _NULL
+    key_schema_id: msgspec.Raw = _NULL
+    value_schema: msgspec.Raw = _NULL
+    value_schema_id: msgspec.Raw = _NULL
+
+
+class V2Record(msgspec.Struct, forbid_unknown_fields=True):
+    """One record of a v2 request. Its partition precedes that of the path."""
+
+    key: msgspec.Raw = _NULL
+    value: msgspec.Raw = _NULL
+    partition: int | None = None
+
+
+_decode_v2_body = msgspec.json.Decoder(V2Body).decode
+_decode_v2_record = msgspec.json.Decoder(V2Record, strict=False).decode  # the peers take the partition "0" for 0
+
+
+def v2_format(media_type: str) -> Format | None:
+    """Find the format of a v2 body; None for another media type. Raises Problem (422) for a format with schemas."""
+    format = V2_FORMATS.get(media_type)
+    if format is not None:
+        check_format(format)
+    return format
+
+
+def check_format(format: Format) -> None:
+    """Raise Problem (422) for a format whose values need a schema."""
+    if format.needs_schema:
+        raise ProduceProblem(
+            422,
+            INVALID_PAYLOAD,
+            f"{format.value}: no schema registry is configured, so that only BINARY, JSON and STRING are taken",
+        )
+
+
+async def parse_v2(body: bytes) -> list[msgspec.Raw]:
+    """Parse the records of a v2 body, which a thread checks if it is long. Raises Problem (400, 413, 422)."""
+    if len(body) > LONG_BYTES:
+        frame, texts = await in_thread(cut_batch, body, "records")
+        records = decode(_decode_v2_body, frame).records
+        records = texts or records
+    else:
+        records = strictly(body, lambda body: decode(_decode_v2_body, body)).records
+    if not records:
+        raise ProduceProblem(422, UNPROCESSABLE, "records: send at least one record")
+    if len(records) > BATCH_EVENTS_MAX:
+        raise Problem(TOO_LARGE, f"records: there are {len(records)}; at most {BATCH_EVENTS_MAX} are taken")
+    return records
+
+
+def v2_event(
+    raw: msgspec.Raw,
+    index: int,
+    format: Format,
+    topic: str,
+    partition: int | None,
+    key: RequestKey,
+    traceparent: bytes | None,
+) -> Event:
+    """Make the event of record `index` of a v2 request; `partition` is that of the path. Raises Problem (400, 413)."""
+    fields = decode(_decode_v2_record, raw)
+    own = partition if fields.partition is None else _partition_of(fields.partition)
+    value = _data_of(format, fields.value, "value")
+    record_key = _data_of(format, fields.key, "key")
+    return event_of(*key.id_of(index, None), topic, record_key, value, [], own, None, traceparent)
+
+
+# ------------------------------------------------------------------------------------------------------------------ v3
+
+
+class V3Data(msgspec.Struct, forbid_unknown_fields=True):
+    """The key or the value of a v3 record. A schema, or no type, needs a schema registry."""
+
+    data: msgspec.Raw
+    type: Format | None = None
+    subject: str | None = None
+    subject_name_strategy: str | None = None
+    schema_id: int | None = None
+    schema_version: int | str | None = None
+    schema: str | None = None
+
+
+class V3Header(msgspec.Struct, forbid_unknown_fields=True):
+    """A header of a v3 record; the value is base64."""
+
+    name: str
+    value: str | None = None
+
+
+class V3Record(msgspec.Struct, forbid_unknown_fields=True):
+    """One record of a v3 request. `timestamp` is RFC 3339, or seconds since 1970."""
+
+    partition_id: int | None = None
+    headers: list[V3Header] | None = None
+    key: V3Data | None = None
+    value: V3Data | None = None
+    timestamp: str | int | float | None = None
+
+
+class V3Event(msgspec.Struct, frozen=True):
+    """The event of a v3 record, and the formats of its key and value, which the answer repeats."""
+
+    event: Event
+    key_format: Format | None
+    value_format: Format | None
+
+
+_decode_v3_record = msgspec.json.Decoder(V3Record, strict=False).decode
+
+
+async def parse_long_v3(text: bytes, index: int, topic: str, key: RequestKey, traceparent: bytes | None) -> V3Event:
+    """Make the event of a v3 record of any length, which a thread checks to be JSON. Raises as `parse_v3`."""
+    await check_text(text, b"headers", HEADERS_MAX)
+    return _v3_event(decode(_decode_v3_record, text), index, topic, key, traceparent)
+
+
+def parse_v3(text: bytes, index: int, topic: str, key: RequestKey, traceparent: bytes | None) -> V3Event:
+    """Make the event of record `index` of a v3 request, of at most LONG_BYTES. Raises Problem (400, 404, 413, 422)."""
+    fields = strictly(text, lambda text: decode(_decode_v3_record, text))
+    return _v3_event(fields, index, topic, key, traceparent)
+
+
+def _v3_event(fields: V3Record, index: int, topic: str, key: RequestKey, traceparent: bytes | None) -> V3Event:
+    if fields.partition_id is not None:
+        _partition_of(fields.partition_id)
+    headers, own = _headers_of(fields.headers or [])
+    key_format, record_key = _v3_data(fields.key, "key")
+    value_format, value = _v3_data(fields.value, "value")
+    timestamp = None if fields.timestamp is None else _ms_of(fields.timestamp)
+    event = event_of(
+        *key.id_of(index, own), topic, record_key, value, headers, fields.partition_id, timestamp, traceparent
+    )
+    return V3Event(event, key_format, value_format)
+
+
+def _v3_data(given: V3Data | None, field: str) -> tuple[Format | None, bytes | None]:
+    if given is None:
+        return None, None
+    schema = (given.subject, given.subject_name_strategy, given.schema_id, given.schema_version, given.schema)
+    if given.type is None or schema != (None,) * len(schema):
+        raise ProduceProblem(
+            422,
+            INVALID_PAYLOAD,
+            f"{field}: no schema registry is configured: send type (BINARY, JSON or STRING) and data only",
+        )
+    check_format(given.type)
+    return given.type, _data_of(given.type, given.data, f"{field}.data")
+
+
+def _headers_of(given: list[V3Header]) -> tuple[list[Header], bytes | None]:
+    """Return the headers to write, and the record's own idempotency key, which a header of that name has."""
+    if len(given) > HEADERS_MAX:
+        raise too_many("headers", HEADERS_MAX)
+    headers: list[Header] = []
+    own: bytes | None = None
+    for header in given:
+        # Kafka knows headers without a value; they are written with an empty one.
+        content = b"" if header.value is None else _base64(header.value, f"headers.{header.name}")
+        name = header.name.lower()
+        if name == KEY_HEADER:
+            if own is not None:
+                raise Problem(INVALID_KEY, f"headers.{KEY_HEADER}: send it once")
+            own = content
+        elif name in RESERVED_HEADERS:
+            raise invalid(f"headers.{header.name}", "this name is reserved for Fencepost: use another")
+        else:
+            headers.append((header.name, content))
+    return headers, own
+
+
+def _ms_of(timestamp: str | int | float) -> int:
+    """Convert a timestamp to ms since 1970: RFC 3339 with its offset, or a number of seconds."""
+    ms: float
+    try:
+        if isinstance(timestamp, str):
+            moment = datetime.fromisoformat(timestamp)
+            ms = (moment - _EPOCH) // timedelta(milliseconds=1)  # TypeError without an offset
+        else:
+            ms = timestamp * 1000
+    except (ValueError, TypeError, OverflowError):
+        ms = -1
+    if not 0 <= ms <= TIMESTAMP_MOST:
+        raise invalid("timestamp", "send a time since 1970 as in 2021-02-05T19:14:42.123Z")
+    return int(ms)
+
+
+# ---------------------------------------------------------------------------------------------------------------- both
+
+
+def _partition_of(partition: int) -> int:
+    if not 0 <= partition <= PARTITION_MOST:
+        raise ProduceProblem(404, PARTITION_NOT_FOUND, "partition: use a partition's number, from 0")
+    return partition
+
+
+def _data_of(format: Format, given: msgspec.Raw, field: str) -> bytes | None:
+    """Return the bytes to write for a key or a value; None for null.
+
+    A JSON value is written as it was sent. A JSON key is written without blanks and escapes, as the peers write it, so
+    that equal keys get one partition.
+    """
+    raw = bytes(given)
+    if raw == b"null":
+        return None
+    if format is Format.JSON:
+        return _compact(raw) if field.startswith("key") else raw
+    if not raw.startswith(b'"'):
+        raise invalid(field, "send a string of base64" if format is Format.BINARY else "send a string")
+    text = msgspec.json.decode(raw, type=str)
+    return _base64(text, field) if format is Format.BINARY else text.encode()
+
+
+def _compact(text: bytes) -> bytes:
+    if len(text) > COMPACTED_BYTES or _NUMBER.match(text):  # a number keeps its form
+        return text
+    try:
+        return msgspec.json.encode(msgspec.json.decode(text))
+    except msgspec.DecodeError:  # a number in it that no double can hold
+        return text
+
+
+def _base64(text: str, field: str) -> bytes:
+    """Decode standard base64 (RFC 4648, section 4), whose padding may be missing. Raises Problem (400, 413)."""
+    if len(text) // 4 * 3 > EVENT_BYTES_MAX + 2:  # + 2 bytes of padding
+        raise Problem(TOO_LARGE, f"{field}: at most {EVENT_BYTES_MAX} bytes are taken")
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise invalid(field, "use standard base64 (RFC 4648, section 4)") from None

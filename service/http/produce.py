@@ -1,0 +1,306 @@
+"""The produce API of the Confluent REST Proxy, v2 and v3, with idempotency keys.
+
+Each record is an event: it is written exactly once under its key, as by `POST /events`. A sender that knows nothing of
+keys works unchanged; one that sends the header Idempotency-Key, or a v3 record header of that name, may repeat itself.
+"""
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+import structlog
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from service.contract import Rules
+from service.core.metrics import Telemetry
+from service.core.problems import INVALID_JSON, MISSING_KEY, TOO_LARGE, Problem
+from service.core.settings import TOPICS_MAX
+from service.core.time_of_day import now_ms
+from service.core.time_slice import TimeSlice
+from service.events.event import BATCH_EVENTS_MAX, Event, parse_key, parse_traceparent
+from service.events.json_objects import JsonObjects
+from service.events.produce import (
+    PARTITION_NOT_FOUND,
+    UNPROCESSABLE,
+    V2_FORMATS,
+    Format,
+    ProduceProblem,
+    RequestKey,
+    V3Event,
+    parse_long_v3,
+    parse_v2,
+    parse_v3,
+    v2_event,
+    v2_format,
+)
+from service.events.strict_json import LONG_BYTES
+from service.http.asgi import AsgiEndpoint
+from service.http.batch import write_each
+from service.http.callers import Caller
+from service.http.events import RENDERED_AT_ONCE, EventsEndpoint
+from service.http.headers import JSON, UsedHeaders, essence, unsupported
+from service.http.produce_answers import (
+    V2_TYPE,
+    V3_TYPE,
+    ProduceAnswers,
+    failure_of,
+    is_replay,
+    render_offsets,
+    render_v2,
+    render_v3,
+)
+from service.http.request import PostRequest, Stream
+from service.pipeline.admission import Admission
+from service.pipeline.request import WriteResult
+
+log = structlog.get_logger(__name__)
+
+# Bytes of a body that are searched for the ends of records in one step, which takes some milliseconds at most.
+CUT_BYTES: Final = 4 * 1024
+# Records of a v3 request that are written together; their answers follow together.
+V3_TOGETHER: Final = 1_000
+PARTITION_DIGITS: Final = 9
+
+PathParameters = Mapping[str, str]
+
+
+T = TypeVar("T")
+
+
+class ProduceRequest(NamedTuple):
+    """A produce request that passed the checks of all requests, with its key."""
+
+    post: PostRequest
+    topic: str
+    caller: Caller
+    key: RequestKey
+    traceparent: bytes | None
+    answers: ProduceAnswers
+
+    def answer(self, replayed: bool, body: bytes) -> None:
+        """Answer 200; `replayed`: all records are replays."""
+        self.answers.answer(self.post, 200, self.answers.lines(replayed), body)
+
+    def stream(self) -> Stream:
+        """Begin an answer 200 whose body comes in pieces."""
+        self.answers.begun()
+        return self.post.stream(200, self.answers.lines())
+
+
+class PathEndpoint:
+    """An ASGI endpoint for POSTs whose handler gets the parameters of the path."""
+
+    def __init__(self, handler: Callable[[PathParameters, PostRequest], None], posts: EventsEndpoint) -> None:
+        self._handler = handler
+        self._posts = posts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = partial(self._handler, scope["path_params"])
+        await AsgiEndpoint(handler, self._posts.body_bytes_max, self._posts.bodies)(scope, receive, send)
+
+
+class ProduceEndpoint:
+    """The handlers of the produce API. Checks of all requests are those of `posts`."""
+
+    def __init__(
+        self, posts: EventsEndpoint, admission: Callable[[], Admission], rules: Rules, telemetry: Telemetry
+    ) -> None:
+        self._posts = posts
+        self._admission = admission
+        self._telemetry = telemetry
+        self._refuses_keyless = lru_cache(maxsize=TOPICS_MAX)(lambda topic: rules.rule(topic).keyless == "refuse")
+
+    def routes(self) -> list[Route]:
+        """Make the routes of the API; a request for a part of it that is not served is told where to go."""
+        v2, v3 = PathEndpoint(self._take_v2, self._posts), PathEndpoint(self._take_v3, self._posts)
+        return [
+            Route("/topics/{topic}", v2, methods=["POST"]),
+            Route("/topics/{topic}/partitions/{partition}", v2, methods=["POST"]),
+            Route("/v3/clusters/{cluster}/topics/{topic}/records", v3, methods=["POST"]),
+        ]
+
+    def _take_v2(self, path: PathParameters, post: PostRequest) -> None:
+        self._posts.take(partial(self._post_v2, path), ProduceAnswers(self._telemetry, V2_TYPE).fail, post)
+
+    def _take_v3(self, path: PathParameters, post: PostRequest) -> None:
+        self._posts.take(partial(self._post_v3, path), ProduceAnswers(self._telemetry, V3_TYPE).fail, post)
+
+    # -------------------------------------------------------------------------------------------------------------- v2
+
+    def _post_v2(self, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
+        caller.check(path["topic"])
+        format = v2_format(essence(found.get(b"content-type")))
+        if format is None:
+            raise unsupported(*V2_FORMATS)
+        request = self._request(V2_TYPE, path, post, found, caller)
+        if request.key.key is None:
+            request.key.id_of(0, None)  # no record has a key of its own
+        self._begin(request, self._write_v2(request, format, _partition_in(path)))
+
+    async def _write_v2(self, request: ProduceRequest, format: Format, partition: int | None) -> None:
+        records = await parse_v2(request.post.body)
+        request.caller.spend(len(records), request.post.arrived)
+        events: list[Event | Problem] = []
+        time_slice = TimeSlice()
+        for index, raw in enumerate(records):
+            if time_slice.is_over:
+                await time_slice.next()
+            try:
+                event = v2_event(raw, index, format, request.topic, partition, request.key, request.traceparent)
+                events.append(event)
+            except Problem as problem:
+                if problem.kind is not TOO_LARGE:  # malformed: none of the records is written
+                    raise _of_record(index, problem) from None
+                events.append(problem.as_result())
+        results = [result async for group in self._written(request, events) for result in group]
+        if failure := failure_of(results):
+            raise failure
+        pieces = [piece async for piece in _in_slices(results, render_offsets)]
+        request.answer(is_replay(results), render_v2(pieces))
+
+    # -------------------------------------------------------------------------------------------------------------- v3
+
+    def _post_v3(self, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
+        caller.check(path["topic"])
+        if essence(found.get(b"content-type")) != JSON:
+            raise unsupported(JSON)
+        request = self._request(V3_TYPE, path, post, found, caller)
+        self._begin(request, self._write_v3(request, path["cluster"]))
+
+    async def _write_v3(self, request: ProduceRequest, cluster: str) -> None:
+        records = await self._parse_v3(request)
+        if any(isinstance(record, Problem) and record.kind is MISSING_KEY for record in records):
+            request.key.id_of(0, None)  # a whole request is refused before any of its records is written
+        request.caller.spend(len(records), request.post.arrived)
+        render = partial(render_v3, cluster)
+        if len(records) <= V3_TOGETHER:
+            results = [result async for group in self._written(request, records) for result in group]
+            answers = [*zip(records, results, strict=True)]
+            body = b"".join([piece async for piece in _in_slices(answers, render)])
+            request.answer(is_replay(results), body)
+            return
+        stream = request.stream()
+        done = 0
+        try:
+            async for group in self._written(request, records):
+                answers = [*zip(records[done : done + len(group)], group, strict=True)]
+                async for piece in _in_slices(answers, render):
+                    stream.write(piece)
+                done += len(group)
+        except Exception:  # the status is sent: all that is left is to abort the body
+            log.exception("request failed")
+            stream.cut()
+            return
+        stream.end()
+
+    async def _parse_v3(self, request: ProduceRequest) -> list[V3Event | Problem]:
+        """Parse the records of a v3 body. Text that is no JSON ends it: the last record is the problem then."""
+        records: list[V3Event | Problem] = []
+        time_slice = TimeSlice()
+        try:
+            async for text in _objects_of(request.post.body):
+                if time_slice.is_over:
+                    await time_slice.next()
+                if len(records) == BATCH_EVENTS_MAX:
+                    raise Problem(TOO_LARGE, f"body: at most {BATCH_EVENTS_MAX} records are taken")
+                records.append(await _v3_event(text, len(records), request))
+        except Problem as problem:
+            records.append(problem.as_result())
+        if not records:
+            raise ProduceProblem(422, UNPROCESSABLE, "body: is empty: send a record")
+        return records
+
+    # ------------------------------------------------------------------------------------------------------------ both
+
+    def _request(
+        self, media_type: bytes, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller
+    ) -> ProduceRequest:
+        """Make the request with its key; a key is made for one without, unless the topic's rule refuses that."""
+        topic, raw = path["topic"], found.get(b"idempotency-key")
+        key = parse_key(raw) if raw is not None else None if self._refuses_keyless(topic) else new_key(now_ms())
+        traceparent = parse_traceparent(found.get(b"traceparent"))
+        answers = ProduceAnswers(self._telemetry, media_type, key)
+        return ProduceRequest(post, topic, caller, RequestKey(key, caller.scope), traceparent, answers)
+
+    def _begin(self, request: ProduceRequest, work: Coroutine[Any, Any, None]) -> None:
+        """Start the work of a request, unless the queue is full."""
+        admission = self._admission()
+        if overload := admission.overload:
+            work.close()
+            request.answers.refuse(request.post, overload, admission.load_shedder)
+        else:
+            request.post.run_in_task(request.answers.or_fail(request.post, work))
+
+    def _written(
+        self, request: ProduceRequest, records: Sequence[Event | V3Event | Problem]
+    ) -> AsyncIterator[list[WriteResult]]:
+        return write_each(self._admission(), records, _event_of, request.post.arrived, request.caller)
+
+
+def new_key(at_ms: int) -> str:
+    """Make an idempotency key: a UUID of version 7 (RFC 9562, section 5.7), whose time says when it was made."""
+    bits = at_ms << 80 | 7 << 76 | secrets.randbits(12) << 64 | 0b10 << 62 | secrets.randbits(62)
+    text = f"{bits:032x}"
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _event_of(record: Event | V3Event | Problem) -> Event:
+    if isinstance(record, Problem):
+        raise record
+    return record.event if isinstance(record, V3Event) else record
+
+
+def _of_record(index: int, problem: Problem) -> Problem:
+    detail = f"records[{index}].{problem.detail}"
+    if isinstance(problem, ProduceProblem):
+        return ProduceProblem(problem.status, problem.error_code, detail)
+    return Problem(problem.kind, detail, problem.retry_after_s)
+
+
+def _partition_in(path: PathParameters) -> int | None:
+    """Read the partition of a path. Raises Problem (404)."""
+    text = path.get("partition")
+    if text is None:
+        return None
+    if not (text.isdecimal() and text.isascii() and len(text) <= PARTITION_DIGITS):
+        raise ProduceProblem(404, PARTITION_NOT_FOUND, "partition: is not a partition's number")
+    return int(text)
+
+
+async def _objects_of(body: bytes) -> AsyncIterator[bytes]:
+    """Yield the JSON objects of a body, in time slices. Raises Problem (400, 413)."""
+    cutter = JsonObjects()
+    time_slice = TimeSlice()
+    for start in range(0, len(body), CUT_BYTES):
+        if time_slice.is_over:
+            await time_slice.next()
+        for text in cutter.feed(body[start : start + CUT_BYTES]):
+            yield text
+        if cutter.fault is not None:
+            break
+    cutter.end()
+    if cutter.fault is not None:
+        raise cutter.fault
+
+
+async def _v3_event(text: bytes, index: int, request: ProduceRequest) -> V3Event | Problem:
+    """Parse a record that fails alone. Raises Problem (400) for text that is not JSON, after which nothing is sure."""
+    try:
+        if len(text) > LONG_BYTES:
+            return await parse_long_v3(text, index, request.topic, request.key, request.traceparent)
+        return parse_v3(text, index, request.topic, request.key, request.traceparent)
+    except Problem as problem:
+        if problem.kind is INVALID_JSON:
+            raise
+        return problem.as_result()
+
+
+async def _in_slices(results: Sequence[T], render: Callable[[Sequence[T]], bytes]) -> AsyncIterator[bytes]:
+    """Render results in time slices."""
+    time_slice = TimeSlice()
+    for start in range(0, len(results), RENDERED_AT_ONCE):
+        if time_slice.is_over:
+            await time_slice.next()
+        yield render(results[start : start + RENDERED_AT_ONCE])

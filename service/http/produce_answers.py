@@ -1,0 +1,241 @@
+"""The answers of the Confluent REST Proxy's produce API: its error codes and its bodies. Pure functions.
+
+Error codes are those of kafka-rest (`Errors`) and rest-utils (`KafkaExceptionMapper`), and of the API's documentation.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+import msgspec
+
+from service.core.metrics import Telemetry
+from service.core.problems import (
+    FINGERPRINT_MISMATCH,
+    FORBIDDEN_CALLER,
+    FORBIDDEN_TOPIC,
+    IN_PROGRESS,
+    INCOMPLETE,
+    INTERNAL,
+    INVALID_KEY,
+    MISSING_KEY,
+    NOT_FOUND,
+    NOT_WRITTEN,
+    OUTCOME_UNKNOWN,
+    RATE_LIMITED,
+    RECORD_REFUSED,
+    SCHEMA_MISMATCH,
+    UNAUTHORIZED,
+    UNKNOWN_TOPIC,
+    Problem,
+)
+from service.events.produce import INVALID_PAYLOAD, PARTITION_NOT_FOUND, UNPROCESSABLE, Format, ProduceProblem, V3Event
+from service.http.answers import Answers
+from service.http.responses import echo_of
+from service.pipeline.request import Committed, WriteResult
+
+V2_TYPE: Final = b"application/vnd.kafka.v2+json"
+V3_TYPE: Final = b"application/json"
+# A v3 answer begins with this code if its record is written.
+WRITTEN: Final = 200
+# Codes of a v2 record's error, by the API's documentation.
+NOT_RETRIABLE, RETRIABLE = 1, 2
+# What follows each answer of a v3 request.
+V3_SEPARATOR: Final = b"\r\n"
+
+# HTTP status and error code of each kind of problem that is not answered by its own status alone. A client that sends
+# the request again with its key finds out: such problems are retriable by status (408, 429, 5xx) and code (50003).
+_CODES: Final = {
+    MISSING_KEY: (400, 40001),
+    INVALID_KEY: (400, 40001),
+    UNAUTHORIZED: (401, 40101),
+    FORBIDDEN_TOPIC: (403, 40301),
+    FORBIDDEN_CALLER: (403, 40301),
+    UNKNOWN_TOPIC: (404, 40401),
+    FINGERPRINT_MISMATCH: (422, INVALID_PAYLOAD),
+    RECORD_REFUSED: (422, INVALID_PAYLOAD),
+    SCHEMA_MISMATCH: (422, 42207),
+    RATE_LIMITED: (429, 42901),
+    IN_PROGRESS: (503, 50003),
+    NOT_WRITTEN: (503, 50003),
+    INCOMPLETE: (503, 50003),
+    INTERNAL: (500, 50003),
+    OUTCOME_UNKNOWN: (408, 40801),
+}
+_WHERE_TO_GO: Final = (
+    "Fencepost writes records (POST /topics/{topic}, POST /v3/clusters/{cluster_id}/topics/{topic_name}/records) and "
+    "lists topics. For consumers, use a Kafka client with isolation.level=read_committed, or Fencepost's reader; for "
+    "topics, ACLs, groups and configs, use Kafka's own tools or the REST proxy of the cluster"
+)
+
+
+class ApiError(NamedTuple):
+    """An error in the API's terms. `retriable`: the record may be not written, so the client sends it again."""
+
+    status: int
+    error_code: int
+    message: str
+
+    @property
+    def retriable(self) -> bool:
+        return self.status in (408, 429) or self.status >= 500
+
+
+def error_of(problem: Problem) -> ApiError:
+    """Translate a problem to the error that the API has for it. Its message begins with the field, if there is one."""
+    if isinstance(problem, ProduceProblem):
+        return ApiError(problem.status, problem.error_code, problem.detail)
+    if problem.detail.startswith("partition: "):  # what a topic's number of partitions does not allow
+        return ApiError(404, PARTITION_NOT_FOUND, problem.detail)
+    status, code = _CODES.get(problem.kind, (problem.kind.status, problem.kind.status))
+    return ApiError(status, code, problem.detail)
+
+
+def not_here(method: str, path: str) -> Problem:
+    """Make the problem (404) of a request for another part of the API."""
+    return Problem(NOT_FOUND, f"{method} {path} is not served here. {_WHERE_TO_GO}")
+
+
+class _Error(msgspec.Struct, gc=False):
+    error_code: int
+    message: str
+
+
+class _Offset(msgspec.Struct, gc=False):
+    partition: int | None
+    offset: int | None
+    error_code: int | None
+    error: str | None
+
+
+class _Data(msgspec.Struct, gc=False):
+    type: str
+    size: int
+
+
+class _V3Answer(msgspec.Struct, gc=False, omit_defaults=True):
+    error_code: int
+    cluster_id: str
+    topic_name: str
+    partition_id: int
+    offset: int
+    timestamp: str
+    key: _Data | None = None
+    value: _Data | None = None
+
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+def render_error(error: ApiError) -> bytes:
+    """`{"error_code","message"}`."""
+    return _encode(_Error(error.error_code, error.message))
+
+
+class ProduceAnswers(Answers):
+    """The answers to the produce requests of one API version, with its media type, or to one request with its key."""
+
+    def __init__(self, telemetry: Telemetry, media_type: bytes, key: str | None = None) -> None:
+        super().__init__(telemetry, lambda _: {} if key is None else {"key": key})
+        self._media_type = media_type
+        self._key = key
+
+    def render(self, problem: Problem) -> tuple[int, bytes, bytes]:
+        """Render a problem as the API's error; a client can send the request again with the key that it tells."""
+        error = error_of(problem)
+        lines = self.lines()
+        if problem.retry_after_s is not None:
+            lines += b"retry-after: %d\r\n" % problem.retry_after_s
+        if problem.kind is UNAUTHORIZED:
+            lines += b"www-authenticate: Bearer\r\n"
+        return error.status, lines, render_error(error)
+
+    def lines(self, replayed: bool = False) -> bytes:
+        """Render the header lines of an answer: type, the request's key, and whether all of the answer is a replay."""
+        lines = b"content-type: %b\r\n" % self._media_type
+        if self._key is not None:
+            lines += b"idempotency-key: %b\r\n" % echo_of(self._key)
+        return lines + b"idempotent-replayed: true\r\n" if replayed else lines
+
+    def begun(self) -> None:
+        """Count a request whose answer 200 has begun."""
+        self._telemetry.requested(200, "")
+
+
+def is_replay(results: Iterable[WriteResult]) -> bool:
+    """Whether each of the results is that of an earlier request."""
+    return all(isinstance(result, Committed) and result.replayed for result in results)
+
+
+def failure_of(results: Sequence[WriteResult]) -> Problem | None:
+    """Return the problem that answers a v2 request as a whole; None if a record is written.
+
+    A client that looks at the status only must not take such a request for a success. A retriable problem precedes the
+    others: sent again, the request may write some of its records.
+    """
+    problems = [result for result in results if isinstance(result, Problem)]
+    if len(problems) < len(results):
+        return None
+    return next((problem for problem in problems if error_of(problem).retriable), problems[0])
+
+
+def render_v2(pieces: Iterable[bytes]) -> bytes:
+    """Join rendered offsets to the body of a v2 answer; no schema is registered here."""
+    return b'{"offsets":[%b],"key_schema_id":null,"value_schema_id":null}' % b",".join(pieces)
+
+
+def render_offsets(results: Iterable[WriteResult]) -> bytes:
+    """Render `{"partition","offset","error_code","error"}` for each result, with commas between them."""
+    return _encode([_offset_of(result) for result in results])[1:-1]
+
+
+def _offset_of(result: WriteResult) -> _Offset:
+    if isinstance(result, Problem):
+        error = error_of(result)
+        return _Offset(None, None, RETRIABLE if error.retriable else NOT_RETRIABLE, error.message)
+    _, there = result.deliveries[0]
+    return _Offset(there.partition, there.offset, None, None)
+
+
+def render_v3(cluster: str, answers: Iterable[tuple[V3Event | Problem, WriteResult]]) -> bytes:
+    """Render the answers to v3 records, each with its end of line; a replay has the same bytes."""
+    lines = []
+    for record, result in answers:
+        if isinstance(result, Problem) or isinstance(record, Problem):
+            assert isinstance(result, Problem)  # what is no event is not written
+            lines.append(_v3_error(result))
+        else:
+            lines.append(_v3_answer(cluster, record, result))
+    return V3_SEPARATOR.join([*lines, b""])
+
+
+def _v3_answer(cluster: str, record: V3Event, result: Committed) -> bytes:
+    _, there = result.deliveries[0]
+    event = record.event
+    key = _data_of(record.key_format, event.record_key)
+    value = _data_of(record.value_format, event.value)
+    place = there.partition, there.offset, rfc3339(there.ts)
+    return _encode(_V3Answer(WRITTEN, cluster, there.topic, *place, key, value))
+
+
+def _v3_error(problem: Problem) -> bytes:
+    """Render the answer to a v3 record that is not written. The peer has no finer codes than 422 there."""
+    status, code, message = error_of(problem)
+    if code // 100 == UNPROCESSABLE:
+        message = f"Error: {code} : {message}"
+        code = status
+    return _encode(_Error(code, message))
+
+
+def _data_of(format: Format | None, content: bytes | None) -> _Data | None:
+    return None if format is None else _Data(format.value, -1 if content is None else len(content))
+
+
+def rfc3339(ms: int) -> str:
+    """Format a time in ms since 1970 as Java's Instant does: without a fraction if that is 0.
+
+    Times past the year 9999, which an entry of the ledger may hold, are cut to it.
+    """
+    seconds, rest = divmod(min(ms, 253_402_300_799_999), 1000)
+    text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    return f"{text}.{rest:03}Z" if rest else f"{text}Z"

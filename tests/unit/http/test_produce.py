@@ -1,0 +1,382 @@
+"""Tests Confluent's produce API on the app: writes, replays, keys and refusals, with Kafka and Redis in memory."""
+
+import asyncio
+import base64
+import json
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from service.contract import CallerRule, Rules, TopicRule
+from service.contract.wire import event_id, member_id
+from service.core.problems import NOT_WRITTEN, Problem
+from service.http import produce as module
+from service.http.callers import Callers
+from service.http.events import EventsEndpoint
+from service.http.produce import ProduceEndpoint, new_key
+from tests.unit.fakes import World, ended
+
+JSON_V2 = "application/vnd.kafka.json.v2+json"
+BINARY_V2 = "application/vnd.kafka.binary.v2+json"
+ANSWER_V2 = "application/vnd.kafka.v2+json"
+V3 = "/v3/clusters/c1/topics/orders/records"
+TOKEN_SHA256 = "3c469e9d6c5875d37a43f353d4f88e61fcf812c66eee3457465a40b0da4153e0"  # of "token"
+RULES = Rules((TopicRule("other", keyless="refuse"),))
+
+
+class Proxy:
+    """A client of a service that is in memory."""
+
+    def __init__(self, world: World, client: httpx.AsyncClient) -> None:
+        self.world = world
+        self.client = client
+
+    async def v2(
+        self, *records: object, path: str = "/topics/orders", type: str = JSON_V2, **headers: str
+    ) -> httpx.Response:
+        body = json.dumps({"records": records}).encode()
+        return await self.post(path, body, type, **headers)
+
+    async def v3(self, *records: dict[str, Any], path: str = V3, **headers: str) -> httpx.Response:
+        return await self.post(path, b"\n".join(json.dumps(record).encode() for record in records), **headers)
+
+    async def post(self, path: str, body: bytes, type: str = "application/json", **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): text for name, text in headers.items()}
+        return await self.client.post(path, content=body, headers={"content-type": type, **named})
+
+    @property
+    def written(self) -> list[tuple[str, bytes | None, bytes | None]]:
+        """List the records in Kafka: the idempotency key, the record's key and its value."""
+        groups = self.world.producers[0].written
+        return [(each.headers[0][1].decode(), each.key, each.value) for group in groups for each in group]
+
+
+def proxied(world: World, rules: Rules = RULES) -> httpx.AsyncClient:
+    app = FastAPI()
+    posts = EventsEndpoint(lambda: world.admission, world.settings, Callers(rules.callers), world.telemetry)
+    app.router.routes += ProduceEndpoint(posts, lambda: world.admission, rules, world.telemetry).routes()
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=("127.0.0.1", 1)), base_url="http://test")
+
+
+@pytest.fixture
+async def proxy() -> AsyncIterator[Proxy]:
+    world = World()
+    serving = world.serve(await world.slot())
+    async with proxied(world) as client:
+        yield Proxy(world, client)
+    await ended(serving)
+
+
+def answers(response: httpx.Response) -> list[dict[str, Any]]:
+    """Read the answers of a v3 request."""
+    assert response.headers["content-type"] == "application/json"
+    lines = response.text.split("\r\n")
+    assert lines.pop() == ""
+    return [json.loads(line) for line in lines]
+
+
+def string(text: str) -> dict[str, Any]:
+    return {"value": {"type": "STRING", "data": text}}
+
+
+def assert_error(response: httpx.Response, status: int, error_code: int) -> str:
+    told = response.json()
+    assert (response.status_code, told["error_code"], told.keys()) == (status, error_code, {"error_code", "message"})
+    return str(told["message"])
+
+
+# ------------------------------------------------------------------------------------------------------------------ v2
+
+
+async def test_v2_records_are_written_in_their_order(proxy: Proxy) -> None:
+    response = await proxy.v2({"value": {"a": 1}}, {"key": "k", "value": "x"}, {"value": 2, "partition": 1})
+    assert (response.status_code, response.headers["content-type"]) == (200, ANSWER_V2)
+    told = response.json()
+    assert (told["key_schema_id"], told["value_schema_id"]) == (None, None)
+    assert [each.keys() for each in told["offsets"]] == [{"partition", "offset", "error_code", "error"}] * 3
+    assert [(each["offset"], each["error_code"], each["error"]) for each in told["offsets"]] == [
+        (offset, None, None) for offset in (12, 13, 14)
+    ]
+    assert told["offsets"][2]["partition"] == 1
+    assert [(key, value) for _, key, value in proxy.written] == [(None, b'{"a": 1}'), (b'"k"', b'"x"'), (None, b"2")]
+
+
+async def test_the_partition_of_the_path_is_that_of_the_records(proxy: Proxy) -> None:
+    response = await proxy.v2({"value": "Zm9v"}, {"value": "YmFy"}, path="/topics/orders/partitions/2", type=BINARY_V2)
+    assert [each["partition"] for each in response.json()["offsets"]] == [2, 2]
+    for path in ("/topics/orders/partitions/3", "/topics/orders/partitions/x", "/topics/orders/partitions/-1"):
+        assert assert_error(await proxy.v2({"value": 1}, path=path), 404, 40402).startswith(("partition: ", "records"))
+
+
+async def test_a_request_that_is_sent_again_with_its_key_is_answered_byte_for_byte(proxy: Proxy) -> None:
+    records = {"value": 1}, {"key": "k", "value": 2}
+    first = await proxy.v2(*records, idempotency_key="q 1")
+    again = await proxy.v2(*records, idempotency_key='"q 1"')
+    assert (first.content, first.status_code) == (again.content, again.status_code)
+    assert (first.headers["idempotency-key"], again.headers["idempotency-key"]) == ("q 1", "q 1")
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["idempotent-replayed"] == "true"
+    assert [key for key, _, _ in proxy.written] == ["q 1", "q 1"]
+    assert set(proxy.world.keys.server.keys) == {member_id("q 1", 0), member_id("q 1", 1)}
+
+
+async def test_records_that_are_added_to_a_request_are_written_alone(proxy: Proxy) -> None:
+    """Each record stands for itself: the second request finds the first's records written."""
+    await proxy.v2({"value": 1}, idempotency_key="q")
+    response = await proxy.v2({"value": 1}, {"value": 2}, idempotency_key="q")
+    assert "idempotent-replayed" not in response.headers
+    assert [value for _, _, value in proxy.written] == [b"1", b"2"]
+
+
+async def test_a_key_that_was_used_for_another_record_is_refused(proxy: Proxy) -> None:
+    await proxy.v2({"value": 1}, idempotency_key="q")
+    assert_error(await proxy.v2({"value": 2}, idempotency_key="q"), 422, 42206)
+    response = await proxy.v2({"value": 2}, {"value": 3}, idempotency_key="q")
+    conflict, written = response.json()["offsets"]
+    assert (response.status_code, conflict["error_code"], conflict["offset"]) == (200, 1, None)
+    assert written["error_code"] is None
+
+
+async def test_a_request_without_a_key_is_told_the_key_that_was_made_for_it(proxy: Proxy) -> None:
+    records = {"value": 1}, {"value": 1}
+    first = await proxy.v2(*records)
+    made = first.headers["idempotency-key"]
+    assert uuid.UUID(made).version == 7
+    again = await proxy.v2(*records, idempotency_key=made)
+    assert (again.content, again.headers["idempotent-replayed"]) == (first.content, "true")
+    assert (await proxy.v2(*records)).headers["idempotency-key"] != made
+    assert len(proxy.written) == 4
+
+
+async def test_a_rule_may_refuse_requests_without_a_key(proxy: Proxy) -> None:
+    message = assert_error(await proxy.v2({"value": 1}, path="/topics/other"), 400, 40001)
+    assert "send this header" in message
+    assert (await proxy.v2({"value": 1}, path="/topics/other", idempotency_key="q")).status_code == 200
+    path = V3.replace("orders", "other")
+    assert_error(await proxy.v3(string("a"), path=path), 400, 40001)
+    own = {"name": "idempotency-key", "value": base64.b64encode(b"own").decode()}
+    assert_error(await proxy.v3({**string("a"), "headers": [own]}, string("b"), path=path), 400, 40001)
+    (told,) = answers(await proxy.v3({**string("a"), "headers": [own]}, path=path))
+    assert told["error_code"] == 200
+    assert len(proxy.written) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "type", "status", "error_code"),
+    [
+        (b"{}", JSON_V2, 422, 422),
+        (b'{"records":[]}', BINARY_V2, 422, 422),
+        (b"", JSON_V2, 400, 400),
+        (b'{"records":[{"value":"?"}]}', BINARY_V2, 400, 400),
+        (b'{"records":[{"value":1},{"valur":1}]}', JSON_V2, 400, 400),
+        (b'{"records":[{"value":1},{"value":1,"partition":-1}]}', JSON_V2, 404, 40402),
+        (b'{"records":[{"value":1}]}', "application/vnd.kafka.avro.v2+json", 422, 42206),
+        (b'{"records":[{"value":1}]}', "application/json", 415, 415),
+        (b'{"records":[{"value":1}]}', "text/plain", 415, 415),
+    ],
+)
+async def test_a_malformed_v2_request_writes_nothing(
+    proxy: Proxy, body: bytes, type: str, status: int, error_code: int
+) -> None:
+    response = await proxy.post("/topics/orders", body, type)
+    assert_error(response, status, error_code)
+    assert response.headers["content-type"] == ANSWER_V2
+    assert proxy.written == []
+
+
+async def test_the_message_names_the_record(proxy: Proxy) -> None:
+    message = assert_error(await proxy.v2({"value": "Zg=="}, {"value": "?"}, type=BINARY_V2), 400, 400)
+    assert message == "records[1].value: use standard base64 (RFC 4648, section 4)"
+
+
+async def test_an_unknown_topic_is_not_found(proxy: Proxy) -> None:
+    assert_error(await proxy.v2({"value": 1}, path="/topics/nowhere"), 404, 40401)
+    assert_error(await proxy.v2({"value": 1}, path="/topics/fencepost.ledger"), 403, 40301)
+
+
+async def test_a_record_that_is_too_large_fails_alone(proxy: Proxy) -> None:
+    large = {"value": "x" * 1_000_000}
+    response = await proxy.v2({"value": 1}, large, {"value": 2})
+    first, refused, last = response.json()["offsets"]
+    assert (first["error_code"], refused["error_code"], last["error_code"]) == (None, 1, None)
+    assert refused["error"].startswith("value: the event has 1000002 bytes")
+    assert_error(await proxy.v2(large), 413, 413)
+
+
+async def test_a_record_that_is_not_written_is_retriable(proxy: Proxy) -> None:
+    """By the status, where none of the request's records is written, and with the key to send it again."""
+    proxy.world.store.generation = None
+    response = await proxy.v2({"value": 1}, {"value": 2})
+    assert_error(response, 503, 50003)
+    assert response.headers["retry-after"] == "1"
+    assert uuid.UUID(response.headers["idempotency-key"]).version == 7
+    (told,) = answers(await proxy.v3(string("a")))
+    assert told["error_code"] == 50003
+
+
+async def test_a_request_that_finds_the_queue_full_is_refused(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Problem(NOT_WRITTEN, "the queue is full")
+    monkeypatch.setattr(type(proxy.world.admission), "overload", property(lambda _: full))
+    for response in (
+        await proxy.v2({"value": 1}, idempotency_key="q"),
+        await proxy.v3(string("a"), idempotency_key="q"),
+    ):
+        assert_error(response, 503, 50003)
+        assert response.headers["idempotency-key"] == "q"
+    assert proxy.written == []
+
+
+async def test_an_outcome_that_is_not_known_is_a_timeout_that_names_the_remedy() -> None:
+    world = World(request_timeout_ms=300, transaction_timeout_ms=300)
+    serving = world.serve(await world.slot())
+    sweeping = asyncio.create_task(world.admission.sweep())
+    world.producers[0].trouble.hold("commit")
+    async with proxied(world) as client:
+        proxy = Proxy(world, client)
+        response, stream = await asyncio.gather(proxy.v2({"value": 1}), proxy.v3(string("a")))
+        message = assert_error(response, 408, 40801)
+        assert "send it again with the same key" in message
+        assert uuid.UUID(response.headers["idempotency-key"]).version == 7
+        assert [each["error_code"] for each in answers(stream)] == [40801]
+    await ended(serving)
+    await ended(sweeping)
+
+
+async def test_callers_are_known_by_their_tokens() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    rules = Rules(callers=(CallerRule("shop", (TOKEN_SHA256,), ("orders",), rate=0.001),))
+    async with proxied(world, rules) as client:
+        proxy = Proxy(world, client)
+        response = await proxy.v2({"value": 1})
+        assert_error(response, 401, 40101)
+        assert response.headers["www-authenticate"] == "Bearer"
+        told = {"authorization": "Bearer token"}
+        assert_error(await proxy.v2({"value": 1}, path="/topics/other", **told), 403, 40301)
+        assert_error(await proxy.v3(string("a"), path=V3.replace("orders", "other"), **told), 403, 40301)
+        assert (await proxy.v2({"value": 1}, idempotency_key="q", **told)).status_code == 200
+        assert set(world.keys.server.keys) == {member_id("q", 0, "shop")}
+        response = await proxy.v2({"value": 1}, **told)
+        assert_error(response, 429, 42901)
+        assert int(response.headers["retry-after"]) > 1
+    await ended(serving)
+
+
+# ------------------------------------------------------------------------------------------------------------------ v3
+
+
+async def test_a_v3_record_is_written_and_described(proxy: Proxy) -> None:
+    record = {
+        "partition_id": 1,
+        "headers": [{"name": "a", "value": "Yg=="}],
+        "key": {"type": "BINARY", "data": "Zm9vYmFy"},
+        "value": {"type": "JSON", "data": {"foo": "bar"}},
+        "timestamp": "2023-11-14T22:13:20Z",
+    }
+    response = await proxy.v3(record)
+    assert response.status_code == 200
+    assert answers(response) == [
+        {
+            "error_code": 200,
+            "cluster_id": "c1",
+            "topic_name": "orders",
+            "partition_id": 1,
+            "offset": 12,
+            "timestamp": "2023-11-14T22:13:20Z",
+            "key": {"type": "BINARY", "size": 6},
+            "value": {"type": "JSON", "size": 14},
+        }
+    ]
+    ((written,),) = proxy.world.producers[0].written
+    assert (written.partition, written.key, written.value) == (1, b"foobar", b'{"foo": "bar"}')
+    assert (written.timestamp, written.headers[-1]) == (1_700_000_000_000, ("a", b"b"))
+
+
+async def test_what_a_v3_record_lacks_is_not_in_its_answer(proxy: Proxy) -> None:
+    only_value, only_key, null_key = answers(
+        await proxy.v3(
+            string("a"),
+            {"key": {"type": "STRING", "data": "a"}},
+            {"key": {"type": "BINARY", "data": None}, **string("")},
+        )
+    )
+    assert (only_value.get("key"), only_value["value"]) == (None, {"type": "STRING", "size": 1})
+    assert (only_key["key"], only_key.get("value")) == ({"type": "STRING", "size": 1}, None)
+    assert (null_key["key"], null_key["value"]) == ({"type": "BINARY", "size": -1}, {"type": "STRING", "size": 0})
+    assert [(key, value) for _, key, value in proxy.written] == [(None, b"a"), (b"a", None), (None, b"")]
+
+
+async def test_v3_records_are_answered_in_their_order_and_fail_alone(proxy: Proxy) -> None:
+    bad = {"value": {"type": "BINARY", "data": 1}}
+    schema = {"value": {"schema_id": 1, "data": 1}}
+    nowhere = {"partition_id": 7, **string("x")}
+    response = await proxy.v3(string("a"), bad, string("b"), schema, {"partition_id": -1, **string("x")}, nowhere)
+    told = answers(response)
+    assert [each["error_code"] for each in told] == [200, 400, 200, 422, 40402, 40402]
+    assert [each.get("offset") for each in told] == [12, None, 13, None, None, None]
+    assert all(each.keys() == {"error_code", "message"} for each in told if each["error_code"] != 200)
+    assert told[1]["message"] == "value.data: send a string of base64"
+    assert told[3]["message"].startswith("Error: 42206 : value: no schema registry is configured")
+
+
+async def test_text_that_is_no_json_ends_a_v3_request(proxy: Proxy) -> None:
+    """As with the peer: what comes before is written and answered."""
+    record = json.dumps(string("a")).encode()
+    for rest in (b"foobar", b'{"value":', b'{"value":{"type":"JSON","data":NaN}}' + record):
+        told = answers(await proxy.post(V3, record + rest))
+        assert [each["error_code"] for each in told] == [200, 400]
+    assert len(proxy.written) == 3
+    for body in (b"", b" \n"):
+        assert_error(await proxy.post(V3, body), 422, 422)
+    assert_error(await proxy.post(V3, record, "text/plain"), 415, 415)
+
+
+async def test_v3_requests_are_replayed_byte_for_byte(proxy: Proxy) -> None:
+    records = string("a"), {"key": {"type": "JSON", "data": {"n": 1}}, **string("b")}
+    first = await proxy.v3(*records, idempotency_key="q")
+    again = await proxy.v3(*records, idempotency_key="q")
+    assert (first.content, again.headers["idempotent-replayed"]) == (again.content, "true")
+    assert set(proxy.world.keys.server.keys) == {member_id("q", 0), member_id("q", 1)}
+    made = (await proxy.v3(*records)).headers["idempotency-key"]
+    assert answers(await proxy.v3(*records, idempotency_key=made))[0]["offset"] == 16
+    assert len(proxy.written) == 4
+
+
+async def test_a_record_with_a_key_of_its_own_is_written_once_in_any_request(proxy: Proxy) -> None:
+    def keyed(text: str) -> dict[str, Any]:
+        own = base64.b64encode(text.encode()).decode()
+        return {"headers": [{"name": "idempotency-key", "value": own}], **string(text)}
+
+    first = answers(await proxy.v3(keyed("a"), keyed("b")))
+    again = answers(await proxy.v3(string("x"), keyed("b"), keyed("a"), keyed("a"), idempotency_key="q"))
+    assert again[1:] == [first[1], first[0], first[0]]
+    assert set(proxy.world.keys.server.keys) == {event_id("a"), event_id("b"), member_id("q", 0)}
+
+
+async def test_a_long_v3_request_is_answered_while_it_is_written(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "V3_TOGETHER", 10)
+    records = [string(f"{n}") for n in range(25)]
+    response = await proxy.v3(*records, idempotency_key="q")
+    assert "content-length" not in response.headers
+    assert [each["error_code"] for each in answers(response)] == [200] * 25
+    assert (await proxy.v3(*records, idempotency_key="q")).content == response.content
+    monkeypatch.setattr(module, "BATCH_EVENTS_MAX", 20)
+    told = answers(await proxy.v3(*records))
+    assert [each["error_code"] for each in told] == [200] * 20 + [413]
+
+
+async def test_a_long_v3_body_is_cut_in_steps(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CUT_BYTES", 7)
+    told = answers(await proxy.v3(string("a" * 100), string("x" * 70_000), string("é")))
+    assert [each["value"]["size"] for each in told] == [100, 70_000, 2]
+
+
+def test_a_made_key_is_a_uuid_of_the_time() -> None:
+    """RFC 9562, section 5.7."""
+    made = [uuid.UUID(new_key(1_700_000_000_123)) for _ in range(100)]
+    assert {(each.version, each.variant, each.int >> 80) for each in made} == {(7, uuid.RFC_4122, 1_700_000_000_123)}
+    assert len(set(made)) == 100
