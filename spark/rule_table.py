@@ -137,6 +137,7 @@ def outcome_without_log(settled: Column) -> Column:
 
 def outcome(
     present: Column,
+    proven_lost: Column,
     no_log: Column,
     recreated: Column,
     below: Column,
@@ -145,9 +146,13 @@ def outcome(
     settled: Column,
     compacted: Column,
 ) -> Column:
-    """Return the outcome of a claim: the first that holds. `no_log` and `gap` are outcomes or null, others boolean."""
+    """Return the outcome of a claim: the first that holds. `no_log` and `gap` are outcomes or null, others boolean.
+
+    `proven_lost`: an earlier run has proven the loss by the log as it was then, whatever has happened to it since.
+    """
     return (
         F.when(present, PRESENT)
+        .when(proven_lost, LOST)
         .when(no_log.isNotNull(), no_log)
         .when(recreated, "recreated")
         .when(below, "below_start")

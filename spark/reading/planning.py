@@ -420,6 +420,7 @@ def _with_later_end(admin: Admin, logs: list[Log]) -> list[Log]:
     """
     partitions = [log.topic_partition for log in logs if log.role == DATA]
     ends = admin.ends(partitions) if partitions else {}
+    _check_topic_ids(admin, logs)
 
     def later_end(log: Log) -> int:
         found = ends.get(log.topic_partition)
@@ -429,6 +430,18 @@ def _with_later_end(admin: Admin, logs: list[Log]) -> list[Log]:
         return end if stable >= end else OFFSETS_MOST
 
     return [replace(log, later_end=later_end(log)) for log in logs]
+
+
+def _check_topic_ids(admin: Admin, logs: Sequence[Log]) -> None:
+    """Check that no topic was deleted or recreated while its ends were listed; CannotRun otherwise.
+
+    Offsets of another topic would prove losses. Called after the last list of ends: a topic id does not come back.
+    """
+    topic_ids = {log.topic: log.topic_id for log in logs}
+    found = admin.describe(sorted(topic_ids))
+    for name, topic_id in topic_ids.items():
+        if name not in found or rule_table.is_recreated(topic_id, found[name].topic_id):
+            raise CannotRun(f"topic {name!r} was deleted or recreated while the run was planned; start the run again")
 
 
 def _with_caught_up_run(log: Log, run: int) -> Log:

@@ -142,7 +142,7 @@ def classify(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
 
     `copies_count bigint` (the id's records without derived copies),
     `accepted boolean`, `category string` (of CATEGORIES; null if not accepted),
-    `missing array<struct<outcome, topic, partition, offset, source>>` (claims whose record is not present),
+    `missing array<struct<outcome, topic, partition, offset, source, proven_lost>>` (claims without a present record),
     `phantom string` (`phantom`, `evidence_gap`, `pending` or null),
     `open boolean` (the verdict may change by time alone).
     """
@@ -199,6 +199,7 @@ def _missing(evidence: LogEvidence) -> Column:
                 _outcome(claim, evidence).alias("outcome"),
                 *(claim[name].alias(name) for name in ("topic", "partition", "offset")),
                 F.lit(source).alias("source"),
+                claim["proven_lost"].alias("proven_lost"),
             ),
         )
 
@@ -227,6 +228,7 @@ def _outcome(claim: Column, evidence: LogEvidence) -> Column:
     gaps = F.filter(bound["gaps"], lambda gap: rule_table.is_in_gap(offset, gap["first"], gap["last"]))
     return rule_table.outcome(
         present=has_copy | capped | ~evidence.audited(claim["topic"]),
+        proven_lost=claim["proven_lost"],
         no_log=F.when(bound.isNull(), rule_table.outcome_without_log(settled)),
         recreated=rule_table.is_of_earlier_topic(
             claim["topic_id_hash"],

@@ -85,6 +85,16 @@ def suspicious(classified: DataFrame) -> DataFrame:
     )
 
 
+def newly_lost(classified: DataFrame) -> DataFrame:
+    """Return the claims that are lost, and that no earlier run has proven to be lost.
+
+    Rows classified by hour → `accepted_hour, id, topic, partition, offset`, a row for each offset.
+    """
+    lost = F.filter("missing", lambda claim: (claim["outcome"] == LOST) & ~claim["proven_lost"])
+    each = classified.select("accepted_hour", "id", F.explode(lost).alias("claim"))
+    return each.select("accepted_hour", "id", "claim.topic", "claim.partition", "claim.offset").distinct()
+
+
 def of_ids(rows: DataFrame, evidence: LogEvidence, scope: str) -> DataFrame:
     """Return the findings about ids: suspicious rows → lake.FINDING.
 

@@ -74,7 +74,8 @@ def reconcile(
     """Classify the hours that a run touched, and the ids of several hours; write the findings; return the balance.
 
     `last_plan` is the last finished run's plan, `last_run` the summary of that run, `kept_from` the first hour that the
-    lake keeps, or "". Writes the tables `rejects`, `findings` and `verdicts`, each idempotently for the run's number.
+    lake keeps, or "". Writes the tables `rejects`, `findings` and `verdicts`, each idempotently for the run's number,
+    and marks proven losses in `deliveries`.
     """
     evidence = classify.gather_evidence(plan, settings)
     balance = Balance.of(last_run)
@@ -107,6 +108,7 @@ def reconcile(
             _write_findings(tables, found, _replaced_findings(touched, over_hours), plan.run)
         with timer.step("write verdicts"):
             _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
+            _mark_proven_lost(tables, classified)
     balance.evidence_changed &= not over_hours
     return balance
 
@@ -268,6 +270,17 @@ def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence,
     retried = _keep(cross_hour.retried(recent, evidence), cache)
     spans = cross_hour.spans_of(retried)
     return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
+
+
+def _mark_proven_lost(tables: Lake, classified: Classified) -> None:
+    """Store which claims these rows prove to be lost: a log that is deleted or recreated later proves nothing more.
+
+    The last write of the classification, since a MERGE into `deliveries` drops the cached rows that were read from it.
+    """
+    if any(row[LOST] for row in classified.sums):
+        newly_lost = lake.checkpointed(findings.newly_lost(classified.rows))
+        if touched := hours.of(newly_lost):
+            tables.mark_proven_lost(newly_lost, touched)
 
 
 def _single_clean(rows: DataFrame, multi_row: MultiRow | None) -> DataFrame:

@@ -61,6 +61,7 @@ ROW: Final = {
     "reject": REJECTED,
     "was_past_end": "boolean",
     "elsewhere": "boolean",
+    "proven_lost": "boolean",
 }
 """Name and type of each column of `deliveries`, in order.
 
@@ -78,7 +79,7 @@ its record key, `batch_hash` of the id of its atomic batch, `topic_id_hash` of i
 without the header the other possible fingerprints of the record, 8 bytes each (`decode.deliveries`).
 `was_past_end`: the log's high watermark was not past the offset when all claims on it were read, or in a later run if
 the log was blocked then, so that the log never had the record. `elsewhere`: another hour's rows settle this 202 or 504
-without offset.
+without offset. `proven_lost`: a run has classified the claims on this offset as lost.
 """
 
 WRITTEN: Final = "entries_count + answered_201 + answered_202 + answered_504 > 0"
@@ -101,7 +102,7 @@ COUNTS: Final = (
 """The columns that count evidence: records, ledger entries, and answers."""
 
 LEAST: Final = ("accepted_ms", "entry_seen_ms", "answer_seen_ms", "batch_hash")
-GREATEST: Final = ("run", "last_ms", "in_doubt_ms", "count", "was_past_end", "elsewhere")
+GREATEST: Final = ("run", "last_ms", "in_doubt_ms", "count", "was_past_end", "elsewhere", "proven_lost")
 RECORD: Final = (
     "timestamp_ms",
     "record_accepted_ms",
@@ -122,7 +123,7 @@ COPY_FIELDS: Final = (
 )
 CLAIM_FIELDS: Final = (
     "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint, topic_id_hash: bigint, "
-    "was_past_end: boolean"
+    "was_past_end: boolean, proven_lost: boolean"
 )
 FINGERPRINT_FIELDS: Final = "fingerprint: binary, possible_fingerprints: binary"
 
@@ -229,6 +230,7 @@ def reduce(
             rule_table.is_past_end(F.col("offset"), _by_partition(later_ends or {})),
         ),
         "elsewhere": F.lit(None),
+        "proven_lost": F.lit(None),
     }
     return joined.select(*(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()))
 
@@ -499,9 +501,9 @@ def _is_derived_copy() -> Column:
 
 def _claim(seen_ms: str) -> Column:
     """Return the claim of the ledger or the journal (by the column `seen_ms`) as a struct of CLAIM_FIELDS, or null."""
-    past = F.coalesce("was_past_end", F.lit(False)).alias("was_past_end")
+    known = (F.coalesce(name, F.lit(False)).alias(name) for name in ("was_past_end", "proven_lost"))
     claim = F.struct(
-        F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset", "topic_id_hash", past
+        F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset", "topic_id_hash", *known
     )
     return F.when(F.col(seen_ms).isNotNull(), claim)
 

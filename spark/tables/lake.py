@@ -317,6 +317,15 @@ class Lake:
         table = DeltaTable.forPath(self.spark, self.path("deliveries"))
         table.update(unmarked & deliveries.is_unwritten(ends), {"was_past_end": F.lit(True), "run": F.lit(run)})
 
+    def mark_proven_lost(self, rows: DataFrame, touched: list[str]) -> None:
+        """Set `proven_lost` of rows of `deliveries`; idempotent. Their `run` stays, since no verdict changes by it.
+
+        `rows` are `accepted_hour, id, topic, partition, offset` (findings.newly_lost), `touched` all hours of them.
+        """
+        names = ("accepted_hour", "id", "topic", "partition", "offset")
+        same_row = [f"old.kind = '{EVENT}'", *(f"old.{name} = new.{name}" for name in names)]
+        self._into_deliveries(rows, touched, *same_row).whenMatchedUpdate(set={"proven_lost": F.lit(True)}).execute()
+
     def delete_before(self, first_hour: str, run: int) -> None:
         """Delete rows accepted before `first_hour` (`yyyy-MM-dd HH:mm:ss`, UTC), and the plans of runs before that."""
         before_ms = f"unix_millis(TIMESTAMP '{first_hour}')"

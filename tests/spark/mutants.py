@@ -325,6 +325,7 @@ MUTANTS: Final = (
         rule_table.category, "strangers settle", _with(rule_table.category, "settling", lambda n: F.lit(1)), VERDICTS
     ),
     Mutant(rule_table.outcome, "at once", _with(rule_table.outcome, "settled", _always), VERDICTS),
+    Mutant(rule_table.outcome, f"proven {_NO}", _with(rule_table.outcome, "proven_lost", _never), VERDICTS),
     # -------------------------------------------------------------------------------------- conflicts and copies
     Mutant(rule_table.is_same_request, _NO, _never, VERDICTS),
     Mutant(rule_table.is_same_request, "any", _always, VERDICTS),

@@ -185,6 +185,13 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     ),
     "gone": ([entry(5, topic="gone")], "unprovable", {"topic_gone"}, None),
     "gone-fresh": ([entry(5, topic="gone", at=FRESH)], "pending", {"pending"}, None),
+    # Lost by an earlier run, whatever the log shows now; see `cases`.
+    "was-lost-gone": ([entry(5, topic="gone")], "lost", {"lost"}, None),
+    "was-lost-other": ([entry(5, topic_id="other")], "lost", {"lost"}, None),
+    "was-lost-below": ([answer(201, 49, partition=2)], "lost", {"lost"}, None),
+    "was-lost-gap": ([entry(60, partition=2)], "lost", {"lost"}, None),
+    "was-lost-compact": ([entry(5, topic="compact")], "lost", {"lost"}, None),
+    "was-lost-there": ([copy(5), entry(5), entry(5)], "delivered_once", set(), None),
     "stuck": ([answer(504)], "stuck", set(), None),
     "stuck-202": ([answer(202), answer(409)], "stuck", set(), None),
     "in-doubt": ([answer(504, at=FRESH)], "pending", set(), None),
@@ -296,7 +303,10 @@ def cases(spark: SparkSession) -> DataFrame:
     if not spark.catalog.tableExists("cases"):
         rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}), later_ends=ENDED)
         elsewhere = F.col("id").cast("string").startswith("elsewhere") & F.col("offset").isNull()
-        rows = rows.withColumn("elsewhere", F.when(elsewhere, F.lit(True)))
+        was_lost = F.col("id").cast("string").startswith("was-lost")
+        rows = rows.withColumns(
+            {"elsewhere": F.when(elsewhere, F.lit(True)), "proven_lost": F.when(was_lost, F.lit(True))}
+        )
         rows.localCheckpoint().createOrReplaceTempView("cases")
     return spark.table("cases")
 
@@ -489,6 +499,17 @@ def test_every_finding_has_its_kind_cause_and_count(spark: SparkSession) -> None
         ("both", "conflict", "foreign_writer", 2),
         ("both", "phantom", None, 2),
     }
+
+
+def test_the_claims_of_a_row_that_are_newly_lost(spark: SparkSession) -> None:
+    evidence_of = [entry(3), answer(201, 3), answer(201, 4), entry(5), copy(5), entry(6, timestamp_ms=FRESH)]
+    rows = reduced(spark, ids({"lost": evidence_of}))
+    for proven, offsets in ((0, {3, 4}), (4, {3})):
+        marked = rows.withColumn("proven_lost", F.when(F.col("offset") == proven, F.lit(True)))
+        seen = gather_evidence(plan(), settings())
+        found = findings.newly_lost(classify(deliveries.gathered(marked), seen)).collect()
+        assert [row["offset"] for row in sorted(found)] == sorted(offsets)
+        assert {(name_of(row["id"]), row["topic"], row["partition"]) for row in found} == {("lost", "t", 0)}
 
 
 def test_clean_rows_are_classified_by_their_counts_as_by_their_lists(spark: SparkSession) -> None:

@@ -198,8 +198,8 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
     }
     for name, rows in written.items():
         old = {present: first for first, present in lake.RENAMED[name].items()}
-        # `skip_ids` is younger than the present names.
-        first = rows.withColumnsRenamed(old).drop("skip_ids")
+        # These are younger than the present names.
+        first = rows.withColumnsRenamed(old).drop("skip_ids", "proven_lost")
         assert sorted(first.columns) == sorted(FIRST_VERSION[name].split())
         writer = first.write.format("delta").option("txnAppId", lake.WRITER)
         parts = [old.get(column, column) for column in lake.PARTITIONS.get(name, ())]
@@ -244,7 +244,7 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
     assert read(1) == known
     assert read(2) == {replace(log, **marks) for log in old.logs}
     deliveries = reduced(spark, [copy(1), entry(1)])
-    more = ("freed_ms", "record_key_hash", "batch_hash", "topic_id_hash", "was_past_end", "elsewhere")
+    more = ("freed_ms", "record_key_hash", "batch_hash", "topic_id_hash", "was_past_end", "elsewhere", "proven_lost")
     tables.append("deliveries", deliveries.drop(*more), 1)
     finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], lake.schema("findings"))
     tables.append("findings", finding.drop("run"), 1)
@@ -304,6 +304,19 @@ def test_a_claim_past_the_end_of_a_log_that_was_blocked_is_marked_once(spark: Sp
     assert {at for at, row in found.items() if row["run"] == 2} == marked
     tables.mark_past_end({("t", 0): 100}, since, 3)
     assert tables.read("deliveries").where("run = 3").isEmpty()
+
+
+def test_a_proven_loss_is_marked_without_a_new_run_and_stays_so(spark: SparkSession, tmp_path: Path) -> None:
+    tables = lake.Lake(spark, str(tmp_path))
+    rows = reduced(spark, [copy(1), entry(1), entry(99), entry(100)])
+    tables.append("deliveries", rows, 1)
+    lost = rows.where("offset = 99").select("accepted_hour", "id", "topic", "partition", "offset").localCheckpoint()
+    for _ in range(2):
+        tables.mark_proven_lost(lost, hours.of(lost))
+    again = reduced(spark, [answer(201, 99), answer(201, 100)], 2)
+    tables.merge(again, hours.of(again), 2)
+    found = {row["offset"]: (row["proven_lost"], row["run"]) for row in tables.read("deliveries").collect()}
+    assert found == {1: (None, 1), 99: (True, 2), 100: (None, 2)}
 
 
 def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(

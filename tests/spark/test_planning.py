@@ -129,6 +129,23 @@ def test_data_is_frozen_first_then_the_ledger_then_the_answers(cluster: FakeAdmi
     assert cluster.listed_topics == [["orders", "others"], [LEDGER_TOPIC], [REQUESTS_TOPIC], ["orders"]]
 
 
+def test_a_topic_that_is_recreated_while_the_run_is_planned_proves_nothing(
+    cluster: FakeAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later list of ends would be that of the new topic, and the claims on the earlier one would lie past it."""
+    listed = cluster.ends
+
+    def recreated(partitions: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
+        if (LEDGER_TOPIC, 0) in partitions:
+            cluster.topics["orders"] = ends(0)
+            cluster.topic_ids["orders"] = "two"
+        return listed(partitions, strict=strict)
+
+    monkeypatch.setattr(cluster, "ends", recreated)
+    with pytest.raises(CannotRun, match="topic 'orders' was deleted or recreated while the run was planned"):
+        freeze(cluster, named={"orders"})
+
+
 def test_the_ends_of_the_data_are_listed_again_after_those_of_the_ledger(
     cluster: FakeAdmin,
 ) -> None:
