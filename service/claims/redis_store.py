@@ -110,12 +110,20 @@ class Found:
     leased: bool = True
 
 
+# A slot in a heartbeat's result. Its lease is the caller's or another's, or nobody has it: because the slot was never
+# taken or was given back clean, or because its holder died (the slot must be recovered).
+MINE: Final = "m"
+TAKEN: Final = "t"
+FREE: Final = "f"
+DEAD: Final = "d"
+
+
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The result of a heartbeat: the number of live processes, a character for each slot, `freed` of the slots held.
 
-    A slot is "m" (mine), "t" (taken), "f" (free) or "d" (dead). `slots` also has slots beyond SLOTS_MAX that a process
-    with a higher SLOTS_MAX has taken.
+    A slot is MINE, TAKEN, FREE or DEAD. `slots` also has slots beyond SLOTS_MAX that a process with a higher SLOTS_MAX
+    has taken.
     """
 
     members: int
@@ -129,9 +137,13 @@ class Keys(Protocol):
     All calls but `who` raise StoreLost where the server is not the store of the generation, or lacks keys of it:
     nothing was written. They raise StoreAway where the server refused before writing, StoreUnanswered where the script
     may still run later, and StoreBug for an answer or a state that this version does not know.
+
+    An id has 16 bytes, a fingerprint 8. `slot` is the slot's number, `term` its term; `token` names a process.
     """
 
-    async def who(self) -> Identity: ...
+    async def who(self) -> Identity:
+        """Ask which server answers, and which generation it holds."""
+
     async def clock_ms(self) -> int:
         """Read the store's clock, ms since the Unix epoch, by which accepted_at and expiry are set."""
 
@@ -168,23 +180,39 @@ class Keys(Protocol):
     ) -> int:
         """Mark rows of the ledger record at `offset`; `previous` is the one before. Returns how many were kept."""
 
-    async def release(self, generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None: ...
-    async def find(self, generation: StoreGeneration, id: bytes) -> Found: ...
-    async def find_all(self, generation: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]: ...
-    async def applied(self, generation: StoreGeneration, slot: int) -> int | None: ...
+    async def release(self, generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
+        """Delete the claims of this slot and term on these ids. Other states stay as they are."""
+
+    async def find(self, generation: StoreGeneration, id: bytes) -> Found:
+        """Read the state of a key. Raises StoreAway where too many look-ups wait."""
+
+    async def find_all(self, generation: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
+        """Read the states of keys, in their order."""
+
+    async def applied(self, generation: StoreGeneration, slot: int) -> int | None:
+        """Read the ledger offset below which every record of the slot is marked; None if the store has none."""
+
     async def replay(
         self, generation: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None
     ) -> None:
-        """Write rows of the ledger, and with the last of them raise `freed` and `applied` of the slot to the term."""
+        """Write rows of the ledger; with the last of them, raise `freed` and `applied` of a (slot, term) to the term.
 
-    async def take(self, generation: StoreGeneration, slot: int, token: str) -> bool: ...
-    async def give_back(self, generation: StoreGeneration, slot: int, token: str, clean: bool) -> None: ...
+        Raises Fenced if a later term of the slot has been freed.
+        """
+
+    async def take(self, generation: StoreGeneration, slot: int, token: str) -> bool:
+        """Take or renew the lease of a slot; False if another process has it."""
+
+    async def give_back(self, generation: StoreGeneration, slot: int, token: str, clean: bool) -> None:
+        """Return the lease of a slot, if the process has it. Unless `clean`, the slot is then dead."""
+
     async def heartbeat(
         self, generation: StoreGeneration, token: str, slots: int, held: Mapping[int, int]
     ) -> Heartbeat:
         """Renew leases. `held`: by slot, the `applied` that its holder knows, -1 if it knows none."""
 
-    async def leave(self, generation: StoreGeneration, token: str) -> None: ...
+    async def leave(self, generation: StoreGeneration, token: str) -> None:
+        """Count the process no longer among the live ones."""
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
         """Begin a store recovery; False if another is in progress, or has ended since `seen` was read.
@@ -192,12 +220,17 @@ class Keys(Protocol):
         Each call below raises StoreLost without the nonce.
         """
 
-    async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]: ...
+    async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:
+        """Read `applied` of the first `slots` slots, as `applied` does; None for all if keys were evicted."""
+
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
         """Write at most REPLAY_CHUNK rows of the ledger. Concurrent calls wait for each other."""
 
-    async def recover_end(self, store: str, nonce: str, number: int, freed: Sequence[int]) -> None: ...
-    async def recover_abandon(self, store: str, nonce: str) -> None: ...
+    async def recover_end(self, store: str, nonce: str, number: int, freed: Sequence[int]) -> None:
+        """Raise `freed` of each slot, then set the generation to `number`, if it is newer than the present one."""
+
+    async def recover_abandon(self, store: str, nonce: str) -> None:
+        """Delete the nonce, so that another recovery can begin at once. Never raises StoreLost."""
 
 
 class RedisKeys:
@@ -227,7 +260,9 @@ class RedisKeys:
         self._timeout_s = timeout_s
         self._errors = telemetry.redis_errors
         self._bugs = Incident(log, "bug in what Redis says")
-        self._claims_seen: tuple[StoreGeneration | None, int] = (None, 0)  # the highest P "c" of this generation
+        # The highest number of claiming calls that a reply of this generation had (P "c" in claims.lua). A server that
+        # reports a smaller one is an older copy of the store.
+        self._claims_seen: tuple[StoreGeneration | None, int] = (None, 0)
         self._incomplete: StoreGeneration | None = None  # the last generation whose store lacks keys
         self._finding = asyncio.Semaphore(FINDS_AT_ONCE)
         self._replaying = asyncio.Semaphore(REPLAYS_AT_ONCE)
@@ -324,6 +359,7 @@ class RedisKeys:
 
     @staticmethod
     def _claim_of(answer: bytes, slot: int, term: int, fp: bytes) -> Claim:
+        """Decode a reply to one claim, whose first byte is as in `claim` of claims.lua. Raises CorruptState."""
         match answer[:1]:
             case b"N":
                 return Claim(Outcome.NEW, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
@@ -473,7 +509,7 @@ class RedisKeys:
         return found
 
     async def _call_in(self, generation: StoreGeneration, operation: str, *arguments: str | int | bytes) -> list[Any]:
-        """Run an operation in a generation, with the highest P "c" seen in it."""
+        """Run an operation in a generation, with the highest number of claiming calls seen in it."""
         of, count = self._claims_seen
         seen = count if of == generation else 0
         try:
@@ -483,6 +519,7 @@ class RedisKeys:
             raise
 
     def _note_claims(self, generation: StoreGeneration, count: int) -> None:
+        """Note the number of claiming calls in a reply; replies may come late, and of an earlier generation."""
         of, seen = self._claims_seen
         if of == generation:
             self._claims_seen = generation, max(seen, count)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from service.claims.redis_store import Heartbeat, Keys, StoreGeneration
+from service.claims.redis_store import DEAD, FREE, MINE, Heartbeat, Keys, StoreGeneration
 from service.claims.states import SlotEvent, SlotState
 from service.contract.wire import transactional_id
 from service.core.logs import Incident
@@ -97,8 +97,8 @@ def balance(others: Mapping[int, str], held: int, share: Share, to_recover: Coll
     `to_recover`, because their open transactions delay all readers of their partitions; others only up to its share.
     It may then hold more than it wants, and gives up more than its share only if no slot is free or dead.
     """
-    dead = [n for n, mark in others.items() if mark == "d" or (mark == "f" and n in to_recover)]
-    free = [n for n, mark in others.items() if mark == "f" and n not in to_recover]
+    dead = [n for n, mark in others.items() if mark == DEAD or (mark == FREE and n in to_recover)]
+    free = [n for n, mark in others.items() if mark == FREE and n not in to_recover]
     random.shuffle(dead)  # processes that decide at the same time should not try the same slots
     random.shuffle(free)
     wanted = max(0, share.slots - held - len(dead))
@@ -250,7 +250,7 @@ class Pool:
             raise StoreUnanswered("Redis did not answer a heartbeat in time") from error
         self._note_heartbeat(generation)
         for n, slot in held.items():
-            if heartbeat.slots[n] != "m":
+            if heartbeat.slots[n] != MINE:
                 log.warning("lease lost", slot=n)
                 self._let_go(slot)
             elif slot.state in CAN_WRITE and (
@@ -302,7 +302,9 @@ class Pool:
         """Take and give up slots as `balance` decides. Raises as Keys.take does."""
         held = [slot for slot in self.slots.values() if not slot.draining]
         others = {n: mark for n, mark in enumerate(heartbeat.slots) if n not in self.slots}
-        self._to_recover = {n: partitions for n, partitions in self._to_recover.items() if others.get(n) in ("d", "f")}
+        self._to_recover = {
+            n: partitions for n, partitions in self._to_recover.items() if others.get(n) in (DEAD, FREE)
+        }
         share = fair_share(
             self._settings.slots, self._settings.slots_max, heartbeat.members, stuck=sum(map(self._is_stuck, held))
         )
