@@ -30,7 +30,7 @@ class TimeSlice:
         self._until = time.monotonic() + SLICE_S
 
 
-async def after_step(events: int) -> None:
+async def yield_after(events: int) -> None:
     """Let the other tasks of the loop run after a step with this many events of a group, if such steps take long."""
     if events >= STEP_EVENTS:
         await asyncio.sleep(0)

@@ -179,9 +179,9 @@ class KafkaAdmin:
     async def close(self) -> None:
         if self._answering is not None:
             self._answering.cancel()
-        await self._leave()
+        await self._disconnect()
 
-    async def _leave(self) -> None:
+    async def _disconnect(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(Exception):
@@ -462,7 +462,7 @@ class KafkaAdmin:
                         await asyncio.sleep(RETRY_PAUSE_S)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             failed = error
-        await self._leave()  # the next request bootstraps again: all brokers may have other addresses by then
+        await self._disconnect()  # the next request bootstraps again: all brokers may have other addresses by then
         if isinstance(failed, REFUSED):
             self.count_failure("metadata")
             raise KafkaRefuses(

@@ -118,7 +118,7 @@ class Client(BaseClient):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.lost = False  # a connection has ended that this client did not close
+        self.has_lost_connection = False  # a connection has ended that this client did not close
         self._probes: dict[AIOKafkaConnection, asyncio.Task[None]] = {}  # under way
 
     def connection(self, node_id: int) -> AIOKafkaConnection | None:
@@ -128,7 +128,7 @@ class Client(BaseClient):
 
     def _on_connection_closed(self, conn: AIOKafkaConnection, reason: CloseReason | None) -> None:
         if reason is CloseReason.CONNECTION_BROKEN:
-            self.lost = True
+            self.has_lost_connection = True
         super()._on_connection_closed(conn, reason)
 
     async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:

@@ -14,7 +14,7 @@ from service.core.logs import Incident
 from service.core.problems import KafkaAway
 from service.core.supervision import failure_of
 from service.core.time_of_day import now_ms
-from service.core.time_slice import after_step
+from service.core.time_slice import yield_after
 from service.kafka import outcomes
 from service.kafka.admin import CODECS, KafkaAdmin
 from service.kafka.deadline import unwaited
@@ -38,7 +38,7 @@ from service.kafka.session import (
     Record,
     RecordMetadata,
     RecordResult,
-    check,
+    raise_if_error,
 )
 
 log = structlog.get_logger(__name__)
@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 # The sends get 1/n of a request's time: after a partition that hangs, there is time to send the rest again without it.
 SENDS_SHARE: Final = 3
 # The share of the sends' time that the broker waits for replicas: its error names the partition, before our timeout.
-REPLICAS_SHARE: Final = 0.8
+ACKS_TIMEOUT_SHARE: Final = 0.8
 # Pauses while the markers of the previous transaction are written, which happens after its EndTxn response.
 MARKERS_PAUSE_S: Final = 0.001
 MARKERS_PAUSE_MOST_S: Final = 0.02
@@ -57,6 +57,7 @@ OWN_CODEC: Final = CODECS["zstd"]
 COMPRESSED_LEAST_BYTES: Final = 1_024
 CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
 NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
+FENCED_CODES: Final = (errors.InvalidProducerEpoch.errno, outcomes.PRODUCER_FENCED)
 
 
 def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> Record:
@@ -133,9 +134,9 @@ class TransactionalProducer:
         return self._session.without_marker
 
     @property
-    def lost(self) -> bool:
+    def has_lost_connection(self) -> bool:
         """Whether a broker has ended a connection; markers may be missing from a broker that was away."""
-        return self._session.client.lost
+        return self._session.client.has_lost_connection
 
     async def find_open_transactions(
         self, partitions: Collection[Partition]
@@ -222,7 +223,7 @@ class TransactionalProducer:
         self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
             async with asyncio.timeout(self._sends_timeout_s):
-                leaders = await self._join(write, ledger)
+                leaders = await self._add_missing(write, ledger)
                 metadata = await self._send(write, leaders)
         except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too
             failure = failure_of(error)
@@ -263,7 +264,7 @@ class TransactionalProducer:
         may_commit = of_ledger is not None and not of_ledger.is_refused
         return TransactionFailed(outcomes.of(error, may_commit), cause, refusals, stuck, write.hanging)
 
-    def _move(self, state: "State") -> None:
+    def _move(self, state: State) -> None:
         """Change the state. Raises TransactionFailed where the producer is dead, RuntimeError for an illegal move."""
         if self._state is State.DEAD:
             raise TransactionFailed(TransactionOutcome.ABORTED, "the producer is closed")
@@ -271,7 +272,7 @@ class TransactionalProducer:
             raise RuntimeError(f"a producer that is {self._state.value} cannot be {state.value}")
         self._state = state
 
-    async def _join(self, write: "_Write", ledger: Partition) -> dict[Partition, int]:
+    async def _add_missing(self, write: "_Write", ledger: Partition) -> dict[Partition, int]:
         """Add the partitions that a write needs to the transaction; the leaders of all its partitions."""
         leaders = await self._await_early_begin()
         wanted = dict.fromkeys([(record.topic, record.partition) for record in write.records] + [ledger])
@@ -284,7 +285,7 @@ class TransactionalProducer:
 
     async def _leaders(self, write: "_Write", partitions: Collection[Partition]) -> dict[Partition, int]:
         """Find the leader of each of these partitions. Raises Refused, TimeoutError."""
-        self._session.look_up(partitions)
+        self._session.request_metadata(partitions)
         leaders: dict[Partition, int] = {}
         for partition in partitions:
             node = self._session.leader(partition)
@@ -343,8 +344,8 @@ class TransactionalProducer:
         """Send a write and await all of its batches; the records' metadata in their order."""
         session = self._session
         write.batches = session.batches(write.records, leaders)
-        await after_step(len(write.records))
-        await session.send(write.batches, leaders, int(1000 * REPLICAS_SHARE * self._sends_timeout_s))
+        await yield_after(len(write.records))
+        await session.send(write.batches, leaders, int(1000 * ACKS_TIMEOUT_SHARE * self._sends_timeout_s))
         metadata = [RecordMetadata(-1, -1)] * len(write.records)
         failed = None
         for batch in write.batches:
@@ -357,7 +358,7 @@ class TransactionalProducer:
             if isinstance(result, RecordError):
                 write.refusals[batch.partition[0]] = result
         if failed is not None:
-            check(failed.answer[0] if failed.answer else -1, f"Produce to {failed.partition}")
+            raise_if_error(failed.answer[0] if failed.answer else -1, f"Produce to {failed.partition}")
             # DuplicateSequenceNumber and the like: the record is in Kafka at an unknown offset.
             raise errors.KafkaError(f"{failed.partition}: no offset in the answer")
         return metadata
@@ -366,7 +367,7 @@ class TransactionalProducer:
         """Send EndTxn. After a clean response the outcome is final, and the coordinator writes the markers."""
         session = self._session
         request = EndTxnRequest(session.transactional_id, session.producer_id, session.epoch, commit)
-        check((await session.request(session.coordinator, request)).error_code, "EndTxn")
+        raise_if_error((await session.request(session.coordinator, request)).error_code, "EndTxn")
 
     async def close(self) -> None:
         """Close the connections without waiting for pending responses. Never raises, never hangs."""
@@ -402,7 +403,7 @@ class _Write:
                 self.refusals[topic] = REFUSALS[code]
         for code in codes.values():
             if code != NOT_ATTEMPTED:  # the code of all other partitions where one is refused
-                check(code, "AddPartitionsToTxn")
+                raise_if_error(code, "AddPartitionsToTxn")
 
     def stuck(self, timed_out: bool) -> set[str]:
         """Find the topics whose error ended the transaction, or that had no answer at the timeout."""
@@ -417,9 +418,6 @@ class _Write:
 def _codes(answer: Any) -> dict[Partition, int]:
     """Extract the error code of each partition from an AddPartitionsToTxn response."""
     return {(topic, row[0]): row[1] for topic, rows in answer.errors for row in rows}
-
-
-FENCED_CODES: Final = (errors.InvalidProducerEpoch.errno, outcomes.PRODUCER_FENCED)
 
 
 class IdempotentProducer:
@@ -478,7 +476,7 @@ class IdempotentProducer:
                 async with asyncio.timeout(self._timeout_s):
                     leaders = await self._leaders(session, records, results)
                     batches = session.batches(records, leaders)
-                    await session.send(batches, leaders, int(1000 * REPLICAS_SHARE * self._timeout_s))
+                    await session.send(batches, leaders, int(1000 * ACKS_TIMEOUT_SHARE * self._timeout_s))
             except (Exception, asyncio.CancelledError) as error:  # the results come from the batches' answers
                 failure = failure_of(error)
                 quota: dict[str, Any] = {"quota": session.quota} if session.quota else {}
@@ -500,7 +498,7 @@ class IdempotentProducer:
         """Find the leaders of the records' partitions; a partition without one gets its result in `results`."""
         leaders: dict[Partition, int] = {}
         partitions = dict.fromkeys((record.topic, record.partition) for record in records)
-        session.look_up(partitions)
+        session.request_metadata(partitions)
         for partition in partitions:
             node = session.leader(partition)
             if node is None:

@@ -35,6 +35,7 @@ METADATA_TIMEOUT_S: Final = 1.0
 RETRY_PAUSE_S: Final = 0.02
 NOT_LEADER_PAUSE_S: Final = 0.02
 
+ACKS_ALL: Final = -1
 SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
 OK: Final = errors.NoError.errno
 NOT_ENOUGH_REPLICAS: Final = errors.NotEnoughReplicasError.errno
@@ -163,7 +164,7 @@ class ProducerSession:
                     node = await coordinator(self.client, self.transactional_id)
                     self.without_marker |= await open_partitions(self.client, node, self.transactional_id)
                 answer = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
-                check(answer.error_code, "InitProducerId")
+                raise_if_error(answer.error_code, "InitProducerId")
                 self.coordinator, self.producer_id, self.epoch = node, answer.producer_id, answer.producer_epoch
                 return
             except RETRIABLE:
@@ -206,13 +207,13 @@ class ProducerSession:
             batch = open_batches.get(partition)
             if batch is None or not batch.add(index, record):
                 if batch is not None:
-                    self._advance(batch)
+                    self._close(batch)
                 builder = self._builder(partition, record.batch_bytes_max, record.codec)
                 batch = open_batches[partition] = Batch(partition, builder)
                 batches.append(batch)
                 batch.add(index, record)  # an empty batch accepts any size: the broker refuses what is too large
         for batch in open_batches.values():
-            self._advance(batch)
+            self._close(batch)
         return batches
 
     def _builder(self, partition: Partition, most: int, codec: int | None) -> BatchBuilder:
@@ -225,18 +226,20 @@ class ProducerSession:
             min(BATCH_BYTES_MAX, most),
         )
 
-    def _advance(self, batch: Batch) -> None:
+    def _close(self, batch: Batch) -> None:
+        """Encode a batch that takes no more records, and advance its partition's sequence number behind them."""
         present = self._sequences.get(batch.partition, 0)
         self._sequences[batch.partition] = (present + len(batch.members)) % SEQUENCES
         batch.payload = batch.builder.build()
 
-    async def send(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], replicas_ms: int) -> None:
+    async def send(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], acks_timeout_ms: int) -> None:
         """Send batches, those of a partition in their order, and wait until each has an answer.
 
-        Raises KafkaError or OSError where a request had no response; answers of other requests are kept. Batches are
-        sent again only where the node answered NOT_LEADER to all batches of their partition.
+        `acks_timeout_ms`: for how long a leader waits for its in-sync replicas. Raises KafkaError or OSError where a
+        request had no response; answers of other requests are kept. Batches are sent again only where the node answered
+        NOT_LEADER to all batches of their partition.
         """
-        await self._send_once(batches, leaders, replicas_ms)
+        await self._send_once(batches, leaders, acks_timeout_ms)
         while moved := _moved(batches):
             await asyncio.sleep(NOT_LEADER_PAUSE_S)
             await self.client.force_metadata_update()
@@ -244,9 +247,11 @@ class ProducerSession:
             batches = [batch for batch in batches if batch.partition in moved]
             for batch in batches:
                 batch.moved = True
-            await self._send_once(batches, leaders, replicas_ms)
+            await self._send_once(batches, leaders, acks_timeout_ms)
 
-    async def _send_once(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], replicas_ms: int) -> None:
+    async def _send_once(
+        self, batches: Sequence[Batch], leaders: Mapping[Partition, int], acks_timeout_ms: int
+    ) -> None:
         requests: list[tuple[int, list[Batch]]] = []
         for batch in batches:  # a Produce request holds at most one batch of a partition
             node = leaders[batch.partition]
@@ -257,9 +262,9 @@ class ProducerSession:
             else:
                 requests.append((node, [batch]))
         if len(requests) == 1:
-            await self._produce(*requests[0], replicas_ms)
+            await self._produce(*requests[0], acks_timeout_ms)
             return
-        sends = [asyncio.ensure_future(self._produce(*request, replicas_ms)) for request in requests]
+        sends = [asyncio.ensure_future(self._produce(*request, acks_timeout_ms)) for request in requests]
         try:
             for failed in await asyncio.gather(*sends, return_exceptions=True):
                 if failed is not None:
@@ -268,12 +273,14 @@ class ProducerSession:
             for send in sends:
                 send.cancel()
 
-    async def _produce(self, node: int, batches: Sequence[Batch], replicas_ms: int) -> None:
+    async def _produce(self, node: int, batches: Sequence[Batch], acks_timeout_ms: int) -> None:
         topics: dict[str, list[tuple[int, bytes]]] = {}
         for batch in batches:
             topic, partition = batch.partition
             topics.setdefault(topic, []).append((partition, batch.payload))
-        answer = await self.request(node, ProduceRequest(self.transactional_id, -1, replicas_ms, list(topics.items())))
+        answer = await self.request(
+            node, ProduceRequest(self.transactional_id, ACKS_ALL, acks_timeout_ms, list(topics.items()))
+        )
         answers = {(topic, row[0]): row[1:4] for topic, rows in answer.topics for row in rows}
         for batch in batches:
             batch.answer = answers.get(batch.partition)
@@ -283,7 +290,7 @@ class ProducerSession:
         node = self.client.cluster.leader_for_partition(TopicPartition(*partition))
         return None if node is None or node < 0 else int(node)
 
-    def look_up(self, partitions: Iterable[Partition]) -> None:
+    def request_metadata(self, partitions: Iterable[Partition]) -> None:
         """Request the metadata of all topics with an unknown leader at once; `find_leader` waits for it.
 
         Adding topics one by one would send one request for each, and each for all topics before it too. Topics that the
@@ -333,7 +340,7 @@ def _moved(batches: Sequence[Batch]) -> set[Partition]:
     return moved - {batch.partition for batch in batches if batch.answer is None or batch.answer[0] not in NOT_LEADER}
 
 
-def check(code: int, what: str) -> None:
+def raise_if_error(code: int, what: str) -> None:
     """Raise the error of a code that is not OK; PRODUCER_FENCED separately, as aiokafka calls it unknown."""
     if code == outcomes.PRODUCER_FENCED:
         raise errors.ProducerFenced(what)

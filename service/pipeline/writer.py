@@ -26,7 +26,7 @@ from service.core.problems import (
 )
 from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
-from service.core.time_slice import after_step
+from service.core.time_slice import yield_after
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
@@ -275,7 +275,7 @@ class Writer:
 
     async def _write(self, attempt: Attempt) -> None:
         """Write the claimed requests of a group; if there are none, abandon the transaction that was begun for it."""
-        await after_step(attempt.group.size)
+        await yield_after(attempt.group.size)
         identity = await self._identity(attempt)
         attempt.claimed, late = start_sending(attempt.claimed)
         attempt.not_sent = [*attempt.not_sent, *late]
@@ -308,10 +308,10 @@ class Writer:
         """Write a group in one transaction. Raises TransactionFailed after `_fail` has dealt with the requests."""
         slot, claimed = attempt.slot, attempt.claimed
         try:
-            await after_step(len(records))
+            await yield_after(len(records))
             metadata = await slot.send(records)
             committed = committed_of(claimed, records, metadata)
-            await after_step(len(records))
+            await yield_after(len(records))
             topic_ids = topic_ids_of(records, self._topic_metadata.last_known)
             position = await slot.commit(entries_of(committed), topic_ids)
         except (Exception, asyncio.CancelledError) as error:

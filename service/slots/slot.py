@@ -10,7 +10,7 @@ from service.claims.redis_store import Keys, Row, StoreGeneration
 from service.claims.states import SLOT, Claim, SlotEvent, SlotState
 from service.contract.wire import Begin, encode_ledger
 from service.core.problems import StoreLost
-from service.core.time_slice import after_step
+from service.core.time_slice import yield_after
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
@@ -71,7 +71,7 @@ class Slot:
     @property
     def cut_off(self) -> bool:
         """Whether a connection of this term has ended; its transactions may lack markers since."""
-        return self._producer is not None and self._producer.lost
+        return self._producer is not None and self._producer.has_lost_connection
 
     @property
     def producer_id(self) -> int | None:
@@ -168,7 +168,7 @@ class Slot:
         try:
             head = self.n, self.producer.producer_id, self.producer.epoch, self._instance
             value = encode_ledger(*head, [encode_entries(entries)], topic_ids)
-            await after_step(len(entries))
+            await yield_after(len(entries))
             offset = await self.producer.commit(value)
         except TransactionFailed as failed:
             self.fail(failed)

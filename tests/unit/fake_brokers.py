@@ -71,7 +71,7 @@ class FakeClient:
         self.requests: list[tuple[int, Any]] = []
         self.closed = False
         self.connected = True
-        self.lost = False
+        self.has_lost_connection = False
         self.open_in: dict[Partition, int] = {}  # where producer 7 has an open transaction, and its first offset
         self.of_ledger: Met = RecordMetadata(9, -1)
         self.refused: dict[Partition, int] = {}  # error codes in DescribeProducers responses

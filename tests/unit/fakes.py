@@ -187,7 +187,7 @@ class FakeProducer(TransactionalProducer):
         return 0
 
     @property
-    def lost(self) -> bool:
+    def has_lost_connection(self) -> bool:
         return self.cut_off
 
     def begin_early(self, partitions: Sequence[Partition]) -> None:

@@ -357,7 +357,7 @@ async def test_a_connection_that_was_reset_is_replaced_and_not_written_to(
     assert another is not None
     assert another is not connection
     assert not another._writer.is_closing()
-    assert client.lost
+    assert client.has_lost_connection
 
 
 async def test_a_connection_that_ends_with_its_login_is_a_failure_that_is_tried_again(

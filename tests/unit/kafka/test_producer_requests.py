@@ -15,7 +15,7 @@ from service.core.problems import KafkaAway
 from service.kafka import session as module
 from service.kafka.inspection import DescribeTransactions
 from service.kafka.outcomes import TransactionOutcome
-from service.kafka.producer import REPLICAS_SHARE, SENDS_SHARE, TransactionalProducer
+from service.kafka.producer import ACKS_TIMEOUT_SHARE, SENDS_SHARE, TransactionalProducer
 from service.kafka.session import Batch, NotSent, ProducerSession, RecordMetadata
 from tests.unit.fake_brokers import (
     LEDGER,
@@ -31,7 +31,7 @@ from tests.unit.fake_brokers import (
 )
 
 TIMEOUT_MS = 600
-REPLICAS_MS = int(TIMEOUT_MS * REPLICAS_SHARE / SENDS_SHARE)
+ACKS_TIMEOUT_MS = int(TIMEOUT_MS * ACKS_TIMEOUT_SHARE / SENDS_SHARE)
 
 
 class DescribedTransactions(NamedTuple):
@@ -51,7 +51,11 @@ async def test_every_send_waits_for_all_replicas_and_belongs_to_the_transaction(
     sends = kafka.sent(ProduceRequest)
     assert len(sends) == 2
     for request in sends:
-        assert (request._transactional_id, request._required_acks, request._timeout) == ("ns.slot.0", -1, REPLICAS_MS)
+        assert (request._transactional_id, request._required_acks, request._timeout) == (
+            "ns.slot.0",
+            -1,
+            ACKS_TIMEOUT_MS,
+        )
         for batch in batches_of(request):
             assert (batch.is_transactional, batch.producer_id, batch.producer_epoch) == (True, 7, 0)
     for request in (*kafka.sent(AddPartitionsToTxnRequest), *kafka.sent(EndTxnRequest)):

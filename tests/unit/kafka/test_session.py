@@ -466,6 +466,6 @@ async def test_a_look_up_asks_no_more_for_topics_that_the_metadata_lacks(monkeyp
     monkeypatch.setattr(session.client.cluster, "topics", lambda exclude_internal_topics: {"here", "not asked for"})
     for topic in ("deleted", "here"):
         session.client.add_topic(topic)
-    session.look_up([("new", 0)])
+    session.request_metadata([("new", 0)])
     assert asked == [{"here", "new"}]
     await session.close()
