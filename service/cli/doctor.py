@@ -21,7 +21,7 @@ from service.core.settings import Settings
 from service.kafka.acl_inspector import AclInspector, ClusterSnapshot, Operation
 from service.kafka.admin import Topic
 from service.kafka.producer import IdempotentProducer
-from service.kafka.reader import ends, offsets_since, read_between
+from service.kafka.reader import high_watermarks, offsets_since, read_between
 from service.kafka.session import Record, RecordMetadata
 from service.kafka.topics import InternalTopics
 
@@ -125,7 +125,7 @@ async def ledger_rate(kafka: AclInspector, ledger: str, partitions: int, now: fl
     None if the ledger did not grow. Raises KafkaAway.
     """
     numbers = range(partitions)
-    until = await ends(kafka, ledger, numbers)
+    until = await high_watermarks(kafka, ledger, numbers)
     since = await offsets_since(kafka, ledger, numbers, int(now) - GROWTH_S * 1000)
     grown = {n: until[n] - start for n, start in since.items() if start is not None and start < until[n]}
     if not grown:

@@ -12,7 +12,7 @@ from service.cli.redis_view import SlotView
 from service.contract.wire import Begin, Entry, LedgerRecord, WireError, decode_ledger, event_id, ledger_topic
 from service.core.settings import Settings
 from service.kafka.acl_inspector import AclInspector
-from service.kafka.reader import ends, offsets_since, read_between
+from service.kafka.reader import high_watermarks, offsets_since, read_between
 
 # Offsets to search from `freed` on: the begin record is the first record of its term.
 BEGIN_WITHIN: Final = 50
@@ -69,7 +69,7 @@ async def slots(settings: Settings) -> Slots:
         count = (await kafka.partitions([ledger])).get(ledger, 0)
         if not count:
             return Slots((await keys.who()).store, None, [])
-        until = await ends(kafka, ledger, range(count))
+        until = await high_watermarks(kafka, ledger, range(count))
         identity = await keys.who()
         views = await keys.slots(count)
         begins = await _begins(kafka, ledger, {v.slot: v.freed for v in views if v.freed is not None}, until)
@@ -194,7 +194,7 @@ async def _written(
     count = (await kafka.partitions([ledger])).get(ledger, 0)
     if not count:
         return []
-    until = await ends(kafka, ledger, range(count))
+    until = await high_watermarks(kafka, ledger, range(count))
     since = await offsets_since(kafka, ledger, range(count), since_ms)
     spans = {n: (start, until[n]) for n, start in since.items() if start is not None}
     found: list[CommittedAt] = []

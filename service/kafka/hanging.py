@@ -97,9 +97,9 @@ def verdicts(
     found: dict[Partition, set[Verdict]] = {partition: set() for partition in open_from}
     for transaction in transactions:
         if affected := partitions_left_open(transaction, open_from):
-            ends = verdict(True, [markers.get(record) for record in _ended_in(transaction, open_from)])
+            how = verdict(True, [markers.get(record) for record in _ended_in(transaction, open_from)])
             for partition in affected:
-                found[partition].add(ends)
+                found[partition].add(how)
     return {partition: _strongest(of) for partition, of in found.items()}
 
 

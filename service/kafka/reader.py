@@ -99,7 +99,7 @@ async def read_between(
         await _stop(consumer)
 
 
-async def ends(cluster: KafkaAdmin, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+async def high_watermarks(cluster: KafkaAdmin, topic: str, partitions: Sequence[int]) -> dict[int, int]:
     """Look up the high watermark of each partition: the offset of its next record. Raises KafkaAway."""
     wanted = [TopicPartition(topic, number) for number in partitions]
     found = await _look_up(cluster, lambda consumer: consumer.end_offsets(wanted))

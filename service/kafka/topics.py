@@ -192,7 +192,7 @@ class TopicMetadataCache:
         return self._last.keys()
 
     def last_known(self, name: str) -> Topic:
-        """Return the topic as last found; KeyError if none was, so that no open request has it."""
+        """Return the topic as last found. Raises KeyError if none was: then no admitted request names it."""
         return self._last[name]
 
     def forget_absent(self, absent: Collection[str]) -> None:

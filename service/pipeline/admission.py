@@ -52,7 +52,7 @@ SWEEP_S: Final = 0.02
 DRAIN_MARGIN_S: Final = 1.0
 # A request that waits for another's write is answered (201 or 409) so long before its deadline.
 ANSWERED_BEFORE_DEADLINE_S: Final = 0.5
-# Between two sweeps while no request is open; the deadline of one that arrives meanwhile is further off.
+# Between two sweeps while no request waits for its answer: the deadline of one that arrives meanwhile is further off.
 SWEEP_IDLE_S: Final = 0.1
 # Answered requests that may be kept behind one that waits, and their bytes.
 ANSWERED_KEPT: Final = 1_000
@@ -116,7 +116,7 @@ class Admission:
     def new_chunk(self) -> BatchChunk:
         """Make an empty chunk, which takes what one transaction, and the queue, can hold.
 
-        It is smaller while there is a request other than chunks, open or answered since the last sweep.
+        It is smaller while there is a request other than chunks, unanswered or answered since the last sweep.
         """
         most = CHUNK_EVENTS_BESIDE_SINGLE if self._by_deadline else CHUNK_EVENTS_MAX
         return BatchChunk(min(most, self.events_max), self.ledger_bytes_max)

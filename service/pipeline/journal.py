@@ -56,7 +56,7 @@ class Journal:
         self._telemetry = telemetry
         self._producer = IdempotentProducer(cluster, "journal")
         self._waiting: list[_Answer] = []
-        self._most = FLUSH_ANSWERS  # answers in one record, fewer if the topic refused a larger record
+        self._answers_max = FLUSH_ANSWERS  # answers in one record, fewer if the topic refused a larger record
         self._record_bytes_max = 0
         self._stopping = False
         self._task = supervise("journal", self._run, telemetry)
@@ -69,7 +69,7 @@ class Journal:
     def resize(self, record_bytes_max: int) -> None:
         """Try full records again if the topic's max.message.bytes has changed."""
         if record_bytes_max != self._record_bytes_max:
-            self._record_bytes_max, self._most = record_bytes_max, FLUSH_ANSWERS
+            self._record_bytes_max, self._answers_max = record_bytes_max, FLUSH_ANSWERS
 
     def record(self, request: WriteRequest, status: int, answer: WriteResult | None, latency_s: float) -> None:
         """Add an answer, or a 202 (`answer` is None: the claim stands). Drops it if too many wait."""
@@ -104,14 +104,14 @@ class Journal:
         counted.
         """
         while self._waiting:
-            answers = self._waiting[: self._most]
+            answers = self._waiting[: self._answers_max]
             try:
                 record = encode_answers(self._instance, [_encode(answers)[1:-1].decode()])
                 await self._producer.send(self._topic, random.randrange(REQUESTS_PARTITIONS), None, record)  # noqa: S311
             except RecordRefused as refused:
                 if refused.refusal.kind is not TOO_LARGE:
                     return False
-                self._most = max(1, len(answers) // 2)
+                self._answers_max = max(1, len(answers) // 2)
                 if len(answers) > 1:
                     continue
                 self._drop(1, refused.refusal.why)

@@ -26,7 +26,7 @@ class GroupConsumer(Protocol):
 
     @property
     def takes_groups(self) -> bool:
-        """Whether it may take a group now. Call `notify_all` when this becomes false."""
+        """Whether the consumer may take a group now. Call `notify_all` when this becomes false."""
 
 
 class Queue:
@@ -51,7 +51,7 @@ class Queue:
         self._idle_slots: deque[asyncio.Future[None]] = deque()
         self._in_flight: dict[Group, None] = {}
         self._groups_taken = 0
-        self._last_size = 0  # requests of the last group that was not quarantined
+        self._last_group_size = 0  # requests of the last group that was not quarantined
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
@@ -101,13 +101,13 @@ class Queue:
 
     def forget_answered(self) -> None:
         """Drop requests that were answered while they waited; without a slot nobody takes them out."""
-        for line in (*self._waiting.values(), self._quarantine):
-            while line and line[0].finished:
-                line.popleft()
-            if len(line) > 2 * self.events + 1_000:
-                kept = [request for request in line if not request.finished]
-                line.clear()
-                line.extend(kept)
+        for requests in (*self._waiting.values(), self._quarantine):
+            while requests and requests[0].finished:
+                requests.popleft()
+            if len(requests) > 2 * self.events + 1_000:
+                kept = [request for request in requests if not request.finished]
+                requests.clear()
+                requests.extend(kept)
 
     def put_back(self, requests: Sequence[WriteRequest]) -> None:
         """Put requests back at the front, in their order."""
@@ -183,7 +183,7 @@ class Queue:
             if quarantined:
                 self._quarantined_group = group
             else:
-                self._last_size = len(requests)
+                self._last_group_size = len(requests)
             for request in requests:
                 request.group_number = group.number
         self._notify_if_any_waits()
@@ -236,7 +236,7 @@ class Queue:
         waiting = sum(map(len, self._waiting.values()))
         if self._quarantined_group is None:
             waiting += len(self._quarantine)
-        most = self._groups_at_once if waiting >= self._last_size else 1
+        most = self._groups_at_once if waiting >= self._last_group_size else 1
         if len(self._in_flight) < most:
             return False
         now = time.monotonic()

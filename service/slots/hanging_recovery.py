@@ -28,8 +28,8 @@ from service.kafka.hanging import (
 from service.kafka.inspection import LogEntry, fetch
 from service.kafka.metadata import Partition
 from service.kafka.producer import TransactionalProducer
-from service.kafka.reader import ends, offsets_since
-from service.slots.ledger_rows import partitions_of
+from service.kafka.reader import high_watermarks, offsets_since
+from service.slots.ledger_rows import lowest_offsets
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +67,7 @@ class LedgerTail:
                 self.markers.append((entry.offset, entry.marker))
                 self.awaits_marker = False
             return
-        partitions = partitions_of(entry.value)
+        partitions = lowest_offsets(entry.value)
         if partitions is None:
             self.begun.add(entry.epoch)
         transaction = Transaction({**(partitions or {}), ledger: entry.offset})
@@ -123,7 +123,7 @@ class HangingRecovery:
 
     async def _run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
         if applied is None:
-            applied = (await ends(self._cluster, self._ledger[0], [self._ledger[1]]))[self._ledger[1]]
+            applied = (await high_watermarks(self._cluster, self._ledger[0], [self._ledger[1]]))[self._ledger[1]]
         tail = await self._read(max(0, applied - LOOK_BACK))
         named = {partition for transaction in tail.transactions for partition in transaction.offsets}
         without_marker = self._producer.without_marker

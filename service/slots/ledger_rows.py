@@ -78,7 +78,7 @@ def rows_of(items: Sequence[Item]) -> list[Row]:
     return rows
 
 
-def partitions_of(value: bytes | None) -> dict[tuple[str, int], int] | None:
+def lowest_offsets(value: bytes | None) -> dict[tuple[str, int], int] | None:
     """Find the partitions of a ledger record's entries, and the lowest offset in each; None for a begin record.
 
     Empty for a record that is not Fencepost's.

@@ -29,7 +29,7 @@ from service.core.settings import Settings
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
-from service.kafka.reader import Item, Span, ends, offsets_since, read_through
+from service.kafka.reader import Item, Span, high_watermarks, offsets_since, read_through
 from service.kafka.session import RecordMetadata
 from service.kafka.topics import InternalTopics
 from service.slots.generation_log import Control
@@ -284,13 +284,13 @@ class CurrentStore:
         """
         self.status = "stale-store: control names another store; waiting for a quiet lease time"
         slots = range(await self._slots())
-        before = await ends(self._cluster, self._topics.ledger, slots)
+        before = await high_watermarks(self._cluster, self._topics.ledger, slots)
         await asyncio.sleep(self._lease_s * random.uniform(1.0, 1.2))  # noqa: S311
         await self._keys.resolve_again()
         same = (
             (await self._keys.who()).store == identity.store
             and await self._control.newest_generation() == newest
-            and await ends(self._cluster, self._topics.ledger, slots) == before
+            and await high_watermarks(self._cluster, self._topics.ledger, slots) == before
         )
         if not same:
             pause_s, self._quiet_pause_s = self._quiet_pause_s, min(2 * self._quiet_pause_s, PAUSE_MOST_S)

@@ -53,7 +53,7 @@ class Slot:
         self._ledger = ledger
         self._instance = instance
         self._producer: TransactionalProducer | None = None
-        self._last_record = -1
+        self._last_record = -1  # the offset of the last ledger record of this term, at first the begin record
         self._ended_term = -1  # recovery marks the ledger records of this term and of older ones
         self._sent = 0  # events of the last transaction
         self._expects_records = True  # whether the last group had something to write

@@ -13,7 +13,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.kafka import reader
 from service.kafka.admin import KafkaAdmin
-from service.kafka.reader import Item, Span, ends, read_through
+from service.kafka.reader import Item, Span, high_watermarks, read_through
 
 SOON_S = 5.0
 
@@ -89,12 +89,12 @@ async def test_a_consumer_that_hangs_is_given_up(deaf: Deaf) -> None:
 @pytest.mark.parametrize("deaf", ["stop"], indirect=True)
 async def test_a_read_returns_its_records_although_the_consumer_does_not_stop(deaf: Deaf) -> None:
     assert [item.offset for item in await ended(read())] == [7]
-    assert await ended(ends(cluster(), "t", [0])) == {0: 8}
+    assert await ended(high_watermarks(cluster(), "t", [0])) == {0: 8}
 
 
 @pytest.mark.parametrize("deaf", ["end_offsets"], indirect=True)
 async def test_a_look_up_of_ends_that_hangs_is_kafka_away(deaf: Deaf) -> None:
-    assert isinstance(await ended(ends(cluster(), "t", [0])), KafkaAway)
+    assert isinstance(await ended(high_watermarks(cluster(), "t", [0])), KafkaAway)
 
 
 @pytest.mark.parametrize("deaf", ["nowhere"], indirect=True)
@@ -107,7 +107,7 @@ async def test_an_error_of_the_consumer_s_stop_does_not_fail_a_read(
 
     monkeypatch.setattr(deaf, "stop", stop)
     assert [item.offset for item in await ended(read())] == [7]
-    assert await ended(ends(cluster(), "t", [0])) == {0: 8}
+    assert await ended(high_watermarks(cluster(), "t", [0])) == {0: 8}
 
 
 @pytest.mark.parametrize("deaf", ["nowhere"], indirect=True)

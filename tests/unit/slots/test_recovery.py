@@ -197,7 +197,7 @@ class Bed:
         async def slots(names: Sequence[str]) -> dict[str, int]:
             return dict.fromkeys(names, SLOTS)
 
-        async def ends(cluster: object, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        async def high_watermarks(cluster: object, topic: str, partitions: Sequence[int]) -> dict[int, int]:
             return {partition: self.kafka.ends.get(partition, 7) for partition in partitions}
 
         async def offsets_since(
@@ -210,7 +210,7 @@ class Bed:
         monkeypatch.setattr(module, "TransactionalProducer", Producer)
         monkeypatch.setattr(module, "HangingRecovery", functools.partial(Settled, self.steps))
         monkeypatch.setattr(module, "read_through", self.kafka.read_through)
-        monkeypatch.setattr(module, "ends", ends)
+        monkeypatch.setattr(module, "high_watermarks", high_watermarks)
         monkeypatch.setattr(module, "offsets_since", offsets_since)
         self.world.topics._cluster = self.kafka
         parts = (self.kafka, self.keys, self.kafka, self.world.topics, self.world.settings, Telemetry())

@@ -99,10 +99,10 @@ async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_paus
     """A long split brain makes the pauses minutes long; its end must be noticed sooner."""
     grown = itertools.count()
 
-    async def ends(cluster: object, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+    async def high_watermarks(cluster: object, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         return dict.fromkeys(partitions, next(grown))
 
-    monkeypatch.setattr(recovery, "ends", ends)
+    monkeypatch.setattr(recovery, "high_watermarks", high_watermarks)
     keys = _Keys()
     async with settling(keys, _Control()) as (store, settled):
         store._quiet_pause_s = recovery.PAUSE_MOST_S
