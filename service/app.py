@@ -28,9 +28,11 @@ from service.events.strict_json import check_json, in_thread
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.produce import ProduceEndpoint
+from service.http.produce_listing import ProduceListing
 from service.http.routes import routes
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
+from service.kafka.listing import TopicLister
 from service.kafka.security import security_of
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission
@@ -97,6 +99,7 @@ class Service:
         )
         self.topics = InternalTopics(self.cluster, settings, rules.longest_ttl_s)
         self.topic_metadata = TopicMetadataCache(self.cluster)
+        self.topic_lister = TopicLister(self.cluster.list_topics)
         self.control = Control(self.cluster, self.topics.control, settings.name)
         self.store = CurrentStore(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.queue = Queue(settings)
@@ -261,6 +264,7 @@ class Service:
         await self.control.close()
         await self.keys.close()
         self.topic_metadata.close()
+        self.topic_lister.close()
         await self.cluster.close()
 
     async def readiness(self) -> dict[str, object]:
@@ -392,5 +396,5 @@ def build_app(
     endpoint = EventsEndpoint(lambda: holder["service"].admission, settings, callers, telemetry)
     routes(app, lambda: holder["service"], callers, endpoint)
     produce = ProduceEndpoint(endpoint, lambda: holder["service"].admission, rules, telemetry)
-    app.router.routes += produce.routes()
+    app.router.routes += produce.routes() + ProduceListing(endpoint, lambda: holder["service"]).routes()
     return app, endpoint

@@ -26,6 +26,10 @@ class Caller:
         globs = ("*",) if rule is None else rule.topics
         self._may = lru_cache(maxsize=TOPICS_MAX)(lambda topic: any(fnmatchcase(topic, glob) for glob in globs))
 
+    def may_write_to(self, topic: str) -> bool:
+        """Whether the rules let the caller write to the topic."""
+        return self._may(topic)
+
     def check(self, topic: str) -> None:
         """Raise Problem (403) if the rules do not let the caller write to the topic."""
         if not self._may(topic):

@@ -94,11 +94,8 @@ class EventsEndpoint:
     def take(self, step: Step, fail: Fail, post: PostRequest) -> None:
         """Check what holds for every request (caller, address, body), then do its step; `fail` answers the problems."""
         try:
-            self._check_address(post.client)
             found = post.found or pick(post.headers)
-            if b"host" not in found or b"transfer-encoding" in found:
-                check_message(found, host_needed=post.chunked)  # HTTP/1.0 has neither
-            caller = self._callers.of(found.get(b"authorization"))
+            caller = self.caller_of(post.client, found, host_needed=post.chunked)
             if post.body_was_dropped:
                 raise Problem(NOT_WRITTEN, "body: too many large ones are under way: send it again a little later")
             if post.size > self.body_bytes_max:
@@ -111,6 +108,13 @@ class EventsEndpoint:
             step(post, found, caller)
         except Exception as error:
             fail(post, error, b"")
+
+    def caller_of(self, client: str | None, found: UsedHeaders, *, host_needed: bool) -> Caller:
+        """Return the caller of a request from an address. Raises Problem (400, 401, 403, 501)."""
+        self._check_address(client)
+        if b"host" not in found or b"transfer-encoding" in found:
+            check_message(found, host_needed)  # HTTP/1.0 has neither
+        return self._callers.of(found.get(b"authorization"))
 
     def _check_address(self, client: str | None) -> None:
         """Raise Problem (403) for an address other than loopback, if there are no rules."""

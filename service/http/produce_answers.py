@@ -19,7 +19,6 @@ from service.core.problems import (
     INTERNAL,
     INVALID_KEY,
     MISSING_KEY,
-    NOT_FOUND,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
     RATE_LIMITED,
@@ -62,11 +61,6 @@ _CODES: Final = {
     INTERNAL: (500, 50003),
     OUTCOME_UNKNOWN: (408, 40801),
 }
-_WHERE_TO_GO: Final = (
-    "Fencepost writes records (POST /topics/{topic}, POST /v3/clusters/{cluster_id}/topics/{topic_name}/records) and "
-    "lists topics. For consumers, use a Kafka client with isolation.level=read_committed, or Fencepost's reader; for "
-    "topics, ACLs, groups and configs, use Kafka's own tools or the REST proxy of the cluster"
-)
 
 
 class ApiError(NamedTuple):
@@ -89,11 +83,6 @@ def error_of(problem: Problem) -> ApiError:
         return ApiError(404, PARTITION_NOT_FOUND, problem.detail)
     status, code = _CODES.get(problem.kind, (problem.kind.status, problem.kind.status))
     return ApiError(status, code, problem.detail)
-
-
-def not_here(method: str, path: str) -> Problem:
-    """Make the problem (404) of a request for another part of the API."""
-    return Problem(NOT_FOUND, f"{method} {path} is not served here. {_WHERE_TO_GO}")
 
 
 class _Error(msgspec.Struct, gc=False):
@@ -132,29 +121,30 @@ def render_error(error: ApiError) -> bytes:
     return _encode(_Error(error.error_code, error.message))
 
 
+def lines_of_error(problem: Problem, media_type: bytes) -> bytes:
+    """Render the header lines of a problem's answer, each with its CRLF."""
+    lines = b"content-type: %b\r\n" % media_type
+    if problem.retry_after_s is not None:
+        lines += b"retry-after: %d\r\n" % problem.retry_after_s
+    return lines + b"www-authenticate: Bearer\r\n" if problem.kind is UNAUTHORIZED else lines
+
+
 class ProduceAnswers(Answers):
     """The answers to the produce requests of one API version, with its media type, or to one request with its key."""
 
     def __init__(self, telemetry: Telemetry, media_type: bytes, key: str | None = None) -> None:
         super().__init__(telemetry, lambda _: {} if key is None else {"key": key})
         self._media_type = media_type
-        self._key = key
+        self._key_line = b"" if key is None else b"idempotency-key: %b\r\n" % echo_of(key)
 
     def render(self, problem: Problem) -> tuple[int, bytes, bytes]:
         """Render a problem as the API's error; a client can send the request again with the key that it tells."""
         error = error_of(problem)
-        lines = self.lines()
-        if problem.retry_after_s is not None:
-            lines += b"retry-after: %d\r\n" % problem.retry_after_s
-        if problem.kind is UNAUTHORIZED:
-            lines += b"www-authenticate: Bearer\r\n"
-        return error.status, lines, render_error(error)
+        return error.status, lines_of_error(problem, self._media_type) + self._key_line, render_error(error)
 
     def lines(self, replayed: bool = False) -> bytes:
         """Render the header lines of an answer: type, the request's key, and whether all of the answer is a replay."""
-        lines = b"content-type: %b\r\n" % self._media_type
-        if self._key is not None:
-            lines += b"idempotency-key: %b\r\n" % echo_of(self._key)
+        lines = b"content-type: %b\r\n%b" % (self._media_type, self._key_line)
         return lines + b"idempotent-replayed: true\r\n" if replayed else lines
 
     def begun(self) -> None:

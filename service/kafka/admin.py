@@ -23,7 +23,8 @@ from service.kafka.connection import Client
 from service.kafka.deadline import shared, within
 from service.kafka.hanging import ActiveProducer
 from service.kafka.inspection import FINAL, active_producers, producer_id_of
-from service.kafka.metadata import Metadata, Partition, Partitions, partitions_of
+from service.kafka.listing import Listing, listing_of
+from service.kafka.metadata import Metadata, Partition, Partitions, UndecodedMetadata, partitions_of
 
 TOPIC_RESOURCE: Final = 2
 # Kafka's names of compression codecs, and the codes in a record batch's attributes.
@@ -220,6 +221,13 @@ class KafkaAdmin:
             elif kind not in (errors.UnknownTopicOrPartitionError, errors.InvalidTopicError):
                 raise self.failed("metadata", f"topic {name}: {kind.__name__}")
         return found
+
+    async def list_topics(self, names: Sequence[str] | None) -> Listing:
+        """List topics with their partitions, or all topics; those that do not exist are left out. Raises KafkaAway.
+
+        A cluster may have many topics, so the response is decoded in a thread.
+        """
+        return await asyncio.to_thread(listing_of, await self._ask(UndecodedMetadata(names)))
 
     async def last_offsets(self, topics: Sequence[str]) -> LastOffsets:
         """Ask the leaders for the end offsets of the topics' partitions. Raises KafkaAway.

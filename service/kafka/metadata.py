@@ -128,3 +128,33 @@ class Metadata(Request[_Metadata_v10]):  # type: ignore[misc]
 
     def build(self, request_struct_class: Any) -> Any:
         return request_struct_class([(NO_ID, name, {}) for name in self._topics], False, False, False, {})
+
+
+class _UndecodedAnswer(_MetadataAnswer):
+    """The bytes of a response, which `decode_metadata` decodes: that of a cluster's topics takes long."""
+
+    @classmethod
+    def decode(cls, data: BytesIO | bytes) -> bytes:
+        return data if isinstance(data, bytes) else data.read()
+
+
+class _UndecodedMetadata_v10(_Metadata_v10):  # noqa: N801 - as aiokafka names its own
+    RESPONSE_TYPE = _UndecodedAnswer
+
+
+class UndecodedMetadata(Request[_UndecodedMetadata_v10]):  # type: ignore[misc]
+    """Of these topics, or of all of them; none is made by asking. The response is bytes for `decode_metadata`."""
+
+    API_KEY = 3
+
+    def __init__(self, topics: Sequence[str] | None) -> None:
+        self._topics = topics
+
+    def build(self, request_struct_class: Any) -> Any:
+        topics: Any = None if self._topics is None else [(NO_ID, name, {}) for name in self._topics]
+        return request_struct_class(topics, False, False, False, {})
+
+
+def decode_metadata(response: bytes) -> Any:
+    """Decode the response to an UndecodedMetadata; runs in a thread."""
+    return _MetadataAnswer.decode(response)

@@ -1,0 +1,322 @@
+"""What clients of the Confluent REST Proxy ask before they write: the cluster, its topics and their partitions.
+
+A caller sees the topics that it may write to. Everything else of that API is answered 404 with where to go.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from service.contract.wire import TOPIC
+from service.core.problems import INCOMPLETE, NOT_FOUND, UNKNOWN_TOPIC, KafkaAway, KafkaForbids, Problem
+from service.core.time_slice import TimeSlice
+from service.events.produce import PARTITION_NOT_FOUND, ProduceProblem
+from service.http.callers import Caller
+from service.http.events import EventsEndpoint
+from service.http.headers import pick
+from service.http.produce_answers import V2_TYPE, V3_TYPE, error_of, lines_of_error, render_error
+from service.http.responses import headers_of
+from service.kafka.listing import ListedPartition, ListedTopic, Listing, TopicLister
+from service.kafka.topics import InternalTopics, TopicMetadataCache
+
+# Topics in one list, the first by name.
+LISTED_MAX: Final = 10_000
+# The code of a GET of v2, and that of v3, which is the same for topics and partitions.
+TOPIC_NOT_FOUND, UNKNOWN_TOPIC_OR_PARTITION = 40401, 40403
+_WHERE_TO_GO: Final = (
+    "Fencepost writes records (POST /topics/{topic}, POST /v3/clusters/{cluster_id}/topics/{topic_name}/records) and "
+    "lists topics. For consumers, use a Kafka client with isolation.level=read_committed, or Fencepost's reader; for "
+    "topics, groups, ACLs and configs, use Kafka's own tools, or a REST proxy beside this service"
+)
+
+_encode: Final = msgspec.json.Encoder().encode
+Json = Mapping[str, Any]
+Answer = Callable[["Asked"], Awaitable[bytes]]
+
+
+class Parts(Protocol):
+    """The parts of a running service that the lists need."""
+
+    topic_lister: TopicLister
+    topic_metadata: TopicMetadataCache
+    topics: InternalTopics
+
+
+class Asked:
+    """A request for a list: who asks, the parameters of its path, and the parts of the service."""
+
+    def __init__(self, request: Request, caller: Caller, parts: Parts) -> None:
+        self.path: Mapping[str, str] = request.path_params
+        self._is_v3 = request.url.path.startswith("/v3")
+        self.base = f"{request.url.scheme}://{request.url.netloc}"
+        self._caller = caller
+        self._parts = parts
+
+    def sees(self, topic: ListedTopic) -> bool:
+        """Whether the caller may write to a topic, and it is none of Kafka's or Fencepost's own."""
+        hidden = topic.is_internal or self._parts.topics.reserved(topic.name)
+        return not hidden and self._caller.may_write_to(topic.name)
+
+    async def all(self) -> tuple[Listing, list[ListedTopic]]:
+        """List the topics that the caller sees, of LISTED_MAX at most."""
+        listing = await self._parts.topic_lister.all()
+        time_slice = TimeSlice()
+        seen = []
+        for topic in listing.topics.values():
+            if time_slice.is_over:
+                await time_slice.next()
+            if self.sees(topic):
+                seen.append(topic)
+                if len(seen) == LISTED_MAX:
+                    break
+        return listing, seen
+
+    async def one(self) -> tuple[Listing, ListedTopic]:
+        """Look up the topic of the path. Raises Problem (404) if the caller does not see one."""
+        name = self.path["topic"]
+        if TOPIC.fullmatch(name) is None:
+            raise self._not_found(TOPIC_NOT_FOUND, "topic: use 1 to 249 of letters, digits, '.', '_' and '-'")
+        listing = await self._parts.topic_lister.some(name)
+        topic = listing.topics.get(name)
+        if topic is None or not self.sees(topic):
+            raise self._not_found(TOPIC_NOT_FOUND, f"topic: {name} does not exist, or is not yours: correct its name")
+        return listing, topic
+
+    async def partition(self) -> tuple[Listing, ListedTopic, ListedPartition]:
+        """Look up the partition of the path. Raises Problem (404)."""
+        listing, topic = await self.one()
+        for partition in topic.partitions:
+            if str(partition.number) == self.path["partition"]:
+                return listing, topic, partition
+        raise self._not_found(PARTITION_NOT_FOUND, f"partition: {topic.name} has no such partition")
+
+    def _not_found(self, error_code: int, detail: str) -> Problem:
+        return ProduceProblem(404, UNKNOWN_TOPIC_OR_PARTITION if self._is_v3 else error_code, detail)
+
+    async def settings(self, topic: str) -> Mapping[str, str]:
+        found = await self._parts.topic_metadata.get(topic, time.monotonic())
+        return {} if found is None else found.settings
+
+    async def cluster(self) -> Listing:
+        """Look up the cluster of the path, or the only one. Raises Problem (404) for another."""
+        return self.check_cluster(await self._parts.topic_lister.some())
+
+    def check_cluster(self, listing: Listing) -> Listing:
+        """Raise Problem (404) if the path names another cluster."""
+        if self.path.get("cluster", listing.cluster_id) != listing.cluster_id:
+            raise Problem(NOT_FOUND, f"cluster: {self.path['cluster']} cannot be found; this is {listing.cluster_id}")
+        return listing
+
+
+class ProduceListing:
+    """The read-only routes beside the produce API's POSTs."""
+
+    def __init__(self, posts: EventsEndpoint, parts: Callable[[], Parts]) -> None:
+        self._posts = posts
+        self._parts = parts
+
+    def routes(self) -> list[Route]:
+        """Make the routes; those of other parts of the API come last."""
+        v2: dict[str, Answer] = {
+            "/topics": _v2_topics,
+            "/topics/{topic}": _v2_topic,
+            "/topics/{topic}/partitions": _v2_partitions,
+            "/topics/{topic}/partitions/{partition}": _v2_partition,
+        }
+        cluster = "/v3/clusters/{cluster}"
+        v3: dict[str, Answer] = {
+            "/v3/clusters": _v3_clusters,
+            cluster: _v3_cluster,
+            f"{cluster}/topics": _v3_topics,
+            f"{cluster}/topics/{{topic}}": _v3_topic,
+            f"{cluster}/topics/{{topic}}/partitions": _v3_partitions,
+            f"{cluster}/topics/{{topic}}/partitions/{{partition}}": _v3_partition,
+        }
+        served = [self._route(path, answer, V2_TYPE) for path, answer in v2.items()]
+        served += [self._route(path, answer, V3_TYPE) for path, answer in v3.items()]
+        others = ("/topics", "/topics/{rest:path}", "/consumers/{rest:path}", "/brokers", "/v3", "/v3/{rest:path}")
+        return served + [Route(path, _NotHere(path), include_in_schema=False) for path in others]
+
+    def _route(self, path: str, answer: Answer, media_type: bytes) -> Route:
+        async def get(request: Request) -> Response:
+            try:
+                found = pick(request.headers.raw)
+                address = request.client.host if request.client else None
+                needs_host = request.scope["http_version"] != "1.0"
+                caller = self._posts.caller_of(address, found, host_needed=needs_host)
+                body = await answer(Asked(request, caller, self._parts()))
+                return Response(body, headers={"content-type": media_type.decode()})
+            except Problem as problem:
+                return _failed(problem, media_type)
+            except KafkaForbids as error:
+                return _failed(Problem(UNKNOWN_TOPIC, f"topic: {error}"), media_type)
+            except (KafkaAway, TimeoutError) as error:
+                return _failed(Problem(INCOMPLETE, f"Kafka does not answer: {error}"), media_type)
+
+        return Route(path, get, methods=["GET"])
+
+
+class _NotHere:
+    """Answers requests for the parts of the API that are not served, with any method."""
+
+    def __init__(self, path: str) -> None:
+        self._media_type = V3_TYPE if path.startswith("/v3") else V2_TYPE
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        problem = Problem(NOT_FOUND, f"{scope['method']} {scope['path'][:100]} is not served here. {_WHERE_TO_GO}")
+        await _failed(problem, self._media_type)(scope, receive, send)
+
+
+def _failed(problem: Problem, media_type: bytes) -> Response:
+    error = error_of(problem)
+    headers = {name.decode(): text.decode() for name, text in headers_of(lines_of_error(problem, media_type))}
+    return Response(render_error(error), error.status, headers)
+
+
+async def _joined(items: Iterable[Json]) -> bytes:
+    """Encode a list in time slices."""
+    time_slice = TimeSlice()
+    pieces = []
+    for item in items:
+        if time_slice.is_over:
+            await time_slice.next()
+        pieces.append(_encode(item))
+    return b",".join(pieces)
+
+
+# ------------------------------------------------------------------------------------------------------------------ v2
+
+
+async def _v2_topics(asked: Asked) -> bytes:
+    _, topics = await asked.all()
+    return _encode([topic.name for topic in topics])
+
+
+async def _v2_topic(asked: Asked) -> bytes:
+    _, topic = await asked.one()
+    partitions = await _joined(map(_v2_of, topic.partitions))
+    name, configs = _encode(topic.name), _encode(await asked.settings(topic.name))
+    return b'{"name":%b,"configs":%b,"partitions":[%b]}' % (name, configs, partitions)
+
+
+async def _v2_partitions(asked: Asked) -> bytes:
+    _, topic = await asked.one()
+    return b"[%b]" % await _joined(map(_v2_of, topic.partitions))
+
+
+async def _v2_partition(asked: Asked) -> bytes:
+    _, _, partition = await asked.partition()
+    return _encode(_v2_of(partition))
+
+
+def _v2_of(partition: ListedPartition) -> Json:
+    leader, in_sync = partition.leader, set(partition.in_sync)
+    replicas = [
+        {"broker": broker, "leader": broker == leader, "in_sync": broker in in_sync} for broker in partition.replicas
+    ]
+    return {"partition": partition.number, "leader": leader, "replicas": replicas}
+
+
+# ------------------------------------------------------------------------------------------------------------------ v3
+
+
+async def _v3_clusters(asked: Asked) -> bytes:
+    cluster = _cluster_of(await asked.cluster(), asked.base)
+    return await _collection("KafkaClusterList", f"{asked.base}/v3/clusters", [cluster])
+
+
+async def _v3_cluster(asked: Asked) -> bytes:
+    return _encode(_cluster_of(await asked.cluster(), asked.base))
+
+
+async def _v3_topics(asked: Asked) -> bytes:
+    listing, topics = await asked.all()
+    at = _url(asked.check_cluster(listing), asked.base)
+    return await _collection("KafkaTopicList", f"{at}/topics", (_topic_of(listing, topic, at) for topic in topics))
+
+
+async def _v3_topic(asked: Asked) -> bytes:
+    listing, topic = await asked.one()
+    return _encode(_topic_of(listing, topic, _url(asked.check_cluster(listing), asked.base)))
+
+
+async def _v3_partitions(asked: Asked) -> bytes:
+    listing, topic = await asked.one()
+    at = f"{_url(asked.check_cluster(listing), asked.base)}/topics/{topic.name}/partitions"
+    partitions = (_partition_of(listing, topic, partition, at) for partition in topic.partitions)
+    return await _collection("KafkaPartitionList", at, partitions)
+
+
+async def _v3_partition(asked: Asked) -> bytes:
+    listing, topic, partition = await asked.partition()
+    at = f"{_url(asked.check_cluster(listing), asked.base)}/topics/{topic.name}/partitions"
+    return _encode(_partition_of(listing, topic, partition, at))
+
+
+async def _collection(kind: str, url: str, items: Iterable[Json] | Sequence[Json]) -> bytes:
+    metadata = _encode({"self": url, "next": None})
+    return b'{"kind":"%b","metadata":%b,"data":[%b]}' % (kind.encode(), metadata, await _joined(items))
+
+
+def _url(listing: Listing, base: str) -> str:
+    return f"{base}/v3/clusters/{listing.cluster_id}"
+
+
+def _cluster_of(listing: Listing, base: str) -> Json:
+    at = _url(listing, base)
+    controller = {"controller": _related(f"{at}/brokers/{listing.controller}")} if listing.controller >= 0 else {}
+    return {
+        "kind": "KafkaCluster",
+        "metadata": {"self": at, "resource_name": f"crn:///kafka={listing.cluster_id}"},
+        "cluster_id": listing.cluster_id,
+        **controller,
+        "acls": _related(f"{at}/acls"),
+        "brokers": _related(f"{at}/brokers"),
+        "broker_configs": _related(f"{at}/broker-configs"),
+        "consumer_groups": _related(f"{at}/consumer-groups"),
+        "topics": _related(f"{at}/topics"),
+        "partition_reassignments": _related(f"{at}/topics/-/partitions/-/reassignment"),
+    }
+
+
+def _topic_of(listing: Listing, topic: ListedTopic, at: str) -> Json:
+    url = f"{at}/topics/{topic.name}"
+    replicas = len(topic.partitions[0].replicas) if topic.partitions else 0
+    return {
+        "kind": "KafkaTopic",
+        "metadata": {"self": url, "resource_name": f"crn:///kafka={listing.cluster_id}/topic={topic.name}"},
+        "cluster_id": listing.cluster_id,
+        "topic_name": topic.name,
+        "is_internal": topic.is_internal,
+        "replication_factor": replicas,
+        "partitions_count": len(topic.partitions),
+        "partitions": _related(f"{url}/partitions"),
+        "configs": _related(f"{url}/configs"),
+        "partition_reassignments": _related(f"{url}/partitions/-/reassignment"),
+        "authorized_operations": [],
+    }
+
+
+def _partition_of(listing: Listing, topic: ListedTopic, partition: ListedPartition, at: str) -> Json:
+    url = f"{at}/{partition.number}"
+    leader = {"leader": _related(f"{url}/replicas/{partition.leader}")} if partition.leader >= 0 else {}
+    name = f"crn:///kafka={listing.cluster_id}/topic={topic.name}/partition={partition.number}"
+    return {
+        "kind": "KafkaPartition",
+        "metadata": {"self": url, "resource_name": name},
+        "cluster_id": listing.cluster_id,
+        "topic_name": topic.name,
+        "partition_id": partition.number,
+        **leader,
+        "replicas": _related(f"{url}/replicas"),
+        "reassignment": _related(f"{url}/reassignment"),
+    }
+
+
+def _related(url: str) -> Json:
+    return {"related": url}
