@@ -27,7 +27,8 @@ class TopicRule:
 
     `schema` is the path of a JSON Schema, in the file relative to its folder, or empty. `key_ttl_s` is the retention of
     the keys of events of these topics, in seconds; 0 for FENCEPOST_KEY_TTL_S. `keyless` says what happens to a produce
-    request (of Confluent's API) without an idempotency key: `allow`: the service makes one. The rest is for the audit:
+    request (of Confluent's API) without an idempotency key: `allow`: the service makes one. `takes_old_keys`: whether
+    events are written whose key tells that it was made before the retention, and is unknown. The rest is for the audit:
     `derived`: programs write copies of other topics' events here, with their headers. `client_duplicates`: whether
     equal contents under several keys are reported.
     """
@@ -39,6 +40,7 @@ class TopicRule:
     client_duplicates: bool = True
     key_ttl_s: int = 0
     keyless: str = "allow"
+    takes_old_keys: bool = False
 
 
 USUAL: Final = TopicRule("*")
@@ -132,7 +134,7 @@ class Rules:
         )
 
 
-_SWITCHES: Final = ("derived", "client_duplicates")
+_SWITCHES: Final = ("takes_old_keys", "derived", "client_duplicates")
 _KEYLESS: Final = ("allow", "refuse")
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -156,6 +158,7 @@ def _topic_rule(table: Table, folder: Path) -> TopicRule:
         client_duplicates,
         table.get("key_ttl_s", 0),
         table.get("keyless", "allow"),
+        table.get("takes_old_keys", False),
     )
 
 
@@ -173,7 +176,7 @@ def _digests(table: Table) -> list[Any]:
 def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[topics]]` table: the name concerned, and the remedy."""
     for name in table.keys() - {"pattern", "guarantee", "schema", "key_ttl_s", "keyless", *_SWITCHES}:
-        yield name, f"no such setting; write pattern, guarantee, schema, key_ttl_s, keyless, {' and '.join(_SWITCHES)}"
+        yield name, f"no such setting; write pattern, guarantee, schema, key_ttl_s, keyless, {', '.join(_SWITCHES)}"
     pattern = table.get("pattern")
     if not isinstance(pattern, str) or not pattern:
         yield "pattern", 'write the topic\'s name or a glob, as in pattern = "telemetry.*"'

@@ -29,6 +29,7 @@ UNKNOWN_KEY: Final = Kind(404, "unknown-key", "No event is known under this key"
 METHOD_NOT_ALLOWED: Final = Kind(405, "method-not-allowed", "The method is not allowed here")
 REQUEST_TIMEOUT: Final = Kind(408, "request-timeout", "The request did not come in time")
 IN_PROGRESS: Final = Kind(409, "in-progress", "An event with this key is being written", retry_after_s=1)
+KEY_EXPIRED: Final = Kind(412, "key-expired", "The key is older than its retention")
 TOO_LARGE: Final = Kind(413, "too-large", "The request is too large")
 UNSUPPORTED_TYPE: Final = Kind(415, "unsupported-media-type", "The media type is not supported")
 FINGERPRINT_MISMATCH: Final = Kind(422, "fingerprint-mismatch", "The key was used for another event")

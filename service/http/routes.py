@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.claims.redis_store import Found, RedisKeys
+from service.claims.redis_store import Found
 from service.claims.states import Claimed, Delivered, DeliveredBatch
 from service.contract.wire import event_id
 from service.core.metrics import Telemetry
@@ -49,7 +49,6 @@ class MetricsText(Response):
 class Parts(Protocol):
     """The parts of a running service that the routes use."""
 
-    keys: RedisKeys
     store: CurrentStore
     pool: Pool
     telemetry: Telemetry
@@ -86,12 +85,10 @@ def _add_keys(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> N
         caller = callers.of(None if authorization is None else ", ".join(authorization))
         id = event_id(check_key(key or query_key, "key"), caller.scope)
         parts = service()
-        if parts.store.generation is None:
-            raise Problem(INCOMPLETE, f"the key store is not complete: {parts.store.status}")
         try:
-            found = await parts.keys.find(parts.store.generation, id)
+            found = await parts.store.find(id)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
-            raise Problem(INCOMPLETE, f"the key store does not answer: {error}") from error
+            raise Problem(INCOMPLETE, f"the key cannot be looked up now: {error}") from error
         return describe(id, found, parts.pool.doubts)
 
 

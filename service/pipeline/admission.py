@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from service.claims.states import MAYBE_WRITTEN, RequestEvent, RequestState
+from service.claims.states import (
+    MAYBE_WRITTEN,
+    Claimed,
+    Delivered,
+    DeliveredBatch,
+    KeyState,
+    RequestEvent,
+    RequestState,
+)
 from service.contract import Guarantee, Rules
 from service.core.metrics import Telemetry
 from service.core.problems import (
     FORBIDDEN_TOPIC,
+    KEY_EXPIRED,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
     RECORD_REFUSED,
@@ -21,10 +30,14 @@ from service.core.problems import (
     KafkaAway,
     KafkaForbids,
     Problem,
+    StoreAway,
+    StoreLost,
+    StoreUnanswered,
 )
 from service.core.settings import TOPICS_MAX, Settings
 from service.core.time_of_day import now_ms
 from service.events.event import Event, check_topic
+from service.events.key_time import made_at_ms
 from service.events.schemas import Schemas
 from service.kafka.admin import Topic
 from service.kafka.topics import InternalTopics, TopicMetadataCache
@@ -80,6 +93,7 @@ class Admission:
         self._settings = settings
         self._guarantee = lru_cache(maxsize=TOPICS_MAX)(rules.guarantee)  # by topic
         self._ttl_s = lru_cache(maxsize=TOPICS_MAX)(lambda topic: rules.rule(topic).key_ttl_s)
+        self._takes_old_keys = lru_cache(maxsize=TOPICS_MAX)(lambda topic: rules.rule(topic).takes_old_keys)
         self._schemas = schemas
         self._store = store
         self._queue = queue
@@ -223,7 +237,46 @@ class Admission:
 
     def check_now(self, event: Event) -> bool:
         """Check an event against its topic and schema. Raises Problem; False where only `check` can decide."""
-        return self._topic_takes(event) and self._schemas.check_now(event)
+        return self._topic_takes(event) and self._schemas.check_now(event) and not self._has_old_key(event)
+
+    def _has_old_key(self, event: Event) -> bool:
+        """Whether the event's key tells that it was made before its retention, and the topic takes no such keys."""
+        made_ms = made_at_ms(event.key)
+        if made_ms is None or made_ms + 1000 * self._ttl_of(event) > self.now_ms():
+            return False
+        return not self._takes_old_keys(event.topic)
+
+    def _ttl_of(self, event: Event) -> int:
+        """Find the retention of an event's key, in seconds."""
+        return self._ttl_s(event.topic) or self._settings.key_ttl_s
+
+    def _expiry_ms(self, event: Event, state: KeyState) -> int:
+        """Compute when the state of an event's key expires, ms since the Unix epoch; 0 if there is none."""
+        match state:
+            case None:
+                return 0
+            case Claimed(at=at):
+                return at + 1000 * self._ttl_of(event)
+            case Delivered(at=at, ttl_s=ttl_s) | DeliveredBatch(at=at, ttl_s=ttl_s):
+                return at + 1000 * (ttl_s or self._settings.key_ttl_s)
+
+    async def _check_old_key(self, event: Event) -> None:
+        """Refuse an old key that is forgotten: its event may have been written. Raises Problem (412, 503).
+
+        A key that will be forgotten during the request is refused too: its claim would find nothing.
+        """
+        try:
+            found = await self._store.find(event.id)
+        except (StoreLost, StoreAway, StoreUnanswered) as error:
+            raise Problem(
+                NOT_WRITTEN, f"Idempotency-Key: it cannot be looked up now ({error}): send it again"
+            ) from error
+        if self._expiry_ms(event, found.state) <= self.now_ms() + 1000 * self._timeout_s:
+            raise Problem(
+                KEY_EXPIRED,
+                f"Idempotency-Key: it tells that it is older than the {self._ttl_of(event)} s for which keys of "
+                f"{event.topic} are remembered, so its event may have been written: to write it anyway, use a new key",
+            )
 
     def _topic_takes(self, event: Event) -> bool:
         """Whether the event's topic takes it, by the cached metadata; False if the topic is not cached.
@@ -259,6 +312,8 @@ class Admission:
                 check_topic(event, await self._topic(event.topic, arrived, deadline, after_arrival=True), self.now_ms)
         if not self._schemas.check_now(event):
             await self._schemas.check(event)
+        if self._has_old_key(event):
+            await self._check_old_key(event)
 
     async def _topic(self, name: str, arrived: float, deadline: float, *, after_arrival: bool = False) -> Topic:
         if self._topics.reserved(name):

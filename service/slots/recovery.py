@@ -17,7 +17,7 @@ from typing import Any, Final
 import structlog
 
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import REPLAY_CHUNK, Identity, Keys, Row, StoreGeneration, chunks
+from service.claims.redis_store import REPLAY_CHUNK, Found, Identity, Keys, Row, StoreGeneration, chunks
 from service.claims.states import SlotEvent
 from service.contract import PREFIX
 from service.contract.wire import LedgerRecord, transactional_id
@@ -213,6 +213,12 @@ class CurrentStore:
             self.generation = None
             self.status = "recovering: the store was lost"
             self._start_completing()
+
+    async def find(self, id: bytes) -> Found:
+        """Read the state of a key. Raises StoreAway where the store is not complete, and what Keys.find raises."""
+        if self.generation is None:
+            raise StoreAway(f"the key store is not complete: {self.status}")
+        return await self._keys.find(self.generation, id)
 
     async def wait_until_complete(self) -> StoreGeneration:
         """Return the generation in which claims may be made, waiting until the store is complete."""

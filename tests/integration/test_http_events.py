@@ -73,6 +73,18 @@ async def test_another_event_under_the_key_is_a_conflict(served: Service, topic:
     assert (same.status_code, same.headers["idempotent-replayed"]) == (201, "true")
 
 
+async def test_a_key_that_tells_an_age_past_its_retention_is_refused(
+    served: Service, topic: str, client: Client, kafka: Kafka
+) -> None:
+    digits = f"{int(time.time() * 1000) - 86_401_000:012x}"
+    old = await send(client, served, f"{digits[:8]}-{digits[8:]}-7000-8000-000000000000", {"topic": topic, "value": 1})
+    assert (old.status_code, old.json()["code"]) == (412, "key-expired")
+    digits = f"{int(time.time() * 1000):012x}"
+    new = await send(client, served, f"{digits[:8]}-{digits[8:]}-7000-8000-000000000000", {"topic": topic, "value": 1})
+    assert new.status_code == 201
+    await only_record(kafka, topic)
+
+
 async def test_bytes_stay_as_they_were_sent(served: Service, topic: str, client: Client, kafka: Kafka) -> None:
     texts = [
         b'{"z" : 1.0e400,\n "\xc3\xbc": "\\u00fc" , "a":[ ]}',

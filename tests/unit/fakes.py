@@ -146,8 +146,9 @@ class FakeKeys(MemoryKeys):
 class FakeStore(CurrentStore):
     """A store that is settled from the start; tests set `generation`."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: MemoryKeys) -> None:
         self.generation = GENERATION
+        self._keys = keys
         self.status = "settled"
         self.losses: list[StoreGeneration] = []
         self.waiting = 0
@@ -279,14 +280,20 @@ class World:
         usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2)
         self.settings = replace(usual, **settings)  # type: ignore[arg-type]
         self.keys = FakeKeys()
-        self.store = FakeStore()
+        self.store = FakeStore(self.keys)
         self.queue = Queue(self.settings)
-        self.cluster = FakeCluster(["orders", "other", "third", "kept", "plain.a", "plain.b"])
+        self.cluster = FakeCluster(["orders", "other", "third", "kept", "filled", "plain.a", "plain.b"])
         self.topics = InternalTopics(self.cluster, self.settings)
         self.topic_metadata = TopicMetadataCache(self.cluster)
         self.journal = FakeJournal()
         self.telemetry = Telemetry()
-        rules = Rules((TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT), TopicRule("kept", key_ttl_s=KEPT_S)))
+        rules = Rules(
+            (
+                TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT),
+                TopicRule("kept", key_ttl_s=KEPT_S),
+                TopicRule("filled", takes_old_keys=True),
+            )
+        )
         self.admission = Admission(
             self.settings,
             rules,

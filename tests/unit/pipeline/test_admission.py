@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from structlog.testing import capture_logs
 
-from service.claims.states import RequestEvent
+from service.claims.states import Claimed, Delivered, RequestEvent
 from service.core.problems import (
     FORBIDDEN_TOPIC,
     NOT_WRITTEN,
@@ -20,7 +20,7 @@ from service.core.problems import (
 from service.kafka.admin import Topic
 from service.pipeline import admission as module
 from service.pipeline.request import Committed
-from tests.unit.fakes import World, count_of, ended, kind_of, make_event, until
+from tests.unit.fakes import NOW_MS, World, count_of, ended, kind_of, make_event, until
 
 # ------------------------------------------------------------------------------------------------------ its topic
 
@@ -241,3 +241,74 @@ async def test_an_answer_that_cannot_be_noted_is_given(monkeypatch: pytest.Monke
     assert [line["event"] for line in lines] == ["an answer was not noted"]
     assert isinstance(answer, Committed)
     await ended(serving)
+
+
+def old_key(age_ms: int) -> str:
+    """Make a UUID of version 7 that was made so long ago."""
+    digits = f"{NOW_MS - age_ms:012x}"
+    return f"{digits[:8]}-{digits[8:]}-7000-8000-000000000000"
+
+
+DAY_MS = 86_400_000
+
+
+@pytest.mark.parametrize(
+    ("topic", "age_ms", "refused"),
+    [
+        ("orders", DAY_MS - 1, False),
+        ("orders", DAY_MS, True),
+        ("kept", 2 * DAY_MS, False),
+        ("kept", 3 * DAY_MS, True),
+        ("plain.a", DAY_MS, True),
+        ("filled", 100 * DAY_MS, False),  # by its rule
+    ],
+)
+async def test_a_key_that_is_older_than_its_retention_and_not_known_is_refused(
+    topic: str, age_ms: int, refused: bool
+) -> None:
+    world = world_of_now()
+    event = make_event(old_key(age_ms), topic)
+    await world.topic_metadata.get(topic, time.monotonic())
+    assert world.admission.check_now(event) is not refused
+    if not refused:
+        await world.admission.check(event, time.monotonic())
+        return
+    with pytest.raises(Problem, match="key-expired: Idempotency-Key: it tells that it is older than the"):
+        await world.admission.check(event, time.monotonic())
+    assert event.id not in world.keys.server.keys
+
+
+@pytest.mark.parametrize(
+    ("left_ms", "taken"), [(3_600_000, True), (5_001, True), (5_000, False)], ids=["long", "just", "soon forgotten"]
+)
+@pytest.mark.parametrize("delivered", [False, True])
+async def test_an_old_key_that_is_remembered_beyond_the_request_goes_on(
+    left_ms: int, taken: bool, delivered: bool
+) -> None:
+    """It was accepted long after it was made. Were it forgotten before its claim, its event would be written again."""
+    world = world_of_now()
+    event, at = make_event(old_key(2 * DAY_MS)), NOW_MS - DAY_MS + left_ms
+    state = Delivered(at, event.fp, "orders", 0, 7, at) if delivered else Claimed(5, 50, at, event.fp)
+    world.keys.server.keys[event.id] = state
+    await world.topic_metadata.get("orders", time.monotonic())
+    assert not world.admission.check_now(event)
+    if taken:
+        await world.admission.check(event, time.monotonic())
+    else:
+        with pytest.raises(Problem, match="key-expired"):
+            await world.admission.check(event, time.monotonic())
+
+
+async def test_an_old_key_that_cannot_be_looked_up_is_answered_503() -> None:
+    world = world_of_now()
+    world.store.generation = None
+    with pytest.raises(Problem, match="not-written: Idempotency-Key: it cannot be looked up now") as raised:
+        await world.admission.check(make_event(old_key(2 * DAY_MS)), time.monotonic())
+    assert raised.value.kind is NOT_WRITTEN
+
+
+def world_of_now() -> World:
+    """Make a world whose brokers' time is NOW_MS."""
+    world = World()
+    world.admission.now_ms = lambda: NOW_MS
+    return world
