@@ -52,7 +52,8 @@ def main() -> int:
             backlog=4096,
             timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,
-        )
+        ),
+        endpoint.stopping,
     )
 
     def stop(*_: object) -> None:
@@ -81,7 +82,7 @@ def _protocol(settings: Settings, endpoint: EventsEndpoint) -> type[GuardedProto
     """Return the protocol of the connections: it hands all requests to the app, or all but the POSTs of events."""
     if settings.transport == "asgi":
         return GuardedProtocol
-    return protocol_of(Posts(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies))
+    return protocol_of(Posts(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies, endpoint.streamed))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ IN_PROGRESS: Final = Kind(409, "in-progress", "An event with this key is being w
 KEY_EXPIRED: Final = Kind(412, "key-expired", "The key is older than its retention")
 TOO_LARGE: Final = Kind(413, "too-large", "The request is too large")
 UNSUPPORTED_TYPE: Final = Kind(415, "unsupported-media-type", "The media type is not supported")
+UNSUPPORTED_ENCODING: Final = Kind(415, "unsupported-encoding", "The content coding is not supported")
 FINGERPRINT_MISMATCH: Final = Kind(422, "fingerprint-mismatch", "The key was used for another event")
 RECORD_REFUSED: Final = Kind(422, "record-refused", "The topic does not take this record")
 SCHEMA_MISMATCH: Final = Kind(422, "schema-mismatch", "The value is not what the topic's schema allows")

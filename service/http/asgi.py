@@ -12,7 +12,7 @@ from typing import Any, Final
 from starlette.types import Receive, Scope, Send
 
 from service.http.request import WRITE_BYTES, Bodies, Handler, PostRequest
-from service.http.responses import headers_of
+from service.http.responses import Headers, headers_of
 
 # A server may cancel the task of a client that has disconnected; these go on. The loop keeps no reference to a task.
 _TASKS: Final[set[asyncio.Task[None]]] = set()
@@ -108,25 +108,33 @@ class AsgiRequest(PostRequest):
         """Await the response and send it."""
         outcome = await self._outcome
         if isinstance(outcome, _Whole):
-            headers = self._headers(outcome.head)
-            headers.append((b"content-length", b"%d" % len(outcome.body)))
-            await send({"type": "http.response.start", "status": outcome.status, "headers": headers})
-            await _send_body(outcome.body, send)
+            await send_whole(send, outcome.status, self._headers(outcome.head), outcome.body)
         elif outcome is not None:
             await send(
                 {"type": "http.response.start", "status": outcome.status, "headers": self._headers(outcome.head)}
             )
             await outcome.send(send)
 
-    def _headers(self, head: bytes) -> list[tuple[bytes, bytes]]:
+    def _headers(self, head: bytes) -> Headers:
         headers = headers_of(head)
         if not self.keep_alive and self._version.startswith("1."):  # HTTP/2 has no such header
             headers.append((b"connection", b"close"))
         return headers
 
 
-async def _send_body(body: bytes, send: Send) -> None:
-    """Send a whole body; each turn of the loop sends a slice of a long one."""
+class _Whole:
+    """A response whose body is complete; `head` has header lines, each with its CRLF."""
+
+    __slots__ = ("body", "head", "status")
+
+    def __init__(self, status: int, head: bytes, body: bytes) -> None:
+        self.status, self.head, self.body = status, head, body
+
+
+async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    """Send a response whose body is complete; each turn of the loop sends a slice of a long one."""
+    headers = [*headers, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     start = 0
     while len(body) - start > WRITE_BYTES:
         slice = body[start : start + WRITE_BYTES]
@@ -134,15 +142,6 @@ async def _send_body(body: bytes, send: Send) -> None:
         await asyncio.sleep(0)
         start += WRITE_BYTES
     await send({"type": "http.response.body", "body": body[start:]})
-
-
-class _Whole:
-    """A response whose body is complete."""
-
-    __slots__ = ("body", "head", "status")
-
-    def __init__(self, status: int, head: bytes, body: bytes) -> None:
-        self.status, self.head, self.body = status, head, body
 
 
 class _Pieces:

@@ -2,9 +2,6 @@
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import partial
-from io import BytesIO
-from itertools import islice
 from typing import Final, TypeVar
 
 import msgspec
@@ -14,7 +11,6 @@ from service.core.problems import INVALID_EVENT, MISSING_KEY, TOO_LARGE, Problem
 from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from service.core.time_slice import TimeSlice
 from service.events.event import (
-    BATCH_EVENTS_MAX,
     ENTRY_BYTES,
     HEADERS_MAX,
     READER,
@@ -32,10 +28,6 @@ from service.http.callers import ANYBODY, Caller
 from service.pipeline.admission import Admission
 from service.pipeline.request import WriteResult
 
-LINES: Final = "application/x-ndjson"
-"""The media type of a batch with each event on a line of its own (newline-delimited JSON)."""
-# Blank lines count.
-LINES_MAX: Final = 2 * BATCH_EVENTS_MAX
 # The events whose ledger entries fit into one transaction, if the name of their topic has one character.
 ATOMIC_EVENTS_MAX: Final = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + 1)
 # The events of a larger body are parsed chunk by chunk: all of them at once would take the memory of the body again.
@@ -82,16 +74,6 @@ async def parse_long_batch(body: bytes) -> BatchBody:
     return batch
 
 
-def parse_lines(body: bytes) -> list[bytes]:
-    """Return the lines of newline-delimited JSON that are not blank. Raises Problem (400, 413)."""
-    read = list(islice(BytesIO(body), LINES_MAX + 1))  # bytes after these lines are not copied
-    if len(read) > LINES_MAX:
-        raise Problem(TOO_LARGE, f"body: at most {LINES_MAX} lines are taken, blank ones too")
-    lines = [line.removesuffix(b"\n") for line in read if not line.isspace()]
-    check_count(len(lines), "body")
-    return lines
-
-
 # ------------------------------------------------------------------------------------------------ independent events
 
 
@@ -122,13 +104,6 @@ async def long_member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = N
     """Parse one event of any length, which a thread checks to be JSON. Raises Problem (400, 413)."""
     await check_text(raw, b"headers", HEADERS_MAX)
     return member_of(raw, traceparent, scope)
-
-
-def line_of(line: bytes, traceparent: bytes | None = None, scope: str = "") -> Event:
-    """Parse one event from a line of at most LONG_BYTES. Raises Problem (400, 413)."""
-    if READER is not None and (event := READER.member(line, scope, traceparent)) is not None:
-        return event
-    return strictly(line, partial(member_of, traceparent=traceparent, scope=scope))
 
 
 async def write_each(

@@ -35,6 +35,11 @@ class Caller:
         if not self._may(topic):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {self.scope} may not write to {topic}: the rules say where it may")
 
+    @property
+    def burst(self) -> int | None:
+        """The most events that the caller may send at once within its rate; None for a caller without a rate."""
+        return None if self._rate is None else int(self._most)
+
     def spend(self, events: int, now: float) -> None:
         """Take events from the token bucket at `now`, in seconds. Raise Problem (429) if the bucket is empty.
 
@@ -48,6 +53,13 @@ class Caller:
             wait_s = math.ceil((1 - left) / self._rate)
             raise Problem(RATE_LIMITED, f"{self.scope} may send {self._rate:g} events a second", retry_after_s=wait_s)
         self._left, self._at = left - events, now
+
+    def wait_s(self, now: float) -> float:
+        """Return the time, in seconds, after which `spend` will take events; 0 if it does at `now`."""
+        if self._rate is None:
+            return 0.0
+        left = self._left + (max(now, self._at) - self._at) * self._rate
+        return max(0.0, (1 - left) / self._rate)
 
 
 ANYBODY: Final = Caller()

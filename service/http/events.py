@@ -16,7 +16,6 @@ from service.core.problems import (
     INVALID_KEY,
     NOT_WRITTEN,
     TOO_LARGE,
-    UNSUPPORTED_TYPE,
     Problem,
 )
 from service.core.settings import Settings
@@ -26,21 +25,28 @@ from service.events.event import Event, parse_event, parse_key, parse_long_event
 from service.events.strict_json import LONG_BYTES, strictly
 from service.http.answers import Answers
 from service.http.batch import (
-    LINES,
-    line_of,
     long_member_of,
     member_of,
     parse_batch,
-    parse_lines,
     parse_long_batch,
     read_batch,
     write_atomic,
     write_each,
 )
 from service.http.callers import Caller, Callers
-from service.http.headers import JSON, UsedHeaders, check_message, essence, is_coded, media_type, pick, unsupported
+from service.http.headers import (
+    JSON,
+    LINES,
+    UsedHeaders,
+    check_encoding,
+    check_message,
+    essence,
+    media_type,
+    pick,
+    unsupported,
+)
 from service.http.prefer import Preference, parse_prefer
-from service.http.request import Bodies, Handler, PostRequest
+from service.http.request import Bodies, Handler, PostRequest, StopSignal
 from service.http.responses import (
     JSON_LINE,
     committed_lines,
@@ -56,8 +62,6 @@ from service.pipeline.request import WriteResult
 
 log = structlog.get_logger(__name__)
 
-# Distinguishes the 415 of a content coding from that of a media type (RFC 9110, section 12.5.3).
-_ONLY_UNCODED: Final = b"accept-encoding: identity\r\n"
 # Results to render in one step, which takes a fraction of a time slice, also if each is a different problem.
 RENDERED_AT_ONCE: Final = 50
 
@@ -76,20 +80,23 @@ class EventsEndpoint:
     def __init__(
         self, admission: Callable[[], Admission], settings: Settings, callers: Callers, telemetry: Telemetry
     ) -> None:
-        self._admission = admission
+        self.admission = admission
         self._callers = callers
-        self._telemetry = telemetry
+        self.telemetry = telemetry
         self.body_bytes_max = settings.body_bytes_max
         self.bodies = Bodies(settings.bodies_bytes_max)  # of all transports
         answers = Answers(telemetry, self._named)
         self._answer, self._fail = answers.answer, answers.fail
         self._or_fail, self._refuse = answers.or_fail, answers.refuse
+        self.stopping = StopSignal()
         self._retention_s = settings.key_ttl_s
         self._loopback_only = not settings.rules
         self.routes: dict[bytes, Handler] = {
             b"/events": partial(self.take, self._post_event, self._fail),
             b"/events/batch": partial(self.take, self._post_batch, self._fail),
         }
+        # By path, the media type whose bodies are read as they arrive: service.http.streaming.
+        self.streamed: dict[bytes, str] = {b"/events/batch": LINES}
 
     def take(self, step: Step, fail: Fail, post: PostRequest) -> None:
         """Check what holds for every request (caller, address, body), then do its step; `fail` answers the problems."""
@@ -100,10 +107,8 @@ class EventsEndpoint:
                 raise Problem(NOT_WRITTEN, "body: too many large ones are under way: send it again a little later")
             if post.size > self.body_bytes_max:
                 raise Problem(TOO_LARGE, f"body: at most {self.body_bytes_max} bytes are taken")
-            if b"content-encoding" in found and is_coded(found[b"content-encoding"]):
-                problem = Problem(UNSUPPORTED_TYPE, "Content-Encoding: send the body as it is, without this header")
-                fail(post, problem, _ONLY_UNCODED)
-                return
+            if b"content-encoding" in found:
+                check_encoding(found)
             caller.spend(0, post.arrived)  # before the body is parsed: a caller over its rate costs little
             step(post, found, caller)
         except Exception as error:
@@ -124,8 +129,8 @@ class EventsEndpoint:
             )
 
     def _post_event(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
-        if overload := self._admission().overload:
-            self._refuse(post, overload, self._admission().load_shedder)
+        if overload := self.admission().overload:
+            self._refuse(post, overload, self.admission().load_shedder)
             return
         traceparent = parse_traceparent(found.get(b"traceparent"))
         key, scope = found.get(b"idempotency-key"), caller.scope
@@ -151,13 +156,13 @@ class EventsEndpoint:
         caller.check(event.topic)
         caller.spend(1, post.arrived)
         preference = parse_prefer(found.get(b"prefer"))
-        if self._admission().check_now(event):
+        if self.admission().check_now(event):
             self._submit(post, event, preference)
         else:
             post.run_in_task(self._or_fail(post, self._look_up_first(post, event, preference)))
 
     async def _look_up_first(self, post: PostRequest, event: Event, preference: Preference) -> None:
-        await self._admission().check(event, post.arrived)
+        await self.admission().check(event, post.arrived)
         self._submit(post, event, preference)
 
     def _submit(self, post: PostRequest, event: Event, preference: Preference) -> None:
@@ -165,7 +170,7 @@ class EventsEndpoint:
         if preference.respond_async:
             on_claim = asyncio.get_running_loop().create_future()
             on_claim.add_done_callback(partial(self._answer_202, post, event))
-        result = self._admission().submit(event, post.arrived, preference.wait_s, on_claim)
+        result = self.admission().submit(event, post.arrived, preference.wait_s, on_claim)
         result.add_done_callback(partial(self._answer_event, post, event.key, preference.applied))
 
     def _post_batch(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
@@ -174,8 +179,6 @@ class EventsEndpoint:
         if kind == JSON:
             key = found.get(b"idempotency-key")
             post.run_in_task(self._or_fail(post, self._write_batch(post, key, traceparent, caller)))
-        elif kind == LINES:
-            post.run_in_task(self._or_fail(post, self._write_lines(post, traceparent, caller)))
         else:
             raise unsupported(JSON, LINES)
 
@@ -187,12 +190,12 @@ class EventsEndpoint:
             return
         batch = await parse_long_batch(post.body) if post.size > LONG_BYTES else parse_batch(post.body)
         if not batch.atomic:
-            parse = _by_length(member_of, long_member_of, traceparent=traceparent, scope=caller.scope)
+            parse = by_length(member_of, long_member_of, traceparent=traceparent, scope=caller.scope)
             await self._write_each(post, batch.events, parse, caller)
             return
         key = parse_key(raw_key)
         caller.spend(len(batch.events), post.arrived)
-        id, answer = await write_atomic(self._admission(), batch, key, post.arrived, traceparent, caller)
+        id, answer = await write_atomic(self.admission(), batch, key, post.arrived, traceparent, caller)
         if isinstance(answer, Problem):
             raise answer
         self._answer(post, 201, committed_lines(key, answer, self._retention_s), render_whole(id, answer))
@@ -207,34 +210,13 @@ class EventsEndpoint:
         else:
             parts = cloudevents.parse_batch(post.body)
         of, of_long = cloudevents.from_structured, cloudevents.from_long_structured
-        parse = _by_length(of, of_long, key=None, traceparent=traceparent, scope=caller.scope)
+        parse = by_length(of, of_long, key=None, traceparent=traceparent, scope=caller.scope)
         await self._write_each(post, parts, parse, caller)
 
     async def _write_each(self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller) -> None:
-        groups = self._results_of_each(post, parts, parse, caller)
-        self._answer(post, 207, JSON_LINE, join_results([",".join(group).encode() async for group in groups]))
-
-    async def _write_lines(self, post: PostRequest, traceparent: bytes | None, caller: Caller) -> None:
-        """Write the events of a batch of lines, and each result as soon as it is known, in the order of the events."""
-        parse = _by_length(line_of, long_member_of, traceparent=traceparent, scope=caller.scope)
-        groups = self._results_of_each(post, parse_lines(post.body), parse, caller)
-        self._telemetry.requested(207, "")
-        stream = post.stream(207, b"content-type: %b\r\n" % LINES.encode())
-        try:
-            async for group in groups:
-                stream.write(b"".join(b"%b\n" % result.encode() for result in group))
-        except Exception:  # the status is sent: all that is left is to abort the body
-            log.exception("request failed")
-            stream.cut()
-            return
-        stream.end()
-
-    def _results_of_each(
-        self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller
-    ) -> AsyncIterator[list[str]]:
-        """Write a caller's events independently; yield rendered results in their order. Raises Problem (429)."""
         caller.spend(len(parts), post.arrived)
-        return _rendered(write_each(self._admission(), parts, parse, post.arrived, caller))
+        groups = rendered(write_each(self.admission(), parts, parse, post.arrived, caller), render_result)
+        self._answer(post, 207, JSON_LINE, join_results([",".join(group).encode() async for group in groups]))
 
     def _answer_202(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
         """Answer 202 once the key is claimed (`respond-async`); the client asks for the outcome by the key."""
@@ -289,17 +271,19 @@ def _parse(kind: str, body: bytes, key: str | None, traceparent: bytes | None, s
     return strictly(body, partial(cloudevents.from_structured, key=key, traceparent=traceparent, scope=scope))
 
 
-def _by_length(of: Callable[..., Event], of_long: Callable[..., Awaitable[Event]], **arguments: Any) -> Parse[Any]:
+def by_length(of: Callable[..., Event], of_long: Callable[..., Awaitable[Event]], **arguments: Any) -> Parse[Any]:
     """Return a parser that uses `of_long` for texts longer than LONG_BYTES, and `of` for others."""
     of, of_long = partial(of, **arguments), partial(of_long, **arguments)
     return lambda text: of_long(text) if len(text) > LONG_BYTES else of(text)
 
 
-async def _rendered(groups: AsyncIterator[list[WriteResult]]) -> AsyncIterator[list[str]]:
+async def rendered(
+    groups: AsyncIterator[list[WriteResult]], render: Callable[[WriteResult], str]
+) -> AsyncIterator[list[str]]:
     """Render results, in time slices."""
     time_slice = TimeSlice()
     async for group in groups:
         for start in range(0, len(group), RENDERED_AT_ONCE):
             if time_slice.is_over:
                 await time_slice.next()
-            yield [render_result(answer) for answer in group[start : start + RENDERED_AT_ONCE]]
+            yield [render(answer) for answer in group[start : start + RENDERED_AT_ONCE]]

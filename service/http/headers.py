@@ -4,9 +4,18 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from service.core.problems import INVALID_HTTP, INVALID_KEY, UNSUPPORTED_CODING, UNSUPPORTED_TYPE, Problem
+from service.core.problems import (
+    INVALID_HTTP,
+    INVALID_KEY,
+    UNSUPPORTED_CODING,
+    UNSUPPORTED_ENCODING,
+    UNSUPPORTED_TYPE,
+    Problem,
+)
 
 JSON: Final = "application/json"
+# A batch with each event on a line of its own (newline-delimited JSON).
+LINES: Final = "application/x-ndjson"
 UsedHeaders = dict[bytes, str]  # the headers that the service uses, by lower-case name
 
 # A parameter of a media type, its value a token or a quoted string (RFC 9110, section 5.6.6). The leading semicolon is
@@ -60,9 +69,15 @@ def check_message(found: UsedHeaders, host_needed: bool) -> None:
         raise Problem(UNSUPPORTED_CODING, "Transfer-Encoding: send chunked alone, or a Content-Length")
 
 
-def is_coded(content_encoding: str) -> bool:
-    """Tell whether the body is compressed. The service decompresses nothing: 1 KB may become 1 GB."""
-    return content_encoding.strip().lower() not in ("", "identity")
+def check_encoding(found: UsedHeaders) -> None:
+    """Refuse a compressed body. The service decompresses nothing: 1 KB may become 1 GB. Raises Problem (415)."""
+    if found.get(b"content-encoding", "").strip().lower() not in ("", "identity"):
+        raise Problem(UNSUPPORTED_ENCODING, "Content-Encoding: send the body as it is, without this header")
+
+
+def content_type_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the Content-Type of a request as `pick` does, several lines joined to a list; "" without one."""
+    return ", ".join([content.decode("latin-1") for name, content in headers if name == b"content-type"])
 
 
 def media_type(content_type: str | None) -> str:

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.core.problems import NOT_WRITTEN, Problem
+from service.http.request import StopSignal
 from service.http.request_reader import Action, Body, Head, ReaderEvent, Refusal, RequestReader
 from service.http.responses import lines_of, render_problem
 
@@ -46,13 +47,19 @@ def connections_max(files: int) -> int:
 
 
 class BothWays(FlowControl):
-    """Pause reading while the client does not read its responses, and while received bytes are not parsed."""
+    """Pause reading while the client does not read its responses, and while received bytes are not parsed.
+
+    An app that answers before it has read the whole body bounds by itself what it reads ahead of its client. A client
+    that sends all before it reads would never get on if reading paused then.
+    """
 
     parsing = False  # received bytes are still to be parsed
+    is_duplex = False  # the app has begun its answer, and reads the body as it arrives
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.pause_reading()
+        if not self.is_duplex:
+            self.pause_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -65,10 +72,16 @@ class BothWays(FlowControl):
                 self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self.read_paused and not self.write_paused:
+        if self.read_paused and (self.is_duplex or not self.write_paused):
             self.read_paused = False
             if not self.parsing:
                 self._transport.resume_reading()
+
+    def set_duplex(self, is_duplex: bool) -> None:
+        """Note whether the app answers and reads the body at the same time."""
+        self.is_duplex = is_duplex
+        if self.write_paused and not is_duplex:
+            self.pause_reading()
 
     def set_parsing(self, parsing: bool) -> None:
         """Note whether received bytes are still to be parsed."""
@@ -215,6 +228,16 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    @property
+    def _is_answering(self) -> bool:
+        """Whether the ASGI app has begun a response and not ended it."""
+        running = self._running
+        return running is not None and running.response_started and not running.response_complete
+
+    def pause_writing(self) -> None:
+        self.flow.set_duplex(self._is_answering and self._running.more_body)
+        super().pause_writing()
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
@@ -222,6 +245,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         reader, now = self.reader, self.loop.time()
         reader.answered(now)
+        self.flow.set_duplex(False)
         if self.pipeline or self.transport.is_closing():
             super().on_response_complete()
         else:
@@ -236,8 +260,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, refusal: Refusal) -> None:
-        """End the connection with a problem, or without one if the client would take it for another request's."""
-        if self.reader.unanswered != refusal.unanswered:
+        """End the connection with a problem, or without one if the client would take it for something else.
+
+        That is: for the answer of another request, or for a part of a response that has begun.
+        """
+        if self.reader.unanswered != refusal.unanswered or self._is_answering:
             self.transport.close()
             return
         status, headers, body = render_problem(refusal.problem)
@@ -296,10 +323,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _look(self) -> None:
-        """Refuse the incomplete request if its deadline has passed."""
+        """Refuse the incomplete request if its deadline has passed.
+
+        An app that reads a body while it answers has deadlines of its own, for each event of the body.
+        """
         self._timer = None
         now = self.loop.time()
-        if self.flow.read_paused or self.flow.parsing:  # the client cannot send
+        if self.flow.read_paused or self.flow.parsing or self._is_answering:
             self.reader.restart(now)
         self._handle_events(self.reader.expire(now))
         self._set_timer()
@@ -308,10 +338,16 @@ class GuardedProtocol(HttpToolsProtocol):
 class LingeringServer(uvicorn.Server):
     """After the first SIGTERM, end each connection with its next response for LINGER_S, then stop as uvicorn does.
 
+    Requests that could go on for ever end at once, by `stopping`.
+
     uvicorn closes idle connections at once, and a client that is sending a request cannot know whether it was read.
     """
 
     _loop: asyncio.AbstractEventLoop | None = None
+
+    def __init__(self, config: uvicorn.Config, stopping: StopSignal) -> None:
+        super().__init__(config)
+        self._stopping = stopping
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -322,4 +358,5 @@ class LingeringServer(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         GuardedProtocol.lingering = True
+        self._loop.call_soon_threadsafe(self._stopping.set)
         self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, super().handle_exit, sig, frame)

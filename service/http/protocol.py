@@ -7,13 +7,13 @@ import asyncio
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Final, cast
 
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from service.http.headers import UsedHeaders
+from service.http.headers import UsedHeaders, content_type_of, essence
 from service.http.limits import GuardedProtocol
 from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Handler, PostRequest
 from service.http.request_reader import Head, PlainPost, Refusal, RequestReader
@@ -53,13 +53,27 @@ class ResponseBuffer:
 class Posts:
     """The POSTs that the transport hands to their handlers, by exact path.
 
-    A body is kept up to `body_bytes_max` bytes, and within the bound that `bodies` holds over all of them.
+    A body is kept up to `body_bytes_max` bytes, and within the bound that `bodies` holds over all of them. `streamed`
+    has the paths whose bodies of one media type the ASGI app reads as they arrive.
     """
 
     routes: Mapping[bytes, Handler]
     body_bytes_max: int
     bodies: Bodies
+    streamed: Mapping[bytes, str] = field(default_factory=dict)
     responses: ResponseBuffer = field(default_factory=ResponseBuffer)
+
+    @cached_property
+    def plain(self) -> frozenset[bytes]:
+        """The paths whose POSTs may be read as a whole, whatever their headers are."""
+        return frozenset(self.routes.keys() - self.streamed.keys())
+
+    def handler_of(self, head: Head) -> Handler | None:
+        """Return the handler of a request; None for a request that the ASGI app takes."""
+        handler = self.routes.get(head.path) if head.method == b"POST" else None
+        if head.path in self.streamed and essence(content_type_of(head.headers)) == self.streamed[head.path]:
+            return None
+        return handler
 
 
 class HttpRequest(PostRequest):
@@ -201,7 +215,7 @@ class PostsProtocol(GuardedProtocol):
         super().__init__(*arguments, **named)
 
     def new_reader(self) -> RequestReader:
-        return RequestReader(self.loop.time(), self.posts.routes, min(OWN_BYTES, self.posts.body_bytes_max))
+        return RequestReader(self.loop.time(), self.posts.plain, min(OWN_BYTES, self.posts.body_bytes_max))
 
     def data_received(self, data: bytes) -> None:
         post = None if self.transport.is_closing() else self.reader.whole_post(data)
@@ -224,7 +238,7 @@ class PostsProtocol(GuardedProtocol):
         request.receive_complete(post.found, post.body)
 
     def begin(self, head: Head) -> None:
-        handler = self.posts.routes.get(head.path) if head.method == b"POST" else None
+        handler = self.posts.handler_of(head)
         if handler is None:
             super().begin(head)
             return

@@ -1,5 +1,6 @@
 """The interface between an endpoint and the transport that reads a POST and writes its response."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
@@ -34,6 +35,49 @@ class Stream(Protocol):
 
     def cut(self) -> None:
         """Abort the body: the end of the connection tells the client that the body is incomplete."""
+
+
+class Share:
+    """The bytes that one holder has in memory, of which those beyond its first OWN_BYTES are counted in `bodies`."""
+
+    __slots__ = ("_bodies", "_counted")
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._counted = 0
+
+    def resize(self, size: int) -> bool:
+        """Note that the holder has `size` bytes; return False, without a change, if `bodies` is full."""
+        more = max(0, size - OWN_BYTES) - self._counted
+        if more > 0 and self._bodies.bytes + more > self._bodies.most:
+            return False
+        self._bodies.bytes += more
+        self._counted += more
+        return True
+
+
+class StopSignal:
+    """Tells the requests that could go on for ever that the process stops."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def set(self) -> None:
+        """Tell it. Runs on the event loop."""
+        self.is_set = True
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def future(self) -> asyncio.Future[None]:
+        """Return a future that is done once the process stops; the caller cancels it when it needs it no more."""
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.is_set:
+            waiting.set_result(None)
+        self._waiting.add(waiting)
+        waiting.add_done_callback(self._waiting.discard)
+        return waiting
 
 
 class PostRequest(ABC):

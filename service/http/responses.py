@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from service.core.problems import UNAUTHORIZED, Kind, Problem
+from service.core.problems import UNAUTHORIZED, UNSUPPORTED_ENCODING, Kind, Problem
 from service.pipeline.request import Committed, Delivery, WriteResult
 
 Headers = list[tuple[bytes, bytes]]
@@ -152,6 +152,8 @@ def _rendered(kind: Kind, detail: str, retry_after_s: int | None) -> tuple[tuple
         headers.append((b"retry-after", b"%d" % retry_after_s))
     if kind is UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))
+    if kind is UNSUPPORTED_ENCODING:  # RFC 9110, section 12.5.3
+        headers.append((b"accept-encoding", b"identity"))
     return tuple(headers), json.dumps(Problem(kind, detail).body()).encode()
 
 

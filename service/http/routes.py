@@ -32,7 +32,9 @@ from service.http.asgi import AsgiEndpoint
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.headers import OF_THE_MESSAGE, check_message, pick
+from service.http.lines import lines_exchange
 from service.http.responses import render_problem
+from service.http.streaming import ByContentType, StreamEndpoint
 from service.pipeline.pool import Pool
 from service.slots.recovery import CurrentStore
 
@@ -62,8 +64,11 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers, posts: 
     app.router.redirect_slashes = False  # `/events` and `/events/` are different resources
     app.add_middleware(HeadAsGet)
     app.add_middleware(CheckedHeads)
+    lines = StreamEndpoint(posts, lines_exchange)
     for path, handler in posts.routes.items():
-        endpoint = AsgiEndpoint(handler, posts.body_bytes_max, posts.bodies)
+        endpoint: ASGIApp = AsgiEndpoint(handler, posts.body_bytes_max, posts.bodies)
+        if path in posts.streamed:
+            endpoint = ByContentType(posts.streamed[path], lines, endpoint)
         app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
     _add_keys(app, service, callers)
     _add_probes(app, service)

@@ -34,15 +34,14 @@ from service.events.event import BATCH_EVENTS_MAX, ENTRY_BYTES, Event
 from service.http import batch as module
 from service.http.batch import (
     BatchBody,
-    line_of,
     member_of,
     parse_batch,
-    parse_lines,
     parse_long_batch,
     write_atomic,
     write_each,
 )
 from service.http.callers import Caller
+from service.http.lines import Lines, line_of
 from service.kafka import topics
 from service.kafka.admin import Topic
 from service.pipeline.request import CHUNK_EVENTS_MAX, BatchChunk, Committed, WriteResult, fit
@@ -71,6 +70,14 @@ def batch_of(*events: dict[str, Any], atomic: bool = False) -> BatchBody:
 def one(key: str | None, value: Any = 1, topic: str = "orders") -> dict[str, Any]:
     event = {"topic": topic, "value": value}
     return event if key is None else event | {"idempotency_key": key}
+
+
+def lines_of(body: bytes) -> list[Any]:
+    lines = Lines()
+    lines.feed(body)
+    texts = list(iter(lines.next, None))
+    lines.end()
+    return texts + list(iter(lines.next, None))
 
 
 async def written(world: World, batch: BatchBody) -> list[WriteResult]:
@@ -252,19 +259,13 @@ async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.Monkey
 async def test_a_line_that_is_no_json_fails_alone() -> None:
     world = World()
     serving = world.serve(await world.slot())
-    lines = parse_lines(
+    lines = lines_of(
         b'{"topic":"orders","value":1,"idempotency_key":"a"}\r\n\n  \n{"topic":\n{"a":NaN}\n7\n{"key":"\xff"}'
     )
     told = write_each(world.admission, lines, line_of, asyncio.get_running_loop().time())
     answers = [answer async for some in told for answer in some]
     assert [kind_of(answer) for answer in answers] == [None, INVALID_JSON, INVALID_JSON, INVALID_EVENT, INVALID_JSON]
     await ended(serving)
-
-
-@pytest.mark.parametrize("body", [b"", b"\n \r\n", b"1\n" * (BATCH_EVENTS_MAX + 1)], ids=["none", "blank", "many"])
-def test_lines_have_bounds(body: bytes) -> None:
-    with pytest.raises(Problem, match="event"):
-        parse_lines(body)
 
 
 def test_an_event_of_a_batch_is_its_caller_s_and_of_the_request_s_trace() -> None:
@@ -430,14 +431,6 @@ async def test_too_many_events_are_refused_before_any_is_made(event: bytes, monk
     assert caught.value.kind is TOO_LARGE
 
 
-def test_line_feeds_have_a_bound_too() -> None:
-    """The count alone decides."""
-    with pytest.raises(Problem, match="20000 lines") as caught:
-        parse_lines(b"\n" * 30_000)
-    assert caught.value.kind is TOO_LARGE
-    assert len(parse_lines(b"1\n\n" * 9_000)) == 9_000
-
-
 async def test_parsing_many_events_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if all of them are refused, and nothing is written in between."""
     monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
@@ -456,15 +449,6 @@ async def test_parsing_many_events_yields_to_other_tasks(monkeypatch: pytest.Mon
     assert len(answers) == 200
     assert all(isinstance(answer, Problem) for answer in answers)
     assert turns >= 199
-
-
-def test_lines_end_with_a_line_feed_alone() -> None:
-    assert parse_lines(b"1\n\n 2 \r\n3\x0b4\x85\xe2\x80\xa8\r5\n \t\n6") == [
-        b"1",
-        b" 2 \r",
-        b"3\x0b4\x85\xe2\x80\xa8\r5",
-        b"6",
-    ]
 
 
 async def test_problems_of_a_batch_leave_no_cycles() -> None:

@@ -22,10 +22,9 @@ from service.events.cloudevents import BATCHED, STRUCTURED
 from service.events.event import Event, parse_key
 from service.events.strict_json import LONG_BYTES, check_json
 from service.http import events as module
-from service.http.batch import LINES
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
-from service.http.headers import JSON, media_type, pick, unsupported
+from service.http.headers import JSON, LINES, media_type, pick, unsupported
 from service.http.request import PostRequest
 from service.http.responses import (
     committed_lines,
@@ -318,9 +317,8 @@ def test_a_body_that_arrives_at_capacity_is_answered_503_with_retry_after(
         ("/events", {"content_type": BATCHED}),
         ("/events", {"content_type": "image/png", **CE_HEADERS}),
         ("/events/batch", {"content_type": JSON}),
-        ("/events/batch", {"content_type": LINES}),
     ],
-    ids=["event", "structured", "batched", "binary", "batch", "lines"],
+    ids=["event", "structured", "batched", "binary", "batch"],
 )
 def test_a_packed_body_is_refused(path: str, headers: dict[str, str], coding: str) -> None:
     told, events = posted(path, gzip.compress(b"{}"), content_encoding=coding, **headers)
@@ -390,9 +388,8 @@ LONG_MEMBER = {**LONG_EVENT, "idempotency_key": "k"}
         ("/events/batch", JSON, {"events": [LONG_MEMBER], "atomic": False, "more": 1}),
         ("/events/batch", JSON, {"events": [LONG_MEMBER, {**LONG_MEMBER, "idempotency_key": None}]}),
         ("/events/batch", JSON, {"events": [LONG_EVENT, {"topic": "t"}], "atomic": True}),
-        ("/events/batch", LINES, LONG_MEMBER),
     ],
-    ids=["event", "structured", "batched", "refused", "batch", "atomic", "line"],
+    ids=["event", "structured", "batched", "refused", "batch", "atomic"],
 )
 def test_a_long_body_is_checked_in_a_thread(path: str, kind: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checking 8 MiB on the event loop would hold it."""
@@ -434,10 +431,9 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
         yield []
         yield [Problem(NOT_WRITTEN, "the last")]
 
-    monkeypatch.setattr(module, "render_result", render)
     monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
     other = asyncio.create_task(others())
-    results = [len(some) async for some in module._rendered(told())]
+    results = [len(some) async for some in module.rendered(told(), render)]
     other.cancel()
     assert results == [module.RENDERED_AT_ONCE] * 200 + [1]
     steps = [after - before for before, after in itertools.pairwise([0, *between, rendered])]
@@ -446,7 +442,7 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/events", JSON), ("/events", BATCHED), ("/events/batch", JSON), ("/events/batch", LINES)],
+    [("/events", JSON), ("/events", BATCHED), ("/events/batch", JSON)],
 )
 def test_a_caller_past_its_rate_is_refused_before_its_body_is_read(path: str, kind: str) -> None:
     rules = [CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),), rate=1)]

@@ -14,6 +14,7 @@ import uvicorn
 from deploy.stack import free_port
 from service.http import limits, request_reader
 from service.http.limits import GuardedProtocol, LingeringServer, connections_max
+from service.http.request import StopSignal
 
 REQUEST = b"POST /events HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
 
@@ -239,7 +240,8 @@ async def test_a_stop_lets_clients_leave_by_an_answer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(GuardedProtocol, "lingering", False)
     port = free_port()
     config = uvicorn.Config(app, port=port, http=GuardedProtocol, lifespan="off", log_config=None, access_log=False)
-    server = LingeringServer(config)
+    stopping = StopSignal()
+    server = LingeringServer(config, stopping)
     monkeypatch.setattr(server, "capture_signals", contextlib.nullcontext)
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
@@ -248,8 +250,10 @@ async def test_a_stop_lets_clients_leave_by_an_answer(monkeypatch: pytest.Monkey
     writer.write(REQUEST)
     await reader.readuntil(b"body")
 
+    assert not stopping.is_set
     server.handle_exit(signal.SIGTERM, None)
     await asyncio.sleep(0.1)
+    assert stopping.is_set
     writer.write(REQUEST)
     async with asyncio.timeout(2.0):
         last = await reader.read()

@@ -114,6 +114,12 @@ def test_an_http_request_has_what_uvicorn_uses_of_a_pipelined_cycle() -> None:
     }  # of a body that it takes itself
 
 
+def test_a_cycle_tells_how_far_its_response_and_body_are() -> None:
+    """Without these a refusal would be written amid a response: GuardedProtocol._is_answering."""
+    set_at_first = vars(RequestResponseCycle)["__init__"].__code__.co_names
+    assert {"response_started", "response_complete", "more_body"} <= set(set_at_first)
+
+
 def test_flow_control() -> None:
     for name in ("pause_writing", "resume_writing", "pause_reading", "resume_reading"):
         assert callable(getattr(FlowControl, name))

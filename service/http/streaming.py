@@ -1,0 +1,450 @@
+"""POSTs whose bodies are read as they arrive: any number of events in, and one result for each out, as it is known.
+
+A stream has the memory of one window of events, of one incomplete event, and of UNREAD_BYTES_MAX of results. It reads
+the next window when the events of the last one have their results, and stops reading while the client does not read.
+Each event has the deadlines that another request has as a whole.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.core.problems import INTERNAL, NOT_WRITTEN, REQUEST_TIMEOUT, TOO_LARGE, Problem
+from service.core.time_slice import TimeSlice
+from service.events.event import Event, invalid, parse_traceparent
+from service.http.asgi import send_whole
+from service.http.batch import write_each
+from service.http.callers import Caller
+from service.http.events import EventsEndpoint, rendered
+from service.http.headers import UsedHeaders, check_encoding, content_type_of, essence, pick
+from service.http.limits import UNREAD_MAX_S
+from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Share, StopSignal
+from service.http.request_reader import LEAST_BYTES_S, SILENCE_MAX_S
+from service.http.responses import Headers, headers_of, render_problem
+from service.pipeline.request import CHUNK_EVENTS_MAX, WriteResult
+
+log = structlog.get_logger(__name__)
+
+# Bytes and events of a window, which are read before the first of them is written: enough for a whole transaction of
+# events of 1 KB.
+WINDOW_BYTES: Final = 1024 * 1024
+WINDOW_EVENTS: Final = CHUNK_EVENTS_MAX
+# The time to wait for more of the body before a window that is not full is written: a client that sends one event and
+# waits for its result waits so much longer. No window is open for longer than WINDOW_S.
+LINGER_S: Final = 0.001
+WINDOW_S: Final = 0.01
+# Bytes of results that wait for a client that does not read: those of 10,000 events and more, so that a client that
+# reads nothing before it has sent all may send as many.
+UNREAD_BYTES_MAX: Final = 4 * 1024 * 1024
+# The longest pause of a stream whose caller is over its rate; only a rate of less than an event in it needs more.
+RATE_PAUSE_MAX_S: Final = 60.0
+# A stream waits for so long for a full queue to take events, before their result is 503.
+OVERLOAD_WAIT_S: Final = 10.0
+OVERLOAD_LOOK_S: Final = 0.05
+
+# The text of one event, or why it has none.
+Text = bytes | Problem
+
+
+class ClientGone(Exception):
+    """The client has disconnected, or reads nothing: nobody waits for the results."""
+
+
+class Splitter(Protocol):
+    """Cuts a body that arrives in parts into the texts of its events."""
+
+    @property
+    def held(self) -> int:
+        """The bytes in memory."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether what follows in the body cannot be cut, as behind a syntax error; the stream ends then."""
+
+    def feed(self, data: bytes) -> None:
+        """Take the next part of the body, after `next` has returned None."""
+
+    def next(self) -> Text | None:
+        """Return the next text, or the problem that stands for it; None without a whole one."""
+
+    def drop(self, problem: Problem) -> None:
+        """Drop the incomplete text, as far as it has come and what is still to come: `problem` is its result."""
+
+    def end(self) -> None:
+        """Note that the body has ended; `next` may return a last text."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamHead:
+    """The head of a request whose body is to be read as it arrives; its caller is known."""
+
+    found: UsedHeaders
+    headers: Headers  # all of them, names in lower case
+    path_params: Mapping[str, Any]
+    caller: Caller
+    traceparent: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What an API makes of one stream: how its body is cut, parsed and answered.
+
+    `parse` and `render` are called once for each text, in the order of the body. `render_end` renders what is behind
+    the last result if the body could not be read to its end.
+    """
+
+    splitter: Splitter
+    parse: Callable[[Text], Event | Awaitable[Event]]
+    render: Callable[[WriteResult], str]
+    render_end: Callable[[Problem], str]
+    status: int
+    head: bytes  # header lines of the response, each with its CRLF
+
+
+Begin = Callable[[StreamHead], Exchange]
+"""Begins the exchange of a request, or refuses the request by raising a Problem."""
+Refusal = Callable[[Problem], tuple[int, Headers, bytes]]
+"""Renders the status, headers and body of a problem, before a response has begun."""
+
+
+class StreamEndpoint:
+    """An ASGI endpoint for the POSTs of one route whose bodies are read as they arrive."""
+
+    def __init__(self, posts: EventsEndpoint, begin: Begin, refusal: Refusal = render_problem) -> None:
+        self._posts = posts
+        self._begin = begin
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = StreamedBody(receive, self._posts.stopping, self._posts.bodies)
+        answer = StreamedAnswer(send, scope["http_version"], self._posts.bodies)
+        try:
+            try:
+                head = self._head(scope)
+                exchange = self._begin(head)
+            except Problem as problem:
+                await self._refuse(scope, send, body, problem)
+                return
+            try:
+                await self._write(head.caller, exchange, body, answer)
+            except Problem as problem:
+                if answer.started:
+                    answer.write(exchange.render_end(problem).encode())
+                    await answer.end()
+                else:
+                    await self._refuse(scope, send, body, problem)
+        except (ClientGone, TimeoutError):
+            pass  # the server ends the connection of a response that is not complete
+        except Exception:  # a bug, after which the outcome of events is unknown
+            log.exception("request failed")
+            if not answer.started:
+                await self._refuse(scope, send, body, Problem(INTERNAL, "send it again, with the same keys"))
+        finally:
+            await answer.close()
+            await body.close()
+
+    def _head(self, scope: Scope) -> StreamHead:
+        """Check the head of a request. Raises Problem (400, 401, 403, 429, 501)."""
+        found = pick(scope["headers"])
+        client = scope.get("client")
+        caller = self._posts.caller_of(client and client[0], found, host_needed=scope["http_version"] != "1.0")
+        check_encoding(found)
+        caller.spend(0, time.monotonic())
+        traceparent = parse_traceparent(found.get(b"traceparent"))
+        return StreamHead(found, list(scope["headers"]), scope.get("path_params", {}), caller, traceparent)
+
+    async def _refuse(self, scope: Scope, send: Send, body: "StreamedBody", problem: Problem) -> None:
+        """Answer with a problem before a response has begun.
+
+        The connection ends if the rest of the body cannot be told from another request: the client may leave out a body
+        that it asked about (RFC 9110, section 10.1.1), and one that is late may never come.
+        """
+        status, headers, content = self._refusal(problem)
+        asked = not body.begun and any(name == b"expect" for name, _ in scope["headers"])
+        if (asked or problem.kind is REQUEST_TIMEOUT) and scope["http_version"].startswith("1."):
+            headers = [*headers, (b"connection", b"close")]
+        self._posts.telemetry.requested(status, problem.kind.code)
+        await send_whole(send, status, headers, content)
+
+    async def _write(self, caller: Caller, exchange: Exchange, body: "StreamedBody", answer: "StreamedAnswer") -> None:
+        """Write the events of a body, window by window. Raises Problem where the body cannot be read on."""
+        admission = self._posts.admission
+        events_max = min(WINDOW_EVENTS, caller.burst or WINDOW_EVENTS)
+        while window := await body.next_window(exchange.splitter, events_max):
+            await _wait_for_rate(caller, len(window))
+            await self._wait_for_queue()
+            if not answer.started:
+                self._posts.telemetry.requested(exchange.status, "")
+                answer.start(exchange.status, headers_of(exchange.head))
+            results = write_each(admission(), window, exchange.parse, time.monotonic(), caller)
+            async for group in rendered(results, exchange.render):
+                answer.write("".join(group).encode())
+            await answer.room()
+        if not answer.started:
+            raise invalid("body", "send at least one event")
+        await answer.end()
+
+    async def _wait_for_queue(self) -> None:
+        """Wait, for OVERLOAD_WAIT_S at most, until the queue takes events again."""
+        until = time.monotonic() + OVERLOAD_WAIT_S
+        while self._posts.admission().overload is not None and time.monotonic() < until:  # noqa: ASYNC110 - as the sweep
+            await asyncio.sleep(OVERLOAD_LOOK_S)
+
+
+async def _wait_for_rate(caller: Caller, events: int) -> None:
+    """Wait until the caller may send events, and count them. Raises Problem (429) if that would take too long."""
+    while (wait_s := caller.wait_s(time.monotonic())) > 0:
+        if wait_s > RATE_PAUSE_MAX_S:
+            break
+        await asyncio.sleep(wait_s)
+    caller.spend(events, time.monotonic())
+
+
+class ByContentType:
+    """An ASGI endpoint that hands requests with one media type to an endpoint, and all others to another."""
+
+    def __init__(self, kind: str, streamed: ASGIApp, others: ASGIApp) -> None:
+        self._kind = kind
+        self._streamed = streamed
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_streamed = essence(content_type_of(scope["headers"])) == self._kind
+        await (self._streamed if is_streamed else self._others)(scope, receive, send)
+
+
+class StreamedBody:
+    """The body of a request as it arrives. A message of the server is asked for when there is room for it."""
+
+    def __init__(self, receive: Receive, stopping: StopSignal, bodies: Bodies) -> None:
+        self._receive = receive
+        self._stopping = stopping
+        self._stopped: asyncio.Future[None] | None = None
+        self._coming: asyncio.Task[Message] | None = None  # the next message, if it was asked for
+        self._memory = Share(bodies)
+        self._waited_s = 0.0  # for the text that is incomplete
+        self._fault: Problem | None = None  # to raise after the window before it
+        self._complete = False  # all of it has come
+        self._ended = False  # the splitter knows that
+        self.begun = False  # a message was asked for: the client was told to send the body
+
+    async def next_window(self, splitter: Splitter, events_max: int) -> list[Text]:
+        """Return the next texts, at most `events_max`: those that are there without waiting, or else the next one.
+
+        Returns nothing at the end of the body. Raises Problem (408, 503) if the body cannot be read on, and ClientGone.
+        """
+        if self._fault is not None:
+            raise self._fault
+        window = _Window(events_max)
+        try:
+            await self._fill(window, splitter)
+        except Problem as problem:
+            if not window.texts:
+                raise
+            self._fault = problem
+        return window.texts
+
+    async def _fill(self, window: "_Window", splitter: Splitter) -> None:
+        time_slice = TimeSlice()
+        while not window.is_full and not splitter.is_over:
+            if time_slice.is_over:
+                await time_slice.next()
+            if (text := splitter.next()) is not None:
+                window.add(text)
+                self._waited_s = 0.0
+            elif self._ended:
+                return
+            elif self._complete:
+                self._ended = True
+                splitter.end()
+            elif not self._memory.resize(splitter.held + window.bytes):
+                if window.texts:
+                    return
+                splitter.drop(Problem(NOT_WRITTEN, "body: too many large ones are under way: send this event again"))
+            elif not window.texts or await self._is_there(window.time_left):
+                splitter.feed(await self._read(splitter.held))
+            else:
+                return
+
+    def _ask(self) -> "asyncio.Task[Message]":
+        """Ask the server for the next message, once."""
+        if self._coming is None:
+            self.begun = True
+            self._coming = asyncio.get_running_loop().create_task(_received(self._receive))
+        return self._coming
+
+    async def _is_there(self, within_s: float) -> bool:
+        """Tell whether the next message comes within a time."""
+        await asyncio.wait({self._ask()}, timeout=within_s)
+        return self._ask().done()
+
+    async def _read(self, held: int) -> bytes:
+        """Return the next part of the body, which may be empty; `held` bytes of an incomplete text were read before.
+
+        Raises Problem (408, 503), and ClientGone.
+        """
+        if self._stopped is None:
+            self._stopped = self._stopping.future()
+        coming, since = self._ask(), time.monotonic()
+        either: set[asyncio.Future[Any]] = {coming, self._stopped}
+        self._waited_s = self._waited_s if held else 0.0
+        left_s = min(SILENCE_MAX_S, SILENCE_MAX_S + held / LEAST_BYTES_S - self._waited_s)
+        if not self._stopping.is_set:
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._stopping.is_set:
+            raise Problem(NOT_WRITTEN, "this process is stopping: send the rest again, to another")
+        if not coming.done():
+            raise Problem(REQUEST_TIMEOUT, _silence(left_s))
+        self._waited_s += time.monotonic() - since
+        self._coming = None
+        message = coming.result()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        self._complete = not message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return part
+
+    async def close(self) -> None:
+        """Read nothing more, and hold nothing."""
+        self._memory.resize(0)
+        if self._stopped is not None:
+            self._stopped.cancel()
+        if self._coming is not None:
+            self._coming.cancel()
+            await asyncio.wait({self._coming})
+
+
+async def _received(receive: Receive) -> Message:
+    return await receive()
+
+
+def _silence(left_s: float) -> str:
+    """Explain a 408: a text that has had its time at the least rate may be silent for less than SILENCE_MAX_S."""
+    why = (
+        f"nothing came for {SILENCE_MAX_S:g} s"
+        if left_s == SILENCE_MAX_S
+        else f"less than {LEAST_BYTES_S} bytes a second of an event came"
+    )
+    return f"body: {why}: what is behind the last result was not written"
+
+
+class _Window:
+    """The next texts of a body, and their bounds."""
+
+    def __init__(self, events_max: int) -> None:
+        self.texts: list[Text] = []
+        self.bytes = 0
+        self._events_max = events_max
+        self._opened_at = 0.0  # when the first text was added
+
+    def add(self, text: Text) -> None:
+        if not self.texts:
+            self._opened_at = time.monotonic()
+        self.texts.append(text)
+        self.bytes += len(text) if isinstance(text, bytes) else 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.texts) >= self._events_max or self.bytes >= WINDOW_BYTES
+
+    @property
+    def time_left(self) -> float:
+        """The time, in seconds, to wait for more of the body."""
+        return min(LINGER_S, max(0.0, self._opened_at + WINDOW_S - time.monotonic()))
+
+
+class StreamedAnswer:
+    """A response that is written in pieces, which wait in memory until the client reads them.
+
+    An HTTP/1.0 client, to which no response of unknown length can be sent on, gets them together, at the end.
+    """
+
+    def __init__(self, send: Send, version: str, bodies: Bodies) -> None:
+        self._send = send
+        self._is_whole = version == "1.0"
+        self._memory = Share(bodies)
+        self._status, self._headers = 0, Headers()
+        self._unsent: deque[bytes] = deque()
+        self._bytes = 0
+        self._written = asyncio.Event()  # there is more to send, or the end
+        self._read = asyncio.Event()  # a piece was sent, or none will be
+        self._ended = False
+        self._sending: asyncio.Task[None] | None = None
+        self.started = False
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Begin the response."""
+        self.started = True
+        self._status, self._headers = status, headers
+        if not self._is_whole:
+            self._sending = asyncio.get_running_loop().create_task(self._send_all())
+
+    def write(self, piece: bytes) -> None:
+        """Write the next piece of the body."""
+        self._unsent.append(piece)
+        self._bytes += len(piece)
+        self._written.set()
+
+    async def room(self) -> None:
+        """Wait until the client has read enough to be sent more.
+
+        Raises Problem (413) for an HTTP/1.0 client that would get too much at once, and ClientGone.
+        """
+        while self._bytes > OWN_BYTES and (self._bytes > UNREAD_BYTES_MAX or not self._memory.resize(self._bytes)):
+            if self._sending is None:
+                raise Problem(
+                    TOO_LARGE, "body: HTTP/1.0 takes no more results at once: send the rest in another request"
+                )
+            self._read.clear()
+            await self._read.wait()
+            if self._sending.done():
+                raise ClientGone
+
+    async def end(self) -> None:
+        """End the body, and wait until it is sent. Raises TimeoutError if the client does not read it."""
+        self._ended = True
+        if self._sending is None:
+            await send_whole(self._send, self._status, self._headers, b"".join(self._unsent))
+        else:
+            self._written.set()
+            await self._sending
+
+    async def _send_all(self) -> None:
+        """Send the pieces until the end. Raises TimeoutError if the client has read nothing for UNREAD_MAX_S."""
+        try:
+            await self._send_soon({"type": "http.response.start", "status": self._status, "headers": self._headers})
+            while self._unsent or not self._ended:
+                await self._written.wait()
+                self._written.clear()
+                while self._unsent:
+                    piece = self._next_piece()
+                    await self._send_soon({"type": "http.response.body", "body": piece, "more_body": True})
+                    self._bytes -= len(piece)
+                    self._memory.resize(self._bytes)
+                    self._read.set()
+            await self._send_soon({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._read.set()
+
+    def _next_piece(self) -> bytes:
+        pieces, size = [self._unsent.popleft()], 0
+        while self._unsent and (size := size + len(pieces[-1])) < WRITE_BYTES:
+            pieces.append(self._unsent.popleft())
+        return b"".join(pieces)
+
+    async def _send_soon(self, message: Message) -> None:
+        async with asyncio.timeout(UNREAD_MAX_S):
+            await self._send(message)
+
+    async def close(self) -> None:
+        """Send nothing more, and hold nothing."""
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+        self._memory.resize(0)
