@@ -222,7 +222,7 @@ class Pool:
         while not self._stopping:
             self._heartbeat_now.clear()  # if it is set during the heartbeat, another one follows at once
             try:
-                generation = await self._store.wait_until_complete()
+                generation = await self._store.wait_until_settled()
                 await self._heartbeat(generation)
                 if failures := trouble.end():
                     log.info("heartbeat again", **failures)
@@ -378,7 +378,7 @@ class Pool:
             await self._give_back(slot, idle)
 
     async def _recover(self, slot: Slot) -> None:
-        generation = await self._store.wait_until_complete()
+        generation = await self._store.wait_until_settled()
         if slot.state is SlotState.DOUBT:
             slot.move(SlotEvent.RECOVER)
         started = time.monotonic()

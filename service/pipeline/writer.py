@@ -260,7 +260,7 @@ class Writer:
         again = Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
         try:
             generation = await asyncio.wait_for(
-                self._store.wait_until_complete(), self._settings.request_timeout_ms / 1000
+                self._store.wait_until_settled(), self._settings.request_timeout_ms / 1000
             )
             states = await self._keys.find_all(generation, [event.id for event in request.events])
         except (StoreLost, StoreAway, StoreUnanswered, TimeoutError):

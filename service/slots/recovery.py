@@ -175,9 +175,9 @@ class CurrentStore:
         settings: Settings,
         telemetry: Telemetry,
     ) -> None:
-        self.generation: StoreGeneration | None = None
+        self.generation: StoreGeneration | None = None  # None until the store is settled, and after its loss
         self.status = "starting"
-        self._last: StoreGeneration | None = None
+        self._last: StoreGeneration | None = None  # the last settled one, which may be lost
         self._cluster = cluster
         self._keys = keys
         self._control = control
@@ -186,13 +186,13 @@ class CurrentStore:
         self._telemetry = telemetry
         self._barriers = IdempotentProducer(cluster, "store-recovery")
         self._timeout_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
-        self._completing: asyncio.Task[StoreGeneration] | None = None
+        self._settling: asyncio.Task[StoreGeneration] | None = None
         self._quiet_pause_s = PAUSE_LEAST_S
 
     async def close(self) -> None:
-        if self._completing is not None:
-            self._completing.cancel()
-            await asyncio.wait([self._completing])
+        if self._settling is not None:
+            self._settling.cancel()
+            await asyncio.wait([self._settling])
         await self._barriers.close()
 
     @property
@@ -206,56 +206,60 @@ class CurrentStore:
         return 0 if self.generation is None else self.generation.number
 
     def lost(self, generation: StoreGeneration) -> None:
-        """Make the store complete again: a script for `generation` met another. Ignored if `generation` has passed."""
+        """Settle the store again: a script for `generation` met another. Ignored if `generation` has passed."""
         if self.generation == generation:
             log.warning("store lost", generation=generation.number)
             self._telemetry.store_losses.inc()
             self.generation = None
             self.status = "recovering: the store was lost"
-            self._start_completing()
+            self._start_settling()
 
     async def find(self, id: bytes) -> Found:
-        """Read the state of a key. Raises StoreAway where the store is not complete, and what Keys.find raises."""
+        """Read the state of a key. Raises StoreAway where the store is not settled, and what Keys.find raises."""
         if self.generation is None:
             raise StoreAway(f"the key store is not complete: {self.status}")
         return await self._keys.find(self.generation, id)
 
-    async def wait_until_complete(self) -> StoreGeneration:
-        """Return the generation in which claims may be made, waiting until the store is complete."""
+    async def wait_until_settled(self) -> StoreGeneration:
+        """Return the generation in which claims may be made, waiting until the store is settled."""
         if self.generation is not None:
             return self.generation
-        return await shared(self._start_completing())
+        return await shared(self._start_settling())
 
-    def _start_completing(self) -> asyncio.Task[StoreGeneration]:
-        if self._completing is None or self._completing.done():
-            self._completing = asyncio.create_task(self._complete())
-        return self._completing
+    def _start_settling(self) -> asyncio.Task[StoreGeneration]:
+        if self._settling is None or self._settling.done():
+            self._settling = asyncio.create_task(self._settle())
+        return self._settling
 
-    async def _complete(self) -> StoreGeneration:
+    async def _settle(self) -> StoreGeneration:
+        """Try to settle the store until that succeeds; returns its generation."""
         trouble = Incident(log, "store not settled")
         while True:
             try:
-                self.generation = await self._attempt()
+                generation = await self._attempt()
             except (NotYet, StoreAway, StoreUnanswered, StoreLost, KafkaAway) as error:
                 self.status = f"{error.state if isinstance(error, NotYet) else 'store-away'}: {error}"
                 trouble.add(error)
-                await self._pause()
             except Exception as error:  # a bug, or a foreign record in control: tried again too
                 self.status = f"store-away: {error!r}"
                 trouble.add(error, bug=True)
-                await self._pause()
             else:
-                self.status = "settled"
-                self._quiet_pause_s = PAUSE_LEAST_S
-                if self._last is not None and self._last.number != self.generation.number:
-                    self._telemetry.generation_changes.inc()
-                self._last = self.generation
-                log.info(
-                    "store settled", generation=self.generation.number, store=self.generation.store, **trouble.end()
-                )
-                return self.generation
+                self._adopt(generation)
+                log.info("store settled", generation=generation.number, store=generation.store, **trouble.end())
+                return generation
+            await self._pause()
+
+    def _adopt(self, generation: StoreGeneration) -> None:
+        """Work with a generation from here on: claims may be made in it."""
+        self.generation = generation
+        self.status = "settled"
+        self._quiet_pause_s = PAUSE_LEAST_S
+        if self._last is not None and self._last.number != generation.number:
+            self._telemetry.generation_changes.inc()
+        self._last = generation
 
     async def _pause(self) -> None:
+        """Wait before the next attempt, which resolves Redis's address again."""
         await self._keys.resolve_again()
         await asyncio.sleep(random.uniform(0.5, 1.0) * min(PAUSE_LEAST_S, self._lease_s / 3))  # noqa: S311
 

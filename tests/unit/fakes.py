@@ -156,7 +156,7 @@ class FakeStore(CurrentStore):
     def lost(self, generation: StoreGeneration) -> None:
         self.losses.append(generation)
 
-    async def wait_until_complete(self) -> StoreGeneration:
+    async def wait_until_settled(self) -> StoreGeneration:
         self.waiting += 1
         try:
             while self.generation is None:  # noqa: ASYNC110 - for ever, where a test says so

@@ -101,6 +101,6 @@ async def test_a_store_is_settled_after_a_reading_that_was_cancelled_from_within
     keys, control = cast(Keys, _Keys()), cast(Control, _Control())
     store = CurrentStore(world.cluster, keys, control, world.topics, world.settings, Telemetry())
     with pytest.raises(Abandoned):
-        await store.wait_until_complete()
-    assert await asyncio.wait_for(store.wait_until_complete(), SOON_S) == GENERATION
+        await store.wait_until_settled()
+    assert await asyncio.wait_for(store.wait_until_settled(), SOON_S) == GENERATION
     await store.close()

@@ -326,7 +326,7 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
     bed.keys.server.flush()
     bed.kafka.slots = SLOTS + 1  # one more than the broker reports
     bed.kafka.ledger = {0: [item(0, 19, 99), item(0, 20, 1, 2)], 1: [item(1, 0, 3)], 3: [item(3, 4, 4)]}
-    generation = await asyncio.wait_for(bed.store.wait_until_complete(), 3.0)
+    generation = await asyncio.wait_for(bed.store.wait_until_settled(), 3.0)
     assert generation == StoreGeneration(GENERATION.number + 1, GENERATION.store)
     assert bed.steps == [
         "check 0",
@@ -353,7 +353,7 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
 async def test_the_ledger_is_read_back_as_far_as_the_keys_of_any_rule_live(bed: Bed) -> None:
     bed.world.topics.longest_ttl_s = 3 * 86_400
     bed.keys.server.flush()
-    await asyncio.wait_for(bed.store.wait_until_complete(), 3.0)
+    await asyncio.wait_for(bed.store.wait_until_settled(), 3.0)
     assert NOW_MS - bed.kafka.since_ms == 3 * 86_400_000 + CLOCKS_APART_MS
 
 
@@ -366,7 +366,7 @@ async def test_the_ledger_is_read_back_by_the_slower_clock_of_redis_and_kafka(
     bed.keys.server.flush()
     bed.keys.server.clock.now_ms = NOW_MS + store_h * HOUR_MS
     bed.kafka.now_ms = NOW_MS + brokers_h * HOUR_MS
-    await asyncio.wait_for(bed.store.wait_until_complete(), 3.0)
+    await asyncio.wait_for(bed.store.wait_until_settled(), 3.0)
     slowest_ms = NOW_MS + min(store_h, brokers_h) * HOUR_MS
     assert slowest_ms - bed.kafka.since_ms == bed.world.settings.key_ttl_s * 1000 + CLOCKS_APART_MS
 
@@ -374,7 +374,7 @@ async def test_the_ledger_is_read_back_by_the_slower_clock_of_redis_and_kafka(
 async def test_a_redis_that_kept_its_data_has_each_partition_read_from_its_applied_offset(bed: Bed) -> None:
     bed.keys.server.applied = {0: 0, 1: 44}
     bed.kafka.newest = StoreGeneration(2, GENERATION.store)  # of the same server: its recovery did not end
-    await asyncio.wait_for(bed.store.wait_until_complete(), 3.0)
+    await asyncio.wait_for(bed.store.wait_until_settled(), 3.0)
     assert bed.kafka.spans == {0: Span(0, 1_000), 1: Span(44, 1_001), 2: Span(None, 1_002)}
 
 
@@ -387,7 +387,7 @@ async def test_a_store_is_complete_only_when_every_replayed_row_is_written(
     numbers = range(1, 8 * REPLAY_RECORDS + 2)
     bed.kafka.ledger[1] = [item(1, number, number) for number in numbers]
     gate = bed.keys.trouble.hold("replay")
-    settling = asyncio.create_task(bed.store.wait_until_complete())
+    settling = asyncio.create_task(bed.store.wait_until_settled())
     await until(lambda: bed.keys.writing == module.REPLAYS_AHEAD)
     await asyncio.sleep(0.02)
     assert not settling.done()
@@ -405,7 +405,7 @@ async def test_the_bound_of_waiting_replays_is_counted_in_keys(bed: Bed, monkeyp
     numbers = range(1, 6 * REPLAY_CHUNK + 1)
     bed.kafka.ledger[1] = [item(1, 1, *numbers)]
     gate = bed.keys.trouble.hold("replay")
-    settling = asyncio.create_task(bed.store.wait_until_complete())
+    settling = asyncio.create_task(bed.store.wait_until_settled())
     await until(lambda: bed.keys.writing > 0)
     await asyncio.sleep(0.05)
     gate.set()
@@ -431,7 +431,7 @@ async def test_a_recovery_whose_write_fails_is_given_up(bed: Bed, place: int) ->
             await asyncio.sleep(60)
 
     bed.keys.trouble.enter = enter  # type: ignore[method-assign]
-    settling = asyncio.create_task(bed.store.wait_until_complete())
+    settling = asyncio.create_task(bed.store.wait_until_settled())
     await until(lambda: "abandon" in bed.steps)
     assert bed.keys.writing == 0, "it writes on"
     assert bed.keys.server.held is None
@@ -444,7 +444,7 @@ async def test_a_recovery_whose_write_fails_is_given_up(bed: Bed, place: int) ->
 async def test_a_recovery_renews_its_nonce_while_it_waits_for_a_fence(bed: Bed) -> None:
     bed.keys.server.flush()
     bed.kafka.fencing.clear()
-    settling = asyncio.create_task(bed.store.wait_until_complete())
+    settling = asyncio.create_task(bed.store.wait_until_settled())
     bed.keys.trouble.before["renew"].extend([StoreAway("OOM"), StoreUnanswered("no answer"), StoreLost("a flush")])
     await until(lambda: len(bed.keys.nonces) >= 5)
     bed.kafka.fencing.set()
@@ -459,7 +459,7 @@ async def test_a_recovery_that_is_cut_off_lets_the_next_one_begin(bed: Bed) -> N
     """A process that stops meanwhile: others need not wait until its nonce has expired."""
     bed.keys.server.flush()
     bed.kafka.fencing.clear()
-    settling = asyncio.create_task(bed.store.wait_until_complete())
+    settling = asyncio.create_task(bed.store.wait_until_settled())
     await until(lambda: any(step.startswith("fence") for step in bed.steps))
     await bed.store.close()
     assert bed.steps[-1] == "abandon"
@@ -498,7 +498,7 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
     monkeypatch.setattr(bed.store, "_rest", rest)
     bed.store._quiet_pause_s = 4.0
     started = time.monotonic()
-    settling = asyncio.create_task(bed.store.wait_until_complete())
+    settling = asyncio.create_task(bed.store.wait_until_settled())
     await until(lambda: bed.store.state == "stale-store")
     await asyncio.sleep(0.02)  # of 0.06
     if happens is None:

@@ -88,7 +88,7 @@ async def settling(
     parts = cast(Keys, keys), cast(Control, control), cast(Any, _Topics(slots))
     store = CurrentStore(cluster or world.cluster, *parts, world.settings, Telemetry())
     try:
-        yield store, asyncio.create_task(store.wait_until_complete())
+        yield store, asyncio.create_task(store.wait_until_settled())
     finally:
         await store.close()
 
@@ -243,12 +243,12 @@ async def test_a_lost_store_is_settled_again_and_an_earlier_generation_is_no_los
         store.lost(StoreGeneration(NAMED.number - 1, NAMED.store))
         store.lost(StoreGeneration(NAMED.number, "run/another"))
         assert (store.generation, store.generation_number) == (NAMED, NAMED.number)
-        assert await store.wait_until_complete() == NAMED
+        assert await store.wait_until_settled() == NAMED
         assert keys.asked == asked
         store.lost(NAMED)
         store.lost(NAMED)
         assert (store.generation, store.generation_number, store.state) == (None, 0, "recovering")
-        first, second = await asyncio.gather(store.wait_until_complete(), store.wait_until_complete())
+        first, second = await asyncio.gather(store.wait_until_settled(), store.wait_until_settled())
         assert first == second == store.generation == NAMED
         assert keys.asked == asked + 1
 
