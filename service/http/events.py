@@ -54,7 +54,7 @@ from service.http.responses import (
     join_results,
     location_of,
     render_metadata,
-    render_result,
+    render_results,
     render_whole,
 )
 from service.pipeline.admission import Admission
@@ -215,8 +215,8 @@ class EventsEndpoint:
 
     async def _write_each(self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller) -> None:
         caller.spend(len(parts), post.arrived)
-        groups = rendered(write_each(self.admission(), parts, parse, post.arrived, caller), render_result)
-        self._answer(post, 207, JSON_LINE, join_results([",".join(group).encode() async for group in groups]))
+        steps = in_steps(write_each(self.admission(), parts, parse, post.arrived, caller))
+        self._answer(post, 207, JSON_LINE, join_results([render_results(results) async for results in steps]))
 
     def _answer_202(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
         """Answer 202 once the key is claimed (`respond-async`); the client asks for the outcome by the key."""
@@ -277,13 +277,11 @@ def by_length(of: Callable[..., Event], of_long: Callable[..., Awaitable[Event]]
     return lambda text: of_long(text) if len(text) > LONG_BYTES else of(text)
 
 
-async def rendered(
-    groups: AsyncIterator[list[WriteResult]], render: Callable[[WriteResult], str]
-) -> AsyncIterator[list[str]]:
-    """Render results, in time slices."""
+async def in_steps(groups: AsyncIterator[list[WriteResult]]) -> AsyncIterator[Sequence[WriteResult]]:
+    """Yield results to render in steps of RENDERED_AT_ONCE, in time slices."""
     time_slice = TimeSlice()
     async for group in groups:
         for start in range(0, len(group), RENDERED_AT_ONCE):
             if time_slice.is_over:
                 await time_slice.next()
-            yield [render(answer) for answer in group[start : start + RENDERED_AT_ONCE]]
+            yield group[start : start + RENDERED_AT_ONCE]

@@ -11,7 +11,7 @@ from service.events.strict_json import strictly
 from service.http.batch import long_member_of, member_of
 from service.http.events import by_length
 from service.http.headers import LINES, media_type, unsupported
-from service.http.responses import render_result
+from service.http.responses import render_lines
 from service.http.streaming import Exchange, StreamHead, Text
 from service.pipeline.request import WriteResult
 
@@ -98,4 +98,4 @@ def lines_exchange(head: StreamHead) -> Exchange:
 
 
 def _render(result: WriteResult) -> str:
-    return render_result(result) + "\n"
+    return render_lines([result]).decode()

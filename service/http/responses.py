@@ -86,6 +86,13 @@ class _Result(_Member, gc=False):
     replayed: bool
 
 
+class _Failure(msgspec.Struct, gc=False):
+    """One event of a batch that is not atomic, with its problem."""
+
+    status: int
+    problem: dict[str, str | int]
+
+
 class _Whole(msgspec.Struct, gc=False):
     """The body of an atomic batch's 201."""
 
@@ -93,7 +100,8 @@ class _Whole(msgspec.Struct, gc=False):
     results: list[_Member]
 
 
-_encode: Final = msgspec.json.Encoder().encode
+_encoder: Final = msgspec.json.Encoder()
+_encode: Final = _encoder.encode
 
 
 def render_metadata(delivery: Delivery) -> bytes:
@@ -107,13 +115,21 @@ def join_results(pieces: Iterable[bytes]) -> bytes:
     return b'{"results":[%b]}' % b",".join(pieces)
 
 
-def render_result(answer: WriteResult) -> str:
-    """Render the result of one event of a batch."""
+def render_results(answers: Iterable[WriteResult]) -> bytes:
+    """Render the results of events of a batch, with commas between them."""
+    return _encode([_result_of(answer) for answer in answers])[1:-1]
+
+
+def render_lines(answers: Iterable[WriteResult]) -> bytes:
+    """Render the results of events of a batch, each on a line of its own."""
+    return _encoder.encode_lines([_result_of(answer) for answer in answers])
+
+
+def _result_of(answer: WriteResult) -> _Result | _Failure:
     if isinstance(answer, Problem):
-        return f'{{"status":{answer.kind.status},"problem":{json.dumps(answer.body())}}}'
+        return _Failure(answer.kind.status, answer.body())
     id, state = answer.deliveries[0]
-    result = _Result(201, id.hex(), state.topic, state.partition, state.offset, state.ts, answer.replayed)
-    return _encode(result).decode()
+    return _Result(201, id.hex(), state.topic, state.partition, state.offset, state.ts, answer.replayed)
 
 
 def render_whole(id: bytes, answer: Committed) -> bytes:

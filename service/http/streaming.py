@@ -21,7 +21,7 @@ from service.events.event import Event, invalid, parse_traceparent
 from service.http.asgi import send_whole
 from service.http.batch import write_each
 from service.http.callers import Caller
-from service.http.events import EventsEndpoint, rendered
+from service.http.events import EventsEndpoint, in_steps
 from service.http.headers import UsedHeaders, check_encoding, content_type_of, essence, pick
 from service.http.limits import UNREAD_MAX_S
 from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Share, StopSignal
@@ -182,9 +182,8 @@ class StreamEndpoint:
             if not answer.started:
                 self._posts.telemetry.requested(exchange.status, "")
                 answer.start(exchange.status, headers_of(exchange.head))
-            results = write_each(admission(), window, exchange.parse, time.monotonic(), caller)
-            async for group in rendered(results, exchange.render):
-                answer.write("".join(group).encode())
+            async for results in in_steps(write_each(admission(), window, exchange.parse, time.monotonic(), caller)):
+                answer.write("".join(map(exchange.render, results)).encode())
             await answer.room()
         if not answer.started:
             raise invalid("body", "send at least one event")

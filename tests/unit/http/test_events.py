@@ -33,7 +33,7 @@ from service.http.responses import (
     join_results,
     render_metadata,
     render_problem,
-    render_result,
+    render_results,
     render_whole,
 )
 from service.pipeline.admission import Admission
@@ -114,7 +114,7 @@ def test_answers_are_json() -> None:
     place = {"id": "01" * 16, "topic": "orders", "partition": 2, "offset": 12, "timestamp": 1_700_000_000_000}
     assert json.loads(render_metadata(PLACE)) == place
     answers: list[WriteResult] = [Committed(1, (PLACE,), True), Problem(KINDS["in-progress"], "wait")]
-    done, busy = json.loads(join_results(render_result(each).encode() for each in answers))["results"]
+    done, busy = json.loads(join_results([render_results(answers)]))["results"]
     assert done == {"status": 201, **place, "replayed": True}
     assert (busy["status"], busy["problem"]["code"]) == (409, "in-progress")
     whole = json.loads(render_whole(b"\x02" * 16, Committed(1, (PLACE, PLACE), False)))
@@ -416,11 +416,6 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
     """Rendering 10,000 different problems in one step would hold the event loop."""
     rendered, between = 0, []
 
-    def render(answer: WriteResult) -> str:
-        nonlocal rendered
-        rendered += 1
-        return "{}"
-
     async def others() -> None:
         while True:
             between.append(rendered)
@@ -433,11 +428,13 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
 
     monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
     other = asyncio.create_task(others())
-    results = [len(some) async for some in module.rendered(told(), render)]
+    steps = []
+    async for results in module.in_steps(told()):
+        steps.append(len(results))
+        rendered += len(results)
     other.cancel()
-    assert results == [module.RENDERED_AT_ONCE] * 200 + [1]
-    steps = [after - before for before, after in itertools.pairwise([0, *between, rendered])]
-    assert max(steps) <= module.RENDERED_AT_ONCE + 1
+    assert steps == [module.RENDERED_AT_ONCE] * 200 + [1]
+    assert max(after - before for before, after in itertools.pairwise([0, *between, rendered])) <= max(steps)
 
 
 @pytest.mark.parametrize(

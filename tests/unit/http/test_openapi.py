@@ -26,9 +26,10 @@ from service.http.responses import (
     PROBLEM_TYPE,
     committed_lines,
     join_results,
+    render_lines,
     render_metadata,
     render_problem,
-    render_result,
+    render_results,
     render_whole,
 )
 from service.http.routes import openapi_document
@@ -166,9 +167,9 @@ def test_each_answer_validates_against_its_documented_schema() -> None:
     results: list[WriteResult] = [COMMITTED, Problem(NOT_WRITTEN, "why")]
     check("Metadata", render_metadata(COMMITTED.deliveries[0]))
     check("AtomicBatch", render_whole(b"w" * 32, COMMITTED))
-    check("Results", join_results(render_result(each).encode() for each in results))
-    for result in results:
-        check("Result", render_result(result))
+    check("Results", join_results([render_results(results)]))
+    for line in render_lines(results).splitlines():
+        check("Result", line)
     each, of_events = (answers_to(operation) for operation in reversed(POSTS))
     assert each["207"]["content"][LINES] == {"schema": {"$ref": REF.format(name="Result")}}
     for answer in (each["207"], of_events["207"]):

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from service.claims.states import Delivered
 from service.core.problems import NOT_WRITTEN, Problem
-from service.http.responses import committed_lines, join_results, render_metadata, render_result, render_whole
+from service.http.responses import (
+    committed_lines,
+    join_results,
+    render_lines,
+    render_metadata,
+    render_results,
+    render_whole,
+)
 from service.pipeline.request import Committed, Delivery
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**53)
@@ -51,15 +58,18 @@ def test_results_are_rendered_with_their_id_place_and_replayed(places: list[Deli
     results = [{"status": 201, **members_of(place), "replayed": replayed} for place in places]
     answers = [Committed(1, (place,), replayed) for place in places]
     assert render_metadata(places[0]).decode() == text(members_of(places[0]))
-    assert [render_result(answer) for answer in answers] == [text(result) for result in results]
-    assert join_results(render_result(each).encode() for each in answers).decode() == text({"results": results})
+    assert render_lines(answers).decode() == "".join(f"{text(result)}\n" for result in results)
+    assert join_results([render_results(answers)]).decode() == text({"results": results})
+    assert join_results(render_results([each]) for each in answers).decode() == text({"results": results})
     whole = {"id": "02" * 16, "results": [{"status": 201, **members_of(place)} for place in places]}
     assert render_whole(b"\x02" * 16, Committed(1, tuple(places), replayed)).decode() == text(whole)
 
 
 def test_a_problem_among_results_is_its_own_body() -> None:
     problem = Problem(NOT_WRITTEN, "why é")
-    assert json.loads(render_result(problem)) == {"status": 503, "problem": problem.body()}
+    result = {"status": 503, "problem": problem.body()}
+    assert json.loads(join_results([render_results([problem, problem])])) == {"results": [result, result]}
+    assert [json.loads(line) for line in render_lines([problem, problem]).splitlines()] == [result, result]
 
 
 def test_a_name_of_a_topic_from_a_foreign_record_is_escaped() -> None:
