@@ -20,6 +20,7 @@ from service.core.problems import (
     Problem,
 )
 from service.core.settings import EVENT_BYTES_MAX
+from service.events.key_time import made_at_ms
 from service.events.strict_json import TOO_DEEP, check_json, in_thread, not_json, strictly
 from service.kafka.admin import Topic
 from service.kafka.partitioner import partition_of_key
@@ -30,7 +31,9 @@ EVENT_TEXT_BYTES_MAX: Final = 2 * EVENT_BYTES_MAX
 BATCH_EVENTS_MAX: Final = 10_000
 TIMESTAMP_MOST: Final = 2**53 - 1
 PARTITION_MOST: Final = 2**31 - 1
+KEY_CHARS_MAX: Final = 255
 TRACE_BYTES: Final = 55  # of a trace context
+TRACEPARENT_BYTES_MAX: Final = TRACE_BYTES + 1 + 200  # of a trace context of a later version
 # The most bytes of a batch of one record beside its key, value, client's headers and idempotency key: the batch's
 # header (61), the record's fields (21), our headers with their names, and a trace context, which tracing adds.
 OVERHEAD_BYTES: Final = 61 + 21 + 18 + 16 + 180 + 16 + TRACE_BYTES
@@ -38,6 +41,8 @@ OVERHEAD_BYTES: Final = 61 + 21 + 18 + 16 + 180 + 16 + TRACE_BYTES
 HEADER_BYTES: Final = 8
 # Bytes of a ledger entry without its topic: hex id and fingerprint, five numbers, and the names of the fields.
 ENTRY_BYTES: Final = 180
+# In place of `plain_bytes_max` where each event must be checked by itself.
+NONE_IS_PLAIN: Final = -1
 
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _QUOTED: Final = re.compile(r'"((?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
@@ -262,6 +267,22 @@ def check_topic(event: Event, topic: Topic, now_ms: Callable[[], int]) -> None:
         raise Problem(RECORD_REFUSED, f"key: {topic.name} is compacted, so each event needs a key: send one")
     if event.timestamp is not None:
         check_timestamp(event.timestamp, topic, now_ms())
+
+
+def plain_bytes_max(topic: Topic) -> int:
+    """Return the size (bytes) up to which `check_topic` refuses no plain event of a topic; NONE_IS_PLAIN if compacted.
+
+    So that the events of a batch need not be checked one by one.
+    """
+    if "compact" in topic.settings.get("cleanup.policy", ""):
+        return NONE_IS_PLAIN
+    return topic.message_bytes_max - OVERHEAD_BYTES - KEY_CHARS_MAX - (TRACEPARENT_BYTES_MAX - TRACE_BYTES)
+
+
+def is_plain(event: Event, bytes_max: int) -> bool:
+    """Whether an event is of at most `bytes_max` bytes, without headers, partition, timestamp and a time in its key."""
+    plain = not event.headers and event.partition is None and event.timestamp is None
+    return plain and event.size <= bytes_max and made_at_ms(event.key) is None
 
 
 def check_timestamp(timestamp: int, topic: Topic, now_ms: int) -> None:

@@ -108,6 +108,10 @@ class Schemas:
             raise SettingsError("\n".join(wrong))
         self._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)  # by topic
 
+    def has_one_for(self, topic: str) -> bool:
+        """Whether the values of a topic's events must match a schema."""
+        return bool(self._schemas) and self._rule(topic).schema in self._schemas
+
     def check_now(self, event: Event) -> bool:
         """Check an event's value against its topic's schema. Raises Problem (422).
 

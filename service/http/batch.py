@@ -13,6 +13,7 @@ from service.core.time_slice import TimeSlice
 from service.events.event import (
     ENTRY_BYTES,
     HEADERS_MAX,
+    NONE_IS_PLAIN,
     READER,
     Event,
     EventBody,
@@ -21,6 +22,7 @@ from service.events.event import (
     check_text,
     cut_batch,
     decode,
+    is_plain,
     make_event,
 )
 from service.events.strict_json import LONG_BYTES, in_thread, strictly
@@ -121,28 +123,32 @@ async def write_each(
     """
     results = _Results(len(parts))
     chunk, indexes = admission.new_chunk(), list[int]()
+    topic, plain_bytes_max = "", NONE_IS_PLAIN  # of the last event
     time_slice = TimeSlice()
     for index, part in enumerate(parts):
         if time_slice.is_over:
             if known := results.take_known():
                 yield known
             await time_slice.next()
+            topic = ""  # what is known of it may change meanwhile
         try:
             event = parse(part)
             if not isinstance(event, Event):  # longer than LONG_BYTES
                 event = await event
-            caller.check(event.topic)
-            if not admission.check_now(event):
+            if event.topic != topic:
+                caller.check(event.topic)
+                topic, plain_bytes_max = event.topic, admission.plain_bytes_max(event.topic)
+            if not is_plain(event, plain_bytes_max) and not admission.check_now(event):
                 # Each chunk has a request's timeout of its own, because earlier chunks may have used up theirs.
                 await admission.check(event, arrived, time.monotonic())
         except Problem as problem:
             results.add([index], [problem.as_result()])
             continue
-        if not chunk.takes(event):
+        if not chunk.add(event):
             results.add(indexes, await admission.submit_chunk(chunk))
             yield results.take_known()
             chunk, indexes = admission.new_chunk(), []
-        chunk.add(event)
+            chunk.add(event)
         indexes.append(index)
     if indexes:
         results.add(indexes, await admission.submit_chunk(chunk))

@@ -36,7 +36,7 @@ from service.core.problems import (
 )
 from service.core.settings import TOPICS_MAX, Settings
 from service.core.time_of_day import now_ms
-from service.events.event import Event, check_topic
+from service.events.event import NONE_IS_PLAIN, Event, check_topic, plain_bytes_max
 from service.events.key_time import made_at_ms
 from service.events.schemas import Schemas
 from service.kafka.admin import Topic
@@ -277,6 +277,14 @@ class Admission:
                 f"Idempotency-Key: it tells that it is older than the {self._ttl_of(event)} s for which keys of "
                 f"{event.topic} are remembered, so its event may have been written: to write it anyway, use a new key",
             )
+
+    def plain_bytes_max(self, topic: str) -> int:
+        """Return the size (bytes) up to which `check_now` passes each plain event of a topic, in this turn of the loop.
+
+        NONE_IS_PLAIN if each event must be checked.
+        """
+        known = self._topic_metadata.cached(topic)
+        return NONE_IS_PLAIN if known is None or self._schemas.has_one_for(topic) else plain_bytes_max(known)
 
     def _topic_takes(self, event: Event) -> bool:
         """Whether the event's topic takes it, by the cached metadata; False if the topic is not cached.

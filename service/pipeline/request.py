@@ -96,20 +96,20 @@ class BatchChunk:
         self.ledger_bytes = self.event_bytes = 0
         self._ids: set[bytes] = set()
 
-    def takes(self, event: Event) -> bool:
-        """Whether the chunk has room for an event; an empty chunk takes any."""
-        if not self.events:
-            return True
+    def add(self, event: Event) -> bool:
+        """Append an event; False if the chunk has no room for it. An empty chunk has room for any event."""
         ledger_bytes = self.ledger_bytes + event.entry_bytes
-        fits = fit(ledger_bytes, self.event_bytes + event.size, self._ledger_bytes_max)
-        return fits and event.id not in self._ids and len(self.events) < self._events_max
-
-    def add(self, event: Event) -> None:
-        """Append an event that the chunk takes."""
+        event_bytes = self.event_bytes + event.size
+        if self.events and (
+            event.id in self._ids
+            or len(self.events) >= self._events_max
+            or not fit(ledger_bytes, event_bytes, self._ledger_bytes_max)
+        ):
+            return False
         self.events.append(event)
         self._ids.add(event.id)
-        self.ledger_bytes += event.entry_bytes
-        self.event_bytes += event.size
+        self.ledger_bytes, self.event_bytes = ledger_bytes, event_bytes
+        return True
 
 
 class WriteRequest(msgspec.Struct, eq=False):

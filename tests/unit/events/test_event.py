@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from service import native
 from service.contract import Guarantee
-from service.contract.wire import event_id, fingerprint, stamp_writer
+from service.contract.wire import Header, event_id, fingerprint, stamp_writer
 from service.core.problems import Problem
 from service.events import cloudevents, strict_json
 from service.events import event as module
@@ -25,12 +25,14 @@ from service.events.event import (
     check_key,
     check_topic,
     event_of,
+    is_plain,
     make_event,
     parse_event,
     parse_key,
     parse_long_event,
     parse_traceparent,
     partition_of,
+    plain_bytes_max,
 )
 from service.http import batch
 from service.kafka.admin import Topic
@@ -415,6 +417,29 @@ def test_an_event_that_its_topic_would_refuse_is_refused_by_the_check() -> None:
     assert checked(parse({"topic": "t", "value": 1, "partition": 3})) == "invalid-event"
     assert checked(parse({"topic": "t", "value": 1, "partition": 2})) == ""
     assert checked(parse({"topic": "t", "value": "x" * 1000}), max_message_bytes="1000") == "too-large"
+
+
+@pytest.mark.parametrize("policy", ["delete", "compact,delete"])
+@pytest.mark.parametrize("record_key", [None, b"r"])
+@pytest.mark.parametrize("headers", [[], [("a", b"b")]])
+@pytest.mark.parametrize(("partition", "timestamp"), [(None, None), (3, None), (None, 0)])
+def test_a_plain_event_is_one_that_its_topic_takes(
+    policy: str, record_key: bytes | None, headers: list[Header], partition: int | None, timestamp: int | None
+) -> None:
+    """With the longest key and trace context, which `plain_bytes_max` does not look at."""
+    bounds = {"cleanup.policy": policy, "max.message.bytes": "2000", "message.timestamp.before.max.ms": "1"}
+    topic = Topic("t", 3, bounds)
+    for size in range(1, 2000):
+        event = event_of("k" * 255, b"i" * 16, "t", record_key, b"v" * size, headers, partition, timestamp, b"t" * 256)
+        if is_plain(event, plain_bytes_max(topic)):
+            check_topic(event, topic, lambda: NOW_MS)
+    plain = policy == "delete" and not headers and partition is None and timestamp is None
+    small = event_of("k", b"i" * 16, "t", record_key, b"v", headers, partition, timestamp)
+    assert is_plain(small, plain_bytes_max(topic)) is plain
+    aged = event_of(
+        "01890a5d-ac96-774b-bcce-b302099a8057", b"i" * 16, "t", record_key, b"v", headers, partition, timestamp
+    )
+    assert not is_plain(aged, plain_bytes_max(topic)), "its key tells when it was made, so that it may be too old"
 
 
 @pytest.mark.parametrize("key", ["k", "k" * 255])

@@ -60,6 +60,11 @@ def test_a_value_that_its_schema_allows_is_accepted(schemas: Schemas, value: byt
     schemas.check_now(event(value, topic))
 
 
+def test_a_topic_has_the_schema_of_its_first_rule(schemas: Schemas) -> None:
+    assert [schemas.has_one_for(topic) for topic in ("orders.eu", "orders.draft", "other")] == [True, False, False]
+    assert not Schemas(Rules()).has_one_for("orders.eu")
+
+
 @pytest.mark.parametrize(
     ("value", "named"),
     [

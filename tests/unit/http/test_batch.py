@@ -21,6 +21,7 @@ from service.core.problems import (
     MISSING_KEY,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
+    RECORD_REFUSED,
     TOO_LARGE,
     UNKNOWN_TOPIC,
     Problem,
@@ -53,9 +54,9 @@ TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
 def chunks_of(*events: Event) -> list[BatchChunk]:
     chunks = [BatchChunk()]
     for event in events:
-        if not chunks[-1].takes(event):
+        if not chunks[-1].add(event):
             chunks.append(BatchChunk())
-        chunks[-1].add(event)
+            assert chunks[-1].add(event)
     return chunks
 
 
@@ -112,9 +113,9 @@ def test_a_chunk_closes_at_the_bytes_of_one_transaction() -> None:
 def test_the_ledger_bounds_a_chunk_too() -> None:
     chunk = BatchChunk(ledger_bytes_max=3 * (ENTRY_BYTES + len("orders")))
     for key in "abc":
-        assert chunk.takes(make_event(key))
-        chunk.add(make_event(key))
-    assert not chunk.takes(make_event("d"))
+        assert chunk.add(make_event(key))
+    assert not chunk.add(make_event("d"))
+    assert [event.key for event in chunk.events] == ["a", "b", "c"]
 
 
 def test_a_chunk_closes_at_a_number_of_events() -> None:
@@ -142,6 +143,24 @@ async def test_the_answers_are_in_the_order_of_the_events() -> None:
     assert isinstance(first, Committed)
     assert isinstance(third, Committed)
     assert (first.deliveries[0][0], third.deliveries[0][0]) == (make_event("a").id, make_event("c").id)
+
+
+async def test_events_that_their_topic_refuses_are_found_among_plain_ones() -> None:
+    """Plain events of one topic are checked together, all others one by one."""
+    world = World()
+    world.cluster.topics["small"] = Topic("small", 3, {"max.message.bytes": "1000"})
+    world.cluster.topics["compacted"] = Topic("compacted", 3, {"cleanup.policy": "compact"})
+    events = [
+        one("a", topic="small"),
+        one("b", "x" * 800, topic="small"),
+        one("c", topic="small") | {"partition": 3},
+        one("d", topic="compacted"),
+        one("e", topic="compacted") | {"key": "k"},
+        one("f", topic="small"),
+        one("g", topic="gone"),
+    ]
+    kinds = [kind_of(answer) for answer in await written(world, batch_of(*events))]
+    assert kinds == [None, TOO_LARGE, INVALID_EVENT, RECORD_REFUSED, None, None, UNKNOWN_TOPIC]
 
 
 async def test_a_batch_without_a_valid_event_submits_nothing() -> None:

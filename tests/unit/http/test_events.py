@@ -19,7 +19,7 @@ from service.core.settings import Settings
 from service.events import event as event_module
 from service.events import strict_json
 from service.events.cloudevents import BATCHED, STRUCTURED
-from service.events.event import Event, parse_key
+from service.events.event import NONE_IS_PLAIN, Event, parse_key
 from service.events.strict_json import LONG_BYTES, check_json
 from service.http import events as module
 from service.http.callers import Callers
@@ -223,6 +223,9 @@ class Commits:
 
     def check_now(self, event: Event) -> bool:
         return True
+
+    def plain_bytes_max(self, topic: str) -> int:
+        return NONE_IS_PLAIN
 
     async def submit_chunk(self, chunk: BatchChunk) -> list[WriteResult]:
         return [Committed(1, (PLACE,), False)] * len(chunk.events)

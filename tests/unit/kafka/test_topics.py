@@ -11,6 +11,7 @@ import pytest
 from service.contract import SettingsError
 from service.core.problems import KafkaAway, KafkaForbids, Problem
 from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
+from service.events.event import NONE_IS_PLAIN
 from service.kafka import topics as module
 from service.kafka.admin import Topic
 from service.kafka.topics import InternalTopics, TopicMetadataCache
@@ -238,8 +239,10 @@ async def test_an_event_is_not_refused_for_an_outdated_number_of_partitions() ->
     assert world.cluster.asked == [["orders"]], "what Kafka has said since will do"
     world.cluster.topics["orders"] = Topic("orders", 6, {})
     assert not world.admission.check_now(event)
+    assert world.admission.plain_bytes_max("payments") == NONE_IS_PLAIN, "it was not looked up"
     await world.admission.check(event, time.monotonic())
     assert world.admission.check_now(event)
+    assert world.admission.plain_bytes_max("orders") > 1_000_000
 
 
 async def test_an_event_is_checked_against_the_cached_topic_while_kafka_is_away() -> None:
