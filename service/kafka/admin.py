@@ -432,7 +432,7 @@ class KafkaAdmin:
         return _text(await self._refusal(host, port))
 
     async def _refusal(self, host: str, port: int) -> Exception | None:
-        """Try a connection to an address; the error, or None.
+        """Try a connection to an address; returns its error, or None.
 
         `AIOKafkaClient.bootstrap` hides the cause, such as a refused password or a certificate for another name.
         """

@@ -147,7 +147,7 @@ class Client(BaseClient):
         return await super().send(node_id, request, group=group)
 
     def send_now(self, node_id: int, request: Any) -> asyncio.Future[Any] | None:
-        """Send a transaction request without waiting; a future of its response, or None where `send` is needed.
+        """Send a transaction request without waiting. Returns a future of its response, or None where `send` is needed.
 
         None where there is no open connection, where the node does not support the codec's version (`send` negotiates
         one), or where the connection was idle for longer than IDLE_S (`send` probes it).
@@ -214,7 +214,7 @@ def _enable_keepalive(connection: AIOKafkaConnection) -> None:
 
 
 def _send(connection: AIOKafkaConnection, codec: ApiCodec, request: Any) -> asyncio.Future[Any]:
-    """Write a request to a connection; a future of its response."""
+    """Write a request to a connection; returns a future of its response."""
     correlation_id = connection._next_correlation_id()
     size, pieces = codec.frame(request, correlation_id, connection._client_id)
     if size <= _JOINED_MOST_BYTES:

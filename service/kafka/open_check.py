@@ -42,9 +42,10 @@ class OpenCheck:
     async def ask(
         self, partitions: Collection[Partition], timeout_s: float
     ) -> tuple[dict[Partition, int], set[Partition]]:
-        """Find open transactions of the producer id: their first offset by partition; and partitions without answer.
+        """Find the open transactions of the producer id.
 
-        Partitions that the service may not inspect, or whose broker is older than 2.8, count as clear.
+        Returns their first offset, by partition, and the partitions whose leader gave no answer. Partitions that the
+        service may not inspect, or whose broker is older than 2.8, count as clear.
         """
         found = await active_producers(self._session.client, partitions, timeout_s)
         open_from = hanging(found.active, {self._session.producer_id})

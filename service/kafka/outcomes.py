@@ -110,7 +110,7 @@ def is_bug(error: BaseException) -> bool:
     return not isinstance(error, EXPECTED_ERRORS)
 
 
-def of(error: BaseException, may_commit: bool) -> TransactionOutcome:
+def outcome_of(error: BaseException, may_commit: bool) -> TransactionOutcome:
     """Map an exception that ended a transaction to its outcome; `may_commit`: the ledger record may be in Kafka.
 
     ProducerFenced does not prove an abort: the fence may have come after this producer's own commit.

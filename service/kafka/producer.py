@@ -141,9 +141,10 @@ class TransactionalProducer:
     async def find_open_transactions(
         self, partitions: Collection[Partition]
     ) -> tuple[dict[Partition, int], set[Partition]]:
-        """Find open transactions of this producer id: their first offset by partition; and partitions without answer.
+        """Find the open transactions of this producer id.
 
-        Before the first transaction of this session, an open one hangs: the fence has ended it for the coordinator.
+        Returns their first offset, by partition, and the partitions whose leader gave no answer. Before the first
+        transaction of this session, an open one hangs: the fence has ended it for the coordinator.
         """
         return await self._open_check.ask(partitions, METADATA_TIMEOUT_S)
 
@@ -190,7 +191,7 @@ class TransactionalProducer:
         except (Exception, asyncio.CancelledError) as error:
             failure = failure_of(error)
             self._state = State.DEAD
-            raise TransactionFailed(outcomes.of(failure, may_commit=False), repr(failure)) from failure
+            raise TransactionFailed(outcomes.outcome_of(failure, may_commit=False), repr(failure)) from failure
 
     async def _await_early_begin(self) -> dict[Partition, int]:
         """Await the response to `begin_early`: the leaders of the added partitions; none where Kafka refused them.
@@ -233,7 +234,7 @@ class TransactionalProducer:
         return metadata
 
     async def commit(self, ledger_record: bytes) -> int:
-        """Send the ledger record of a transaction whose records are sent, and commit; the ledger record's offset.
+        """Send the ledger record of a transaction whose records are sent, and commit. Returns its offset.
 
         Raises TransactionFailed for anything but a clean commit; the caller then closes this producer.
         """
@@ -262,7 +263,7 @@ class TransactionalProducer:
         stuck = set() if refusals else write.stuck(timed_out=isinstance(error, TimeoutError))
         # Recovery commits a hanging transaction whose ledger record is in Kafka (service/kafka/hanging.py).
         may_commit = of_ledger is not None and not of_ledger.is_refused
-        return TransactionFailed(outcomes.of(error, may_commit), cause, refusals, stuck, write.hanging)
+        return TransactionFailed(outcomes.outcome_of(error, may_commit), cause, refusals, stuck, write.hanging)
 
     def _move(self, state: State) -> None:
         """Change the state. Raises TransactionFailed where the producer is dead, RuntimeError for an illegal move."""
@@ -273,7 +274,7 @@ class TransactionalProducer:
         self._state = state
 
     async def _add_missing(self, write: "_Write", ledger: Partition) -> dict[Partition, int]:
-        """Add the partitions that a write needs to the transaction; the leaders of all its partitions."""
+        """Add the partitions that a write needs to the transaction; returns the leaders of all its partitions."""
         leaders = await self._await_early_begin()
         wanted = dict.fromkeys([(record.topic, record.partition) for record in write.records] + [ledger])
         if missing := [partition for partition in wanted if partition not in leaders]:
@@ -325,7 +326,7 @@ class TransactionalProducer:
         )
 
     async def _add(self, write: "_Write", partitions: Iterable[Partition]) -> None:
-        """Add partitions to the transaction; the first ones begin the transaction.
+        """Add partitions to the transaction, or begin it by them.
 
         CONCURRENT_TRANSACTIONS means that the previous transaction's markers are still being written, and nothing was
         added: the request is repeated.
@@ -341,7 +342,7 @@ class TransactionalProducer:
         write.check_added(codes)
 
     async def _send(self, write: "_Write", leaders: Mapping[Partition, int]) -> list[RecordMetadata]:
-        """Send a write and await all of its batches; the records' metadata in their order."""
+        """Send a write and await all of its batches; returns the records' metadata, in their order."""
         session = self._session
         write.batches = session.batches(write.records, leaders)
         await yield_after(len(write.records))

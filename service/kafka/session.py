@@ -172,7 +172,7 @@ class ProducerSession:
                 await self.client.force_metadata_update()
 
     def try_send(self, node: int, request: Any) -> asyncio.Future[Any] | None:
-        """Send a request if that needs no waiting; a future of its response, for `note_throttle`. Else None."""
+        """Send a request if that needs no waiting. Returns a future of its response, for `note_throttle`; else None."""
         return self.client.send_now(node, request)
 
     async def request(self, node: int, request: Any) -> Any:

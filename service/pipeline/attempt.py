@@ -1,4 +1,4 @@
-"""One group on its way through a slot: what was claimed and written of it, and which claims are to be released."""
+"""The attempt to write a group through a slot: its claimed and written requests, and the claims to release."""
 
 from collections.abc import Sequence
 

@@ -44,9 +44,9 @@ class Step(Enum):
     """The next step of an event that has no result yet."""
 
     WRITE = "write"  # its claim stands
-    PARK = "park"  # its own claim stands in a term that must be recovered first: wait for that
-    WAIT = "wait"  # another request writes its key, and it may wait for that
-    REQUEUE = "requeue"  # it has no claim: any slot may claim it
+    PARK = "park"  # its own claim stands in a term that must be recovered first: wait for the recovery
+    WAIT = "wait"  # another request writes its key: wait for that write
+    REQUEUE = "requeue"  # without a claim: any slot may claim it
     SPLIT = "split"  # a chunk without claims: its parts are sent one after the other
 
 
@@ -66,7 +66,7 @@ class ClaimDecision:
         self.results: list[tuple[WriteRequest, WriteResult]] = []
         self.to_release: list[ClaimToRelease] = []
         self.next: dict[Step, list[WriteRequest]] = {step: [] for step in Step}
-        self.final_keys: list[bytes] = []  # requests that wait for the write of one of these can be answered
+        self.final_keys: list[bytes] = []  # ids whose write has ended: requests that wait for them can be answered
         self.dead_holder_met = False  # whether a claim of a slot without a lease stands
         self._now = now
         self._too_late = too_late
@@ -86,7 +86,7 @@ class ClaimDecision:
     def add_several(
         self, request: WriteRequest, claims: Sequence[Claim], start: int, under_min_isr: Mapping[int, Partition]
     ) -> int:
-        """Decide on a request of several events, whose claims begin at `start`; where the next request's claims do."""
+        """Decide on a request of several events, whose claims begin at `start`. Returns the index after its claims."""
         if request.atomic:
             self.add(request, claims[start], under_min_isr)
             return start + 1

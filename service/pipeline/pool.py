@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 HEARTBEATS_PER_LEASE: Final = 3
 # A heartbeat without an answer in this share of a lease is sent again at once, over another connection.
 HEARTBEAT_TIMEOUT_SHARE: Final = 1 / 6
-# A process without a slot cannot write, so it looks more often for one that became free, such as its own after a crash.
+# A process without a slot cannot write, so it looks more often for a free one. Its own become free after a crash.
 HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT: Final = 15
 # The shortest pause between two heartbeats: each runs a script over all slots.
 HEARTBEAT_PAUSE_LEAST_S: Final = 0.01
@@ -217,7 +217,7 @@ class Pool:
     # ------------------------------------------------------------------------------------------------- the leases
 
     async def keep(self) -> None:
-        """Send heartbeats, for ever: renew leases, take slots, recover the dead ones, give back what is too much."""
+        """Send heartbeats, for ever: renew leases, take slots, recover dead slots, give back those beyond the share."""
         trouble = Incident(log, "no heartbeat")
         while not self._stopping:
             self._heartbeat_now.clear()  # if it is set during the heartbeat, another one follows at once
@@ -311,7 +311,7 @@ class Pool:
         decision = balance(others, len(held), share, self._to_recover)
         await self._take_each(decision.to_take, generation)
         writable = [slot for slot in held if slot.state in CAN_WRITE]
-        for slot in writable[: max(0, min(decision.excess, len(writable) - 1))]:  # it keeps one that can write
+        for slot in writable[: max(0, min(decision.excess, len(writable) - 1))]:  # the process keeps one that can write
             log.info("slot given up", slot=slot.n)
             self._let_go(slot)
 
@@ -415,7 +415,7 @@ class Pool:
             return True
 
     async def _give_back(self, slot: Slot, idle: bool) -> None:
-        """Return the lease; not clean, so that another process recovers the slot, unless it is ready and idle."""
+        """Return the lease: clean if the slot is ready and idle, else another process has to recover it."""
         clean = idle and slot.state is SlotState.READY and not slot.has_pending_marks
         if slot.state is SlotState.WRITING:  # its task was cancelled
             slot.move(SlotEvent.FAIL)

@@ -12,7 +12,8 @@ from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
 from service.pipeline.group import Group
 from service.pipeline.request import WriteRequest, fit
 
-# Groups in flight at once: while one is written, the next is claimed. More would be smaller, and cost more an event.
+# Groups in flight at once: while a group is written, the next is claimed. With more, groups would be smaller, and each
+# event would cost more.
 GROUPS_AT_ONCE: Final = 2
 # A group that takes longer is stuck on something, and does not count as in flight.
 GROUP_QUICK_S: Final = 0.05
@@ -199,15 +200,15 @@ class Queue:
         self._notify_if_any_waits()
 
     def notify(self) -> None:
-        """Wake one waiter, if any waits and another group may be taken."""
+        """Wake a waiting slot, if another group may be taken."""
         while self._idle_slots and not self._at_capacity():
             waiter = self._idle_slots.popleft()
-            if not waiter.done():
+            if not waiter.done():  # done: its slot was cancelled
                 waiter.set_result(None)
                 return
 
     def notify_all(self) -> None:
-        """Wake all waiters, because one of them may not take groups any more."""
+        """Wake all waiting slots: those that may not take groups any more return without one."""
         waiters, self._idle_slots = self._idle_slots, deque()
         for waiter in waiters:
             if not waiter.done():
@@ -253,7 +254,7 @@ class Queue:
         self.notify()
 
     def _take_requests(self, now: float) -> tuple[list[WriteRequest], bool]:
-        """Take the requests of the next group; whether they are quarantined."""
+        """Take the requests of the next group. Returns them, and whether they are quarantined."""
         if now >= self._next_quarantined_at and (requests := self._take_quarantined()):
             return requests, True
         oldest = min(self._waiting.values(), key=_head_arrived)

@@ -58,7 +58,7 @@ class ResultCollector:
         self._count_down(len(indexes))
 
     def send_again(self, request: "WriteRequest") -> bool:
-        """Have the coroutine that awaits `done` send the request's events again; False if it awaits no more."""
+        """Have the coroutine that awaits `done` send the request's events again; False if no coroutine awaits it."""
         if self.done.done():
             return False
         request.move(RequestEvent.SPLIT)
@@ -139,11 +139,11 @@ class WriteRequest(msgspec.Struct, eq=False):
     on_claim: asyncio.Future[None] | None = None  # set when the request's claim stands
     ttl_s: int = 0  # retention of its keys by a rule, in seconds; 0 for the service's own
     accepted_at: int = 0
-    claimants: tuple[tuple[int, int], ...] = ()  # (slot, ended term) pairs in which a claim of it may stand
+    claimants: tuple[tuple[int, int], ...] = ()  # (slot, ended term) pairs in which a claim of the request may stand
     failures: int = 0  # groups with this request that one of its topics failed
-    aborts: int = 0  # transactions with this request that failed before their commit, perhaps because of it
+    aborts: int = 0  # aborted transactions that this request may have failed
     partitions: Sequence[int] = ()  # of its events, chosen again for each group
-    group_number: int = 0  # of the last group that took it
+    group_number: int = 0  # of the last group with this request
     spans: Sequence["Span"] = ()  # of its events, if they are traced
 
     @classmethod

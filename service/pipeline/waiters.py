@@ -12,7 +12,7 @@ PAUSE_MOST_S: Final = 0.5
 
 
 class Waiters:
-    """Requests by the key whose write they wait for. Redis sends no notification, so one of them claims it again."""
+    """Requests by the key whose write they wait for. Redis sends no notification: one request claims the key again."""
 
     def __init__(self, claim_again: Callable[[Sequence[WriteRequest]], None]) -> None:
         self._claim_again = claim_again
@@ -23,7 +23,7 @@ class Waiters:
         return len(self._waiting)
 
     def wait(self, request: WriteRequest) -> None:
-        """Let a request wait whose key another writes. It, or one that waits with it, claims again after a pause."""
+        """Let a request wait whose key another writes. One of the key's requests claims the key again after a pause."""
         id = request.asked[0][0]
         waiting = self._waiting.get(id)
         if waiting is None:
@@ -45,10 +45,10 @@ class Waiters:
         waiting.pause_s = min(2 * waiting.pause_s, PAUSE_MOST_S)
 
     def _claim_one(self, id: bytes, waiting: "_Waiting") -> None:
-        """Have one of the requests claim the key, unless one is doing so."""
+        """Have a request claim the key, unless the claim of another one is in flight."""
         waiting.requests = {request: None for request in waiting.requests if not request.finished}
         prober = waiting.prober
-        if prober is None or prober.finished or prober.accepted_at:  # accepted_at: it writes the key
+        if prober is None or prober.finished or prober.accepted_at:  # accepted_at: the prober itself writes the key
             prober = waiting.prober = next(iter(waiting.requests), None)
             if prober is None:
                 del self._waiting[id]

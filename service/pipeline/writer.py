@@ -100,7 +100,7 @@ class Writer:
         self._parked: list[WriteRequest] = []  # they wait until a slot has been recovered
         self._waiters = Waiters(queue.put_back)
         self._marking: set[asyncio.Task[None]] = set()
-        self._heartbeat_now = heartbeat_now  # set when a claim of a slot without a lease is found, to have it recovered
+        self._heartbeat_now = heartbeat_now  # set when a claim of a slot without a lease is met: a heartbeat recovers the slot
 
     async def serve(self, slot: Slot) -> None:
         """Write groups through a READY slot until the slot drains. Raises the error that ends its term."""
@@ -195,7 +195,7 @@ class Writer:
         for request in decision.next[Step.WAIT]:
             self._wait_for_another(request)
         self._requeue(decision.next[Step.REQUEUE])
-        for each in decision.to_release:
+        for each in decision.to_release:  # not sent now; `_release` puts them back when their claims are gone
             if not each.request.finished:
                 each.request.move(RequestEvent.QUEUE)
         if decision.dead_holder_met:
@@ -249,7 +249,7 @@ class Writer:
 
     def _end_wait(self, request: WriteRequest) -> None:
         """Answer 409 at the wait deadline, also when no slot is there to claim the request again."""
-        is_claimed = request.accepted_at != 0  # since the last wait its own claim stood: it waits for no other request
+        is_claimed = request.accepted_at != 0  # by this request since its last wait: then it waits for no other write
         if request.state is RequestState.QUEUED and not is_claimed:
             self._admission.answer(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
 
@@ -286,9 +286,12 @@ class Writer:
             return
         started = time.perf_counter()
         events = sum(len(request.events) for request, _ in attempt.claimed)
-        write = self._write_exactly_once if exactly_once else self._write_idempotent
+        records = self._records(attempt, *identity)
         with self._traced(attempt):
-            await write(attempt, self._records(attempt, *identity))
+            if exactly_once:
+                await self._write_exactly_once(attempt, records)
+            else:
+                await self._write_idempotent(attempt, records)
         self._telemetry.stage_kafka.observe(time.perf_counter() - started)
         self._telemetry.groups.observe(events)
 
@@ -325,7 +328,7 @@ class Writer:
 
     @staticmethod
     def _bug(slot: Slot, error: Exception) -> TransactionFailed:
-        """Turn a bug into a failed transaction whose outcome is unknown, which is safe in any case."""
+        """Turn a bug between the steps of a transaction into a failure of unknown outcome, which is always safe."""
         failure = TransactionFailed(TransactionOutcome.UNKNOWN, repr(error))
         slot.fail(failure)
         return failure

@@ -92,7 +92,7 @@ class FirstRecord(NamedTuple):
 
 
 class HangingRecovery:
-    """Ends one slot's hanging transactions, by its new producer: it has fenced the others and written nothing yet."""
+    """Ends one slot's hanging transactions by its new producer, which has fenced the others and written nothing yet."""
 
     def __init__(
         self,

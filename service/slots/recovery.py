@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 # Ledger records, each of some hundred entries in a busy process, in one call to Redis.
 REPLAY_RECORDS: Final = 20
 # Writes of at most REPLAY_CHUNK keys that may wait for Redis, some 60 MB, with the longest topic names 260 MB. Redis
-# writes more slowly than Kafka is read while it rehashes millions of keys.
+# writes more slowly than Kafka is read while Redis rehashes millions of keys.
 REPLAYS_AHEAD: Final = 400
 PAUSE_LEAST_S: Final = 1.0
 PAUSE_MOST_S: Final = 300.0

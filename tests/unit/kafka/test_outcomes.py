@@ -10,7 +10,7 @@ from service.kafka.outcomes import REFUSALS, RecordError, TransactionFailed, Tra
 @pytest.mark.parametrize("may_commit", [False, True])
 @pytest.mark.parametrize("error", [errors.ProducerFenced(), errors.InvalidProducerEpoch()])
 def test_a_fence_is_no_clean_answer_to_a_commit_either(error: Exception, may_commit: bool) -> None:
-    assert outcomes.of(error, may_commit) is TransactionOutcome.FENCED
+    assert outcomes.outcome_of(error, may_commit) is TransactionOutcome.FENCED
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ def test_a_fence_is_no_clean_answer_to_a_commit_either(error: Exception, may_com
     ],
 )
 def test_the_rest_is_in_doubt_only_once_a_commit_was_asked_for(error: Exception) -> None:
-    assert outcomes.of(error, may_commit=False) is TransactionOutcome.ABORTED
-    assert outcomes.of(error, may_commit=True) is TransactionOutcome.UNKNOWN
+    assert outcomes.outcome_of(error, may_commit=False) is TransactionOutcome.ABORTED
+    assert outcomes.outcome_of(error, may_commit=True) is TransactionOutcome.UNKNOWN
 
 
 def test_no_broker_error_is_taken_for_a_commit() -> None:
@@ -37,7 +37,7 @@ def test_no_broker_error_is_taken_for_a_commit() -> None:
     assert len(every) > 40
     for kind in every:
         for may_commit in (False, True):
-            assert outcomes.of(kind(), may_commit) is not TransactionOutcome.COMMITTED
+            assert outcomes.outcome_of(kind(), may_commit) is not TransactionOutcome.COMMITTED
 
 
 def test_every_refusal_has_a_4xx_status_and_a_reason() -> None:
