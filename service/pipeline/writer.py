@@ -100,7 +100,7 @@ class Writer:
         self._parked: list[WriteRequest] = []  # they wait until a slot has been recovered
         self._waiters = Waiters(queue.put_back)
         self._marking: set[asyncio.Task[None]] = set()
-        self._heartbeat_now = heartbeat_now  # set when a claim of a slot without a lease is met: a heartbeat recovers the slot
+        self._heartbeat_now = heartbeat_now  # set where a claim's slot has no lease: the heartbeat recovers the slot
 
     async def serve(self, slot: Slot) -> None:
         """Write groups through a READY slot until the slot drains. Raises the error that ends its term."""
@@ -286,12 +286,11 @@ class Writer:
             return
         started = time.perf_counter()
         events = sum(len(request.events) for request, _ in attempt.claimed)
-        records = self._records(attempt, *identity)
         with self._traced(attempt):
             if exactly_once:
-                await self._write_exactly_once(attempt, records)
+                await self._write_exactly_once(attempt, identity)
             else:
-                await self._write_idempotent(attempt, records)
+                await self._write_idempotent(attempt, identity)
         self._telemetry.stage_kafka.observe(time.perf_counter() - started)
         self._telemetry.groups.observe(events)
 
@@ -307,10 +306,11 @@ class Writer:
             return UNTRACED
         return self._tracing.sending(attempt.slot.n, [request for request, _ in attempt.claimed])
 
-    async def _write_exactly_once(self, attempt: Attempt, records: Sequence[Record]) -> None:
+    async def _write_exactly_once(self, attempt: Attempt, identity: ProducerIdentity) -> None:
         """Write a group in one transaction. Raises TransactionFailed after `_fail` has dealt with the requests."""
         slot, claimed = attempt.slot, attempt.claimed
         try:
+            records = self._records(attempt, identity)
             await yield_after(len(records))
             metadata = await slot.send(records)
             committed = committed_of(claimed, records, metadata)
@@ -333,13 +333,14 @@ class Writer:
         slot.fail(failure)
         return failure
 
-    async def _write_idempotent(self, attempt: Attempt, records: Sequence[Record]) -> None:
+    async def _write_idempotent(self, attempt: Attempt, identity: ProducerIdentity) -> None:
         """Write events whose guarantee is `idempotent`, without a transaction and without a ledger record.
 
         An event without a clean result is answered 504 at once and its claim is released: a retry writes it again. An
         event that was surely not appended is sent again.
         """
         slot, claimed = attempt.slot, attempt.claimed
+        records = self._records(attempt, identity)
         try:
             results = await slot.idempotent.write(records)
         except KafkaAway:  # nothing was sent
@@ -356,8 +357,8 @@ class Writer:
         attempt.delivered, attempt.position = decision.delivered, slot.without_ledger_record()
         attempt.not_delivered = decision.to_release
 
-    def _records(self, attempt: Attempt, producer_id: int, epoch: int) -> list[Record]:
-        writer = stamp_writer(attempt.slot.n, producer_id, epoch, self._settings.name)
+    def _records(self, attempt: Attempt, identity: ProducerIdentity) -> list[Record]:
+        writer = stamp_writer(attempt.slot.n, *identity, self._settings.name)
         return records_of(attempt.claimed, self._topic_metadata.last_known, writer, self._admission.now_ms())
 
     async def _start_mark(self, attempt: Attempt, before: asyncio.Task[None] | None) -> asyncio.Task[None] | None:

@@ -408,6 +408,20 @@ async def test_a_cancellation_from_within_a_write_leaves_its_requests_to_the_rec
     await ended(serving)
 
 
+async def test_a_bug_while_the_records_are_made_leaves_the_requests_to_the_recovery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    slot = await world.slot()
+    with monkeypatch.context() as patched:
+        patched.setattr("service.pipeline.writer.records_of", lambda *_: dict[str, int]()["of ours"])
+        answer = world.submit("a")
+        assert isinstance(await end_of_term(world.serve(slot)), TransactionFailed)
+    serving = await world.serve_again(slot)
+    assert isinstance(await asyncio.wait_for(answer, 3), Committed)
+    await ended(serving)
+
+
 @pytest.mark.parametrize("error", [StoreLost("another"), StoreAway("OOM"), StoreUnanswered("no answer")], ids=repr)
 async def test_requests_whose_claims_cannot_be_released_wait_for_the_recovery(error: Exception) -> None:
     world = World()
