@@ -25,7 +25,7 @@ IDLE_S = 75
 
 def main() -> int:
     try:
-        settings, rules, schemas = read_configuration()
+        settings, rules, schemas, sources = read_configuration()
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
@@ -36,7 +36,7 @@ def main() -> int:
         wrong.append(error)
         server.should_exit = True
 
-    app, endpoint = build_app(settings, rules, schemas, give_up)
+    app, endpoint = build_app(settings, rules, schemas, sources, give_up)
     server = LingeringServer(
         uvicorn.Config(
             app,

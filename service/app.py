@@ -5,7 +5,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +23,7 @@ from service.core.problems import KafkaAway, KafkaForbids, KafkaRefuses, StoreAw
 from service.core.settings import Settings
 from service.core.supervision import log_loop_errors, supervise
 from service.core.task_dump import dump_on_signal
+from service.events.deliveries import Source, read_sources
 from service.events.schemas import Schemas
 from service.events.strict_json import check_json, in_thread
 from service.http.callers import Callers
@@ -30,6 +31,7 @@ from service.http.events import EventsEndpoint
 from service.http.produce import ProduceEndpoint
 from service.http.produce_listing import ProduceListing
 from service.http.routes import routes
+from service.http.sources import SourcesEndpoint
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
 from service.kafka.listing import TopicLister
@@ -342,19 +344,23 @@ def create_app() -> FastAPI:
     Raises:
         SettingsError: a line for each mistake in the settings or the rules.
     """
-    settings, rules, schemas = read_configuration()
+    settings, rules, schemas, sources = read_configuration()
     configure_logging(settings.log_format, settings.log_keys)
     app, _ = build_app(
         settings,
         rules,
         schemas,
+        sources,
         lambda error: log.error("the service cannot become ready: correct this, and restart", error=error),
     )
     return app
 
 
-def read_configuration() -> tuple[Settings, Rules, Schemas]:
-    """Read the settings, the rules and the schemas. Raises SettingsError with a line for each mistake."""
+def read_configuration() -> tuple[Settings, Rules, Schemas, tuple[Source, ...]]:
+    """Read the settings, the rules, the schemas, and the secrets of the sources.
+
+    Raises SettingsError with a line for each mistake.
+    """
     if not __debug__:
         raise SettingsError("python -O is not supported: aiokafka checks its states with assert; start without it")
     wrong: list[str] = []
@@ -366,17 +372,22 @@ def read_configuration() -> tuple[Settings, Rules, Schemas]:
     try:
         rules = Rules.read(os.environ.get(f"{PREFIX}RULES", ""))
         schemas = Schemas(rules)
+        sources = read_sources(rules)
     except SettingsError as error:
         wrong.append(str(error))
     if not wrong:
         wrong += rules.conflicts(settings)
     if wrong:
         raise SettingsError("\n".join(wrong))
-    return settings, rules, schemas
+    return settings, rules, schemas, sources
 
 
 def build_app(
-    settings: Settings, rules: Rules, schemas: Schemas, give_up: Callable[[SettingsError], None]
+    settings: Settings,
+    rules: Rules,
+    schemas: Schemas,
+    sources: Sequence[Source],
+    give_up: Callable[[SettingsError], None],
 ) -> tuple[FastAPI, EventsEndpoint]:
     """Make the ASGI app, and the endpoint of its POSTs, which a transport below ASGI may call too."""
     holder: dict[str, Service] = {}
@@ -397,4 +408,6 @@ def build_app(
     routes(app, lambda: holder["service"], callers, endpoint)
     produce = ProduceEndpoint(endpoint, lambda: holder["service"].admission, rules, telemetry)
     app.router.routes += produce.routes() + ProduceListing(endpoint, lambda: holder["service"]).routes()
+    webhooks = SourcesEndpoint(sources, lambda: holder["service"].admission, settings, endpoint.bodies, telemetry)
+    app.router.routes.append(webhooks.route())
     return app, endpoint

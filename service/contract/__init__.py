@@ -15,14 +15,18 @@ from service.contract.settings import (
     tls_context,
     tls_faults,
 )
+from service.contract.source_rules import KeyPlace, SignatureRule, SourceRule
 
 __all__ = [
     "PREFIX",
     "CallerRule",
     "Guarantee",
+    "KeyPlace",
     "Rules",
     "SettingsError",
     "SharedSettings",
+    "SignatureRule",
+    "SourceRule",
     "TopicRule",
     "integer",
     "matching",

@@ -1,15 +1,17 @@
-"""The rules of `FENCEPOST_RULES`: which guarantee topics have, and who may write what, how fast."""
+"""The rules of `FENCEPOST_RULES`: which guarantee topics have, who may write what, and which webhooks are taken."""
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
+from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, rate_faults
 from service.contract.settings import KEY_TTL_MOST_S, PREFIX, SettingsError, SharedSettings
+from service.contract.source_rules import SourceRule, source_faults, source_rule
 
 
 class Guarantee(Enum):
@@ -67,6 +69,12 @@ class Rules:
 
     topics: tuple[TopicRule, ...] = ()
     callers: tuple[CallerRule, ...] = ()
+    sources: tuple[SourceRule, ...] = ()
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """The scopes of keys: the empty one, that of each caller, and that of each source."""
+        return ("", *(caller.name for caller in self.callers), *(source.scope for source in self.sources))
 
     def guarantee(self, topic: str) -> Guarantee:
         """Find the guarantee of a topic's events; exactly_once if no rule matches."""
@@ -112,7 +120,7 @@ class Rules:
         except (ValueError, RecursionError) as error:  # not TOML, or a number too long or lists too deep for Python
             raise SettingsError(f"{path}: {error}: write TOML that can be read") from None
         wrong = [
-            f"{path}:{_line_of(text, name)}: {_shown(name)}: no such section; write [[topics]] or [[callers]]"
+            f"{path}:{_line_of(text, name)}: {_shown(name)}: no such section; write {_SECTIONS}"
             for name in document.keys() - _FAULTS.keys()
         ]
         found: dict[str, list[dict[str, Any]]] = {}
@@ -130,20 +138,16 @@ class Rules:
             raise SettingsError("\n".join(wrong))
         folder = Path(path).parent
         return cls(
-            tuple(_topic_rule(table, folder) for table in found["topics"]), tuple(map(_caller_rule, found["callers"]))
+            tuple(_topic_rule(table, folder) for table in found["topics"]),
+            tuple(map(_caller_rule, found["callers"])),
+            tuple(source_rule(table, folder) for table in found["sources"]),
         )
 
 
 _SWITCHES: Final = ("takes_old_keys", "derived", "client_duplicates")
 _KEYLESS: Final = ("allow", "refuse")
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
-# Bounds of a caller's rate, in events a second, within which its waiting times are meaningful.
-_RATES: Final = (0.000001, 1_000_000_000)
-
-Table = dict[str, Any]
-Faults = Iterator[tuple[str, str]]
 
 
 def _topic_rule(table: Table, folder: Path) -> TopicRule:
@@ -200,17 +204,15 @@ def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
     for unknown in table.keys() - {"name", "token_sha256", "topics", "rate"}:
         yield unknown, "no such setting; write name, token_sha256, topics and rate"
     name = table.get("name")
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        yield "name", "write 1 to 64 of letters, digits, '.', '_' and '-'"
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        yield "name", NAME_REMEDY
     elif any(name == other.get("name") for other in before):
         yield "name", "another caller has it: write a different one, or list all tokens of a caller in one table"
     yield from _token_faults(_digests(table), before)
     topics = table.get("topics", ["*"])
     if not isinstance(topics, list) or not topics or not all(isinstance(glob, str) and glob for glob in topics):
         yield "topics", 'write names or globs, as in topics = ["orders.*"]'
-    rate = table.get("rate", 1)
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not _RATES[0] <= rate <= _RATES[1]:
-        yield "rate", f"write events a second, from {_RATES[0]:f} to {_RATES[1]}, or leave it out"
+    yield from rate_faults(table)
 
 
 def _token_faults(digests: Sequence[Any], before: Sequence[Table]) -> Faults:
@@ -224,7 +226,9 @@ def _token_faults(digests: Sequence[Any], before: Sequence[Table]) -> Faults:
 _FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {
     "topics": _topic_faults,
     "callers": _caller_faults,
+    "sources": source_faults,
 }
+_SECTIONS: Final = " or ".join(f"[[{section}]]" for section in _FAULTS)
 
 
 def _shown(name: str) -> str:
@@ -244,7 +248,7 @@ def _line_of(text: str, name: str, table: int | None = None) -> int:
     Without a table, the line of the name anywhere in the file.
     """
     start = table or 0
-    found = re.compile(rf"^\s*\[*\s*{re.escape(name)}\b", re.MULTILINE).search(text, start)
+    found = re.compile(rf"^\s*\[*\s*(?:\w+\.)?{re.escape(name)}\b", re.MULTILINE).search(text, start)
     following = re.compile(r"^[ \t]*\[\[", re.MULTILINE).search(text, start + 2) if table is not None else None
     inside = found is not None and (following is None or found.start() < following.start())
     return text.count("\n", 0, found.end() if found is not None and inside else start) + 1

@@ -143,7 +143,9 @@ class SharedSettings:
     request_timeout_ms: int = setting(
         10_000, "deadline of a request, and of each call to Kafka, in milliseconds", integer(100, 900_000)
     )
-    rules: str = setting("", "path of a TOML file with rules for topics, callers and schemas; empty for none", str)
+    rules: str = setting(
+        "", "path of a TOML file with rules for topics, callers, sources and schemas; empty for none", str
+    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:

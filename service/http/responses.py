@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from service.core.problems import UNAUTHORIZED, UNSUPPORTED_ENCODING, Kind, Problem
+from service.core.problems import BAD_SIGNATURE, UNAUTHORIZED, UNSUPPORTED_ENCODING, Kind, Problem
 from service.pipeline.request import Committed, Delivery, WriteResult
 
 Headers = list[tuple[bytes, bytes]]
@@ -30,9 +30,12 @@ def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
     `retention_s` is that of keys without a retention by rule.
     A key is printable ASCII, so it cannot end its line early.
     """
-    return b"%blocation: %b\r\nidempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
-        JSON_LINE,
-        location_of(key),
+    return b"%blocation: %b\r\n%b" % (JSON_LINE, location_of(key), key_lines(key, answer, retention_s))
+
+
+def key_lines(key: str, answer: Committed, retention_s: int) -> bytes:
+    """Render the header lines of a 201 about its key: an echo, its expiry, and whether the answer is a replay."""
+    return b"idempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
         echo_of(key),
         imf_fixdate(answer.at // 1000 + (answer.deliveries[0][1].ttl_s or retention_s)),
         b"idempotent-replayed: true\r\n" if answer.replayed else b"",
@@ -161,13 +164,17 @@ def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
     return problem.kind.status, list(headers), body
 
 
+# A 401 names a scheme (RFC 9110, section 15.5.2). That of signatures is not registered: each sender has its own.
+_CHALLENGES: Final = {UNAUTHORIZED: b"Bearer", BAD_SIGNATURE: b"Signature"}
+
+
 @lru_cache(maxsize=256)  # a fault gives thousands of requests the same problem
 def _rendered(kind: Kind, detail: str, retry_after_s: int | None) -> tuple[tuple[tuple[bytes, bytes], ...], bytes]:
     headers: Headers = [(b"content-type", PROBLEM_TYPE)]
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % retry_after_s))
-    if kind is UNAUTHORIZED:
-        headers.append((b"www-authenticate", b"Bearer"))
+    if kind in _CHALLENGES:
+        headers.append((b"www-authenticate", _CHALLENGES[kind]))
     if kind is UNSUPPORTED_ENCODING:  # RFC 9110, section 12.5.3
         headers.append((b"accept-encoding", b"identity"))
     return tuple(headers), json.dumps(Problem(kind, detail).body()).encode()

@@ -199,7 +199,7 @@ def options_of(settings: Settings) -> str:
                 [rule.pattern, rule.guarantee.value, rule.derived, rule.client_duplicates]
                 for rule in settings.rules.topics
             ],
-            "callers": [caller.name for caller in settings.rules.callers],
+            "callers": settings.rules.scopes[1:],  # those of sources too
         },
         sort_keys=True,
     )
@@ -225,7 +225,7 @@ def settings_of(options: str, now: Settings) -> Settings:
     topics = tuple(
         TopicRule(pattern, Guarantee(guarantee), "", *switches) for pattern, guarantee, *switches in parsed["rules"]
     )
-    callers = tuple(CallerRule(name, ()) for name in parsed["callers"]) if "callers" in parsed else now.rules.callers
+    callers = tuple(CallerRule(name, ()) for name in parsed.get("callers", now.rules.scopes[1:]))
     return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers))
 
 

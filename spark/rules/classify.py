@@ -88,7 +88,7 @@ def gather_evidence(plan: Plan, settings: Settings) -> LogEvidence:
         idempotent=_idempotent(plan),
         expects_derived_copies=_has_property(plan, lambda name: settings.rules.rule(name).derived),
         without_client_duplicates=_has_property(plan, lambda name: not settings.rules.rule(name).client_duplicates),
-        callers=("", *(caller.name for caller in settings.rules.callers)),
+        callers=settings.rules.scopes,
     )
 
 

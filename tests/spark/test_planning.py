@@ -224,6 +224,7 @@ def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: FakeAdmin) ->
         [
             '[[topics]]\npattern = "a*"\nguarantee = "idempotent"\nderived = true\nclient_duplicates = false',
             f'[[callers]]\nname = "c"\ntoken_sha256 = "{"0" * 64}"',
+            '[[sources]]\nname = "s"\ntopic = "t"\nidempotency_key = { pointer = "/id" }\nsignature = "none"',
         ]
     )
     theirs = replace(
@@ -235,6 +236,7 @@ def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: FakeAdmin) ->
     assert run_plan.options_of(found) == run_plan.options_of(theirs) != run_plan.options_of(ours)
     assert (found.max_settle_ms, found.rules.rule("abc").client_duplicates) == (theirs.max_settle_ms, False)
     assert found.options.skip_ids
+    assert found.rules.scopes == theirs.rules.scopes == ("", "c", "source:s")
     # Another caller in the rules is another scope of keys.
     assert run_plan.options_of(settings(rules)) != run_plan.options_of(settings(rules.replace('"c"', '"d"')))
 

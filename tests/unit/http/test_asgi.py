@@ -143,7 +143,7 @@ async def test_middleware_sees_the_posts() -> None:
 def test_the_whole_app_answers_a_test_client() -> None:
     """Kafka and Redis are unreachable, so that only early refusals are answered at once."""
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
-    app, _ = build_app(settings, Rules(), Schemas(Rules()), lambda _: None)
+    app, _ = build_app(settings, Rules(), Schemas(Rules()), (), lambda _: None)
     with TestClient(app, client=("127.0.0.1", 50_000)) as client:
         assert client.get("/livez").status_code == 200
         assert client.post("/events", content=EVENT, headers=HEAD).json()["code"] == "not-written"

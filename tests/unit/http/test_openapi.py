@@ -26,6 +26,7 @@ from service.http.responses import (
     PROBLEM_TYPE,
     committed_lines,
     join_results,
+    key_lines,
     render_lines,
     render_metadata,
     render_problem,
@@ -42,6 +43,7 @@ SCHEMAS = DOCUMENT["components"]["schemas"]
 POSTS = [PATHS[path]["post"] for path in ("/events", "/events/batch")]
 # The produce API, whose errors have another form.
 PRODUCE = {path: operations for path, operations in PATHS.items() if path.startswith(("/topics", "/v3"))}
+DELIVERY = PATHS["/sources/{name}"]["post"]
 # Routes of FastAPI itself.
 OWN_PATHS = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
 
@@ -52,7 +54,7 @@ COMMITTED = Committed(1, ((b"i" * 32, THERE),), replayed=True)
 
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
-    return build_app(Settings(instance="test"), Rules(), Schemas(Rules()), lambda _: None)[0]
+    return build_app(Settings(instance="test"), Rules(), Schemas(Rules()), (), lambda _: None)[0]
 
 
 def resolved(part: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def test_each_problem_is_an_answer_to_a_post() -> None:
     for kind in KINDS.values():
         codes.setdefault(str(kind.status), []).append(kind.code)
     again = {str(kind.status) for kind in KINDS.values() if kind.retry_after_s is not None}
-    for operation in POSTS:
+    for operation in (*POSTS, DELIVERY):
         problems = {status: answer for status, answer in answers_to(operation).items() if status >= "400"}
         assert {status: answer["description"].split(", ") for status, answer in problems.items()} == codes
         assert {status for status, answer in problems.items() if "headers" in answer} == again
@@ -181,6 +183,8 @@ def test_the_headers_of_answers_are_documented() -> None:
     sent = {line.partition(":")[0] for line in lines} - {"content-type"}
     for operation in POSTS:
         assert {name.lower() for name in operation["responses"]["201"]["headers"]} >= sent
+    of_key = {line.partition(":")[0] for line in key_lines("k", COMMITTED, 1).decode().splitlines()}
+    assert {name.lower() for name in DELIVERY["responses"]["201"]["headers"]} == of_key
     accepted = POSTS[0]["responses"]["202"]["headers"]
     assert accepted.keys() == {"Location", "Idempotency-Key", "Preference-Applied"}
 

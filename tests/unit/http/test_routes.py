@@ -26,7 +26,7 @@ PROBES = ["/livez", "/readyz", "/startupz", "/metrics"]
 async def http(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a whole service without Kafka and Redis; its POSTs go below ASGI, and through it."""
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
-    app, posts = build_app(settings, Rules(), Schemas(Rules()), lambda _: None)
+    app, posts = build_app(settings, Rules(), Schemas(Rules()), (), lambda _: None)
     direct = protocol_of(Posts(posts.routes, posts.body_bytes_max, posts.bodies))
     port, protocol = free_port(), direct if request.param == "direct" else GuardedProtocol
     server = uvicorn.Server(

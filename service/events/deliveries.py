@@ -1,0 +1,188 @@
+"""Makes events from the deliveries of webhook sources: who signed it, its key, its topic, its record key.
+
+The value of the record is the body, byte for byte, of any content type. Only rules with a JSON pointer need JSON.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from service.contract import PREFIX, KeyPlace, Rules, SettingsError, SourceRule
+from service.contract.source_rules import INDEX_MOST, pointer_steps
+from service.contract.wire import TRACE_HEADER, Header, event_id
+from service.core.problems import INVALID_KEY, MISSING_KEY, UNUSABLE_BODY, Problem
+from service.events.event import Event, check_key, event_of, parse_key, parse_traceparent
+from service.events.signatures import Headers, Verifier, values
+from service.events.strict_json import check_json
+
+CONTENT_TYPE: Final = "content-type"
+KEY_HEADER: Final = "idempotency-key"
+_INDEX: Final = re.compile(r"0|[1-9][0-9]{0,1}")
+_SPACE: Final = b" \t\r\n"
+
+_decode_string: Final = msgspec.json.Decoder(str).decode
+_Decoder = msgspec.json.Decoder[Any]
+
+
+class Pointer:
+    """A JSON pointer (RFC 6901) that finds a string, a number or a boolean in JSON that is checked already.
+
+    Each step decodes one member or element, and only scans the others, because decoding a body as a whole would make
+    up to half a million objects while the interpreter is locked.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Compile a pointer that `pointer_steps` accepts."""
+        self.text = text
+        self._steps = [(_member_decoder(step), _element_decoder(step)) for step in pointer_steps(text)]
+
+    def find(self, body: bytes) -> str | None:
+        """Return a string's content, or a number or boolean as it is written; None for null, or where nothing is.
+
+        Raises Problem (422) for an object or an array.
+        """
+        found: Any = body
+        for member, element in self._steps:
+            found = bytes(found).lstrip(_SPACE)
+            decoder = element if found.startswith(b"[") else member if found.startswith(b"{") else None
+            if decoder is None:
+                return None
+            found = decoder.decode(found).found
+            if found is msgspec.UNSET:
+                return None
+        text = bytes(found).strip(_SPACE)
+        if text[:1] in (b"{", b"["):
+            raise Problem(UNUSABLE_BODY, f"body: {self.text} is no string, number or boolean")
+        if text.startswith(b'"'):
+            return _decode_string(text)
+        return None if text == b"null" else text.decode()
+
+
+def _member_decoder(name: str) -> _Decoder:
+    field = ("found", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET)
+    return msgspec.json.Decoder(msgspec.defstruct("Member", [field], rename={"found": name}))
+
+
+def _element_decoder(index: str) -> _Decoder | None:
+    """Make a decoder of an array's element; None for a step that is no index."""
+    if _INDEX.fullmatch(index) is None or int(index) > INDEX_MOST:
+        return None
+    names = [*(f"before_{n}" for n in range(int(index))), "found"]
+    fields = [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct("Element", fields, array_like=True))
+
+
+class Source:
+    """One source of the rules, ready to read its deliveries."""
+
+    def __init__(self, rule: SourceRule, verifier: Verifier | None) -> None:
+        self.rule = rule
+        self._verifier = verifier  # None if the rule says that nothing is signed
+        self._key = Pointer(rule.key_name) if rule.key_place is KeyPlace.POINTER else None
+        self._topic = Pointer(rule.topic_pointer) if rule.topic_pointer else None
+        self._record_key = Pointer(rule.record_key) if rule.record_key else None
+        self._needs_json = any((self._key, self._topic, self._record_key))
+
+    def read(self, headers: Headers, body: bytes, now_s: float) -> Event:
+        """Make the event of a delivery, whose signature is checked before all else. `now_s`: seconds since 1970.
+
+        Raises Problem (400, 401, 413, 422).
+        """
+        if self._verifier is not None:
+            self._verifier.check(headers, body, now_s)
+        if self._needs_json:
+            check_json(body)
+        key = self._key_of(headers, body)
+        record_key = self._record_key.find(body) if self._record_key else None
+        return event_of(
+            key,
+            event_id(key, self.rule.scope),
+            self._topic_of(body),
+            None if record_key is None else record_key.encode(),
+            body,
+            self._kept(headers),
+            traceparent=parse_traceparent(_joined(headers, TRACE_HEADER)),
+        )
+
+    def _key_of(self, headers: Headers, body: bytes) -> str:
+        """Find the idempotency key. Raises Problem (400) that names the header or the pointer."""
+        if self.rule.key_place is KeyPlace.SHA256:
+            return hashlib.sha256(body).hexdigest()
+        if self._key is not None:
+            key = self._key.find(body)
+            if not key:
+                raise Problem(MISSING_KEY, f"body: {self._key.text} has the idempotency key, and nothing is there")
+            return check_key(key, f"body: {self._key.text}")
+        name = self.rule.key_name
+        found = values(headers, name)
+        if len(found) > 1:
+            raise Problem(INVALID_KEY, f"{name}: send it once")
+        text = found[0].decode("latin-1").strip(" \t") if found else ""
+        if not text:
+            raise Problem(MISSING_KEY, f"{name}: this header has the idempotency key, and the delivery lacks it")
+        return parse_key(text) if name == KEY_HEADER else check_key(text, name)
+
+    def _topic_of(self, body: bytes) -> str:
+        """Choose the topic. Raises Problem (422)."""
+        if self._topic is None:
+            return self.rule.topic
+        value = self._topic.find(body)
+        topic = self.rule.topic if value is None else self.rule.topics.get(value, self.rule.topic)
+        if not topic:
+            what = "nothing is there" if value is None else f"the rules name no topic for {value!r}"
+            raise Problem(UNUSABLE_BODY, f"body: {self._topic.text} chooses the topic, and {what}")
+        return topic
+
+    def _kept(self, headers: Headers) -> list[Header]:
+        """Return the headers of the record: the content type, and those that the rule keeps."""
+        names = (CONTENT_TYPE, *self.rule.keep_headers)
+        contents = ((name, values(headers, name)) for name in names)
+        return [(name, b", ".join(found)) for name, found in contents if found]
+
+
+def _joined(headers: Headers, name: str) -> str | None:
+    """Join the lines of a header to a list (RFC 9110, section 5.2)."""
+    found = values(headers, name)
+    return b", ".join(found).decode("latin-1") if found else None
+
+
+def read_sources(rules: Rules) -> tuple[Source, ...]:
+    """Make the sources of the rules, and read their secrets. Raises SettingsError with a line for each mistake."""
+    sources, wrong = [], []
+    for rule in rules.sources:
+        try:
+            sources.append(Source(rule, _verifier_of(rule)))
+        except SettingsError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise SettingsError("\n".join(wrong))
+    return tuple(sources)
+
+
+def _verifier_of(rule: SourceRule) -> Verifier | None:
+    if rule.signature is None:
+        return None
+    secrets = [_secret(rule.name, file) for file in rule.signature.secret_files]
+    try:
+        return Verifier(rule.signature, secrets)
+    except ValueError as error:
+        files: Sequence[str] = rule.signature.secret_files
+        raise SettingsError(f"{PREFIX}RULES: source {rule.name}: {' or '.join(files)}: {error}") from None
+
+
+def _secret(source: str, file: str) -> str:
+    """Read a secret, without a final line break. Raises SettingsError."""
+    try:
+        secret = Path(file).read_text(encoding="utf-8").removesuffix("\n").removesuffix("\r")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8"
+        raise SettingsError(
+            f"{PREFIX}RULES: source {source}: {file} cannot be read ({why}): name a file that has the secret"
+        ) from None
+    if not secret.strip():
+        raise SettingsError(f"{PREFIX}RULES: source {source}: {file} is empty: put the secret into it")
+    return secret
