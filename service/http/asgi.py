@@ -151,14 +151,14 @@ class _Pieces:
         self._request = request
         self.status, self.head = status, head
         self._unsent: deque[bytes] = deque()
-        self._there = asyncio.Event()  # a piece was written, or the response has ended
+        self._has_news = asyncio.Event()  # a piece was written, or the response has ended
         self._whole = self._cut = False
 
     def write(self, piece: bytes) -> None:
         """Write the next piece of the body."""
         if piece:
             self._unsent.append(piece)
-            self._there.set()
+            self._has_news.set()
 
     def end(self) -> None:
         """End the body."""
@@ -167,19 +167,19 @@ class _Pieces:
             return
         self._request.finish()
         self._whole = True
-        self._there.set()
+        self._has_news.set()
 
     def cut(self) -> None:
         """Abort the body: the end of the connection tells the client that the body is incomplete."""
         self._cut = True
-        self._there.set()
+        self._has_news.set()
         self._request.cut()
 
     async def send(self, send: Send) -> None:
         """Send the pieces until the body ends or is aborted."""
         while not self._cut:
-            await self._there.wait()
-            self._there.clear()
+            await self._has_news.wait()
+            self._has_news.clear()
             while self._unsent:
                 await send({"type": "http.response.body", "body": self._unsent.popleft(), "more_body": True})
             if self._whole and not self._unsent:

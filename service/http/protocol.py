@@ -119,9 +119,10 @@ class HttpRequest(PostRequest):
         self._handler(self)
 
     def reject_if_too_long(self, most: int) -> None:
-        """Reject a body early whose Content-Length exceeds `most`; it is read and dropped.
+        """Reject a body early whose Content-Length exceeds `most` bytes; the body is read and dropped.
 
-        A client that asked whether to send it may leave it out, so that nothing can follow (RFC 9110, section 10.1.1).
+        A client that sent `Expect` may leave the body out, so no other request can follow on the connection (RFC 9110,
+        section 10.1.1).
         """
         if self.content_length > most:
             self.size = self.content_length
