@@ -163,6 +163,22 @@ def outcome(
     )
 
 
+def is_without_coordinates(answered_201: Column, entries: Column, located: Column, with_header: Column) -> Column:
+    """Check whether an id was answered 201, and nothing says where its record is.
+
+    There is no ledger entry, no 201 with an offset (`located`), and no record with Fencepost's header.
+    """
+    return (answered_201 > 0) & (entries == 0) & ~located & (with_header == 0)
+
+
+def outcome_without_coordinates(undecided: Column) -> Column:
+    """Return the outcome of a 201 without coordinates: its ledger entry may still follow while the ledger is undecided.
+
+    No record is missing at any offset, so nothing is proven to be lost.
+    """
+    return F.when(undecided, PENDING).otherwise("no_coordinates")
+
+
 def gap_count(counted_with_log: Column) -> Column:
     """Return how many records an id's evidence gap counts: 0 where the log's own gap already counts the record."""
     return F.when(counted_with_log, 0).otherwise(1).cast("bigint")

@@ -47,7 +47,7 @@ MEANINGS: Final = {
     "phantom": "A record with Fencepost's header whose id is not in the ledger.",
     "unkeyed": "Records without an id: duplicates among them cannot be found.",
     "stuck": "Answered 202 or 504, and never settled.",
-    "evidence_gap": "The records that would prove the delivery no longer exist. These events are not counted as lost.",
+    "evidence_gap": "What would prove the delivery is missing. These events are not counted as lost.",
 }
 
 CAUSES: Final = {

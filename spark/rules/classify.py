@@ -190,7 +190,10 @@ def _names_audited_topic(evidence: LogEvidence) -> Column:
 
 
 def _missing(evidence: LogEvidence) -> Column:
-    """Return the distinct claims of ledger entries and 201s, without those whose record is present."""
+    """Return the distinct claims of ledger entries and 201s, without those whose record is present.
+
+    A 201 that nothing locates is a claim without partition and offset.
+    """
 
     def claims(listed: Column | str, source: str) -> Column:
         return F.transform(
@@ -210,7 +213,19 @@ def _missing(evidence: LogEvidence) -> Column:
 
     unentered = F.filter("answered", lambda answer: ~is_duplicate_claim(answer))
     claimed = rule_table.all_claims(claims("entries", "ledger"), claims(unentered, "answer"))
-    return F.filter(F.array_distinct(claimed), lambda claim: claim["outcome"] != PRESENT)
+    missing = F.filter(F.array_distinct(claimed), lambda claim: claim["outcome"] != PRESENT)
+    without_coordinates = rule_table.is_without_coordinates(
+        F.col("answered_201"), F.col("entries_count"), F.size("answered") > 0, F.col("with_header")
+    )
+    unlocated = F.struct(
+        rule_table.outcome_without_coordinates(_is_undecided(evidence)).alias("outcome"),
+        F.col("topic").alias("topic"),
+        F.lit(None).cast("int").alias("partition"),
+        F.lit(None).cast("bigint").alias("offset"),
+        F.lit("answer").alias("source"),
+        F.lit(False).alias("proven_lost"),
+    )
+    return F.when(without_coordinates, F.array(unlocated)).otherwise(missing)
 
 
 def _outcome(claim: Column, evidence: LogEvidence) -> Column:
@@ -323,13 +338,6 @@ def _category(evidence: LogEvidence) -> Column:
     def has_outcome(*outcomes: str) -> Column:
         return F.coalesce(F.exists("missing", lambda claim: claim["outcome"].isin(*outcomes)), F.lit(False))
 
-    # These times decide for an id without claims: it was answered 202 or 504, and is not in the data.
-    times = F.col("accepted_ms"), F.coalesce(F.col("in_doubt_ms"), F.col("last_ms"))
-    decided_until_ms = rule_table.both_decided_until(
-        evidence.ledger_decided_until_ms, evidence.answers_decided_until_ms
-    )
-    blocked = rule_table.is_blocked(decided_until_ms, evidence.frozen_ms)
-    settled_at_ms = evidence.blocked_settled_at_ms(*times) if blocked else evidence.settled_at_ms(*times)
     classified = rule_table.category(
         lost=has_outcome(LOST),
         conflicting=F.col("conflicting"),
@@ -338,10 +346,21 @@ def _category(evidence: LogEvidence) -> Column:
         unproven=F.coalesce(F.exists("missing", lambda claim: ~claim["outcome"].isin(LOST, PENDING)), F.lit(False)),
         settling=_sum("with_header", "entries_count", "answered_201"),
         answered_201=F.col("answered_201"),
-        undecided=rule_table.is_undecided(settled_at_ms, decided_until_ms),
+        undecided=_is_undecided(evidence),
     )
     clean_category = rule_table.clean_category(F.col("entries_count"), F.col("answered_201"))
     return F.when(F.col("is_clean") == 1, clean_category).otherwise(classified)
+
+
+def _is_undecided(evidence: LogEvidence) -> Column:
+    """Check whether ledger or journal may still get a record about an id that no claim with coordinates names."""
+    times = F.col("accepted_ms"), F.coalesce(F.col("in_doubt_ms"), F.col("last_ms"))
+    decided_until_ms = rule_table.both_decided_until(
+        evidence.ledger_decided_until_ms, evidence.answers_decided_until_ms
+    )
+    blocked = rule_table.is_blocked(decided_until_ms, evidence.frozen_ms)
+    settled_at_ms = evidence.blocked_settled_at_ms(*times) if blocked else evidence.settled_at_ms(*times)
+    return rule_table.is_undecided(settled_at_ms, decided_until_ms)
 
 
 def _sum(*names: str) -> Column:

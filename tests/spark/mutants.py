@@ -216,6 +216,22 @@ MUTANTS: Final = (
     Mutant(rule_table.is_compacted, _NO, _never, VERDICTS),
     Mutant(rule_table.is_compacted, "what was never there", lambda compacted, was_past_end: compacted, VERDICTS),
     Mutant(rule_table.outcome_without_log, "not waited for", lambda settled: F.lit("topic_gone"), VERDICTS),
+    *(
+        Mutant(
+            rule_table.is_without_coordinates,
+            f"whatever its {name}",
+            _given(rule_table.is_without_coordinates, nth, other),
+            VERDICTS,
+        )
+        for name, nth, other in (
+            ("entries", 1, lambda entries: F.lit(0)),
+            ("answers", 2, _never),
+            ("record", 3, lambda with_header: F.lit(0)),
+        )
+    ),
+    Mutant(
+        rule_table.outcome_without_coordinates, "not waited for", lambda undecided: F.lit("no_coordinates"), VERDICTS
+    ),
     Mutant(rule_table.gap_count, "twice", lambda counted: F.lit(1).cast("bigint"), VERDICTS),
     Mutant(run_plan.settings_of, "the command line's", lambda options, now: now, PLANS, run_plan),
     Mutant(rule_table.is_recreated, _NO, lambda topic_id, now: False, PLANS),

@@ -192,6 +192,14 @@ CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     "was-lost-gap": ([entry(60, partition=2)], "lost", {"lost"}, None),
     "was-lost-compact": ([entry(5, topic="compact")], "lost", {"lost"}, None),
     "was-lost-there": ([copy(5), entry(5), entry(5)], "delivered_once", set(), None),
+    # A 201 without coordinates, and nothing else that locates its record.
+    "unlocated": ([answer(201)], "unprovable", {"no_coordinates"}, None),
+    "unlocated-fresh": ([answer(201, timestamp_ms=FRESH)], "pending", {"pending"}, None),
+    "unlocated-504": ([answer(504), answer(201)], "unprovable", {"no_coordinates"}, None),
+    "unlocated-bare": ([answer(201), copy(1, writer=None)], "unprovable", {"no_coordinates"}, None),
+    "located-entry": ([answer(201), entry(5)], "lost", {"lost"}, None),
+    "located-answer": ([answer(201), answer(201, 49, partition=2)], "unprovable", {"below_start"}, None),
+    "located-copy": ([answer(201), copy(1)], "delivered_once", set(), "phantom"),
     "stuck": ([answer(504)], "stuck", set(), None),
     "stuck-202": ([answer(202), answer(409)], "stuck", set(), None),
     "in-doubt": ([answer(504, at=FRESH)], "pending", set(), None),
@@ -341,6 +349,7 @@ FOUND: dict[str, set[tuple[str, str | None, int]]] = {
     "lost": {("lost", "ledger", 1)},
     "lost-answer": {("lost", "answer", 1)},
     "in-gap": {("evidence_gap", "retention", 0)},
+    "unlocated": {("evidence_gap", "no_coordinates", 1)},
     "other-id": {("evidence_gap", "recreated", 1)},
     "below-start": {("evidence_gap", "below_start", 1)},
     "phantom": {("phantom", None, 1)},
@@ -361,7 +370,7 @@ def found_of(rows: DataFrame, seen: LogEvidence) -> dict[str, set[tuple[str, str
     suspects = findings.suspicious(some)
     for row in findings.of_ids(suspects, seen, findings.HOUR).collect():
         found[name_of(row["id"])].add((row["kind"], row["cause"], row["count"]))
-    for name in ("in-gap", "below-start", "phantom-no-claim", "other-id"):
+    for name in ("in-gap", "below-start", "phantom-no-claim", "other-id", "unlocated"):
         one = suspects.where(F.col("id").isin([bytearray(name.ljust(16).encode())]))
         gap_findings = findings.of_partitions(one, findings.HOUR).collect()
         found[name] |= {(row["kind"], row["cause"], row["count"]) for row in gap_findings}

@@ -215,10 +215,15 @@ def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[
     since = {"open_since": "2026-11-21T18:00:00.000Z", "age_s": 90.5}
     document["evidence"] = {**document["evidence"], "held_up": [held | by | since], "rejects": 2}
     document["verdicts"] = {"revised": 3, "changes": [{"before": "lost", "after": "delivered_once", "ids": 3}]}
-    jsonschema.Draft202012Validator(schema()).validate({**document, "findings": []})
+    # A 201 without coordinates.
+    gap: dict[str, Any] = dict.fromkeys(current_findings.FIELDS)
+    gap |= {"finding_id": "evidence_gap:no_coordinates:orders:", "kind": "evidence_gap", "cause": "no_coordinates"}
+    document["findings"] = [gap | {"severity": "warning", "topic": "orders", "count": 1, "coordinates": []}]
+    jsonschema.Draft202012Validator(schema()).validate(document)
     text = "".join(page.render(cast(Document, document)))
     assert "Of 3 events an earlier run had said something else." in text
     assert "<td>orders[3]</td>" in text
+    assert "<b>orders</b>" in text
     assert "<td>billing-7, producer 4000 epoch 2</td>" in text
     assert "<td>lost</td><td>delivered once</td>" in text
     assert "2 records could not be decoded." in text
