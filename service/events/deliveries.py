@@ -76,6 +76,12 @@ def _element_decoder(index: str) -> _Decoder | None:
     return msgspec.json.Decoder(msgspec.defstruct("Element", fields, array_like=True))
 
 
+class Challenge(msgspec.Struct):
+    """What a sender asks for, instead of delivering something, to see whether the URL is its subscriber's."""
+
+    text: str
+
+
 class Source:
     """One source of the rules, ready to read its deliveries."""
 
@@ -86,14 +92,17 @@ class Source:
         self._topic = Pointer(rule.topic_pointer) if rule.topic_pointer else None
         self._record_key = Pointer(rule.record_key) if rule.record_key else None
         self._needs_json = any((self._key, self._topic, self._record_key))
+        self._is_slack = rule.signature is not None and rule.signature.scheme == "slack"
 
-    def read(self, headers: Headers, body: bytes, now_s: float) -> Event:
+    def read(self, headers: Headers, body: bytes, now_s: float) -> Event | Challenge:
         """Make the event of a delivery, whose signature is checked before all else. `now_s`: seconds since 1970.
 
         Raises Problem (400, 401, 413, 422).
         """
         if self._verifier is not None:
             self._verifier.check(headers, body, now_s)
+        if self._is_slack and (challenge := _challenge_of(body)) is not None:
+            return challenge
         if self._needs_json:
             check_json(body)
         key = self._key_of(headers, body)
@@ -142,6 +151,25 @@ class Source:
         names = (CONTENT_TYPE, *self.rule.keep_headers)
         contents = ((name, values(headers, name)) for name in names)
         return [(name, b", ".join(found)) for name, found in contents if found]
+
+
+_TYPE: Final = Pointer("/type")
+_CHALLENGE: Final = Pointer("/challenge")
+
+
+def _challenge_of(body: bytes) -> Challenge | None:
+    """Read the challenge by which Slack verifies a URL before it sends events there; None for other bodies.
+
+    https://docs.slack.dev/reference/events/url_verification
+    """
+    if b"url_verification" not in body:
+        return None
+    try:
+        check_json(body)
+        text = _CHALLENGE.find(body) if _TYPE.find(body) == "url_verification" else None
+    except Problem:  # a form that mentions it
+        return None
+    return None if text is None else Challenge(text)
 
 
 def _joined(headers: Headers, name: str) -> str | None:

@@ -12,7 +12,7 @@ from service.contract import CallerRule
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, TOO_LARGE, UNKNOWN_SOURCE, UNSUPPORTED_ENCODING, Problem
 from service.core.settings import EVENT_BYTES_MAX, Settings
-from service.events.deliveries import Source
+from service.events.deliveries import Challenge, Source
 from service.events.event import Event
 from service.events.signatures import values
 from service.events.strict_json import LONG_BYTES, in_thread
@@ -76,7 +76,7 @@ class _SourceHandler:
             elif post.size > LONG_BYTES:
                 self._run(post, self._write_long(post))
             else:
-                self._write(post, self._source.read(post.headers, post.body, self._now_s()))
+                self._go_on(post, self._source.read(post.headers, post.body, self._now_s()))
         except Exception as error:
             self._answers.fail(post, error)
 
@@ -99,8 +99,13 @@ class _SourceHandler:
         post.run_in_task(self._answers.or_fail(post, work))
 
     async def _write_long(self, post: PostRequest) -> None:
-        event = await in_thread(self._source.read, post.headers, post.body, self._now_s())
-        self._write(post, event)
+        self._go_on(post, await in_thread(self._source.read, post.headers, post.body, self._now_s()))
+
+    def _go_on(self, post: PostRequest, delivery: Event | Challenge) -> None:
+        if isinstance(delivery, Challenge):
+            self._answers.answer(post, 200, b"content-type: text/plain; charset=utf-8\r\n", delivery.text.encode())
+        else:
+            self._write(post, delivery)
 
     def _write(self, post: PostRequest, event: Event) -> None:
         self._caller.spend(1, post.arrived)

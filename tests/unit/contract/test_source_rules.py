@@ -1,5 +1,8 @@
 """Tests the `[[sources]]` tables of the rules: what is read, and a line for each mistake."""
 
+import re
+from importlib.resources import files
+
 import pytest
 
 from service.contract import KeyPlace, Rules, SettingsError, SignatureRule
@@ -31,6 +34,18 @@ def test_a_source_is_read() -> None:
     assert (source.record_key, source.keep_headers) == ("/data/object/customer", ("user-agent",))
     files = ("/etc/fencepost/new.secret", "/run/old.secret")
     assert source.signature == SignatureRule("stripe", files, 60)
+
+
+def test_the_sources_of_the_readme_are_right() -> None:
+    text = (files("service") / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```toml\n(\[\[sources\]\]\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    rules = Rules.parse(example)
+    assert [(source.name, source.signature and source.signature.scheme) for source in rules.sources] == [
+        ("stripe", "stripe"),
+        ("github", "github"),
+    ]
+    assert all(f"`{scheme}`" in text for scheme in SCHEME_HEADERS)
+    assert rules.rule("charges").key_ttl_s > 3 * 86_400  # Stripe's last attempt comes after three days
 
 
 def test_a_source_that_is_not_signed_says_so() -> None:

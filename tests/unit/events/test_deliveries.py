@@ -29,7 +29,9 @@ def source(**settings: str) -> Source:
 
 def read(source: Source, body: Any, *headers: tuple[str, str]) -> Event:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return source.read([(name.lower().encode(), text.encode("latin-1")) for name, text in headers], raw, 0.0)
+    event = source.read([(name.lower().encode(), text.encode("latin-1")) for name, text in headers], raw, 0.0)
+    assert isinstance(event, Event)
+    return event
 
 
 def refused(source: Source, body: Any, *headers: tuple[str, str]) -> tuple[str, str]:

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +36,12 @@ topic = "orders"
 idempotency_key = { header = "X-GitHub-Delivery" }
 keep_headers = ["X-GitHub-Event"]
 signature = { scheme = "github", secret_files = ["secret"] }
+
+[[sources]]
+name = "slack"
+topic = "orders"
+idempotency_key = { pointer = "/event_id" }
+signature = { scheme = "slack", secret_files = ["secret"] }
 
 [[sources]]
 name = "open"
@@ -174,6 +181,26 @@ async def test_the_signature_is_checked_before_all_else(client: Client) -> None:
         "missing-key",
         "x-github-delivery: this header has the idempotency key, and the delivery lacks it",
     )
+
+
+async def test_slack_verifies_the_url_before_it_sends_events(client: Client) -> None:
+    """https://docs.slack.dev/reference/events/url_verification"""
+
+    async def post(body: dict[str, str]) -> httpx.Response:
+        text, at = json.dumps(body).encode(), str(int(time.time()))
+        signature = hmac.digest(b"s3cret", f"v0:{at}:".encode() + text, "sha256").hex()
+        signed = {"x_slack_request_timestamp": at, "x_slack_signature": f"v0={signature}"}
+        return await client.post("slack", text, **signed)
+
+    asked = {"token": "t", "challenge": "3eZbrw1aB10FEMAGAZd4FyFQ", "type": "url_verification"}
+    response = await post(asked)
+    assert (response.status_code, response.text) == (200, asked["challenge"])
+    assert response.headers["content-type"] == "text/plain; charset=utf-8"
+    assert client.world.keys_written() == []
+    assert problem(await client.post("slack", json.dumps(asked).encode()))[:2] == (401, "bad-signature")
+    # An event whose text only mentions it is an event.
+    assert (await post({"event_id": "Ev1", "type": "event_callback", "text": "url_verification"})).status_code == 201
+    assert client.world.keys_written() == [["Ev1"]]
 
 
 async def test_a_topic_is_chosen_for_each_delivery(client: Client) -> None:
