@@ -134,19 +134,19 @@ class Client(BaseClient):
     async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
         """Send a request once and await its response. Raises KafkaError."""
         if type(request) in CODECS and group is ConnectionGroup.DEFAULT:
-            answer = self.send_now(node_id, request)
+            answer = self.try_send(node_id, request)
             if answer is None:
                 connection = await self._get_conn(node_id)
                 if connection is None:
                     raise errors.NodeNotReadyError(f"node {node_id} cannot be reached")
-                answer = self.send_now(node_id, request)
+                answer = self.try_send(node_id, request)
                 if answer is None and not _is_open(connection):
                     raise errors.KafkaConnectionError(f"the connection to node {node_id} has just ended")
             if answer is not None:
                 return await answer
         return await super().send(node_id, request, group=group)
 
-    def send_now(self, node_id: int, request: Any) -> asyncio.Future[Any] | None:
+    def try_send(self, node_id: int, request: Any) -> asyncio.Future[Any] | None:
         """Send a transaction request without waiting. Returns a future of its response, or None where `send` is needed.
 
         None where there is no open connection, where the node does not support the codec's version (`send` negotiates

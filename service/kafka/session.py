@@ -173,7 +173,7 @@ class ProducerSession:
 
     def try_send(self, node: int, request: Any) -> asyncio.Future[Any] | None:
         """Send a request if that needs no waiting. Returns a future of its response, for `note_throttle`; else None."""
-        return self.client.send_now(node, request)
+        return self.client.try_send(node, request)
 
     async def request(self, node: int, request: Any) -> Any:
         """Send a request once and await its response. Raises KafkaError or OSError."""

@@ -302,6 +302,7 @@ class Writer:
         return attempt.slot.producer.producer_id, attempt.slot.producer.epoch
 
     def _traced(self, attempt: Attempt) -> contextlib.AbstractContextManager[None]:
+        """Make the context in which the write of a group is a span, if the process traces."""
         if self._tracing is None:
             return UNTRACED
         return self._tracing.sending(attempt.slot.n, [request for request, _ in attempt.claimed])
@@ -358,6 +359,7 @@ class Writer:
         attempt.not_delivered = decision.to_release
 
     def _records(self, attempt: Attempt, identity: ProducerIdentity) -> list[Record]:
+        """Make the records of the claimed requests; each names the producer that writes it in its header."""
         writer = stamp_writer(attempt.slot.n, *identity, self._settings.name)
         return records_of(attempt.claimed, self._topic_metadata.last_known, writer, self._admission.now_ms())
 

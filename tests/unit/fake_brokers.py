@@ -100,7 +100,7 @@ class FakeClient:
     async def force_metadata_update(self) -> bool:
         return True
 
-    def send_now(self, node: int, request: Any) -> "asyncio.Future[Any] | None":
+    def try_send(self, node: int, request: Any) -> "asyncio.Future[Any] | None":
         return asyncio.ensure_future(self.send(node, request)) if self.connected else None
 
     async def send(self, node: int, request: Any) -> Any:

@@ -193,11 +193,11 @@ async def test_a_large_payload_is_sent_in_its_place_in_the_request(connect: Conn
 
 async def test_aiokafka_s_own_requests_go_between(connect: Connect) -> None:
     client, _, broker = await connect()
-    first = client.send_now(NODE, END)
+    first = client.try_send(NODE, END)
     assert first is not None
     other = asyncio.create_task(client.send(NODE, MetadataRequest([], allow_auto_topic_creation=False)))
     await asyncio.sleep(0)
-    last = client.send_now(NODE, END)
+    last = client.try_send(NODE, END)
     assert last is not None
     messages = [await broker.next() for _ in range(3)]
     assert [struct.unpack_from(">h", message)[0] for message in messages] == [26, 3, 26]
@@ -213,8 +213,8 @@ async def test_aiokafka_s_own_requests_go_between(connect: Connect) -> None:
 
 async def test_a_response_to_a_cancelled_request_is_not_taken_for_the_next(connect: Connect) -> None:
     client, _, broker = await connect()
-    given_up = client.send_now(NODE, END)
-    kept = client.send_now(NODE, END)
+    given_up = client.try_send(NODE, END)
+    kept = client.try_send(NODE, END)
     assert given_up is not None
     assert kept is not None
     given_up.cancel()
@@ -232,7 +232,7 @@ async def test_a_response_to_a_cancelled_request_is_not_taken_for_the_next(conne
 )
 async def test_an_invalid_response_ends_the_connection_and_fails_every_request(connect: Connect, wrong: bytes) -> None:
     client, connection, broker = await connect()
-    asked = [client.send_now(NODE, END) for _ in range(2)]
+    asked = [client.try_send(NODE, END) for _ in range(2)]
     await broker.next()
     broker.send(wrong + wrong)
     for answer in asked:
@@ -240,12 +240,12 @@ async def test_an_invalid_response_ends_the_connection_and_fails_every_request(c
         with pytest.raises(errors.KafkaConnectionError):
             await asyncio.wait_for(answer, 5)
     assert not connection.connected()
-    assert client.send_now(NODE, END) is None
+    assert client.try_send(NODE, END) is None
 
 
 async def test_an_answer_that_ends_too_soon_ends_the_connection(connect: Connect) -> None:
     client, connection, broker = await connect()
-    asked = client.send_now(NODE, END)
+    asked = client.try_send(NODE, END)
     message = await broker.next()
     broker.send(struct.pack(">i", 6) + message[4:8] + b"\0\0")
     assert asked is not None
@@ -267,7 +267,7 @@ async def test_a_broker_that_hangs_up_fails_every_wait(connect: Connect) -> None
 async def test_a_broker_that_speaks_another_version_is_asked_by_aiokafka(connect: Connect) -> None:
     client, _, broker = await connect(versions={**VERSIONS, 0: (0, 3)})
     request = ProduceRequest("t", -1, 100, [("a", [(0, b"batch")])])
-    assert client.send_now(NODE, request) is None
+    assert client.try_send(NODE, request) is None
     asked = asyncio.create_task(client.send(NODE, request))
     message = await broker.next()
     assert struct.unpack_from(">hh", message) == (0, 3)
@@ -284,7 +284,7 @@ async def test_a_connection_that_the_client_makes_takes_the_short_way(
     where = SimpleNamespace(host="127.0.0.1", port=broker.port)
     monkeypatch.setattr(client.cluster, "broker_metadata", lambda node: where)
     first.close()
-    assert client.send_now(NODE, END) is None
+    assert client.try_send(NODE, END) is None
     asked = [asyncio.create_task(client.send(NODE, END)) for _ in range(2)]
     for _ in asked:
         broker.send(broker.frame(await broker.next(), EndTxnResponse_v0(0, 0)))
@@ -305,7 +305,7 @@ async def test_an_idle_connection_that_a_firewall_forgot_is_replaced_before_it_i
     monkeypatch.setattr(client.cluster, "broker_metadata", lambda node: where)
     await asyncio.sleep(0.1)
     broker.forget()
-    assert client.send_now(NODE, END) is None
+    assert client.try_send(NODE, END) is None
     asked = [asyncio.create_task(client.send(NODE, END)) for _ in range(alike)]
     for _ in asked:
         broker.send(broker.frame(await broker.next(), EndTxnResponse_v0(0, 0)))
@@ -319,11 +319,11 @@ async def test_an_idle_connection_that_answers_its_probe_is_used(
     client, first, broker = await connect()
     await asyncio.sleep(0.1)
     monkeypatch.setattr(module, "IDLE_S", 0.05)
-    assert client.send_now(NODE, END) is None
+    assert client.try_send(NODE, END) is None
     asked = asyncio.create_task(client.send(NODE, END))
     message = await broker.next()
     monkeypatch.setattr(module, "IDLE_S", 0.0)
-    assert client.send_now(NODE, END) is not None, "an answer is due: it is not idle"
+    assert client.try_send(NODE, END) is not None, "an answer is due: it is not idle"
     broker.send(broker.frame(message, EndTxnResponse_v0(0, 3)))
     assert (await asked).error_code == 3
     assert list(client._conns.values()) == [first]
@@ -352,7 +352,7 @@ async def test_a_connection_that_was_reset_is_replaced_and_not_written_to(
     monkeypatch.setattr(client.cluster, "broker_metadata", lambda node: where)
     connection._writer.transport.abort()
     assert connection.connected()
-    assert client.send_now(NODE, END) is None
+    assert client.try_send(NODE, END) is None
     another = await client._get_conn(NODE)  # also for aiokafka's own requests
     assert another is not None
     assert another is not connection
@@ -391,7 +391,7 @@ async def test_an_unreferenced_connection_is_closed_with_a_warning(connect: Conn
 
 async def test_try_send_without_a_connection_sends_nothing_and_an_unknown_node_is_not_ready() -> None:
     client = Client(bootstrap_servers="127.0.0.1:1")
-    assert client.send_now(NODE, END) is None
+    assert client.try_send(NODE, END) is None
     with pytest.raises(errors.NodeNotReadyError):
         await client.send(NODE, END)
     await client.close()
