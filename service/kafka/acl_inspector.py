@@ -74,12 +74,12 @@ class AclInspector(KafkaAdmin):
         nodes = await self._nodes()
         if all(node.why_not for node in nodes):
             return ClusterSnapshot(nodes, {}, frozenset())
-        answers = [await self._ask(_Metadata(None))]
+        answers = [await self._request(_Metadata(None))]
         if asked:  # Kafka reports a topic that may not be described only to a request that names it
-            answers.append(await self._ask(_Metadata(list(asked))))
+            answers.append(await self._request(_Metadata(list(asked))))
         topics: dict[str, VisibleTopic] = {}
         hidden: set[str] = set()
-        for code, name, _, partitions, operations in (tuple(row) for answer in answers for row in answer.topics):
+        for code, name, _, partitions, operations in (tuple(row) for response in answers for row in response.topics):
             if code == errors.TopicAuthorizationFailedError.errno:
                 hidden.add(name)
             elif code == errors.NoError.errno:
@@ -101,23 +101,23 @@ class AclInspector(KafkaAdmin):
 
     async def settings_of(self, node: int) -> dict[str, str] | None:
         """Read the effective settings of a broker; None where the caller has no permission (DescribeConfigs)."""
-        answer = await self._ask(DescribeConfigsRequest([(BROKER_RESOURCE, str(node), None)]), node)
-        ((code, _, _, _, entries),) = (tuple(resource) for resource in answer.resources)
+        response = await self._request(DescribeConfigsRequest([(BROKER_RESOURCE, str(node), None)]), node)
+        ((code, _, _, _, entries),) = (tuple(resource) for resource in response.resources)
         if code != errors.NoError.errno:
             return None
         return {entry[0]: entry[1] for entry in entries if entry[1] is not None}
 
     async def versions_of(self, node: int) -> dict[int, int]:
         """Read the newest version of each request that a broker supports, by API key."""
-        answer = await self._ask(ApiVersionRequest(), node)
-        return {key: newest for key, _, newest in (tuple(row) for row in answer.api_versions)}
+        response = await self._request(ApiVersionRequest(), node)
+        return {key: newest for key, _, newest in (tuple(row) for row in response.api_versions)}
 
     async def may_create(self, topic: str) -> bool:
         """Check whether the caller may create a topic, by a CreateTopics request with validate_only."""
-        answer = await self._ask_controller(
+        response = await self._request_controller(
             CreateTopicsRequest([(topic, 1, -1, [], [])], self.request_timeout_ms, True)
         )
-        ((_, code, *_),) = (tuple(row) for row in answer.topic_errors)
+        ((_, code, *_),) = (tuple(row) for row in response.topic_errors)
         return code not in (errors.TopicAuthorizationFailedError.errno, errors.ClusterAuthorizationFailedError.errno)
 
     async def may_produce_as(self, transactional_id: str) -> frozenset[Operation]:
@@ -132,14 +132,16 @@ class AclInspector(KafkaAdmin):
                     client = await self._connected()
                     try:
                         node = await coordinator(client, transactional_id)
-                        answer = await client.send(node, EndTxnRequest(transactional_id, UNKNOWN_PRODUCER_ID, 0, False))
+                        response = await client.send(
+                            node, EndTxnRequest(transactional_id, UNKNOWN_PRODUCER_ID, 0, False)
+                        )
                     except refused:
                         return frozenset()
                     except errors.KafkaError as error:
                         if not error.retriable:
                             raise
                     else:
-                        kind = errors.for_code(answer.error_code)
+                        kind = errors.for_code(response.error_code)
                         if kind is refused:
                             return frozenset({Operation.DESCRIBE})
                         if not kind.retriable:

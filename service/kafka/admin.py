@@ -195,7 +195,7 @@ class KafkaAdmin:
         """
         if self._answering is None or self._answering.done():
             question = MetadataRequest([], allow_auto_topic_creation=False)
-            self._answering = asyncio.create_task(self._ask(question, share_s=timeout_s / 3))
+            self._answering = asyncio.create_task(self._request(question, share_s=timeout_s / 3))
         try:
             async with asyncio.timeout(timeout_s):
                 await shared(self._answering)
@@ -208,9 +208,9 @@ class KafkaAdmin:
 
     async def _partitions(self, topics: Sequence[str], *, elsewhere: bool = False) -> dict[str, Partitions]:
         """Look up the ids and partitions of the topics that exist; `elsewhere` as for `describe`."""
-        answer = await self._ask(Metadata(topics), but_not=self._answered_last if elsewhere else ())
+        response = await self._request(Metadata(topics), but_not=self._answered_last if elsewhere else ())
         found: dict[str, Partitions] = {}
-        for topic in map(tuple, answer.topics):
+        for topic in map(tuple, response.topics):
             code, name, *_ = topic
             kind = errors.for_code(code)
             if kind in (errors.NoError, errors.LeaderNotAvailableError):
@@ -227,7 +227,7 @@ class KafkaAdmin:
 
         A cluster may have many topics, so the response is decoded in a thread.
         """
-        return await asyncio.to_thread(listing_of, await self._ask(UndecodedMetadata(names)))
+        return await asyncio.to_thread(listing_of, await self._request(UndecodedMetadata(names)))
 
     async def last_offsets(self, topics: Sequence[str]) -> LastOffsets:
         """Ask the leaders for the end offsets of the topics' partitions. Raises KafkaAway.
@@ -235,10 +235,10 @@ class KafkaAdmin:
         Costs one Metadata request and two ListOffsets to each leader. The high watermark is requested before the LSO,
         so that an idle partition never shows an LSO below it. Partitions whose leader does not answer are left out.
         """
-        answer = await self._ask(Metadata(topics))
+        response = await self._request(Metadata(topics))
         led: dict[int, dict[str, list[tuple[int, int]]]] = {}
         absent: list[str] = []
-        for topic_code, name, _id, _internal, partitions, *_ in (tuple(topic) for topic in answer.topics):
+        for topic_code, name, _id, _internal, partitions, *_ in (tuple(topic) for topic in response.topics):
             if topic_code == errors.UnknownTopicOrPartitionError.errno:
                 absent.append(name)
             for code, number, leader, *_ in (tuple(row) for row in partitions):
@@ -295,12 +295,12 @@ class KafkaAdmin:
         found = await self._partitions(names, elsewhere=elsewhere)
         if not found:
             return {}
-        answer = await self._ask(
+        response = await self._request(
             DescribeConfigsRequest([(TOPIC_RESOURCE, name, None) for name in found], include_synonyms=False)
         )
         topics: dict[str, Topic] = {}
         unsure = ""
-        for code, _message, _kind, name, entries in (tuple(resource) for resource in answer.resources):
+        for code, _message, _kind, name, entries in (tuple(resource) for resource in response.resources):
             if code == errors.NoError.errno:
                 settings = {entry[0]: entry[1] for entry in entries}
             elif errors.for_code(code) is errors.TopicAuthorizationFailedError:
@@ -316,19 +316,19 @@ class KafkaAdmin:
 
     async def create(self, name: str, partitions: int, settings: Mapping[str, str]) -> None:
         """Create a topic with the broker's default replication; TopicAlreadyExists is no error."""
-        answer = await self._ask_controller(
+        response = await self._request_controller(
             CreateTopicsRequest([(name, partitions, -1, [], list(settings.items()))], self.request_timeout_ms, False)
         )
-        for topic, code, *message in (tuple(row) for row in answer.topic_errors):
+        for topic, code, *message in (tuple(row) for row in response.topic_errors):
             if errors.for_code(code) not in (errors.NoError, errors.TopicAlreadyExistsError):
                 raise self.failed("admin", f"topic {topic} was not created: {errors.for_code(code).__name__} {message}")
 
     async def grow(self, name: str, partitions: int) -> None:
         """Raise a topic's number of partitions."""
-        answer = await self._ask_controller(
+        response = await self._request_controller(
             CreatePartitionsRequest([(name, (partitions, None))], self.request_timeout_ms, False)
         )
-        for topic, code, message in (tuple(row) for row in answer.topic_errors):
+        for topic, code, message in (tuple(row) for row in response.topic_errors):
             if errors.for_code(code) is not errors.NoError and (await self.partitions([name]))[name] < partitions:
                 raise self.failed("admin", f"topic {topic} cannot get {partitions} partitions: {message}")
 
@@ -373,8 +373,8 @@ class KafkaAdmin:
         while True:
             try:
                 client = await self._connected()
-                answer = await client.send(await coordinator(client, transactional_id), request)
-                kind = errors.for_code(answer.error_code)
+                response = await client.send(await coordinator(client, transactional_id), request)
+                kind = errors.for_code(response.error_code)
                 if kind is errors.NoError:
                     return
                 raise kind
@@ -443,7 +443,7 @@ class KafkaAdmin:
         connection.close()
         return None
 
-    async def _ask(
+    async def _request(
         self, request: Any, node: int | None = None, *, but_not: Collection[int] = (), share_s: float | None = None
     ) -> Any:
         """Send a request to `node`, or to any broker outside `but_not`, and await the answer. Raises KafkaAway.
@@ -462,9 +462,9 @@ class KafkaAdmin:
                         tried.add(to)
                         others = node is None and {broker.nodeId for broker in client.cluster.brokers()} - tried
                         async with asyncio.timeout(share_s if others else None):
-                            answer = await client.send(to, request)
+                            response = await client.send(to, request)
                             self._answered_last = (to,)
-                            return answer
+                            return response
                     except (errors.KafkaError, OSError) as error:
                         failed = error
                         await asyncio.sleep(RETRY_PAUSE_S)
@@ -479,26 +479,28 @@ class KafkaAdmin:
             ) from failed
         raise self.failed("metadata", f"Kafka at {self.bootstrap} does not answer: {failed!r}") from failed
 
-    async def _ask_controller(self, request: Any) -> Any:
+    async def _request_controller(self, request: Any) -> Any:
         try:
             async with asyncio.timeout(2 * self.timeout_s):
                 client = await self._connected()
                 while True:
                     if (controller := client.cluster.controller) is not None:
-                        answer = await client.send(controller.nodeId, request)
-                        if all(errors.for_code(row[1]) is not errors.NotControllerError for row in answer.topic_errors):
-                            return answer
+                        response = await client.send(controller.nodeId, request)
+                        if all(
+                            errors.for_code(row[1]) is not errors.NotControllerError for row in response.topic_errors
+                        ):
+                            return response
                     await client.force_metadata_update()
                     await asyncio.sleep(RETRY_PAUSE_S)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self.failed("admin", f"Kafka at {self.bootstrap} does not answer: {error!r}") from error
 
 
-def _offsets(answer: Any) -> dict[tuple[str, int], int]:
+def _offsets(response: Any) -> dict[tuple[str, int], int]:
     """Extract the offsets of a ListOffsets response, without partitions that have an error."""
     return {
         (topic, number): offset
-        for topic, rows in (tuple(each) for each in answer.topics)
+        for topic, rows in (tuple(each) for each in response.topics)
         for number, code, _, offset in (tuple(row) for row in rows)
         if code == errors.NoError.errno
     }

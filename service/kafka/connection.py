@@ -134,16 +134,16 @@ class Client(BaseClient):
     async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
         """Send a request once and await its response. Raises KafkaError."""
         if type(request) in CODECS and group is ConnectionGroup.DEFAULT:
-            answer = self.try_send(node_id, request)
-            if answer is None:
+            response = self.try_send(node_id, request)
+            if response is None:
                 connection = await self._get_conn(node_id)
                 if connection is None:
                     raise errors.NodeNotReadyError(f"node {node_id} cannot be reached")
-                answer = self.try_send(node_id, request)
-                if answer is None and not _is_open(connection):
+                response = self.try_send(node_id, request)
+                if response is None and not _is_open(connection):
                     raise errors.KafkaConnectionError(f"the connection to node {node_id} has just ended")
-            if answer is not None:
-                return await answer
+            if response is not None:
+                return await response
         return await super().send(node_id, request, group=group)
 
     def try_send(self, node_id: int, request: Any) -> asyncio.Future[Any] | None:
@@ -221,9 +221,9 @@ def _send(connection: AIOKafkaConnection, codec: ApiCodec, request: Any) -> asyn
         connection._writer.write(b"".join(pieces))
     else:
         connection._writer.writelines(pieces)
-    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    connection._requests.append((correlation_id, codec, answer))
-    return answer
+    response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    connection._requests.append((correlation_id, codec, response))
+    return response
 
 
 class ResponseReader(asyncio.Protocol):
@@ -272,14 +272,14 @@ class ResponseReader(asyncio.Protocol):
         if connection is None or not connection.connected():
             return  # closed because of an earlier response, or collected
         try:
-            correlation_id, codec, answer = connection._requests[0]
+            correlation_id, codec, response = connection._requests[0]
             if not isinstance(codec, ApiCodec):
                 connection._handle_frame(frame)
                 return
             if int.from_bytes(frame[:4], "big") != correlation_id:
                 raise errors.CorrelationIdError(f"the response is not to request {correlation_id}")
-            if not answer.done():  # done: its caller has cancelled it
-                answer.set_result(codec.decode(frame))
+            if not response.done():  # done: its caller has cancelled it
+                response.set_result(codec.decode(frame))
             connection._last_action = time.monotonic()
             connection._requests.popleft()
         except Exception as error:  # after any error, later responses cannot be matched to their requests

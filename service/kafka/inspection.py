@@ -192,13 +192,13 @@ async def _ask_leaders(client: AIOKafkaClient, partitions: Iterable[Partition], 
 
 async def _ask_leader(client: AIOKafkaClient, node: int, partitions: Sequence[Partition], found: Producers) -> None:
     try:
-        answer = await client.send(node, DescribeProducers(partitions))
+        response = await client.send(node, DescribeProducers(partitions))
     except (errors.IncompatibleBrokerVersion, NotImplementedError):
         found.failed.update(dict.fromkeys(partitions, UNSUPPORTED_VERSION))
         return
     except (errors.KafkaError, OSError):
         return  # `active_producers` asks the leader of that time again
-    for topic, rows, _ in answer.topics:
+    for topic, rows, _ in response.topics:
         for number, code, _message, active, _ in rows:
             if code == OK:
                 found.active[topic, number] = [ActiveProducer(row[0], row[1], row[5]) for row in active]
@@ -213,10 +213,10 @@ async def open_partitions(client: AIOKafkaClient, node: int, transactional_id: s
     or still loads its log.
     """
     try:
-        answer = await client.send(node, DescribeTransactions(transactional_id))
+        response = await client.send(node, DescribeTransactions(transactional_id))
     except (errors.IncompatibleBrokerVersion, NotImplementedError):
         return set()
-    ((code, _, _state, _, _, _, _, topics, _),) = answer.transactions
+    ((code, _, _state, _, _, _, _, topics, _),) = response.transactions
     if code != OK and (kind := errors.for_code(code)).retriable:
         raise kind(transactional_id)
     return {(topic, number) for topic, numbers, _ in topics or () for number in numbers}
@@ -225,10 +225,10 @@ async def open_partitions(client: AIOKafkaClient, node: int, transactional_id: s
 async def producer_id_of(client: AIOKafkaClient, node: int, transactional_id: str) -> int | None:
     """Ask a coordinator for the producer id of a transactional id; None where it is unknown or the broker too old."""
     try:
-        answer = await client.send(node, DescribeTransactions(transactional_id))
+        response = await client.send(node, DescribeTransactions(transactional_id))
     except (errors.IncompatibleBrokerVersion, NotImplementedError):
         return None
-    ((code, _, _state, _, _, producer_id, *_),) = answer.transactions
+    ((code, _, _state, _, _, producer_id, *_),) = response.transactions
     return int(producer_id) if code == OK else None
 
 
@@ -253,8 +253,8 @@ async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tu
         raise errors.LeaderNotAvailableError(f"{partition}")
     topic, number = partition
     request = FetchRequest(FETCH_WAIT_MS, 1, FETCH_BYTES, READ_UNCOMMITTED, [(topic, [(number, offset, FETCH_BYTES)])])
-    answer = await client.send(node, request)
-    ((_, (row,)),) = answer.topics
+    response = await client.send(node, request)
+    ((_, (row,)),) = response.topics
     code, end, raw = row[1], row[2], row[-1]
     if code != OK:
         raise errors.for_code(code)(f"{topic}/{number} from {offset}")

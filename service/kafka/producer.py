@@ -175,8 +175,8 @@ class TransactionalProducer:
             if node is not None and self._open_check.is_clear(partition, node)
         }
         if len(known) == len(leaders):
-            answer = self._session.try_send(self._session.coordinator, self._request_to_add(known))
-            self._early_begin = None if answer is None else (known, answer)
+            response = self._session.try_send(self._session.coordinator, self._request_to_add(known))
+            self._early_begin = None if response is None else (known, response)
 
     async def abandon(self) -> None:
         """Abort the transaction that `begin_early` began, if any. Raises TransactionFailed."""
@@ -201,8 +201,8 @@ class TransactionalProducer:
         """
         if self._early_begin is None:
             return {}
-        (leaders, answer), self._early_begin = self._early_begin, None
-        codes = _codes(self._session.note_throttle(await answer))
+        (leaders, response), self._early_begin = self._early_begin, None
+        codes = _codes(self._session.note_throttle(await response))
         if CONCURRENT_TRANSACTIONS in codes.values():
             return {}
         write = _Write([])
@@ -359,9 +359,9 @@ class TransactionalProducer:
             if isinstance(result, RecordError):
                 write.refusals[batch.partition[0]] = result
         if failed is not None:
-            raise_if_error(failed.answer[0] if failed.answer else -1, f"Produce to {failed.partition}")
+            raise_if_error(failed.response[0] if failed.response else -1, f"Produce to {failed.partition}")
             # DuplicateSequenceNumber and the like: the record is in Kafka at an unknown offset.
-            raise errors.KafkaError(f"{failed.partition}: no offset in the answer")
+            raise errors.KafkaError(f"{failed.partition}: no offset in the response")
         return metadata
 
     async def _end(self, commit: bool) -> None:
@@ -374,9 +374,9 @@ class TransactionalProducer:
         """Close the connections without waiting for pending responses. Never raises, never hangs."""
         self._state = State.DEAD
         if self._early_begin is not None:
-            _, answer = self._early_begin
-            if not answer.cancel():
-                unwaited(answer)
+            _, response = self._early_begin
+            if not response.cancel():
+                unwaited(response)
         await self._session.close()
 
 
@@ -407,18 +407,18 @@ class _Write:
                 raise_if_error(code, "AddPartitionsToTxn")
 
     def stuck(self, timed_out: bool) -> set[str]:
-        """Find the topics whose error ended the transaction, or that had no answer at the timeout."""
+        """Find the topics whose error ended the transaction, or that had no response at the timeout."""
         failed = {
             batch.partition[0]
             for batch in self.batches
-            if (timed_out if batch.answer is None else batch.answer[0] not in (OK, *FENCED_CODES))
+            if (timed_out if batch.response is None else batch.response[0] not in (OK, *FENCED_CODES))
         }
         return failed | ({self.waiting_for} - {""})
 
 
-def _codes(answer: Any) -> dict[Partition, int]:
+def _codes(response: Any) -> dict[Partition, int]:
     """Extract the error code of each partition from an AddPartitionsToTxn response."""
-    return {(topic, row[0]): row[1] for topic, rows in answer.errors for row in rows}
+    return {(topic, row[0]): row[1] for topic, rows in response.errors for row in rows}
 
 
 class IdempotentProducer:

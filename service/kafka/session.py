@@ -85,9 +85,9 @@ RecordResult = RecordMetadata | RecordError | NotSent | None
 
 
 class Batch:
-    """Records of one partition in one batch: their indexes in the caller's list, and the broker's answer."""
+    """Records of one partition in one batch: their indexes in the caller's list, and the broker's response."""
 
-    __slots__ = ("answer", "builder", "members", "moved", "partition", "payload")
+    __slots__ = ("builder", "members", "moved", "partition", "payload", "response")
 
     def __init__(self, partition: Partition, builder: BatchBuilder) -> None:
         self.partition = partition
@@ -95,7 +95,7 @@ class Batch:
         self.members: list[int] = []
         self.payload = b""  # the encoded batch, once it is closed
         self.moved = False  # the batch was sent to a second node after NOT_LEADER
-        self.answer: tuple[int, int, int] | None = None  # error code, offset, timestamp in ms (-1: the records' own)
+        self.response: tuple[int, int, int] | None = None  # error code, offset, timestamp in ms (-1: the records' own)
 
     def add(self, index: int, record: Record) -> bool:
         """Append the record at `index` of the caller's list; False where the batch is full."""
@@ -105,14 +105,14 @@ class Batch:
         return True
 
     def result(self, records: Sequence[Record]) -> list[RecordMetadata] | RecordError | NotSent | None:
-        """Convert the broker's answer: metadata in the order of the records, an error, NotSent, or None: unknown.
+        """Convert the broker's response: metadata in the order of the records, an error, NotSent, or None: unknown.
 
         NOT_ENOUGH_REPLICAS is answered before the append (after it, the code is NOT_ENOUGH_REPLICAS_AFTER_APPEND). An
         error for a batch that was sent to two nodes is unknown: the first may have appended the batch.
         """
-        if self.answer is None:
+        if self.response is None:
             return None
-        code, offset, timestamp = self.answer
+        code, offset, timestamp = self.response
         if code == OK and offset >= 0:
             return [
                 RecordMetadata(offset + n, timestamp if timestamp >= 0 else records[member].timestamp)
@@ -163,9 +163,9 @@ class ProducerSession:
                 else:
                     node = await coordinator(self.client, self.transactional_id)
                     self.without_marker |= await open_partitions(self.client, node, self.transactional_id)
-                answer = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
-                raise_if_error(answer.error_code, "InitProducerId")
-                self.coordinator, self.producer_id, self.epoch = node, answer.producer_id, answer.producer_epoch
+                response = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
+                raise_if_error(response.error_code, "InitProducerId")
+                self.coordinator, self.producer_id, self.epoch = node, response.producer_id, response.producer_epoch
                 return
             except RETRIABLE:
                 await asyncio.sleep(RETRY_PAUSE_S)
@@ -179,12 +179,12 @@ class ProducerSession:
         """Send a request once and await its response. Raises KafkaError or OSError."""
         return self.note_throttle(await self.client.send(node, request))
 
-    def note_throttle(self, answer: Any) -> Any:
+    def note_throttle(self, response: Any) -> Any:
         """Note a response's throttle time (KIP-219), and return the response."""
-        if answer.throttle_time_ms:
-            self._throttled_ms = answer.throttle_time_ms
-            self._throttled_until = time.monotonic() + answer.throttle_time_ms / 1000
-        return answer
+        if response.throttle_time_ms:
+            self._throttled_ms = response.throttle_time_ms
+            self._throttled_until = time.monotonic() + response.throttle_time_ms / 1000
+        return response
 
     @property
     def quota(self) -> str:
@@ -233,11 +233,11 @@ class ProducerSession:
         batch.payload = batch.builder.build()
 
     async def send(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], acks_timeout_ms: int) -> None:
-        """Send batches, those of a partition in their order, and wait until each has an answer.
+        """Send batches, those of a partition in their order, and wait until each has a response.
 
         `acks_timeout_ms`: for how long a leader waits for its in-sync replicas. Raises KafkaError or OSError where a
-        request had no response; answers of other requests are kept. Batches are sent again only where the node answered
-        NOT_LEADER to all batches of their partition.
+        request had no response; responses to other requests are kept. Batches are sent again only where the node
+        answered NOT_LEADER to all batches of their partition.
         """
         await self._send_once(batches, leaders, acks_timeout_ms)
         while moved := _moved(batches):
@@ -278,12 +278,12 @@ class ProducerSession:
         for batch in batches:
             topic, partition = batch.partition
             topics.setdefault(topic, []).append((partition, batch.payload))
-        answer = await self.request(
+        response = await self.request(
             node, ProduceRequest(self.transactional_id, ACKS_ALL, acks_timeout_ms, list(topics.items()))
         )
-        answers = {(topic, row[0]): row[1:4] for topic, rows in answer.topics for row in rows}
+        row_of = {(topic, row[0]): row[1:4] for topic, rows in response.topics for row in rows}
         for batch in batches:
-            batch.answer = answers.get(batch.partition)
+            batch.response = row_of.get(batch.partition)
 
     def leader(self, partition: Partition) -> int | None:
         """Find a partition's leader in the cached metadata; None where it is unknown."""
@@ -334,10 +334,12 @@ class ProducerSession:
 
 def _moved(batches: Sequence[Batch]) -> set[Partition]:
     """Find the partitions all of whose batches were answered with NOT_LEADER."""
-    moved = {batch.partition for batch in batches if batch.answer is not None and batch.answer[0] in NOT_LEADER}
+    moved = {batch.partition for batch in batches if batch.response is not None and batch.response[0] in NOT_LEADER}
     if not moved:
         return moved
-    return moved - {batch.partition for batch in batches if batch.answer is None or batch.answer[0] not in NOT_LEADER}
+    return moved - {
+        batch.partition for batch in batches if batch.response is None or batch.response[0] not in NOT_LEADER
+    }
 
 
 def raise_if_error(code: int, what: str) -> None:

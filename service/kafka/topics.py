@@ -153,7 +153,7 @@ class TopicMetadataCache:
         self._absent_since: dict[str, float] = {}  # of topics in `_last`, by time.monotonic
         self._asked_at: dict[str, float] = {}  # when the cached metadata was requested, by time.monotonic
         self._absent: dict[str, float] = {}  # when the last look-up that found no topic began
-        self._asking: dict[str, asyncio.Task[Topic | None]] = {}
+        self._looking_up: dict[str, asyncio.Task[Topic | None]] = {}
 
     def fresh(self, name: str) -> Topic | None:
         """Return the topic if its metadata is fresh, else None; no I/O."""
@@ -168,8 +168,8 @@ class TopicMetadataCache:
             return topic
         if topic.under_min_isr or until + STALE_S <= now:  # callers answer with it, so it must be current
             return None
-        if name not in self._asking:
-            self._start_asking(name)
+        if name not in self._looking_up:
+            self._start_look_up(name)
         return topic
 
     async def get(self, name: str, arrived: float, *, after_arrival: bool = False) -> Topic | None:
@@ -183,7 +183,7 @@ class TopicMetadataCache:
         for _ in range(2):  # a look-up that was already running may have missed a change
             is_recent = topic is not None and not (after_arrival and self._asked_at.get(name, -math.inf) < arrived)
             if not is_recent and self._absent.get(name, -math.inf) < arrived:
-                topic = await shared(self._asking.get(name) or self._start_asking(name))
+                topic = await shared(self._looking_up.get(name) or self._start_look_up(name))
         return topic
 
     @property
@@ -210,8 +210,8 @@ class TopicMetadataCache:
 
     def close(self) -> None:
         """Cancel look-ups that are under way."""
-        for asking in self._asking.values():
-            asking.cancel()
+        for looking_up in self._looking_up.values():
+            looking_up.cancel()
 
     def invalidate(self, name: str) -> None:
         """Drop a topic's cached metadata, which a broker has contradicted."""
@@ -225,13 +225,13 @@ class TopicMetadataCache:
                 async with asyncio.timeout(REFRESH_S):
                     await asyncio.gather(*(self.get(name, time.monotonic()) for name in expired))
 
-    def _start_asking(self, name: str) -> asyncio.Task[Topic | None]:
-        asking = self._asking[name] = asyncio.create_task(self._ask(name))
-        asking.add_done_callback(lambda _: self._asking.pop(name, None))
-        asking.add_done_callback(unwaited)  # `cached` does not await the task
-        return asking
+    def _start_look_up(self, name: str) -> asyncio.Task[Topic | None]:
+        looking_up = self._looking_up[name] = asyncio.create_task(self._look_up(name))
+        looking_up.add_done_callback(lambda _: self._looking_up.pop(name, None))
+        looking_up.add_done_callback(unwaited)  # `cached` does not await the task
+        return looking_up
 
-    async def _ask(self, name: str) -> Topic | None:
+    async def _look_up(self, name: str) -> Topic | None:
         began = time.monotonic()
         last = self._last.get(name)
         try:

@@ -135,13 +135,13 @@ class Rig:
         batches = session.batches(records, leaders)
         async with asyncio.timeout(WAIT_S):
             await session.send(batches, leaders, 5_000)
-            while any(batch.answer and batch.answer[0] in VERIFYING_CODES for batch in batches):
+            while any(batch.response and batch.response[0] in VERIFYING_CODES for batch in batches):
                 await asyncio.sleep(0.05)  # the broker does not know its new setting yet
                 await session.send(batches, leaders, 5_000)
         places = [RecordMetadata(-1, -1)] * len(records)
         for batch in batches:
             result = batch.result(records)
-            assert isinstance(result, list), batch.answer
+            assert isinstance(result, list), batch.response
             for member, place in zip(batch.members, result, strict=True):
                 places[member] = place
         return places

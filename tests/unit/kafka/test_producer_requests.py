@@ -90,7 +90,7 @@ async def test_an_offset_counts_only_in_a_clean_answer(answer: Any, result: obje
     records = [record("a", 0), record("a", 0)]
     (batch,) = session.batches(records, {("a", 0): 1})
     assert isinstance(batch, Batch)
-    batch.answer = answer
+    batch.response = answer
     assert batch.result(records) == result
 
 

@@ -93,7 +93,7 @@ async def test_a_topic_that_kafka_forbids_to_describe_is_not_served_from_the_cac
     failed: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
     assert topic_metadata.cached("orders") is was
-    await asyncio.wait([*topic_metadata._asking.values()])  # no caller waits for it
+    await asyncio.wait([*topic_metadata._looking_up.values()])  # no caller waits for it
     await asyncio.sleep(0)
     gc.collect()
     assert topic_metadata.cached("orders") is None
@@ -126,7 +126,7 @@ async def test_absent_topics_are_remembered_within_a_bound(monkeypatch: pytest.M
     assert await topic_metadata.get("orders", time.monotonic()) is not None
     assert list(topic_metadata._known) == ["orders"]
     assert list(topic_metadata._absent) == ["nobody-7", "nobody-8", "nobody-9"]
-    assert not topic_metadata._asking
+    assert not topic_metadata._looking_up
 
 
 async def test_a_topic_that_stays_absent_is_forgotten_when_no_request_can_need_it_any_more(
