@@ -129,6 +129,7 @@ class EventsEndpoint:
             )
 
     def _post_event(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
+        """Parse the event of a `POST /events`, or its batch of CloudEvents, and write it. Raises Problem."""
         if overload := self.admission().overload:
             self._refuse(post, overload, self.admission().load_shedder)
             return
@@ -150,9 +151,11 @@ class EventsEndpoint:
             post.run_in_task(self._or_fail(post, self._write_long(post, found, caller, event)))
 
     async def _write_long(self, post: PostRequest, found: UsedHeaders, caller: Caller, event: Awaitable[Event]) -> None:
+        """Write an event whose JSON is checked in a thread. Raises Problem."""
         self._write_event(post, found, caller, await event)
 
     def _write_event(self, post: PostRequest, found: UsedHeaders, caller: Caller, event: Event) -> None:
+        """Check the caller's topics and rate, then submit the event, after a look-up if needed. Raises Problem."""
         caller.check(event.topic)
         caller.spend(1, post.arrived)
         preference = parse_prefer(found.get(b"prefer"))
@@ -162,10 +165,12 @@ class EventsEndpoint:
             post.run_in_task(self._or_fail(post, self._look_up_first(post, event, preference)))
 
     async def _look_up_first(self, post: PostRequest, event: Event, preference: Preference) -> None:
+        """Submit an event whose topic or schema is not cached. Raises Problem."""
         await self.admission().check(event, post.arrived)
         self._submit(post, event, preference)
 
     def _submit(self, post: PostRequest, event: Event, preference: Preference) -> None:
+        """Submit a checked event; its request is answered when it has a result, or its claim stands (202)."""
         on_claim: asyncio.Future[None] | None = None
         if preference.respond_async:
             on_claim = asyncio.get_running_loop().create_future()
@@ -174,6 +179,7 @@ class EventsEndpoint:
         result.add_done_callback(partial(self._answer_event, post, event.key, preference.applied))
 
     def _post_batch(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
+        """Write the batch of a `POST /events/batch` in a task. Raises Problem (415)."""
         kind = media_type(found.get(b"content-type"))
         traceparent = parse_traceparent(found.get(b"traceparent"))
         if kind == JSON:
@@ -185,6 +191,7 @@ class EventsEndpoint:
     async def _write_batch(
         self, post: PostRequest, raw_key: str | None, traceparent: bytes | None, caller: Caller
     ) -> None:
+        """Write a JSON batch: atomic (201), or each event by itself (207). Raises Problem."""
         if events := await read_batch(post.body, caller.scope, traceparent):
             await self._write_each(post, events, _as_it_is, caller)
             return
@@ -203,6 +210,7 @@ class EventsEndpoint:
     async def _write_cloudevents(
         self, post: PostRequest, key: str | None, traceparent: bytes | None, caller: Caller
     ) -> None:
+        """Write each event of a batch of CloudEvents by itself (207). Raises Problem."""
         if key is not None:
             raise Problem(INVALID_KEY, "Idempotency-Key: the key of each of several CloudEvents is its source and id")
         if post.size > LONG_BYTES:
@@ -214,6 +222,7 @@ class EventsEndpoint:
         await self._write_each(post, parts, parse, caller)
 
     async def _write_each(self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller) -> None:
+        """Write events independently; answer 207 with their results in the order of `parts`. Raises Problem (429)."""
         caller.spend(len(parts), post.arrived)
         steps = in_steps(write_each(self.admission(), parts, parse, post.arrived, caller))
         self._answer(post, 207, JSON_LINE, join_results([render_results(results) async for results in steps]))
@@ -225,6 +234,7 @@ class EventsEndpoint:
         self._answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
 
     def _answer_event(self, post: PostRequest, key: str, applied: bytes, result: asyncio.Future[WriteResult]) -> None:
+        """Answer with the result of an event: 201, or a problem. `applied` is its Preference-Applied line."""
         if post.answered:  # it was answered with 202
             return
         try:
