@@ -9,6 +9,7 @@ import gc
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
@@ -32,6 +33,16 @@ _THREAD: Final = ThreadPoolExecutor(1, "long-json")
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+class Fault(IntEnum):
+    """The kinds of faults that service.native finds (strict_json.pxi)."""
+
+    NOT_JSON = 0
+    NOT_UTF8 = 1
+    TOO_DEEP = 2
+    NAMED_TWICE = 3
+    LONE_SURROGATE = 4
 
 
 def strictly(body: bytes, parse: Callable[[bytes], T]) -> T:
@@ -68,17 +79,17 @@ def not_json(why: str) -> Problem:
 
 
 def _problem_of(body: bytes, fault: int, offset: int, name: bytes) -> Problem:
-    """Describe a fault that service.native has found."""
+    """Describe a fault that service.native has found at this offset; `name` is a duplicate name."""
     match fault:
-        case 0 if body.startswith(_BOM):
+        case Fault.NOT_JSON if body.startswith(_BOM):
             return not_json(BOM)
-        case 1:
+        case Fault.NOT_UTF8:
             return not_json(f"is not UTF-8 (byte {offset})")
-        case 2:
+        case Fault.TOO_DEEP:
             return not_json(TOO_DEEP)
-        case 3:
+        case Fault.NAMED_TWICE:
             return _duplicate_name(name.decode(errors="replace"))
-        case 4:
+        case Fault.LONE_SURROGATE:
             return not_json(LONE_SURROGATE)
     return not_json(f"is not JSON (byte {offset})")
 
