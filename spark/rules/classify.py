@@ -31,7 +31,7 @@ _SLOT: Final = "struct<complete_since_ms: bigint, caught_up_run: bigint>"
 class LogEvidence:
     """What a run knows besides the rows, as Spark constants: how far each log was read, and the timeouts.
 
-    `timeouts_ms` is `max_settle_ms` without the grace.
+    `timeouts_ms` is `max_settle_ms` without the grace, `claim_topics` are ledger and journal.
     """
 
     frozen_ms: int
@@ -49,6 +49,7 @@ class LogEvidence:
     expects_derived_copies: Callable[[Column], Column]
     without_client_duplicates: Callable[[Column], Column]
     callers: tuple[str, ...]
+    claim_topics: tuple[str, ...]
 
     def settled_at_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
         """Return `rule_table.settled_at_ms` with the timeouts of this run."""
@@ -89,6 +90,7 @@ def gather_evidence(plan: Plan, settings: Settings) -> LogEvidence:
         expects_derived_copies=_has_property(plan, lambda name: settings.rules.rule(name).derived),
         without_client_duplicates=_has_property(plan, lambda name: not settings.rules.rule(name).client_duplicates),
         callers=settings.rules.scopes,
+        claim_topics=tuple({log.topic: None for log in (*ledger, *answers)}),
     )
 
 

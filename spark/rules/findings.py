@@ -27,6 +27,10 @@ STUCK: Final = "stuck"
 EVIDENCE_GAP: Final = "evidence_gap"
 CLIENT_DUPLICATE: Final = "client_duplicate"
 DERIVED_COPY: Final = "derived_copy"
+
+UNDECODED: Final = "undecoded"
+"""The cause of an evidence gap: records that could not be decoded."""
+
 KINDS: Final = (DUPLICATE, CONFLICT, CLIENT_DUPLICATE, DERIVED_COPY, LOST, PHANTOM, UNKEYED, STUCK, EVIDENCE_GAP)
 
 ERROR: Final = "error"
@@ -184,11 +188,22 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
     return _by_partition(each.select("accepted_hour", "last_ms", "found.*"), scope)
 
 
-def unkeyed(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
-    """Return the findings about records without either header, by partition: deliveries.ROW → lake.FINDING."""
-    without_id = rows.where((F.col("kind") == UNKEYED) & (F.col("count") > 0) & evidence.audited(F.col("topic")))
-    columns = {"first": F.col("offset"), "last": F.col("offset"), "cause": F.lit(None).cast("string")}
-    return _by_partition(without_id.withColumns(columns), HOUR)
+def without_id(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
+    """Return the findings about records without an id, by partition: deliveries.ROW → lake.FINDING.
+
+    A record with neither header is `unkeyed`. A record that could not be decoded is a gap in the evidence: in ledger or
+    journal it may name any event, in a data topic it may be a copy of any event.
+    """
+    is_reject = F.col("kind") == REJECT
+    reported = evidence.audited(F.col("topic")) | (is_reject & F.col("topic").isin(*evidence.claim_topics))
+    records = rows.where(F.col("kind").isin(UNKEYED, REJECT) & (F.col("count") > 0) & reported)
+    columns = {
+        "kind": F.when(is_reject, EVIDENCE_GAP).otherwise(UNKEYED),
+        "cause": F.when(is_reject, UNDECODED),
+        "first": F.col("offset"),
+        "last": F.col("offset"),
+    }
+    return _by_partition(records.withColumns(columns), HOUR)
 
 
 def _by_partition(each: DataFrame, scope: str) -> DataFrame:

@@ -201,7 +201,7 @@ def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: LogEvid
     return [
         findings.of_ids(suspicious, evidence, findings.HOUR),
         findings.of_partitions(suspicious, findings.HOUR),
-        findings.unkeyed(rows.where("is_clean = 0"), evidence),
+        findings.without_id(rows.where("is_clean = 0"), evidence),
     ]
 
 

@@ -495,16 +495,21 @@ class Script(Copies):
     def unreadable(self) -> None:
         stage = self.chance.choice((1, 2))
         requests = self.ledger.removesuffix("ledger") + "requests"
-        raw = [
-            (self.orders, 0, b"x", [(wire.STAMP_HEADER, b"1;nonsense")]),
-            (self.orders, 1, b"x", [(wire.STAMP_HEADER, b"")]),
-            (self.ledger, self.slot, b"{", []),
-            (self.ledger, self.slot, b'{"v":3,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', []),
-            (requests, 0, b"\xff\xfe", []),
-            (requests, 1, b'{"v":1,"instance":"x","answers":[{"id":"12","fp":"","at":1,"status":201}]}', []),
+        raw: list[tuple[str, int, bytes, tuple[wire.Header, ...]]] = [
+            (self.orders, 0, b"x", ((wire.STAMP_HEADER, b"1;nonsense"),)),
+            (self.orders, 1, b"x", ((wire.STAMP_HEADER, b""),)),
+            (self.ledger, self.slot, b"{", ()),
+            (self.ledger, self.slot, b'{"v":3,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', ()),
+            (requests, 0, b"\xff\xfe", ()),
+            (requests, 1, b'{"v":1,"instance":"x","answers":[{"id":"12","fp":"","at":1,"status":201}]}', ()),
         ]
-        self.stages[stage - 1].raw += raw
-        self.plants.rejects[stage] += len(raw)
+        ts = FROZEN_MS[0] - 1
+        undecoded = [
+            Record(topic, partition, ts, ts, value=value, headers=headers, stage=stage)
+            for topic, partition, value, headers in raw
+        ]
+        self.stages[stage - 1].raw += undecoded
+        self.plants.undecoded += undecoded
 
     def windows(self) -> None:
         """Findings older than the window are not in the report, and leave the report when the window has moved on."""

@@ -184,7 +184,7 @@ class Plants:
     retried: list[Retried] = field(default_factory=list)
     unkeyed: list[Record] = field(default_factory=list)
     unread_gaps: list[UnreadGap] = field(default_factory=list)
-    rejects: Counter[int] = field(default_factory=Counter)
+    undecoded: list[Record] = field(default_factory=list)
     answers: Counter[tuple[int, str]] = field(default_factory=Counter)
     blocked: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
 
@@ -206,6 +206,7 @@ class Plants:
     def _of_partitions(self, stage: int) -> Iterable[Finding]:
         """Return the findings about partitions: evidence gaps and unkeyed records."""
         offsets_of: dict[_Where, list[tuple[int, int]]] = {}
+        where: _Where
         for one in self.ids:
             if not one.shown(stage):
                 continue
@@ -222,9 +223,13 @@ class Plants:
         for record in self.unkeyed:
             if record.stage <= stage < record.vanished:
                 offsets_of.setdefault(("unkeyed", None, record.topic, record.partition), []).append((record.offset, 1))
+        for record in self.undecoded:
+            if record.stage <= stage:
+                where = ("evidence_gap", "undecoded", record.topic, record.partition)
+                offsets_of.setdefault(where, []).append((record.offset, 1))
         for gap in self.unread_gaps:
             if gap.stage <= stage:
-                where: _Where = ("evidence_gap", gap.cause, gap.topic, gap.partition)
+                where = ("evidence_gap", gap.cause, gap.topic, gap.partition)
                 ends = [(gap.first, 0), (max(gap.last - 1, gap.first), gap.last - gap.first)]
                 # Claims on these offsets do not count again.
                 claimed = [(offset, 0) for offset, _ in offsets_of.get(where, ()) if gap.first <= offset < gap.last]
@@ -389,7 +394,7 @@ def compare(plants: Plants, stage: int, document: Mapping[str, Any], status: int
     compared: list[tuple[str, Any, Any]] = [
         ("balance", plants.balance(stage), {name: n for name, n in document["balance"].items() if n}),
         ("requests", plants.requests(stage), {name: n for name, n in document["requests"].items() if n}),
-        ("rejects", sum(n for since, n in plants.rejects.items() if since <= stage), document["evidence"]["rejects"]),
+        ("rejects", sum(one.stage <= stage for one in plants.undecoded), document["evidence"]["rejects"]),
         (
             "held up",
             plants.blocked.get(stage, set()),

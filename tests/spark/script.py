@@ -90,7 +90,7 @@ class Stage:
     bare: list[Record] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    raw: list[tuple[str, int, bytes, list[wire.Header]]] = field(default_factory=list)
+    raw: list[Record] = field(default_factory=list)
 
 
 class Builder:

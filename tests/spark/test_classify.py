@@ -9,6 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Rules, SharedSettings
+from spark.reading import decode
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Log, LogGap, OffsetGuarantee, Plan
 from spark.rules import causes, findings
 from spark.rules.classify import LogEvidence, classify, classify_clean, gather_evidence
@@ -507,6 +508,28 @@ def test_every_finding_has_its_kind_cause_and_count(spark: SparkSession) -> None
         ("lost", "lost", "ledger", 2),
         ("both", "conflict", "foreign_writer", 2),
         ("both", "phantom", None, 2),
+    }
+
+
+def test_records_without_an_id_are_unkeyed_or_could_not_be_decoded(spark: SparkSession) -> None:
+    undecoded: dict[str, Any] = {"reject": {"reason": "a reason", "content": b"x"}}
+    rejected: dict[str, Any] = {"kind": decode.REJECT, "writer": None, **undecoded}
+    records = [
+        copy(1, kind=decode.UNKEYED, writer=None),
+        copy(2, **rejected),
+        copy(4, **rejected),
+        copy(3, topic="other", **rejected),
+        {**entry(7, topic="fencepost.ledger", **undecoded), "status": None},
+        {**entry(8, topic="fencepost.requests", **undecoded), "status": None},
+    ]
+    seen = gather_evidence(plan(), settings(topics=("t",)))
+    names = ("kind", "cause", "topic", "count", "first_offset", "last_offset")
+    found = findings.without_id(reduced(spark, records), seen).select(*names).collect()
+    assert {tuple(row) for row in found} == {
+        ("unkeyed", None, "t", 1, 1, 1),
+        ("evidence_gap", "undecoded", "t", 2, 2, 4),
+        ("evidence_gap", "undecoded", "fencepost.ledger", 1, 7, 7),
+        ("evidence_gap", "undecoded", "fencepost.requests", 1, 8, 8),
     }
 
 

@@ -43,7 +43,9 @@ def test_foreign_records_get_ids_and_undecodable_records_are_kept(
     history.answers(['{"id":"12","fp":"","at":1,"status":201}'])
     identity = {topic: "get_json_object(cast(value as string), '$.id')"}
     ran = audit(history, identity=identity, topics=(topic,))
-    assert ran.findings() == {("duplicate", "foreign_writer", "a"), ("unkeyed", None, f"{topic}[0]")}
+    ledger, requests = wire.ledger_topic(history.namespace), wire.requests_topic(history.namespace)
+    undecoded = {("evidence_gap", "undecoded", f"{name}[0]") for name in (topic, ledger, requests)}
+    assert ran.findings() == {("duplicate", "foreign_writer", "a"), ("unkeyed", None, f"{topic}[0]"), *undecoded}
     (twice,) = [one for one in ran.document["findings"] if one["kind"] == "duplicate"]
     assert (twice["id"], [copy["offset"] for copy in twice["coordinates"]]) == (wire.event_id("a").hex(), [0, 2])
     assert [one["count"] for one in ran.document["findings"] if one["kind"] == "unkeyed"] == [3]

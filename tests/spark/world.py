@@ -11,7 +11,7 @@ from service.contract import wire
 from tests.spark.generator import Script
 from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.oracle import Plants, Record
-from tests.spark.script import CALLERS, FROZEN_MS, LEDGER_BEGINS_MS, SLOTS, Answer, Stage, Transaction
+from tests.spark.script import CALLERS, LEDGER_BEGINS_MS, SLOTS, Answer, Stage, Transaction
 
 # The scripts' timestamps are long ago: retention must not delete their records.
 FOREVER = {
@@ -89,7 +89,7 @@ class World:
             whole.retried += one.retried
             whole.unkeyed += one.unkeyed
             whole.unread_gaps += one.unread_gaps
-            whole.rejects += one.rejects
+            whole.undecoded += one.undecoded
             whole.answers += one.answers
             for stage, partitions in one.blocked.items():
                 whole.blocked.setdefault(stage, set()).update(partitions)
@@ -183,9 +183,7 @@ class World:
                 self._ledger(producer, Writer(entry.slot, 1), [made], entry.ts, ids)
             producer.commit_transaction(TIMEOUT_S)
         self._journal(plain, stage.answers)
-        for topic, partition, value, headers in stage.raw:
-            plain.produce(topic, value, partition=partition, headers=list(headers), timestamp=FROZEN_MS[0] - 1)
-        plain.flush(TIMEOUT_S)
+        self._send(plain, stage.raw)
 
     def _transaction(self, script: Script, transaction: Transaction) -> None:
         if transaction.outcome == "open":
