@@ -265,7 +265,7 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     return rows.select(
         F.when(valid, F.unhex(entry["id"])).otherwise(_part_id(undecoded)).alias("id"),
         *(F.when(valid, entry[name]).otherwise(F.col(name)).alias(name) for name in ("topic", "partition", "offset")),
-        F.when(valid, _acceptance(entry["at"], plausible(entry["ts"], F.col("timestamp_ms"), frozen_ms), frozen_ms))
+        F.when(valid, _acceptance(entry["at"], plausible(entry["ts"], frozen_ms, frozen_ms), frozen_ms))
         .otherwise(F.col("timestamp_ms"))
         .alias("accepted_ms"),
         "timestamp_ms",
@@ -360,7 +360,8 @@ def _acceptance(accepted_ms: Column, recorded_ms: Column, frozen_ms: int) -> Col
     """Return an acceptance, or the timestamp of its record if the acceptance is not plausible.
 
     A record, its ledger entry and its answers have the same acceptance, so a run decides the same about each, and they
-    count in one hour. A ledger entry names the record's timestamp; for an answer that of its journal record stands in.
+    count in one hour. A ledger entry names the record's timestamp; if that is not plausible either, both take the run's
+    time. For an answer the timestamp of its journal record stands in.
     """
     return plausible(accepted_ms, recorded_ms, frozen_ms)
 

@@ -89,6 +89,19 @@ def test_a_record_and_its_claims_have_the_same_acceptance_whatever_it_is(spark: 
     assert copies[:3] == [times[0], times[1], ts]
 
 
+def test_an_entry_and_its_record_have_the_same_acceptance_also_if_no_time_is_plausible(spark: SparkSession) -> None:
+    id, fp, frozen_ms = bytes(16), bytes(8), NOW_MS + HOUR_MS
+    stamp = wire.Stamp(id, fp, FAR_FUTURE_MS, 0, 1, 0, "a:1")
+    entry = wire.Entry(id, fp, FAR_FUTURE_MS, "t", 0, 0, FAR_FUTURE_MS)
+    common = {"topic": "t", "partition": 0, "offset": 0}
+    header = {"key": wire.STAMP_HEADER, "value": stamp.encode()}
+    record = {**common, "timestamp_ms": FAR_FUTURE_MS, "headers": [header]}
+    ledger = {**common, "timestamp_ms": NOW_MS, "value": wire.LedgerRecord(0, 1, 0, "a:1", [entry]).encode()}
+    (copied,) = decode.deliveries(spark.createDataFrame([record], source.SCHEMA), frozen_ms).collect()
+    (entered,) = decode.ledger(spark.createDataFrame([ledger], source.SCHEMA), frozen_ms).collect()
+    assert copied["accepted_ms"] == entered["accepted_ms"] == frozen_ms
+
+
 @pytest.mark.long
 def test_a_view_of_implausible_times_is_the_same_in_one_run_and_in_many(
     spark: SparkSession, history: History, audit: Audit
