@@ -44,8 +44,9 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
     """Carry out one run, or the rest of an interrupted run; CannotRun if that is not possible.
 
     An interrupted run that has merged its records is finished with the options of its plan: other options could need
-    records that it has not read. A resumed run has the `skip_ids` of its plan too: it may have committed its findings,
-    and Delta skips a second commit. If this command line has other options, a run with these follows in this process.
+    records that it has not read. A resumed run has the `skip_ids` and `keep_days` of its plan too: it may have
+    committed its findings, and Delta skips a second commit. If this command line has other options, a run with these
+    follows in this process.
 
     Each step that writes is idempotent for the run's number. The order is progress (the plan), deliveries, rejects,
     findings, verdicts, runs; the clean-up comes last and may be repeated. A step reads the results of earlier steps
@@ -200,10 +201,12 @@ class _Run:
         self.settings = settings
         topics = ",".join(settings.options.topics) or "(none)"
         ids = "with" if settings.options.skip_ids else "without"
+        days = settings.options.keep_days or "(all)"
         self.on_progress(
             f"run {interrupted.run} was planned with other options (--topics {topics}, --grace-s "
-            f"{settings.options.grace_s}, --window-h {settings.options.window_h}, {ids} --skip-ids, its key retention, "
-            "rules or timeouts): finishing it with its own options, then starting a run with those of this command line"
+            f"{settings.options.grace_s}, --window-h {settings.options.window_h}, --keep-days {days}, {ids} "
+            "--skip-ids, its key retention, rules or timeouts): finishing it with its own options, then starting a run "
+            "with those of this command line"
         )
 
     def _report_identities(self) -> None:

@@ -106,7 +106,8 @@ def freeze(
     run = run or (last_plan.run + 1 if last_plan else 1)
     logs = [_with_caught_up_run(log, run) for log in _with_later_end(admin, logs)]
     all_logs = (*logs, *_carried(last_plan, logs, selection))
-    return Plan(run, now_ms, options_of(settings), all_logs, settings.options.skip_ids)
+    options = settings.options
+    return Plan(run, now_ms, options_of(settings), all_logs, options.skip_ids, options.keep_days or 0)
 
 
 class _Selection:

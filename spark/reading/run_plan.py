@@ -103,8 +103,9 @@ _ZERO_IF_MISSING: Final = ("caught_up_run", "behind_run", "behind_end", "first_r
 class Plan:
     """The logs that a run reads, and the options that its verdicts depend on (JSON, see `options_of`).
 
-    `skip_ids`: whether the run skips the pass over all ids; None in plans of an earlier version. It is not one of the
-    options: another value does not change the verdict of an hour.
+    `skip_ids`: whether the run skips the pass over all ids; `keep_days`: how many days the lake keeps, 0 for all. Both
+    are None in plans of an earlier version. They are not among the options: other values do not change the verdict of
+    an hour.
     """
 
     run: int
@@ -112,6 +113,7 @@ class Plan:
     options: str
     logs: tuple[Log, ...] = field(repr=False)
     skip_ids: bool | None = None
+    keep_days: int | None = None
 
     def spans(self, role: str) -> dict[TopicPartition, Span]:
         """Return the offsets that the run reads of the audited logs of a role."""
@@ -145,7 +147,7 @@ class Plan:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the plan as rows of `progress`."""
-        head = {"run": self.run, "frozen_ms": self.frozen_ms, "options": self.options, "skip_ids": self.skip_ids}
+        head = {name: getattr(self, name) for name in ("run", "frozen_ms", "options", "skip_ids", "keep_days")}
         return [{**head, **asdict(log)} for log in self.logs]
 
     @classmethod
@@ -172,7 +174,8 @@ class Plan:
             logs.append(Log(**values, gaps=gaps, blocking_transaction=blocking_transaction, guarantees=guarantees))
         if head is None:
             return None
-        return cls(head["run"], head["frozen_ms"], head["options"], tuple(logs), head.get("skip_ids"))
+        kept = head.get("skip_ids"), head.get("keep_days")
+        return cls(head["run"], head["frozen_ms"], head["options"], tuple(logs), *kept)
 
 
 def spans_of(logs: Iterable[Log], role: str) -> dict[TopicPartition, Span]:
@@ -235,9 +238,12 @@ def resumed_settings(plan: Plan, now: Settings) -> Settings:
     The result equals `now` if the plan was made with the same options.
     """
     settings = now if plan.options == options_of(now) else settings_of(plan.options, now)
-    if plan.skip_ids is None:
-        return settings
-    return replace(settings, options=replace(settings.options, skip_ids=plan.skip_ids))
+    options = settings.options
+    if plan.skip_ids is not None:
+        options = replace(options, skip_ids=plan.skip_ids)
+    if plan.keep_days is not None:
+        options = replace(options, keep_days=plan.keep_days or None)
+    return replace(settings, options=options)
 
 
 Value = TypeVar("Value")

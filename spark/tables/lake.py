@@ -76,6 +76,7 @@ PROGRESS: Final = {
     "first_record_ms": "bigint",
     "leader_epoch": "int",
     "skip_ids": "boolean",
+    "keep_days": "int",
 }
 
 PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"}

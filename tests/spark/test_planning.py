@@ -253,6 +253,16 @@ def test_what_a_plan_of_an_earlier_version_lacks_is_taken_from_the_command_line(
     assert found.options.identity == {}
 
 
+@pytest.mark.parametrize(("planned", "ours"), [(8, None), (None, 8), (8, 9)])
+def test_a_run_is_resumed_with_the_kept_days_of_its_plan(
+    cluster: FakeAdmin, planned: int | None, ours: int | None
+) -> None:
+    plan = Plan.from_rows(freeze(cluster, named={"orders"}, keep_days=planned).rows())
+    assert plan is not None
+    found = run_plan.resumed_settings(plan, settings(keep_days=ours))
+    assert found == settings(keep_days=planned) != settings(keep_days=ours)
+
+
 @pytest.mark.parametrize(("planned", "ours"), [(True, False), (False, True)])
 def test_a_run_is_resumed_with_or_without_the_pass_over_all_ids_as_it_was_planned(
     cluster: FakeAdmin, planned: bool, ours: bool
@@ -271,9 +281,10 @@ def test_a_run_is_resumed_with_or_without_the_pass_over_all_ids_as_it_was_planne
 
 def test_a_plan_of_an_earlier_version_takes_the_pass_over_all_ids_from_the_command_line(cluster: FakeAdmin) -> None:
     rows = freeze(cluster, named={"orders"}).rows()
-    plan = Plan.from_rows([{name: row[name] for name in row.keys() - {"skip_ids"}} for row in rows])
+    plan = Plan.from_rows([{name: row[name] for name in row.keys() - {"skip_ids", "keep_days"}} for row in rows])
     assert plan is not None
-    assert run_plan.resumed_settings(plan, settings(skip_ids=True)) == settings(skip_ids=True)
+    ours = settings(skip_ids=True, keep_days=8)
+    assert run_plan.resumed_settings(plan, ours) == ours
 
 
 def test_the_next_run_starts_at_the_end_of_the_last_one(cluster: FakeAdmin) -> None:
