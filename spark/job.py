@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 from pyspark import StorageLevel
@@ -43,6 +44,8 @@ class Outcome:
 def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms: int | None = None) -> Outcome:
     """Carry out one run, or the rest of an interrupted run; CannotRun if that is not possible.
 
+    `now_ms` replaces the clock, which each run reads when it makes its plan.
+
     An interrupted run that has merged its records is finished with the options of its plan: other options could need
     records that it has not read. A resumed run has the `skip_ids` and `keep_days` of its plan too: it may have
     committed its findings, and Delta skips a second commit. If this command line has other options, a run with these
@@ -54,7 +57,6 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
     """
     decode.check_identities(spark, settings.options.identity)
     with lock.held(spark, settings.options.lake):
-        now_ms = int(time.time() * 1000) if now_ms is None else now_ms
         first_run = _Run(spark, settings, on_progress, now_ms)
         outcome = first_run.carry_out()
         if first_run.settings == settings:
@@ -84,13 +86,19 @@ def last_pass_of(last_run: Mapping[str, Any] | None) -> int:
 
 
 class _Run:
-    """The state of a run. `finished` is the number of an interrupted run that this process has finished first.
+    """The state of a run. `finished` is the number of an interrupted run that this process has finished first, `now_ms`
+    the time of the plan (None: by the clock).
 
     `last_plan` is the plan of the last finished run, `kept_from` the first hour that the lake keeps ("" for all).
     """
 
     def __init__(
-        self, spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms: int, finished: int | None = None
+        self,
+        spark: SparkSession,
+        settings: Settings,
+        on_progress: OnProgress,
+        now_ms: int | None,
+        finished: int | None = None,
     ) -> None:
         self.spark = spark
         self.settings = settings
@@ -166,11 +174,11 @@ class _Run:
                 return interrupted, True
             self.on_progress(f"run {interrupted.run} was interrupted before its merge; planning it again")
         self._report_identities()
+        now_ms = int(time.time() * 1000) if self.now_ms is None else self.now_ms
         with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
             # Not the number of the interrupted run: its writes would count as writes of this run.
-            plan = planning.freeze(
-                admin, self.settings, self.last_plan, self.now_ms, self._discover, self._named, newest + 1
-            )
+            discover = partial(self._discover, now_ms)
+            plan = planning.freeze(admin, self.settings, self.last_plan, now_ms, discover, self._named, newest + 1)
         rows = wire_expressions.rows_of(self.spark, lake.schema("progress"), plan.rows())
         if interrupted is None:
             self.lake.append("progress", rows, plan.run)
@@ -238,12 +246,12 @@ class _Run:
         with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
             return publish.prepare(admin, self.settings.shared.namespace)
 
-    def _discover(self, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
+    def _discover(self, frozen_ms: int, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
         """Return those of the topics that ledger or journal name; the decoded claims are kept for the merge."""
         spans = run_plan.spans_of(logs, LEDGER), run_plan.spans_of(logs, REQUESTS)
         unread = sum(log.end - log.start for log in logs)
         parts = session.size_for(self.spark, min(unread, self.settings.options.max_records or unread))
-        claims = deliveries.summarize(self._read_claims(spans, self.now_ms), parts)
+        claims = deliveries.summarize(self._read_claims(spans, frozen_ms), parts)
         claims.persist(StorageLevel.MEMORY_AND_DISK)
         self._release_claims()
         self.claims = spans, claims

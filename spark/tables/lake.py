@@ -97,8 +97,9 @@ VERDICT: Final = {
 }
 """The columns of a changed verdict. An id that was always `delivered_once` has no row.
 
-`verdict` is a category of the balance, `phantom`, or null if the id has no verdict any more; `before` is the verdict
-until then, null for the first verdict.
+`verdict` is a category of the balance. For an id that was not accepted it is `phantom`, `pending` until that can be
+decided, or `evidence_gap` if it cannot. It is null if the id has no verdict any more. `before` is the verdict until then,
+null for the first verdict.
 """
 
 REJECT: Final = {

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,9 +23,11 @@ from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
 from spark import job
 from spark.errors import AnotherRun, CannotRun
+from spark.reading import planning
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.report import document, publish
 from spark.rules import balance
+from spark.settings import Options, Settings
 from spark.tables import lake, lock
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
@@ -371,6 +374,35 @@ def test_the_first_records_of_logs_are_read_also_past_transaction_markers(
         assert broker.timestamps_at({(topic, 0): one.offset + 2}) == {}
         (two,) = history.deliver(producer, ONE, topic, ["two"], ts=one.ts + 1)
         assert broker.timestamps_at({(topic, 0): one.offset + 1}) == {(topic, 0): two.ts}
+
+
+def test_the_time_of_a_run_is_that_of_its_plan_also_after_another_run_in_the_process(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger that is recreated while an interrupted run is finished would count as complete since before."""
+    clock_s, planned_at = [1_700_000_000], []
+
+    def freeze(admin: Any, settings: Settings, last_plan: Any, now_ms: int, *more: Any) -> Any:
+        planned_at.append(now_ms)
+        raise Cut
+
+    monkeypatch.setattr(planning, "freeze", freeze)
+    monkeypatch.setattr(job, "time", SimpleNamespace(time=lambda: clock_s[0]))
+
+    def finish_interrupted(self: Any) -> Any:
+        if self.finished is not None:
+            return carry_out(self)
+        # The interrupted run had other options, and finishing it took an hour.
+        self.settings = None
+        clock_s[0] += 3600
+        return SimpleNamespace(document={"run": {"number": 7}})
+
+    carry_out = job._Run.carry_out
+    monkeypatch.setattr(job._Run, "carry_out", finish_interrupted)
+    settings = Settings(shared=SharedSettings(), options=Options(lake=str(tmp_path / "lake"), report=str(tmp_path)))
+    with pytest.raises(Cut):
+        job.run(spark, settings, lambda line: None)
+    assert planned_at == [1_700_003_600_000]
 
 
 @pytest.mark.long
