@@ -168,7 +168,12 @@ class _Run:
         if self.last_plan is not None:
             self._check_namespace(self.last_plan.options)
         if interrupted is not None:
-            if self._can_resume(interrupted):
+            can_resume = self._can_resume(interrupted)
+            if not can_resume:
+                # A run that has lost its lease may be alive, and about to merge. It merges now, or not any more.
+                self.lake.fence(interrupted.run)
+                can_resume = self._has_merged(interrupted)
+            if can_resume:
                 self.on_progress(f"resuming run {interrupted.run}, which was interrupted")
                 self._use_options_of(interrupted)
                 return interrupted, True
@@ -300,8 +305,8 @@ class _Run:
             rows = deliveries.with_vanished(rows, self.lake.read("deliveries"), vanished, plan.run)
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
-        if not self.lake.exists("deliveries"):
-            # There is no table to merge into. Rebalanced by hour, so that a run over a long history writes few files.
+        if self.last_plan is None or not self.lake.exists("deliveries"):
+            # There are no rows to merge into. Rebalanced by hour, so that a run over a long history writes few files.
             with self.timer.step("read and write records"):
                 self.lake.append("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
             return

@@ -98,8 +98,8 @@ VERDICT: Final = {
 """The columns of a changed verdict. An id that was always `delivered_once` has no row.
 
 `verdict` is a category of the balance. For an id that was not accepted it is `phantom`, `pending` until that can be
-decided, or `evidence_gap` if it cannot. It is null if the id has no verdict any more. `before` is the verdict until then,
-null for the first verdict.
+decided, or `evidence_gap` if it cannot. It is null if the id has no verdict any more. `before` is the verdict until
+then, null for the first verdict.
 """
 
 REJECT: Final = {
@@ -247,6 +247,10 @@ class Lake:
     def append(self, name: str, rows: DataFrame, run: int) -> None:
         """Append rows; skipped if this run has appended to the table before."""
         self._writer(name, rows, "append", run).save(self.path(name))
+
+    def fence(self, run: int) -> None:
+        """Let Delta skip what this run has not yet written to `deliveries`: an empty commit with its number."""
+        self.append("deliveries", wire_expressions.rows_of(self.spark, schema("deliveries"), []), run)
 
     def add(self, name: str, rows: DataFrame) -> None:
         """Append rows, at every call."""

@@ -37,8 +37,9 @@ def held(spark: SparkSession, root: str) -> Iterator[None]:
 
     On a local disk the JVM locks a file: the operating system releases that lock when the JVM dies, and not before its
     last writing thread has ended. Elsewhere the lock is a lease: a row in a Delta table, and Delta lets only one of two
-    concurrent commits succeed. If a run outlives its lease, both runs write with the same transaction number
-    (`txnVersion`), and Delta skips the second write.
+    concurrent commits succeed. If a run outlives its lease, the next run either resumes it, so that both write with the
+    same transaction number (`txnVersion`) and Delta skips the second write, or fences it (`Lake.fence`) before it plans
+    the same records again.
     """
     path = files.local(spark, root)
     with _locked(spark, root, path) if path is not None else _leased(spark, root):

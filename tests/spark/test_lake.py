@@ -306,6 +306,23 @@ def test_a_claim_past_the_end_of_a_log_that_was_blocked_is_marked_once(spark: Sp
     assert tables.read("deliveries").where("run = 3").isEmpty()
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_fenced_run_writes_no_deliveries_any_more(spark: SparkSession, tmp_path: Path, is_new: bool) -> None:
+    """The next run has planned the same records again, under another number."""
+    tables = lake.Lake(spark, str(tmp_path))
+    if not is_new:
+        tables.append("deliveries", reduced(spark, [copy(1), entry(1)]), 1)
+    tables.fence(2)
+    stale = reduced(spark, [entry(1), copy(2), entry(2)], 2).localCheckpoint()
+    if is_new:
+        tables.append("deliveries", stale, 2)
+    tables.merge(stale, hours.of(stale), 2)
+    rows = reduced(spark, [entry(1), copy(2), entry(2)], 3).localCheckpoint()
+    tables.merge(rows, hours.of(rows), 3)
+    found = {row["offset"]: (row["entries_count"], row["run"]) for row in tables.read("deliveries").collect()}
+    assert found == {1: (1 if is_new else 2, 3), 2: (1, 3)}
+
+
 def test_a_proven_loss_is_marked_without_a_new_run_and_stays_so(spark: SparkSession, tmp_path: Path) -> None:
     tables = lake.Lake(spark, str(tmp_path))
     rows = reduced(spark, [copy(1), entry(1), entry(99), entry(100)])
