@@ -183,7 +183,9 @@ class _Run:
         with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
             # Not the number of the interrupted run: its writes would count as writes of this run.
             discover = partial(self._discover, now_ms)
-            plan = planning.freeze(admin, self.settings, self.last_plan, now_ms, discover, self._named, newest + 1)
+            plan = planning.freeze(
+                admin, self.settings, self.last_plan, now_ms, discover, self._topics_in_lake, newest + 1
+            )
         rows = wire_expressions.rows_of(self.spark, lake.schema("progress"), plan.rows())
         if interrupted is None:
             self.lake.append("progress", rows, plan.run)
@@ -267,7 +269,7 @@ class _Run:
         if self.claims is not None:
             self.claims[1].unpersist()
 
-    def _named(self) -> set[str]:
+    def _topics_in_lake(self) -> set[str]:
         """Return the topics that ledger or journal name, from what earlier runs have merged."""
         return _topics(self.lake.read("deliveries").where(deliveries.WRITTEN))
 

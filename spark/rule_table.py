@@ -69,7 +69,7 @@ def is_undecided(settled_at_ms: Column, decided_until_ms: Column | int) -> Colum
 # -------------------------------------------------------------------------------------------------------- claims
 
 
-def is_duplicate_claim(entered: Column) -> Column:
+def is_also_entered(entered: Column) -> Column:
     """Check whether a 201 names an offset that the ledger names too: both are one claim."""
     return entered
 
@@ -103,16 +103,21 @@ def is_not_yet_read(beyond: Column, was_past_end: Column, past_end: Column) -> C
 
 
 def is_of_earlier_topic(
-    named: Column, topic_id: Column, seen_ms: Column, recreated_at_ms: Column, first_record_ms: Column, settled: Column
+    claimed_id: Column,
+    topic_id: Column,
+    seen_ms: Column,
+    recreated_at_ms: Column,
+    first_record_ms: Column,
+    settled: Column,
 ) -> Column:
     """Check whether a claim is about a topic that has been deleted and recreated since.
 
-    `named` is the topic's id by the ledger entry. Without that id, times decide: the claim is older than the first
+    `claimed_id` is the topic's id by the ledger entry. Without that id, times decide: the claim is older than the first
     run that saw the present topic, or older than the first record of the log. A claim that is not settled may still
     get its record: as the first record, or because the service does not know the new topic id yet.
     """
     by_time = (seen_ms < recreated_at_ms) | (settled & (seen_ms < first_record_ms))
-    return F.when(named.isNotNull(), settled & (named != topic_id)).otherwise(by_time)
+    return F.when(claimed_id.isNotNull(), settled & (claimed_id != topic_id)).otherwise(by_time)
 
 
 def is_below(offset: Column, first: Column) -> Column:
@@ -189,13 +194,13 @@ def gap_count(counted_with_log: Column) -> Column:
 ANSWER_COUNTS: Final = ("answered_201", "answered_202", "answered_503", "answered_504", "answered_other")
 
 
-def is_unclaimed(entries: Column, named: Column, idempotent: Column, answered: Column) -> Column:
+def is_unclaimed(entries: Column, has_201: Column, idempotent: Column, answered: Column) -> Column:
     """Check whether no claim covers a copy with Fencepost's header.
 
-    There is no ledger entry and no 201 that names the copy. A copy with the guarantee `idempotent` has no ledger
-    entry by design: there any answer is enough.
+    There is no ledger entry, and no 201 that names the copy (`has_201`). A copy with the guarantee `idempotent` has no
+    ledger entry by design: there any answer is enough.
     """
-    return (entries == 0) & ~named & ~(idempotent & answered)
+    return (entries == 0) & ~has_201 & ~(idempotent & answered)
 
 
 def is_ledger_behind(read_run: Column, caught_up_run: Column) -> Column:
@@ -206,8 +211,9 @@ def is_ledger_behind(read_run: Column, caught_up_run: Column) -> Column:
     return read_run > caught_up_run
 
 
-def is_blocked(decided_until_ms: int, frozen_ms: int) -> bool:
-    """Check whether ledger or journal is blocked, so that the record that settles a 202 or 504 may come much later."""
+def is_undecided_at_freeze(decided_until_ms: int, frozen_ms: int) -> bool:
+    """Check whether ledger or journal is not decided up to the freeze: the record that settles a 202 or 504 may come
+    much later."""
     return decided_until_ms < frozen_ms
 
 
@@ -220,13 +226,13 @@ def is_before_evidence(complete_since_ms: Column, accepted_at: Column, timestamp
     return complete_since_ms.isNull() | (complete_since_ms > accepted_at)
 
 
-def complete_since(oldest_ms: int, of_topic_ms: Iterable[int], *, whole: bool) -> int:
+def complete_since(oldest_ms: int, of_topic_ms: Iterable[int], *, has_first_record: bool) -> int:
     """Return the time from which on all records of a log are known.
 
-    That is the time of the log's oldest record. If the log still has its first record (`whole`), it is the time of the
-    oldest record in any log of the topic, since the topic existed then; older records were of an earlier topic.
+    That is the time of the log's oldest record. If the log still has its first record, it is the time of the oldest
+    record in any log of the topic, since the topic existed then; older records were of an earlier topic.
     """
-    return min(of_topic_ms) if whole else oldest_ms
+    return min(of_topic_ms) if has_first_record else oldest_ms
 
 
 def is_within(offset: Column, first: Column, end: Column) -> Column:
@@ -243,7 +249,7 @@ def is_freed(freed_ms: Column, in_doubt_ms: Column) -> Column:
 
 
 def is_accepted(
-    promised: Column,
+    entries_and_201s: Column,
     answered_202: Column,
     answered_504: Column,
     freed: Column,
@@ -252,12 +258,12 @@ def is_accepted(
 ) -> Column:
     """Check whether an id counts as accepted.
 
-    The id is in the ledger or answered 201 (`promised`), or answered 202 or 504. A 202 or 504 does not count if its
-    claim was freed, or if rows of another hour settle the answer (`settled_elsewhere`), and this hour has no record
-    with Fencepost's header.
+    The id is in the ledger or answered 201 (`entries_and_201s`), or answered 202 or 504. A 202 or 504 does not count
+    if its claim was freed, or if rows of another hour settle the answer (`settled_elsewhere`), and this hour has no
+    record with Fencepost's header.
     """
     in_doubt = answered_202 + answered_504 > 0
-    return (promised > 0) | (in_doubt & ~((freed | settled_elsewhere) & (with_header == 0)))
+    return (entries_and_201s > 0) | (in_doubt & ~((freed | settled_elsewhere) & (with_header == 0)))
 
 
 def settles_doubt(has_header: Column, entries: Column, answered_201: Column) -> Column:
@@ -418,7 +424,7 @@ def copies_kind(conflicting: Column) -> Column:
 # --------------------------------------------------------------------------------------------- client duplicates
 
 
-def is_own_time(timestamp: Column, accepted_at: Column, timeouts_ms: int) -> Column:
+def is_client_timestamp(timestamp: Column, accepted_at: Column, timeouts_ms: int) -> Column:
     """Check whether the client set a record's timestamp: the service sets one within its timeouts after the claim."""
     return ~timestamp.between(accepted_at, accepted_at + timeouts_ms)
 

@@ -111,10 +111,10 @@ def _row(row: Row) -> Iterator[str]:
 
 
 def _writer(copy: Mapping[str, Any]) -> str:
-    named = "in the ledger" if copy["ledger_rank"] == 0 else "not in the ledger"
+    place = "in the ledger" if copy["ledger_rank"] == 0 else "not in the ledger"
     if copy["slot"] is None:
-        return f"{named}, without Fencepost's header"
-    return f"{named}, slot {copy['slot']}, producer {copy['pid']} epoch {copy['epoch']}, {copy['instance']}"
+        return f"{place}, without Fencepost's header"
+    return f"{place}, slot {copy['slot']}, producer {copy['pid']} epoch {copy['epoch']}, {copy['instance']}"
 
 
 def _record(row: Row) -> Iterator[str]:

@@ -139,14 +139,14 @@ def with_own_identity(records: DataFrame) -> DataFrame:
     `own_id` is the id in Fencepost's header, null without that header; `own_key` the idempotency key in the record's
     header; `own_fingerprint` the fingerprint of a request for this record without a partition.
     """
-    named = records.select(
+    with_headers = records.select(
         *records.columns,
         _header(wire.STAMP_HEADER).cast("string").alias("fencepost_header"),
         _header(wire.KEY_HEADER).cast("string").alias("own_key"),
     )
     computed, _ = _fingerprints()
     own_id = F.when(F.col("has_fencepost_header"), F.col("header_id")).alias("own_id")
-    return _parse_headers(named).select(*records.columns, own_id, "own_key", computed.alias("own_fingerprint"))
+    return _parse_headers(with_headers).select(*records.columns, own_id, "own_key", computed.alias("own_fingerprint"))
 
 
 def is_record_of(id: Column, has_header: Column, fingerprint: Column, key: Column) -> Column:
@@ -203,7 +203,7 @@ def _parse_headers(read: DataFrame) -> DataFrame:
         "parts", F.when(F.col("fencepost_header").startswith(f"{wire.VERSION};"), F.split("fencepost_header", ";", 9))
     )
     part = [F.get("parts", F.lit(nth)) for nth in range(8)]
-    named = parts.withColumns(
+    with_fields = parts.withColumns(
         {
             "header_id": _unhexed(part[1], wire.ID_BYTES),
             "header_fingerprint": _unhexed(part[2], wire.FINGERPRINT_BYTES),
@@ -214,11 +214,11 @@ def _parse_headers(read: DataFrame) -> DataFrame:
             "instance": part[7],
         }
     )
-    whole = F.size("parts") == len(part)
+    is_valid = F.size("parts") == len(part)
     for name in ("header_id", "header_fingerprint", "header_accepted_ms", "slot", "pid", "epoch"):
-        whole = whole & F.col(name).isNotNull()
-    return named.withColumn(
-        "has_fencepost_header", F.coalesce(whole & F.octet_length("instance").between(1, 64), F.lit(False))
+        is_valid = is_valid & F.col(name).isNotNull()
+    return with_fields.withColumn(
+        "has_fencepost_header", F.coalesce(is_valid & F.octet_length("instance").between(1, 64), F.lit(False))
     )
 
 
@@ -252,10 +252,10 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     """Decode ledger records (source.SCHEMA) into CLAIMS, a row for each entry; begin and empty records have none."""
     read = _bodies(records, LEDGER_SCHEMA, frozen_ms)
     body = F.col("body")
-    whole = body["v"].isin(*sorted(wire.LEDGER_VERSIONS)) & _has_all(body, *rule_table.PRODUCER)
+    is_valid = body["v"].isin(*sorted(wire.LEDGER_VERSIONS)) & _has_all(body, *rule_table.PRODUCER)
     entries = (
-        F.when(whole & F.coalesce(body["begin"], F.lit(False)), F.array().cast(_array_type(LEDGER_SCHEMA)))
-        .when(whole & body["entries"].isNotNull(), body["entries"])
+        F.when(is_valid & F.coalesce(body["begin"], F.lit(False)), F.array().cast(_array_type(LEDGER_SCHEMA)))
+        .when(is_valid & body["entries"].isNotNull(), body["entries"])
         .otherwise(F.array(F.lit(None)).cast(_array_type(LEDGER_SCHEMA)))
     )
     rows = _each(read, entries, "entry", body["topic_ids"])
@@ -273,7 +273,7 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.lit(False).alias("replayed"),
         F.col("position"),
         hash_of(_unhexed(entry["batch"], wire.ID_BYTES)).alias("batch_hash"),
-        hash_of(F.try_element_at("beside", entry["topic"])).alias("topic_id_hash"),
+        hash_of(F.try_element_at("topic_ids", entry["topic"])).alias("topic_id_hash"),
         F.when(~valid, undecoded).alias("reject"),
     )
 
@@ -290,8 +290,8 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
     """
     read = _bodies(records, REQUESTS_SCHEMA, frozen_ms)
     body = F.col("body")
-    whole = (body["v"] == wire.VERSION) & body["answers"].isNotNull()
-    listed = F.when(whole, body["answers"]).otherwise(F.array(F.lit(None)).cast(_array_type(REQUESTS_SCHEMA)))
+    is_valid = (body["v"] == wire.VERSION) & body["answers"].isNotNull()
+    listed = F.when(is_valid, body["answers"]).otherwise(F.array(F.lit(None)).cast(_array_type(REQUESTS_SCHEMA)))
     rows = _each(read, listed, "answer")
     answer = F.col("answer")
     valid = _identified(answer) & _has_all(answer, "at", "status", "topic")
@@ -326,16 +326,16 @@ def _bodies(records: DataFrame, schema: str, frozen_ms: int) -> DataFrame:
     )
 
 
-def _each(read: DataFrame, items: Column, name: str, beside: Column | None = None) -> DataFrame:
-    """Explode the items of each record into rows with `position`, the record's coordinates, `beside`, and `value`.
+def _each(read: DataFrame, items: Column, name: str, topic_ids: Column | None = None) -> DataFrame:
+    """Explode the items of each record into rows with `position`, the record's coordinates, `topic_ids`, and `value`.
 
     `value` has the record's first bytes if the record has no items. The explode is a second step, so that an item's
     row carries these columns only: the whole record in each row would be quadratic.
     """
     broken = F.when(F.get(items, F.lit(0)).isNull(), F.substring("value", 1, CONTENT_MAX))
-    other = F.lit(None) if beside is None else beside
-    narrow = read.select(*_COORDINATES, broken.alias("value"), items.alias("items"), other.alias("beside"))
-    return narrow.select(*_COORDINATES, "value", "beside", F.posexplode("items").alias("position", name))
+    ids = F.lit(None) if topic_ids is None else topic_ids
+    narrow = read.select(*_COORDINATES, broken.alias("value"), items.alias("items"), ids.alias("topic_ids"))
+    return narrow.select(*_COORDINATES, "value", "topic_ids", F.posexplode("items").alias("position", name))
 
 
 def _undecoded(record: str, part: str) -> Column:

@@ -144,9 +144,9 @@ class KafkaAdmin:
         """Return the names of those topics that are compacted."""
         found: set[str] = set()
         resource = self._kafka.common.config.ConfigResource
-        kind = nested(self._spark, "org.apache.kafka.common.config.ConfigResource", "Type").TOPIC
+        of_topic = nested(self._spark, "org.apache.kafka.common.config.ConfigResource", "Type").TOPIC
         for chunk in _chunks(names, TOPICS_A_CALL):
-            resources = {name: resource(kind, name) for name in chunk}
+            resources = {name: resource(of_topic, name) for name in chunk}
             configs = self._request(partial(self._admin.describeConfigs, self._list(resources.values())), "all")
             policies = {name: str(configs.get(key).get("cleanup.policy").value()) for name, key in resources.items()}
             found |= {name for name, policy in policies.items() if "compact" in policy}

@@ -73,7 +73,7 @@ class _Draft:
 Discover = Callable[[Sequence[Log], Sequence[str]], set[str]]
 """Selects the topics that the spans of ledger and journal in these logs name."""
 
-Named = Callable[[], set[str]]
+TopicsInLake = Callable[[], set[str]]
 """Returns the topics that ledger and journal name, by what earlier runs have merged into the lake."""
 
 
@@ -83,7 +83,7 @@ def freeze(
     last_plan: Plan | None,
     now_ms: int,
     discover: Discover,
-    named: Named,
+    topics_in_lake: TopicsInLake,
     run: int | None = None,
 ) -> Plan:
     """Make the plan of the run after `last_plan`, with the number `run`, or the next number.
@@ -93,7 +93,7 @@ def freeze(
     undecided; and an offset that the ledger names lies below the later high watermark, or was never written.
     CannotRun if the ledger does not exist, if --topics matches nothing, or if a request to Kafka fails.
     """
-    selection = _Selection(settings, last_plan, named)
+    selection = _Selection(settings, last_plan, topics_in_lake)
     drafts = _list_selected(admin, selection, last_plan, now_ms, discover, settings.options.max_records)
     drafts = _with_compacted(admin, drafts)
     drafts = _with_complete_since(admin, drafts, now_ms)
@@ -114,19 +114,21 @@ class _Selection:
     """The data topics that a run audits: those of --topics; without --topics those that the rules, the ledger or the
     journal name."""
 
-    def __init__(self, settings: Settings, last_plan: Plan | None, named: Named) -> None:
+    def __init__(self, settings: Settings, last_plan: Plan | None, topics_in_lake: TopicsInLake) -> None:
         namespace = settings.shared.namespace
         self.globs = settings.options.topics
         self._settings = settings
         self._ledger, self._requests = wire.ledger_topic(namespace), wire.requests_topic(namespace)
         self._own = {self._ledger, self._requests, wire.control_topic(namespace), wire.findings_topic(namespace)}
         # Topics that the ledger or the journal names.
-        self._named = set() if self.globs else _audited_before(settings, last_plan, named)
+        self._claimed_topics = set() if self.globs else _audited_before(settings, last_plan, topics_in_lake)
         self._last_data = [log for log in last_plan.logs if log.role in (DATA, UNWANTED)] if last_plan else []
 
     def has(self, name: str) -> bool:
         """Check whether a data topic is selected."""
-        return matches(self.globs, name) if self.globs else name in self._named or _has_rule(self._settings, name)
+        return (
+            matches(self.globs, name) if self.globs else name in self._claimed_topics or _has_rule(self._settings, name)
+        )
 
     def required(self, existing: set[str]) -> dict[str, set[str]]:
         """Return the topics whose ends must be listed, by role; CannotRun if there is nothing to audit."""
@@ -157,7 +159,7 @@ class _Selection:
 
     def add(self, names: set[str]) -> None:
         """Select topics that the ledger or the journal names."""
-        self._named |= names
+        self._claimed_topics |= names
 
 
 def _list_selected(
@@ -263,7 +265,7 @@ def _diverged(
     )
 
 
-def _audited_before(settings: Settings, last_plan: Plan | None, named: Named) -> set[str]:
+def _audited_before(settings: Settings, last_plan: Plan | None, topics_in_lake: TopicsInLake) -> set[str]:
     """Return the topics that a run without --topics audits because of what earlier runs have read.
 
     If the last run had other --topics, its plan does not list all of these: it merged the whole ledger, but audited
@@ -273,7 +275,7 @@ def _audited_before(settings: Settings, last_plan: Plan | None, named: Named) ->
         return set()
     last, now = json.loads(last_plan.options), json.loads(options_of(settings))
     if (last["topics"], last["rules"]) != (now["topics"], now["rules"]):
-        return named()
+        return topics_in_lake()
     return {log.topic for log in last_plan.logs if log.role == DATA}
 
 
@@ -487,7 +489,7 @@ def _with_complete_since(admin: Admin, drafts: list[_Draft], now_ms: int) -> lis
         complete_since_ms = rule_table.complete_since(
             oldest_ms[log.topic_partition],
             of_topics.get(log.topic, []),
-            whole=draft.complete_since is _OldestRecord.OF_TOPIC,
+            has_first_record=draft.complete_since is _OldestRecord.OF_TOPIC,
         )
         return replace(draft, log=replace(log, complete_since_ms=complete_since_ms), complete_since=None)
 

@@ -47,15 +47,15 @@ def _cells(chart: Mapping[str, Any], row: Mapping[str, Any], name: str, y: float
     """Draw the cells of a row; `most` is the number of records in the strongest shade."""
     left, step = _columns(chart)
     wide, tall = max(step - 1.5, step * 0.75), ROW - 2.5
-    for nth, (count, troubled) in enumerate(zip(row["records"], row["troubled"], strict=True)):
-        if not count and not troubled:
+    for nth, (count, of_findings) in enumerate(zip(row["records"], row["troubled"], strict=True)):
+        if not count and not of_findings:
             continue
         x = left + nth * step
         title = f"{name}, {column_name(chart, nth)}: {count:,} records"
-        if troubled:
-            title += f", {troubled:,} in trouble"
-        rule = "bad" if troubled else f"h{shade(count, most)}"
-        dot = f'<circle cx="{x + wide / 2:.1f}" cy="{y + tall / 2:.1f}" r="2.2"/>' if troubled else ""
+        if of_findings:
+            title += f", {of_findings:,} in trouble"
+        rule = "bad" if of_findings else f"h{shade(count, most)}"
+        dot = f'<circle cx="{x + wide / 2:.1f}" cy="{y + tall / 2:.1f}" r="2.2"/>' if of_findings else ""
         yield (
             f'<g class="{rule}"><title>{escape(title)}</title>'
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" rx="2"/>{dot}</g>'

@@ -32,8 +32,8 @@ def drawn(
     """
     audited = set(topics)
     delivered = _delivered(records, audited, first_hour, last_hour)
-    troubled = _troubled(finding_counts, audited, first_hour, last_hour)
-    with_counts = sorted({hour for counts in (*delivered.values(), *troubled.values()) for hour in counts})
+    of_findings = _records_of_findings(finding_counts, audited, first_hour, last_hour)
+    with_counts = sorted({hour for counts in (*delivered.values(), *of_findings.values()) for hour in counts})
     if not with_counts:
         return {"from": None, "hours_a_column": 1, "columns": 0, "rows": [], "partitions_folded": 0}
     start, end = hours.at(with_counts[0]), hours.at(with_counts[-1])
@@ -41,7 +41,7 @@ def drawn(
     step = -(-span // COLUMNS_MAX)
     columns = -(-span // step)
     column_of = {hour: _hours_between(start, hour) // step for hour in with_counts}
-    shown, folded = _shown(delivered, troubled)
+    shown, folded = _shown(delivered, of_findings)
     groups: list[tuple[str | None, int | None, list[RowKey]]] = [
         (topic, None if partition == NO_PARTITION else partition, [(topic, partition)]) for topic, partition in shown
     ]
@@ -52,7 +52,7 @@ def drawn(
             "topic": topic,
             "partition": partition,
             "records": _summed((delivered.get(row, {}) for row in rows_of), columns, column_of),
-            "troubled": _summed((troubled.get(row, {}) for row in rows_of), columns, column_of),
+            "troubled": _summed((of_findings.get(row, {}) for row in rows_of), columns, column_of),
         }
         for topic, partition, rows_of in groups
     ]
@@ -77,7 +77,7 @@ def _delivered(records: RecordCounts, audited: set[str], first_hour: str, last_h
     return found
 
 
-def _troubled(
+def _records_of_findings(
     finding_counts: Iterable[Mapping[str, Any]], audited: set[str], first_hour: str, last_hour: str
 ) -> dict[RowKey, HourCounts]:
     """Sum up the records with findings of the window by row and hour."""
@@ -90,13 +90,13 @@ def _troubled(
 
 
 def _shown(
-    delivered: Mapping[RowKey, HourCounts], troubled: Mapping[RowKey, HourCounts]
+    delivered: Mapping[RowKey, HourCounts], of_findings: Mapping[RowKey, HourCounts]
 ) -> tuple[list[RowKey], list[RowKey]]:
     """Split rows into those that are shown, and those folded into one row: most findings and records first."""
-    rows = sorted({*delivered, *troubled})
+    rows = sorted({*delivered, *of_findings})
     if len(rows) <= ROWS_MAX:
         return rows, []
-    ranked = sorted(rows, key=lambda row: (-_total(troubled, row), -_total(delivered, row), row))
+    ranked = sorted(rows, key=lambda row: (-_total(of_findings, row), -_total(delivered, row), row))
     return sorted(ranked[: ROWS_MAX - 1]), ranked[ROWS_MAX - 1 :]
 
 

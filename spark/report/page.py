@@ -143,10 +143,10 @@ def _headline(document: Document) -> str:
         return f"Clean: {_count(balance['delivered_once'])} accepted events, each delivered exactly once"
     kinds: Mapping[str, Any] = document["kinds"]
     present = [(kind, count) for kind, count in kinds.items() if count]
-    named = ", ".join(counted(count, *TITLES[kind]) for kind, count in present[:HEADLINE_KINDS])
+    listed = ", ".join(counted(count, *TITLES[kind]) for kind, count in present[:HEADLINE_KINDS])
     others = sum(count for _, count in present[HEADLINE_KINDS:])
     more = f" and {counted(others, 'other', 'others')}" if others else ""
-    return f"{counted(run['findings'], 'finding', 'findings')}: {named}{more}"
+    return f"{counted(run['findings'], 'finding', 'findings')}: {listed}{more}"
 
 
 def _subline(document: Document) -> str:

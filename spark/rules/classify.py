@@ -208,12 +208,10 @@ def _missing(evidence: LogEvidence) -> Column:
             ),
         )
 
-    def is_duplicate_claim(answer: Column) -> Column:
-        return rule_table.is_duplicate_claim(
-            F.exists("entries", lambda entry: deliveries.same_coordinates(answer, entry))
-        )
+    def is_also_entered(answer: Column) -> Column:
+        return rule_table.is_also_entered(F.exists("entries", lambda entry: deliveries.same_coordinates(answer, entry)))
 
-    unentered = F.filter("answered", lambda answer: ~is_duplicate_claim(answer))
+    unentered = F.filter("answered", lambda answer: ~is_also_entered(answer))
     claimed = rule_table.all_claims(claims("entries", "ledger"), claims(unentered, "answer"))
     missing = F.filter(F.array_distinct(claimed), lambda claim: claim["outcome"] != PRESENT)
     without_coordinates = rule_table.is_without_coordinates(
@@ -275,10 +273,12 @@ def _phantom(evidence: LogEvidence) -> Column:
     spans = F.get(F.try_element_at(evidence.idempotent, first_copy["topic"]), first_copy["partition"])
     inside = F.exists(spans, lambda span: rule_table.is_within(first_copy["offset"], span["first"], span["end"]))
     idempotent = F.coalesce(inside, F.lit(False))
-    named = F.exists(
+    has_201 = F.exists(
         "answered", lambda answer: F.exists(with_header, lambda copy: deliveries.same_coordinates(copy, answer))
     )
-    unclaimed = rule_table.is_unclaimed(F.col("entries_count"), named, idempotent, _sum(*rule_table.ANSWER_COUNTS) > 0)
+    unclaimed = rule_table.is_unclaimed(
+        F.col("entries_count"), has_201, idempotent, _sum(*rule_table.ANSWER_COUNTS) > 0
+    )
     complete_since_ms = F.when(idempotent, evidence.answers_complete_since_ms).otherwise(slot["complete_since_ms"])
     # An answer may be journaled long after its copy was written; a ledger entry is committed with its copy.
     decided_until_ms = F.when(idempotent, evidence.answers_decided_until_ms).otherwise(evidence.frozen_ms)
@@ -325,7 +325,7 @@ def _fingerprints_differ() -> Column:
 def _accepted() -> Column:
     """Return `rule_table.is_accepted` of a row."""
     return rule_table.is_accepted(
-        promised=_sum("entries_count", "answered_201"),
+        entries_and_201s=_sum("entries_count", "answered_201"),
         answered_202=F.col("answered_202"),
         answered_504=F.col("answered_504"),
         freed=rule_table.is_freed(F.col("freed_ms"), F.col("in_doubt_ms")),
@@ -360,8 +360,8 @@ def _is_undecided(evidence: LogEvidence) -> Column:
     decided_until_ms = rule_table.both_decided_until(
         evidence.ledger_decided_until_ms, evidence.answers_decided_until_ms
     )
-    blocked = rule_table.is_blocked(decided_until_ms, evidence.frozen_ms)
-    settled_at_ms = evidence.blocked_settled_at_ms(*times) if blocked else evidence.settled_at_ms(*times)
+    may_come_later = rule_table.is_undecided_at_freeze(decided_until_ms, evidence.frozen_ms)
+    settled_at_ms = evidence.blocked_settled_at_ms(*times) if may_come_later else evidence.settled_at_ms(*times)
     return rule_table.is_undecided(settled_at_ms, decided_until_ms)
 
 

@@ -304,7 +304,9 @@ def _retries(sequence: DataFrame, evidence: LogEvidence) -> DataFrame:
         {
             "caller": F.when(F.col("fingerprint").isNotNull(), F.get(callers, F.lit(0))),
             "asked_ms": F.when(
-                rule_table.is_own_time(F.col("timestamp_ms"), F.col("record_accepted_ms"), evidence.timeouts_ms),
+                rule_table.is_client_timestamp(
+                    F.col("timestamp_ms"), F.col("record_accepted_ms"), evidence.timeouts_ms
+                ),
                 F.col("timestamp_ms"),
             ),
         }

@@ -65,7 +65,7 @@ def by_finding(current: DataFrame) -> DataFrame:
     of_partitions = F.col("kind").isin(*_OF_PARTITIONS)
     single = (
         current.where(~of_partitions)
-        .groupBy("kind", F.coalesce("fingerprint", "id").alias("named"))
+        .groupBy("kind", F.coalesce("fingerprint", "id").alias("subject"))
         .agg(F.max_by(F.struct(*current.columns), F.struct("accepted_hour", "last_ms")).alias("newest"))
         .select("newest.*")
     )

@@ -148,9 +148,11 @@ def of_ids(rows: DataFrame, evidence: LogEvidence, scope: str) -> DataFrame:
 def as_findings(rows: DataFrame, scope: str, columns: Mapping[str, Column]) -> DataFrame:
     """Convert rows to lake.FINDING without `run`: columns that are not given are null, or an empty array."""
     default: dict[str, Column] = {"scope": F.lit(scope), "coordinates": F.array()}
-    kinds = {name: kind for name, kind in lake.FINDING.items() if name != "run"}
+    data_types = {name: data_type for name, data_type in lake.FINDING.items() if name != "run"}
     given = {**default, **columns}
-    return rows.select(*(given.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in kinds.items()))
+    return rows.select(
+        *(given.get(name, F.lit(None)).cast(data_type).alias(name) for name, data_type in data_types.items())
+    )
 
 
 def of_partitions(rows: DataFrame, scope: str) -> DataFrame:

@@ -232,7 +232,9 @@ def reduce(
         "elsewhere": F.lit(None),
         "proven_lost": F.lit(None),
     }
-    return joined.select(*(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()))
+    return joined.select(
+        *(columns.get(name, F.col(name)).cast(data_type).alias(name) for name, data_type in ROW.items())
+    )
 
 
 def _hour(exact: tuple[int, int] | None) -> Column:
@@ -321,7 +323,7 @@ def with_vanished(
     joined = rows.join(gone, list(ROW_KEY), "full_outer")
     columns = {"run": F.lit(run), **{name: F.coalesce(name, F.lit(0)) for name in ("is_clean", *COUNTS)}}
     return joined.select(
-        *(columns.get(name, F.col(name)).cast(kind).alias(name) for name, kind in ROW.items()),
+        *(columns.get(name, F.col(name)).cast(data_type).alias(name) for name, data_type in ROW.items()),
         F.coalesce("gone", F.lit(False)).alias("vanished"),
     )
 
@@ -437,7 +439,7 @@ def gathered_single(rows: DataFrame) -> DataFrame:
 
 def _cast(rows: DataFrame) -> DataFrame:
     """Select the columns of GATHERED."""
-    return rows.select(*(F.col(name).cast(kind) for name, kind in GATHERED.items()))
+    return rows.select(*(F.col(name).cast(data_type) for name, data_type in GATHERED.items()))
 
 
 def _copy() -> Column:

@@ -168,7 +168,7 @@ _STATISTICS_OF: Final = {"deliveries": "run"}
 
 def schema(name: str) -> StructType:
     """Return the schema of a table."""
-    struct = StructType.fromDDL(", ".join(f"`{column}` {kind}" for column, kind in SCHEMAS[name].items()))
+    struct = StructType.fromDDL(", ".join(f"`{column}` {data_type}" for column, data_type in SCHEMAS[name].items()))
     assert isinstance(struct, StructType)
     return struct
 

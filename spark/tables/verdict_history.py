@@ -42,7 +42,7 @@ def changed(classified: DataFrame, clean: DataFrame | None, latest: DataFrame, r
     different = now.where(~F.col("verdict").eqNullSafe(F.col("last_verdict")) & ~is_first_delivery)
     columns_of_run = {"run": F.lit(run), "frozen_ms": F.lit(frozen_ms), "before": F.col("last_verdict")}
     return different.select(
-        *(columns_of_run.get(name, F.col(name)).cast(kind).alias(name) for name, kind in lake.VERDICT.items())
+        *(columns_of_run.get(name, F.col(name)).cast(data_type).alias(name) for name, data_type in lake.VERDICT.items())
     )
 
 

@@ -157,7 +157,7 @@ MUTANTS: Final = (
     Mutant(rule_table.is_settled, "at once", lambda over, frozen: over <= frozen, VERDICTS),
     Mutant(rule_table.is_undecided, "at once", lambda over, decided: over >= decided, VERDICTS),
     Mutant(rule_table.is_undecided, _NO, _never, VERDICTS),
-    Mutant(rule_table.is_blocked, _NO, lambda decided, frozen: False, VERDICTS),
+    Mutant(rule_table.is_undecided_at_freeze, _NO, lambda decided, frozen: False, VERDICTS),
     Mutant(rule_table.is_ledger_behind, _NO, _never, VERDICTS),
     Mutant(rule_table.is_ledger_behind, "in the same run", lambda read, caught_up: read >= caught_up, VERDICTS),
     Mutant(rule_table.is_ahead, _NO, _never, VERDICTS),
@@ -190,7 +190,7 @@ MUTANTS: Final = (
     Mutant(planning._with_later_end, "as listed before", _as_listed, PLANS, planning),
     Mutant(planning._with_caught_up_run, "at once", lambda log, run: replace(log, caught_up_run=run), PLANS, planning),
     Mutant(planning._with_caught_up_run, "when it stands still", _caught_up_only_at_the_end, PLANS, planning),
-    Mutant(rule_table.is_duplicate_claim, _NO, _never, VERDICTS),
+    Mutant(rule_table.is_also_entered, _NO, _never, VERDICTS),
     Mutant(rule_table.all_claims, "the ledger's", lambda entered, answered: entered, VERDICTS),
     Mutant(rule_table.all_claims, "the journal's", lambda entered, answered: answered, VERDICTS),
     # ------------------------------------------------------------------------------------------------------ gaps
@@ -206,7 +206,7 @@ MUTANTS: Final = (
     *(
         Mutant(rule_table.is_of_earlier_topic, change, _given(rule_table.is_of_earlier_topic, nth, other), VERDICTS)
         for change, nth, other in (
-            ("by time alone", 0, lambda named: F.lit(None).cast("bigint")),
+            ("by time alone", 0, lambda claimed_id: F.lit(None).cast("bigint")),
             ("whatever the id", 1, lambda topic_id: F.lit(0)),
             ("not since it was seen", 3, lambda recreated_at_ms: F.lit(0)),
             ("not by the first record", 4, lambda first_record_ms: F.lit(0)),
@@ -245,13 +245,21 @@ MUTANTS: Final = (
         PLANS,
     ),
     Mutant(
-        rule_table.complete_since, "ever", lambda oldest_ms, of_topic_ms, *, whole: 0 if whole else oldest_ms, PLANS
+        rule_table.complete_since,
+        "ever",
+        lambda oldest_ms, of_topic_ms, *, has_first_record: 0 if has_first_record else oldest_ms,
+        PLANS,
     ),
-    Mutant(rule_table.complete_since, "each by itself", lambda oldest_ms, of_topic_ms, *, whole: oldest_ms, PLANS),
+    Mutant(
+        rule_table.complete_since,
+        "each by itself",
+        lambda oldest_ms, of_topic_ms, *, has_first_record: oldest_ms,
+        PLANS,
+    ),
     Mutant(
         rule_table.complete_since,
         "whatever it lost",
-        lambda oldest_ms, of_topic_ms, *, whole: min(of_topic_ms, default=oldest_ms),
+        lambda oldest_ms, of_topic_ms, *, has_first_record: min(of_topic_ms, default=oldest_ms),
         PLANS,
     ),
     # -------------------------------------------------------------------------------------------------- phantoms
@@ -269,19 +277,19 @@ MUTANTS: Final = (
     Mutant(
         rule_table.is_unclaimed,
         "idempotent never",
-        lambda entries, named, idempotent, answered: (entries == 0) & ~named & ~idempotent,
+        lambda entries, has_201, idempotent, answered: (entries == 0) & ~has_201 & ~idempotent,
         VERDICTS,
     ),
     Mutant(
         rule_table.is_unclaimed,
         "by the ledger and 201s",
-        lambda entries, named, idempotent, answered: (entries == 0) & ~named,
+        lambda entries, has_201, idempotent, answered: (entries == 0) & ~has_201,
         VERDICTS,
     ),
     Mutant(
         rule_table.is_unclaimed,
         "by the ledger alone",
-        lambda entries, named, idempotent, answered: (entries == 0) & ~(idempotent & answered),
+        lambda entries, has_201, idempotent, answered: (entries == 0) & ~(idempotent & answered),
         VERDICTS,
     ),
     Mutant(
@@ -362,8 +370,8 @@ MUTANTS: Final = (
         Mutant(rule_table.is_retry, f"without {name}", _retry_but(name), CLIENTS)
         for name in ("same_content", "same_caller", "same_id", "near", "same_time", "same_batch")
     ),
-    Mutant(rule_table.is_own_time, _NO, _never, CLIENTS),
-    Mutant(rule_table.is_own_time, "any", _always, CLIENTS),
+    Mutant(rule_table.is_client_timestamp, _NO, _never, CLIENTS),
+    Mutant(rule_table.is_client_timestamp, "any", _always, CLIENTS),
     # ---------------------------------------------------------------------------------------------- views and show
     *(
         Mutant(rule_table.is_its_record, f"any {name}", _with(rule_table.is_its_record, name, _always), VIEWS)
