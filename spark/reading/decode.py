@@ -26,9 +26,9 @@ REJECTED: Final = "struct<reason: string, content: binary>"
 
 COPIES: Final = (
     "kind string, id binary, topic string, partition int, offset bigint, accepted_ms bigint, timestamp_ms bigint, "
-    "fingerprint binary, alternative_fingerprints binary, slot int, pid bigint, epoch int, instance string, "
-    "has_fencepost_header boolean, has_record_key boolean, record_key_hash bigint, key string, "
-    f"reject {REJECTED}, observed_ms bigint"
+    "observed_ms bigint, fingerprint binary, alternative_fingerprints binary, slot int, pid bigint, epoch int, "
+    "instance string, has_fencepost_header boolean, has_record_key boolean, record_key_hash bigint, key string, "
+    f"reject {REJECTED}"
 )
 """`timestamp_ms` is the record's timestamp, clamped to PLAUSIBLE_MS, so that the order of copies is the same in every
 run. If the timestamp is not plausible, `observed_ms` is when the run that read the record froze the ends, else null.
@@ -86,51 +86,73 @@ def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str]
     expression is null, the record is `unkeyed`. With a fencepost header that cannot be parsed and no key, the record is
     a `reject`.
     """
+    read = _parse_headers(_with_headers(records, identities or {}))
+    kind = _kind()
+    has_header, record_key = F.col("has_fencepost_header"), F.col("key")
+    unparsed = _rejected(f"a {wire.STAMP_HEADER} header that cannot be parsed", F.col("fencepost_header"))
+    columns = {
+        "kind": kind,
+        "id": F.when(has_header, F.col("header_id"))
+        .when(kind == EVENT, wire_expressions.event_id(F.col("key_bytes")))
+        .otherwise(block_id()),
+        **{name: F.col(name) for name in ("topic", "partition", "offset")},
+        **_times(frozen_ms),
+        **_fingerprint_columns(kind),
+        **{name: F.when(has_header, F.col(name)) for name in rule_table.PRODUCER},
+        "has_fencepost_header": has_header,
+        "has_record_key": record_key.isNotNull(),
+        "record_key_hash": F.when(record_key.isNotNull(), F.xxhash64(record_key)),
+        "key": F.col("key_bytes").cast("string"),
+        "reject": F.when(kind == REJECT, unparsed),
+    }
+    return read.select(*(column.alias(name) for name, column in columns.items()))
+
+
+def _with_headers(records: DataFrame, identities: Mapping[str, str]) -> DataFrame:
+    """Add Fencepost's headers: source.SCHEMA → source.SCHEMA, `fencepost_header string, key_bytes binary`.
+
+    `key_bytes` is the idempotency key; without both headers that of the topic's expression in `identities`.
+    """
     header, key = _header(wire.STAMP_HEADER), _header(wire.KEY_HEADER)
     key_bytes = F.when(F.octet_length(key) > 0, key)
-    for topic, expression in (identities or {}).items():
+    for topic, expression in identities.items():
         identity = wire_expressions.as_binary(identity_of(expression))
         key_bytes = key_bytes.when(key.isNull() & header.isNull() & (F.col("topic") == topic), identity)
     timed = records.withColumn("timestamp", F.timestamp_millis("timestamp_ms")) if identities else records
-    read = _parse_headers(
-        timed.select(*records.columns, header.cast("string").alias("fencepost_header"), key_bytes.alias("key_bytes"))
-    )
-    has_header = F.col("has_fencepost_header")
-    kind = (
-        F.when(has_header | F.col("key_bytes").isNotNull(), EVENT)
+    return timed.select(*records.columns, header.cast("string").alias("fencepost_header"), key_bytes.alias("key_bytes"))
+
+
+def _kind() -> Column:
+    """Return the kind of a record with parsed headers: EVENT, UNKEYED or REJECT."""
+    return (
+        F.when(F.col("has_fencepost_header") | F.col("key_bytes").isNotNull(), EVENT)
         .when(F.col("fencepost_header").isNotNull(), REJECT)
         .otherwise(UNKEYED)
     )
+
+
+def _times(frozen_ms: int) -> dict[str, Column]:
+    """Return the times of a record with parsed headers (COPIES): `accepted_ms`, `timestamp_ms`, `observed_ms`."""
     recorded_ms = plausible(F.col("timestamp_ms"), frozen_ms, frozen_ms)
+    accepted_ms = _acceptance(F.col("header_accepted_ms"), recorded_ms, frozen_ms)
+    return {
+        "accepted_ms": F.when(F.col("has_fencepost_header"), accepted_ms).otherwise(recorded_ms),
+        "timestamp_ms": clamped(F.col("timestamp_ms")),
+        "observed_ms": F.when(recorded_ms != F.col("timestamp_ms"), recorded_ms),
+    }
+
+
+def _fingerprint_columns(kind: Column) -> dict[str, Column]:
+    """Return the fingerprints of a record with parsed headers: `fingerprint`, `alternative_fingerprints` (COPIES)."""
+    has_header, of_header = F.col("has_fencepost_header"), F.col("header_fingerprint")
     computed, possible = _fingerprints()
-    matches_record = (F.col("header_fingerprint") == computed) | F.array_contains(possible, F.col("header_fingerprint"))
+    matches_record = (of_header == computed) | F.array_contains(possible, of_header)
     foreign = ~has_header & (kind == EVENT)
-    unparsed = _rejected(f"a {wire.STAMP_HEADER} header that cannot be parsed", F.col("fencepost_header"))
-    return read.select(
-        kind.alias("kind"),
-        F.when(has_header, F.col("header_id"))
-        .when(kind == EVENT, wire_expressions.event_id(F.col("key_bytes")))
-        .otherwise(block_id())
-        .alias("id"),
-        "topic",
-        "partition",
-        "offset",
-        F.when(has_header, _acceptance(F.col("header_accepted_ms"), recorded_ms, frozen_ms))
-        .otherwise(recorded_ms)
-        .alias("accepted_ms"),
-        clamped(F.col("timestamp_ms")).alias("timestamp_ms"),
-        F.when(has_header, F.col("header_fingerprint")).when(foreign, computed).alias("fingerprint"),
-        F.when(foreign, wire_expressions.joined(possible))
-        .when(has_header & ~matches_record, computed)
-        .alias("alternative_fingerprints"),
-        *(F.when(has_header, F.col(name)).alias(name) for name in rule_table.PRODUCER),
-        "has_fencepost_header",
-        F.col("key").isNotNull().alias("has_record_key"),
-        F.when(F.col("key").isNotNull(), F.xxhash64("key")).alias("record_key_hash"),
-        F.col("key_bytes").cast("string").alias("key"),
-        F.when(kind == REJECT, unparsed).alias("reject"),
-        F.when(recorded_ms != F.col("timestamp_ms"), recorded_ms).alias("observed_ms"),
-    )
+    joined = wire_expressions.joined(possible)
+    return {
+        "fingerprint": F.when(has_header, of_header).when(foreign, computed),
+        "alternative_fingerprints": F.when(foreign, joined).when(has_header & ~matches_record, computed),
+    }
 
 
 def with_own_identity(records: DataFrame) -> DataFrame:

@@ -564,7 +564,7 @@ def _with_decided_until(admin: Admin, logs: list[Log], now_ms: int) -> list[Log]
     """
     unread = {log.topic_partition: log.end for log in logs if log.end < log.high_watermark}
     timestamps_at = admin.timestamps_at(unread) if unread else {}
-    blocked = [log.topic_partition for log in logs if log.end == log.last_stable < log.high_watermark]
+    blocked = [log.topic_partition for log in logs if log.is_blocked]
     blocking_transactions = admin.blocking_transactions(blocked) if blocked else {}
     return [
         replace(

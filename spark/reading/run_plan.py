@@ -90,6 +90,11 @@ class Log:
         return self.topic, self.partition
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether an open transaction keeps records past `end` undecided, and every record below was read."""
+        return self.end == self.last_stable < self.high_watermark
+
+    @property
     def gaps_of_topic(self) -> tuple[LogGap, ...]:
         """The gaps since the topic was last recreated; earlier ones do not concern the present log."""
         recreated = [nth for nth, gap in enumerate(self.gaps, 1) if gap.cause == RECREATED]

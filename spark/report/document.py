@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from pyspark.sql import DataFrame, SparkSession
 
@@ -21,6 +21,9 @@ from spark.tables import files, hours
 
 # Further findings are counted, and stay in the lake: the report must fit into the driver's memory.
 FINDINGS_MAX: Final = 100_000
+
+# Kinds that the timeline shows.
+_KINDS_OF_COPIES: Final = (*current_findings.COPIES, CLIENT_DUPLICATE, DERIVED_COPY)
 
 CLEAN: Final = "clean"
 FINDINGS: Final = "findings"
@@ -58,25 +61,77 @@ def build(
     `earlier_documents` those of earlier runs (from the table `runs`), newest first, `revised` the changed verdicts
     (verdict_history.counted), `finished` the number of an interrupted run with other options that was finished first.
     """
-    since_ms = run_plan.window_from(plan, settings)
-    first_hour, last_hour = hours.text_of(since_ms), hours.text_of(plan.frozen_ms)
-    topics, balance_line = balance.topics, balance.line
+    collected = _collect(by_hour, found, partitions=plan.partitions <= PARTITIONS_MAX)
+    window = hours.text_of(run_plan.window_from(plan, settings)), hours.text_of(plan.frozen_ms)
+    run = _run(plan, settings, collected.number, resumed, finished)
+    cost: model.Cost = {
+        "seconds": dict(seconds),
+        "offsets": sum(log.end - log.start for log in plan.logs if log.audited),
+    }
+    by_cause = heatmap.timeline(collected.counts, _KINDS_OF_COPIES, *window)
+    drawn = heatmap.drawn(balance.record_counts, collected.counts, plan.topics, *window)
+    topics = balance.topics
+    return Report(
+        {
+            "run": run,
+            "balance": cast(model.Balance, balance.line),
+            "topics": [cast(model.TopicCounts, {"topic": topic, **counts}) for topic, counts in topics.items()],
+            "kinds": cast(model.Kinds, collected.by_kind),
+            "causes": cast(list[model.CauseCounts], collected.causes),
+            "map": cast(model.Map, drawn),
+            "timeline": cast(list[model.TimelinePoint], by_cause),
+            "findings": collected.listed,
+            "findings_left_out": collected.number - len(collected.listed),
+            "evidence": _evidence(plan, topics),
+            "verdicts": cast(model.Revisions, revised),
+            "requests": _requests(topics),
+            "cost": cost,
+            "history": [
+                _summary({"run": run, "balance": balance.line, "cost": cost}),
+                *map(_summary, earlier_documents),
+            ],
+        }
+    )
+
+
+class _Collected(NamedTuple):
+    """The current findings on the driver.
+
+    `causes`: their counts by kind, topic and cause; `by_kind`: the number of each kind; `listed`: the first
+    FINDINGS_MAX of them; `counts`: their records by hour and partition (current_findings.finding_counts).
+    """
+
+    causes: list[dict[str, Any]]
+    by_kind: dict[str, int]
+    listed: list[model.Finding]
+    counts: list[dict[str, Any]]
+
+    @property
+    def number(self) -> int:
+        """The number of all current findings."""
+        return sum(self.by_kind.values())
+
+
+def _collect(by_hour: DataFrame, found: DataFrame, *, partitions: bool) -> _Collected:
+    """Collect the current findings; only their number is queried if there are none."""
     causes = current_findings.causes(found)
-    counted = {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
-    number = sum(counted.values())
-    listed: list[model.Finding] = []
-    finding_counts: list[dict[str, Any]] = []
-    if number:
-        shown = current_findings.in_order(found).limit(FINDINGS_MAX).select(current_findings.as_json().alias("finding"))
-        listed = [json.loads(row["finding"]) for row in shown.collect()]
-        counts = current_findings.finding_counts(by_hour, partitions=plan.partitions <= PARTITIONS_MAX)
-        finding_counts = [row.asDict() for row in counts.collect()]
-    run: model.Run = {
+    by_kind = {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
+    if not causes:
+        return _Collected(causes, by_kind, [], [])
+    shown = current_findings.in_order(found).limit(FINDINGS_MAX).select(current_findings.as_json().alias("finding"))
+    listed = [json.loads(row["finding"]) for row in shown.collect()]
+    counts = current_findings.finding_counts(by_hour, partitions=partitions)
+    return _Collected(causes, by_kind, listed, [row.asDict() for row in counts.collect()])
+
+
+def _run(plan: Plan, settings: Settings, number: int, resumed: bool, finished: int | None) -> model.Run:
+    """Describe the run; `number` is the number of its findings."""
+    return {
         "number": plan.run,
         "verdict": FINDINGS if number else CLEAN,
         "findings": number,
         "frozen_at": _iso(plan.frozen_ms),
-        "window_from": _iso(since_ms),
+        "window_from": _iso(run_plan.window_from(plan, settings)),
         "namespace": settings.shared.namespace,
         "kafka": settings.shared.kafka,
         "lake": settings.options.lake,
@@ -86,36 +141,6 @@ def build(
         "resumed": resumed,
         "finished_first": finished,
     }
-    cost: model.Cost = {
-        "seconds": dict(seconds),
-        "offsets": sum(log.end - log.start for log in plan.logs if log.audited),
-    }
-    by_cause = heatmap.timeline(
-        finding_counts, (*current_findings.COPIES, CLIENT_DUPLICATE, DERIVED_COPY), first_hour, last_hour
-    )
-    return Report(
-        {
-            "run": run,
-            "balance": cast(model.Balance, balance_line),
-            "topics": [cast(model.TopicCounts, {"topic": topic, **counts}) for topic, counts in topics.items()],
-            "kinds": cast(model.Kinds, counted),
-            "causes": cast(list[model.CauseCounts], causes),
-            "map": cast(
-                model.Map, heatmap.drawn(balance.record_counts, finding_counts, plan.topics, first_hour, last_hour)
-            ),
-            "timeline": cast(list[model.TimelinePoint], by_cause),
-            "findings": listed,
-            "findings_left_out": number - len(listed),
-            "evidence": _evidence(plan, topics),
-            "verdicts": cast(model.Revisions, revised),
-            "requests": _requests(topics),
-            "cost": cost,
-            "history": [
-                _summary({"run": run, "balance": balance_line, "cost": cost}),
-                *map(_summary, earlier_documents),
-            ],
-        }
-    )
 
 
 def _summary(document: Mapping[str, Any]) -> model.PastRun:
@@ -161,7 +186,7 @@ def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:
         }
         for log in audited
         for since_ms in [_blocked_since_ms(log)]
-        if log.end == log.last_stable < log.high_watermark
+        if log.is_blocked
     ]
     evidence = {
         "held_up": blocked,

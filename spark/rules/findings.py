@@ -104,10 +104,22 @@ def of_ids(rows: DataFrame, evidence: LogEvidence, scope: str) -> DataFrame:
 
     The kinds are duplicate, conflict, derived copy, lost, phantom and stuck.
     """
-    ordered = rows.withColumn("copies", causes.ordered())
+    found = F.array(_of_copies(), _of_derived_copies(), _of_lost_claims(), _of_phantom(), _of_doubt())
+    each = _described(rows, evidence).withColumn("found", F.explode(F.array_compact(found)))
+    of_found = ("kind", "cause", "topic", "count", "coordinates")
+    columns = {name: F.col(name) for name in ("accepted_hour", "id", "key", "last_ms")}
+    return as_findings(each, scope, columns | {name: F.col(f"found.{name}") for name in of_found})
+
+
+def _described(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
+    """Add to suspicious rows what their findings list. Adds the columns
+
+    `copies` (the copies in order, causes.ordered), `explained` (these as coordinates, each with its cause),
+    `lost_claims` (claims as in `missing`), `forwarded` (derived copies that no rule expects), `forwarded_count bigint`.
+    """
     derived_copies = F.filter("coordinates", lambda copy: copy["is_derived_copy"])
     expected_copies = F.filter(derived_copies, lambda copy: evidence.expects_derived_copies(copy["topic"]))
-    described = ordered.withColumns(
+    return rows.withColumn("copies", causes.ordered()).withColumns(
         {
             "explained": causes.explained(F.col("copies"), evidence.key_ttl_ms),
             "lost_claims": F.filter("missing", lambda claim: claim["outcome"] == LOST),
@@ -116,33 +128,41 @@ def of_ids(rows: DataFrame, evidence: LogEvidence, scope: str) -> DataFrame:
             "forwarded_count": F.col("derived_copies_count") - F.size(expected_copies),
         }
     )
-    copies_kind = rule_table.copies_kind(F.col("conflicting"))
-    in_doubt = rule_table.in_doubt_cause(F.col("answered_202"), F.col("answered_504"))
-    found = F.array(
-        F.when(
-            F.col("copies_count") > 1,
-            _found(copies_kind, F.get("explained", F.lit(1))["cause"], F.col("explained"), "copies_count"),
-        ),
-        F.when(
-            F.size("forwarded") > 0,
-            _found(
-                F.lit(DERIVED_COPY), F.lit(None).cast("string"), _without_cause(F.col("forwarded")), "forwarded_count"
-            ).withField("topic", F.get("forwarded", F.lit(0))["topic"]),
-        ),
-        F.when(
-            F.size("lost_claims") > 0,
-            _found(F.lit(LOST), F.get("lost_claims", F.lit(0))["source"], _claimed("lost_claims")),
-        ),
-        F.when(
-            F.col("phantom") == PHANTOM,
-            _found(F.lit(PHANTOM), F.lit(None).cast("string"), _with_header(F.col("copies"))),
-        ),
-        F.when(F.col("category") == STUCK, _found(F.lit(STUCK), in_doubt, F.array().cast(lake.COORDINATES))),
-    )
-    each = described.withColumn("found", F.explode(F.array_compact(found)))
-    of_found = ("kind", "cause", "topic", "count", "coordinates")
-    columns = {name: F.col(name) for name in ("accepted_hour", "id", "key", "last_ms")}
-    return as_findings(each, scope, columns | {name: F.col(f"found.{name}") for name in of_found})
+
+
+def _of_copies() -> Column:
+    """Return the finding `duplicate` or `conflict` of a described row, null without a second copy."""
+    kind = rule_table.copies_kind(F.col("conflicting"))
+    cause = F.get("explained", F.lit(1))["cause"]
+    return F.when(F.col("copies_count") > 1, _found(kind, cause, F.col("explained"), "copies_count"))
+
+
+def _of_derived_copies() -> Column:
+    """Return the finding `derived_copy` of a described row, or null; its topic is that of the first such copy."""
+    found = _found(F.lit(DERIVED_COPY), _no_cause(), _without_cause(F.col("forwarded")), "forwarded_count")
+    of_its_topic = found.withField("topic", F.get("forwarded", F.lit(0))["topic"])
+    return F.when(F.size("forwarded") > 0, of_its_topic)
+
+
+def _of_lost_claims() -> Column:
+    """Return the finding `lost` of a described row, or null; its cause is the source of the first lost claim."""
+    source = F.get("lost_claims", F.lit(0))["source"]
+    return F.when(F.size("lost_claims") > 0, _found(F.lit(LOST), source, _claimed("lost_claims")))
+
+
+def _of_phantom() -> Column:
+    """Return the finding `phantom` of a described row, or null."""
+    return F.when(F.col("phantom") == PHANTOM, _found(F.lit(PHANTOM), _no_cause(), _with_header(F.col("copies"))))
+
+
+def _of_doubt() -> Column:
+    """Return the finding `stuck` of a described row, or null."""
+    cause = rule_table.in_doubt_cause(F.col("answered_202"), F.col("answered_504"))
+    return F.when(F.col("category") == STUCK, _found(F.lit(STUCK), cause, F.array().cast(lake.COORDINATES)))
+
+
+def _no_cause() -> Column:
+    return F.lit(None).cast("string")
 
 
 def as_findings(rows: DataFrame, scope: str, columns: Mapping[str, Column]) -> DataFrame:
