@@ -219,6 +219,7 @@ def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[
     gap: dict[str, Any] = dict.fromkeys(current_findings.FIELDS)
     gap |= {"finding_id": "evidence_gap:no_coordinates:orders:", "kind": "evidence_gap", "cause": "no_coordinates"}
     document["findings"] = [gap | {"severity": "warning", "topic": "orders", "count": 1, "coordinates": []}]
+    document["kinds"] = {**document["kinds"], "evidence_gap": 1}
     jsonschema.Draft202012Validator(schema()).validate(document)
     text = "".join(page.render(cast(Document, document)))
     assert "Of 3 events an earlier run had said something else." in text
