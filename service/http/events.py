@@ -22,7 +22,7 @@ from service.core.settings import Settings
 from service.core.time_slice import TimeSlice
 from service.events import cloudevents
 from service.events.event import Event, parse_event, parse_key, parse_long_event, parse_traceparent
-from service.events.strict_json import LONG_BYTES, strictly
+from service.events.strict_json import LONG_BYTES, in_thread, strictly
 from service.http.answers import Answers
 from service.http.batch import (
     long_member_of,
@@ -34,11 +34,11 @@ from service.http.batch import (
     write_each,
 )
 from service.http.callers import Caller, Callers
+from service.http.encodings import Decoder, coding_of, decode
 from service.http.headers import (
     JSON,
     LINES,
     UsedHeaders,
-    check_encoding,
     check_message,
     essence,
     media_type,
@@ -64,6 +64,10 @@ log = structlog.get_logger(__name__)
 
 # Results to render in one step, which takes a fraction of a time slice, also if each is a different problem.
 RENDERED_AT_ONCE: Final = 50
+
+# Pieces of a body to decode on the event loop; a longer body is decoded in a thread.
+PIECES_AT_ONCE: Final = 2
+TOO_MANY_BODIES: Final = "body: too many large ones are under way: send it again a little later"
 
 T = TypeVar("T")
 # A parser of events; it is asynchronous for texts longer than LONG_BYTES.
@@ -104,13 +108,36 @@ class EventsEndpoint:
             found = post.found or pick(post.headers)
             caller = self.caller_of(post.client, found, host_needed=post.chunked)
             if post.body_was_dropped:
-                raise Problem(NOT_WRITTEN, "body: too many large ones are under way: send it again a little later")
+                raise Problem(NOT_WRITTEN, TOO_MANY_BODIES)
             if post.size > self.body_bytes_max:
                 raise Problem(TOO_LARGE, f"body: at most {self.body_bytes_max} bytes are taken")
-            if b"content-encoding" in found:
-                check_encoding(found)
             caller.spend(0, post.arrived)  # before the body is parsed: a caller over its rate costs little
-            step(post, found, caller)
+            if b"content-encoding" in found and (coding := coding_of(found)):
+                self._decode(post, coding, partial(step, post, found, caller), fail)
+            else:
+                step(post, found, caller)
+        except Exception as error:
+            fail(post, error, b"")
+
+    def _decode(self, post: PostRequest, coding: str, step: Callable[[], None], fail: Fail) -> None:
+        """Decode a body, a long one in a thread, then do the step of its request. Raises Problem (400, 413, 503)."""
+        decoder = Decoder(coding, self.body_bytes_max)
+        decoder.feed(post.body)
+        pieces: list[bytes] = []
+        for piece in iter(decoder.next, None):
+            pieces.append(piece)
+            if len(pieces) == PIECES_AT_ONCE:
+                post.run_in_task(self._decode_in_thread(post, decoder, pieces, step, fail))
+                return
+        _keep_decoded(post, decode(decoder, pieces))
+        step()
+
+    async def _decode_in_thread(
+        self, post: PostRequest, decoder: Decoder, pieces: list[bytes], step: Callable[[], None], fail: Fail
+    ) -> None:
+        try:
+            _keep_decoded(post, await in_thread(decode, decoder, pieces))
+            step()
         except Exception as error:
             fail(post, error, b"")
 
@@ -255,6 +282,11 @@ class EventsEndpoint:
         except Problem:  # no key that is valid, or no caller that is known
             return {}
         return {"key": key, "id": event_id(key, scope).hex()}
+
+
+def _keep_decoded(post: PostRequest, body: bytes) -> None:
+    if not post.decode(body):
+        raise Problem(NOT_WRITTEN, TOO_MANY_BODIES)
 
 
 @lru_cache(maxsize=256)  # the loopback has 16 million addresses

@@ -8,7 +8,6 @@ from service.core.problems import (
     INVALID_HTTP,
     INVALID_KEY,
     UNSUPPORTED_CODING,
-    UNSUPPORTED_ENCODING,
     UNSUPPORTED_TYPE,
     Problem,
 )
@@ -16,6 +15,8 @@ from service.core.problems import (
 JSON: Final = "application/json"
 # A batch with each event on a line of its own (newline-delimited JSON).
 LINES: Final = "application/x-ndjson"
+# The content codings of a body: service.http.encodings.
+CODINGS: Final = ("gzip", "deflate", "zstd")
 UsedHeaders = dict[bytes, str]  # the headers that the service uses, by lower-case name
 
 # A parameter of a media type, its value a token or a quoted string (RFC 9110, section 5.6.6). The leading semicolon is
@@ -67,12 +68,6 @@ def check_message(found: UsedHeaders, host_needed: bool) -> None:
         raise Problem(INVALID_HTTP, "Host: send this header")
     if b"transfer-encoding" in found and found[b"transfer-encoding"].strip(" \t").lower() != "chunked":
         raise Problem(UNSUPPORTED_CODING, "Transfer-Encoding: send chunked alone, or a Content-Length")
-
-
-def check_encoding(found: UsedHeaders) -> None:
-    """Refuse a compressed body. The service decompresses nothing: 1 KB may become 1 GB. Raises Problem (415)."""
-    if found.get(b"content-encoding", "").strip().lower() not in ("", "identity"):
-        raise Problem(UNSUPPORTED_ENCODING, "Content-Encoding: send the body as it is, without this header")
 
 
 def content_type_of(headers: Iterable[tuple[bytes, bytes]]) -> str:

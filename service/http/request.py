@@ -127,6 +127,15 @@ class PostRequest(ABC):
             self._content = bytes(self._content)
         return self._content
 
+    def decode(self, body: bytes) -> bool:
+        """Replace the body by what it decodes to; drop it and return False if `bodies` is full."""
+        self.drop_body()
+        self.size = len(body)
+        if not self._has_room(len(body)):
+            return False
+        self._content = body
+        return True
+
     def keep(self, part: bytes, most: int) -> bool:
         """Keep a part of the body; drop the body and return False past `most` bytes, or if `bodies` is full.
 

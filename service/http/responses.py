@@ -10,7 +10,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from service.core.problems import BAD_SIGNATURE, UNAUTHORIZED, UNSUPPORTED_ENCODING, Kind, Problem
+from service.core.problems import BAD_SIGNATURE, ENCODED_DELIVERY, UNAUTHORIZED, UNSUPPORTED_ENCODING, Kind, Problem
+from service.http.headers import CODINGS
 from service.pipeline.request import Committed, Delivery, WriteResult
 
 Headers = list[tuple[bytes, bytes]]
@@ -165,6 +166,8 @@ def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
 
 
 # A 401 names a scheme (RFC 9110, section 15.5.2). That of signatures is not registered: each sender has its own.
+# By kind of problem, the codings that the service takes (RFC 9110, section 12.5.3).
+_ACCEPTED_CODINGS: Final = {UNSUPPORTED_ENCODING: ", ".join(CODINGS).encode(), ENCODED_DELIVERY: b"identity"}
 _CHALLENGES: Final = {UNAUTHORIZED: b"Bearer", BAD_SIGNATURE: b"Signature"}
 
 
@@ -175,8 +178,8 @@ def _rendered(kind: Kind, detail: str, retry_after_s: int | None) -> tuple[tuple
         headers.append((b"retry-after", b"%d" % retry_after_s))
     if kind in _CHALLENGES:
         headers.append((b"www-authenticate", _CHALLENGES[kind]))
-    if kind is UNSUPPORTED_ENCODING:  # RFC 9110, section 12.5.3
-        headers.append((b"accept-encoding", b"identity"))
+    if kind in _ACCEPTED_CODINGS:
+        headers.append((b"accept-encoding", _ACCEPTED_CODINGS[kind]))
     return tuple(headers), json.dumps(Problem(kind, detail).body()).encode()
 
 

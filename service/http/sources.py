@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.contract import CallerRule
 from service.core.metrics import Telemetry
-from service.core.problems import NOT_WRITTEN, TOO_LARGE, UNKNOWN_SOURCE, UNSUPPORTED_ENCODING, Problem
+from service.core.problems import ENCODED_DELIVERY, NOT_WRITTEN, TOO_LARGE, UNKNOWN_SOURCE, Problem
 from service.core.settings import EVENT_BYTES_MAX, Settings
 from service.events.deliveries import Challenge, Source
 from service.events.event import Event
@@ -89,7 +89,7 @@ class _SourceHandler:
         # No sender of the known schemes packs its deliveries, and none says which of the two bodies it would sign.
         codings = {coding.strip(b" \t").lower() for coding in values(post.headers, "content-encoding")}
         if codings - {b"", b"identity"}:
-            raise Problem(UNSUPPORTED_ENCODING, "Content-Encoding: send the body as it is signed, without this header")
+            raise Problem(ENCODED_DELIVERY, "Content-Encoding: send the body as it is signed, without this header")
         self._caller.spend(0, post.arrived)  # before the signature is computed: a sender over its rate costs little
 
     def _now_s(self) -> float:

@@ -21,8 +21,9 @@ from service.events.event import Event, invalid, parse_traceparent
 from service.http.asgi import send_whole
 from service.http.batch import write_each
 from service.http.callers import Caller
+from service.http.encodings import Decoder, coding_of
 from service.http.events import EventsEndpoint, in_steps
-from service.http.headers import UsedHeaders, check_encoding, content_type_of, essence, pick
+from service.http.headers import UsedHeaders, content_type_of, essence, pick
 from service.http.limits import UNREAD_MAX_S
 from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Share, StopSignal
 from service.http.request_reader import LEAST_BYTES_S, SILENCE_MAX_S
@@ -127,6 +128,7 @@ class StreamEndpoint:
         try:
             try:
                 head = self._head(scope)
+                body.decoder = Decoder(coding_of(head.found))
                 exchange = self._begin(head)
             except Problem as problem:
                 await self._refuse(scope, send, body, problem)
@@ -154,7 +156,6 @@ class StreamEndpoint:
         found = pick(scope["headers"])
         client = scope.get("client")
         caller = self._posts.caller_of(client and client[0], found, host_needed=scope["http_version"] != "1.0")
-        check_encoding(found)
         caller.spend(0, time.monotonic())
         traceparent = parse_traceparent(found.get(b"traceparent"))
         return StreamHead(found, list(scope["headers"]), scope.get("path_params", {}), caller, traceparent)
@@ -219,7 +220,7 @@ class ByContentType:
 
 
 class StreamedBody:
-    """The body of a request as it arrives. A message of the server is asked for when there is room for it."""
+    """The body of a request as it arrives, decoded. A message of the server is asked for when there is room for it."""
 
     def __init__(self, receive: Receive, stopping: StopSignal, bodies: Bodies) -> None:
         self._receive = receive
@@ -229,6 +230,7 @@ class StreamedBody:
         self._memory = Share(bodies)
         self._waited_s = 0.0  # for the text that is incomplete
         self._fault: Problem | None = None  # to raise after the window before it
+        self.decoder = Decoder("")  # for the content coding of the body
         self._complete = False  # all of it has come
         self._ended = False  # the splitter knows that
         self.begun = False  # a message was asked for: the client was told to send the body
@@ -257,17 +259,20 @@ class StreamedBody:
             if (text := splitter.next()) is not None:
                 window.add(text)
                 self._waited_s = 0.0
+            elif (piece := self.decoder.next()) is not None:
+                splitter.feed(piece)
             elif self._ended:
                 return
             elif self._complete:
                 self._ended = True
+                self.decoder.end()
                 splitter.end()
-            elif not self._memory.resize(splitter.held + window.bytes):
+            elif not self._memory.resize(self.decoder.held + splitter.held + window.bytes):
                 if window.texts:
                     return
                 splitter.drop(Problem(NOT_WRITTEN, "body: too many large ones are under way: send this event again"))
             elif not window.texts or await self._is_there(window.time_left):
-                splitter.feed(await self._read(splitter.held))
+                self.decoder.feed(await self._read(splitter.held))
             else:
                 return
 

@@ -24,6 +24,7 @@ from tests.bench.stage import Stage, stack
 NAMES = (
     "post",
     "batch",
+    "streams",
     "single",
     "replay",
     "guarantee",

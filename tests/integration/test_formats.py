@@ -1,10 +1,16 @@
 """Tests other forms of a request: NDJSON, and CloudEvents 1.0 in its three modes."""
 
 import asyncio
+import gzip
 import json
+import zlib
 
+from backports import zstd
+
+from tests.bench.stage import memory_bytes
 from tests.integration.conftest import Stage
 from tests.integration.judge import Delivered, read_committed
+from tests.integration.streamer import stream_lines
 
 ATTRIBUTES = {"specversion": "1.0", "id": "42", "source": "/shop/7", "type": "made"}
 
@@ -30,11 +36,49 @@ async def test_lines_are_answered_by_lines_in_their_order(stage: Stage, topic: s
     assert results[7]["problem"]["code"] == "invalid-json"
     assert results[11] == {**results[3], "replayed": True}
     assert len(await records(stage, topic)) == 4_998
+    # Compressed they are the same events.
+    for coding, encode in (("gzip", gzip.compress), ("deflate", zlib.compress), ("zstd", zstd.compress)):
+        packed = await stage.client.http.post(
+            f"{service.url}/events/batch",
+            content=encode("\n".join(lines).encode()),
+            headers={"Content-Type": "application/x-ndjson", "Content-Encoding": coding},
+        )
+        again = [json.loads(line) for line in packed.text.splitlines()]
+        assert again == [result if n == 7 else {**result, "replayed": True} for n, result in enumerate(results)]
+        single = await stage.client.http.post(
+            f"{service.url}/events",
+            content=encode(json.dumps({"topic": topic, "value": 0}).encode()),
+            headers={"Content-Type": "application/json", "Idempotency-Key": "k0", "Content-Encoding": coding},
+        )
+        assert (single.status_code, single.headers["idempotent-replayed"]) == (201, "true")
+    assert len(await records(stage, topic)) == 4_998
     # The connection stays open, also after an error that concerns the whole body.
     empty = await stage.client.http.post(
         f"{service.url}/events/batch", content="\n", headers={"Content-Type": "application/x-ndjson"}
     )
     assert (empty.status_code, empty.json()["code"]) == (400, "invalid-event")
+
+
+async def test_a_stream_of_any_length_takes_bounded_memory_and_may_be_sent_again(stage: Stage, topic: str) -> None:
+    """64 MB, eight times what a body may have."""
+    service = await stage.started()
+    event = b'{"topic":"%b","value":"' + b"x" * 10_000 + b'","idempotency_key":"k%d"}\n'
+    most = before = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, memory_bytes(service.pid))
+            await asyncio.sleep(0.05)
+
+    for count, again in ((600, 0), (6_400, 600)):  # the first ones warm up
+        watching = asyncio.create_task(watch())
+        lines = (b"{\n" if n == 300 else event % (topic.encode(), n) for n in range(count))
+        assert await stream_lines(service.url, lines) == {201: count - 1, 400: 1}, again
+        watching.cancel()
+        before = before or most
+    assert most - before < 32_000_000
+    assert len(await records(stage, topic)) == 6_399
 
 
 async def test_a_cloudevent_is_written_once_in_either_mode(stage: Stage, topic: str) -> None:

@@ -17,7 +17,7 @@ from service.core.settings import EVENT_BYTES_MAX, GROUP_EVENT_BYTES_MAX, Settin
 from service.events import event
 from service.events.cloudevents import MEMBERS_MAX
 from service.events.strict_json import DEPTH_MAX
-from service.http import batch, limits, request_reader, streaming
+from service.http import batch, encodings, limits, request_reader, streaming
 from service.http.request import OWN_BYTES
 from tests.faults import matrix
 
@@ -111,6 +111,7 @@ def test_the_limits_in_the_readme_are_those_of_the_code() -> None:
         f"{request_reader.SILENCE_MAX_S:.0f} s more than it takes at {request_reader.LEAST_BYTES_S:,} bytes a second |",
         f"of fewer than {4 * limits.FILES_KEPT:,} all but {limits.FILES_KEPT}",
         f"| {Settings().body_bytes_max // 2**20} MiB (`FENCEPOST_BODY_BYTES_MAX`); of NDJSON any length |",
+        f"| the ratio of a compressed body | {encodings.RATIO_MAX}, beyond {encodings.RATIO_FREE_BYTES // 2**20} MiB |",
         f"beside {OWN_BYTES // 1024} KiB for each connection (a stream: {2 * OWN_BYTES // 1024} KiB)",
         f"| {streaming.WINDOW_BYTES // 2**20} MiB and the incomplete line; {streaming.UNREAD_BYTES_MAX // 2**20} MiB |",
         f"| {DEPTH_MAX} |",

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
@@ -16,12 +17,13 @@ from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.events.schemas import Schemas
 from service.http import asgi as module
-from service.http.asgi import AsgiEndpoint
+from service.http.asgi import AsgiEndpoint, AsgiRequest
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.request import OWN_BYTES, Bodies, PostRequest
 from service.http.routes import Parts, routes
 from service.pipeline.admission import Admission
+from tests.unit.http.test_encodings import ENCODERS
 from tests.unit.http.test_events import Commits
 
 with warnings.catch_warnings():
@@ -78,7 +80,7 @@ async def test_a_batch_is_posted_through_the_app(http: httpx.AsyncClient) -> Non
         (EVENT, {"content-type": "application/json"}, 400, "missing-key"),
         (b"{", HEAD, 400, "invalid-json"),
         (b" " * 1_001, HEAD, 413, "too-large"),
-        (EVENT, {**HEAD, "content-encoding": "gzip"}, 415, "unsupported-encoding"),
+        (EVENT, {**HEAD, "content-encoding": "gzip"}, 400, "invalid-encoding"),
         (EVENT, {**HEAD, "host": ""}, 201, ""),
     ],
 )
@@ -89,6 +91,44 @@ async def test_refusals_are_problems(
     assert response.status_code == status
     if code:
         assert (response.json()["code"], response.headers["content-type"]) == (code, "application/problem+json")
+
+
+@pytest.mark.parametrize("coding", ENCODERS)
+@pytest.mark.parametrize("size", [0, 900, 100_000, 900_000])
+async def test_a_coded_body_is_the_event_that_it_decodes_to(coding: str, size: int) -> None:
+    """The fingerprint is that of the plain body: a retry may be compressed, or not."""
+    admission = Commits()
+    body = b'{"topic":"orders","value":"%b"}' % (b"x" * size)
+    app, posts = app_and_posts(admission)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        plain = await client.post("/events", content=body, headers=HEAD)
+        headers = {**HEAD, "content-encoding": coding}
+        coded = await client.post("/events", content=ENCODERS[coding](body), headers=headers)
+    assert (plain.status_code, coded.status_code) == (201, 201)
+    one, other = admission.events
+    assert (one.value, one.fp) == (other.value, other.fp)
+    assert posts.bodies.bytes == 0
+
+
+async def test_a_decoded_body_has_the_bounds_of_a_plain_one() -> None:
+    app, posts = app_and_posts(Commits(), Settings(body_bytes_max=300_000))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for size, status in ((299_000, 201), (301_000, 413), (4_000_000, 413)):
+            body = b'{"topic":"orders","value":"%b"}' % random.Random(1).randbytes(size // 2).hex().encode()
+            headers = {**HEAD, "content-encoding": "zstd"}
+            response = await client.post("/events", content=ENCODERS["zstd"](body), headers=headers)
+            assert (response.status_code, response.json().get("code", "")) == (status, "too-large" * (status == 413))
+    assert posts.bodies.bytes == 0
+
+
+async def test_a_decoded_body_is_counted_in_place_of_the_one_that_was_sent() -> None:
+    bodies = Bodies(4 * OWN_BYTES)
+    request = AsgiRequest({"client": None, "headers": [], "http_version": "1.1"}, bodies)
+    assert request.keep(bytes(2 * OWN_BYTES), 10 * OWN_BYTES)
+    assert request.decode(b"x" * 3 * OWN_BYTES)
+    assert (request.body, request.size, bodies.bytes) == (b"x" * 3 * OWN_BYTES, 3 * OWN_BYTES, 3 * OWN_BYTES)
+    assert not request.decode(bytes(5 * OWN_BYTES))
+    assert (request.body, bodies.bytes) == (b"", 0)
 
 
 async def test_a_long_answer_is_sent_in_slices_between_which_other_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:

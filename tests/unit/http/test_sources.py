@@ -233,7 +233,7 @@ async def test_an_unknown_source_says_what_is_missing(client: Client) -> None:
 
 async def test_a_packed_body_is_refused(client: Client) -> None:
     response = await client.github(content_encoding="gzip")
-    assert problem(response)[:2] == (415, "unsupported-encoding")
+    assert problem(response)[:2] == (415, "encoded-delivery")
     assert response.headers["accept-encoding"] == "identity"
     assert (await client.github(content_encoding="identity")).status_code == 201
 

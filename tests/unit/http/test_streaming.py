@@ -4,10 +4,12 @@ import asyncio
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from backports import zstd
 
 from service.contract import CallerRule
 from service.core.metrics import Telemetry
@@ -23,6 +25,7 @@ from service.http.streaming import StreamEndpoint
 from service.pipeline.admission import Admission
 from service.pipeline.request import BatchChunk, WriteResult
 from tests.unit.fakes import World, ended
+from tests.unit.http.test_encodings import ENCODERS
 from tests.unit.http.test_events import Commits
 
 TYPE = {b"host": b"x", b"content-type": b"application/x-ndjson"}
@@ -206,6 +209,66 @@ async def test_events_that_are_there_are_written_together() -> None:
     admission.go_on.release()
     await wire.over()
     assert admission.chunks == [1_000, 500]
+
+
+async def test_a_coded_stream_that_breaks_off_ends_behind_its_last_result() -> None:
+    body = b"".join(line(n, "x" * 100) for n in range(5_000))  # four blocks of zstd
+    for coding, encode in ENCODERS.items():
+        coded = encode(body)
+        for what, code in (
+            (coded[: len(coded) // 2], "invalid-encoding"),
+            (coded[: len(coded) // 2] + b"nonsense" * 1_000, "invalid-encoding"),
+            (coded + b"garbage", "invalid-encoding"),
+            (coded + encode(b"\n" * 50_000_000), "invalid-encoding" if coding == "deflate" else "too-large"),
+        ):
+            wire = Wire(headers={**TYPE, b"content-encoding": coding.encode()})
+            for start in range(0, len(what), 10_000):
+                wire.say(what[start : start + 10_000])
+            wire.say(b"", more=False)
+            results = await wire.over()
+            assert wire.is_complete
+            assert results[-1]["problem"]["code"] == code
+            assert {result["status"] for result in results[:1_000]} == {201}
+            assert {result["status"] for result in results[:-1]} <= {201, 400}  # nonsense may decode to lines
+            assert 1_000 < len(results) <= 5_001
+
+
+@pytest.mark.parametrize("coding", ENCODERS)
+async def test_lines_of_a_coded_stream_are_answered_as_they_come(coding: str) -> None:
+    wire = Wire(headers={**TYPE, b"content-encoding": coding.encode()})
+    if coding == "zstd":
+        encoder: Any = zstd.ZstdCompressor()
+        flush = encoder.FLUSH_BLOCK
+        parts = [encoder.compress(line(n), mode=flush) for n in range(3)] + [encoder.flush()]
+    else:
+        encoder = zlib.compressobj(wbits=31 if coding == "gzip" else 15)
+        parts = [encoder.compress(line(n)) + encoder.flush(zlib.Z_SYNC_FLUSH) for n in range(3)] + [encoder.flush()]
+    for n, part in enumerate(parts[:3]):
+        wire.say(part)
+        await wire.until(lambda n=n: len(wire.sent) > 1 and len(wire.lines) == n + 1)  # type: ignore[misc]
+    wire.say(parts[3], more=False)
+    await wire.over()
+    assert wire.statuses == [201] * 3
+    assert wire.is_complete
+
+
+@pytest.mark.parametrize(
+    ("coding", "body", "status", "code"),
+    [
+        (b"gzip", line(1), 400, "invalid-encoding"),
+        (b"zstd", b"", 400, "invalid-encoding"),
+        (b"deflate", zlib.compress(b"\n \n"), 400, "invalid-event"),
+        (b"gzip, gzip", b"", 415, "unsupported-encoding"),
+        (b"zstd", zstd.compress(b"\n" * 50_000_000), 413, "too-large"),
+    ],
+)
+async def test_a_coded_stream_without_an_event_is_refused_by_its_status(
+    coding: bytes, body: bytes, status: int, code: str
+) -> None:
+    wire = Wire(headers={**TYPE, b"content-encoding": coding})
+    wire.say(body, more=False)
+    (problem,) = await wire.over()
+    assert (wire.status, problem["code"]) == (status, code)
 
 
 @pytest.mark.parametrize(

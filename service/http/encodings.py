@@ -1,0 +1,162 @@
+"""Content codings of bodies (RFC 9110, section 8.4.1): a body is decoded in pieces, within bounds of size and ratio.
+
+A few bytes may decode to gigabytes. The bounds are checked at each piece, so that a body costs no more than they allow.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from backports import zstd
+
+from service.core.problems import INVALID_ENCODING, TOO_LARGE, UNSUPPORTED_ENCODING, Problem
+from service.http.headers import CODINGS, UsedHeaders
+
+# The most bytes of one piece, and of a body that are decoded in one step, which takes a fraction of a millisecond. What
+# a member leaves of a step is copied, so that a step must not be much longer than a member.
+PIECE_BYTES: Final = 32 * 1024
+STEP_BYTES: Final = 4 * 1024
+# A body may decode to RATIO_MAX times its bytes, beside the first bytes. JSON of equal events has 20 to 50.
+RATIO_MAX: Final = 100
+RATIO_FREE_BYTES: Final = 1024 * 1024
+# What a member (gzip) or frame (zstd) counts beside its bytes, because each takes time, also if it is empty.
+MEMBER_BYTES: Final = 4 * 1024
+# The window that a zstd decoder has to take, at least and at most (RFC 9659): 8 MiB.
+_WINDOW_LOG: Final = 23
+_GZIP, _ZLIB = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS
+
+
+class _Member(Protocol):
+    """The decoder of one member of a body, as of `zlib` and `zstd`."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int) -> bytes: ...
+
+
+class _Zlib:
+    """zlib's decoder, which keeps the input that it has not used, as zstd's does."""
+
+    def __init__(self, wbits: int) -> None:
+        self._decoder = zlib.decompressobj(wbits)
+
+    @property
+    def eof(self) -> bool:
+        return self._decoder.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._decoder.unused_data
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        return self._decoder.decompress(self._decoder.unconsumed_tail + data, max_length)
+
+
+def _new_zstd() -> _Member:
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _WINDOW_LOG})
+
+
+# By coding: the decoder of a member, whether several may follow each other, and the most bytes of its window.
+_DECODERS: Final[dict[str, tuple[Callable[[], _Member], bool, int]]] = {
+    "gzip": (lambda: _Zlib(_GZIP), True, 1 << _ZLIB),
+    "deflate": (lambda: _Zlib(_ZLIB), False, 1 << _ZLIB),  # the zlib format (RFC 1950), not bare deflate
+    "zstd": (_new_zstd, True, 1 << _WINDOW_LOG),
+}
+
+
+def coding_of(found: UsedHeaders) -> str:
+    """Return the content coding of a request; "" without one. Raises Problem (415) for an unknown one, and several."""
+    coding = found.get(b"content-encoding", "").strip().lower()
+    if coding in ("", "identity"):
+        return ""
+    coding = coding.removeprefix("x-") if coding == "x-gzip" else coding
+    if coding not in _DECODERS:
+        raise Problem(UNSUPPORTED_ENCODING, f"Content-Encoding: send one of {', '.join(CODINGS)}, or none")
+    return coding
+
+
+class Decoder:
+    """Decodes one body that comes in parts. Without a coding (""), its pieces are the parts."""
+
+    def __init__(self, coding: str, most: int | None = None) -> None:
+        self._coding = coding
+        self._most = most  # bytes of the decoded body; None for any number
+        decoders: tuple[Callable[[], _Member] | None, bool, int] = _DECODERS.get(coding, (None, False, 0))
+        self._new, self._several, self._window = decoders
+        self._member = None if self._new is None else self._new()
+        self._members = 1
+        self._part = memoryview(b"")
+        self._at = 0  # the first byte of the part that is not decoded
+        self._more = False  # the member's decoder may have more without input
+        self._coded = 0  # bytes that were decoded so far
+        self._decoded = 0  # bytes that they became
+
+    @property
+    def held(self) -> int:
+        """The bytes in memory: what is to be decoded, and the window, as far as it has been filled."""
+        return len(self._part) + min(self._window, self._decoded)
+
+    def feed(self, part: bytes) -> None:
+        """Take the next part of the body, after `next` has returned None."""
+        self._part, self._at = memoryview(part), 0
+
+    def next(self) -> bytes | None:
+        """Return the next decoded piece, which may be empty; None if it needs the next part of the body.
+
+        Raises Problem: 400 for a body that is not in its coding, 413 for one that exceeds its bounds.
+        """
+        if self._at == len(self._part) and not self._more:
+            self._part, self._at = memoryview(b""), 0
+            return None
+        if self._member is None:
+            self._at = len(self._part)
+            return bytes(self._part)
+        if self._member.eof:
+            self._member = self._new_member()
+        piece = self._decompress(self._member)
+        self._decoded += len(piece)
+        self._check_size()
+        return piece
+
+    def _decompress(self, member: _Member) -> bytes:
+        data = b"" if self._more else bytes(self._part[self._at : self._at + STEP_BYTES])
+        try:
+            piece = member.decompress(data, PIECE_BYTES)
+        except (zlib.error, zstd.ZstdError):
+            raise self._malformed("is not in this coding") from None
+        self._more = not member.eof and len(piece) == PIECE_BYTES
+        used = len(data) - len(member.unused_data)
+        self._at += used
+        self._coded += used
+        return piece
+
+    def _new_member(self) -> _Member:
+        if self._new is None or not self._several:
+            raise self._malformed("goes on behind the end of its data")
+        self._members += 1
+        return self._new()
+
+    def _check_size(self) -> None:
+        if self._most is not None and self._decoded > self._most:
+            raise Problem(TOO_LARGE, f"body: decoded, at most {self._most} bytes are taken")
+        counted = self._decoded + (self._members - 1) * MEMBER_BYTES
+        if counted > RATIO_FREE_BYTES + RATIO_MAX * self._coded:
+            raise Problem(TOO_LARGE, f"body: it decodes to more than {RATIO_MAX} times its size")
+
+    def _malformed(self, why: str) -> Problem:
+        return Problem(INVALID_ENCODING, f"Content-Encoding: the body {why}: send {self._coding} as a whole")
+
+    def end(self) -> None:
+        """Note that the body has ended, after `next` has returned None. Raises Problem (400) if data is missing."""
+        if self._member is not None and not self._member.eof:
+            raise self._malformed("ends before its data does")
+
+
+def decode(decoder: Decoder, pieces: list[bytes]) -> bytes:
+    """Decode the rest of a body that was fed as a whole, behind the first pieces. Raises Problem (400, 413)."""
+    while (piece := decoder.next()) is not None:
+        pieces.append(piece)
+    decoder.end()
+    return b"".join(pieces)
