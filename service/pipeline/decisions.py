@@ -77,7 +77,7 @@ class ClaimDecision:
         `under_min_isr`: the partitions that have too few replicas in sync, by the index of the request's event.
         """
         partition = next(iter(under_min_isr.values())) if under_min_isr else None
-        found = self._next(request, request.asked[0][0], claim, partition)
+        found = self._next(request, request.id, claim, partition)
         if found is Step.WRITE:
             self.claimed.append((request, [claim.state.at] * len(request.events)))
         else:
@@ -101,8 +101,8 @@ class ClaimDecision:
 
     def add_chunk(self, request: WriteRequest, claims: Sequence[Claim], under_min_isr: Mapping[int, Partition]) -> None:
         """Decide on a chunk, which has one claim for each event."""
-        asked = zip(request.asked, claims, strict=True)
-        found = [self._next(request, id, claim, under_min_isr.get(n)) for n, ((id, _), claim) in enumerate(asked)]
+        pairs = zip(request.to_claim, claims, strict=True)
+        found = [self._next(request, id, claim, under_min_isr.get(n)) for n, ((id, _), claim) in enumerate(pairs)]
         if with_result := [n for n, each in enumerate(found) if not isinstance(each, Step)]:
             for n, part in zip(with_result, request.take_out(with_result), strict=True):
                 self._leave(part, claims[n], found[n])
@@ -115,7 +115,7 @@ class ClaimDecision:
 
     def _hold_back(self, request: WriteRequest, claims: Sequence[Claim], then: Step) -> None:
         """Write no event of a chunk now: release the claims that stand, and take the step `then`."""
-        pairs = zip(request.asked, claims, strict=True)
+        pairs = zip(request.to_claim, claims, strict=True)
         if stand := [id for (id, _), claim in pairs if claim.outcome in CLAIMABLE]:
             self.to_release.append(ClaimToRelease(request, stand, then))
         else:
@@ -124,11 +124,11 @@ class ClaimDecision:
     def _leave(self, request: WriteRequest, claim: Claim, found: Step | WriteResult) -> None:
         """Note the result or the next step of a request that is not written now."""
         if claim.outcome in CLAIMABLE:
-            self.to_release.append(ClaimToRelease(request, [id for id, _ in request.asked]))
+            self.to_release.append(ClaimToRelease(request, request.claimed_ids))
         elif claim.outcome is Outcome.IN_PROGRESS:
             self.dead_holder_met |= found is not Step.PARK and not claim.leased
         elif claim.outcome is not Outcome.REFUSED:
-            self.final_keys.append(request.asked[0][0])
+            self.final_keys.append(request.id)
         if isinstance(found, Step):
             self.next[found].append(request)
         else:
@@ -200,7 +200,7 @@ def start_sending(group: Sequence[ClaimedRequest]) -> tuple[Sequence[ClaimedRequ
 
     Returns what is to be sent, and the claims to release: those of requests that were answered since the claim.
     """
-    late = [ClaimToRelease(request, [id for id, _ in request.asked]) for request, _ in group if request.finished]
+    late = [ClaimToRelease(request, request.claimed_ids) for request, _ in group if request.finished]
     if late:
         group = [claimed for claimed in group if not claimed[0].finished]
     for request, _ in group:
@@ -323,7 +323,7 @@ class IdempotentDecision:
                 self._end(part, accepted_ats[n], records[n], found[n])
         if steps := {each for each in found if isinstance(each, Step)}:
             then = Step.SPLIT if Step.SPLIT in steps else Step.REQUEUE
-            self.to_release.append(ClaimToRelease(request, [id for id, _ in request.asked], then))
+            self.to_release.append(ClaimToRelease(request, request.claimed_ids, then))
             self.requeued.append(request)
 
     def _end(
@@ -334,7 +334,7 @@ class IdempotentDecision:
             self.delivered += committed_of([(part, [accepted_at])], [record], [result])
         elif isinstance(result, Problem):
             self.results.append((part, result))
-            self.to_release.append(ClaimToRelease(part, [id for id, _ in part.asked]))
+            self.to_release.append(ClaimToRelease(part, part.claimed_ids))
 
     def _next(self, request: WriteRequest, record: Record, written: RecordResult) -> Step | RecordMetadata | Problem:
         """Decide what the result of a record means for its event: the event's result, or its next step."""

@@ -133,7 +133,7 @@ def entries_of(written: Iterable[CommittedRequest]) -> list[LedgerEntry]:
     """Make the ledger entries of a group; those of an atomic batch have the batch's id and their index in it."""
     entries: list[LedgerEntry] = []
     for request, committed in written:
-        batch = request.asked[0][0].hex() if request.atomic else None
+        batch = request.id.hex() if request.atomic else None
         entries += [
             LedgerEntry(
                 id.hex(),
@@ -164,6 +164,6 @@ def rows_to_mark(written: Iterable[CommittedRequest]) -> list[Row]:
     for request, committed in written:
         rows += committed.deliveries
         if request.atomic:
-            id, fp = request.asked[0]
+            id, fp = request.to_claim[0]
             rows.append((id, DeliveredBatch(committed.at, fp, len(request.events), request.ttl_s)))
     return rows

@@ -117,7 +117,7 @@ class WriteRequest(msgspec.Struct, eq=False):
 
     `resolve` sets the result once: in `future`, or for a chunk in `collector`, where `indexes` are the events' indexes
     in the chunk. Times are time.monotonic, which is also the loop's clock. `size` is the request's share of the queue's
-    bytes. `asked` holds the (id, fingerprint) pairs to claim: one for each event, and before them the whole's for an
+    bytes. `to_claim` holds the (id, fingerprint) pairs to claim: one for each event, and before them the whole's for an
     atomic batch.
     """
 
@@ -125,7 +125,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     arrived: float
     deadline: float
     guarantee: Guarantee
-    asked: list[tuple[bytes, bytes]]
+    to_claim: list[tuple[bytes, bytes]]
     atomic: bool
     ledger_bytes: int
     event_bytes: int
@@ -156,18 +156,28 @@ class WriteRequest(msgspec.Struct, eq=False):
         whole: tuple[bytes, bytes] | None = None,
     ) -> "WriteRequest":
         """Make a request; `whole` is the (id, fingerprint) of an atomic batch, None for other requests."""
-        asked = [] if whole is None else [whole]
+        to_claim = [] if whole is None else [whole]
         ledger_bytes = event_bytes = 0
         for event in events:
-            asked.append((event.id, event.fp))
+            to_claim.append((event.id, event.fp))
             ledger_bytes += event.entry_bytes
             event_bytes += event.size
         size = event_bytes + len(events) * WAITING_BYTES
         deadline, atomic = arrived + timeout_s, whole is not None
-        return cls(events, arrived, deadline, guarantee, asked, atomic, ledger_bytes, event_bytes, size)
+        return cls(events, arrived, deadline, guarantee, to_claim, atomic, ledger_bytes, event_bytes, size)
 
     def __repr__(self) -> str:
-        return f"<WriteRequest {' '.join(id.hex() for id, _ in self.asked[:1])} {self.state.value}>"
+        return f"<WriteRequest {' '.join(id.hex() for id, _ in self.to_claim[:1])} {self.state.value}>"
+
+    @property
+    def id(self) -> bytes:
+        """The id of the key: of an atomic batch that of the whole, of a chunk that of its first event."""
+        return self.to_claim[0][0]
+
+    @property
+    def claimed_ids(self) -> list[bytes]:
+        """The ids of all claims of the request."""
+        return [id for id, _ in self.to_claim]
 
     @property
     def is_chunk(self) -> bool:
@@ -200,7 +210,7 @@ class WriteRequest(msgspec.Struct, eq=False):
         taken = list(indexes)
         parts = [self.part([index]) for index in taken]
         rest = self.part(sorted(set(range(len(self.events))).difference(taken)))
-        self.events, self.asked, self.indexes, self.spans = rest.events, rest.asked, rest.indexes, rest.spans
+        self.events, self.to_claim, self.indexes, self.spans = rest.events, rest.to_claim, rest.indexes, rest.spans
         self.partitions, self.size = rest.partitions, rest.size
         self.ledger_bytes, self.event_bytes = rest.ledger_bytes, rest.event_bytes
         if not self.events:
@@ -234,7 +244,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     @property
     def named(self) -> dict[str, str]:
         """The log fields that name the request."""
-        return {"key": self.events[0].key, "id": self.asked[0][0].hex()}
+        return {"key": self.events[0].key, "id": self.id.hex()}
 
     @property
     def finished(self) -> bool:

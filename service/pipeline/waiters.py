@@ -24,7 +24,7 @@ class Waiters:
 
     def wait(self, request: WriteRequest) -> None:
         """Let a request wait whose key another writes. One of the key's requests claims the key again after a pause."""
-        id = request.asked[0][0]
+        id = request.id
         waiting = self._waiting.get(id)
         if waiting is None:
             waiting = self._waiting[id] = _Waiting()

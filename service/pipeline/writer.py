@@ -176,11 +176,11 @@ class Writer:
     async def _claims_of(self, slot: Slot, group: Group) -> list[Claim]:
         """Claim the events of a group, in order; an atomic batch has one claim for the whole."""
         if group.atomic:
-            return [await slot.claim_all(group.requests[0].asked, group.requests[0].ttl_s)]
-        asked = [pair for request in group.requests for pair in request.asked]
+            return [await slot.claim_all(group.requests[0].to_claim, group.requests[0].ttl_s)]
+        pairs = [pair for request in group.requests for pair in request.to_claim]
         if not any(request.ttl_s for request in group.requests):
-            return await slot.claim(asked)
-        return await slot.claim(asked, [request.ttl_s for request in group.requests for _ in request.asked])
+            return await slot.claim(pairs)
+        return await slot.claim(pairs, [request.ttl_s for request in group.requests for _ in request.to_claim])
 
     def _carry_out(self, decision: ClaimDecision) -> None:
         """Carry out a decision, except for writing and releasing."""
@@ -446,7 +446,7 @@ class Writer:
         markers need the replicas of every partition, and until a dead broker leaves the ISR all its partitions hang.
         """
         try:
-            await slot.release([id for request in requests for id, _ in request.asked])
+            await slot.release([id for request in requests for id in request.claimed_ids])
         except (StoreLost, StoreAway, StoreUnanswered):
             return False
         slot.in_doubt = 0

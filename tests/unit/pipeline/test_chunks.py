@@ -322,7 +322,7 @@ async def test_a_chunk_that_is_held_up_when_the_term_ends_waits_for_the_recovery
     # The own claim of the first, in an ended term whose slot is not recovered yet.
     chunk.claimants = ((5, 50),)
     world.keys.server.freed[5] = 50
-    await world.keys.claim(GENERATION, 5, 50, chunk.asked[:1])
+    await world.keys.claim(GENERATION, 5, 50, chunk.to_claim[:1])
     other = await on_its_way(world, "z") if step == "write" else None
     assert isinstance(await end_of_term(world.serve(slot)), TransactionFailed)
     assert chunk in world.writer._parked
@@ -629,7 +629,7 @@ async def test_a_split_chunk_hands_its_progress_and_its_results_to_its_parts() -
     ] * 2
     assert [part.partitions for part in (*parts, chunk)] == [[4], [6], [5]]
     assert [part.indexes for part in (*parts, chunk)] == [[0], [2], [1]]
-    assert [part.asked for part in (*parts, chunk)] == [
+    assert [part.to_claim for part in (*parts, chunk)] == [
         [(each.id, each.fp)] for each in (events[0], events[2], events[1])
     ]
     assert sum(part.size for part in (*parts, chunk)) == size

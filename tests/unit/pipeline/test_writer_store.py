@@ -103,7 +103,7 @@ async def test_a_term_that_is_cancelled_in_the_pause_after_its_claims_parks_what
     def decide(requests: Sequence[WriteRequest], *_: object) -> ClaimDecision:
         decision = ClaimDecision(time.monotonic(), world.admission.too_late)
         claimed, refused = requests
-        decision.to_release.append(ClaimToRelease(claimed, [id for id, _ in claimed.asked]))
+        decision.to_release.append(ClaimToRelease(claimed, claimed.claimed_ids))
         decision.next[Step.REQUEUE].append(refused)
         return decision
 
