@@ -1,4 +1,4 @@
-"""Cuts JSON objects out of a text of concatenated objects, which may come in any pieces."""
+"""Cuts JSON objects out of a text of concatenated objects, which may come in any parts."""
 
 import re
 from typing import Final
@@ -7,87 +7,140 @@ from service.core.problems import TOO_LARGE, Problem
 from service.events.event import EVENT_TEXT_BYTES_MAX
 from service.events.strict_json import DEPTH_MAX, TOO_DEEP, not_json
 
-# The quantifiers are possessive, so that each search is linear.
+# The quantifiers are possessive, so that each search is linear. Inside of an object, text without brackets (strings
+# are whole) and the innermost arrays and objects are skipped.
 _BLANKS: Final = re.compile(rb"[ \t\r\n]*+")
-# Text without brackets: whole strings, and what is outside of strings.
-_PLAIN: Final = re.compile(rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
-_REST_OF_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_PLAIN: Final = rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+'
+_SKIPPED: Final = re.compile(rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+"|\[%b\]|\{%b\})*+' % (_PLAIN, _PLAIN), re.DOTALL)
+_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _OPENING: Final = frozenset(b"{[")
+_QUOTE: Final = ord('"')
 
 
 class JsonObjects:
     """Finds where objects end by their brackets; whether an object is JSON is its parser's question.
 
-    Between objects only blanks are allowed. An unfinished object may have `most` bytes.
+    Between objects only blanks are allowed: behind anything else nothing is cut (`is_over`). An object may have `most`
+    bytes; a longer one is a problem by itself.
     """
 
     def __init__(self, most: int = EVENT_TEXT_BYTES_MAX) -> None:
         self._most = most
-        self._text = bytearray()  # from the unfinished object on
+        self._data = b""  # the last part of the text
+        self._start = 0  # of the incomplete object in it
         self._at = 0  # what is before was looked at
+        self._begun: list[bytes] = []  # the incomplete object, from earlier parts
+        self._begun_bytes = 0
         self._depth = 0  # brackets that are open
         self._in_string = False
-        self.fault: Problem | None = None
+        self._is_escaped = False  # the last part ended with a backslash in a string
+        self._problem: Problem | None = None  # of the incomplete object, whose bytes are dropped
+        self._fault: Problem | None = None  # to return, of text that cannot be cut
+        self.is_over = False
 
-    def feed(self, piece: bytes) -> list[bytes]:
-        """Take the next piece; return the objects that it completes. Takes up to two microseconds a byte.
+    @property
+    def held(self) -> int:
+        """The bytes in memory."""
+        return self._begun_bytes + len(self._data) - self._start
 
-        `fault` is the Problem of what follows these objects, if that is none: text outside of objects or nested too
-        deep (400), or an object that is too long (413). Nothing is taken after that.
-        """
-        objects: list[bytes] = []
-        if self.fault is None:
-            try:
-                self._cut(piece, objects)
-            except Problem as problem:
-                self.fault = problem.as_result()
-        return objects
+    def feed(self, data: bytes) -> None:
+        """Take the next part of the text, after `next` has returned None. A call of `next` may look at all of it."""
+        self._data, self._start, self._at = data, 0, 0
 
-    def _cut(self, piece: bytes, objects: list[bytes]) -> None:
-        text = self._text
-        text += piece
-        start = 0
-        while self._to_next_bracket():
-            self._depth += 1 if text[self._at] in _OPENING else -1
-            self._at += 1
-            if self._depth > DEPTH_MAX:
-                raise not_json(TOO_DEEP)
-            if not self._depth:
-                objects.append(bytes(text[start : self._at]).strip())
-                start = self._at
-        del text[:start]
-        self._at -= start
-        if len(text) > self._most:
-            raise Problem(TOO_LARGE, f"body: one record's JSON has more than {self._most} bytes")
+    def next(self) -> bytes | Problem | None:
+        """Return the next object, or the problem that stands for it; None without a whole one."""
+        is_within = self._depth > 0 or (not self.is_over and self._begin())
+        if self._fault is not None:
+            return self._stop(self._fault)
+        if not is_within:
+            return None
+        if self._to_end_of_object():
+            return self._take_object()
+        if self._depth > DEPTH_MAX:
+            return self._stop(not_json(TOO_DEEP))
+        self._keep(self._data[self._start :])
+        self.feed(b"")
+        return None
+
+    def drop(self, problem: Problem) -> None:
+        """Drop the incomplete object, as far as it has come and what is still to come: `problem` is its result."""
+        self._begun, self._begun_bytes, self._problem = [], 0, problem
 
     def end(self) -> None:
-        """Note the end of the text: `fault` is a Problem (400) if an object is unfinished."""
-        if self.fault is None and self._text.strip():
-            self.fault = not_json("ends within a record")
+        """Note the end of the text; `next` returns the problem of an incomplete object."""
+        if self._depth:
+            self._fault = self._problem or not_json("ends within a record")
 
-    def _to_next_bracket(self) -> bool:
-        """Move to the next bracket outside of strings; False if the text ends before it."""
-        text = self._text
-        if not self._depth:
-            self._at = _end(_BLANKS, text, self._at)
-            if self._at < len(text) and text[self._at] != ord("{"):
-                raise not_json("is not a sequence of JSON objects, one for each record")
-            return self._at < len(text)
-        if self._in_string:
-            self._at = _end(_REST_OF_STRING, text, self._at)
-            if text[self._at : self._at + 1] != b'"':  # the string goes on, perhaps with an escape that is cut
-                return False
-            self._at += 1
-            self._in_string = False
-        self._at = _end(_PLAIN, text, self._at)
-        if text[self._at : self._at + 1] == b'"':
-            self._at += 1
-            self._in_string = True
-            return self._to_next_bracket()
-        return self._at < len(text)
+    def _begin(self) -> bool:
+        """Move to the first bracket of the next object; return False if there is none."""
+        blanks = _BLANKS.match(self._data, self._at)
+        self._at = self._start = blanks.end() if blanks else self._at
+        if self._at == len(self._data):
+            self.feed(b"")
+            return False
+        if self._data[self._at] != ord("{"):
+            self._fault = not_json("is not a sequence of JSON objects, one for each record")
+            return False
+        self._depth = 1
+        self._at += 1
+        return True
+
+    def _to_end_of_object(self) -> bool:
+        """Look at the rest of the part, up to the end of the object; return whether the object is complete."""
+        data, at, depth = self._data, self._at, self._depth
+        while at < len(data):
+            if self._in_string:
+                at = self._end_of_string(at)
+                continue
+            at = _end(_SKIPPED, data, at)
+            if at == len(data):
+                break
+            if data[at] == _QUOTE:  # of a string that goes on in the next part
+                self._in_string = True
+            elif data[at] in _OPENING:
+                depth += 1
+            else:
+                depth -= 1
+            at += 1
+            if not depth or depth > DEPTH_MAX:
+                break
+        self._at, self._depth = at, depth
+        return not depth
+
+    def _end_of_string(self, at: int) -> int:
+        """Move to the end of a string, or of the part."""
+        if self._is_escaped:
+            self._is_escaped = False
+            return at + 1
+        at = _end(_STRING, self._data, at)
+        if at < len(self._data):
+            self._in_string = self._data[at] != _QUOTE
+            self._is_escaped = self._in_string  # a backslash whose character is in the next part
+            at += 1
+        return at
+
+    def _take_object(self) -> bytes | Problem:
+        self._keep(self._data[self._start : self._at])
+        taken = self._problem or (self._begun[0] if len(self._begun) == 1 else b"".join(self._begun))
+        self._begun, self._begun_bytes, self._problem = [], 0, None
+        return taken
+
+    def _keep(self, piece: bytes) -> None:
+        if piece and self._problem is None:
+            self._begun.append(piece)
+            self._begun_bytes += len(piece)
+            if self._begun_bytes > self._most:
+                self.drop(Problem(TOO_LARGE, f"body: one record's JSON has more than {self._most} bytes"))
+
+    def _stop(self, fault: Problem) -> Problem:
+        """Cut nothing any more; `fault` says why."""
+        self.feed(b"")
+        self._begun, self._begun_bytes, self._depth = [], 0, 0
+        self._fault, self.is_over = None, True
+        return fault
 
 
-def _end(pattern: re.Pattern[bytes], text: bytearray, start: int) -> int:
+def _end(pattern: re.Pattern[bytes], text: bytes, start: int) -> int:
     """Return where the match that begins at `start` ends; each pattern here matches an empty text too."""
     found = pattern.match(text, start)
     return found.end() if found else start

@@ -145,6 +145,8 @@ def check_format(format: Format) -> None:
 
 async def parse_v2(body: bytes) -> list[msgspec.Raw]:
     """Parse the records of a v2 body, which a thread checks if it is long. Raises Problem (400, 413, 422)."""
+    if body.strip() in (b"", b"null"):
+        raise ProduceProblem(422, UNPROCESSABLE, "body: is empty: send records")
     if len(body) > LONG_BYTES:
         frame, texts = await in_thread(cut_batch, body, "records")
         records = decode(_decode_v2_body, frame).records

@@ -78,7 +78,7 @@ def coding_of(found: UsedHeaders) -> str:
 
 
 class Decoder:
-    """Decodes one body that comes in parts. Without a coding (""), its pieces are the parts."""
+    """Decodes one body that comes in parts. Without a coding (""), its pieces are those of the parts."""
 
     def __init__(self, coding: str, most: int | None = None) -> None:
         self._coding = coding
@@ -111,8 +111,8 @@ class Decoder:
             self._part, self._at = memoryview(b""), 0
             return None
         if self._member is None:
-            self._at = len(self._part)
-            return bytes(self._part)
+            start, self._at = self._at, min(self._at + PIECE_BYTES, len(self._part))
+            return bytes(self._part[start : self._at])
         if self._member.eof:
             self._member = self._new_member()
         piece = self._decompress(self._member)

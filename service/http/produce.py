@@ -4,18 +4,20 @@ Each record is an event: it is written exactly once under its key, as by `POST /
 keys works unchanged; one that sends the header Idempotency-Key, or a v3 record header of that name, may repeat itself.
 """
 
+import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.contract import Rules
 from service.core.metrics import Telemetry
-from service.core.problems import INVALID_JSON, MISSING_KEY, TOO_LARGE, Problem
+from service.core.problems import MISSING_KEY, TOO_LARGE, Problem
 from service.core.settings import TOPICS_MAX
 from service.core.time_of_day import now_ms
 from service.core.time_slice import TimeSlice
@@ -39,28 +41,30 @@ from service.events.strict_json import LONG_BYTES
 from service.http.asgi import AsgiEndpoint
 from service.http.batch import write_each
 from service.http.callers import Caller
+from service.http.encodings import PIECE_BYTES
 from service.http.events import RENDERED_AT_ONCE, EventsEndpoint
 from service.http.headers import JSON, UsedHeaders, essence, unsupported
 from service.http.produce_answers import (
     V2_TYPE,
     V3_TYPE,
     ProduceAnswers,
+    error_of,
     failure_of,
     is_replay,
+    lines_of_error,
+    render_error,
     render_offsets,
     render_v2,
     render_v3,
 )
-from service.http.request import PostRequest, Stream
+from service.http.request import PostRequest
+from service.http.responses import Headers, headers_of
+from service.http.streaming import Exchange, StreamEndpoint, StreamHead, Text
 from service.pipeline.admission import Admission
 from service.pipeline.request import WriteResult
 
 log = structlog.get_logger(__name__)
 
-# Bytes of a body that are searched for the ends of records in one step, which takes some milliseconds at most.
-CUT_BYTES: Final = 4 * 1024
-# Records of a v3 request that are written together; their answers follow together.
-V3_TOGETHER: Final = 1_000
 PARTITION_DIGITS: Final = 9
 
 PathParameters = Mapping[str, str]
@@ -83,10 +87,32 @@ class ProduceRequest(NamedTuple):
         """Answer 200; `replayed`: all records are replays."""
         self.answers.answer(self.post, 200, self.answers.lines(replayed), body)
 
-    def stream(self) -> Stream:
-        """Begin an answer 200 whose body comes in pieces."""
-        self.answers.begun()
-        return self.post.stream(200, self.answers.lines())
+
+class V3Record:
+    """A record of a stream, in the order of the body: what it was parsed to, None without an event."""
+
+    __slots__ = ("made",)
+
+    def __init__(self) -> None:
+        self.made: V3Event | None = None
+
+    async def take(self, parsed: Awaitable[V3Event]) -> Event:
+        """Await what the record is parsed to, and return its event."""
+        self.made = await parsed
+        return self.made.event
+
+
+class BySize:
+    """An ASGI endpoint that hands requests with a short body to an endpoint, and others, and streams, to another."""
+
+    def __init__(self, whole: ASGIApp, streamed: ASGIApp) -> None:
+        self._whole = whole
+        self._streamed = streamed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sizes = [content for name, content in scope["headers"] if name == b"content-length"]
+        is_short = len(sizes) == 1 and sizes[0].isdigit() and int(sizes[0][:20]) <= LONG_BYTES
+        await (self._whole if is_short else self._streamed)(scope, receive, send)
 
 
 class PathEndpoint:
@@ -114,7 +140,9 @@ class ProduceEndpoint:
 
     def routes(self) -> list[Route]:
         """Make the routes of the API; a request for a part of it that is not served is told where to go."""
-        v2, v3 = PathEndpoint(self._take_v2, self._posts), PathEndpoint(self._take_v3, self._posts)
+        v2 = PathEndpoint(self._take_v2, self._posts)
+        stream = StreamEndpoint(self._posts, self._stream_v3, _v3_refusal)
+        v3 = BySize(PathEndpoint(self._take_v3, self._posts), stream)
         return [
             Route("/topics/{topic}", v2, methods=["POST"]),
             Route("/topics/{topic}/partitions/{partition}", v2, methods=["POST"]),
@@ -174,55 +202,77 @@ class ProduceEndpoint:
         if any(isinstance(record, Problem) and record.kind is MISSING_KEY for record in records):
             request.key.id_of(0, None)  # a whole request is refused before any of its records is written
         request.caller.spend(len(records), request.post.arrived)
-        render = partial(render_v3, cluster)
-        if len(records) <= V3_TOGETHER:
-            results = [result async for group in self._written(request, records) for result in group]
-            answers = [*zip(records, results, strict=True)]
-            body = b"".join([piece async for piece in _in_slices(answers, render)])
-            request.answer(is_replay(results), body)
-            return
-        stream = request.stream()
-        done = 0
-        try:
-            async for group in self._written(request, records):
-                answers = [*zip(records[done : done + len(group)], group, strict=True)]
-                async for piece in _in_slices(answers, render):
-                    stream.write(piece)
-                done += len(group)
-        except Exception:  # the status is sent: all that is left is to abort the body
-            log.exception("request failed")
-            stream.cut()
-            return
-        stream.end()
+        results = [result async for group in self._written(request, records) for result in group]
+        answers = [*zip(records, results, strict=True)]
+        body = b"".join([piece async for piece in _in_slices(answers, partial(render_v3, cluster))])
+        request.answer(is_replay(results), body)
 
     async def _parse_v3(self, request: ProduceRequest) -> list[V3Event | Problem]:
-        """Parse the records of a v3 body. Text that is no JSON ends it: the last record is the problem then."""
+        """Parse the records of a v3 body. Raises Problem (413, 422) for none, and for too many."""
         records: list[V3Event | Problem] = []
-        time_slice = TimeSlice()
-        try:
-            async for text in _objects_of(request.post.body):
-                if time_slice.is_over:
-                    await time_slice.next()
-                if len(records) == BATCH_EVENTS_MAX:
-                    raise Problem(TOO_LARGE, f"body: at most {BATCH_EVENTS_MAX} records are taken")
-                records.append(await _v3_event(text, len(records), request))
-        except Problem as problem:
-            records.append(problem.as_result())
+        async for text in _objects_of(request.post.body):
+            if len(records) == BATCH_EVENTS_MAX:
+                raise Problem(TOO_LARGE, f"body: at most {BATCH_EVENTS_MAX} records are taken, unless it is streamed")
+            try:
+                if isinstance(text, Problem):
+                    raise text
+                parse = parse_long_v3 if len(text) > LONG_BYTES else parse_v3  # a coded body may be long
+                parsed = parse(text, len(records), request.topic, request.key, request.traceparent)
+                records.append(parsed if isinstance(parsed, V3Event) else await parsed)
+            except Problem as problem:
+                records.append(problem.as_result())
         if not records:
             raise ProduceProblem(422, UNPROCESSABLE, "body: is empty: send a record")
         return records
+
+    def _stream_v3(self, head: StreamHead) -> Exchange:
+        """Begin a v3 request whose records are written as they come. Raises Problem (400, 403, 415)."""
+        topic, cluster = head.path_params["topic"], head.path_params["cluster"]
+        head.caller.check(topic)
+        if essence(head.found.get(b"content-type")) != JSON:
+            raise unsupported(JSON)
+        key = self._key_of(head.found, topic)
+        of_request = RequestKey(key, head.caller.scope)
+        parsed: deque[V3Record] = deque()  # records that have no result yet
+        count = itertools.count()
+
+        def parse(text: Text) -> Event | Awaitable[Event]:
+            record, index = V3Record(), next(count)
+            parsed.append(record)
+            if isinstance(text, Problem):
+                raise text
+            if len(text) > LONG_BYTES:
+                return record.take(parse_long_v3(text, index, topic, of_request, head.traceparent))
+            record.made = parse_v3(text, index, topic, of_request, head.traceparent)
+            return record.made.event
+
+        def render(result: WriteResult) -> str:
+            return render_v3(cluster, [(parsed.popleft().made, result)]).decode()
+
+        def render_end(problem: Problem) -> str:
+            return render_v3(cluster, [(None, problem)]).decode()
+
+        lines = ProduceAnswers(self._telemetry, V3_TYPE, key).lines()
+        return Exchange(JsonObjects(), parse, render, render_end, 200, lines)
 
     # ------------------------------------------------------------------------------------------------------------ both
 
     def _request(
         self, media_type: bytes, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller
     ) -> ProduceRequest:
-        """Make the request with its key; a key is made for one without, unless the topic's rule refuses that."""
-        topic, raw = path["topic"], found.get(b"idempotency-key")
-        key = parse_key(raw) if raw is not None else None if self._refuses_keyless(topic) else new_key(now_ms())
+        """Make the request with its key."""
+        topic = path["topic"]
+        key = self._key_of(found, topic)
         traceparent = parse_traceparent(found.get(b"traceparent"))
         answers = ProduceAnswers(self._telemetry, media_type, key)
         return ProduceRequest(post, topic, caller, RequestKey(key, caller.scope), traceparent, answers)
+
+    def _key_of(self, found: UsedHeaders, topic: str) -> str | None:
+        """Return the key of a request; one is made for a request without, unless the topic's rule refuses that."""
+        raw = found.get(b"idempotency-key")
+        if raw is not None:
+            return parse_key(raw)
+        return None if self._refuses_keyless(topic) else new_key(now_ms())
 
     def _begin(self, request: ProduceRequest, work: Coroutine[Any, Any, None]) -> None:
         """Start the work of a request, unless the queue is full."""
@@ -269,32 +319,26 @@ def _partition_in(path: PathParameters) -> int | None:
     return int(text)
 
 
-async def _objects_of(body: bytes) -> AsyncIterator[bytes]:
-    """Yield the JSON objects of a body, in time slices. Raises Problem (400, 413)."""
+async def _objects_of(body: bytes) -> AsyncIterator[Text]:
+    """Yield the JSON objects of a body, in time slices; a problem stands for what is none."""
     cutter = JsonObjects()
     time_slice = TimeSlice()
-    for start in range(0, len(body), CUT_BYTES):
+    for start in range(0, len(body) + PIECE_BYTES, PIECE_BYTES):
+        if start < len(body):
+            cutter.feed(body[start : start + PIECE_BYTES])
+        else:
+            cutter.end()
+        while (text := cutter.next()) is not None:
+            yield text
+            if time_slice.is_over:
+                await time_slice.next()
         if time_slice.is_over:
             await time_slice.next()
-        for text in cutter.feed(body[start : start + CUT_BYTES]):
-            yield text
-        if cutter.fault is not None:
-            break
-    cutter.end()
-    if cutter.fault is not None:
-        raise cutter.fault
 
 
-async def _v3_event(text: bytes, index: int, request: ProduceRequest) -> V3Event | Problem:
-    """Parse a record that fails alone. Raises Problem (400) for text that is not JSON, after which nothing is sure."""
-    try:
-        if len(text) > LONG_BYTES:
-            return await parse_long_v3(text, index, request.topic, request.key, request.traceparent)
-        return parse_v3(text, index, request.topic, request.key, request.traceparent)
-    except Problem as problem:
-        if problem.kind is INVALID_JSON:
-            raise
-        return problem.as_result()
+def _v3_refusal(problem: Problem) -> tuple[int, Headers, bytes]:
+    error = error_of(problem)
+    return error.status, headers_of(lines_of_error(problem, V3_TYPE)), render_error(error)
 
 
 async def _in_slices(results: Sequence[T], render: Callable[[Sequence[T]], bytes]) -> AsyncIterator[bytes]:

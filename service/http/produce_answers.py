@@ -147,10 +147,6 @@ class ProduceAnswers(Answers):
         lines = b"content-type: %b\r\n%b" % (self._media_type, self._key_line)
         return lines + b"idempotent-replayed: true\r\n" if replayed else lines
 
-    def begun(self) -> None:
-        """Count a request whose answer 200 has begun."""
-        self._telemetry.requested(200, "")
-
 
 def is_replay(results: Iterable[WriteResult]) -> bool:
     """Whether each of the results is that of an earlier request."""
@@ -187,14 +183,14 @@ def _offset_of(result: WriteResult) -> _Offset:
     return _Offset(there.partition, there.offset, None, None)
 
 
-def render_v3(cluster: str, answers: Iterable[tuple[V3Event | Problem, WriteResult]]) -> bytes:
+def render_v3(cluster: str, answers: Iterable[tuple[V3Event | Problem | None, WriteResult]]) -> bytes:
     """Render the answers to v3 records, each with its end of line; a replay has the same bytes."""
     lines = []
     for record, result in answers:
-        if isinstance(result, Problem) or isinstance(record, Problem):
-            assert isinstance(result, Problem)  # what is no event is not written
+        if isinstance(result, Problem):
             lines.append(_v3_error(result))
         else:
+            assert isinstance(record, V3Event)  # what is no event is not written
             lines.append(_v3_answer(cluster, record, result))
     return V3_SEPARATOR.join([*lines, b""])
 

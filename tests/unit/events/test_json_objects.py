@@ -4,8 +4,10 @@ import itertools
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from service.core.problems import Problem
+from service.core.problems import TOO_LARGE, Problem
 from service.events.json_objects import JsonObjects
 from tests.unit.fakes import grows_in_proportion
 
@@ -19,17 +21,28 @@ TEXTS = [
 ]
 
 
-def objects(text: bytes, size: int) -> list[bytes]:
-    cutter = JsonObjects()
-    found = [each for start in range(0, len(text), size) for each in cutter.feed(text[start : start + size])]
-    cutter.end()
-    if cutter.fault is not None:
-        raise cutter.fault
+def taken(cutter: JsonObjects) -> list[bytes]:
+    """Take all objects that are there. Raises the Problem that stands for one."""
+    found = []
+    while (text := cutter.next()) is not None:
+        if isinstance(text, Problem):
+            raise text
+        found.append(text)
     return found
 
 
+def objects(text: bytes, size: int) -> list[bytes]:
+    cutter, found = JsonObjects(), []
+    for start in range(0, len(text), size):
+        cutter.feed(text[start : start + size])
+        found += taken(cutter)
+        assert cutter.held <= len(text)
+    cutter.end()
+    return found + taken(cutter)
+
+
 @pytest.mark.parametrize("text", TEXTS)
-def test_objects_are_cut_whatever_the_pieces(text: bytes) -> None:
+def test_objects_are_cut_whatever_the_parts(text: bytes) -> None:
     decoder, wanted, rest = json.JSONDecoder(), [], text.decode().strip()
     while rest:
         value, end = decoder.raw_decode(rest)
@@ -39,19 +52,27 @@ def test_objects_are_cut_whatever_the_pieces(text: bytes) -> None:
         assert [json.loads(each) for each in objects(text, size)] == wanted
 
 
+@settings(max_examples=50)
+@given(st.lists(st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3), max_size=3), st.integers(1, 9))
+def test_any_objects_are_cut(wanted: list[object], size: int) -> None:
+    texts = [json.dumps(each, ensure_ascii=False).encode() for each in wanted]
+    assert objects(b"".join(texts), size) == texts
+
+
 def test_an_object_is_there_with_its_last_byte() -> None:
     cutter = JsonObjects()
-    assert cutter.feed(b'{"a":"x') == []
-    assert cutter.feed(b'"') == []
-    assert cutter.feed(b"}") == [b'{"a":"x"}']
-    assert cutter.feed(b'{}{"b"') == [b"{}"]
+    for part, cut in ((b'{"a":"x', []), (b'"', []), (b"}", [b'{"a":"x"}']), (b'{}{"b"', [b"{}"])):
+        cutter.feed(part)
+        assert taken(cutter) == cut
+    assert cutter.held == 4
 
 
 @pytest.mark.parametrize("text", [b"foobar", b"1", b"[{}]", b"{},{}", b'{}"a"', b"}", b"\xef\xbb\xbf{}"])
 def test_text_outside_of_objects_is_refused(text: bytes) -> None:
-    with pytest.raises(Problem, match="sequence of JSON objects") as caught:
-        objects(text, 1)
-    assert caught.value.kind.status == 400
+    for size in (1, 100):
+        with pytest.raises(Problem, match="sequence of JSON objects") as caught:
+            objects(text, size)
+        assert caught.value.kind.status == 400
 
 
 @pytest.mark.parametrize("text", [b"{", b'{"a', b'{"a\\', b'{}{"a":[}'])
@@ -60,25 +81,63 @@ def test_an_unfinished_object_is_refused_at_the_end(text: bytes) -> None:
         objects(text, 2)
 
 
-def test_an_object_has_bounds() -> None:
-    for cutter, text, code, detail in (
-        (JsonObjects(most=10), b'{"a":"xxxxx', "too-large", "more than 10 bytes"),
-        (JsonObjects(), b'{"a":' + b"[" * 64, "invalid-json", "nested deeper than 64"),
-    ):
-        assert cutter.feed(b"{}" + text) == [b"{}"]
-        assert cutter.fault is not None
-        assert (cutter.fault.kind.code, detail in cutter.fault.detail) == (code, True)
-        assert cutter.feed(b"{}") == []
-    assert JsonObjects().feed(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}") != []
+@pytest.mark.parametrize("wrong", [b"foobar", b'{"a":' + b"[" * 64])
+def test_behind_text_that_cannot_be_cut_nothing_is(wrong: bytes) -> None:
+    cutter = JsonObjects()
+    cutter.feed(b'{"a":1}' + wrong)
+    assert cutter.next() == b'{"a":1}'
+    assert not cutter.is_over
+    assert isinstance(cutter.next(), Problem), "with it, the text is over"
+    assert cutter.is_over
+    assert cutter.next() is None
+    cutter.feed(b"{}")
+    cutter.end()
+    assert cutter.next() is None
 
 
-@pytest.mark.parametrize("piece", [b"x", b"\\\\", b'\\"', b'","', b"{}", b"[],"])
-def test_a_text_in_small_pieces_is_cut_in_linear_time(piece: bytes) -> None:
-    opening = b'{"a":[' if piece in (b"{}", b"[],") else b'{"a":"'
+def test_objects_may_be_64_levels_deep() -> None:
+    deep = b'{"a":' + b"[" * 63 + b"]" * 63 + b"}"
+    assert objects(deep, 7) == [deep]
+
+
+def test_an_object_that_is_too_long_fails_alone() -> None:
+    cutter = JsonObjects(most=10)
+    cutter.feed(b'{"a":"xx')
+    assert cutter.next() is None
+    cutter.feed(b"yyyy{")
+    assert cutter.next() is None
+    assert cutter.held == 0
+    cutter.feed(b'"}{"b":1}')
+    problem = cutter.next()
+    assert isinstance(problem, Problem)
+    assert (problem.kind.code, problem.detail) == ("too-large", "body: one record's JSON has more than 10 bytes")
+    assert cutter.next() == b'{"b":1}'
+
+
+def test_an_object_may_be_dropped_as_far_as_it_has_come() -> None:
+    cutter, problem = JsonObjects(), Problem(TOO_LARGE, "no room")
+    cutter.feed(b'{"a":"x')
+    assert cutter.next() is None
+    cutter.drop(problem)
+    cutter.feed(b'y"}{}')
+    assert cutter.next() is problem
+    assert cutter.next() == b"{}"
+    cutter.feed(b'{"a"')
+    assert cutter.next() is None
+    cutter.drop(problem)
+    cutter.end()
+    assert not cutter.is_over
+    assert cutter.next() is problem
+
+
+@pytest.mark.parametrize("piece", [b"x", b"\\\\", b'\\"', b'","', b"{}", b"[],", b"[[]],"])
+def test_a_text_in_small_parts_is_cut_in_linear_time(piece: bytes) -> None:
+    opening = b'{"a":"' if piece in (b"x", b"\\\\", b'\\"', b'","') else b'{"a":['
 
     def cut(size: int) -> None:
         cutter = JsonObjects()
         for part in itertools.chain([opening], [piece] * (size // len(piece))):
             cutter.feed(part)
+            assert cutter.next() is None
 
-    assert grows_in_proportion(cut)
+    assert grows_in_proportion(cut, size=16_000)

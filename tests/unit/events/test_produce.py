@@ -149,7 +149,9 @@ async def test_a_negative_partition_is_not_found() -> None:
     assert (problem.status, problem.error_code) == (404, 40402)
 
 
-@pytest.mark.parametrize("body", [b"{}", b'{"records":[]}', b'{"records":null}', b'{"value_schema_id":1}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"null\n", b"{}", b'{"records":[]}', b'{"records":null}', b'{"value_schema_id":1}']
+)
 async def test_a_body_without_records_is_unprocessable(body: bytes) -> None:
     with pytest.raises(ProduceProblem) as caught:
         await parse_v2(body)
@@ -162,7 +164,7 @@ async def test_a_body_without_records_is_unprocessable(body: bytes) -> None:
         (b'{"foo":"bar"}', 400),
         (b'{"records":"an array"}', 400),
         (b"foobar", 400),
-        (b"", 400),
+        (b"1", 400),
         (b'{"records":[{"value":NaN}]}', 400),
         (b'{"records":[%b]}' % b",".join([b"{}"] * (BATCH_EVENTS_MAX + 1)), 413),
         (b'{"records":[%b]}' % b",".join([b'{"value":1 }'] * (BATCH_EVENTS_MAX + 1)), 413),

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gzip
 import json
 import uuid
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from service.core.problems import NOT_WRITTEN, Problem
 from service.http import produce as module
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
+from service.http.headers import JSON
 from service.http.produce import ProduceEndpoint, new_key
 from tests.unit.fakes import World, ended
 
@@ -44,7 +46,7 @@ class Proxy:
     async def v3(self, *records: dict[str, Any], path: str = V3, **headers: str) -> httpx.Response:
         return await self.post(path, b"\n".join(json.dumps(record).encode() for record in records), **headers)
 
-    async def post(self, path: str, body: bytes, type: str = "application/json", **headers: str) -> httpx.Response:
+    async def post(self, path: str, body: bytes, type: str = JSON, **headers: str) -> httpx.Response:
         named = {name.replace("_", "-"): text for name, text in headers.items()}
         return await self.client.post(path, content=body, headers={"content-type": type, **named})
 
@@ -55,11 +57,16 @@ class Proxy:
         return [(each.headers[0][1].decode(), each.key, each.value) for group in groups for each in group]
 
 
-def proxied(world: World, rules: Rules = RULES) -> httpx.AsyncClient:
+def app_of(world: World, rules: Rules = RULES) -> FastAPI:
     app = FastAPI()
     posts = EventsEndpoint(lambda: world.admission, world.settings, Callers(rules.callers), world.telemetry)
     app.router.routes += ProduceEndpoint(posts, lambda: world.admission, rules, world.telemetry).routes()
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=("127.0.0.1", 1)), base_url="http://test")
+    return app
+
+
+def proxied(world: World, rules: Rules = RULES) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app_of(world, rules), client=("127.0.0.1", 1))
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
 @pytest.fixture
@@ -170,7 +177,8 @@ async def test_a_rule_may_refuse_requests_without_a_key(proxy: Proxy) -> None:
     [
         (b"{}", JSON_V2, 422, 422),
         (b'{"records":[]}', BINARY_V2, 422, 422),
-        (b"", JSON_V2, 400, 400),
+        (b"", JSON_V2, 422, 422),
+        (b"foobar", JSON_V2, 400, 400),
         (b'{"records":[{"value":"?"}]}', BINARY_V2, 400, 400),
         (b'{"records":[{"value":1},{"valur":1}]}', JSON_V2, 400, 400),
         (b'{"records":[{"value":1},{"value":1,"partition":-1}]}', JSON_V2, 404, 40402),
@@ -326,10 +334,12 @@ async def test_v3_records_are_answered_in_their_order_and_fail_alone(proxy: Prox
 async def test_text_that_is_no_json_ends_a_v3_request(proxy: Proxy) -> None:
     """As with the peer: what comes before is written and answered."""
     record = json.dumps(string("a")).encode()
-    for rest in (b"foobar", b'{"value":', b'{"value":{"type":"JSON","data":NaN}}' + record):
+    for rest in (b"foobar", b'{"value":', b"[" + record + b"]"):
         told = answers(await proxy.post(V3, record + rest))
         assert [each["error_code"] for each in told] == [200, 400]
-    assert len(proxy.written) == 3
+    told = answers(await proxy.post(V3, b'{"value":{"type":"JSON","data":NaN}}' + record))
+    assert [each["error_code"] for each in told] == [400, 200], "it is known where the record ends"
+    assert len(proxy.written) == 4
     for body in (b"", b" \n"):
         assert_error(await proxy.post(V3, body), 422, 422)
     assert_error(await proxy.post(V3, record, "text/plain"), 415, 415)
@@ -357,22 +367,106 @@ async def test_a_record_with_a_key_of_its_own_is_written_once_in_any_request(pro
     assert set(proxy.world.keys.server.keys) == {event_id("a"), event_id("b"), member_id("q", 0)}
 
 
-async def test_a_long_v3_request_is_answered_while_it_is_written(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "V3_TOGETHER", 10)
-    records = [string(f"{n}") for n in range(25)]
-    response = await proxy.v3(*records, idempotency_key="q")
-    assert "content-length" not in response.headers
-    assert [each["error_code"] for each in answers(response)] == [200] * 25
-    assert (await proxy.v3(*records, idempotency_key="q")).content == response.content
+async def test_a_short_v3_body_has_a_bounded_number_of_records(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH_EVENTS_MAX", 20)
-    told = answers(await proxy.v3(*records))
-    assert [each["error_code"] for each in told] == [200] * 20 + [413]
+    assert len(answers(await proxy.v3(*[string("a")] * 20))) == 20
+    assert "unless it is streamed" in assert_error(await proxy.v3(*[string("a")] * 21), 413, 413)
 
 
-async def test_a_long_v3_body_is_cut_in_steps(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CUT_BYTES", 7)
-    told = answers(await proxy.v3(string("a" * 100), string("x" * 70_000), string("é")))
-    assert [each["value"]["size"] for each in told] == [100, 70_000, 2]
+async def test_bodies_may_be_compressed(proxy: Proxy) -> None:
+    records = [string("x" * 70_000), string("a")]
+    body = gzip.compress(b"".join(json.dumps(each).encode() for each in records))
+    told = answers(await proxy.post(V3, body, content_encoding="gzip"))
+    assert [each["value"]["size"] for each in told] == [70_000, 1]
+    v2 = gzip.compress(json.dumps({"records": [{"value": 1}]}).encode())
+    assert (await proxy.post("/topics/orders", v2, JSON_V2, content_encoding="gzip")).status_code == 200
+    assert_error(await proxy.post("/topics/orders", v2[:9], JSON_V2, content_encoding="gzip"), 400, 400)
+    assert_error(await proxy.post("/topics/orders", v2, JSON_V2, content_encoding="br"), 415, 415)
+
+
+async def streamed(*texts: bytes) -> AsyncIterator[bytes]:
+    for text in texts:
+        yield text
+
+
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+async def test_a_long_v3_body_or_one_of_unknown_length_is_streamed(proxy: Proxy, size: int) -> None:
+    records = [string("a" * 100), {"value": {"type": "BINARY", "data": 1}}, string("x" * 70_000), string("é")]
+    body = "\n".join(json.dumps(each, ensure_ascii=False) for each in records).encode()
+    parts = [body[start : start + size] for start in range(0, len(body), size)] if size > 1 else [body]
+    headers = {"content-type": "application/json", "idempotency-key": "q"}
+    first = await proxy.client.post(V3, content=body, headers=headers)
+    again = await proxy.client.post(V3, content=streamed(*parts), headers=headers)
+    assert (first.status_code, first.headers["idempotency-key"]) == (200, "q")
+    assert again.content == first.content
+    told = answers(first)
+    assert [each.get("value", {}).get("size") for each in told] == [100, None, 70_000, 2]
+    assert set(proxy.world.keys.server.keys) == {member_id("q", index) for index in (0, 2, 3)}
+
+
+async def test_a_stream_without_a_key_is_told_the_key_before_its_records_are_written(proxy: Proxy) -> None:
+    record = json.dumps(string("a")).encode()
+    first = await proxy.client.post(V3, content=streamed(record, b"\n", record), headers={"content-type": JSON})
+    made = first.headers["idempotency-key"]
+    assert uuid.UUID(made).version == 7
+    told = {"content-type": JSON, "idempotency-key": made}
+    assert (await proxy.client.post(V3, content=streamed(record + record), headers=told)).content == first.content
+    assert len(proxy.written) == 2
+
+
+async def test_a_stream_refuses_records_without_a_key_where_the_rule_says_so(proxy: Proxy) -> None:
+    own = {"name": "idempotency-key", "value": base64.b64encode(b"own").decode()}
+    texts = [json.dumps(each).encode() for each in (string("a"), {**string("b"), "headers": [own]})]
+    path = V3.replace("orders", "other")
+    response = await proxy.client.post(path, content=streamed(*texts), headers={"content-type": JSON})
+    assert [each["error_code"] for each in answers(response)] == [40001, 200]
+    assert "idempotency-key" not in response.headers
+
+
+async def test_a_stream_is_refused_in_the_api_s_form(proxy: Proxy) -> None:
+    for path, type, key, status, error_code in (
+        (V3, "text/plain", "q", 415, 415),
+        (V3, JSON, "é", 400, 40001),
+        (V3, JSON, "q", 400, 400),
+    ):
+        headers = {b"content-type": type.encode(), b"idempotency-key": key.encode()}
+        response = await proxy.client.post(path, content=streamed(b" "), headers=headers)
+        assert_error(response, status, error_code)
+        assert response.headers["content-type"] == JSON
+    record = json.dumps(string("a")).encode()
+    response = await proxy.client.post(V3, content=streamed(record, b"?", record), headers={"content-type": JSON})
+    assert [each["error_code"] for each in answers(response)] == [200, 400]
+
+
+async def test_a_record_of_a_stream_is_answered_before_the_next_one_is_sent() -> None:
+    """As a client needs it that sends a record when something happens: both directions stay open."""
+    world = World()
+    serving = world.serve(await world.slot())
+    coming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    sent: asyncio.Queue[Any] = asyncio.Queue()
+    headers = [(b"host", b"x"), (b"content-type", JSON.encode()), (b"transfer-encoding", b"chunked")]
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": V3,
+        "client": None,
+        "headers": headers,
+        "query_string": b"",
+    }
+    posting = asyncio.create_task(app_of(world)(scope, coming.get, sent.put))
+    for n in range(3):
+        coming.put_nowait({"type": "http.request", "body": json.dumps(string(f"{n}")).encode(), "more_body": True})
+        async with asyncio.timeout(5.0):
+            message = await sent.get()
+            if n == 0:
+                assert (message["type"], message["status"]) == ("http.response.start", 200)
+                message = await sent.get()
+        assert json.loads(message["body"])["offset"] == 12 + 2 * n + n
+    coming.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+    await posting
+    assert sent.get_nowait() == {"type": "http.response.body", "body": b"", "more_body": False}
+    await ended(serving)
 
 
 def test_a_made_key_is_a_uuid_of_the_time() -> None:
