@@ -83,7 +83,7 @@ def transactional_id(namespace: str, slot: int) -> str:
 
 
 def event_id(key: str, scope: str = "") -> bytes:
-    """Make the 16-byte id of an idempotency key (ASCII, unquoted) in its scope (the caller's name)."""
+    """Make the 16-byte id of an idempotency key (ASCII, unquoted) in its scope: a caller's name, or `source:NAME`."""
     return hashlib.sha256(f"{scope}\0{key}".encode()).digest()[:ID_BYTES]
 
 

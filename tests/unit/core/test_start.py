@@ -35,6 +35,20 @@ def test_a_wrong_setting_ends_the_start_with_a_line(
     assert line.startswith("rules.toml:1: topics: write [[topics]]" if text == "rules.toml" else f"FENCEPOST_{name}")
 
 
+def test_a_secret_without_content_ends_the_start_with_a_line_for_each_source(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    of = 'topic = "t"\nidempotency_key = { pointer = "/id" }\nsignature = { scheme = "stripe", secret_files = ["s"] }\n'
+    (tmp_path / "rules.toml").write_text("".join(f'[[sources]]\nname = "{name}"\n{of}' for name in ("a", "b")))
+    (tmp_path / "s").write_text("\n")
+    monkeypatch.setenv("FENCEPOST_RULES", str(tmp_path / "rules.toml"))
+    monkeypatch.setattr(service.__main__, "build_app", Mock(side_effect=AssertionError("it was started")))
+    assert service.__main__.main() == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"FENCEPOST_RULES: source {name}: {tmp_path / 's'} is empty: put the secret into it" for name in ("a", "b")
+    ]
+
+
 def test_an_address_in_use_is_reported_with_its_settings() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

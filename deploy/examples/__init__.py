@@ -1,0 +1,1 @@
+"""Examples of senders, each run by a test."""
