@@ -501,6 +501,7 @@ class RedisKeys:
     # ----------------------------------------------------------------------------------------------- transport
 
     async def _info(self, *sections: str) -> dict[str, str]:
+        """Read sections of INFO, as text by name."""
         found: dict[str, str] = {}
         for section in sections:  # INFO takes several sections since Redis 7
             lines = (await self._send("INFO", section)).decode().splitlines()
@@ -539,6 +540,7 @@ class RedisKeys:
             raise
 
     async def _run(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
+        """Run an operation of claims.lua; returns its reply after OK. Raises what its other replies mean."""
         try:
             answer = await self._send("EVALSHA", self._sha, 1, self._prefix, operation, *arguments)
         except NoScriptError:  # nothing ran

@@ -183,6 +183,7 @@ class KafkaAdmin:
         await self._disconnect()
 
     async def _disconnect(self) -> None:
+        """Close the client; the next request connects another."""
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(Exception):
@@ -480,6 +481,7 @@ class KafkaAdmin:
         raise self.failed("metadata", f"Kafka at {self.bootstrap} does not answer: {failed!r}") from failed
 
     async def _request_controller(self, request: Any) -> Any:
+        """Send a request to the controller, and again where the controller moves; its response. Raises KafkaAway."""
         try:
             async with asyncio.timeout(2 * self.timeout_s):
                 client = await self._connected()

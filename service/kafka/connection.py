@@ -268,6 +268,7 @@ class ResponseReader(asyncio.Protocol):
         self._parts, self._have = [rest] if rest else [], len(rest)
 
     def _take(self, frame: bytes) -> None:
+        """Match a response to the oldest request, in whose order a broker answers. Any fault ends the connection."""
         connection = self._connection()
         if connection is None or not connection.connected():
             return  # closed because of an earlier response, or collected

@@ -317,6 +317,7 @@ class TransactionalProducer:
         write.waiting_for = ""
 
     def _request_to_add(self, partitions: Iterable[Partition]) -> AddPartitionsToTxnRequest:
+        """Make the AddPartitionsToTxn request of these partitions."""
         by_topic: dict[str, list[int]] = {}
         for topic, partition in partitions:
             by_topic.setdefault(topic, []).append(partition)
@@ -519,6 +520,7 @@ class IdempotentProducer:
         return leaders
 
     async def _current_session(self) -> ProducerSession:
+        """Return the session, started if there was none. Raises KafkaAway."""
         async with self._starting:
             if self._session is None:
                 session = ProducerSession(self._cluster, self._name)

@@ -116,6 +116,7 @@ async def offsets_since(
 
 
 async def _look_up(cluster: KafkaAdmin, ask: Callable[[Consumer], Coroutine[Any, Any, Any]]) -> Any:
+    """Ask by a consumer of its own, within the request timeout. Raises KafkaAway."""
     consumer = _consumer(cluster, "read_uncommitted")
     try:
         await within(cluster.timeout_s, consumer.start())

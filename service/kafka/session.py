@@ -252,6 +252,7 @@ class ProducerSession:
     async def _send_once(
         self, batches: Sequence[Batch], leaders: Mapping[Partition, int], acks_timeout_ms: int
     ) -> None:
+        """Send each batch to its leader once, in as few Produce requests as can be. Raises as `send` does."""
         requests: list[tuple[int, list[Batch]]] = []
         for batch in batches:  # a Produce request holds at most one batch of a partition
             node = leaders[batch.partition]
@@ -274,6 +275,7 @@ class ProducerSession:
                 send.cancel()
 
     async def _produce(self, node: int, batches: Sequence[Batch], acks_timeout_ms: int) -> None:
+        """Send one Produce request, of at most one batch a partition, and note the response to each batch."""
         topics: dict[str, list[tuple[int, bytes]]] = {}
         for batch in batches:
             topic, partition = batch.partition

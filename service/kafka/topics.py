@@ -226,12 +226,14 @@ class TopicMetadataCache:
                     await asyncio.gather(*(self.get(name, time.monotonic()) for name in expired))
 
     def _start_look_up(self, name: str) -> asyncio.Task[Topic | None]:
+        """Start the look-up that all callers for this topic share."""
         looking_up = self._looking_up[name] = asyncio.create_task(self._look_up(name))
         looking_up.add_done_callback(lambda _: self._looking_up.pop(name, None))
         looking_up.add_done_callback(unwaited)  # `cached` does not await the task
         return looking_up
 
     async def _look_up(self, name: str) -> Topic | None:
+        """Ask Kafka for a topic, and cache it; None if no broker knows the topic. Raises KafkaAway, KafkaForbids."""
         began = time.monotonic()
         last = self._last.get(name)
         try:

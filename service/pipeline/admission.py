@@ -324,6 +324,7 @@ class Admission:
             await self._check_old_key(event)
 
     async def _topic(self, name: str, arrived: float, deadline: float, *, after_arrival: bool = False) -> Topic:
+        """Look up a topic until `deadline` as TopicMetadataCache.get does. Raises Problem (403, 404, 503)."""
         if self._topics.reserved(name):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
         try:

@@ -238,6 +238,7 @@ class FailureDecision:
             self._add(request)
 
     def _add(self, request: WriteRequest) -> None:
+        """Decide on a request of the transaction: answered, or sent again, and how."""
         failing = request.topics & self._failing
         if failing:
             self.failed.append(request)

@@ -160,6 +160,7 @@ class LsoWatch:
                 yield partition, stalled
 
     async def _recover(self, now: float) -> None:
+        """Find the owners of the transactions that hold an LSO past the bound, and recover the slots among them."""
         due = {partition: stalled for partition, stalled in self._hanging(now) if stalled.again <= now}
         if not due:
             return

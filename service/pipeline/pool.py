@@ -273,6 +273,7 @@ class Pool:
             log_failure(self._flushing, "flush-marks", self._telemetry)  # the next heartbeat starts another
 
     async def _flush_marks(self, slots: Sequence[Slot], generation: StoreGeneration) -> None:
+        """Try the pending marks of these slots again, one slot after the other."""
         try:
             for slot in slots:
                 await slot.flush_marks()
@@ -331,6 +332,7 @@ class Pool:
             await self._take(n, generation)
 
     async def _take(self, n: int, generation: StoreGeneration) -> None:
+        """Take the lease of a slot, and start the task that recovers and serves the slot. Raises as Keys.take does."""
         is_taken = await self._keys.take(generation, n, self.token)
         maybe_hanging = self._to_recover.pop(n, ())  # kept until here: the store may not answer
         if not is_taken or n in self.slots:
@@ -378,6 +380,7 @@ class Pool:
             await self._give_back(slot, idle)
 
     async def _recover(self, slot: Slot) -> None:
+        """Bring a slot to READY in a new term, then have parked requests claimed again. Raises as SlotRecovery.run."""
         generation = await self._store.wait_until_settled()
         if slot.state is SlotState.DOUBT:
             slot.move(SlotEvent.RECOVER)

@@ -50,6 +50,7 @@ class Control:
         return await shared(self._next)
 
     async def _read(self) -> StoreGeneration | None:
+        """Append a barrier, and read from the last position through it. Raises KafkaAway."""
         async with self._reading:
             self._next = None  # later calls need a later barrier
             slot = self._next_slot

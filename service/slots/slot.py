@@ -224,6 +224,7 @@ class Slot:
         return len(self._pending_marks) >= PENDING_MARKS_MAX
 
     async def _flush(self) -> None:
+        """Mark the pending rows, oldest first, and move `applied` behind each record. Raises as Keys.mark does."""
         pending = self._pending_marks
         while pending:
             position, rows = pending[0]
