@@ -121,14 +121,15 @@ async def write_each(
     the batch. A repeated key begins a new chunk, and so finds the result of its first event. Events are checked when
     their chunk is filled, so that the first results need not wait for the last event.
     """
-    results = _Results(len(parts))
-    chunk, indexes = admission.new_chunk(), list[int]()
+    chunk = admission.new_chunk()
+    results: list[Problem | None] = []  # since the last yield; None for an event of the chunk
     topic, plain_bytes_max = "", NONE_IS_PLAIN  # of the last event
     time_slice = TimeSlice()
-    for index, part in enumerate(parts):
+    for part in parts:
         if time_slice.is_over:
-            if known := results.take_known():
-                yield known
+            if results and not chunk.events:
+                yield _with_chunk(results, ())
+                results = []
             await time_slice.next()
             topic = ""  # what is known of it may change meanwhile
         try:
@@ -142,39 +143,20 @@ async def write_each(
                 # Each chunk has a request's timeout of its own, because earlier chunks may have used up theirs.
                 await admission.check(event, arrived, time.monotonic())
         except Problem as problem:
-            results.add([index], [problem.as_result()])
+            results.append(problem.as_result())
             continue
         if not chunk.add(event):
-            results.add(indexes, await admission.submit_chunk(chunk))
-            yield results.take_known()
-            chunk, indexes = admission.new_chunk(), []
+            yield _with_chunk(results, await admission.submit_chunk(chunk))
+            chunk, results = admission.new_chunk(), []
             chunk.add(event)
-        indexes.append(index)
-    if indexes:
-        results.add(indexes, await admission.submit_chunk(chunk))
-    yield results.take_known()
+        results.append(None)
+    yield _with_chunk(results, await admission.submit_chunk(chunk) if chunk.events else ())
 
 
-class _Results:
-    """The results of a batch's events, which become known in any order and are taken in the order of the events."""
-
-    def __init__(self, count: int) -> None:
-        self._results: list[WriteResult | None] = [None] * count
-        self._taken = 0
-
-    def add(self, indexes: Sequence[int], results: Sequence[WriteResult]) -> None:
-        """Add the results of the events at these indexes."""
-        for index, result in zip(indexes, results, strict=True):
-            self._results[index] = result
-
-    def take_known(self) -> list[WriteResult]:
-        """Return the results after those that were taken, up to the first that is not known; they are not kept."""
-        known: list[WriteResult] = []
-        while self._taken < len(self._results) and (result := self._results[self._taken]) is not None:
-            known.append(result)
-            self._results[self._taken] = None  # to free all at once, at the end, would take milliseconds
-            self._taken += 1
-        return known
+def _with_chunk(results: Sequence[Problem | None], of_chunk: Sequence[WriteResult]) -> list[WriteResult]:
+    """Put the results of a chunk's events, in their order, in the places of None."""
+    rest = iter(of_chunk)
+    return [next(rest) if result is None else result for result in results]
 
 
 # -------------------------------------------------------------------------------------------------- all or none
