@@ -330,7 +330,13 @@ class RedisKeys:
         self._note_claims(generation, count)
         if b"E" in answers:
             self._errors.labels(ERRORS[StoreAway]).inc()
-        return [self._claim(answer, slot, term, id, fp) for answer, (id, fp) in zip(answers, asked, strict=True)]
+        at_of, new = _AT.unpack_from, Outcome.NEW
+        return [
+            Claim(new, Claimed(slot, term, at_of(answer, 1)[0], fp))  # the usual case, without a call
+            if answer.startswith(b"N")
+            else self._claim(answer, slot, term, id, fp)
+            for answer, (id, fp) in zip(answers, asked, strict=True)
+        ]
 
     async def claim_all(
         self,
@@ -473,15 +479,18 @@ class RedisKeys:
                 groups.extend((expires, len(parts) // 2 * format, b"".join(parts)))
                 parts.clear()
 
+        topic, encoded = "", b""  # of the last row
         for id, state in rows:
-            if (
-                isinstance(state, Delivered) and not state.ttl_s
-            ):  # as `pack` does, in one call: a store recovery has millions of rows
-                rest = state.topic.encode()
+            # As `pack` does, in one call: a store recovery has millions of rows.
+            if isinstance(state, Delivered) and not state.ttl_s:
+                if state.topic != topic:
+                    topic, encoded = state.topic, state.topic.encode()
+                rest = encoded
                 entry = pack_entry(key, id, b"D", state.at, state.fp, state.partition, state.offset, state.ts)
+                ends = state.at + self._retention_ms
             else:
                 entry, rest = key + id, pack(state)
-            ends = state.at + (state.ttl_s * 1000 or self._retention_ms)
+                ends = state.at + self._ttl_ms(state.ttl_s)
             if ends != expires or len(entry) + len(rest) != size or len(parts) == 2 * UNPACKED_AT_ONCE:
                 close()
                 expires, size = ends, len(entry) + len(rest)
