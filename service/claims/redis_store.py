@@ -36,6 +36,7 @@ from service.contract.wire import ID_BYTES
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, StoreAway, StoreBug, StoreIncomplete, StoreLost, StoreUnanswered
+from service.core.shared_timeout import SharedTimeout
 
 log = structlog.get_logger(__name__)
 
@@ -258,6 +259,7 @@ class RedisKeys:
         self._least_left_ms = least_left_ms
         self._lease_ttl_ms = lease_ttl_ms
         self._timeout_s = timeout_s
+        self._command_timeout = SharedTimeout(timeout_s)
         self._errors = telemetry.redis_errors
         self._bugs = Incident(log, "bug in what Redis says")
         # The highest number of claiming calls that a reply of this generation had (P "c" in claims.lua). A server that
@@ -591,7 +593,7 @@ class RedisKeys:
         connection = await self._connections.take()
         answered = False  # whether the reply was read in full; else the next command would read its rest
         try:
-            async with asyncio.timeout(self._timeout_s):
+            with self._command_timeout.wait():
                 packed = pack_command(command)  # type: ignore[arg-type]  # its stub takes one word
                 await connection.send_packed_command(packed, check_health=False)
                 answer = await connection.read_response()

@@ -11,12 +11,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-
-class _Name(Enum):
-    """An Enum hashed by identity, which is faster than Enum's own hash; members are equal only to themselves."""
-
-    __hash__ = object.__hash__
-
+from service.core.identity_enum import IdentityEnum
 
 # ---------------------------------------------------------------------------------------------------------- keys
 
@@ -61,7 +56,7 @@ class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
 KeyState = Claimed | Delivered | DeliveredBatch | None
 
 
-class Outcome(_Name):
+class Outcome(IdentityEnum):
     """The outcome of a claim. A claim stands only for NEW and TAKEN_OVER."""
 
     NEW = "new"  # the key had no state
@@ -178,7 +173,7 @@ class Machine(dict[tuple[S, E], S], Generic[S, E]):
         raise IllegalMove(f"{event.name} in state {state.name}")
 
 
-class SlotState(_Name):
+class SlotState(IdentityEnum):
     """States of a slot for its holder, in the order of recovery."""
 
     VACANT = "vacant"  # not held by this process
@@ -191,7 +186,7 @@ class SlotState(_Name):
     DOUBT = "doubt"  # the term has ended without a clean commit: recovery is next
 
 
-class SlotEvent(_Name):
+class SlotEvent(IdentityEnum):
     LEASE = "lease"
     FENCE = "fence"
     BEGIN = "begin"
@@ -225,7 +220,7 @@ SLOT: Final = Machine[SlotState, SlotEvent](
 )
 
 
-class RequestState(_Name):
+class RequestState(IdentityEnum):
     """States of a request in this process."""
 
     QUEUED = "queued"  # surely not written
@@ -239,7 +234,7 @@ class RequestState(_Name):
     SPLIT = "split"  # a chunk whose events continue in other requests
 
 
-class RequestEvent(_Name):
+class RequestEvent(IdentityEnum):
     CLAIM = "claim"
     WIN = "win"  # the claim stands
     SEND = "send"

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from enum import Enum
 from typing import Any, Final
 
 import structlog
@@ -10,8 +9,10 @@ from aiokafka import errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest
 
+from service.core.identity_enum import IdentityEnum
 from service.core.logs import Incident
 from service.core.problems import KafkaAway
+from service.core.shared_timeout import SharedTimeout
 from service.core.supervision import failure_of
 from service.core.time_of_day import now_ms
 from service.core.time_slice import yield_after
@@ -69,7 +70,7 @@ def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> R
     return Record(topic, partition, key, value, [], now_ms(), codec=codec)
 
 
-class State(Enum):
+class State(IdentityEnum):
     """States of a transactional producer."""
 
     READY = "ready"  # no records were sent
@@ -101,6 +102,8 @@ class TransactionalProducer:
         # The broker aborts a transaction at the transaction timeout, so waiting longer is useless.
         self._timeout_s = min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000
         self._sends_timeout_s = self._timeout_s / SENDS_SHARE
+        self._sends_timeout = SharedTimeout(self._sends_timeout_s)
+        self._commit_timeout = SharedTimeout(self._timeout_s)
         self._start_timeout_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
         self._early_begin: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
         self._open_check = OpenCheck(self._session)
@@ -223,7 +226,7 @@ class TransactionalProducer:
         write = _Write(records)
         self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            async with asyncio.timeout(self._sends_timeout_s):
+            with self._sends_timeout.wait():
                 leaders = await self._add_missing(write, ledger)
                 metadata = await self._send(write, leaders)
         except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too
@@ -243,7 +246,7 @@ class TransactionalProducer:
         (write, leaders, ledger), self._sent = self._sent, None
         of_ledger: _Write | None = None
         try:
-            async with asyncio.timeout_at(self._ends_at):
+            with self._commit_timeout.wait_until(self._ends_at):
                 of_ledger = _Write([own_record(*ledger, None, ledger_record)])
                 (metadata,) = await self._send(of_ledger, leaders)
                 await self._end(commit=True)

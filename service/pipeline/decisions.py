@@ -4,13 +4,14 @@ A decision takes events that need no write out of their chunk (`WriteRequest.tak
 states of requests. Nothing else is changed.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import Enum
 from typing import Final, NamedTuple
 
 import structlog
 
 from service.claims.states import CLAIMABLE, Claim, Claimed, Delivered, Outcome, RequestEvent, RequestState
+from service.core.identity_enum import IdentityEnum
 from service.core.problems import (
     FINGERPRINT_MISMATCH,
     IN_PROGRESS,
@@ -40,7 +41,7 @@ TooLate = Callable[[WriteRequest], Problem]
 # ---------------------------------------------------------------------------------------------------------- claims
 
 
-class Step(Enum):
+class Step(IdentityEnum):
     """The next step of an event that has no result yet."""
 
     WRITE = "write"  # its claim stands
@@ -65,7 +66,7 @@ class ClaimDecision:
         self.claimed: list[ClaimedRequest] = []
         self.results: list[tuple[WriteRequest, WriteResult]] = []
         self.to_release: list[ClaimToRelease] = []
-        self.next: dict[Step, list[WriteRequest]] = {step: [] for step in Step}
+        self.next: defaultdict[Step, list[WriteRequest]] = defaultdict(list)
         self.final_keys: list[bytes] = []  # ids whose write has ended: requests that wait for them can be answered
         self.dead_holder_met = False  # whether a claim of a slot without a lease stands
         self._now = now
