@@ -26,38 +26,49 @@ from prometheus_client.registry import Collector
 NAMESPACE: Final = "fencepost"
 LATENCY_S: Final = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 GROUP_EVENTS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+STAGES: Final = ("queue", "claim", "kafka", "mark")
 RECOVERY_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 # The `_created` series would double the number of series, and only repeat the start of the process.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class Latencies(Collector):
-    """The histogram `request_seconds`. The library's Histogram cannot observe several equal values at once."""
+class FastHistogram(Collector):
+    """A histogram for each request or group: the library's own takes three times as long to observe a value.
 
-    def __init__(self) -> None:
-        self._buckets: dict[str, list[int]] = {}
+    It can observe several equal values at once, and has at most one label.
+    """
+
+    def __init__(
+        self, name: str, text: str, bounds: Sequence[float], label: str = "", known: Sequence[str] = ()
+    ) -> None:
+        """`known`: values of the label that are shown before their first observation."""
+        self._name, self._text, self._bounds = name, text, bounds
+        self._labels = [label] if label else []
+        self._buckets: dict[str, list[int]] = {}  # by the label's value
         self._sums: defaultdict[str, float] = defaultdict(float)
+        for of in known if label else ("",):
+            self.observe(0, of, 0)
 
-    def observe(self, outcome: str, seconds: float, count: int = 1) -> None:
-        """Count `count` answers that took `seconds`; `outcome` is ok or problem."""
-        buckets = self._buckets.get(outcome)
+    def observe(self, value: float, of: str = "", count: int = 1) -> None:
+        """Count `count` observations of a value; `of` is the label's value."""
+        buckets = self._buckets.get(of)
         if buckets is None:
-            buckets = self._buckets[outcome] = [0] * (len(LATENCY_S) + 1)
-        buckets[bisect_left(LATENCY_S, seconds)] += count
-        self._sums[outcome] += count * seconds
+            buckets = self._buckets[of] = [0] * (len(self._bounds) + 1)
+        buckets[bisect_left(self._bounds, value)] += count
+        self._sums[of] += count * value
 
     def collect(self) -> Iterator[Metric]:
         (family,) = self.describe()
-        bounds = [*(str(float(bound)) for bound in LATENCY_S), "+Inf"]
-        for outcome, buckets in self._buckets.items():
-            family.add_metric([outcome], list(zip(bounds, accumulate(buckets), strict=True)), self._sums[outcome])
+        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        for of, buckets in self._buckets.items():
+            counts = list(zip(bounds, accumulate(buckets), strict=True))
+            family.add_metric([of] if self._labels else [], counts, self._sums[of])
         yield family
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
         """Describe the metric, without samples."""
-        text = "From the request to its answer"
-        yield HistogramMetricFamily(f"{NAMESPACE}_request_seconds", text, labels=["outcome"])
+        yield HistogramMetricFamily(f"{NAMESPACE}_{self._name}", self._text, labels=self._labels)
 
 
 class Telemetry:
@@ -75,13 +86,13 @@ class Telemetry:
         self._requested: CountedBy[tuple[int, str]] = CountedBy()
         self._answered: CountedBy[tuple[int, str]] = CountedBy()
         self.replays = self._counter("replays", "Replayed answers")
-        self.latency = Latencies()
-        self.registry.register(self.latency)
-        self.stages = self._histogram("stage_seconds", "Time of a group in a stage of its write", LATENCY_S, "stage")
-        self.stage_queue, self.stage_claim, self.stage_kafka, self.stage_mark = (
-            self.stages.labels(stage) for stage in ("queue", "claim", "kafka", "mark")
+        self.latency = FastHistogram("request_seconds", "From the request to its answer", LATENCY_S, "outcome")
+        self.stages = FastHistogram(
+            "stage_seconds", "Time of a group in a stage of its write", LATENCY_S, "stage", STAGES
         )
-        self.groups = self._histogram("group_events", "Events in one transaction", GROUP_EVENTS)
+        self.groups = FastHistogram("group_events", "Events in one transaction", GROUP_EVENTS)
+        for histogram in (self.latency, self.stages, self.groups):
+            self.registry.register(histogram)
         self.queued = self._gauge("queue_events", "Events that wait or are being written")
         self.queued_bytes = self._gauge("queue_bytes", "Bytes of events that wait or are being written")
         self.in_doubt = self._gauge("in_doubt_events", "Events without an outcome until a slot recovery")
@@ -152,7 +163,7 @@ class Telemetry:
     def answered(self, code: str, status: int, latency_s: float, count: int = 1) -> None:
         """Count `count` equal answers after `latency_s`; an atomic batch has one."""
         self._answered[status, code] += count
-        self.latency.observe("ok" if status == 201 else "problem", latency_s, count)
+        self.latency.observe(latency_s, "ok" if status == 201 else "problem", count)
 
     def render(self) -> bytes:
         """Render all metrics in the text format of /metrics."""

@@ -155,14 +155,14 @@ class Writer:
         partitions, left_out = route(group.requests, self._topic_metadata.last_known)
         if partitions and group.guarantee is Guarantee.EXACTLY_ONCE:
             slot.begin_early(partitions)
-        self._telemetry.stage_queue.observe(waited_s)  # after `begin_early`, whose response takes longest
+        self._telemetry.stages.observe(waited_s, "queue")  # after `begin_early`, whose response takes longest
         try:
             claims = await self._claims_of(slot, group)
         except StoreAway:  # nothing was claimed: the term goes on
             self._requeue(group.requests)
             await asyncio.sleep(AWAY_PAUSE_S)
             return
-        self._telemetry.stage_claim.observe(time.perf_counter() - started)
+        self._telemetry.stages.observe(time.perf_counter() - started, "claim")
         if group.atomic and claims[0].outcome is Outcome.DELIVERED:
             await self._answer_members(group.requests[0], claims[0])
             return
@@ -291,7 +291,7 @@ class Writer:
                 await self._write_exactly_once(attempt, identity)
             else:
                 await self._write_idempotent(attempt, identity)
-        self._telemetry.stage_kafka.observe(time.perf_counter() - started)
+        self._telemetry.stages.observe(time.perf_counter() - started, "kafka")
         self._telemetry.groups.observe(events)
 
     @staticmethod
@@ -397,7 +397,7 @@ class Writer:
             if isinstance(error, StoreLost):
                 self._store.lost(position.generation)
         finally:  # a bug in the mark changes nothing of the commit either
-            self._telemetry.stage_mark.observe(time.perf_counter() - started)
+            self._telemetry.stages.observe(time.perf_counter() - started, "mark")
             self._queue.end_quarantine(state.topic for _, committed in delivered for _, state in committed.deliveries)
             for request, committed in delivered:
                 self._admission.answer(request, committed)

@@ -12,7 +12,7 @@ from promql_parser import MatrixSelector, VectorSelector
 
 from deploy.places import ROOT
 from service.claims.states import SlotState
-from service.core.metrics import Latencies, Telemetry
+from service.core.metrics import FastHistogram, Telemetry
 from service.slots.recovery import STORE_STATES
 from spark.report import metrics
 from spark.rules.causes import CAUSES
@@ -32,7 +32,7 @@ def known() -> Known:
     """List every metric of a scrape, with its labels."""
     found: Known = {}
     for collector in Telemetry().registry._collector_to_names:
-        if not isinstance(collector, MetricWrapperBase | Latencies):  # memory and files of the process
+        if not isinstance(collector, MetricWrapperBase | FastHistogram):  # memory and files of the process
             continue
         for metric in collector.describe():
             labels = set(getattr(metric, "_labelnames", getattr(collector, "_labelnames", ())))

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Final
 
 import pytest
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.app import Service
 from service.claims.states import SlotEvent, SlotState
 from service.contract import Rules
-from service.core.metrics import Telemetry
+from service.core.metrics import NAMESPACE, FastHistogram, Telemetry
 from service.core.settings import Settings
 from service.events.schemas import Schemas
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
@@ -93,6 +93,26 @@ def test_answers_and_requests_are_counted_by_status_and_code() -> None:
     assert shown(telemetry, "fencepost_request_seconds_count", outcome="ok") == 2
     assert shown(telemetry, "fencepost_request_seconds_count", outcome="problem") == 1
     assert len(families(telemetry)["fencepost_answers"].samples) == 2
+
+
+def test_a_fast_histogram_shows_what_the_librarys_own_does() -> None:
+    mine = FastHistogram("a_seconds", "x", (0.5, 1, 2.5), "stage", ("b", "c"))
+    bare = FastHistogram("sizes", "x", (1, 10))
+    registry, theirs = CollectorRegistry(), CollectorRegistry()
+    for histogram in (mine, bare):
+        registry.register(histogram)
+    their_mine = Histogram("a_seconds", "x", ["stage"], namespace=NAMESPACE, buckets=(0.5, 1, 2.5), registry=theirs)
+    their_bare = Histogram("sizes", "x", namespace=NAMESPACE, buckets=(1, 10), registry=theirs)
+    for stage in ("b", "c"):
+        their_mine.labels(stage)
+    assert generate_latest(registry) == generate_latest(theirs)
+    for value in (0.25, 0.5, 0.75, 1, 3, 3):
+        mine.observe(value, "b")
+        their_mine.labels("b").observe(value)
+    bare.observe(7, count=2)
+    for _ in range(2):
+        their_bare.observe(7)
+    assert generate_latest(registry) == generate_latest(theirs)
 
 
 async def test_a_scrape_asks_the_parts_for_their_states() -> None:
