@@ -334,7 +334,7 @@ class _Run:
         self._update(cross_hour.misnamed(self._recent(plan), last_pass), self.lake.change_ids, plan.run)
 
     def _settle_by_other_hours(self, plan: Plan) -> None:
-        """Settle each 202 or 504 by rows of its id in other hours, also without the pass over all ids."""
+        """Settle each 202 or 504 by other rows of its id, in any hour, also without the pass over all ids."""
         truncated = bool(run_plan.vanished(plan, self.last_plan))
         found = cross_hour.settled_elsewhere(self._recent(plan), plan.run, truncated=truncated)
         self._update(found, self.lake.settle_elsewhere, plan.run)

@@ -259,7 +259,7 @@ def is_accepted(
     """Check whether an id counts as accepted.
 
     The id is in the ledger or answered 201 (`entries_and_201s`), or answered 202 or 504. A 202 or 504 does not count
-    if its claim was freed, or if rows of another hour settle the answer (`settled_elsewhere`), and this hour has no
+    if its claim was freed, or if other rows of the id settle the answer (`settled_elsewhere`), and this hour has no
     record with Fencepost's header.
     """
     in_doubt = answered_202 + answered_504 > 0
@@ -272,7 +272,7 @@ def settles_doubt(has_header: Column, entries: Column, answered_201: Column) -> 
 
 
 def is_settled_elsewhere(was_settled: Column, settles: Column, dropped: Column) -> Column:
-    """Check whether rows of other hours settle a 202 or 504: now, or since an earlier run.
+    """Check whether other rows of its id settle a 202 or 504: now, or since an earlier run.
 
     `dropped`: this run has dropped such a row's record, which is no longer in its log, and compared all rows again.
     """

@@ -12,7 +12,7 @@ from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, hash_of
 from spark.rules import findings
 from spark.rules.classify import LogEvidence
-from spark.tables import deliveries, hours
+from spark.tables import deliveries, hours, lake
 
 # Spans of hours by which files are pruned; with more spans nearly every hour is in one of them.
 SPANS_MAX: Final = 10_000
@@ -146,60 +146,84 @@ def _named_by_events(events: DataFrame) -> DataFrame:
 
 
 def settled_elsewhere(rows: DataFrame, run: int, *, truncated: bool = False) -> DataFrame | None:
-    """Find ids answered 202 or 504 without an offset that rows of other hours settle or free, or settle no more.
+    """Find ids answered 202 or 504 without an offset that other rows settle or free, or settle no more.
 
-    deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms`; None if this run read neither such an answer nor a row
-    that may settle one. Such an answer may count in another hour than the acceptance of its event, since a retry's
-    request is received later. `truncated`: this run has dropped records that are no longer in their log.
+    deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms`; None if all such answers are settled. An answer may count
+    in another hour than the acceptance of its event, since a retry's request is received later. Once settled, an answer
+    is not looked up again, unless this run has dropped a record of its id (`truncated`: some are no longer in their
+    log). More than lake.BROADCAST_MAX unsettled answers, as of a caller that always sends `Prefer: respond-async`, are
+    first compared with the rows of this run's hours, where nearly all are settled.
     """
-    in_doubt = rows.where(deliveries.in_doubt())
-    newest = in_doubt.agg(F.max("run")).collect()[0][0]
+    events = rows.where(F.col("kind") == EVENT)
+    unsettled = _unsettled(events, run, truncated=truncated)
+    newest, number = unsettled.agg(F.max("run"), F.count("*")).collect()[0]
     if newest is None:
         return None
-    events = rows.where(F.col("kind") == EVENT)
     # Rows of any run may settle a new answer, or one whose settling record was dropped.
     candidates = events if truncated or newest == run else events.where(F.col("run") == run)
-    return _changed_doubts(_by_other_hours(_doubts(in_doubt), _settling(candidates, run)))
+    doubts, settling = _doubts(unsettled), _settling(candidates, run)
+    if number <= lake.BROADCAST_MAX:
+        return _changed_doubts(_by_rows(F.broadcast(doubts), settling))
+    of_run = unsettled.where(F.col("run") == run)
+    in_hours = _settling(events.where(hours.within(hours.of(of_run))), run)
+    settled = lake.checkpointed(_changed_doubts(_by_rows(_doubts(of_run), in_hours)).where("elsewhere"))
+    rest = lake.checkpointed(doubts.join(settled.select("accepted_hour", "id"), ["accepted_hour", "id"], "left_anti"))
+    return settled.unionByName(_changed_doubts(_by_rows(lake.broadcast_if_small(rest), settling)))
+
+
+def _unsettled(events: DataFrame, run: int, *, truncated: bool) -> DataFrame:
+    """Filter to the answers 202 and 504 that no row is known to settle: deliveries.ROW → deliveries.ROW.
+
+    With those of the ids that had a record which this run has dropped, if logs were `truncated`.
+    """
+    in_doubt = events.where(deliveries.in_doubt())
+    is_settled = F.coalesce("elsewhere", F.lit(False))
+    unsettled = in_doubt.where(~is_settled)
+    if not truncated:
+        return unsettled
+    dropped = _settling(events, run).where("dropped").select("id")
+    return unsettled.unionByName(in_doubt.where(is_settled).join(dropped, "id", "left_semi").select(*events.columns))
 
 
 _DOUBT: Final = ("accepted_hour", "id", "was_settled", "was_freed_ms", "in_doubt_ms")
 
 
 def _doubts(in_doubt: DataFrame) -> DataFrame:
-    """Gather answers 202 and 504 of an hour: deliveries.ROW → _DOUBT, with what was known of other hours until now."""
+    """Gather answers 202 and 504 of an hour that no 503 frees: deliveries.ROW → _DOUBT, with what was known until
+    now."""
     gathered = in_doubt.groupBy("accepted_hour", "id").agg(
         F.coalesce(F.max("elsewhere"), F.lit(False)).alias("was_settled"),
         F.max("freed_ms").alias("was_freed_ms"),
         F.max("in_doubt_ms").alias("in_doubt_ms"),
     )
-    return gathered.select(*_DOUBT)
+    is_freed = rule_table.is_freed(F.col("was_freed_ms"), F.col("in_doubt_ms"))
+    # New names of the columns: Spark cannot join a checkpoint with the rows from which the checkpoint was made.
+    renewed = (F.col(name).alias(name) for name in _DOUBT)
+    return gathered.where(F.col("was_settled") | ~is_freed).select(*renewed)
 
 
 def _settling(events: DataFrame, run: int) -> DataFrame:
-    """Find rows that may change a doubt: deliveries.ROW → `id, other_hour, settles, dropped, other_freed_ms`.
+    """Find rows that may change a doubt: deliveries.ROW → `id, settles, dropped, other_freed_ms`.
 
     `dropped`: this run has dropped the row's record, and nothing else is known of the row's offset.
     """
     settles = rule_table.settles_doubt(F.col("has_fencepost_header"), F.col("entries_count"), F.col("answered_201"))
     return events.select(
         "id",
-        F.col("accepted_hour").alias("other_hour"),
         settles.alias("settles"),
         (F.expr("offset IS NOT NULL AND count = 0") & ~settles & (F.col("run") == run)).alias("dropped"),
         F.col("freed_ms").alias("other_freed_ms"),
     ).where("settles OR dropped OR other_freed_ms IS NOT NULL")
 
 
-def _by_other_hours(doubts: DataFrame, settling: DataFrame) -> DataFrame:
-    """Gather what rows of other hours say of each doubt: _DOUBT → _DOUBT, `settles, dropped, other_freed_ms`."""
-    of_other_hours = settling.join(F.broadcast(doubts), "id").where("other_hour != accepted_hour")
-    return of_other_hours.groupBy(*_DOUBT).agg(
-        *(F.max(name).alias(name) for name in ("settles", "dropped", "other_freed_ms"))
-    )
+def _by_rows(doubts: DataFrame, settling: DataFrame) -> DataFrame:
+    """Gather what the rows of its id say of each doubt: _DOUBT → _DOUBT, `settles, dropped, other_freed_ms`."""
+    rows = settling.join(doubts, "id")
+    return rows.groupBy(*_DOUBT).agg(*(F.max(name).alias(name) for name in ("settles", "dropped", "other_freed_ms")))
 
 
 def _changed_doubts(found: DataFrame) -> DataFrame:
-    """Filter doubts to those that other hours change: `_by_other_hours` → `settled_elsewhere`."""
+    """Filter doubts to those that the rows change: `_by_rows` → `settled_elsewhere`."""
     is_freed = rule_table.is_freed(F.col("other_freed_ms"), F.col("in_doubt_ms"))
     elsewhere = rule_table.is_settled_elsewhere(F.col("was_settled"), F.col("settles"), F.col("dropped"))
     freed_ms = F.greatest("was_freed_ms", F.when(is_freed, F.col("other_freed_ms")))

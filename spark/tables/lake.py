@@ -184,6 +184,15 @@ def checkpointed(rows: DataFrame) -> DataFrame:
     return rows.localCheckpoint()
 
 
+# Ids with few numbers each: some 10 MB in the driver and in each executor.
+BROADCAST_MAX: Final = 100_000
+
+
+def broadcast_if_small(rows: DataFrame) -> DataFrame:
+    """Let Spark broadcast rows (`checkpointed`) in a join if these are at most BROADCAST_MAX; else Spark chooses."""
+    return F.broadcast(rows) if rows.limit(BROADCAST_MAX + 1).count() <= BROADCAST_MAX else rows
+
+
 class Lake:
     """Delta tables below one root. The first write to a table creates the table."""
 
@@ -293,7 +302,7 @@ class Lake:
         self._into_deliveries(rows, touched, *same_row).whenMatchedUpdate(set=changed).execute()
 
     def settle_elsewhere(self, rows: DataFrame, touched: list[str], run: int) -> None:
-        """Set `elsewhere` and `freed_ms` of rows that were answered 202 or 504, by the rows of other hours; idempotent.
+        """Set `elsewhere` and `freed_ms` of rows that were answered 202 or 504, by other rows of their ids; idempotent.
 
         `rows` are `accepted_hour, id, elsewhere, freed_ms` (cross_hour.settled_elsewhere), `touched` all hours of them.
         """

@@ -1,18 +1,20 @@
-"""Ids with rows in several hours: what other hours say of an answer 202 or 504."""
+"""Answers 202 and 504, which say nothing of an offset: what the other rows of their ids say, in any hour."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark.rules import cross_hour
 from spark.tables import deliveries, hours, lake
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
+from tests.spark.runs import having
 
 EARLY, LATE = NOW_MS - 3 * HOUR_MS, NOW_MS - HOUR_MS
 
-# evidence → the `elsewhere` and `freed_ms` that other hours give the 202 or 504
+# evidence → the `elsewhere` and `freed_ms` that the other rows of the id give the 202 or 504
 CASES: dict[str, tuple[Sequence[Any], tuple[bool, int | None] | None]] = {
     "entered": ([entry(1, at=EARLY), copy(1, at=EARLY), answer(504)], (True, None)),
     "lost": ([entry(2, at=EARLY), answer(202)], (True, None)),
@@ -25,7 +27,8 @@ CASES: dict[str, tuple[Sequence[Any], tuple[bool, int | None] | None]] = {
     "both": ([answer(504, at=EARLY), answer(503, at=LATE), copy(7, at=LATE)], (True, LATE + 20)),
     "alone": ([answer(504)], None),
     "twice": ([answer(504), answer(504, at=EARLY)], None),
-    "same hour": ([answer(504), copy(8), entry(8)], None),
+    "same hour": ([answer(504), copy(8), entry(8)], (True, None)),
+    "same hour, freed": ([answer(504), answer(503, timestamp_ms=NOW_MS + 30)], None),
     "refused": ([answer(504), answer(409, at=EARLY)], None),
 }
 
@@ -39,6 +42,36 @@ def _settled(rows: Any) -> dict[str, tuple[bool, int | None]]:
 def test_an_unsure_answer_is_settled_by_the_evidence_of_other_hours(spark: SparkSession) -> None:
     rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}))
     assert _settled(rows) == {name: settled for name, (_, settled) in CASES.items() if settled is not None}
+
+
+def test_many_unsettled_answers_are_joined_without_a_broadcast(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a caller that always sends `Prefer: respond-async`. The rest is joined as Spark chooses, here by its bound
+    for a broadcast."""
+    rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}))
+    settled = _settled(rows)
+    with having(spark, {"spark.sql.autoBroadcastJoinThreshold": "-1"}):
+        few = cross_hour.settled_elsewhere(rows, 1)
+        monkeypatch.setattr(lake, "BROADCAST_MAX", 2)
+        many = cross_hour.settled_elsewhere(rows, 1)
+        assert few is not None
+        assert many is not None
+        plans = [found._jdf.queryExecution().executedPlan().toString() for found in (few, many)]
+        assert ["BroadcastExchange" in plan for plan in plans] == [True, False]
+        assert _settled(rows) == settled
+
+
+def test_a_settled_answer_is_not_looked_up_again(spark: SparkSession, tmp_path: Any) -> None:
+    """A run that reads no other answer is not the slower for those that its history has."""
+    tables = lake.Lake(spark, str(tmp_path))
+    known = {"here": [answer(202), copy(1), entry(1)], "there": [answer(202), copy(2, at=EARLY), entry(2, at=EARLY)]}
+    tables.append("deliveries", reduced(spark, ids(known)), 1)
+    found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
+    assert found is not None
+    found = found.localCheckpoint()
+    tables.settle_elsewhere(found, hours.of(found), 1)
+    assert cross_hour.settled_elsewhere(tables.read("deliveries"), 2) is None
 
 
 def test_evidence_of_other_hours_is_noted_once_and_revoked_by_a_later_answer(
@@ -69,6 +102,7 @@ def test_a_doubt_is_open_again_when_the_record_that_settled_it_was_truncated(
         "entered": [copy(2, at=EARLY), entry(2, at=EARLY), answer(504)],
         "copied": [copy(3, at=EARLY), copy(9, at=EARLY), answer(504)],
         "kept": [copy(8, at=EARLY), answer(504)],
+        "same hour": [copy(1), answer(504)],
     }
     tables.append("deliveries", reduced(spark, ids(known)), 1)
     found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
@@ -85,5 +119,5 @@ def test_a_doubt_is_open_again_when_the_record_that_settled_it_was_truncated(
         tables.settle_elsewhere(found, hours.of(found), 2)
         in_doubt = tables.read("deliveries").where(deliveries.in_doubt()).collect()
         settled = {name_of(row["id"]): row["elsewhere"] for row in in_doubt}
-        assert settled == {"gone": False, "entered": True, "copied": True, "kept": True}
+        assert settled == {"gone": False, "entered": True, "copied": True, "kept": True, "same hour": False}
     assert found.isEmpty()
