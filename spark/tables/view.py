@@ -3,7 +3,8 @@
 The view has the first copy of each id in this order: copies in the ledger first, then by timestamp (clamped to
 plausible times), partition and offset. The content depends only on what was read so far, not on the number of runs: if
 a copy is read later that comes before the present one (its ledger entry followed, or an open transaction blocked its
-partition), the row is replaced. Records without id are left out; the audit counts them.
+partition), the row is replaced. A row is also replaced by the next copy, or deleted, if its record was truncated, or if
+its id has changed (cross_hour.misnamed). Records without id are left out; the audit counts them.
 
 A run updates each view in one idempotent Delta commit. The update reads the topic's new records, the rows of
 `deliveries` that changed since the last update, and the narrow columns of the view.
@@ -12,6 +13,7 @@ A run updates each view in one idempotent Delta commit. The update reads the top
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import reduce
 from typing import Final
 
 from delta.tables import DeltaTable
@@ -20,13 +22,14 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
 from spark.errors import CannotRun
-from spark.reading import decode, source, wire_expressions
+from spark.reading import decode, run_plan, source, wire_expressions
 from spark.reading.decode import EVENT, clamped
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, Log, Plan
 from spark.reading.source import Span
 from spark.tables import lock
-from spark.tables.lake import Lake, checkpointed
+from spark.tables.deliveries import within
+from spark.tables.lake import Lake, broadcast_if_small, checkpointed
 
 TABLE: Final = "views"
 """The table of the topics that have a view."""
@@ -50,9 +53,9 @@ COLUMNS: Final = {
 `in_ledger`: the ledger names this very record."""
 
 _ORDER: Final = ("ledger_rank", "timestamp", "partition", "offset")
-_NEW, _BETTER, _ENTERED = "new", "better", "entered"
-"""Changes of an id in a view: its first copy; a copy that comes before the present copy; a ledger entry for the present
-copy."""
+_NEW, _BETTER, _ENTERED, _GONE = "new", "better", "entered", "gone"
+"""Changes of an id in a view: its first copy; a copy that comes before the present copy, or another record at the same
+offset; a ledger entry for the present copy; no copy any more."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,27 @@ class View:
         )
 
     def advance(
-        self, touched: DataFrame, spans: dict[TopicPartition, Span], present: dict[TopicPartition, Span], run: int
+        self,
+        deliveries: DataFrame,
+        last_run: int,
+        spans: dict[TopicPartition, Span],
+        present: dict[TopicPartition, Span],
+        run: int,
+        vanished: Mapping[TopicPartition, Span],
     ) -> None:
-        """Update by `touched` rows of `deliveries` and the records in `spans`; `present` is what the logs have now."""
-        changes = _changes(_candidates(touched, self.topic), self.rows()).persist()
+        """Update by the rows of `deliveries` written since the run `last_run`, and by the records in `spans`.
+
+        `present` is what the logs have now, `vanished` the offsets that were truncated since `last_run`.
+        """
+        touched, rows = deliveries.where(F.col("run") > last_run), self.rows()
+        stale = self._stale(deliveries, touched, vanished) if self.lake.exists(self.name) else None
+        if stale is not None:
+            # As if the view did not have these ids: their first copies may be rows that no run has touched since.
+            touched = touched.unionByName(deliveries.join(broadcast_if_small(stale), "id", "left_semi"))
+            rows = rows.join(stale, "id", "left_anti")
+        changes = _changes(_candidates(touched, self.topic), rows).persist()
         kinds = {row["change"] for row in changes.select("change").distinct().collect()}
-        if not kinds:
+        if not kinds and stale is None:
             changes.unpersist()
             return
         wanted = changes.where(F.col("change") != _ENTERED)
@@ -90,24 +108,52 @@ class View:
         spark = self.lake.spark
         records = source.read(spark, self.shared, spans).unionByName(source.read(spark, self.shared, earlier))
         filled = _with_records(changes, records)
-        if kinds == {_NEW}:
+        if kinds == {_NEW} and stale is None:
             fresh = filled.select(*COLUMNS).hint("rebalance")
             self.lake.append(self.name, fresh, run)
         else:
-            self._merge(filled, run)
+            self._merge(filled, stale, run)
         changes.unpersist()
 
-    def _merge(self, filled: DataFrame, run: int) -> None:
-        """Merge changes with their records into the table, once for the run."""
+    def _stale(
+        self, deliveries: DataFrame, touched: DataFrame, vanished: Mapping[TopicPartition, Span]
+    ) -> DataFrame | None:
+        """Find the ids whose row in the view has no record any more: → `id`; None if there are none.
+
+        The record was truncated (`vanished`), or `touched` rows say that it has another id now.
+        """
+        view = self.rows().select("id", "topic", "partition", "offset")
+        found = []
+        if vanished:
+            found.append(view.where(within(vanished)).select("id"))
+        renamed = _copies(touched, self.topic).where(_is_renamed()).select("partition", "offset")
+        if not renamed.isEmpty():
+            moved = checkpointed(view.join(renamed, ["partition", "offset"], "left_semi"))
+            copies = _copies(deliveries, self.topic).join(broadcast_if_small(moved.select("id")), "id", "left_semi")
+            # A recreated topic may have had another record there, which keeps its id.
+            found.append(moved.join(copies, ["id", "partition", "offset"], "left_anti").select("id"))
+        if not found:
+            return None
+        stale = checkpointed(reduce(DataFrame.unionByName, found).distinct())
+        return None if stale.isEmpty() else stale
+
+    def _merge(self, filled: DataFrame, stale: DataFrame | None, run: int) -> None:
+        """Merge changes with their records into the table, and delete `stale` ids without a record; once for the
+        run."""
         columns = {name: f"new.{name}" for name in COLUMNS}
         rows = checkpointed(filled)
+        if stale is not None:
+            gone = stale.join(rows.select("id"), "id", "left_anti").withColumn("change", F.lit(_GONE))
+            rows = checkpointed(rows.unionByName(gone, allowMissingColumns=True))
         with self.lake.once(run):
             (
                 DeltaTable.forPath(self.lake.spark, self.lake.path(self.name))
                 .alias("old")
                 .merge(rows.alias("new"), "old.id = new.id")
                 .whenMatchedUpdate(f"new.change = '{_ENTERED}'", {"in_ledger": "new.in_ledger"})
-                .whenMatchedUpdate(f"new.change = '{_BETTER}'", dict(columns))
+                .whenMatchedDelete(f"new.change = '{_GONE}'")
+                # The new row of a stale id is matched too.
+                .whenMatchedUpdate(set=dict(columns))
                 .whenNotMatchedInsert(f"new.change = '{_NEW}'", dict(columns))
                 .execute()
             )
@@ -135,7 +181,7 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
             with closing(KafkaAdmin(spark, shared)) as admin:
                 present = _present(admin, logs)
             planned = {log.topic_partition: (0, log.end) for log in logs}
-            view.advance(lake.read("deliveries"), _within(planned, present), present, plan.run)
+            view.advance(lake.read("deliveries"), 0, _within(planned, present), present, plan.run, {})
             lake.add(
                 TABLE, wire_expressions.rows_of(spark, "topic string, run bigint", [{"topic": topic, "run": plan.run}])
             )
@@ -168,10 +214,14 @@ def update(lake: Lake, shared: SharedSettings, plan: Plan, last_plan: Plan | Non
     last_runs = _last_runs(lake, topics, plan, last_plan)
     with closing(KafkaAdmin(lake.spark, shared)) as admin:
         present = _present(admin, [log for log in plan.of(DATA) if log.topic in topics])
+    all_vanished = run_plan.vanished(plan, last_plan)
     for topic in sorted(topics):
-        of_topic = {partition: span for partition, span in present.items() if partition[0] == topic}
-        touched = deliveries.where(F.col("run") > last_runs.get(topic, 0))
-        View(lake, shared, topic).advance(touched, _within(plan.spans(DATA), of_topic), of_topic, plan.run)
+        of_topic, vanished = (
+            {partition: span for partition, span in spans.items() if partition[0] == topic}
+            for spans in (present, all_vanished)
+        )
+        read = _within(plan.spans(DATA), of_topic)
+        View(lake, shared, topic).advance(deliveries, last_runs.get(topic, 0), read, of_topic, plan.run, vanished)
 
 
 def _last_runs(lake: Lake, topics: set[str], plan: Plan, last_plan: Plan | None) -> dict[str, int]:
@@ -210,13 +260,25 @@ def _within(spans: Mapping[TopicPartition, Span], present: Mapping[TopicPartitio
     }
 
 
+def _copies(rows: DataFrame, topic: str) -> DataFrame:
+    """Filter deliveries.ROW to the copies of events in the topic."""
+    return rows.where((F.col("kind") == EVENT) & (F.col("topic") == topic) & (F.col("count") > 0))
+
+
+def _is_renamed() -> Column:
+    """Check whether a copy with only a key has another id than that of its key in the empty scope, which it had
+    first."""
+    first_id = wire_expressions.event_id(wire_expressions.as_binary(F.col("key")))
+    return ~F.col("has_fencepost_header") & F.coalesce(F.col("id") != first_id, F.lit(False))
+
+
 def _candidates(rows: DataFrame, topic: str) -> DataFrame:
     """Select the first copy of each id in the topic.
 
     deliveries.ROW → `id, ledger_rank, timestamp, partition, offset, accepted_at, has_fencepost_header, fingerprint,
     named_key`.
     """
-    copies = rows.where((F.col("kind") == EVENT) & (F.col("topic") == topic) & (F.col("count") > 0))
+    copies = _copies(rows, topic)
     columns = {
         "ledger_rank": F.when(F.col("entries_count") > 0, 0).otherwise(1),
         "timestamp": F.col("timestamp_ms"),
@@ -241,8 +303,11 @@ def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:
         ).alias("present"),
     )
     same = (F.col("present.partition") == F.col("partition")) & (F.col("present.offset") == F.col("offset"))
+    # A log that was recreated or truncated may have another record at the offset.
+    same_record = F.col("present.timestamp") == F.col("timestamp")
     change = (
         F.when(F.col("present_id").isNull(), _NEW)
+        .when(same & ~same_record, _BETTER)
         .when(same, F.when(F.col("present.ledger_rank") != F.col("ledger_rank"), _ENTERED))
         .when(F.struct(*_ORDER) < F.col("present"), _BETTER)
     )

@@ -240,8 +240,11 @@ def a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pas
     history.send(history.plain, topic, ["scoped"], None, value=b"1")
     without_pass = yield
     assert without_pass.findings(topic) == set()
+    views = Views(stage.spark, history, without_pass.lake)
+    assert views.register(topic) == 2
     with_pass = yield
     assert with_pass.findings(topic) == {("duplicate", "foreign_writer", "scoped")}
+    assert views.rows(topic) == {stamp.id.hex(): (0, 0, b"1", True)}
 
 
 def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: ChangingStage) -> Story:

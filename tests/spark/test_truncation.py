@@ -18,7 +18,7 @@ from spark.tables import view
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.test_runs import cut
-from tests.spark.test_view import Views
+from tests.spark.test_view import Views, id_of
 
 LATER_S = 3600.0
 ONE = Writer(0, 100, 0, "a:1")
@@ -92,3 +92,5 @@ def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
         assert ran.findings() == {(GAP, "truncated", f"{topic}[0]"), ("lost", "ledger", None)}
         (gap,) = [one for one in ran.document["findings"] if one["kind"] == GAP]
         assert (gap["count"], gap["first_offset"], gap["last_offset"]) == (7, 4, 10)
+        kept = [f"kept-{n}" for n in range(3)]
+        assert views.rows(topic).keys() == {id_of(key) for key in (*kept, *(f"new-{n}" for n in range(7)))}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from delta.tables import DeltaTable
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
@@ -15,14 +15,15 @@ from spark import show
 from spark.errors import CannotRun
 from spark.reading import decode, source
 from spark.reading.run_plan import Plan
-from spark.tables import lake, view
+from spark.rules import cross_hour
+from spark.tables import deliveries, hours, lake, view
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
+from tests.spark.rows import HOUR_MS, NOW_MS
 from tests.spark.test_publish import records
 from tests.spark.test_runs import cut
 
 LATER_S = 3600.0
-HOUR_MS = 3_600_000
 ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
 
 Rows = dict[str, tuple[int, int, bytes | None, bool]]
@@ -218,6 +219,103 @@ def test_ledger_entries_read_by_a_run_of_other_topics_reach_the_view_with_the_ne
     assert rows[id_of("twice")] == (0, named[0].offset, b"named", True)
     assert rows[id_of("alone")] == (0, named[1].offset, b"named", True)
     assert rows[id_of("once")][2:] == (b"before", False)
+
+
+def _record(
+    partition: int, offset: int, key: str, value: bytes, *, ts: int, scope: str = "", ours: bool = True
+) -> tuple[Any, ...]:
+    """A record (source.SCHEMA), with Fencepost's header if it is `ours`."""
+    headers = [(wire.KEY_HEADER, key.encode())]
+    if ours:
+        fingerprint = wire.fingerprint("t", None, None, (), value)
+        stamp = wire.Stamp(wire.event_id(key, scope), fingerprint, NOW_MS, 0, 1, 0, "a:1")
+        headers.append((wire.STAMP_HEADER, stamp.encode()))
+    return ("t", partition, offset, NOW_MS + ts, None, value, headers)
+
+
+class _Log:
+    """The records of the topic `t` as Kafka has them now, and the rows of `deliveries` that a run makes of them."""
+
+    def __init__(self, spark: SparkSession, records: list[tuple[Any, ...]]) -> None:
+        self.spark = spark
+        self.records = records
+
+    @property
+    def spans(self) -> dict[tuple[str, int], tuple[int, int]]:
+        return {(record[0], record[1]): (0, record[2] + 1) for record in sorted(self.records, key=lambda one: one[2])}
+
+    def read(self, spans: dict[tuple[str, int], tuple[int, int]]) -> DataFrame:
+        """Stands for source.read."""
+        within = [one for one in self.records if one[:2] in spans and spans[one[0], one[1]][0] <= one[2]]
+        within = [one for one in within if one[2] < spans[one[0], one[1]][1]]
+        return self.spark.createDataFrame(within, source.SCHEMA)
+
+    def rows(self, spans: dict[tuple[str, int], tuple[int, int]], run: int) -> DataFrame:
+        copies = decode.deliveries(self.read(spans), NOW_MS + HOUR_MS, {})
+        return deliveries.reduce(
+            copies, deliveries.summarize(self.spark.createDataFrame([], decode.CLAIMS)), run
+        ).localCheckpoint()
+
+
+def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next copy of its id replaces the row: the view is the same as one that is made from nothing."""
+    log = _Log(
+        spark,
+        [
+            _record(0, 0, "kept", b"kept", ts=0),
+            _record(0, 1, "twice", b"first", ts=1),
+            _record(0, 2, "gone", b"gone", ts=2),
+            _record(0, 3, "rewritten", b"before", ts=3),
+            _record(1, 0, "twice", b"second", ts=9),
+            _record(1, 1, "named", b"named", ts=1, ours=False),
+            _record(1, 2, "named", b"named", ts=2, scope="caller"),
+            _record(1, 3, "recreated", b"old", ts=3),
+        ],
+    )
+    monkeypatch.setattr(source, "read", lambda spark, shared, spans: log.read(spans))
+    tables, shared = lake.Lake(spark, str(tmp_path)), SharedSettings()
+    tables.append("deliveries", log.rows(log.spans, 1), 1)
+    a_view = view.View(tables, shared, "t")
+    a_view.advance(tables.read("deliveries"), 0, log.spans, log.spans, 1, {})
+
+    def shown() -> dict[bytes, tuple[int, int, bytes]]:
+        return {
+            bytes(row["id"]): (row["partition"], row["offset"], bytes(row["value"])) for row in a_view.rows().collect()
+        }
+
+    known = {key: wire.event_id(key) for key in ("kept", "twice", "gone", "rewritten", "named", "recreated", "new")}
+    of_caller = wire.event_id("named", "caller")
+    assert shown().keys() == {*known.values(), of_caller} - {known["new"]}
+
+    # A log was truncated, and has other records there; at one offset the same event. The other topic's offset has
+    # another record, as in a recreated topic: its old record keeps its row.
+    log.records[1:4] = [_record(0, 1, "new", b"new", ts=20), _record(0, 3, "rewritten", b"after", ts=3)]
+    log.records[-1] = _record(1, 3, "named", b"named", ts=22, ours=False)
+    vanished = {("t", 0): (1, 4)}
+    read = vanished | {("t", 1): (3, 4)}
+    rows = deliveries.with_vanished(log.rows(read, 2), tables.read("deliveries"), vanished, 2).localCheckpoint()
+    tables.merge(rows, hours.of(rows), 2)
+    named = cross_hour.misnamed(tables.read("deliveries"), 1)
+    assert named is not None
+    named = named.localCheckpoint()
+    tables.change_ids(named, hours.of(named), 2)
+    for _ in range(2):  # The second time as after an interruption.
+        a_view.advance(tables.read("deliveries"), 1, read, log.spans, 2, vanished)
+        followed = shown()
+        assert followed == {
+            known["kept"]: (0, 0, b"kept"),
+            known["twice"]: (1, 0, b"second"),
+            known["rewritten"]: (0, 3, b"after"),
+            known["new"]: (0, 1, b"new"),
+            of_caller: (1, 1, b"named"),
+            known["recreated"]: (1, 3, b"old"),
+        }
+    shutil.rmtree(tmp_path / view.FOLDER)
+    a_view.advance(tables.read("deliveries"), 0, log.spans, log.spans, 2, {})
+    del followed[known["recreated"]]
+    assert shown() == followed
 
 
 # Of a row: has_fencepost_header, id, fingerprint and key. Of the record at its offset: the key in its header, whether
