@@ -474,12 +474,22 @@ def window_from(frozen_ms: int, window_ms: int) -> int:
     return (frozen_ms - window_ms) // HOUR_MS * HOUR_MS
 
 
-def is_in_window(seen: Column, accepted: Column) -> Column:
-    """Check whether a finding is in the window: its last evidence is, or the balance counts its hour.
+def is_in_window(seen: Column, accepted: Column, decided: Column) -> Column:
+    """Check whether a finding is in the window: its last evidence is, or the balance counts its hour, or a run decided
+    it late (`late_ms`) in the window.
 
-    Both are checked, since a slow clock may date the evidence before the acceptance.
+    Evidence and hour are both checked, since a slow clock may date the evidence before the acceptance.
     """
-    return seen | F.coalesce(accepted, F.lit(False))
+    return seen | F.coalesce(accepted, F.lit(False)) | F.coalesce(decided, F.lit(False))
+
+
+def late_ms(known: Column, known_late_ms: Column, decided_ms: Column) -> Column:
+    """Return the time at which a finding was decided, if its hour had left the window by then; else null.
+
+    `known`: an earlier run made the finding, with `known_late_ms`. `decided_ms`: when a run last decided the verdicts
+    that the hour still had open when it left the window; null if there were none.
+    """
+    return F.when(known, known_late_ms).otherwise(decided_ms)
 
 
 def is_revoked(found_run: Column, passed_run: Column) -> Column:

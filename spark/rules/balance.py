@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from spark.errors import CannotRun
 from spark.rules.classify import CATEGORIES
 from spark.rules.findings import SUMS
-from spark.tables.hours import text_at
+from spark.tables.hours import text_at, text_of
 
 Counts = dict[str, int]
 ByTopic = dict[str, Counts]
@@ -23,13 +23,17 @@ class Balance:
     `adjustment` is added to the hours, so that an id with rows in several hours counts once. The adjustment is valid
     only for the hours as they were when it was computed: if one of its hours is counted again, the whole adjustment is
     dropped, and such ids count in each of their hours until the next pass over all ids.
-    `record_counts`: records by hour, topic and partition. `evidence_changed`: since the hours were counted, the logs
-    prove something else (run_plan.evidence_changed), and no pass over all ids has been made.
+    `record_counts`: records by hour, topic and partition.
+    `late_hours`: hours that left the window with open verdicts, and the time (ms) of the last run that may have decided
+    these; kept for a window.
+    `evidence_changed`: since the hours were counted, the logs prove something else (run_plan.evidence_changed), and no
+    pass over all ids has been made.
     """
 
     hours: ByHour = field(default_factory=dict)
     adjustment: ByHour = field(default_factory=dict)
     record_counts: RecordCounts = field(default_factory=dict)
+    late_hours: dict[str, int] = field(default_factory=dict)
     evidence_changed: bool = False
 
     @classmethod
@@ -41,7 +45,7 @@ class Balance:
         counts = summary.get("record_counts", summary.get("cells", {}))
         evidence_changed = summary.get("evidence_changed", summary.get("shifted", False))
         hours, adjustment = (dict(summary.get(name, {})) for name in ("hours", "adjustment"))
-        return cls(hours, adjustment, dict(counts), evidence_changed)
+        return cls(hours, adjustment, dict(counts), dict(summary.get("late_hours", {})), evidence_changed)
 
     def document(self) -> dict[str, Any]:
         """Return the balance for the summary of this run."""
@@ -49,12 +53,19 @@ class Balance:
             "hours": self.hours,
             "adjustment": self.adjustment,
             "record_counts": self.record_counts,
+            "late_hours": self.late_hours,
             "evidence_changed": self.evidence_changed,
         }
 
     def open_hours(self) -> set[str]:
         """Return the hours with verdicts that may change by time alone."""
         return {hour for hour, topics in self.hours.items() if any(counts.get("open") for counts in topics.values())}
+
+    def note_late_hours(self, since_ms: int, frozen_ms: int) -> None:
+        """Note the hours before the window (`since_ms`) whose verdicts are open until this run (`frozen_ms`)."""
+        first_hour = text_of(since_ms)
+        kept = {hour: decided_ms for hour, decided_ms in self.late_hours.items() if decided_ms >= since_ms}
+        self.late_hours = kept | dict.fromkeys((hour for hour in self.open_hours() if hour < first_hour), frozen_ms)
 
     def replace(self, hours: Iterable[str], rows: Iterable[Any], double_counted: Iterable[Any] = ()) -> None:
         """Replace the counts of these hours by new ones (rows of findings.sums), less the `double_counted` ones."""

@@ -45,14 +45,23 @@ def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
     """
     seen = F.col("last_ms") >= since_ms
     counted = F.col("accepted_hour") >= F.timestamp_millis(F.lit(since_ms))
-    recent = findings.where(rule_table.is_in_window(seen, counted) & F.col("kind").isNotNull())
+    decided = F.col("late_ms") >= since_ms
+    return standing(findings).where(rule_table.is_in_window(seen, counted, decided))
+
+
+def standing(findings: DataFrame) -> DataFrame:
+    """Filter lake.FINDING to the findings that no pass over all ids has revoked, of any time.
+
+    `findings` are all rows of the ids that any of them is about.
+    """
+    made = findings.where("kind is not null")
     revoking = findings.where((F.col("scope") == IDS) & F.col("kind").isNull())
     passes = revoking.select("id", F.coalesce("run", F.lit(0)).alias("passed"))
     over_hours = (F.col("scope") == IDS) | F.col("kind").isin(*_OF_PARTITIONS)
     revoked = rule_table.is_revoked(F.coalesce("run", F.lit(0)), F.col("passed"))
-    of_hours = recent.where(~over_hours).join(passes, "id", "left")
-    of_hours = of_hours.where(F.col("passed").isNull() | ~revoked).select(*recent.columns)
-    return recent.where(over_hours).unionByName(of_hours)
+    of_hours = made.where(~over_hours).join(passes, "id", "left")
+    of_hours = of_hours.where(F.col("passed").isNull() | ~revoked).select(*made.columns)
+    return made.where(over_hours).unionByName(of_hours)
 
 
 def by_finding(current: DataFrame) -> DataFrame:

@@ -166,9 +166,11 @@ def _no_cause() -> Column:
 
 
 def as_findings(rows: DataFrame, scope: str, columns: Mapping[str, Column]) -> DataFrame:
-    """Convert rows to lake.FINDING without `run`: columns that are not given are null, or an empty array."""
+    """Convert rows to lake.FINDING without `run` and `late_ms`: columns that are not given are null, or an empty
+    array."""
     default: dict[str, Column] = {"scope": F.lit(scope), "coordinates": F.array()}
-    data_types = {name: data_type for name, data_type in lake.FINDING.items() if name != "run"}
+    of_run = ("run", "late_ms")
+    data_types = {name: data_type for name, data_type in lake.FINDING.items() if name not in of_run}
     given = {**default, **columns}
     return rows.select(
         *(given.get(name, F.lit(None)).cast(data_type).alias(name) for name, data_type in data_types.items())

@@ -17,7 +17,7 @@ from spark.reading import run_plan
 from spark.reading.decode import EVENT, REJECT
 from spark.reading.run_plan import Plan
 from spark.rule_table import LOST, PENDING
-from spark.rules import classify, cross_hour, findings
+from spark.rules import classify, cross_hour, findings, late_findings
 from spark.rules.balance import Balance
 from spark.rules.classify import LogEvidence
 from spark.rules.record_counts import PARTITIONS_MAX, record_counts
@@ -81,6 +81,8 @@ def reconcile(
     balance = Balance.of(last_run)
     balance.delete_before(kept_from)
     balance.evidence_changed |= run_plan.evidence_changed(plan, last_plan)
+    window_from = run_plan.window_from(plan, settings)
+    balance.note_late_hours(window_from, plan.frozen_ms)
     rows = _kept_rows(tables, kept_from)
     over_hours = not settings.options.skip_ids
     with ExitStack() as cache:
@@ -102,10 +104,12 @@ def reconcile(
         found = [findings.of_logs(spark, plan), *_findings_of_hours(classified.rows, in_hours, evidence)]
         if over_hours:
             with timer.step("compare ids"):
-                found += _client_duplicates(rows, run_plan.window_from(plan, settings), evidence, cache)
+                found += _client_duplicates(rows, window_from, evidence, cache)
                 found += _judge_per_id(several_hours, evidence, balance, cache)
         with timer.step("write findings"):
-            _write_findings(tables, found, _replaced_findings(touched, over_hours), plan.run)
+            known = tables.read("findings")
+            of_run = late_findings.with_late_ms(_united(found), known, balance.late_hours, window_from)
+            _write_findings(tables, of_run, _replaced_findings(touched, over_hours), plan.run)
         with timer.step("write verdicts"):
             _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
             _mark_proven_lost(tables, classified)
@@ -233,10 +237,14 @@ def _replaced_findings(touched: set[str], over_hours: bool) -> str:
     return " OR ".join(replaced)
 
 
-def _write_findings(tables: Lake, found: Sequence[DataFrame], replaced: str, run: int) -> None:
+def _united(found: Sequence[DataFrame]) -> DataFrame:
+    """Unite findings (lake.FINDING without the columns of the run)."""
+    return reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
+
+
+def _write_findings(tables: Lake, found: DataFrame, replaced: str, run: int) -> None:
     """Replace the findings that meet the condition `replaced` by those of this run (lake.FINDING without `run`)."""
-    united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
-    tables.replace("findings", united.withColumn("run", F.lit(run).cast("bigint")), replaced, run)
+    tables.replace("findings", found.withColumn("run", F.lit(run).cast("bigint")), replaced, run)
 
 
 def _hours_to_classify_again(several_hours: SeveralHours | None, balance: Balance) -> set[str]:

@@ -39,9 +39,11 @@ FINDING: Final = {
     "coordinates": COORDINATES,
     "fingerprint": "binary",
     "run": "bigint",
+    "late_ms": "bigint",
 }
 """The columns of a finding. `scope`: `hour` (from one hour), `ids` (from all hours), `log` (from the logs themselves).
-`run` is the run that made the finding, null in lakes of an earlier version.
+`run` is the run that made the finding, null in lakes of an earlier version. `late_ms` is when the finding was decided,
+if its hour had left the report's window before; else null.
 
 In the scope `ids` a row without kind revokes the findings about this id in the scope `hour`.
 """

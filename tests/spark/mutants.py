@@ -23,7 +23,7 @@ from spark.rules.balance import Balance
 from spark.settings import Settings
 
 VERDICTS, CAUSES, CLIENTS, STATES, PLANS, BALANCES = "verdicts", "causes", "clients", "states", "plans", "balances"
-WINDOWS, TIMES, HOURS = "windows", "times", "hours"
+WINDOWS, LATE, TIMES, HOURS = "windows", "late", "times", "hours"
 VIEWS = "views"
 
 
@@ -380,13 +380,13 @@ MUTANTS: Final = (
     # --------------------------------------------------------------------------------------- balance, window, time
     Mutant(rule_table.window_from, "twice as long", lambda frozen, window: frozen - 2 * window, PLANS),
     Mutant(rule_table.window_from, "to the ms", lambda frozen, window: frozen - window, PLANS),
-    Mutant(rule_table.is_in_window, "by the evidence alone", lambda seen, accepted: seen, WINDOWS),
-    Mutant(
-        rule_table.is_in_window,
-        "by the acceptance alone",
-        lambda seen, accepted: F.coalesce(accepted, F.lit(False)),
-        WINDOWS,
+    *(
+        Mutant(rule_table.is_in_window, change, _given(rule_table.is_in_window, nth, _never), WINDOWS)
+        for nth, change in enumerate(("not by the evidence", "not by the acceptance", "not by a late decision"))
     ),
+    Mutant(rule_table.late_ms, "always now", lambda known, known_ms, decided_ms: decided_ms, LATE),
+    Mutant(rule_table.late_ms, "never now", lambda known, known_ms, decided_ms: known_ms, LATE),
+    Mutant(rule_table.late_ms, "also what was known", lambda known, known_ms, ms: F.coalesce(known_ms, ms), LATE),
     Mutant(rule_table.is_revoked, "whenever it was", _always, WINDOWS),
     Mutant(rule_table.is_revoked, _NO, _never, WINDOWS),
     Mutant(rule_table.is_revoked, "not by the same run", lambda found, passed: found < passed, WINDOWS),

@@ -40,6 +40,25 @@ def test_an_hour_with_open_verdicts_stays_in_the_balance() -> None:
     assert balance.hours.keys() == {FIRST}
 
 
+def test_an_hour_that_left_the_window_with_open_verdicts_is_late_for_a_window_after_their_decision() -> None:
+    def ms(hour: str) -> int:
+        return int(datetime.fromisoformat(hour).replace(tzinfo=UTC).timestamp() * 1000)
+
+    balance = Balance()
+    balance.replace([FIRST, SECOND], [_row(FIRST, open=1), _row(SECOND, open=1)])
+    balance.note_late_hours(ms(FIRST), 100)
+    assert balance.late_hours == {}
+    for frozen_ms in (ms(THIRD), ms(THIRD) + 1):
+        balance = Balance.of(balance.document())
+        balance.note_late_hours(ms(SECOND), frozen_ms)
+        assert balance.late_hours == {FIRST: frozen_ms}
+    # The verdicts are decided by this run.
+    balance.replace([FIRST, SECOND], [_row(FIRST, lost=1)])
+    for since_ms, is_late in ((ms(THIRD) + 1, True), (ms(THIRD) + 2, False)):
+        balance.note_late_hours(since_ms, ms(THIRD) + 9)
+        assert balance.late_hours == ({FIRST: ms(THIRD) + 1} if is_late else {})
+
+
 def test_the_summary_of_an_earlier_version_is_read_by_its_names() -> None:
     balance = Balance.of({"hours": {}, "adjustment": {}, "cells": {FIRST: {"t": {"0": 5}}}, "shifted": True})
     assert (balance.record_counts, balance.evidence_changed) == ({FIRST: {"t": {"0": 5}}}, True)

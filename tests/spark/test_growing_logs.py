@@ -8,12 +8,13 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import pytest
+from confluent_kafka import Producer
 
 from deploy.stack import Kafka
 from service.contract import wire
 from spark.reading.kafka_admin import Ends, KafkaAdmin, TopicPartition
 from tests.spark.conftest import Audit
-from tests.spark.history import TIMEOUT_S, History
+from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.rows import HOUR_MS
 from tests.spark.stories import Stage, Stories, Story
 from tests.spark.world import FOREVER
@@ -22,7 +23,7 @@ DAY_MS: Final = 24 * HOUR_MS
 FAR_FUTURE_MS: Final = 4_000_000_000_000  # 2096
 MEGABYTE: Final = 1_000_000
 WINDOW_H: Final = 168
-SLOTS: Final = 14
+SLOTS: Final = 16
 
 # The hours after the first run, and whether the run leaves out the pass over ids. From the fourth run on, a clock that
 # is ahead has made all records old.
@@ -71,6 +72,13 @@ def records_older_than_the_ledger_are_no_phantoms(stage: GrowingStage) -> Story:
         assert {finding["kind"]: finding["count"] for finding in found} == {"evidence_gap": 5, "phantom": 1}
 
 
+def _promise(history: History, producer: Producer, writer: Writer, entry: wire.Entry, timestamp: int) -> None:
+    """Name a record in the ledger, at this time (ms), in the open transaction of the producer."""
+    ids = history.topic_ids([entry.topic])
+    record = wire.LedgerRecord(writer.slot, writer.producer_id, writer.epoch, writer.instance, [entry], ids)
+    history.raw(producer, wire.ledger_topic(history.namespace), record.encode(), writer.slot, timestamp=timestamp)
+
+
 # Accepted this long after the first hour of the window began, named by the ledger this long after → whether the report
 # has it.
 PROMISES = {"at the edge": (0, 0, True), "within": (300_000, 300_000, True), "clock behind": (5, -5000, True)}
@@ -87,16 +95,8 @@ def findings_are_reported_only_for_ids_that_the_balance_counts(stage: GrowingSta
     producer.begin_transaction()
     for offset, (name, (after_ms, named_after_ms, _)) in enumerate(PROMISES.items(), 1000):
         at = window_from_ms + after_ms
-        record = wire.LedgerRecord(
-            writer.slot,
-            writer.producer_id,
-            writer.epoch,
-            writer.instance,
-            [wire.Entry(wire.event_id(f"window {name}"), bytes(8), at, topic, 0, offset, at)],
-            history.topic_ids([topic]),
-        )
-        timestamp = window_from_ms + named_after_ms
-        history.raw(producer, wire.ledger_topic(history.namespace), record.encode(), writer.slot, timestamp=timestamp)
+        entry = wire.Entry(wire.event_id(f"window {name}"), bytes(8), at, topic, 0, offset, at)
+        _promise(history, producer, writer, entry, window_from_ms + named_after_ms)
     producer.commit_transaction(TIMEOUT_S)
     lost = {wire.event_id(f"window {name}").hex() for name, (_, _, is_lost) in PROMISES.items() if is_lost}
     for _ in range(3):
@@ -104,6 +104,33 @@ def findings_are_reported_only_for_ids_that_the_balance_counts(stage: GrowingSta
         assert ran.balance(topic)["lost"] == len(lost)
         found = [one for one in ran.document["findings"] if one["topic"] == topic]
         assert {(one["kind"], one["cause"], one["id"]) for one in found} == {("lost", "ledger", id) for id in lost}
+
+
+def a_loss_that_is_proven_after_its_hour_left_the_window_is_reported_from_then_on(stage: GrowingStage) -> Story:
+    """An open transaction keeps the verdict open."""
+    yield
+    yield
+    history, writer, other = stage.history, stage.writer(), stage.writer()
+    (topic,) = stage.topics("decided-late")
+    producer = history.transactional(writer)
+    history.deliver(producer, writer, topic, ["decided-late"])
+    slow = history.transactional(other, timeout_ms=900_000)
+    slow.begin_transaction()
+    history.send(slow, topic, ["decided-late-aborted"], other)
+    window_from_ms = stage.now_ms // HOUR_MS * HOUR_MS - WINDOW_H * HOUR_MS
+    producer.begin_transaction()
+    entry = wire.Entry(wire.event_id("decided-late-lost"), bytes(8), window_from_ms, topic, 0, 1000, window_from_ms)
+    _promise(history, producer, writer, entry, window_from_ms)
+    producer.commit_transaction(TIMEOUT_S)
+    ran = yield
+    slow.abort_transaction(TIMEOUT_S)
+    assert (ran.findings(topic), ran.balance(topic)["pending"]) == (set(), 1)
+    for _ in RUNS[3:]:
+        ran = yield
+        assert ran.findings(topic) == {("lost", "ledger", None)}
+        # The window no longer has the hour.
+        balance = ran.balance(topic)
+        assert (balance["lost"], balance["pending"], balance["delivered_once"]) == (0, 0, 1)
 
 
 def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(stage: GrowingStage) -> Story:
@@ -331,6 +358,7 @@ def a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(stage: Gr
 STORIES = (
     records_older_than_the_ledger_are_no_phantoms,
     findings_are_reported_only_for_ids_that_the_balance_counts,
+    a_loss_that_is_proven_after_its_hour_left_the_window_is_reported_from_then_on,
     a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles,
     the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids,
     a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_the_plan,

@@ -1,0 +1,55 @@
+"""Findings that are decided late: after their hour has left the report's window.
+
+While a log is blocked, the verdict about an id stays open however old its evidence is. The finding that a run makes in
+the end has neither evidence nor an hour in the window, so the time of the decision (`late_ms`) keeps it in the reports.
+"""
+
+from collections.abc import Mapping
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark import rule_table
+from spark.rules.findings import HOUR
+from spark.tables import hours, lake
+
+
+def with_late_ms(found: DataFrame, known: DataFrame, late_hours: Mapping[str, int], since_ms: int) -> DataFrame:
+    """Set `late_ms` of a run's findings: lake.FINDING → lake.FINDING.
+
+    `known` are the findings of earlier runs, `late_hours` is Balance.late_hours, `since_ms` the start of the window. A
+    finding over several hours of an id is as late as that of a single hour.
+    """
+    if not late_hours:
+        return found.withColumn("late_ms", F.lit(None).cast("bigint"))
+    subject = _subject()
+    late = found.where((F.col("scope") == HOUR) & (F.col("last_ms") < since_ms))
+    decided = late.groupBy(subject).agg(F.max(_decided_ms(late_hours)).alias("decided_ms"))
+    before = (
+        known.where("kind is not null")
+        .groupBy(subject)
+        .agg(F.lit(True).alias("known"), F.max("late_ms").alias("known_late_ms"))
+    )
+    # A checkpoint, since the table of `known` is replaced by the result.
+    compared = lake.checkpointed(decided.join(before, "subject", "full_outer"))
+    late_ms = rule_table.late_ms(F.coalesce("known", F.lit(False)), F.col("known_late_ms"), F.col("decided_ms"))
+    of_subjects = compared.select("subject", late_ms.alias("late_ms")).where("late_ms is not null")
+    return found.drop("late_ms").withColumn("subject", subject).join(of_subjects, "subject", "left").drop("subject")
+
+
+def _decided_ms(late_hours: Mapping[str, int]) -> Column:
+    """Look up when the verdicts of a finding's hour were decided; null if the hour left the window without an open
+    verdict."""
+    constant = F.create_map(*(F.lit(part) for pair in late_hours.items() for part in pair))
+    return F.try_element_at(constant, hours.as_text(F.col("accepted_hour"))).cast("bigint")
+
+
+def _subject() -> Column:
+    """Return what a finding is about: its kind, with the id or fingerprint, or the records of a partition in an
+    hour."""
+    hour = hours.as_text(F.col("accepted_hour"))
+    of_partition = (
+        F.coalesce(F.col(name).cast("string"), F.lit("")) for name in ("cause", "topic", "partition", "count")
+    )
+    records = F.concat_ws(":", hour, *of_partition)
+    return F.concat_ws(":", "kind", F.coalesce(F.hex("fingerprint"), F.hex("id"), records)).alias("subject")
