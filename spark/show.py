@@ -15,7 +15,7 @@ from spark.reading import decode, source, wire_expressions
 from spark.reading.decode import EVENT
 from spark.reading.kafka_admin import KafkaAdmin, Topic, TopicPartition
 from spark.reading.source import Span
-from spark.rules import causes
+from spark.rules import causes, current_findings
 from spark.tables import deliveries
 from spark.tables.lake import Lake
 
@@ -60,7 +60,8 @@ def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, foun
         yield from _row(row)
         writers.update({_coordinates(copy): _writer(copy) for copy in row["ordered"]})
     copies = {_coordinates(copy): _identity(row["key"], copy) for row in found_rows for copy in row["coordinates"]}
-    for row in _of(lake.read("findings").where("kind is not null"), [id]).select("kind", "cause", "count").collect():
+    standing = current_findings.standing(_of(lake.read("findings"), [id]))
+    for row in standing.select("kind", "cause", "count").collect():
         yield f"finding    {row['kind']}{'/' + row['cause'] if row['cause'] else ''}, {row['count']} records"
     shown = list(writers)[:RECORDS_MAX]
     records = {_coordinates(row.asDict()): row for row in _records(spark, shared, id, [copies[at] for at in shown])}

@@ -1,0 +1,34 @@
+"""What `show` prints of an id without records."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from service.contract import SharedSettings, wire
+from spark import show
+from spark.rules.findings import HOUR, IDS
+from spark.tables import lake
+from tests.spark.rows import HOUR_MS, NOW_MS, answer, reduced
+
+
+@pytest.mark.parametrize(("of_hour_run", "shown"), [(1, ["504"]), (2, ["202", "504"])])
+def test_only_findings_that_no_pass_over_ids_has_revoked_are_shown(
+    spark: SparkSession, tmp_path: Path, of_hour_run: int, shown: list[str]
+) -> None:
+    """The rule is that of the report: a verdict of one hour stands if it is newer than the last pass."""
+    id = wire.event_id("k")
+    tables = lake.Lake(spark, str(tmp_path))
+    evidence = [answer(504, at=NOW_MS - 3 * HOUR_MS, id=id), answer(202, id=id)]
+    tables.append("deliveries", reduced(spark, evidence), 1)
+    found: dict[str, Any] = {"kind": "stuck", "id": id, "count": 0, "last_ms": NOW_MS, "coordinates": []}
+    rows = [
+        {**found, "scope": HOUR, "cause": "202", "run": of_hour_run},
+        {**found, "scope": IDS, "cause": "504", "run": 1},
+        {**found, "scope": IDS, "kind": None, "run": 1},
+    ]
+    tables.append("findings", spark.createDataFrame(rows, lake.schema("findings")), 1)
+    lines = list(show.show(spark, SharedSettings(), str(tmp_path), "k"))
+    causes = sorted(line.split("/")[1].split(",")[0] for line in lines if line.startswith("finding "))
+    assert causes == shown
