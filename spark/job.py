@@ -323,10 +323,10 @@ class _Run:
     def _exact_hours(self, plan: Plan) -> tuple[int, int]:
         """Return the time span (ms) in which records without Fencepost's header count in the hour of their timestamp.
 
-        The span covers the window, the kept days, and the key retention before these.
+        The span covers the window, the kept days, and the longest key retention before these.
         """
         options = self.settings.options
-        back_ms = max(options.window_h, 24 * (options.keep_days or 0)) * HOUR_MS + self.settings.key_ttl_ms
+        back_ms = max(options.window_h, 24 * (options.keep_days or 0)) * HOUR_MS + self.settings.longest_ttl_ms
         return plan.frozen_ms - back_ms, plan.frozen_ms
 
     def _change_ids(self, plan: Plan, last_pass: int) -> None:
@@ -350,8 +350,8 @@ class _Run:
         return self.lake.read("deliveries").where(hours.since(self._recent_from(plan)))
 
     def _recent_from(self, plan: Plan) -> str:
-        """Return the first recent hour: the report's window begins a key retention later."""
-        return hours.text_of(run_plan.window_from(plan, self.settings) - self.settings.key_ttl_ms)
+        """Return the first recent hour: the report's window begins the longest key retention later."""
+        return hours.text_of(run_plan.window_from(plan, self.settings) - self.settings.longest_ttl_ms)
 
     @staticmethod
     def _update(found: DataFrame | None, write: Callable[[DataFrame, list[str], int], None], run: int) -> None:

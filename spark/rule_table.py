@@ -362,7 +362,7 @@ def is_foreign(has_header: Column, same_producer: Column, ledger_rank: Column) -
     return ~has_header | (same_producer & (ledger_rank == 1))
 
 
-def is_past_retention(accepted_at: Column, earlier_at: Column, key_ttl_ms: int) -> Column:
+def is_past_retention(accepted_at: Column, earlier_at: Column, key_ttl_ms: Column) -> Column:
     """Check whether two acceptances are at least the key retention apart."""
     return F.abs(accepted_at - earlier_at) >= key_ttl_ms
 
@@ -429,7 +429,7 @@ def is_client_timestamp(timestamp: Column, accepted_at: Column, timeouts_ms: int
     return ~timestamp.between(accepted_at, accepted_at + timeouts_ms)
 
 
-def is_near(distance_ms: Column, key_ttl_ms: int) -> Column:
+def is_near(distance_ms: Column, key_ttl_ms: Column) -> Column:
     """Check whether two acceptances are less than the key retention apart."""
     return distance_ms < key_ttl_ms
 

@@ -56,8 +56,13 @@ class Settings:
 
     @property
     def key_ttl_ms(self) -> int:
-        """Key retention, ms."""
+        """Key retention of topics without a rule for it, ms."""
         return self.shared.key_ttl_s * 1000
+
+    @property
+    def longest_ttl_ms(self) -> int:
+        """The longest key retention of all topics, ms."""
+        return max(self.key_ttl_ms, 1000 * self.rules.longest_ttl_s)
 
 
 def glob_regex(globs: Sequence[str]) -> str:

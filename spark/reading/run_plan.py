@@ -204,7 +204,10 @@ def options_of(settings: Settings) -> str:
             "identity": dict(options.identity),
             "timeouts_ms": shared.request_timeout_ms + shared.transaction_timeout_ms,
             "rules": [
-                [rule.pattern, rule.guarantee.value, rule.derived, rule.client_duplicates]
+                # A retention by rule is left out where there is none, as in plans of an earlier version.
+                [rule.pattern, rule.guarantee.value, rule.derived, rule.client_duplicates, rule.key_ttl_s]
+                if rule.key_ttl_s
+                else [rule.pattern, rule.guarantee.value, rule.derived, rule.client_duplicates]
                 for rule in settings.rules.topics
             ],
             "callers": settings.rules.scopes[1:],  # those of sources too
@@ -231,7 +234,7 @@ def settings_of(options: str, now: Settings) -> Settings:
         now.shared, key_ttl_s=parsed["key_ttl_s"], request_timeout_ms=parsed["timeouts_ms"], transaction_timeout_ms=0
     )
     topics = tuple(
-        TopicRule(pattern, Guarantee(guarantee), "", *switches) for pattern, guarantee, *switches in parsed["rules"]
+        TopicRule(pattern, Guarantee(guarantee), "", *others) for pattern, guarantee, *others in parsed["rules"]
     )
     callers = tuple(CallerRule(name, ()) for name in parsed.get("callers", now.rules.scopes[1:]))
     return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers))

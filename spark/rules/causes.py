@@ -1,5 +1,6 @@
 """The cause of each copy of an id after the first."""
 
+from collections.abc import Callable
 from typing import Final
 
 from pyspark.sql import Column
@@ -39,8 +40,11 @@ def ordered() -> Column:
     )
 
 
-def explained(copies: Column, key_ttl_ms: int) -> Column:
-    """Convert copies (from `ordered`) into the coordinates of a finding; each after the first has its cause."""
+def explained(copies: Column, key_ttl_ms: Callable[[Column], Column]) -> Column:
+    """Convert copies (from `ordered`) into the coordinates of a finding; each after the first has its cause.
+
+    `key_ttl_ms` gives the key retention of a topic.
+    """
     return F.transform(
         copies,
         lambda copy, nth: F.struct(
@@ -50,7 +54,7 @@ def explained(copies: Column, key_ttl_ms: int) -> Column:
     )
 
 
-def _cause(copy: Column, earlier: Column, key_ttl_ms: int) -> Column:
+def _cause(copy: Column, earlier: Column, key_ttl_ms: Callable[[Column], Column]) -> Column:
     """Return the cause of a copy, by comparison with the `earlier` copies that have Fencepost's header."""
     with_header = F.filter(earlier, lambda other: other["has_fencepost_header"])
 
@@ -61,8 +65,9 @@ def _cause(copy: Column, earlier: Column, key_ttl_ms: int) -> Column:
         return equal
 
     same_producer = F.exists(with_header, lambda other: same(other, *rule_table.producer()))
+    ttl_ms = key_ttl_ms(copy["topic"])
     past_retention = F.forall(
-        with_header, lambda other: rule_table.is_past_retention(copy["accepted_at"], other["accepted_at"], key_ttl_ms)
+        with_header, lambda other: rule_table.is_past_retention(copy["accepted_at"], other["accepted_at"], ttl_ms)
     )
     restart = F.exists(
         with_header,

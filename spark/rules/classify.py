@@ -31,13 +31,15 @@ _SLOT: Final = "struct<complete_since_ms: bigint, caught_up_run: bigint>"
 class LogEvidence:
     """What a run knows besides the rows, as Spark constants: how far each log was read, and the timeouts.
 
-    `timeouts_ms` is `max_settle_ms` without the grace, `claim_topics` are ledger and journal.
+    `timeouts_ms` is `max_settle_ms` without the grace, `claim_topics` are ledger and journal. `key_ttl_ms` is the
+    key retention of a topic.
     """
 
     frozen_ms: int
     max_settle_ms: int
     grace_ms: int
-    key_ttl_ms: int
+    key_ttl_ms: Callable[[Column], Column]
+    longest_ttl_ms: int
     timeouts_ms: int
     bounds: Column
     slots: Column
@@ -78,7 +80,8 @@ def gather_evidence(plan: Plan, settings: Settings) -> LogEvidence:
         frozen_ms=plan.frozen_ms,
         max_settle_ms=settings.max_settle_ms,
         grace_ms=settings.grace_ms,
-        key_ttl_ms=settings.key_ttl_ms,
+        key_ttl_ms=_key_ttl_ms(plan, settings),
+        longest_ttl_ms=settings.longest_ttl_ms,
         timeouts_ms=settings.max_settle_ms - settings.grace_ms,
         bounds=F.from_json(F.lit(json.dumps(bounds)), f"map<string, array<{_BOUND}>>"),
         slots=F.from_json(F.lit(json.dumps(slots)), f"array<{_SLOT}>"),
@@ -131,6 +134,22 @@ def _idempotent(plan: Plan) -> Column:
     spans = {log.topic_partition: _idempotent_spans(log) for log in plan.logs if log.role == DATA}
     with_spans = {topic: partitions for topic, partitions in by_partition(spans).items() if any(partitions)}
     return F.from_json(F.lit(json.dumps(with_spans)), "map<string, array<array<struct<first: bigint, end: bigint>>>>")
+
+
+def _key_ttl_ms(plan: Plan, settings: Settings) -> Callable[[Column], Column]:
+    """Return the key retention of a topic of the plan by its rule, ms."""
+    names_by_ttl: dict[int, list[str]] = {}
+    for name in sorted({log.topic for log in plan.logs}):
+        if ttl_s := settings.rules.rule(name).key_ttl_s:
+            names_by_ttl.setdefault(ttl_s, []).append(name)
+
+    def key_ttl_ms(topic: Column) -> Column:
+        found = F.lit(settings.key_ttl_ms)
+        for ttl_s, names in names_by_ttl.items():
+            found = F.when(topic.isin(names), F.lit(1000 * ttl_s)).otherwise(found)
+        return found
+
+    return key_ttl_ms
 
 
 def _has_property(plan: Plan, rule: Callable[[str], bool]) -> Callable[[Column], Column]:

@@ -348,7 +348,7 @@ def _retries(sequence: DataFrame, evidence: LogEvidence) -> DataFrame:
             same_content=same("fingerprint"),
             same_caller=same("caller"),
             same_id=same("id"),
-            near=rule_table.is_near(distance, evidence.key_ttl_ms),
+            near=rule_table.is_near(distance, evidence.key_ttl_ms(F.col("topic"))),
             same_time=F.col("asked_ms").eqNullSafe(step("asked_ms").over(order)) | same("timestamp_ms"),
             same_batch=same("batch_hash"),
         )

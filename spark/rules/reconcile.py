@@ -272,9 +272,9 @@ def may_differ(judged: DataFrame, evidence_changed: bool) -> DataFrame:
 def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence, cache: ExitStack) -> list[DataFrame]:
     """Return the findings (lake.FINDING) about requests that clients sent under several keys.
 
-    `window_from` is the start of the window in ms. Rows older by the key retention are retries of no row in the window.
+    `window_from` is the start of the window in ms. Rows older by the longest key retention are retries of no row in it.
     """
-    recent = rows.where(hours.since(hours.text_of(window_from - evidence.key_ttl_ms)))
+    recent = rows.where(hours.since(hours.text_of(window_from - evidence.longest_ttl_ms)))
     retried = _keep(cross_hour.retried(recent, evidence), cache)
     spans = cross_hour.spans_of(retried)
     return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []

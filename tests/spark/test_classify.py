@@ -438,6 +438,9 @@ def test_without_a_ledger_a_record_is_a_phantom_only_where_the_journal_shows_it(
 RESTARTED = (0, 11, 0, "a:1")
 ELSEWHERE = (5, 50, 0, "z:9")
 
+# A copy within three retentions of the first one, and one after them.
+RETRIED_LATE = ((1, 0, (0, 10, 0, "a:1")), (2, 3 * TTL_MS - 1, ELSEWHERE), (3, 7 * TTL_MS, (6, 60, 0, "y:9")))
+
 COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
     "bare": ([copy(1), entry(1), copy(2, writer=None)], [None, "foreign_writer"]),
     "not in the ledger": ([copy(1), entry(1), copy(2)], [None, "foreign_writer"]),
@@ -450,6 +453,10 @@ COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
     "almost": (
         [copy(1), copy(2, at=NOW_MS + TTL_MS - 1, writer=ELSEWHERE), entry(1), entry(2)],
         [None, "dual_producer"],
+    ),
+    "kept for longer": (
+        [copy(n, at=NOW_MS + ms, writer=writer, topic="u") for n, ms, writer in RETRIED_LATE],
+        [None, "dual_producer", "expired_key"],
     ),
     "near the second": (
         [
@@ -475,7 +482,9 @@ def test_each_copy_after_the_first_has_the_cause_of_the_first_matching_rule(spar
     rows = reduced(spark, ids({name: case[0] for name, case in COPIES.items()}))
     # Some ids have copies in two hours, as in the pass over all ids.
     gathered = deliveries.gathered(rows, by_hour=False).withColumn("copies", causes.ordered())
-    explained = gathered.select("id", causes.explained(F.col("copies"), TTL_MS).alias("copies")).collect()
+    rules = Rules.parse(f'[[topics]]\npattern = "u"\nkey_ttl_s = {3 * TTL_MS // 1000}')
+    seen = gather_evidence(plan(), dataclasses.replace(settings(), rules=rules))
+    explained = gathered.select("id", causes.explained(F.col("copies"), seen.key_ttl_ms).alias("copies")).collect()
     found = {name_of(row["id"]): [one["cause"] for one in row["copies"]] for row in explained}
     assert found == {name[:16].strip(): causes for name, (_, causes) in COPIES.items()}
 
