@@ -9,7 +9,7 @@ import sys
 import uvicorn
 
 from service.app import build_app, read_configuration
-from service.contract import PREFIX, SettingsError
+from service.contract import PREFIX, Rules, SettingsError
 from service.core.logs import configure_logging
 from service.core.settings import Settings
 from service.http.events import EventsEndpoint
@@ -43,7 +43,7 @@ def main() -> int:
             host=settings.host,
             port=settings.port,
             loop="uvloop",
-            http=_protocol(settings, endpoint),
+            http=_protocol(settings, rules, endpoint),
             lifespan="on",
             access_log=False,
             log_config=None,
@@ -78,11 +78,12 @@ def main() -> int:
     return 0
 
 
-def _protocol(settings: Settings, endpoint: EventsEndpoint) -> type[GuardedProtocol]:
+def _protocol(settings: Settings, rules: Rules, endpoint: EventsEndpoint) -> type[GuardedProtocol]:
     """Return the protocol of the connections: it hands all requests to the app, or all but the POSTs of events."""
     if settings.transport == "asgi":
         return GuardedProtocol
-    return protocol_of(Posts(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies, endpoint.streamed))
+    routes, streamed = endpoint.routes, endpoint.streamed
+    return protocol_of(Posts(routes, endpoint.body_bytes_max, endpoint.bodies, streamed, cors=bool(rules.cors)))
 
 
 if __name__ == "__main__":

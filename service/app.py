@@ -27,6 +27,7 @@ from service.events.deliveries import Source, read_sources
 from service.events.schemas import Schemas
 from service.events.strict_json import check_json, in_thread
 from service.http.callers import Callers
+from service.http.cors import add_cors
 from service.http.events import EventsEndpoint
 from service.http.produce import ProduceEndpoint
 from service.http.produce_listing import ProduceListing
@@ -410,4 +411,5 @@ def build_app(
     app.router.routes += produce.routes() + ProduceListing(endpoint, lambda: holder["service"]).routes()
     webhooks = SourcesEndpoint(sources, lambda: holder["service"].admission, settings, endpoint.bodies, telemetry)
     app.router.routes.append(webhooks.route())
+    add_cors(app, rules.cors)
     return app, endpoint

@@ -3,6 +3,7 @@
 Standard library only. The job imports nothing else of the service.
 """
 
+from service.contract.cors_rules import CorsRule
 from service.contract.rules import CallerRule, Guarantee, Rules, TopicRule
 from service.contract.settings import (
     PREFIX,
@@ -20,6 +21,7 @@ from service.contract.source_rules import KeyPlace, SignatureRule, SourceRule
 __all__ = [
     "PREFIX",
     "CallerRule",
+    "CorsRule",
     "Guarantee",
     "KeyPlace",
     "Rules",

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
+from service.contract.cors_rules import CorsRule, cors_faults, cors_rule
 from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, rate_faults
 from service.contract.settings import KEY_TTL_MOST_S, PREFIX, SettingsError, SharedSettings
 from service.contract.source_rules import SourceRule, source_faults, source_rule
@@ -70,6 +71,7 @@ class Rules:
     topics: tuple[TopicRule, ...] = ()
     callers: tuple[CallerRule, ...] = ()
     sources: tuple[SourceRule, ...] = ()
+    cors: tuple[CorsRule, ...] = ()
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -141,6 +143,7 @@ class Rules:
             tuple(_topic_rule(table, folder) for table in found["topics"]),
             tuple(map(_caller_rule, found["callers"])),
             tuple(source_rule(table, folder) for table in found["sources"]),
+            tuple(map(cors_rule, found["cors"])),
         )
 
 
@@ -227,6 +230,7 @@ _FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {
     "topics": _topic_faults,
     "callers": _caller_faults,
     "sources": source_faults,
+    "cors": cors_faults,
 }
 _SECTIONS: Final = " or ".join(f"[[{section}]]" for section in _FAULTS)
 

@@ -54,24 +54,28 @@ class Posts:
     """The POSTs that the transport hands to their handlers, by exact path.
 
     A body is kept up to `body_bytes_max` bytes, and within the bound that `bodies` holds over all of them. `streamed`
-    has the paths whose bodies of one media type the ASGI app reads as they arrive.
+    has the paths whose bodies of one media type the ASGI app reads as they arrive. With `cors` the app also takes the
+    requests of web pages, and no request is read as a whole before its headers are known.
     """
 
     routes: Mapping[bytes, Handler]
     body_bytes_max: int
     bodies: Bodies
     streamed: Mapping[bytes, str] = field(default_factory=dict)
+    cors: bool = False
     responses: ResponseBuffer = field(default_factory=ResponseBuffer)
 
     @cached_property
     def plain(self) -> frozenset[bytes]:
         """The paths whose POSTs may be read as a whole, whatever their headers are."""
-        return frozenset(self.routes.keys() - self.streamed.keys())
+        return frozenset() if self.cors else frozenset(self.routes.keys() - self.streamed.keys())
 
     def handler_of(self, head: Head) -> Handler | None:
         """Return the handler of a request; None for a request that the ASGI app takes."""
         handler = self.routes.get(head.path) if head.method == b"POST" else None
         if head.path in self.streamed and essence(content_type_of(head.headers)) == self.streamed[head.path]:
+            return None
+        if self.cors and any(name == b"origin" for name, _ in head.headers):
             return None
         return handler
 

@@ -23,6 +23,7 @@ def rules_for(folder: Path, topic: str) -> Path:
         f'[[callers]]\nname = "shop"\ntoken_sha256 = ["{digests["shop"]}", "{digests["shop-new"]}"]\n'
         f'[[callers]]\nname = "till"\ntoken_sha256 = "{digests["till"]}"\ntopics = ["{topic}"]\n'
         f'[[callers]]\nname = "slow"\ntoken_sha256 = "{digests["slow"]}"\nrate = 2\n'
+        '[[cors]]\norigins = ["https://shop.example"]\n'
     )
     return path
 
@@ -49,6 +50,15 @@ async def test_each_caller_has_keys_of_its_own(stage: Stage, topic: str, make_to
     first, again, renewed, other = [await post(stage, url, name, event) for name in senders]
     assert [answer.status_code for answer in (first, again, renewed, other)] == [201] * 4
     assert first.content == again.content == renewed.content != other.content
+
+    page = {"Origin": "https://shop.example"}  # of a browser, which asks first, without the token
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,idempotency-key"}
+    preflight = await stage.client.http.options(url, headers={**page, **asked})
+    told = {**page, "Authorization": "Bearer token-of-shop", "Idempotency-Key": "order-1"}
+    seen = await stage.client.http.post(url, json=event, headers=told)
+    assert (preflight.status_code, seen.content) == (200, first.content)
+    assert preflight.headers["access-control-allow-origin"] == seen.headers["access-control-allow-origin"]
+    assert "Idempotent-Replayed" in seen.headers["access-control-expose-headers"]
 
     elsewhere = {"topic": make_topic(), "value": 1}
     one = await post(stage, url, "till", elsewhere, "order-2")

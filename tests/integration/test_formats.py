@@ -37,6 +37,7 @@ async def test_lines_are_answered_by_lines_in_their_order(stage: Stage, topic: s
     assert results[11] == {**results[3], "replayed": True}
     assert len(await records(stage, topic)) == 4_998
     # Compressed they are the same events.
+    lines, results = lines[:100], results[:100]
     for coding, encode in (("gzip", gzip.compress), ("deflate", zlib.compress), ("zstd", zstd.compress)):
         packed = await stage.client.http.post(
             f"{service.url}/events/batch",

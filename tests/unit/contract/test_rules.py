@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from service.contract import CallerRule, Guarantee, Rules, SettingsError, SharedSettings
+from service.contract import CallerRule, CorsRule, Guarantee, Rules, SettingsError, SharedSettings
 from service.core.settings import Settings
 
 DIGEST = "ab" * 32
+CORS = '[[cors]]\norigins = ["https://a.example"]\n'
 CALLER = f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n'
 
 
@@ -23,6 +24,45 @@ def test_callers_are_read_with_their_topics_and_rate() -> None:
     assert DIGEST not in repr(shop)
     (anywhere,) = Rules.parse(f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\n').callers
     assert (anywhere.topics, anywhere.rate) == (("*",), None)
+
+
+def test_origins_are_read_with_their_headers() -> None:
+    text = '[[cors]]\norigins = ["https://a.example", "https://*.b.example:8443"]\nheaders = ["X-A"]\nmax_age_s = 5\n'
+    assert Rules.parse(text + '[[cors]]\norigins = ["http://localhost:3000", "http://[::1]"]').cors == (
+        CorsRule(("https://a.example", "https://*.b.example:8443"), ("X-A",), 5),
+        CorsRule(("http://localhost:3000", "http://[::1]"), (), 600),
+    )
+    assert Rules.parse("").cors == ()
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "*",
+        "null",
+        "a.example",
+        "https://",
+        "https://a.example/",
+        "https://a.example/b",
+        "https://A.example",
+        "https://a.example:443",
+        "http://a.example:80",
+        "https://*",
+        "https://*.com",
+        "https://a.*.example",
+        "https://*.*.example.com",
+        "https://a*.example.com",
+        "https://-a.example",
+        "https://a..example",
+        "https://a.example\\n",
+        "https://user@a.example",
+        "ftp://a.example",
+        "https://a.example, https://b.example",
+    ],
+)
+def test_what_is_no_origin_of_a_browser_is_refused(origin: str) -> None:
+    with pytest.raises(SettingsError, match="2: origins: write origins as browsers send them"):
+        Rules.parse(f'[[cors]]\norigins = ["https://a.example", "{origin}"]')
 
 
 def test_a_caller_has_several_tokens_while_one_replaces_the_other() -> None:
@@ -121,6 +161,18 @@ def test_a_wrong_rule_is_reported_with_its_line(text: str, line: int) -> None:
         ('callers = "x"', "1: callers: write [[callers]], once for each"),
         ("callers = [true]", "1: callers: write [[callers]], once for each"),
         ("callers = {}", "1: callers: write [[callers]], once for each"),
+        ('[cors]\norigins = ["https://a.example"]', "1: cors: write [[cors]], once for each"),
+        ("[[cors]]", "1: origins: write"),
+        ("[[cors]]\norigins = []", "2: origins: write"),
+        ('[[cors]]\norigins = "https://a.example"', "2: origins: write"),
+        (CORS + "origin = 1", "3: origin: no such setting"),
+        (CORS + 'headers = "X-A"', "3: headers: write"),
+        (CORS + 'headers = ["a b"]', "3: headers: write"),
+        (CORS + 'headers = [""]', "3: headers: write"),
+        (CORS + "max_age_s = -1", "3: max_age_s: write"),
+        (CORS + "max_age_s = true", "3: max_age_s: write"),
+        (CORS + "max_age_s = 100000", "3: max_age_s: write"),
+        (2 * CORS, "4: origins: another"),
         ("[[topics]]\npattern = 1", "2: pattern: write"),
         ('[[topics]]\npattern.glob = "a"', "2: pattern: write"),
         ('[[topics]]\npattern = "a"\nguarantee = ["exactly_once"]', "3: guarantee: write"),

@@ -1,6 +1,7 @@
 """Tests bodies that are read as they arrive on real connections, of both transports."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from service.http import limits, request_reader, streaming
 from service.http.limits import GuardedProtocol
@@ -27,20 +29,18 @@ BATCH = b"POST /events/batch HTTP/1.1\r\nhost: x\r\ncontent-type: application/js
 )
 
 
-@pytest.fixture(params=["direct", "asgi"])
-async def port(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[int]:
-    monkeypatch.setattr(request_reader, "SILENCE_MAX_S", 1.0)
-    monkeypatch.setattr(streaming, "SILENCE_MAX_S", 0.5)
-    monkeypatch.setattr(limits, "UNREAD_MAX_S", 1.0)
-    monkeypatch.setattr(streaming, "UNREAD_MAX_S", 1.0)
-    app, posts = app_and_posts(Commits())
-    direct = protocol_of(Posts(posts.routes, posts.body_bytes_max, posts.bodies, posts.streamed))
+CONNECTED: list[asyncio.StreamWriter] = []  # the clients of a test, which are closed behind it
+
+
+@contextlib.asynccontextmanager
+async def serving(app: FastAPI, posts: Posts | None) -> AsyncIterator[int]:
+    """Serve an app on a port of its own; `posts` are those that the direct transport takes."""
     listening = socket.create_server(("127.0.0.1", 0))
     for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # the kernel would hold megabytes of events and results
         listening.setsockopt(socket.SOL_SOCKET, buffer, 65_536)
     config = uvicorn.Config(
         app,
-        http=direct if request.param == "direct" else GuardedProtocol,
+        http=GuardedProtocol if posts is None else protocol_of(posts),
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -54,6 +54,22 @@ async def port(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     server.should_exit = True
     async with asyncio.timeout(5.0):
         await serving
+
+
+@pytest.fixture(params=["direct", "asgi"])
+async def port(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[int]:
+    monkeypatch.setattr(request_reader, "SILENCE_MAX_S", 1.0)
+    monkeypatch.setattr(streaming, "SILENCE_MAX_S", 0.5)
+    monkeypatch.setattr(limits, "UNREAD_MAX_S", 1.0)
+    monkeypatch.setattr(streaming, "UNREAD_MAX_S", 1.0)
+    app, posts = app_and_posts(Commits())
+    direct = Posts(posts.routes, posts.body_bytes_max, posts.bodies, posts.streamed)
+    async with serving(app, direct if request.param == "direct" else None) as port:
+        yield port
+        for writer in CONNECTED:
+            writer.transport.abort()
+        await asyncio.sleep(0)  # for the transports to be closed
+        CONNECTED.clear()
     assert posts.bodies.bytes == 0
 
 
@@ -70,7 +86,9 @@ class Client:
             connection.setsockopt(socket.SOL_SOCKET, buffer, 65_536)
         connection.setblocking(False)
         limit = 2**24 if reads else 2**16  # the stream reads on until it has twice as much
-        return cls(*await asyncio.open_connection(sock=connection, limit=limit))
+        client = cls(*await asyncio.open_connection(sock=connection, limit=limit))
+        CONNECTED.append(client.writer)
+        return client
 
     def say(self, body: bytes) -> None:
         self.writer.write(b"%x\r\n%b\r\n" % (len(body), body) if body else b"0\r\n\r\n")
@@ -117,7 +135,6 @@ async def test_lines_and_results_alternate_and_the_next_request_follows(port: in
     assert (await client.reader.readuntil(b"]}")).startswith(b'{"results":[{"status":201,')
     await client.head()
     assert [result["status"] for result in await client.results()] == [201]
-    client.writer.close()
 
 
 async def test_a_client_may_send_many_events_before_it_reads(port: int) -> None:
@@ -132,7 +149,6 @@ async def test_a_client_may_send_many_events_before_it_reads(port: int) -> None:
     await client.head()
     results = await client.results()
     assert [result["status"] for result in results] == [201] * 10_000
-    client.writer.close()
 
 
 async def test_a_client_that_never_reads_is_cut(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +161,6 @@ async def test_a_client_that_never_reads_is_cut(port: int, monkeypatch: pytest.M
             for _ in range(10_000):
                 client.say(part)
                 await client.writer.drain()
-    client.writer.transport.abort()
 
 
 @pytest.mark.parametrize("then", [b"no chunk\r\n", b"end"])
@@ -161,7 +176,6 @@ async def test_a_body_that_breaks_off_cuts_its_response(port: int, then: bytes) 
     else:
         client.writer.write(then)
     assert await client.rest() == b""
-    client.writer.close()
 
 
 async def test_a_client_that_falls_silent_is_told_so_in_a_whole_response(port: int) -> None:
@@ -174,14 +188,12 @@ async def test_a_client_that_falls_silent_is_told_so_in_a_whole_response(port: i
         client.say(b"\n")
     results = await client.results()
     assert [result["status"] for result in results] == [201, 408]
-    client.writer.close()
 
 
 async def test_a_client_that_sends_nothing_is_refused_as_for_any_request(port: int) -> None:
     client = await Client.connect(port)
     client.writer.write(HEAD)
     assert (await client.head()).startswith(b"HTTP/1.1 408 ")
-    client.writer.close()
 
 
 async def test_the_client_is_told_to_send_the_body_that_it_asks_about(port: int) -> None:
@@ -191,4 +203,3 @@ async def test_the_client_is_told_to_send_the_body_that_it_asks_about(port: int)
     client.say(line(1))
     client.say(b"")
     assert (await client.head()).startswith(b"HTTP/1.1 207 ")
-    client.writer.close()
