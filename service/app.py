@@ -370,9 +370,16 @@ def read_configuration() -> tuple[Settings, Rules, Schemas, tuple[Source, ...]]:
         check_url(settings.redis)
     except SettingsError as error:
         wrong.append(str(error))
+    rules = Rules()
     try:
         rules = Rules.read(os.environ.get(f"{PREFIX}RULES", ""))
+    except SettingsError as error:
+        wrong.append(str(error))
+    try:
         schemas = Schemas(rules)
+    except SettingsError as error:
+        wrong.append(str(error))
+    try:
         sources = read_sources(rules)
     except SettingsError as error:
         wrong.append(str(error))

@@ -205,7 +205,7 @@ def _verifier_of(rule: SourceRule) -> Verifier | None:
 def _secret(source: str, file: str) -> str:
     """Read a secret, without a final line break. Raises SettingsError."""
     try:
-        secret = Path(file).read_text(encoding="utf-8").removesuffix("\n").removesuffix("\r")
+        secret = Path(file).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8"
         raise SettingsError(

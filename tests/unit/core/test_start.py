@@ -35,16 +35,19 @@ def test_a_wrong_setting_ends_the_start_with_a_line(
     assert line.startswith("rules.toml:1: topics: write [[topics]]" if text == "rules.toml" else f"FENCEPOST_{name}")
 
 
-def test_a_secret_without_content_ends_the_start_with_a_line_for_each_source(
+def test_each_schema_and_secret_that_cannot_be_used_ends_the_start_with_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     of = 'topic = "t"\nidempotency_key = { pointer = "/id" }\nsignature = { scheme = "stripe", secret_files = ["s"] }\n'
-    (tmp_path / "rules.toml").write_text("".join(f'[[sources]]\nname = "{name}"\n{of}' for name in ("a", "b")))
+    schema = '[[topics]]\npattern = "t"\nschema = "none.json"\n'
+    (tmp_path / "rules.toml").write_text(schema + "".join(f'[[sources]]\nname = "{name}"\n{of}' for name in ("a", "b")))
     (tmp_path / "s").write_text("\n")
     monkeypatch.setenv("FENCEPOST_RULES", str(tmp_path / "rules.toml"))
     monkeypatch.setattr(service.__main__, "build_app", Mock(side_effect=AssertionError("it was started")))
     assert service.__main__.main() == 2
-    assert capsys.readouterr().err.splitlines() == [
+    about_schema, *about_secrets = capsys.readouterr().err.splitlines()
+    assert about_schema.startswith(f"FENCEPOST_RULES: schema {tmp_path / 'none.json'} cannot be used: ")
+    assert about_secrets == [
         f"FENCEPOST_RULES: source {name}: {tmp_path / 's'} is empty: put the secret into it" for name in ("a", "b")
     ]
 

@@ -198,6 +198,8 @@ async def test_slack_verifies_the_url_before_it_sends_events(client: Client) -> 
     assert response.headers["content-type"] == "text/plain; charset=utf-8"
     assert client.world.keys_written() == []
     assert problem(await client.post("slack", json.dumps(asked).encode()))[:2] == (401, "bad-signature")
+    of_another = await client.post("open", json.dumps({**asked, "id": "1"}).encode())
+    assert problem(of_another)[:2] == (422, "unusable-body")
     # An event whose text only mentions it is an event.
     assert (await post({"event_id": "Ev1", "type": "event_callback", "text": "url_verification"})).status_code == 201
     assert client.world.keys_written() == [["Ev1"]]
@@ -274,7 +276,8 @@ async def test_a_long_delivery_is_read_in_a_thread(client: Client, monkeypatch: 
 
 async def test_the_bounds_of_a_body(client: Client) -> None:
     assert (await client.github(b"x" * EVENT_BYTES_MAX)).status_code == 201
-    assert problem(await client.github(b"x" * (EVENT_BYTES_MAX + 1), "d-2"))[:2] == (413, "too-large")
+    longer = problem(await client.github(b"x" * (EVENT_BYTES_MAX + 1), "d-2"))
+    assert longer == (413, "too-large", f"body: at most {EVENT_BYTES_MAX} bytes are taken")
     assert problem(await client.github(b"x" * (9 * 1024 * 1024), "d-3"))[:2] == (413, "too-large")
     assert client.world.keys_written() == [["d-1"]]
 
