@@ -414,7 +414,7 @@ def build_app(
     callers = Callers(rules.callers)
     endpoint = EventsEndpoint(lambda: holder["service"].admission, settings, callers, telemetry)
     routes(app, lambda: holder["service"], callers, endpoint)
-    produce = ProduceEndpoint(endpoint, lambda: holder["service"].admission, rules, telemetry)
+    produce = ProduceEndpoint(endpoint, rules, settings.key_ttl_s)
     app.router.routes += produce.routes() + ProduceListing(endpoint, lambda: holder["service"]).routes()
     webhooks = SourcesEndpoint(sources, lambda: holder["service"].admission, settings, endpoint.bodies, telemetry)
     app.router.routes.append(webhooks.route())

@@ -16,7 +16,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.contract import Rules
-from service.core.metrics import Telemetry
 from service.core.problems import MISSING_KEY, TOO_LARGE, Problem
 from service.core.settings import TOPICS_MAX
 from service.core.time_of_day import now_ms
@@ -50,7 +49,6 @@ from service.http.produce_answers import (
     ProduceAnswers,
     error_of,
     failure_of,
-    is_replay,
     lines_of_error,
     render_error,
     render_offsets,
@@ -60,7 +58,6 @@ from service.http.produce_answers import (
 from service.http.request import PostRequest
 from service.http.responses import Headers, headers_of
 from service.http.streaming import Exchange, StreamEndpoint, StreamHead, Text
-from service.pipeline.admission import Admission
 from service.pipeline.request import WriteResult
 
 log = structlog.get_logger(__name__)
@@ -83,9 +80,9 @@ class ProduceRequest(NamedTuple):
     traceparent: bytes | None
     answers: ProduceAnswers
 
-    def answer(self, replayed: bool, body: bytes) -> None:
-        """Answer 200; `replayed`: all records are replays."""
-        self.answers.answer(self.post, 200, self.answers.lines(replayed), body)
+    def answer(self, results: Sequence[WriteResult], body: bytes) -> None:
+        """Answer 200 with the body that was rendered of these results."""
+        self.answers.answer(self.post, 200, self.answers.lines(results), body)
 
 
 class V3Record:
@@ -130,12 +127,10 @@ class PathEndpoint:
 class ProduceEndpoint:
     """The handlers of the produce API. Checks of all requests are those of `posts`."""
 
-    def __init__(
-        self, posts: EventsEndpoint, admission: Callable[[], Admission], rules: Rules, telemetry: Telemetry
-    ) -> None:
+    def __init__(self, posts: EventsEndpoint, rules: Rules, retention_s: int) -> None:
+        """`retention_s` is that of keys without a retention by rule."""
         self._posts = posts
-        self._admission = admission
-        self._telemetry = telemetry
+        self._retention_s = retention_s
         self._refuses_keyless = lru_cache(maxsize=TOPICS_MAX)(lambda topic: rules.rule(topic).keyless == "refuse")
 
     def routes(self) -> list[Route]:
@@ -150,10 +145,10 @@ class ProduceEndpoint:
         ]
 
     def _take_v2(self, path: PathParameters, post: PostRequest) -> None:
-        self._posts.take(partial(self._post_v2, path), ProduceAnswers(self._telemetry, V2_TYPE).fail, post)
+        self._posts.take(partial(self._post_v2, path), self._answers(V2_TYPE).fail, post)
 
     def _take_v3(self, path: PathParameters, post: PostRequest) -> None:
-        self._posts.take(partial(self._post_v3, path), ProduceAnswers(self._telemetry, V3_TYPE).fail, post)
+        self._posts.take(partial(self._post_v3, path), self._answers(V3_TYPE).fail, post)
 
     # -------------------------------------------------------------------------------------------------------------- v2
 
@@ -186,7 +181,7 @@ class ProduceEndpoint:
         if failure := failure_of(results):
             raise failure
         pieces = [piece async for piece in _in_slices(results, render_offsets)]
-        request.answer(is_replay(results), render_v2(pieces))
+        request.answer(results, render_v2(pieces))
 
     # -------------------------------------------------------------------------------------------------------------- v3
 
@@ -205,7 +200,7 @@ class ProduceEndpoint:
         results = [result async for group in self._written(request, records) for result in group]
         answers = [*zip(records, results, strict=True)]
         body = b"".join([piece async for piece in _in_slices(answers, partial(render_v3, cluster))])
-        request.answer(is_replay(results), body)
+        request.answer(results, body)
 
     async def _parse_v3(self, request: ProduceRequest) -> list[V3Event | Problem]:
         """Parse the records of a v3 body. Raises Problem (413, 422) for none, and for too many."""
@@ -252,7 +247,7 @@ class ProduceEndpoint:
         def render_end(problem: Problem) -> str:
             return render_v3(cluster, [(None, problem)]).decode()
 
-        lines = ProduceAnswers(self._telemetry, V3_TYPE, key).lines()
+        lines = self._answers(V3_TYPE, key).lines()
         return Exchange(JsonObjects(), parse, render, render_end, 200, lines)
 
     # ------------------------------------------------------------------------------------------------------------ both
@@ -264,8 +259,11 @@ class ProduceEndpoint:
         topic = path["topic"]
         key = self._key_of(found, topic)
         traceparent = parse_traceparent(found.get(b"traceparent"))
-        answers = ProduceAnswers(self._telemetry, media_type, key)
+        answers = self._answers(media_type, key)
         return ProduceRequest(post, topic, caller, RequestKey(key, caller.scope), traceparent, answers)
+
+    def _answers(self, media_type: bytes, key: str | None = None) -> ProduceAnswers:
+        return ProduceAnswers(self._posts.telemetry, self._retention_s, media_type, key)
 
     def _key_of(self, found: UsedHeaders, topic: str) -> str | None:
         """Return the key of a request; one is made for a request without, unless the topic's rule refuses that."""
@@ -276,7 +274,7 @@ class ProduceEndpoint:
 
     def _begin(self, request: ProduceRequest, work: Coroutine[Any, Any, None]) -> None:
         """Start the work of a request, unless the queue is full."""
-        admission = self._admission()
+        admission = self._posts.admission()
         if overload := admission.overload:
             work.close()
             request.answers.refuse(request.post, overload, admission.load_shedder)
@@ -286,7 +284,7 @@ class ProduceEndpoint:
     def _written(
         self, request: ProduceRequest, records: Sequence[Event | V3Event | Problem]
     ) -> AsyncIterator[list[WriteResult]]:
-        return write_each(self._admission(), records, _event_of, request.post.arrived, request.caller)
+        return write_each(self._posts.admission(), records, _event_of, request.post.arrived, request.caller)
 
 
 def new_key(at_ms: int) -> str:

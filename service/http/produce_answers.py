@@ -30,7 +30,7 @@ from service.core.problems import (
 )
 from service.events.produce import INVALID_PAYLOAD, PARTITION_NOT_FOUND, UNPROCESSABLE, Format, ProduceProblem, V3Event
 from service.http.answers import Answers
-from service.http.responses import echo_of
+from service.http.responses import echo_of, imf_fixdate
 from service.pipeline.request import Committed, WriteResult
 
 V2_TYPE: Final = b"application/vnd.kafka.v2+json"
@@ -132,8 +132,10 @@ def lines_of_error(problem: Problem, media_type: bytes) -> bytes:
 class ProduceAnswers(Answers):
     """The answers to the produce requests of one API version, with its media type, or to one request with its key."""
 
-    def __init__(self, telemetry: Telemetry, media_type: bytes, key: str | None = None) -> None:
+    def __init__(self, telemetry: Telemetry, retention_s: int, media_type: bytes, key: str | None = None) -> None:
+        """`retention_s` is that of keys without a retention by rule."""
         super().__init__(telemetry, lambda _: {} if key is None else {"key": key})
+        self._retention_s = retention_s
         self._media_type = media_type
         self._key_line = b"" if key is None else b"idempotency-key: %b\r\n" % echo_of(key)
 
@@ -142,10 +144,20 @@ class ProduceAnswers(Answers):
         error = error_of(problem)
         return error.status, lines_of_error(problem, self._media_type) + self._key_line, render_error(error)
 
-    def lines(self, replayed: bool = False) -> bytes:
-        """Render the header lines of an answer: type, the request's key, and whether all of the answer is a replay."""
+    def lines(self, results: Sequence[WriteResult] = ()) -> bytes:
+        """Render the header lines of an answer: type, the request's key, and what its results have in common.
+
+        That is the time at which the first of the keys expires, and whether all results are replays.
+        """
         lines = b"content-type: %b\r\n%b" % (self._media_type, self._key_line)
-        return lines + b"idempotent-replayed: true\r\n" if replayed else lines
+        if expires := [_expiry(result, self._retention_s) for result in results if isinstance(result, Committed)]:
+            lines += b"idempotency-key-expires: %b\r\n" % imf_fixdate(min(expires))
+        return lines + b"idempotent-replayed: true\r\n" if results and is_replay(results) else lines
+
+
+def _expiry(result: Committed, retention_s: int) -> int:
+    """Return when the key of a result expires, in seconds since 1970."""
+    return result.at // 1000 + (result.deliveries[0][1].ttl_s or retention_s)
 
 
 def is_replay(results: Iterable[WriteResult]) -> bool:

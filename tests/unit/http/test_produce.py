@@ -20,12 +20,14 @@ from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.headers import JSON
 from service.http.produce import ProduceEndpoint, new_key
-from tests.unit.fakes import World, ended
+from service.http.responses import imf_fixdate
+from tests.unit.fakes import NOW_MS, World, ended
 
 JSON_V2 = "application/vnd.kafka.json.v2+json"
 BINARY_V2 = "application/vnd.kafka.binary.v2+json"
 ANSWER_V2 = "application/vnd.kafka.v2+json"
 V3 = "/v3/clusters/c1/topics/orders/records"
+EXPIRES = imf_fixdate(NOW_MS // 1000 + 86_400).decode()
 TOKEN_SHA256 = "3c469e9d6c5875d37a43f353d4f88e61fcf812c66eee3457465a40b0da4153e0"  # of "token"
 RULES = Rules((TopicRule("other", keyless="refuse"),))
 
@@ -60,7 +62,7 @@ class Proxy:
 def app_of(world: World, rules: Rules = RULES) -> FastAPI:
     app = FastAPI()
     posts = EventsEndpoint(lambda: world.admission, world.settings, Callers(rules.callers), world.telemetry)
-    app.router.routes += ProduceEndpoint(posts, lambda: world.admission, rules, world.telemetry).routes()
+    app.router.routes += ProduceEndpoint(posts, rules, world.settings.key_ttl_s).routes()
     return app
 
 
@@ -127,6 +129,7 @@ async def test_a_request_that_is_sent_again_with_its_key_is_answered_byte_for_by
     assert (first.headers["idempotency-key"], again.headers["idempotency-key"]) == ("q 1", "q 1")
     assert "idempotent-replayed" not in first.headers
     assert again.headers["idempotent-replayed"] == "true"
+    assert first.headers["idempotency-key-expires"] == again.headers["idempotency-key-expires"] == EXPIRES
     assert [key for key, _, _ in proxy.written] == ["q 1", "q 1"]
     assert set(proxy.world.keys.server.keys) == {member_id("q 1", 0), member_id("q 1", 1)}
 
