@@ -5,7 +5,6 @@ FastAPI's own handling (dependencies, request and response objects) is left out,
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Coroutine
 from typing import Any, Final
 
@@ -54,7 +53,7 @@ class AsgiRequest(PostRequest):
             chunked=self._version != "1.0",
         )
         # The response; None if the connection ends without one.
-        self._outcome: asyncio.Future[_Whole | _Pieces | None] = asyncio.get_running_loop().create_future()
+        self._outcome: asyncio.Future[_Response | None] = asyncio.get_running_loop().create_future()
 
     async def read(self, receive: Receive, most: int) -> bool:
         """Read the body within its bounds; return False if the client disconnected before the body was complete.
@@ -86,43 +85,28 @@ class AsgiRequest(PostRequest):
         """Set the response; only the first call counts. `head` has header lines, each with its CRLF."""
         if not self.answered:
             self.finish()
-            self._give(_Whole(status, head, body))
-
-    def stream(self, status: int, head: bytes) -> "_Pieces":
-        """Begin a response whose body comes in pieces."""
-        pieces = _Pieces(self, status, head)
-        if self.chunked:
-            self._give(pieces)
-        return pieces
+            self._give(_Response(status, head, body))
 
     def cut(self) -> None:
         """End the connection without a response, which the server does if the application sends none."""
         self.finish()
         self._give(None)
 
-    def _give(self, outcome: "_Whole | _Pieces | None") -> None:
+    def _give(self, outcome: "_Response | None") -> None:
         if not self._outcome.done():  # the server may have cancelled it
             self._outcome.set_result(outcome)
 
     async def respond(self, send: Send) -> None:
         """Await the response and send it."""
-        outcome = await self._outcome
-        if isinstance(outcome, _Whole):
-            await send_whole(send, outcome.status, self._headers(outcome.head), outcome.body)
-        elif outcome is not None:
-            await send(
-                {"type": "http.response.start", "status": outcome.status, "headers": self._headers(outcome.head)}
-            )
-            await outcome.send(send)
-
-    def _headers(self, head: bytes) -> Headers:
-        headers = headers_of(head)
-        if not self.keep_alive and self._version.startswith("1."):  # HTTP/2 has no such header
-            headers.append((b"connection", b"close"))
-        return headers
+        response = await self._outcome
+        if response is not None:
+            headers = headers_of(response.head)
+            if not self.keep_alive and self._version.startswith("1."):  # HTTP/2 has no such header
+                headers.append((b"connection", b"close"))
+            await send_whole(send, response.status, headers, response.body)
 
 
-class _Whole:
+class _Response:
     """A response whose body is complete; `head` has header lines, each with its CRLF."""
 
     __slots__ = ("body", "head", "status")
@@ -142,46 +126,3 @@ async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> 
         await asyncio.sleep(0)
         start += WRITE_BYTES
     await send({"type": "http.response.body", "body": body[start:]})
-
-
-class _Pieces:
-    """A response whose pieces are sent as they are written; an HTTP/1.0 client gets them together, at the end."""
-
-    def __init__(self, request: AsgiRequest, status: int, head: bytes) -> None:
-        self._request = request
-        self.status, self.head = status, head
-        self._unsent: deque[bytes] = deque()
-        self._has_news = asyncio.Event()  # a piece was written, or the response has ended
-        self._whole = self._cut = False
-
-    def write(self, piece: bytes) -> None:
-        """Write the next piece of the body."""
-        if piece:
-            self._unsent.append(piece)
-            self._has_news.set()
-
-    def end(self) -> None:
-        """End the body."""
-        if not self._request.chunked:
-            self._request.answer(self.status, self.head, b"".join(self._unsent))
-            return
-        self._request.finish()
-        self._whole = True
-        self._has_news.set()
-
-    def cut(self) -> None:
-        """Abort the body: the end of the connection tells the client that the body is incomplete."""
-        self._cut = True
-        self._has_news.set()
-        self._request.cut()
-
-    async def send(self, send: Send) -> None:
-        """Send the pieces until the body ends or is aborted."""
-        while not self._cut:
-            await self._has_news.wait()
-            self._has_news.clear()
-            while self._unsent:
-                await send({"type": "http.response.body", "body": self._unsent.popleft(), "more_body": True})
-            if self._whole and not self._unsent:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-                return

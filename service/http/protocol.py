@@ -171,42 +171,6 @@ class HttpRequest(PostRequest):
         self.response_complete = True
         self.connection.transport.close()
 
-    def stream(self, status: int, head: bytes) -> "Chunks":
-        return Chunks(self, status, head)
-
-
-class Chunks:
-    """A chunked response (RFC 9112, section 7.1); an HTTP/1.0 client gets the pieces together, at the end."""
-
-    def __init__(self, post: HttpRequest, status: int, head: bytes) -> None:
-        self._post = post
-        self._connection = connection = post.connection
-        self._whole: list[bytes] | None = None
-        self._status, self._head = status, head
-        if post.chunked:
-            connection.write(post, connection.head(post, status, head, b"transfer-encoding: chunked\r\n"))
-        else:
-            self._whole = []
-
-    def write(self, piece: bytes) -> None:
-        """Write the next piece of the body."""
-        if self._whole is not None:
-            self._whole.append(piece)
-        elif piece:  # an empty chunk would be the end
-            self._connection.write(self._post, b"%x\r\n%b\r\n" % (len(piece), piece))
-
-    def end(self) -> None:
-        """End the body."""
-        if self._whole is not None:
-            self._post.answer(self._status, self._head, b"".join(self._whole))
-            return
-        self._post.finish()
-        self._connection.write_end(self._post, b"0\r\n\r\n")
-
-    def cut(self) -> None:
-        """Abort the body: the end of the connection tells the client that the body is incomplete."""
-        self._post.cut()
-
 
 class PostsProtocol(GuardedProtocol):
     """Hand POSTs to the handlers of their routes, and all other requests to the ASGI app."""

@@ -3,7 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from service.http.headers import UsedHeaders
 
@@ -22,19 +22,6 @@ class Bodies:
     def __init__(self, most: int) -> None:
         self.most = most
         self.bytes = 0
-
-
-class Stream(Protocol):
-    """A response whose body is written in pieces; an HTTP/1.0 client gets them together, at the end."""
-
-    def write(self, piece: bytes) -> None:
-        """Write the next piece of the body."""
-
-    def end(self) -> None:
-        """End the body."""
-
-    def cut(self) -> None:
-        """Abort the body: the end of the connection tells the client that the body is incomplete."""
 
 
 class Share:
@@ -188,10 +175,6 @@ class PostRequest(ABC):
     @abstractmethod
     def answer(self, status: int, head: bytes, body: bytes) -> None:
         """Write the response; only the first call counts. `head` has header lines, each with its CRLF."""
-
-    @abstractmethod
-    def stream(self, status: int, head: bytes) -> Stream:
-        """Begin a response whose body comes in pieces."""
 
     @abstractmethod
     def cut(self) -> None:

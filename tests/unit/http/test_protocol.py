@@ -48,19 +48,6 @@ class Desk:
     def names(self, post: PostRequest) -> None:
         post.answer(201, b"", b" ".join(name for name, _ in post.headers))
 
-    def pieces(self, post: PostRequest) -> None:
-        async def work() -> None:
-            stream = post.stream(207, b"x-kind: pieces\r\n")
-            for piece in (b"one", b"", b"two" * 10):
-                stream.write(piece)
-                await asyncio.sleep(0.01)
-            if post.body == b"cut":
-                stream.cut()
-            else:
-                stream.end()
-
-        post.run_in_task(work())
-
     def apart(self, post: PostRequest) -> None:
         async def work() -> None:
             await asyncio.sleep(0.3)  # longer than uvicorn takes to notice that it must stop
@@ -124,7 +111,6 @@ async def server(
         b"/apart": desk.apart,
         b"/names": desk.names,
         b"/long": desk.long,
-        b"/pieces": desk.pieces,
     }
     bodies = Bodies(BODIES_BYTES_MAX)
     direct = request.param == "direct"
@@ -189,31 +175,6 @@ async def caller(server: uvicorn.Server) -> AsyncIterator[Caller]:
 def post(path: bytes, body: bytes, *headers: bytes, version: bytes = b"1.1") -> bytes:
     lines = [b"POST %b HTTP/%b" % (path, version), b"host: x", b"content-length: %d" % len(body), *headers]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
-
-
-async def test_an_answer_in_pieces_is_sent_in_chunks_and_the_connection_stays_open(caller: Caller) -> None:
-    await caller.say(post(b"/pieces", b""), post(b"/now", b"next"))
-    status, headers, _ = await caller.hear()
-    assert (status, headers["x-kind"], headers["transfer-encoding"]) == (207, "pieces", "chunked")
-    async with asyncio.timeout(2.0):
-        chunks = await caller.reader.readuntil(b"\r\n0\r\n\r\n")
-    assert chunks == b"3\r\none\r\n1e\r\n" + b"two" * 10 + b"\r\n0\r\n\r\n"
-    assert (await caller.hear())[2] == b"next"
-
-
-async def test_http_1_0_gets_an_answer_in_pieces_as_a_whole(caller: Caller) -> None:
-    await caller.say(post(b"/pieces", b"", version=b"1.0"))
-    status, headers, body = await caller.hear()
-    assert (status, body) == (207, b"one" + b"two" * 10)
-    assert "transfer-encoding" not in headers
-    assert headers["connection"] == "close"
-
-
-async def test_an_answer_that_is_cut_ends_without_its_last_chunk(caller: Caller) -> None:
-    await caller.say(post(b"/pieces", b"cut"))
-    await caller.hear()
-    async with asyncio.timeout(2.0):
-        assert not (await caller.reader.read()).endswith(b"0\r\n\r\n")
 
 
 async def test_an_answer_has_a_date_its_own_headers_and_its_length(caller: Caller) -> None:
@@ -664,14 +625,13 @@ async def test_a_stop_waits_for_the_requests_under_way(server: uvicorn.Server, c
 async def test_a_client_that_sends_no_more_is_answered(caller: Caller, desk: Desk) -> None:
     """All that it has sent is answered, in order, and then its connection is closed (RFC 9112, section 9.6)."""
     caller.writer.write(post(b"/later", b"1") + post(b"/now", b"2") + b"GET /3 HTTP/1.1\r\nhost: x\r\n\r\n")
-    caller.writer.write(post(b"/pieces", b"4"))
     caller.writer.write_eof()
     (first,) = await desk.waiting(1)
     await asyncio.sleep(0.05)
     first.answer(201, b"", b"1")
     assert [(await caller.hear())[2] for _ in range(3)] == [b"1", b"2", b"GET /3 "]
     async with asyncio.timeout(2.0):
-        assert (await caller.reader.read()).endswith(b"\r\n0\r\n\r\n")
+        assert await caller.reader.read() == b""
 
 
 async def test_a_body_in_tiny_pieces_has_its_own_size_in_memory(caller: Caller, desk: Desk) -> None:
