@@ -1,7 +1,7 @@
 """Parses the records of the Confluent REST Proxy's produce API, v2 and v3, to events. Pure functions of the body.
 
 https://docs.confluent.io/platform/current/kafka-rest/api.html; Karapace and the Strimzi Bridge serve v2 as well.
-Where these differ, the tables in tests/unit/http/test_produce_answers.py say which one is followed.
+Where these differ, the tables in tests/integration/peers.py say which one is followed.
 """
 
 import base64

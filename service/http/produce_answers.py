@@ -39,6 +39,8 @@ V3_TYPE: Final = b"application/json"
 WRITTEN: Final = 200
 # Codes of a v2 record's error, by the API's documentation.
 NOT_RETRIABLE, RETRIABLE = 1, 2
+# Statuses after which a client sends the same request again.
+_RETRIABLE_STATUSES: Final = frozenset({408, 429, 500, 503, 504})
 # What follows each answer of a v3 request.
 V3_SEPARATOR: Final = b"\r\n"
 
@@ -72,7 +74,7 @@ class ApiError(NamedTuple):
 
     @property
     def retriable(self) -> bool:
-        return self.status in (408, 429) or self.status >= 500
+        return self.status in _RETRIABLE_STATUSES
 
 
 def error_of(problem: Problem) -> ApiError:
