@@ -110,15 +110,16 @@ def test_the_limits_in_the_readme_are_those_of_the_code() -> None:
         f"| {request_reader.SILENCE_MAX_S:.0f} s of silence; "
         f"{request_reader.SILENCE_MAX_S:.0f} s more than it takes at {request_reader.LEAST_BYTES_S:,} bytes a second |",
         f"of fewer than {4 * limits.FILES_KEPT:,} all but {limits.FILES_KEPT}",
-        f"| {Settings().body_bytes_max // 2**20} MiB (`FENCEPOST_BODY_BYTES_MAX`); of NDJSON any length |",
+        f"| {Settings().body_bytes_max // 2**20} MiB (`FENCEPOST_BODY_BYTES_MAX`); of NDJSON and v3 streams any length",
         f"| the ratio of a compressed body | {encodings.RATIO_MAX}, beyond {encodings.RATIO_FREE_BYTES // 2**20} MiB |",
         f"beside {OWN_BYTES // 1024} KiB for each connection (a stream: {2 * OWN_BYTES // 1024} KiB)",
         f"| {streaming.WINDOW_BYTES // 2**20} MiB and the incomplete line; {streaming.UNREAD_BYTES_MAX // 2**20} MiB |",
         f"| {DEPTH_MAX} |",
         f"| {TOPIC_CHARS_MAX} characters |",
         f"| {EVENT_BYTES_MAX:,} bytes; its JSON {event.EVENT_TEXT_BYTES_MAX:,} |",
+        f"| the body of a webhook's delivery | {EVENT_BYTES_MAX:,} bytes |",
         f"| {event.HEADERS_MAX}; of a structured CloudEvent {MEMBERS_MAX - 1} attributes",
-        f"| {event.BATCH_EVENTS_MAX:,}; of NDJSON any number |",
+        f"| {event.BATCH_EVENTS_MAX:,}; of NDJSON and v3 streams any number |",
         f"| {batch.ATOMIC_EVENTS_MAX:,}, fewer with long topics; {GROUP_EVENT_BYTES_MAX // 2**20} MiB;",
     ):
         assert said in section, said
