@@ -34,7 +34,7 @@ ENCODINGS: Final = ("hex", "base64")
 TOLERANCE_S: Final = 300  # the default of Standard Webhooks, Stripe and Slack
 _TOLERANCE_MOST_S: Final = 7 * 86_400
 
-POINTER_STEPS_MAX: Final = 16  # each step scans what is left of the body
+POINTER_STEPS_MAX: Final = 16  # an index, and the names after it, cost one scan of what is left of the body
 INDEX_MOST: Final = 99  # a larger number in a pointer is only the name of a member
 # Headers that every attempt has anew, whoever signs: Slack counts its retries in two of them.
 _OF_THE_ATTEMPT: Final = frozenset({"date", "x-slack-retry-num", "x-slack-retry-reason"})

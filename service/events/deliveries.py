@@ -31,30 +31,26 @@ _Decoder = msgspec.json.Decoder[Any]
 class Pointer:
     """A JSON pointer (RFC 6901) that finds a string, a number or a boolean in JSON that is checked already.
 
-    Each step decodes one member or element, and only scans the others, because decoding a body as a whole would make
-    up to half a million objects while the interpreter is locked.
+    It only scans what it does not lead to: decoding a body as a whole would make up to half a million objects while
+    the interpreter is locked.
     """
 
     def __init__(self, text: str) -> None:
         """Compile a pointer that `pointer_steps` accepts."""
         self.text = text
-        self._steps = [(_member_decoder(step), _element_decoder(step)) for step in pointer_steps(text)]
+        self._parts = [_Part(names) for names in _split(pointer_steps(text))]
 
     def find(self, body: bytes) -> str | None:
         """Return a string's content, or a number or boolean as it is written; None for null, or where nothing is.
 
         Raises Problem (422) for an object or an array.
         """
-        found: Any = body
-        for member, element in self._steps:
-            found = bytes(found).lstrip(_SPACE)
-            decoder = element if found.startswith(b"[") else member if found.startswith(b"{") else None
-            if decoder is None:
+        text = body.strip(_SPACE)
+        for part in self._parts:
+            found = part.find(text)
+            if found is None:
                 return None
-            found = decoder.decode(found).found
-            if found is msgspec.UNSET:
-                return None
-        text = bytes(found).strip(_SPACE)
+            text = found
         if text[:1] in (b"{", b"["):
             raise Problem(UNUSABLE_BODY, f"body: {self.text} is no string, number or boolean")
         if text.startswith(b'"'):
@@ -62,16 +58,57 @@ class Pointer:
         return None if text == b"null" else text.decode()
 
 
-def _member_decoder(name: str) -> _Decoder:
-    field = ("found", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET)
-    return msgspec.json.Decoder(msgspec.defstruct("Member", [field], rename={"found": name}))
+def _split(steps: Sequence[str]) -> list[tuple[str, ...]]:
+    """Split the steps of a pointer into runs of names, which one scan finds, and single steps that may be an index."""
+    runs: list[tuple[str, ...]] = []
+    for step in steps:
+        if runs and not _is_index(step) and not _is_index(runs[-1][0]):
+            runs[-1] += (step,)
+        else:
+            runs.append((step,))
+    return runs
 
 
-def _element_decoder(index: str) -> _Decoder | None:
-    """Make a decoder of an array's element; None for a step that is no index."""
-    if _INDEX.fullmatch(index) is None or int(index) > INDEX_MOST:
-        return None
-    names = [*(f"before_{n}" for n in range(int(index))), "found"]
+def _is_index(step: str) -> bool:
+    return _INDEX.fullmatch(step) is not None and int(step) <= INDEX_MOST
+
+
+class _Part:
+    """Names of members, each in the one before it, or a single name that is also an index in arrays."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._depth = len(names)
+        self._member = _member_decoder(names)
+        self._element = _element_decoder(int(names[0])) if _is_index(names[0]) else None
+
+    def find(self, text: bytes) -> bytes | None:
+        """Return the JSON of the member or element in an object or array; None where there is none."""
+        if text.startswith(b"{"):
+            decoder, depth = self._member, self._depth
+        elif text.startswith(b"[") and self._element is not None:
+            decoder, depth = self._element, 1
+        else:
+            return None
+        try:
+            found = decoder.decode(text)
+        except msgspec.ValidationError:  # something else than an object on the way
+            return None
+        for _ in range(depth):
+            found = found.found
+            if found is msgspec.UNSET:
+                return None
+        return bytes(found).strip(_SPACE)
+
+
+def _member_decoder(names: Sequence[str]) -> _Decoder:
+    kind: Any = msgspec.Raw
+    for name in reversed(names):
+        kind = msgspec.defstruct("Member", [("found", kind | msgspec.UnsetType, msgspec.UNSET)], rename={"found": name})
+    return msgspec.json.Decoder(kind)
+
+
+def _element_decoder(index: int) -> _Decoder:
+    names = [*(f"before_{n}" for n in range(index)), "found"]
     fields = [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct("Element", fields, array_like=True))
 
