@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.contract import Rules
 from service.core.problems import MISSING_KEY, TOO_LARGE, Problem
 from service.core.settings import TOPICS_MAX
-from service.core.time_of_day import now_ms
 from service.core.time_slice import TimeSlice
 from service.events.event import BATCH_EVENTS_MAX, Event, parse_key, parse_traceparent
 from service.events.json_objects import JsonObjects
@@ -70,7 +69,7 @@ PathParameters = Mapping[str, str]
 T = TypeVar("T")
 
 
-class ProduceRequest(NamedTuple):
+class RecordsRequest(NamedTuple):
     """A produce request that passed the checks of all requests, with its key."""
 
     post: PostRequest
@@ -85,7 +84,7 @@ class ProduceRequest(NamedTuple):
         self.answers.answer(self.post, 200, self.answers.lines(results), body)
 
 
-class V3Record:
+class StreamedRecord:
     """A record of a stream, in the order of the body: what it was parsed to, None without an event."""
 
     __slots__ = ("made",)
@@ -162,7 +161,7 @@ class ProduceEndpoint:
             request.key.id_of(0, None)  # no record has a key of its own
         self._begin(request, self._write_v2(request, format, _partition_in(path)))
 
-    async def _write_v2(self, request: ProduceRequest, format: Format, partition: int | None) -> None:
+    async def _write_v2(self, request: RecordsRequest, format: Format, partition: int | None) -> None:
         records = await parse_v2(request.post.body)
         request.caller.spend(len(records), request.post.arrived)
         events: list[Event | Problem] = []
@@ -192,7 +191,7 @@ class ProduceEndpoint:
         request = self._request(V3_TYPE, path, post, found, caller)
         self._begin(request, self._write_v3(request, path["cluster"]))
 
-    async def _write_v3(self, request: ProduceRequest, cluster: str) -> None:
+    async def _write_v3(self, request: RecordsRequest, cluster: str) -> None:
         records = await self._parse_v3(request)
         if any(isinstance(record, Problem) and record.kind is MISSING_KEY for record in records):
             request.key.id_of(0, None)  # a whole request is refused before any of its records is written
@@ -202,7 +201,7 @@ class ProduceEndpoint:
         body = b"".join([piece async for piece in _in_slices(answers, partial(render_v3, cluster))])
         request.answer(results, body)
 
-    async def _parse_v3(self, request: ProduceRequest) -> list[V3Event | Problem]:
+    async def _parse_v3(self, request: RecordsRequest) -> list[V3Event | Problem]:
         """Parse the records of a v3 body. Raises Problem (413, 422) for none, and for too many."""
         records: list[V3Event | Problem] = []
         async for text in _objects_of(request.post.body):
@@ -228,11 +227,11 @@ class ProduceEndpoint:
             raise unsupported(JSON)
         key = self._key_of(head.found, topic)
         of_request = RequestKey(key, head.caller.scope)
-        parsed: deque[V3Record] = deque()  # records that have no result yet
+        parsed: deque[StreamedRecord] = deque()  # records that have no result yet
         count = itertools.count()
 
         def parse(text: Text) -> Event | Awaitable[Event]:
-            record, index = V3Record(), next(count)
+            record, index = StreamedRecord(), next(count)
             parsed.append(record)
             if isinstance(text, Problem):
                 raise text
@@ -254,13 +253,13 @@ class ProduceEndpoint:
 
     def _request(
         self, media_type: bytes, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller
-    ) -> ProduceRequest:
+    ) -> RecordsRequest:
         """Make the request with its key."""
         topic = path["topic"]
         key = self._key_of(found, topic)
         traceparent = parse_traceparent(found.get(b"traceparent"))
         answers = self._answers(media_type, key)
-        return ProduceRequest(post, topic, caller, RequestKey(key, caller.scope), traceparent, answers)
+        return RecordsRequest(post, topic, caller, RequestKey(key, caller.scope), traceparent, answers)
 
     def _answers(self, media_type: bytes, key: str | None = None) -> ProduceAnswers:
         return ProduceAnswers(self._posts.telemetry, self._retention_s, media_type, key)
@@ -270,9 +269,9 @@ class ProduceEndpoint:
         raw = found.get(b"idempotency-key")
         if raw is not None:
             return parse_key(raw)
-        return None if self._refuses_keyless(topic) else new_key(now_ms())
+        return None if self._refuses_keyless(topic) else new_key(self._posts.admission().now_ms())
 
-    def _begin(self, request: ProduceRequest, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, request: RecordsRequest, work: Coroutine[Any, Any, None]) -> None:
         """Start the work of a request, unless the queue is full."""
         admission = self._posts.admission()
         if overload := admission.overload:
@@ -282,7 +281,7 @@ class ProduceEndpoint:
             request.post.run_in_task(request.answers.or_fail(request.post, work))
 
     def _written(
-        self, request: ProduceRequest, records: Sequence[Event | V3Event | Problem]
+        self, request: RecordsRequest, records: Sequence[Event | V3Event | Problem]
     ) -> AsyncIterator[list[WriteResult]]:
         return write_each(self._posts.admission(), records, _event_of, request.post.arrived, request.caller)
 

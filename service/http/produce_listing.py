@@ -36,10 +36,10 @@ _WHERE_TO_GO: Final = (
 
 _encode: Final = msgspec.json.Encoder().encode
 Json = Mapping[str, Any]
-Answer = Callable[["Asked"], Awaitable[bytes]]
+Answer = Callable[["ListRequest"], Awaitable[bytes]]
 
 
-class Parts(Protocol):
+class ListingParts(Protocol):
     """The parts of a running service that the lists need."""
 
     topic_lister: TopicLister
@@ -47,10 +47,10 @@ class Parts(Protocol):
     topics: InternalTopics
 
 
-class Asked:
+class ListRequest:
     """A request for a list: who asks, the parameters of its path, and the parts of the service."""
 
-    def __init__(self, request: Request, caller: Caller, parts: Parts) -> None:
+    def __init__(self, request: Request, caller: Caller, parts: ListingParts) -> None:
         self.path: Mapping[str, str] = request.path_params
         self._is_v3 = request.url.path.startswith("/v3")
         self.base = f"{request.url.scheme}://{request.url.netloc}"
@@ -116,7 +116,7 @@ class Asked:
 class ProduceListing:
     """The read-only routes beside the produce API's POSTs."""
 
-    def __init__(self, posts: EventsEndpoint, parts: Callable[[], Parts]) -> None:
+    def __init__(self, posts: EventsEndpoint, parts: Callable[[], ListingParts]) -> None:
         self._posts = posts
         self._parts = parts
 
@@ -149,7 +149,7 @@ class ProduceListing:
                 address = request.client.host if request.client else None
                 needs_host = request.scope["http_version"] != "1.0"
                 caller = self._posts.caller_of(address, found, host_needed=needs_host)
-                body = await answer(Asked(request, caller, self._parts()))
+                body = await answer(ListRequest(request, caller, self._parts()))
                 return Response(body, headers={"content-type": media_type.decode()})
             except Problem as problem:
                 return _failed(problem, media_type)
@@ -192,25 +192,25 @@ async def _joined(items: Iterable[Json]) -> bytes:
 # ------------------------------------------------------------------------------------------------------------------ v2
 
 
-async def _v2_topics(asked: Asked) -> bytes:
-    _, topics = await asked.all()
+async def _v2_topics(request: ListRequest) -> bytes:
+    _, topics = await request.all()
     return _encode([topic.name for topic in topics])
 
 
-async def _v2_topic(asked: Asked) -> bytes:
-    _, topic = await asked.one()
+async def _v2_topic(request: ListRequest) -> bytes:
+    _, topic = await request.one()
     partitions = await _joined(map(_v2_of, topic.partitions))
-    name, configs = _encode(topic.name), _encode(await asked.settings(topic.name))
+    name, configs = _encode(topic.name), _encode(await request.settings(topic.name))
     return b'{"name":%b,"configs":%b,"partitions":[%b]}' % (name, configs, partitions)
 
 
-async def _v2_partitions(asked: Asked) -> bytes:
-    _, topic = await asked.one()
+async def _v2_partitions(request: ListRequest) -> bytes:
+    _, topic = await request.one()
     return b"[%b]" % await _joined(map(_v2_of, topic.partitions))
 
 
-async def _v2_partition(asked: Asked) -> bytes:
-    _, _, partition = await asked.partition()
+async def _v2_partition(request: ListRequest) -> bytes:
+    _, _, partition = await request.partition()
     return _encode(_v2_of(partition))
 
 
@@ -225,36 +225,36 @@ def _v2_of(partition: ListedPartition) -> Json:
 # ------------------------------------------------------------------------------------------------------------------ v3
 
 
-async def _v3_clusters(asked: Asked) -> bytes:
-    cluster = _cluster_of(await asked.cluster(), asked.base)
-    return await _collection("KafkaClusterList", f"{asked.base}/v3/clusters", [cluster])
+async def _v3_clusters(request: ListRequest) -> bytes:
+    cluster = _cluster_of(await request.cluster(), request.base)
+    return await _collection("KafkaClusterList", f"{request.base}/v3/clusters", [cluster])
 
 
-async def _v3_cluster(asked: Asked) -> bytes:
-    return _encode(_cluster_of(await asked.cluster(), asked.base))
+async def _v3_cluster(request: ListRequest) -> bytes:
+    return _encode(_cluster_of(await request.cluster(), request.base))
 
 
-async def _v3_topics(asked: Asked) -> bytes:
-    listing, topics = await asked.all()
-    at = _url(asked.check_cluster(listing), asked.base)
+async def _v3_topics(request: ListRequest) -> bytes:
+    listing, topics = await request.all()
+    at = _url(request.check_cluster(listing), request.base)
     return await _collection("KafkaTopicList", f"{at}/topics", (_topic_of(listing, topic, at) for topic in topics))
 
 
-async def _v3_topic(asked: Asked) -> bytes:
-    listing, topic = await asked.one()
-    return _encode(_topic_of(listing, topic, _url(asked.check_cluster(listing), asked.base)))
+async def _v3_topic(request: ListRequest) -> bytes:
+    listing, topic = await request.one()
+    return _encode(_topic_of(listing, topic, _url(request.check_cluster(listing), request.base)))
 
 
-async def _v3_partitions(asked: Asked) -> bytes:
-    listing, topic = await asked.one()
-    at = f"{_url(asked.check_cluster(listing), asked.base)}/topics/{topic.name}/partitions"
+async def _v3_partitions(request: ListRequest) -> bytes:
+    listing, topic = await request.one()
+    at = f"{_url(request.check_cluster(listing), request.base)}/topics/{topic.name}/partitions"
     partitions = (_partition_of(listing, topic, partition, at) for partition in topic.partitions)
     return await _collection("KafkaPartitionList", at, partitions)
 
 
-async def _v3_partition(asked: Asked) -> bytes:
-    listing, topic, partition = await asked.partition()
-    at = f"{_url(asked.check_cluster(listing), asked.base)}/topics/{topic.name}/partitions"
+async def _v3_partition(request: ListRequest) -> bytes:
+    listing, topic, partition = await request.partition()
+    at = f"{_url(request.check_cluster(listing), request.base)}/topics/{topic.name}/partitions"
     return _encode(_partition_of(listing, topic, partition, at))
 
 

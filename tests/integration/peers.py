@@ -28,7 +28,7 @@ _KARAPACE: Final = "Karapace tests/integration/kafka_rest_apis/test_rest.py: "
 
 
 @dataclass(frozen=True)
-class Asked:
+class Compared:
     """A request, the answer of a peer and its origin; `differs` has our value for each field that is another.
 
     `body` is text, or a list of JSON objects one after the other. An answer of v3 is a list of JSON objects.
@@ -94,19 +94,19 @@ def _data(type: str, data: object) -> dict[str, object]:
     return {"type": type, "data": data}
 
 
-def _v2(name: str, origin: str, content_type: str, records: object, **fields: Any) -> Asked:
+def _v2(name: str, origin: str, content_type: str, records: object, **fields: Any) -> Compared:
     fields = {"path": "/topics/{topic}", "status": 200, **fields}
-    return Asked(name, origin, content_type=content_type, body=[{"records": records}], **fields)
+    return Compared(name, origin, content_type=content_type, body=[{"records": records}], **fields)
 
 
-def _v3(name: str, origin: str, *records: object, **fields: Any) -> Asked:
+def _v3(name: str, origin: str, *records: object, **fields: Any) -> Compared:
     fields = {"path": _V3, "status": 200, "content_type": JSON, **fields}
-    return Asked(name, origin, body=records, **fields)
+    return Compared(name, origin, body=records, **fields)
 
 
-def _get(name: str, origin: str, path: str, answer: Any, status: int = 200, **fields: Any) -> Asked:
+def _get(name: str, origin: str, path: str, answer: Any, status: int = 200, **fields: Any) -> Compared:
     content_type = JSON if path.startswith("/v3") else ANSWER_V2
-    return Asked(name, origin, path, content_type, "", status, answer, method="GET", **fields)
+    return Compared(name, origin, path, content_type, "", status, answer, method="GET", **fields)
 
 
 _FOO, _BAR = "Zm9v", "YmFy"
@@ -159,7 +159,7 @@ V2: Final = (
         path="/topics/{topic}/partitions/0",
         answer=_offsets(0),
     ),
-    Asked(
+    Compared(
         "no records",
         "kafka-rest resources/v2/TopicsResourceBinaryProduceTest.testProduceInvalidRequest",
         "/topics/{topic}",
@@ -168,7 +168,7 @@ V2: Final = (
         422,
         _error(422),
     ),
-    Asked("no body", f"{_PRODUCER}testNullPayload", "/topics/{topic}", _JSON_V2, "", 422, _error(422)),
+    Compared("no body", f"{_PRODUCER}testNullPayload", "/topics/{topic}", _JSON_V2, "", 422, _error(422)),
     _v2("an empty list", f"{_KARAPACE}test_publish_malformed_requests", _JSON_V2, [], status=422, answer=_error(422)),
     _v2(
         "no base64",

@@ -12,7 +12,7 @@ from deploy.stack import Kafka, Service
 from service.contract.wire import event_id, member_id
 from tests.integration.conftest import Stage
 from tests.integration.judge import ledger_faults, read_committed
-from tests.integration.peers import ANSWER_V2, JSON, V2, V3, Asked, differences
+from tests.integration.peers import ANSWER_V2, JSON, V2, V3, Compared, differences
 
 JSON_V2 = "application/vnd.kafka.json.v2+json"
 
@@ -31,14 +31,14 @@ def filled(pattern: Any, names: dict[str, str]) -> Any:
     return pattern
 
 
-def answer_of(response: httpx.Response, asked: Asked) -> Any:
+def answer_of(response: httpx.Response, asked: Compared) -> Any:
     """Read an answer: JSON, or for several v3 records a list of JSON."""
     if isinstance(asked.answer, list):
         return [json.loads(line) for line in response.text.splitlines()]
     return response.json()
 
 
-async def differing(http: httpx.AsyncClient, asked: Asked, names: dict[str, str]) -> dict[str, object]:
+async def differing(http: httpx.AsyncClient, asked: Compared, names: dict[str, str]) -> dict[str, object]:
     """Send a recorded request; returns our values where they are not the peer's."""
     headers = {"content-type": asked.content_type} if asked.method == "POST" else {}
     path = filled(asked.path, names)
@@ -66,7 +66,7 @@ async def test_answers_are_those_of_the_peers_but_for_what_the_tables_say(served
 async def test_records_are_written_once_also_across_a_crash(stage: Stage, topic: str) -> None:
     """Requests with a key of their own or a made one, and records with their own key, by another process too."""
     first, second = stage.service(), stage.service()
-    await stage.start(first)
+    await stage.start(first, second)
 
     def v3(text: str, key: str = "") -> bytes:
         own = [{"name": "idempotency-key", "value": base64.b64encode(key.encode()).decode()}] if key else []
@@ -91,7 +91,6 @@ async def test_records_are_written_once_also_across_a_crash(stage: Stage, topic:
             assert answers[name].status_code == 200
     made = answers["made"].headers["idempotency-key"]
     first.kill()
-    await stage.start(second)
     async with httpx.AsyncClient(base_url=second.url, timeout=20.0) as http:
         for name, (path, body, headers) in requests.items():
             again = await http.post(path, content=body, headers={"idempotency-key": made, **headers})

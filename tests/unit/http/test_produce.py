@@ -162,6 +162,13 @@ async def test_a_request_without_a_key_is_told_the_key_that_was_made_for_it(prox
     assert len(proxy.written) == 4
 
 
+async def test_the_time_of_a_made_key_is_the_brokers(proxy: Proxy) -> None:
+    """A key that tells that it is older than its retention is refused: a machine's own clock could be behind."""
+    proxy.world.admission.now_ms = lambda: NOW_MS + 3_600_000
+    for response in (await proxy.v2({"value": 1}), await proxy.v3(string("a"))):
+        assert uuid.UUID(response.headers["idempotency-key"]).int >> 80 == NOW_MS + 3_600_000
+
+
 async def test_a_rule_may_refuse_requests_without_a_key(proxy: Proxy) -> None:
     message = assert_error(await proxy.v2({"value": 1}, path="/topics/other"), 400, 40001)
     assert "send this header" in message

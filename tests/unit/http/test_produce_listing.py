@@ -15,7 +15,7 @@ from service.core.settings import Settings
 from service.http import produce_listing as module
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
-from service.http.produce_listing import Parts, ProduceListing
+from service.http.produce_listing import ListingParts, ProduceListing
 from service.kafka.admin import Topic
 from service.kafka.listing import ListedPartition, ListedTopic, Listing, TopicLister
 from service.kafka.topics import InternalTopics, TopicMetadataCache
@@ -57,7 +57,7 @@ def client_of(cluster: Cluster, rules: Rules, address: str = "127.0.0.1") -> htt
     )
     posts = EventsEndpoint(lambda: cast(Admission, None), settings, Callers(rules.callers), Telemetry())
     app = FastAPI()
-    app.router.routes += ProduceListing(posts, lambda: cast(Parts, parts)).routes()
+    app.router.routes += ProduceListing(posts, lambda: cast(ListingParts, parts)).routes()
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://test")
 
 
