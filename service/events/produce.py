@@ -113,12 +113,24 @@ class V2Body(msgspec.Struct, forbid_unknown_fields=True):
     value_schema_id: msgspec.Raw = _NULL
 
 
+class V2Header(msgspec.Struct, forbid_unknown_fields=True):
+    """A header of a v2 record; the value is base64."""
+
+    key: str
+    value: str | None = None
+
+
 class V2Record(msgspec.Struct, forbid_unknown_fields=True):
-    """One record of a v2 request. Its partition precedes that of the path."""
+    """One record of a v2 request. Its partition precedes that of the path.
+
+    `headers` and `timestamp`, in ms since 1970, are those of the Strimzi Bridge.
+    """
 
     key: msgspec.Raw = _NULL
     value: msgspec.Raw = _NULL
     partition: int | None = None
+    headers: list[V2Header] | None = None
+    timestamp: int | None = None
 
 
 _decode_v2_body = msgspec.json.Decoder(V2Body).decode
@@ -171,10 +183,13 @@ def v2_event(
 ) -> Event:
     """Make the event of record `index` of a v2 request; `partition` is that of the path. Raises Problem (400, 413)."""
     fields = decode(_decode_v2_record, raw)
-    own = partition if fields.partition is None else _partition_of(fields.partition)
+    if fields.partition is not None:
+        partition = _partition_of(fields.partition)
+    headers, own = _headers_of([(header.key, header.value) for header in fields.headers or []])
     value = _data_of(format, fields.value, "value")
     record_key = _data_of(format, fields.key, "key")
-    return event_of(*key.id_of(index, None), topic, record_key, value, [], own, None, traceparent)
+    timestamp = None if fields.timestamp is None else _checked_ms(fields.timestamp)
+    return event_of(*key.id_of(index, own), topic, record_key, value, headers, partition, timestamp, traceparent)
 
 
 # ------------------------------------------------------------------------------------------------------------------ v3
@@ -235,7 +250,7 @@ def parse_v3(text: bytes, index: int, topic: str, key: RequestKey, traceparent: 
 def _v3_event(fields: V3Record, index: int, topic: str, key: RequestKey, traceparent: bytes | None) -> V3Event:
     if fields.partition_id is not None:
         _partition_of(fields.partition_id)
-    headers, own = _headers_of(fields.headers or [])
+    headers, own = _headers_of([(header.name, header.value) for header in fields.headers or []])
     key_format, record_key = _v3_data(fields.key, "key")
     value_format, value = _v3_data(fields.value, "value")
     timestamp = None if fields.timestamp is None else _ms_of(fields.timestamp)
@@ -259,24 +274,23 @@ def _v3_data(given: V3Data | None, field: str) -> tuple[Format | None, bytes | N
     return given.type, _data_of(given.type, given.data, f"{field}.data")
 
 
-def _headers_of(given: list[V3Header]) -> tuple[list[Header], bytes | None]:
+def _headers_of(given: list[tuple[str, str | None]]) -> tuple[list[Header], bytes | None]:
     """Return the headers to write, and the record's own idempotency key, which a header of that name has."""
     if len(given) > HEADERS_MAX:
         raise too_many("headers", HEADERS_MAX)
     headers: list[Header] = []
     own: bytes | None = None
-    for header in given:
+    for name, text in given:
         # Kafka knows headers without a value; they are written with an empty one.
-        content = b"" if header.value is None else _base64(header.value, f"headers.{header.name}")
-        name = header.name.lower()
-        if name == KEY_HEADER:
+        content = b"" if text is None else _base64(text, f"headers.{name}")
+        if name.lower() == KEY_HEADER:
             if own is not None:
                 raise Problem(INVALID_KEY, f"headers.{KEY_HEADER}: send it once")
             own = content
-        elif name in RESERVED_HEADERS:
-            raise invalid(f"headers.{header.name}", "this name is reserved for Fencepost: use another")
+        elif name.lower() in RESERVED_HEADERS:
+            raise invalid(f"headers.{name}", "this name is reserved for Fencepost: use another")
         else:
-            headers.append((header.name, content))
+            headers.append((name, content))
     return headers, own
 
 
@@ -291,12 +305,16 @@ def _ms_of(timestamp: str | int | float) -> int:
             ms = timestamp * 1000
     except (ValueError, TypeError, OverflowError):
         ms = -1
-    if not 0 <= ms <= TIMESTAMP_MOST:
-        raise invalid("timestamp", "send a time since 1970 as in 2021-02-05T19:14:42.123Z")
-    return int(ms)
+    return _checked_ms(ms)
 
 
 # ---------------------------------------------------------------------------------------------------------------- both
+
+
+def _checked_ms(ms: float) -> int:
+    if not 0 <= ms <= TIMESTAMP_MOST:
+        raise invalid("timestamp", "send a time since 1970: of v3 as in 2021-02-05T19:14:42.123Z, of v2 in ms")
+    return int(ms)
 
 
 def _partition_of(partition: int) -> int:

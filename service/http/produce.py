@@ -157,8 +157,6 @@ class ProduceEndpoint:
         if format is None:
             raise unsupported(*V2_FORMATS)
         request = self._request(V2_TYPE, path, post, found, caller)
-        if request.key.key is None:
-            request.key.id_of(0, None)  # no record has a key of its own
         self._begin(request, self._write_v2(request, format, _partition_in(path)))
 
     async def _write_v2(self, request: RecordsRequest, format: Format, partition: int | None) -> None:
@@ -300,6 +298,9 @@ def _event_of(record: Event | V3Event | Problem) -> Event:
 
 
 def _of_record(index: int, problem: Problem) -> Problem:
+    """Name the record in a problem of one, unless it is about the request's header."""
+    if problem.kind is MISSING_KEY:
+        return problem
     detail = f"records[{index}].{problem.detail}"
     if isinstance(problem, ProduceProblem):
         return ProduceProblem(problem.status, problem.error_code, detail)

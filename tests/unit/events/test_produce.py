@@ -143,6 +143,15 @@ async def test_the_partition_of_a_record_precedes_that_of_the_path(
     assert (await v2(f'{{"value":1,"partition":{own}}}', Format.JSON, path)).partition == used
 
 
+async def test_a_v2_record_may_have_headers_and_a_timestamp_as_with_the_strimzi_bridge() -> None:
+    event = await v2('{"value":1,"headers":[{"key":"a","value":"Yg=="},{"key":"c"}],"timestamp":1612552482123}')
+    assert (event.headers, event.timestamp) == ([("a", b"b"), ("c", b"")], 1_612_552_482_123)
+    keyed = await v2('{"value":1,"headers":[{"key":"idempotency-key","value":"b3du"}]}')
+    assert (keyed.key, keyed.id, keyed.headers) == ("own", event_id("own", "shop"), [])
+    for wrong in ('"timestamp":-1', '"headers":[{"name":"a"}]', '"headers":[{"key":"fencepost","value":""}]'):
+        assert (await refusal(f'{{"value":1,{wrong}}}')).kind.status == 400
+
+
 async def test_a_negative_partition_is_not_found() -> None:
     problem = await refusal('{"value":1,"partition":-1}')
     assert isinstance(problem, ProduceProblem)

@@ -17,7 +17,7 @@ from service.core.problems import KINDS, NOT_WRITTEN, Problem
 from service.core.settings import Settings
 from service.events.cloudevents import BATCHED, STRUCTURED, VERSION, CloudEvent
 from service.events.event import BATCH_EVENTS_MAX, EventBody
-from service.events.produce import V2_FORMATS, RequestKey, V2Body, V2Record, V3Header, V3Record, parse_v3
+from service.events.produce import V2_FORMATS, RequestKey, V2Body, V2Header, V2Record, V3Header, V3Record, parse_v3
 from service.events.schemas import Schemas
 from service.http.batch import BatchBody, MemberBody
 from service.http.headers import LINES
@@ -207,6 +207,7 @@ def test_the_produce_api_is_documented_as_it_is_parsed_and_answered() -> None:
     v2, v3 = (SCHEMAS[name]["properties"].keys() for name in ("V2Body", "V3Record"))
     assert (list(v2), list(v3)) == ([*V2Body.__struct_fields__], [*V3Record.__struct_fields__])
     assert SCHEMAS["V2Record"]["properties"].keys() == set(V2Record.__struct_fields__)
+    assert SCHEMAS["V2Header"]["properties"].keys() == set(V2Header.__struct_fields__)
     assert SCHEMAS["V3Header"]["properties"].keys() == set(V3Header.__struct_fields__)
     formats = {media_type for media_type, format in V2_FORMATS.items() if not format.needs_schema}
     for path, operations in PRODUCE.items():
