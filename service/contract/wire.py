@@ -30,6 +30,7 @@ ID_BYTES: Final = 16
 FINGERPRINT_BYTES: Final = 8
 ABSENT: Final = b"\xff\xff\xff\xff"
 _LENGTH: Final = Struct(">I")
+_VERSION: Final = str(VERSION)  # to format a text takes less than to format a number
 
 INSTANCE: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 # Kafka's rule for topic names, which need no escaping in JSON.
@@ -171,7 +172,7 @@ def stamp_end(accepted_at: int, writer: str) -> str:
 
 def encode_stamp(id: bytes, fingerprint: bytes, end: str) -> bytes:
     """Encode a `fencepost` header, without making a Stamp; `end` comes from `stamp_end`."""
-    return f"{VERSION};{id.hex()};{fingerprint.hex()};{end}".encode()
+    return f"{_VERSION};{id.hex()};{fingerprint.hex()};{end}".encode()
 
 
 # -------------------------------------------------------------------------------------------------------- ledger
