@@ -6,6 +6,7 @@ import re
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.resources import files
 from itertools import groupby
 from operator import itemgetter
@@ -32,7 +33,7 @@ from service.claims.redis_connections import Connections
 from service.claims.redis_requirements import NO_EVICTION, SECTIONS, refusals
 from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
 from service.contract import PREFIX, SettingsError
-from service.contract.wire import ID_BYTES
+from service.contract.wire import ID_BYTES, TOPIC_CHARS_MAX
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, StoreAway, StoreBug, StoreIncomplete, StoreLost, StoreUnanswered
@@ -253,8 +254,7 @@ class RedisKeys:
         self._connections = Connections(_pool_of(url, timeout_s), timeout_s, tls)
         self._prefix = f"{{{namespace}:0}}"
         self._key = f"{self._prefix}k".encode()
-        # A key and its delivered state, without the topic.
-        self._entry = Struct(f">{len(self._key)}s{ID_BYTES}s" + _DELIVERED.format.removeprefix(">"))
+        self._entry = lru_cache(maxsize=TOPIC_CHARS_MAX)(self._entry_format)  # by the length of the topic
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
         self._lease_ttl_ms = lease_ttl_ms
@@ -471,34 +471,38 @@ class RedisKeys:
         one expiry and one length.
         """
         groups: list[int | str | bytes] = []
-        parts: list[bytes] = []
+        entries: list[bytes] = []
         expires = size = 0
-        pack_entry, key = self._entry.pack, self._key
+        key = self._key
 
         def close() -> None:
-            if parts:
+            if entries:
                 format = f"c{len(key) + ID_BYTES}c{size - len(key) - ID_BYTES}"
-                groups.extend((expires, len(parts) // 2 * format, b"".join(parts)))
-                parts.clear()
+                groups.extend((expires, len(entries) * format, b"".join(entries)))
+                entries.clear()
 
-        topic, encoded = "", b""  # of the last row
+        topic, encoded, pack_entry = "", b"", self._entry(0).pack  # of the last row
         for id, state in rows:
             # As `pack` does, in one call: a store recovery has millions of rows.
             if isinstance(state, Delivered) and not state.ttl_s:
                 if state.topic != topic:
                     topic, encoded = state.topic, state.topic.encode()
-                rest = encoded
-                entry = pack_entry(key, id, b"D", state.at, state.fp, state.partition, state.offset, state.ts)
+                    pack_entry = self._entry(len(encoded)).pack
+                entry = pack_entry(key, id, b"D", state.at, state.fp, state.partition, state.offset, state.ts, encoded)
                 ends = state.at + self._retention_ms
             else:
-                entry, rest = key + id, pack(state)
+                entry = key + id + pack(state)
                 ends = state.at + self._ttl_ms(state.ttl_s)
-            if ends != expires or len(entry) + len(rest) != size or len(parts) == 2 * UNPACKED_AT_ONCE:
+            if ends != expires or len(entry) != size or len(entries) == UNPACKED_AT_ONCE:
                 close()
-                expires, size = ends, len(entry) + len(rest)
-            parts += (entry, rest)
+                expires, size = ends, len(entry)
+            entries.append(entry)
         close()
         return groups
+
+    def _entry_format(self, topic_bytes: int) -> Struct:
+        """Make the format of a key and its delivered state, whose topic has so many bytes."""
+        return Struct(f">{len(self._key)}s{ID_BYTES}s{_DELIVERED.format.removeprefix('>')}{topic_bytes}s")
 
     def _ttl_ms(self, ttl_s: int) -> int:
         """Return a key's retention in ms; the service's own for 0."""

@@ -103,7 +103,8 @@ class BatchChunk:
         if self.events and (
             event.id in self._ids
             or len(self.events) >= self._events_max
-            or not fit(ledger_bytes, event_bytes, self._ledger_bytes_max)
+            or ledger_bytes > self._ledger_bytes_max
+            or event_bytes > GROUP_EVENT_BYTES_MAX
         ):
             return False
         self.events.append(event)
