@@ -331,7 +331,7 @@ class _Run:
 
     def _change_ids(self, plan: Plan, last_pass: int) -> None:
         """Give copies with only a key, read since the run `last_pass`, the id of the event that they are copies of."""
-        self._update(cross_hour.misnamed(self._recent(plan), last_pass), self.lake.change_ids, plan.run)
+        self._update(cross_hour.copies_of_other_ids(self._recent(plan), last_pass), self.lake.change_ids, plan.run)
 
     def _settle_by_other_hours(self, plan: Plan) -> None:
         """Settle each 202 or 504 by other rows of its id, in any hour, also without the pass over all ids."""

@@ -338,9 +338,14 @@ def is_its_record(has_header: Column, same_id: Column, bare: Column, same_conten
 # -------------------------------------------------------------------------------------------------------- copies
 
 
+IN_LEDGER: Final = 0
+NOT_IN_LEDGER: Final = 1
+"""Ranks of a copy (`ledger_rank`): copies in the ledger come before the others."""
+
+
 def rank(entered: Column) -> Column:
-    """Return the rank of a copy: copies in the ledger come before the others."""
-    return F.when(entered, 0).otherwise(1)
+    """Return the rank of a copy, IN_LEDGER or NOT_IN_LEDGER."""
+    return F.when(entered, IN_LEDGER).otherwise(NOT_IN_LEDGER)
 
 
 def order() -> tuple[str, ...]:
@@ -359,7 +364,7 @@ def producer() -> tuple[str, ...]:
 
 def is_foreign(has_header: Column, same_producer: Column, ledger_rank: Column) -> Column:
     """Check whether a copy was written by another program: without Fencepost's header, or with a copied one."""
-    return ~has_header | (same_producer & (ledger_rank == 1))
+    return ~has_header | (same_producer & (ledger_rank == NOT_IN_LEDGER))
 
 
 def is_past_retention(accepted_at: Column, earlier_at: Column, key_ttl_ms: Column) -> Column:

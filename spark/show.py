@@ -10,6 +10,7 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
+from spark import rule_table
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
 from spark.reading.decode import EVENT
@@ -82,7 +83,7 @@ def _coordinates(record: Mapping[str, Any]) -> Coordinates:
 
 
 _IDENTITY: Final = (
-    "topic string, partition int, offset bigint, was_with_header boolean, fingerprint_digits string, named_key string"
+    "topic string, partition int, offset bigint, was_with_header boolean, fingerprint_digits string, known_key string"
 )
 """Coordinates of a copy, and by what its record is recognised (decode.is_record_of)."""
 
@@ -92,7 +93,7 @@ def _identity(key: str | None, copy: Row) -> dict[str, Any]:
     coordinates = {name: copy[name] for name in ("topic", "partition", "offset")}
     fingerprint = None if copy["fingerprint"] is None else bytes(copy["fingerprint"]).hex()
     has_header = copy["has_fencepost_header"]
-    return {**coordinates, "was_with_header": has_header, "fingerprint_digits": fingerprint, "named_key": key}
+    return {**coordinates, "was_with_header": has_header, "fingerprint_digits": fingerprint, "known_key": key}
 
 
 def _of(rows: DataFrame, ids: Iterable[bytes]) -> DataFrame:
@@ -112,7 +113,7 @@ def _row(row: Row) -> Iterator[str]:
 
 
 def _writer(copy: Mapping[str, Any]) -> str:
-    place = "in the ledger" if copy["ledger_rank"] == 0 else "not in the ledger"
+    place = "in the ledger" if copy["ledger_rank"] == rule_table.IN_LEDGER else "not in the ledger"
     if copy["slot"] is None:
         return f"{place}, without Fencepost's header"
     return f"{place}, slot {copy['slot']}, producer {copy['pid']} epoch {copy['epoch']}, {copy['instance']}"
@@ -138,7 +139,7 @@ def _records(
         wire_expressions.literal(id),
         F.col("was_with_header"),
         F.unhex(F.col("fingerprint_digits")),
-        F.col("named_key"),
+        F.col("known_key"),
     )
     left = [_coordinates(copy) for copy in copies]
     while left:

@@ -16,8 +16,8 @@ CAUSES: Final = (FOREIGN_WRITER, REWRITE, EXPIRED_KEY, PRODUCER_RESTART, DUAL_PR
 def ordered() -> Column:
     """Return the copies of a row (deliveries.GATHERED) in order, without derived copies.
 
-    Copies in the ledger come first, then by timestamp, topic, partition and offset. Each copy gets `ledger_rank` (0 in
-    the ledger, else 1).
+    Copies in the ledger come first, then by timestamp, topic, partition and offset. Each copy gets `ledger_rank`
+    (rule_table.rank).
     """
     entered = F.transform(
         F.filter("coordinates", lambda copy: ~copy["is_derived_copy"]),

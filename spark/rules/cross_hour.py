@@ -36,11 +36,11 @@ def _multi_row(rows: DataFrame, name: str) -> DataFrame:
 
 def spans_of(multi_row_ids: DataFrame) -> list[tuple[str, str]]:
     """Collect the spans of hours (`yyyy-MM-dd HH:mm:ss`) of rows of `repeated` or `retried`, overlaps joined."""
-    named = [hours.as_text(F.col(end)).alias(end) for end in ("first_hour", "last_hour")]
-    found = multi_row_ids.select(*named).distinct().limit(SPANS_MAX).collect()
+    ends_as_text = [hours.as_text(F.col(end)).alias(end) for end in ("first_hour", "last_hour")]
+    found = multi_row_ids.select(*ends_as_text).distinct().limit(SPANS_MAX).collect()
     if len(found) == SPANS_MAX:
         ends = multi_row_ids.agg(F.min("first_hour").alias("first_hour"), F.max("last_hour").alias("last_hour")).select(
-            *named
+            *ends_as_text
         )
         found = ends.collect()
     return _joined((row["first_hour"], row["last_hour"]) for row in found)
@@ -85,10 +85,10 @@ def superseded(judged_per_id: DataFrame) -> DataFrame:
     return findings.as_findings(judged_per_id, findings.IDS, columns)
 
 
-def misnamed(rows: DataFrame, last_pass: int) -> DataFrame | None:
+def copies_of_other_ids(rows: DataFrame, last_pass: int) -> DataFrame | None:
     """Find records with only a key that are copies of an event with another id.
 
-    deliveries.ROW → `accepted_hour, id, topic, partition, offset, named_id`; None if no candidate was read since the
+    deliveries.ROW → `accepted_hour, id, topic, partition, offset, event_id`; None if no candidate was read since the
     run `last_pass`, the last one that compared ids (0: none has).
     A key alone identifies neither the caller nor the member of an atomic batch; the event with the same key and
     fingerprint in the same topic does. If an event with the record's present id (the key in the empty scope) matches,
@@ -96,7 +96,7 @@ def misnamed(rows: DataFrame, last_pass: int) -> DataFrame | None:
     """
     events = rows.where((F.col("kind") == EVENT) & (F.col("count") > 0) & F.col("key").isNotNull())
     topics = _topics_with_new_candidates(events, last_pass)
-    return _named_by_events(events.where(F.col("topic").isin(topics))) if topics else None
+    return _with_event_ids(events.where(F.col("topic").isin(topics))) if topics else None
 
 
 def _is_bare() -> Column:
@@ -121,10 +121,10 @@ def _topics_with_new_candidates(events: DataFrame, last_pass: int) -> list[str]:
     ]
 
 
-def _named_by_events(events: DataFrame) -> DataFrame:
-    """Name bare records by the first event with their key and fingerprint, if it has another id.
+def _with_event_ids(events: DataFrame) -> DataFrame:
+    """Find the id of the first event with the key and fingerprint of each bare record, if it is another id.
 
-    deliveries.ROW → `accepted_hour, id, topic, partition, offset, named_id`.
+    deliveries.ROW → `accepted_hour, id, topic, partition, offset, event_id`.
     """
     fingerprints = F.concat(
         F.array("fingerprint"), F.coalesce(deliveries.each_fingerprint(deliveries.possible_fingerprints()), F.array())
@@ -132,16 +132,16 @@ def _named_by_events(events: DataFrame) -> DataFrame:
     row_key = ("accepted_hour", "id", "topic", "partition", "offset")
     copies = events.where(_is_bare()).select(*row_key, "key", F.explode(fingerprints).alias("fingerprint"))
     with_header = events.where("has_fencepost_header").select(
-        "topic", "key", "fingerprint", "accepted_ms", F.col("id").alias("named_id")
+        "topic", "key", "fingerprint", "accepted_ms", F.col("id").alias("event_id")
     )
-    has_other_id = (F.col("named_id") != F.col("id")).alias("has_other_id")
-    first_event = F.min(F.struct(has_other_id, "accepted_ms", "named_id")).alias("first_event")
+    has_other_id = (F.col("event_id") != F.col("id")).alias("has_other_id")
+    first_event = F.min(F.struct(has_other_id, "accepted_ms", "event_id")).alias("first_event")
     return (
         copies.join(with_header, ["topic", "key", "fingerprint"])
         .groupBy(*row_key)
         .agg(first_event)
         .where("first_event.has_other_id")
-        .select(*row_key, "first_event.named_id")
+        .select(*row_key, "first_event.event_id")
     )
 
 
@@ -312,9 +312,9 @@ def _findings_by_fingerprint(numbered: DataFrame) -> DataFrame:
         F.collect_list(F.when(F.col("nth") <= deliveries.COORDINATES_MAX, copy)).alias("copies"),
     )
     coordinates = F.transform(F.array_sort("copies"), lambda numbered_copy: numbered_copy.dropFields("nth"))
-    named = ("accepted_hour", "id", "key", "topic", "count", "last_ms", "fingerprint")
-    kind = {"kind": F.lit(findings.CLIENT_DUPLICATE), "cause": F.lit("new_key")}
-    columns = {name: F.col(name) for name in named} | kind | {"coordinates": coordinates}
+    of_grouped = ("accepted_hour", "id", "key", "topic", "count", "last_ms", "fingerprint")
+    finding = {"kind": F.lit(findings.CLIENT_DUPLICATE), "cause": F.lit("new_key")}
+    columns = {name: F.col(name) for name in of_grouped} | finding | {"coordinates": coordinates}
     return findings.as_findings(grouped, findings.IDS, columns)
 
 

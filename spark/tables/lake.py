@@ -294,13 +294,13 @@ class Lake:
             merge.whenMatchedUpdate(set=dict(deliveries.merged())).whenNotMatchedInsertAll().execute()
 
     def change_ids(self, rows: DataFrame, touched: list[str], run: int) -> None:
-        """Change the ids of rows of `deliveries` to `named_id`, and their `run` to this run; idempotent.
+        """Change the ids of rows of `deliveries` to `event_id`, and their `run` to this run; idempotent.
 
-        `rows` are `accepted_hour, id, topic, partition, offset, named_id`, `touched` all hours of these rows.
+        `rows` are `accepted_hour, id, topic, partition, offset, event_id`, `touched` all hours of these rows.
         """
         names = ("accepted_hour", "id", "topic", "partition", "offset")
         same_row = [f"old.kind = '{EVENT}'", *(f"old.{name} = new.{name}" for name in names)]
-        changed: dict[str, str | Column] = {"id": F.col("new.named_id"), "run": F.lit(run)}
+        changed: dict[str, str | Column] = {"id": F.col("new.event_id"), "run": F.lit(run)}
         self._into_deliveries(rows, touched, *same_row).whenMatchedUpdate(set=changed).execute()
 
     def settle_elsewhere(self, rows: DataFrame, touched: list[str], run: int) -> None:

@@ -4,7 +4,7 @@ The view has the first copy of each id in this order: copies in the ledger first
 plausible times), partition and offset. The content depends only on what was read so far, not on the number of runs: if
 a copy is read later that comes before the present one (its ledger entry followed, or an open transaction blocked its
 partition), the row is replaced. A row is also replaced by the next copy, or deleted, if its record was truncated, or if
-its id has changed (cross_hour.misnamed). Records without id are left out; the audit counts them.
+its id has changed (cross_hour.copies_of_other_ids). Records without id are left out; the audit counts them.
 
 A run updates each view in one idempotent Delta commit. The update reads the topic's new records, the rows of
 `deliveries` that changed since the last update, and the narrow columns of the view.
@@ -21,6 +21,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
+from spark import rule_table
 from spark.errors import CannotRun
 from spark.reading import decode, run_plan, source, wire_expressions
 from spark.reading.decode import EVENT, clamped
@@ -52,7 +53,7 @@ COLUMNS: Final = {
 """Name and type of a view's columns. `accepted_at` is from Fencepost's header, without that header the timestamp;
 `in_ledger`: the ledger names this very record."""
 
-_ORDER: Final = ("ledger_rank", "timestamp", "partition", "offset")
+_ORDER: Final = ("ledger_rank", *(name for name in rule_table.order() if name != "topic"))
 _NEW, _BETTER, _ENTERED, _GONE = "new", "better", "entered", "gone"
 """Changes of an id in a view: its first copy; a copy that comes before the present copy, or another record at the same
 offset; a ledger entry for the present copy; no copy any more."""
@@ -76,7 +77,7 @@ class View:
         if self.lake.exists(self.name):
             return self.lake.spark.read.format("delta").load(self.lake.path(self.name))
         return wire_expressions.rows_of(
-            self.lake.spark, ", ".join(f"`{name}` {kind}" for name, kind in COLUMNS.items()), []
+            self.lake.spark, ", ".join(f"`{name}` {data_type}" for name, data_type in COLUMNS.items()), []
         )
 
     def advance(
@@ -99,8 +100,8 @@ class View:
             touched = touched.unionByName(deliveries.join(broadcast_if_small(stale), "id", "left_semi"))
             rows = rows.join(stale, "id", "left_anti")
         changes = _changes(_candidates(touched, self.topic), rows).persist()
-        kinds = {row["change"] for row in changes.select("change").distinct().collect()}
-        if not kinds and stale is None:
+        found = {row["change"] for row in changes.select("change").distinct().collect()}
+        if not found and stale is None:
             changes.unpersist()
             return
         wanted = changes.where(F.col("change") != _ENTERED)
@@ -108,7 +109,7 @@ class View:
         spark = self.lake.spark
         records = source.read(spark, self.shared, spans).unionByName(source.read(spark, self.shared, earlier))
         filled = _with_records(changes, records)
-        if kinds == {_NEW} and stale is None:
+        if found == {_NEW} and stale is None:
             fresh = filled.select(*COLUMNS).hint("rebalance")
             self.lake.append(self.name, fresh, run)
         else:
@@ -276,17 +277,17 @@ def _candidates(rows: DataFrame, topic: str) -> DataFrame:
     """Select the first copy of each id in the topic.
 
     deliveries.ROW → `id, ledger_rank, timestamp, partition, offset, accepted_at, has_fencepost_header, fingerprint,
-    named_key`.
+    known_key`.
     """
     copies = _copies(rows, topic)
     columns = {
-        "ledger_rank": F.when(F.col("entries_count") > 0, 0).otherwise(1),
+        "ledger_rank": rule_table.rank(F.col("entries_count") > 0),
         "timestamp": F.col("timestamp_ms"),
         # Without Fencepost's header, `_with_records` takes the record's timestamp, not the clamped one.
         "accepted_at": F.when(F.col("has_fencepost_header"), F.col("record_accepted_ms")),
-        "named_key": F.col("key"),
+        "known_key": F.col("key"),
     }
-    names = (*_ORDER, "accepted_at", "has_fencepost_header", "fingerprint", "named_key")
+    names = (*_ORDER, "accepted_at", "has_fencepost_header", "fingerprint", "known_key")
     order = F.struct(*(columns.get(name, F.col(name)).alias(name) for name in names))
     return copies.groupBy("id").agg(F.min(order).alias("first_copy")).select("id", "first_copy.*")
 
@@ -296,7 +297,7 @@ def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:
     present = view.select(
         F.col("id").alias("present_id"),
         F.struct(
-            F.when(F.col("in_ledger"), 0).otherwise(1).alias("ledger_rank"),
+            rule_table.rank(F.col("in_ledger")).alias("ledger_rank"),
             clamped(F.unix_millis("timestamp")).alias("timestamp"),
             "partition",
             "offset",
@@ -337,18 +338,18 @@ def _earlier_spans(
 
 def _flat(begins: dict[int, int]) -> list[Column]:
     """Return the keys and values of a map<int, bigint> in turn, as `F.create_map` takes them."""
-    kinds = ("int", "bigint")
-    return [F.lit(number).cast(kind) for pair in begins.items() for number, kind in zip(pair, kinds, strict=True)]
+    data_types = ("int", "bigint")
+    return [F.lit(number).cast(to) for pair in begins.items() for number, to in zip(pair, data_types, strict=True)]
 
 
 def _with_records(changes: DataFrame, records: DataFrame) -> DataFrame:
     """Join changes with their records, in COLUMNS and `change`, without changes whose record no longer exists."""
     coordinates = ["partition", "offset"]
     wanted = changes.select(
-        *coordinates, "id", "ledger_rank", "accepted_at", "change", "has_fencepost_header", "fingerprint", "named_key"
+        *coordinates, "id", "ledger_rank", "accepted_at", "change", "has_fencepost_header", "fingerprint", "known_key"
     )
     is_its_record = decode.is_record_of(
-        F.col("id"), F.col("has_fencepost_header"), F.col("fingerprint"), F.col("named_key")
+        F.col("id"), F.col("has_fencepost_header"), F.col("fingerprint"), F.col("known_key")
     )
     joined = wanted.join(decode.with_own_identity(records), coordinates, "left").where(
         (F.col("change") == _ENTERED) | is_its_record
@@ -357,7 +358,7 @@ def _with_records(changes: DataFrame, records: DataFrame) -> DataFrame:
         {
             "timestamp": F.timestamp_millis("timestamp_ms"),
             "accepted_at": F.timestamp_millis(F.coalesce("accepted_at", "timestamp_ms")),
-            "in_ledger": F.col("ledger_rank") == 0,
+            "in_ledger": F.col("ledger_rank") == rule_table.IN_LEDGER,
         }
     )
-    return filled.select(*(F.col(name).cast(kind) for name, kind in COLUMNS.items()), "change")
+    return filled.select(*(F.col(name).cast(data_type) for name, data_type in COLUMNS.items()), "change")

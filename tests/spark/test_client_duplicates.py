@@ -143,12 +143,12 @@ def test_a_copy_without_our_header_gets_the_id_of_the_event_with_its_fingerprint
         ),
         copy(22, **own, fingerprint=b"o" * 8),
     ]
-    misnamed = cross_hour.misnamed(reduced(spark, rows, 5), 4)
-    assert misnamed is not None
-    assert {row["offset"]: bytes(row["named_id"]) for row in misnamed.collect()} == {10: members[0], 11: members[1]}
-    assert cross_hour.misnamed(reduced(spark, rows, 5), 5) is None
+    found = cross_hour.copies_of_other_ids(reduced(spark, rows, 5), 4)
+    assert found is not None
+    assert {row["offset"]: bytes(row["event_id"]) for row in found.collect()} == {10: members[0], 11: members[1]}
+    assert cross_hour.copies_of_other_ids(reduced(spark, rows, 5), 5) is None
     strangers = [row for row in rows if not row["has_fencepost_header"]]
-    assert cross_hour.misnamed(reduced(spark, strangers, 5), 4) is None
+    assert cross_hour.copies_of_other_ids(reduced(spark, strangers, 5), 4) is None
 
 
 @pytest.mark.parametrize(("ms", "hour"), [(0, "exact"), (-1, "month"), (1_000_001, "last")])

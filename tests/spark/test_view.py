@@ -297,10 +297,10 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
     read = vanished | {("t", 1): (3, 4)}
     rows = deliveries.with_vanished(log.rows(read, 2), tables.read("deliveries"), vanished, 2).localCheckpoint()
     tables.merge(rows, hours.of(rows), 2)
-    named = cross_hour.misnamed(tables.read("deliveries"), 1)
-    assert named is not None
-    named = named.localCheckpoint()
-    tables.change_ids(named, hours.of(named), 2)
+    copies = cross_hour.copies_of_other_ids(tables.read("deliveries"), 1)
+    assert copies is not None
+    copies = copies.localCheckpoint()
+    tables.change_ids(copies, hours.of(copies), 2)
     for _ in range(2):  # The second time as after an interruption.
         a_view.advance(tables.read("deliveries"), 1, read, log.spans, 2, vanished)
         followed = shown()
@@ -349,10 +349,10 @@ def test_a_record_is_matched_to_a_row_by_its_own_headers_and_content(spark: Spar
         rows.append(row)
     told = spark.createDataFrame(
         rows,
-        f"name string, id binary, has_fencepost_header boolean, fingerprint binary, named_key string, {source.SCHEMA}",
+        f"name string, id binary, has_fencepost_header boolean, fingerprint binary, known_key string, {source.SCHEMA}",
     )
     read = decode.with_own_identity(told.withColumnRenamed("has_fencepost_header", "was_ours"))
-    its = decode.is_record_of(F.col("id"), F.col("was_ours"), F.col("fingerprint"), F.col("named_key"))
+    its = decode.is_record_of(F.col("id"), F.col("was_ours"), F.col("fingerprint"), F.col("known_key"))
     assert {row["name"]: row["its"] for row in read.withColumn("its", its).collect()} == {
         name: case[1][3] for name, case in RECORDS.items()
     }
