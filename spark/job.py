@@ -22,7 +22,7 @@ from spark.report.model import Document
 from spark.rules import cross_hour, current_findings
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
-from spark.rules.reconcile import reconcile
+from spark.rules.reconcile import carried_over, is_unchanged, reconcile
 from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
 from spark.tables import deliveries, hours, lake, lock, verdict_history, view
@@ -70,7 +70,7 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
 
     The newest number is read first, from Delta's statistics; by that number Delta prunes the files of older runs.
     """
-    runs = tables.read("runs")
+    runs = tables.read_once("runs")
     newest = runs.agg(F.max("run")).collect()[0][0]
     if newest is None:
         return None
@@ -128,17 +128,13 @@ class _Run:
         else:
             self._merge(plan)
         self._release_claims()
-        if not self.settings.options.skip_ids:
-            with self.timer.step("compare ids"):
-                self._change_ids(plan, last_pass_of(last_run))
-        with self.timer.step("settle doubts"):
-            self._mark_past_end(plan)
-            self._settle_by_other_hours(plan)
+        over_hours = not self.settings.options.skip_ids
+        unchanged = not resumed and is_unchanged(plan, self.last_plan, last_run, self.kept_from, over_hours=over_hours)
+        if not unchanged:
+            self._complete_rows(plan, last_run)
         with self.timer.step("update views"):
             view.update(self.lake, self.settings.shared, plan, self.last_plan)
-        balance = reconcile(
-            self.spark, self.lake, plan, self.last_plan, self.settings, self.timer, last_run, self.kept_from
-        )
+        balance = carried_over(plan, self.settings, last_run) if unchanged else self._reconcile(plan, last_run)
         report = self._report(plan, balance, last_run, resumed)
         self._finish(plan, balance, report, last_run)
         with self.timer.step("clean up the lake"):
@@ -149,7 +145,7 @@ class _Run:
         """Upgrade a lake of an earlier version; CannotRun, with the lake as it was, if it is another namespace's."""
         if not self.lake.is_outdated():
             return
-        newest = self.lake.read("progress").orderBy(F.desc("run")).select("options").first()
+        newest = self.lake.read_once("progress").orderBy(F.desc("run")).select("options").first()
         if newest is not None:
             self._check_namespace(newest["options"])
         self.lake.upgrade()
@@ -159,7 +155,7 @@ class _Run:
     def _plan(self, last_run: dict[str, Any] | None) -> tuple[Plan, bool]:
         """Return this run's plan, and whether the plan is that of an interrupted run."""
         last_number = last_run["run"] if last_run else 0
-        progress = self.lake.read("progress").where(F.col("run") >= last_number).collect()
+        progress = self.lake.read_once("progress").where(F.col("run") >= last_number).collect()
         newest = max((row["run"] for row in progress), default=last_number)
         self.last_plan = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == last_number)
         interrupted = Plan.from_rows(
@@ -195,7 +191,7 @@ class _Run:
 
     def _has_merged(self, plan: Plan) -> bool:
         """Check whether an interrupted run has merged its records."""
-        return not self.lake.read("deliveries").where(F.col("run") == plan.run).isEmpty()
+        return not self.lake.read_once("deliveries").where(F.col("run") == plan.run).isEmpty()
 
     def _can_resume(self, interrupted: Plan) -> bool:
         """Check whether an interrupted run is resumed: always after its merge; before, if its options are those of this
@@ -256,8 +252,11 @@ class _Run:
     def _discover(self, frozen_ms: int, logs: Sequence[Log], names: Sequence[str]) -> set[str]:
         """Return those of the topics that ledger or journal name; the decoded claims are kept for the merge."""
         spans = run_plan.spans_of(logs, LEDGER), run_plan.spans_of(logs, REQUESTS)
+        if not any(first < end for of_role in spans for first, end in of_role.values()):
+            return set()
         unread = sum(log.end - log.start for log in logs)
-        parts = session.size_for(self.spark, min(unread, self.settings.options.max_records or unread))
+        unread = min(unread, self.settings.options.max_records or unread)
+        parts = session.size_for(self.spark, unread)
         claims = deliveries.summarize(self._read_claims(spans, frozen_ms), parts)
         claims.persist(StorageLevel.MEMORY_AND_DISK)
         self._release_claims()
@@ -271,7 +270,7 @@ class _Run:
 
     def _topics_in_lake(self) -> set[str]:
         """Return the topics that ledger or journal name, from what earlier runs have merged."""
-        return _topics(self.lake.read("deliveries").where(deliveries.WRITTEN))
+        return _topics(self.lake.read_once("deliveries").where(deliveries.WRITTEN))
 
     # ----------------------------------------------------------------------------------------------------- merge
 
@@ -285,7 +284,7 @@ class _Run:
 
     def _merge(self, plan: Plan) -> None:
         """Read the records of the plan, reduce them to deliveries.ROWs, and merge these into their hours."""
-        unread = sum(log.end - log.start for log in plan.logs if log.audited)
+        unread = plan.unread
         self.on_progress(f"run {plan.run}: {unread} offsets to read in {len(plan.topics)} topics")
         vanished = run_plan.vanished(plan, self.last_plan)
         if not unread and not vanished:
@@ -304,7 +303,7 @@ class _Run:
             self.on_progress(
                 f"run {plan.run}: {len(vanished)} partitions were truncated; dropping the records that are gone"
             )
-            rows = deliveries.with_vanished(rows, self.lake.read("deliveries"), vanished, plan.run)
+            rows = deliveries.with_vanished(rows, self.lake.read_once("deliveries"), vanished, plan.run)
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
         if self.last_plan is None or not self.lake.exists("deliveries"):
@@ -329,6 +328,20 @@ class _Run:
         back_ms = max(options.window_h, 24 * (options.keep_days or 0)) * HOUR_MS + self.settings.longest_ttl_ms
         return plan.frozen_ms - back_ms, plan.frozen_ms
 
+    def _complete_rows(self, plan: Plan, last_run: Mapping[str, Any] | None) -> None:
+        """Complete merged rows by other rows: the ids of copies with only a key, and the answers 202 and 504."""
+        if not self.settings.options.skip_ids:
+            with self.timer.step("compare ids"):
+                self._change_ids(plan, last_pass_of(last_run))
+        with self.timer.step("settle doubts"):
+            self._mark_past_end(plan)
+            self._settle_by_other_hours(plan)
+
+    def _reconcile(self, plan: Plan, last_run: dict[str, Any] | None) -> Balance:
+        return reconcile(
+            self.spark, self.lake, plan, self.last_plan, self.settings, self.timer, last_run, self.kept_from
+        )
+
     def _change_ids(self, plan: Plan, last_pass: int) -> None:
         """Give copies with only a key, read since the run `last_pass`, the id of the event that they are copies of."""
         self._update(cross_hour.copies_of_other_ids(self._recent(plan), last_pass), self.lake.change_ids, plan.run)
@@ -347,7 +360,7 @@ class _Run:
 
     def _recent(self, plan: Plan) -> DataFrame:
         """Return the rows (deliveries.ROW) of the recent hours."""
-        return self.lake.read("deliveries").where(hours.since(self._recent_from(plan)))
+        return self.lake.read_once("deliveries").where(hours.since(self._recent_from(plan)))
 
     def _recent_from(self, plan: Plan) -> str:
         """Return the first recent hour: the report's window begins the longest key retention later."""
@@ -370,7 +383,7 @@ class _Run:
         does not close."""
         window_from = run_plan.window_from(plan, self.settings)
         closed = balance.close(hours.text_of(window_from))
-        by_hour = current_findings.by_hour(self.lake.read("findings"), window_from).persist()
+        by_hour = current_findings.by_hour(self.lake.read_once("findings"), window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
         if self.findings_topic is not None:
             with self.timer.step("publish findings"):
@@ -388,7 +401,7 @@ class _Run:
                 self.timer.seconds,
                 resumed,
                 last_run["reports"] if last_run else [],
-                verdict_history.counted(self.lake.read("verdicts"), window_from),
+                verdict_history.counted(self.lake.read_once("verdicts"), window_from),
                 self.finished,
             )
             document.write(self.spark, self.settings.options.report, report)
@@ -428,7 +441,7 @@ class _Run:
         if options.optimize:
             # An hour is compacted when it is over, and again after late rows.
             now = hours.text_of(plan.frozen_ms)
-            late = hours.of(self.lake.read("deliveries").where(F.col("run") == plan.run))
+            late = hours.of(self.lake.read_once("deliveries").where(F.col("run") == plan.run))
             self.lake.optimize(sorted({hour for hour in late if hour < now} | _ended(last_run, plan)))
         if options.vacuum_h is not None:
             self.lake.vacuum(options.vacuum_h, [*lake.SCHEMAS, publish.TABLE, lock.TABLE, *view.tables(self.lake)])

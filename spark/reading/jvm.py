@@ -1,6 +1,6 @@
 """Access to the JVM that Spark runs in. Only this module uses the private attributes of PySpark that lead there."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame, SparkSession
@@ -8,12 +8,14 @@ from pyspark.sql import DataFrame, SparkSession
 __all__ = [
     "Py4JError",
     "Py4JJavaError",
+    "Snapshot",
     "gateway",
     "hadoop_configuration",
     "is_deterministic",
     "jvm",
     "nested",
     "reason",
+    "snapshot_of",
 ]
 
 
@@ -48,3 +50,22 @@ def reason(error: Py4JJavaError) -> str:
 def is_deterministic(rows: DataFrame) -> bool:
     """Check whether every expression of a frame is deterministic."""
     return bool(rows._jdf.queryExecution().analyzed().deterministic())
+
+
+class Snapshot(NamedTuple):
+    """A version of a Delta table, with its size in bytes and its number of files, None if the log does not say them."""
+
+    version: int
+    size: int | None
+    files: int | None
+
+
+def snapshot_of(rows: DataFrame) -> Snapshot:
+    """Return the version of the Delta table that a frame reads unchanged; the log is not read for it."""
+    snapshot = rows._jdf.queryExecution().analyzed().relation().location().getSnapshot()
+    size, files = snapshot.sizeInBytesIfKnown(), snapshot.numOfFilesIfKnown()
+    return Snapshot(
+        int(snapshot.version()),
+        int(size.get()) if size.isDefined() else None,
+        int(files.get()) if files.isDefined() else None,
+    )

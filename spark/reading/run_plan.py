@@ -146,6 +146,11 @@ class Plan:
         return sum(1 for log in self.logs if log.role == DATA and log.audited)
 
     @property
+    def unread(self) -> int:
+        """Number of offsets that the run reads."""
+        return sum(log.end - log.start for log in self.logs if log.audited)
+
+    @property
     def unwanted(self) -> list[str]:
         """Data topics that earlier runs audited and this run does not."""
         return sorted({log.topic for log in self.logs if log.role == UNWANTED})
@@ -305,6 +310,17 @@ def evidence_changed(plan: Plan, last_plan: Plan | None) -> bool:
         return set(map(proof, logs))
 
     return last_plan is not None and proofs(last_plan.of(DATA)) - proofs(plan.of(DATA)) != set()
+
+
+def reads_nothing_new(plan: Plan, last_plan: Plan | None) -> bool:
+    """Check whether a run learns nothing from Kafka that the last run did not know: neither records nor gaps.
+
+    Besides, the logs prove the same about the data, and no end of a log is newly known.
+    """
+    if last_plan is None or plan.unread or evidence_changed(plan, last_plan) or newly_known_ends(plan, last_plan):
+        return False
+    gaps = {log.topic_partition: log.gaps for log in last_plan.logs}
+    return all(log.gaps == gaps.get(log.topic_partition, ()) for log in plan.logs)
 
 
 def vanished(plan: Plan, last_plan: Plan | None) -> dict[TopicPartition, Span]:

@@ -66,7 +66,7 @@ def build(
     run = _run(plan, settings, collected.number, resumed, finished)
     cost: model.Cost = {
         "seconds": dict(seconds),
-        "offsets": sum(log.end - log.start for log in plan.logs if log.audited),
+        "offsets": plan.unread,
     }
     by_cause = heatmap.timeline(collected.counts, _KINDS_OF_COPIES, *window)
     drawn = heatmap.drawn(balance.record_counts, collected.counts, plan.topics, *window)

@@ -75,13 +75,23 @@ ledger nor answers name, as in topics with other writers."""
 
 
 def sums(classified: DataFrame) -> DataFrame:
-    """Sum up classified rows by hour and topic: → `accepted_hour, topic` and SUMS."""
-    return classified.groupBy("accepted_hour", "topic").agg(*(F.expr(sql).alias(name) for name, sql in SUMS.items()))
+    """Sum up classified rows by hour and topic: → `accepted_hour, topic`, SUMS, and the number of `suspicious` rows.
+
+    Rows of classify.classify_clean are never suspicious.
+    """
+    is_suspicious = _is_suspicious() if "missing" in classified.columns else F.lit(False)
+    counts = {name: F.expr(sql) for name, sql in SUMS.items()} | {"suspicious": F.count_if(is_suspicious)}
+    return classified.groupBy("accepted_hour", "topic").agg(*(count.alias(name) for name, count in counts.items()))
 
 
 def suspicious(classified: DataFrame) -> DataFrame:
     """Filter classified rows to those with a finding or a pending verdict: few rows in a healthy system."""
-    return classified.where(
+    return classified.where(_is_suspicious())
+
+
+def _is_suspicious() -> Column:
+    """Check whether a classified row has a finding or a pending verdict."""
+    return (
         (F.col("count") > 1)
         | (F.size("missing") > 0)
         | F.col("phantom").isNotNull()
@@ -252,8 +262,11 @@ def gaps_type() -> str:
     )
 
 
-def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
-    """Return the findings (lake.FINDING) about the logs of audited topics: records that were deleted unread."""
+def of_logs(spark: SparkSession, plan: Plan) -> list[DataFrame]:
+    """Return the findings (lake.FINDING) about the logs of audited topics: records that were deleted unread.
+
+    No frame without such a finding.
+    """
     rows = [
         {
             "scope": LOG,
@@ -271,7 +284,7 @@ def of_logs(spark: SparkSession, plan: Plan) -> DataFrame:
         if log.role != UNWANTED
         for gap in log.gaps
     ]
-    return wire_expressions.rows_of(spark, lake.schema("findings"), rows)
+    return [wire_expressions.rows_of(spark, lake.schema("findings"), rows)] if rows else []
 
 
 def _found(kind: Column, cause: Column, coordinates: Column, count: str | None = None) -> Column:

@@ -4,7 +4,7 @@ Nearly every id has one clean row, and clean rows are only counted. Only the few
 cached.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark.reading import run_plan
+from spark.reading import run_plan, wire_expressions
 from spark.reading.decode import EVENT, REJECT
 from spark.reading.run_plan import Plan
 from spark.rule_table import LOST, PENDING
@@ -101,15 +101,14 @@ def reconcile(
         with timer.step("count records"):
             counts = record_counts(in_hours, partitions=plan.partitions <= PARTITIONS_MAX)
             balance.replace_record_counts(touched, counts.collect() if touched else [])
-        found = [findings.of_logs(spark, plan), *_findings_of_hours(classified.rows, in_hours, evidence)]
+        found = findings.of_logs(spark, plan) + _findings_of_hours(classified, in_hours, evidence)
         if over_hours:
             with timer.step("compare ids"):
                 found += _client_duplicates(rows, window_from, evidence, cache)
                 found += _judge_per_id(several_hours, evidence, balance, cache)
         with timer.step("write findings"):
-            known = tables.read("findings")
-            of_run = late_findings.with_late_ms(_united(found), known, balance.late_hours, window_from)
-            _write_findings(tables, of_run, _replaced_findings(touched, over_hours), plan.run)
+            replaced = _replaced_findings(touched, over_hours)
+            _write_findings(spark, tables, found, replaced, balance.late_hours, window_from, plan.run)
         with timer.step("write verdicts"):
             _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
             _mark_proven_lost(tables, classified)
@@ -119,7 +118,7 @@ def reconcile(
 
 def _kept_rows(tables: Lake, kept_from: str) -> DataFrame:
     """Read the rows (deliveries.ROW) of the hours that the lake keeps."""
-    rows = tables.read("deliveries")
+    rows = tables.read_once("deliveries")
     return rows.where(hours.since(kept_from)) if kept_from else rows
 
 
@@ -131,7 +130,7 @@ def hours_to_classify(rows: DataFrame, last_run: dict[str, Any] | None, plan: Pl
     return set(hours.of(rows.where(F.col("run") == plan.run))) | balance.open_hours()
 
 
-def classifies_all(last_run: dict[str, Any] | None, plan: Plan) -> bool:
+def classifies_all(last_run: Mapping[str, Any] | None, plan: Plan) -> bool:
     """Check whether a run classifies all hours: the options or the topics have changed, or an interrupted run was
     planned again.
 
@@ -141,6 +140,31 @@ def classifies_all(last_run: dict[str, Any] | None, plan: Plan) -> bool:
     if last_run is None or plan.run != last_run["run"] + 1:
         return True
     return bool(last_run["options"] != plan.options or last_run["topics"] != plan.topics)
+
+
+def is_unchanged(
+    plan: Plan, last_plan: Plan | None, last_run: Mapping[str, Any] | None, kept_from: str, *, over_hours: bool
+) -> bool:
+    """Check whether a run would compute the last run's balance again, and no finding.
+
+    The last run was clean, with the same options and the same pass over all ids (`over_hours`). Since then nothing was
+    written, no log proves anything else, and no hour was deleted. No verdict can change by time alone: none is open,
+    and no id has rows in several hours, which are judged in each pass.
+    """
+    if last_run is None or classifies_all(last_run, plan) or not run_plan.reads_nothing_new(plan, last_plan):
+        return False
+    balance = Balance.of(last_run)
+    if balance.evidence_changed or balance.open_hours() or kept_from != last_run.get("kept_from", ""):
+        return False
+    was_compared = last_run.get("last_pass") == last_run["run"] and not balance.adjustment
+    return last_run["reports"][0]["run"]["findings"] == 0 and (was_compared or not over_hours)
+
+
+def carried_over(plan: Plan, settings: Settings, last_run: Mapping[str, Any] | None) -> Balance:
+    """Return the balance of a run that `is_unchanged`: that of the last run, at the time of this one."""
+    balance = Balance.of(last_run)
+    balance.note_late_hours(run_plan.window_from(plan, settings), plan.frozen_ms)
+    return balance
 
 
 def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow | None:
@@ -199,14 +223,18 @@ def _write_rejects(tables: Lake, rows: DataFrame, run: int) -> None:
     tables.append("rejects", columns.coalesce(1), run)
 
 
-def _findings_of_hours(classified: DataFrame, rows: DataFrame, evidence: LogEvidence) -> list[DataFrame]:
-    """Return the findings (lake.FINDING) of single hours."""
-    suspicious = findings.suspicious(classified)
-    return [
-        findings.of_ids(suspicious, evidence, findings.HOUR),
-        findings.of_partitions(suspicious, findings.HOUR),
-        findings.without_id(rows.where("is_clean = 0"), evidence),
-    ]
+def _findings_of_hours(classified: Classified, rows: DataFrame, evidence: LogEvidence) -> list[DataFrame]:
+    """Return the findings (lake.FINDING) of single hours. The sums say whether there can be any: plans stay small."""
+    found = []
+    if any(row["suspicious"] for row in classified.sums):
+        suspicious = findings.suspicious(classified.rows)
+        found += [
+            findings.of_ids(suspicious, evidence, findings.HOUR),
+            findings.of_partitions(suspicious, findings.HOUR),
+        ]
+    if any(row["unkeyed"] or row["rejects"] for row in classified.sums):
+        found.append(findings.without_id(rows.where("is_clean = 0"), evidence))
+    return found
 
 
 def _judge_per_id(
@@ -237,14 +265,30 @@ def _replaced_findings(touched: set[str], over_hours: bool) -> str:
     return " OR ".join(replaced)
 
 
-def _united(found: Sequence[DataFrame]) -> DataFrame:
-    """Unite findings (lake.FINDING without the columns of the run)."""
-    return reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
+def _write_findings(
+    spark: SparkSession,
+    tables: Lake,
+    found: Sequence[DataFrame],
+    replaced: str,
+    late_hours: Mapping[str, int],
+    window_from: int,
+    run: int,
+) -> None:
+    """Replace the findings that meet the condition `replaced` by those of this run (lake.FINDING without `run`).
 
-
-def _write_findings(tables: Lake, found: DataFrame, replaced: str, run: int) -> None:
-    """Replace the findings that meet the condition `replaced` by those of this run (lake.FINDING without `run`)."""
-    tables.replace("findings", found.withColumn("run", F.lit(run).cast("bigint")), replaced, run)
+    Nothing is written if there are none, before and now. `late_hours` is Balance.late_hours, `window_from` the start of
+    the window in ms.
+    """
+    known = tables.read_once("findings")
+    if found:
+        united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
+        rows = late_findings.with_late_ms(united, known, late_hours, window_from)
+        rows = rows.withColumn("run", F.lit(run).cast("bigint"))
+    elif tables.exists("findings") and known.where(replaced).isEmpty():
+        return
+    else:
+        rows = wire_expressions.rows_of(spark, lake.schema("findings"), [])
+    tables.replace("findings", rows, replaced, run)
 
 
 def _hours_to_classify_again(several_hours: SeveralHours | None, balance: Balance) -> set[str]:
@@ -299,13 +343,13 @@ def _single_clean(rows: DataFrame, multi_row: MultiRow | None) -> DataFrame:
 
 def _write_verdicts(tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, touched: set[str]) -> None:
     """Append the ids whose verdict has changed to `verdicts`; `clean` are the clean rows of ids with a single row."""
-    last_verdicts = verdict_history.last_verdicts(tables.read("verdicts"), plan.run)
+    last_verdicts = verdict_history.last_verdicts(tables.read_once("verdicts"), plan.run)
     revisable = verdict_history.may_change(last_verdicts)
     revised_hours = touched & set(hours.of(revisable))
     settled = None
     if revised_hours:
         in_hours = clean.where(hours.within(revised_hours))
         settled = in_hours.join(revisable, ["accepted_hour", "id"], "left_semi")
-    changes = verdict_history.changed(classified, settled, last_verdicts, plan.run, plan.frozen_ms)
+    changes = lake.checkpointed(verdict_history.changed(classified, settled, last_verdicts, plan.run, plan.frozen_ms))
     if not changes.isEmpty():
         tables.append("verdicts", changes.coalesce(1), plan.run)

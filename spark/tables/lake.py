@@ -12,6 +12,7 @@ from pyspark.sql.types import StructType
 from spark.errors import CannotRun
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT
+from spark.reading.jvm import Snapshot, snapshot_of
 from spark.reading.kafka_admin import TopicPartition
 from spark.tables import deliveries, hours
 
@@ -164,6 +165,11 @@ RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
 # Tables that have got columns since the first version: only their schema is extended by a write.
 _EXTENDED: Final = frozenset({"deliveries", "findings", "progress"})
 
+# Some ten thousand rows, which fit into memory many times over.
+SMALL_BYTES: Final = 4 << 20
+SMALL_FILES: Final = 32
+"""Up to this size, in this many files, `Lake.read_once` keeps a table in memory."""
+
 # Delta collects file statistics (for data skipping) of these columns only.
 _STATISTICS_OF: Final = {"deliveries": "run"}
 
@@ -201,6 +207,8 @@ class Lake:
     def __init__(self, spark: SparkSession, root: str) -> None:
         self.spark = spark
         self.root = root
+        # By table: the version that is kept in memory, and its rows.
+        self._kept: dict[str, tuple[int, DataFrame]] = {}
 
     def path(self, name: str) -> str:
         """Return the path of a table."""
@@ -215,6 +223,28 @@ class Lake:
         if name in SCHEMAS and not self.exists(name):
             return wire_expressions.rows_of(self.spark, schema(name), [])
         return self.spark.read.format("delta").load(self.path(name))
+
+    def read_once(self, name: str) -> DataFrame:
+        """Read the current rows of a table, those of a small table of few files only once for each version.
+
+        For each query on a table Delta first runs a query on its log, for the files to read. Of a small table both are
+        done once, and the rows are kept in memory. A large table is read for each query, without the files that the
+        query's conditions prune.
+        """
+        rows = self.read(name)
+        if not self.exists(name):
+            return rows
+        snapshot = snapshot_of(rows)
+        if not _is_small(snapshot) or snapshot.files is None or snapshot.files > SMALL_FILES:
+            return rows
+        kept = self._kept.get(name)
+        if kept is None or kept[0] != snapshot.version:
+            kept = self._kept[name] = snapshot.version, rows.localCheckpoint(eager=False)
+        return kept[1]
+
+    def is_small(self, name: str) -> bool:
+        """Check whether a table has at most some ten thousand rows; true if the table does not exist."""
+        return not self.exists(name) or _is_small(snapshot_of(self.read(name)))
 
     def is_outdated(self) -> bool:
         """Check whether any table is of an earlier version: a column has another name, or is missing."""
@@ -390,6 +420,11 @@ class Lake:
         prefix = "spark.databricks.delta.write"
         with _session_settings(self.spark, {f"{prefix}.txnAppId": WRITER, f"{prefix}.txnVersion": str(run)}):
             yield
+
+
+def _is_small(snapshot: Snapshot) -> bool:
+    """Check the size in bytes of a table."""
+    return snapshot.size is not None and snapshot.size <= SMALL_BYTES
 
 
 @contextmanager

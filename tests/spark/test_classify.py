@@ -424,7 +424,8 @@ def test_topics_that_only_other_options_named_are_neither_classified_nor_reporte
     rows = states(spark, {"in": [entry(1)], "out": [copy(1, topic="out")], "gone": [entry(1, topic="gone")]})
     found = {name_of(row["id"]) for row in classify(rows, gather_evidence(cases, settings())).collect()}
     assert found == {"in", "gone"}
-    assert {row["topic"] for row in findings.of_logs(spark, cases).collect()} == {"t", "recreated", "gone"}
+    (of_logs,) = findings.of_logs(spark, cases)
+    assert {row["topic"] for row in of_logs.collect()} == {"t", "recreated", "gone"}
 
 
 def test_without_a_ledger_a_record_is_a_phantom_only_where_the_journal_shows_it(spark: SparkSession) -> None:

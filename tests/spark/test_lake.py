@@ -127,6 +127,24 @@ def _reads(spark: SparkSession, lake: Path, table: str = "deliveries") -> Counte
     return found
 
 
+def test_a_small_table_is_read_once_for_each_of_its_versions(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = lake.Lake(spark, str(tmp_path))
+    assert tables.is_small("deliveries")
+    assert tables.read_once("deliveries").isEmpty()
+    _filled(spark, tmp_path, 2)
+    rows = tables.read_once("deliveries")
+    assert (rows.count(), _scanned(rows)) == (20, {""})
+    assert tables.read_once("deliveries") is rows
+    _merge(tables, 2)
+    assert rows.count() == 20
+    assert tables.read_once("deliveries").count() == 40
+    monkeypatch.setattr(lake, "SMALL_BYTES", 0)
+    assert not tables.is_small("deliveries")
+    assert "" not in _scanned(tables.read_once("deliveries"))
+
+
 def _metric_value(text: str) -> int:
     """Parse a metric of Spark, with its thousands separators and unit."""
     number, _, unit = text.replace(",", "").partition(" ")
@@ -135,8 +153,10 @@ def _metric_value(text: str) -> int:
 
 @pytest.mark.long
 def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
-    spark: SparkSession, kafka: Kafka, audit: Audit
+    spark: SparkSession, kafka: Kafka, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a table that is not small."""
+    monkeypatch.setattr(lake, "SMALL_BYTES", 0)
     reads = []
     # `_reads` finds a scan by its folder, which Spark truncates to a short text by default.
     with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):

@@ -1,13 +1,15 @@
 """The hours that a run classifies."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
-from spark.reading.run_plan import DATA, Plan
-from spark.rules.reconcile import classifies_all, may_differ
+from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, reads_nothing_new
+from spark.rules.reconcile import classifies_all, is_unchanged, may_differ
+from spark.settings import OFFSETS_MOST
 from tests.spark.test_classify import log
 
 LAST = Plan(1, 1000, "A", (log(DATA, "t", 0),))
@@ -49,3 +51,71 @@ def test_hours_are_classified_again_whose_ids_of_several_hours_may_have_had_anot
     ]
     judged = spark.createDataFrame(rows, "name string, category string, phantom string, is_clean int")
     assert "".join(row["name"] for row in may_differ(judged, evidence_changed).collect()) == again
+
+
+READ = log(DATA, "t", 0, start=9, end=9)
+LEDGER_READ = log(LEDGER, "l", 0, start=4, end=4)
+IDLE_LAST = replace(LAST, logs=(READ, LEDGER_READ))
+GAP = LogGap(2, 4, "retention", 1000)
+
+
+@pytest.mark.parametrize(
+    ("logs", "nothing_new"),
+    [
+        ((READ, LEDGER_READ), True),
+        ((replace(READ, end=10), LEDGER_READ), False),
+        ((READ, replace(LEDGER_READ, end=5)), False),
+        # The records of a topic that is not audited are not read.
+        ((READ, LEDGER_READ, log(DATA, "u", 0, audited=False, start=0, end=3)), True),
+        ((replace(READ, topic_id="other"), LEDGER_READ), False),
+        ((READ, replace(LEDGER_READ, gaps=(GAP,))), False),
+        ((replace(READ, compacted=True), LEDGER_READ), False),
+    ],
+    ids=["nothing", "a record", "a ledger record", "not audited", "recreated", "a gap", "compacted"],
+)
+def test_a_run_reads_nothing_new_if_the_logs_have_no_records_and_prove_nothing_else(
+    logs: tuple[Log, ...], nothing_new: bool
+) -> None:
+    assert reads_nothing_new(replace(IDLE_LAST, run=2, logs=logs), IDLE_LAST) is nothing_new
+    assert not reads_nothing_new(replace(IDLE_LAST, run=2, logs=logs), None)
+
+
+def test_an_end_that_becomes_known_is_new() -> None:
+    blocked = replace(IDLE_LAST, logs=(replace(READ, later_end=OFFSETS_MOST), LEDGER_READ))
+    assert not reads_nothing_new(replace(IDLE_LAST, run=2), blocked)
+
+
+IDLE_RUN: dict[str, Any] = {
+    **LAST_RUN,
+    "last_pass": 1,
+    "kept_from": "",
+    "hours": {"2026-01-01 00:00:00": {"t": {"accepted": 1, "delivered_once": 1}}},
+    "adjustment": {},
+    "evidence_changed": False,
+    "reports": [{"run": {"findings": 0}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "over_hours", "unchanged"),
+    [
+        ({}, True, True),
+        ({"options": "B"}, True, False),
+        ({"run": 0}, True, False),
+        ({"hours": {"2026-01-01 00:00:00": {"t": {"accepted": 1, "pending": 1, "open": 1}}}}, True, False),
+        ({"adjustment": {"2026-01-01 00:00:00": {"t": {"accepted": -1}}}}, True, False),
+        ({"adjustment": {"2026-01-01 00:00:00": {"t": {"accepted": -1}}}}, False, True),
+        ({"last_pass": 0}, True, False),
+        ({"last_pass": 0}, False, True),
+        ({"evidence_changed": True}, True, False),
+        ({"kept_from": "2025-01-01 00:00:00"}, True, False),
+        ({"reports": [{"run": {"findings": 1}}]}, True, False),
+    ],
+)
+def test_a_run_is_unchanged_if_no_verdict_can_be_another_one(
+    changes: Mapping[str, Any], over_hours: bool, unchanged: bool
+) -> None:
+    plan, last_run = replace(IDLE_LAST, run=2), {**IDLE_RUN, **changes}
+    assert is_unchanged(plan, IDLE_LAST, last_run, "", over_hours=over_hours) is unchanged
+    read = replace(plan, logs=(replace(READ, end=10), LEDGER_READ))
+    assert not is_unchanged(read, IDLE_LAST, last_run, "", over_hours=over_hours)

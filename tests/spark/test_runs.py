@@ -84,10 +84,14 @@ def _second_stage(history: History) -> None:
 
 
 class Stages(NamedTuple):
-    """Both stages: the history, the run after each, and the folder of a lake with only the first."""
+    """Both stages: the history, the run after each, and the folder of a lake with only the first.
+
+    `again` are runs at one time with nothing new after the first stage: one that may skip steps, one with every step.
+    """
 
     history: History
     first: Ran
+    again: tuple[Ran, Ran]
     whole: Ran
     clean: Path
 
@@ -105,6 +109,7 @@ def stages(kafka: Kafka, audit: Audit) -> Stages:
     assert first.outcome.status == 0
     clean = first.lake.with_name("clean")
     shutil.copytree(first.lake, clean)
+    again = _again(audit, history, clean)
     _second_stage(history)
     # An open transaction.
     hanging = Producer({"bootstrap.servers": history.bootstrap, "transactional.id": f"{history.namespace}-foreign"})
@@ -113,7 +118,18 @@ def stages(kafka: Kafka, audit: Audit) -> Stages:
     history.raw(hanging, f"{history.namespace}-t", b"no end", 1, headers=[("idempotency-key", b"z")])
     whole = audit(history, later_s=LATER_S + 20 * MINUTE_S)
     hanging.abort_transaction(TIMEOUT_S)
-    return Stages(history, first, whole, clean)
+    return Stages(history, first, again, whole, clean)
+
+
+def _again(audit: Audit, history: History, clean: Path) -> tuple[Ran, Ran]:
+    """Run the job on copies of a lake that has everything: as it is, and without the rule that nothing has changed."""
+    now_ms = int((time.time() + 2 * LATER_S) * 1000)
+    for name in ("shortened", "every-step"):
+        shutil.copytree(clean, clean.with_name(name))
+    shortened = audit(history, now_ms=now_ms, lake="shortened")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "is_unchanged", lambda *arguments, **options: False)
+        return shortened, audit(history, now_ms=now_ms, lake="every-step")
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +159,23 @@ def test_the_audits_alerts_fire_on_the_metrics_of_runs(stages: Stages, alert_rul
     alerts = ["FencepostDuplicatesOrLossesStand", "FencepostAuditFindings", "FencepostPartitionStandsStill"]
     alert_rules.assert_firing([*alerts, "FencepostDuplicatesOrLosses"], healthy, (found, found), 10 * MINUTE_S)
     alert_rules.assert_firing(alerts, healthy, (found, found), 90 * MINUTE_S)  # the findings are not new any more
+
+
+def test_a_run_of_nothing_new_skips_steps_and_ends_with_the_same_report(spark: SparkSession, stages: Stages) -> None:
+    shortened, every_step = ({**ran.document} for ran in stages.again)
+    for report in (shortened, every_step):
+        report["run"] = {**report["run"], "lake": ""}
+        report["history"] = [{**past, "seconds": 0} for past in report["history"]]
+    seconds = [report.pop("cost")["seconds"].keys() for report in (shortened, every_step)]
+    assert {"classify ids", "compare ids", "settle doubts", "write findings", "write verdicts"} <= seconds[1] - seconds[
+        0
+    ]
+    assert shortened == every_step
+    assert shortened["balance"]["delivered_once"] == 50
+    tables = [lake.Lake(spark, str(ran.lake)) for ran in stages.again]
+    for name in ("deliveries", "findings", "progress", "runs", "verdicts"):
+        counts = [one.read(name).count() for one in tables]
+        assert counts[0] == counts[1], name
 
 
 # In this order: one lake goes through all of them, run after run.
