@@ -56,7 +56,7 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
     from the lake, not from memory, so that the same code resumes a run that was killed at any point.
     """
     decode.check_identities(spark, settings.options.identity)
-    with lock.held(spark, settings.options.lake):
+    with lock.held(spark, settings.options.lake), session.restored(spark):
         first_run = _Run(spark, settings, on_progress, now_ms)
         outcome = first_run.carry_out()
         if first_run.settings == settings:
@@ -107,6 +107,8 @@ class _Run:
         self.now_ms = now_ms
         self.lake = lake.Lake(spark, settings.options.lake)
         self.timer = StepTimer(on_progress)
+        # Whether Spark interprets plans now; None if that is not yet decided.
+        self.interprets: bool | None = None
         self.kept_from = ""
         self.last_plan: Plan | None = None
         # The topic of findings; None if the run does not publish.
@@ -117,6 +119,7 @@ class _Run:
     def carry_out(self) -> Outcome:
         """Carry out the steps that are not yet done."""
         with self.timer.step("plan the run"):
+            self._expect(0)
             self._upgrade()
             last_run = last_finished_run(self.lake)
             plan, resumed = self._plan(last_run)
@@ -256,6 +259,7 @@ class _Run:
             return set()
         unread = sum(log.end - log.start for log in logs)
         unread = min(unread, self.settings.options.max_records or unread)
+        self._expect(unread)
         parts = session.size_for(self.spark, unread)
         claims = deliveries.summarize(self._read_claims(spans, frozen_ms), parts)
         claims.persist(StorageLevel.MEMORY_AND_DISK)
@@ -271,6 +275,14 @@ class _Run:
     def _topics_in_lake(self) -> set[str]:
         """Return the topics that ledger or journal name, from what earlier runs have merged."""
         return _topics(self.lake.read_once("deliveries").where(deliveries.WRITTEN))
+
+    def _expect(self, unread: int) -> None:
+        """Let Spark interpret the run's plans, until the lake or the records to read are found to be large."""
+        interprets = unread <= session.INTERPRETED_RECORDS and self.lake.is_small("deliveries")
+        # Not changed back: the number of shuffle partitions is never lowered during a run.
+        if self.interprets is None or (self.interprets and not interprets):
+            self.interprets = interprets
+            session.interpret(self.spark, interprets=interprets)
 
     # ----------------------------------------------------------------------------------------------------- merge
 
@@ -289,6 +301,7 @@ class _Run:
         vanished = run_plan.vanished(plan, self.last_plan)
         if not unread and not vanished:
             return
+        self._expect(unread)
         session.size_for(self.spark, unread)
         spans = plan.spans(LEDGER), plan.spans(REQUESTS)
         if self.claims is not None and self.claims[0] == spans:

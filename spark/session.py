@@ -2,7 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,9 @@ from spark import jars
 APP: Final = "fencepost-audit"
 # About 100 MB of exchanged rows for the reduction, and of the hash tables that the join builds from these rows.
 RECORDS_A_PARTITION: Final = 400_000
+# Up to this many records Spark takes longer to compile a plan, and to plan it again by its statistics, than to
+# interpret it.
+INTERPRETED_RECORDS: Final = 50_000
 LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
 _ALWAYS: Final = {
@@ -45,6 +49,14 @@ _LOCAL: Final = {
     "spark.sql.warehouse.dir": str(Path(tempfile.gettempdir()) / "fencepost-spark-warehouse"),
 }
 
+INTERPRETED: Final = {
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.shuffle.partitions": "1",
+}
+"""Settings for plans over few records: without code generation, adaptive planning and parallel tasks."""
+
 # A short run spends most of its time in the JIT compiler: with ten times the default thresholds, C2 compiles only hot
 # methods, which saves processor time in short runs and costs none in long ones. Two cores need no G1.
 _JAVA: Final = (
@@ -73,10 +85,35 @@ def open_session(environ: Mapping[str, str] | None = None, java_options: str = _
     return builder.getOrCreate()
 
 
+def interpret(spark: SparkSession, *, interprets: bool) -> None:
+    """Let Spark interpret its next plans, or (not `interprets`) compile them, as when the session was opened."""
+    opened = spark.sparkContext.getConf()
+    _set(spark, {name: value if interprets else opened.get(name) for name, value in INTERPRETED.items()})
+
+
+@contextmanager
+def restored(spark: SparkSession) -> Iterator[None]:
+    """Restore the settings that `interpret` and `size_for` change, at the end of the context."""
+    before = {name: spark.conf.get(name, None) for name in INTERPRETED}
+    try:
+        yield
+    finally:
+        _set(spark, before)
+
+
+def _set(spark: SparkSession, settings: Mapping[str, str | None]) -> None:
+    """Set settings of the session; None unsets one."""
+    for name, value in settings.items():
+        if value is None:
+            spark.conf.unset(name)
+        else:
+            spark.conf.set(name, value)
+
+
 def size_for(spark: SparkSession, records: int) -> int:
     """Set the number of shuffle partitions so that one fits into a task's memory, and return that number.
 
-    `records` are the records to exchange. The number is never lowered.
+    `records` are the records to exchange. The number is never lowered, except by `restored`.
     """
     name = "spark.sql.shuffle.partitions"
     parts = max(int(spark.conf.get(name) or 0), -(-records // RECORDS_A_PARTITION))

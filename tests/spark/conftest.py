@@ -15,7 +15,7 @@ from tests.spark.runs import interpreted, run, session_for_tests
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """The session that the job opens, with Spark's interpreter; `compiled` restores the job's settings."""
+    """The session that the job opens, with Spark's interpreter; `as_large` restores the job's settings."""
     session = session_for_tests()
     with interpreted(session):
         yield session

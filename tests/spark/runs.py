@@ -9,15 +9,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 from pyspark.sql import SparkSession
 
 from deploy import places
 from service.contract import Rules, SharedSettings
-from spark import job
+from spark import job, session
 from spark.reading.jvm import jvm
-from spark.session import open_session
+from spark.session import INTERPRETED, open_session
 from spark.settings import Options, Settings
+from spark.tables import lake
 from tests.spark.history import History
 
 # The session runs the job some dozens of times: the optimising compiler is worth its time with a higher threshold than
@@ -50,15 +52,6 @@ def _look_up_once(session: SparkSession) -> None:
         setattr(packages, name, getattr(packages, name))
 
 
-# For runs over few records: without code generation and adaptive planning, which take most of their time.
-INTERPRETED: Final = {
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-    "spark.sql.adaptive.enabled": "false",
-    "spark.sql.shuffle.partitions": "1",
-}
-
-
 @contextmanager
 def having(spark: SparkSession, settings: Mapping[str, str | None]) -> Iterator[None]:
     """Set settings of the session in the context; None for Spark's default."""
@@ -75,10 +68,16 @@ def interpreted(spark: SparkSession) -> AbstractContextManager[None]:
     return having(spark, INTERPRETED)
 
 
-def compiled(spark: SparkSession) -> AbstractContextManager[None]:
-    """Restore the job's settings of the session in the context."""
+@contextmanager
+def as_large(spark: SparkSession) -> Iterator[None]:
+    """Let runs in the context do as over many records: compile their plans, and read large tables for each query."""
     opened = spark.sparkContext.getConf()
-    return having(spark, {name: opened.get(name) for name in INTERPRETED})
+    with (
+        having(spark, {name: opened.get(name) for name in INTERPRETED}),
+        patch.object(session, "INTERPRETED_RECORDS", -1),
+        patch.object(lake, "SMALL_BYTES", -1),
+    ):
+        yield
 
 
 def _set(spark: SparkSession, settings: Mapping[str, str | None]) -> None:

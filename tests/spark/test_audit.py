@@ -15,7 +15,7 @@ from service.contract import wire
 from spark.report.model import schema
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Writer, Written
-from tests.spark.runs import compiled
+from tests.spark.runs import as_large
 from tests.spark.test_publish import records
 
 HOUR_MS = 3_600_000
@@ -242,7 +242,7 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def ran(spark: SparkSession, audit: Audit, faults: Faults, rules: str) -> Ran:
-    with compiled(spark):
+    with as_large(spark):
         return audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True)
 
 

@@ -17,10 +17,11 @@ from deploy.install import java
 from service.contract import wire
 from spark.errors import AnotherRun, CannotRun
 from spark.reading import decode
+from spark.session import INTERPRETED
 from spark.tables import lake, lock
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Writer
-from tests.spark.runs import BRIEF_JAVA_OPTIONS, INTERPRETED
+from tests.spark.runs import BRIEF_JAVA_OPTIONS
 
 LATER_S = 3600.0
 DAY_S = 86_400.0

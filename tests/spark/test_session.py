@@ -7,6 +7,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
+from spark import session
 from spark.reading import decode, source
 
 
@@ -27,3 +28,21 @@ def test_the_json_of_a_record_is_parsed_once(
     )
     plan = decoded(records, 0)._jdf.queryExecution().executedPlan().toString()
     assert plan.count("from_json") == 1, plan
+
+
+def test_plans_are_interpreted_or_compiled_until_the_settings_are_restored(spark: SparkSession) -> None:
+    def plan() -> str:
+        rows = spark.range(9).groupBy("id").count()
+        return str(rows._jdf.queryExecution().executedPlan().toString())
+
+    before = {name: spark.conf.get(name) for name in session.INTERPRETED}
+    with session.restored(spark):
+        session.interpret(spark, interprets=False)
+        assert "AdaptiveSparkPlan" in plan()
+        assert session.size_for(spark, 9 * session.RECORDS_A_PARTITION) == 9
+        session.interpret(spark, interprets=True)
+        assert "AdaptiveSparkPlan" not in plan()
+        assert "*(" not in plan()
+        assert {name: spark.conf.get(name) for name in session.INTERPRETED} == session.INTERPRETED
+        session.interpret(spark, interprets=False)
+    assert {name: spark.conf.get(name) for name in session.INTERPRETED} == before
