@@ -221,7 +221,7 @@ async def _check_topics(events: Sequence[Event], admission: Admission, arrived: 
         if time_slice.is_over:
             await time_slice.next()
         try:
-            await admission.check(event, arrived)
+            await admission.check_content(event, arrived)
         except Problem as problem:
             raise _of_member(index, problem) from None
 

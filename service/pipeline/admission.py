@@ -103,6 +103,9 @@ class Admission:
         self._telemetry = telemetry
         self._tracing = tracing
         self._timeout_s = settings.request_timeout_ms / 1000
+        # From the look-up of an old key to its claim an event waits for its chunk and in the queue. Besides, the clocks
+        # of brokers and Redis differ.
+        self._old_key_margin_ms = 2 * (settings.request_timeout_ms + settings.transaction_timeout_ms)
         self.events_max = settings.queue_events_max  # a larger request could never be admitted
         self._by_deadline: deque[WriteRequest] = deque()  # without chunks; ordered by deadline
         self._by_deadline_bytes = 0
@@ -209,7 +212,7 @@ class Admission:
         return [whole.part(each) for each in (events[:half], events[half:]) if each] if len(parts) == 1 else parts
 
     async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> WriteResult:
-        """Write checked events in one transaction or not at all; `whole` is the batch's (id, fingerprint).
+        """Write events of checked content in one transaction or not at all; `whole` is the batch's (id, fingerprint).
 
         Its keys are remembered for the longest retention of its topics. `arrived` is time.monotonic. Raises Problem
         where a topic is idempotent, or the batch is not admitted.
@@ -219,9 +222,10 @@ class Admission:
                 detail = f"topic: {event.topic} is idempotent, which no atomic batch can be: send its events singly"
                 raise Problem(RECORD_REFUSED, detail)
         request = WriteRequest.of(events, arrived, self._timeout_s, Guarantee.EXACTLY_ONCE, whole)
-        own_s = self._settings.key_ttl_s
-        longest_s = max([self._ttl_s(topic) or own_s for topic in request.topics])
-        request.ttl_s = 0 if longest_s == own_s else longest_s
+        longest_s = max(map(self._ttl_of, request.topics))
+        request.ttl_s = 0 if longest_s == self._settings.key_ttl_s else longest_s
+        if self._is_old(events[0].key, longest_s) and not all(map(self._takes_old_keys, request.topics)):
+            await self._check_old_key(whole[0], longest_s)
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
         request.future = future
         self._admit(request)
@@ -241,41 +245,43 @@ class Admission:
 
     def _has_old_key(self, event: Event) -> bool:
         """Whether the event's key tells that it was made before its retention, and the topic takes no such keys."""
-        made_ms = made_at_ms(event.key)
-        if made_ms is None or made_ms + 1000 * self._ttl_of(event) > self.now_ms():
-            return False
-        return not self._takes_old_keys(event.topic)
+        return self._is_old(event.key, self._ttl_of(event.topic)) and not self._takes_old_keys(event.topic)
 
-    def _ttl_of(self, event: Event) -> int:
-        """Find the retention of an event's key, in seconds."""
-        return self._ttl_s(event.topic) or self._settings.key_ttl_s
+    def _is_old(self, key: str, ttl_s: int) -> bool:
+        made_ms = made_at_ms(key)
+        return made_ms is not None and made_ms + 1000 * ttl_s <= self.now_ms()
 
-    def _expiry_ms(self, event: Event, state: KeyState) -> int:
-        """Compute when the state of an event's key expires, ms since the Unix epoch; 0 if there is none."""
+    def _ttl_of(self, topic: str) -> int:
+        """Find the retention of the keys of a topic's events, in seconds."""
+        return self._ttl_s(topic) or self._settings.key_ttl_s
+
+    def _expiry_ms(self, state: KeyState, ttl_s: int) -> int:
+        """Compute when a state expires, ms since the Unix epoch; 0 for none. `ttl_s` is that of a claim."""
         match state:
             case None:
                 return 0
             case Claimed(at=at):
-                return at + 1000 * self._ttl_of(event)
-            case Delivered(at=at, ttl_s=ttl_s) | DeliveredBatch(at=at, ttl_s=ttl_s):
-                return at + 1000 * (ttl_s or self._settings.key_ttl_s)
+                return at + 1000 * ttl_s
+            case Delivered(at=at, ttl_s=own_s) | DeliveredBatch(at=at, ttl_s=own_s):
+                return at + 1000 * (own_s or self._settings.key_ttl_s)
 
-    async def _check_old_key(self, event: Event) -> None:
+    async def _check_old_key(self, id: bytes, ttl_s: int) -> None:
         """Refuse an old key that is forgotten: its event may have been written. Raises Problem (412, 503).
 
-        A key that will be forgotten during the request is refused too: its claim would find nothing.
+        `id` is that of the event, or of the whole atomic batch. A key that may be forgotten before it is claimed is
+        refused too: its claim would find nothing.
         """
         try:
-            found = await self._store.find(event.id)
+            found = await self._store.find(id)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             raise Problem(
                 NOT_WRITTEN, f"Idempotency-Key: it cannot be looked up now ({error}): send it again"
             ) from error
-        if self._expiry_ms(event, found.state) <= self.now_ms() + 1000 * self._timeout_s:
+        if self._expiry_ms(found.state, ttl_s) <= self.now_ms() + self._old_key_margin_ms:
             raise Problem(
                 KEY_EXPIRED,
-                f"Idempotency-Key: it tells that it is older than the {self._ttl_of(event)} s for which keys of "
-                f"{event.topic} are remembered, so its event may have been written: to write it anyway, use a new key",
+                f"Idempotency-Key: it tells that it is older than the {ttl_s} s for which it would be remembered, so "
+                "its event may have been written: to write it anyway, use a new key",
             )
 
     def plain_bytes_max(self, topic: str) -> int:
@@ -306,7 +312,16 @@ class Admission:
         return self._queue.ledger_bytes_max
 
     async def check(self, event: Event, arrived: float, begun: float | None = None) -> None:
-        """Check an event as `check_now` does, looking up its topic where that is needed. Raises Problem.
+        """Check an event as `check_now` does, looking up its topic or an old key where that is needed. Raises Problem.
+
+        Arguments are those of `check_content`.
+        """
+        await self.check_content(event, arrived, begun)
+        if self._has_old_key(event):
+            await self._check_old_key(event.id, self._ttl_of(event.topic))
+
+    async def check_content(self, event: Event, arrived: float, begun: float | None = None) -> None:
+        """Check an event against its topic and schema, whatever its key. Raises Problem.
 
         `arrived` and `begun` are time.monotonic. Metadata from after `arrived` is fresh enough. The request timeout
         counts from `begun`, if given, else from `arrived`.
@@ -320,8 +335,6 @@ class Admission:
                 check_topic(event, await self._topic(event.topic, arrived, deadline, after_arrival=True), self.now_ms)
         if not self._schemas.check_now(event):
             await self._schemas.check(event)
-        if self._has_old_key(event):
-            await self._check_old_key(event)
 
     async def _topic(self, name: str, arrived: float, deadline: float, *, after_arrival: bool = False) -> Topic:
         """Look up a topic until `deadline` as TopicMetadataCache.get does. Raises Problem (403, 404, 503)."""

@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from service.claims.states import Claimed, Delivered, RequestEvent
+from service.contract.wire import event_id, member_id
 from service.core.problems import (
     FORBIDDEN_TOPIC,
     NOT_WRITTEN,
@@ -17,6 +18,7 @@ from service.core.problems import (
     Kind,
     Problem,
 )
+from service.events.event import event_of
 from service.kafka.admin import Topic
 from service.pipeline import admission as module
 from service.pipeline.request import Committed
@@ -279,7 +281,7 @@ async def test_a_key_that_is_older_than_its_retention_and_not_known_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("left_ms", "taken"), [(3_600_000, True), (5_001, True), (5_000, False)], ids=["long", "just", "soon forgotten"]
+    ("left_ms", "taken"), [(3_600_000, True), (30_001, True), (30_000, False)], ids=["long", "just", "soon forgotten"]
 )
 @pytest.mark.parametrize("delivered", [False, True])
 async def test_an_old_key_that_is_remembered_beyond_the_request_goes_on(
@@ -297,6 +299,24 @@ async def test_an_old_key_that_is_remembered_beyond_the_request_goes_on(
     else:
         with pytest.raises(Problem, match="key-expired"):
             await world.admission.check(event, time.monotonic())
+
+
+@pytest.mark.parametrize(("age_ms", "refused"), [(2 * DAY_MS, False), (3 * DAY_MS, True)])
+async def test_an_atomic_batch_is_as_old_as_its_longest_retention_allows(age_ms: int, refused: bool) -> None:
+    """Its members are remembered for the longest retention of their topics, so that time counts for each of them."""
+    world = world_of_now()
+    serving = world.serve(await world.slot())
+    key = old_key(age_ms)
+    events = [event_of(key, member_id(key, i), topic, None, b"1", []) for i, topic in enumerate(("orders", "kept"))]
+    for event in events:
+        await world.admission.check_content(event, time.monotonic())
+    writing = world.admission.submit_atomic(events, (event_id(key), b"f" * 8), time.monotonic())
+    if refused:
+        with pytest.raises(Problem, match="key-expired"):
+            await writing
+    else:
+        assert isinstance(await writing, Committed)
+    await ended(serving)
 
 
 async def test_an_old_key_that_cannot_be_looked_up_is_answered_503() -> None:
