@@ -107,8 +107,7 @@ def event_of(
     traceparent: bytes | None = None,
 ) -> Event:
     """Make an event, and check the rules for all events, also CloudEvents. Raises Problem (400, 413)."""
-    if not _is_topic(topic):
-        raise invalid("topic", "use 1 to 249 of letters, digits, '.', '_' and '-'")
+    check_topic_name(topic)
     if value is None and record_key is None:
         raise invalid("value", "null writes a tombstone, which needs a key: send one")
     size = len(value or b"") + len(record_key or b"")
@@ -215,8 +214,10 @@ def make_event(key: str, id: bytes, fields: EventBody, traceparent: bytes | None
     return event_of(key, id, fields.topic, record_key, value, headers, fields.partition, fields.timestamp, traceparent)
 
 
-def _is_topic(name: str) -> bool:
-    return len(name) <= TOPIC_CHARS_MAX and _is_topic_name(name)
+def check_topic_name(name: str) -> None:
+    """Raise Problem (400) for a name that no topic can have, of any length: caches of names are asked behind this."""
+    if len(name) > TOPIC_CHARS_MAX or not _is_topic_name(name):
+        raise invalid("topic", "use 1 to 249 of letters, digits, '.', '_' and '-'")
 
 
 @lru_cache(maxsize=1024)  # at most 1.5 MB of names

@@ -19,7 +19,7 @@ from service.contract import Rules
 from service.core.problems import MISSING_KEY, TOO_LARGE, Problem
 from service.core.settings import TOPICS_MAX
 from service.core.time_slice import TimeSlice
-from service.events.event import BATCH_EVENTS_MAX, Event, parse_key, parse_traceparent
+from service.events.event import BATCH_EVENTS_MAX, Event, check_topic_name, parse_key, parse_traceparent
 from service.events.json_objects import JsonObjects
 from service.events.produce import (
     PARTITION_NOT_FOUND,
@@ -152,7 +152,7 @@ class ProduceEndpoint:
     # -------------------------------------------------------------------------------------------------------------- v2
 
     def _post_v2(self, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
-        caller.check(path["topic"])
+        _check_topic(path["topic"], caller)
         format = v2_format(essence(found.get(b"content-type")))
         if format is None:
             raise unsupported(*V2_FORMATS)
@@ -183,7 +183,7 @@ class ProduceEndpoint:
     # -------------------------------------------------------------------------------------------------------------- v3
 
     def _post_v3(self, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
-        caller.check(path["topic"])
+        _check_topic(path["topic"], caller)
         if essence(found.get(b"content-type")) != JSON:
             raise unsupported(JSON)
         request = self._request(V3_TYPE, path, post, found, caller)
@@ -220,7 +220,7 @@ class ProduceEndpoint:
     def _stream_v3(self, head: StreamHead) -> Exchange:
         """Begin a v3 request whose records are written as they come. Raises Problem (400, 403, 415)."""
         topic, cluster = head.path_params["topic"], head.path_params["cluster"]
-        head.caller.check(topic)
+        _check_topic(topic, head.caller)
         if essence(head.found.get(b"content-type")) != JSON:
             raise unsupported(JSON)
         key = self._key_of(head.found, topic)
@@ -289,6 +289,15 @@ def new_key(at_ms: int) -> str:
     bits = at_ms << 80 | 7 << 76 | secrets.randbits(12) << 64 | 0b10 << 62 | secrets.randbits(62)
     text = f"{bits:032x}"
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _check_topic(name: str, caller: Caller) -> None:
+    """Raise Problem (400, 403) for a name in a path that no topic can have, or that the caller may not write to.
+
+    The caller's rights and the topic's rule are cached by name: names of any length would fill the memory.
+    """
+    check_topic_name(name)
+    caller.check(name)
 
 
 def _event_of(record: Event | V3Event | Problem) -> Event:

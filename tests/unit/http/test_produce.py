@@ -284,6 +284,22 @@ async def test_callers_are_known_by_their_tokens() -> None:
     await ended(serving)
 
 
+@pytest.mark.parametrize("name", ["x" * 250, "x" * 60_000, "a%20b"])
+async def test_a_name_that_no_topic_can_have_is_looked_up_nowhere(name: str) -> None:
+    """Whatever the caller's rights are: those, and the topics' rules, are cached by name."""
+    world = World()
+    rules = Rules(callers=(CallerRule("shop", (TOKEN_SHA256,), ("orders",)),))
+    path = V3.replace("orders", name)
+    async with proxied(world, rules) as client:
+        proxy, token = Proxy(world, client), {"authorization": "Bearer token"}
+        for response in (
+            await proxy.v2({"value": 1}, path=f"/topics/{name}/partitions/0", **token),
+            await proxy.v3(string("a"), path=path, **token),
+            await client.post(path, content=streamed(b"{}"), headers={"content-type": JSON, **token}),
+        ):
+            assert assert_error(response, 400, 400).startswith("topic: use 1 to 249 of letters")
+
+
 # ------------------------------------------------------------------------------------------------------------------ v3
 
 
