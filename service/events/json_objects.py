@@ -13,6 +13,8 @@ _BLANKS: Final = re.compile(rb"[ \t\r\n]*+")
 _PLAIN: Final = rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+'
 _SKIPPED: Final = re.compile(rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+"|\[%b\]|\{%b\})*+' % (_PLAIN, _PLAIN), re.DOTALL)
 _STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+# Bytes that one call looks at, each of which may be a bracket: that takes less than a time slice.
+LOOKED_AT_ONCE: Final = 512
 _OPENING: Final = frozenset(b"{[")
 _QUOTE: Final = ord('"')
 
@@ -33,7 +35,7 @@ class JsonObjects:
         self._begun_bytes = 0
         self._depth = 0  # brackets that are open
         self._in_string = False
-        self._is_escaped = False  # the last part ended with a backslash in a string
+        self._is_escaped = False  # what was looked at ended with a backslash in a string
         self._problem: Problem | None = None  # of the incomplete object, whose bytes are dropped
         self._fault: Problem | None = None  # to return, of text that cannot be cut
         self.is_over = False
@@ -43,8 +45,13 @@ class JsonObjects:
         """The bytes in memory."""
         return self._begun_bytes + len(self._data) - self._start
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether `next` has not looked at all of the last part, so that a call may return an object after None."""
+        return self._depth > 0 and self._at < len(self._data)
+
     def feed(self, data: bytes) -> None:
-        """Take the next part of the text, after `next` has returned None. A call of `next` may look at all of it."""
+        """Take the next part of the text, after `next` has returned None and nothing is unread."""
         self._data, self._start, self._at = data, 0, 0
 
     def next(self) -> bytes | Problem | None:
@@ -58,6 +65,8 @@ class JsonObjects:
             return self._take_object()
         if self._depth > DEPTH_MAX:
             return self._stop(not_json(TOO_DEEP))
+        if self.has_unread:
+            return None
         self._keep(self._data[self._start :])
         self.feed(b"")
         return None
@@ -86,16 +95,17 @@ class JsonObjects:
         return True
 
     def _to_end_of_object(self) -> bool:
-        """Look at the rest of the part, up to the end of the object; return whether the object is complete."""
+        """Look at the next bytes, up to the end of the object; return whether the object is complete."""
         data, at, depth = self._data, self._at, self._depth
-        while at < len(data):
+        until = min(len(data), at + LOOKED_AT_ONCE)
+        while at < until:
             if self._in_string:
-                at = self._end_of_string(at)
+                at = self._end_of_string(at, until)
                 continue
-            at = _end(_SKIPPED, data, at)
-            if at == len(data):
+            at = _end(_SKIPPED, data, at, until)
+            if at == until:
                 break
-            if data[at] == _QUOTE:  # of a string that goes on in the next part
+            if data[at] == _QUOTE:  # of a string that goes on behind these bytes
                 self._in_string = True
             elif data[at] in _OPENING:
                 depth += 1
@@ -107,15 +117,15 @@ class JsonObjects:
         self._at, self._depth = at, depth
         return not depth
 
-    def _end_of_string(self, at: int) -> int:
-        """Move to the end of a string, or of the part."""
+    def _end_of_string(self, at: int, until: int) -> int:
+        """Move to the end of a string, or to `until`."""
         if self._is_escaped:
             self._is_escaped = False
             return at + 1
-        at = _end(_STRING, self._data, at)
-        if at < len(self._data):
+        at = _end(_STRING, self._data, at, until)
+        if at < until:
             self._in_string = self._data[at] != _QUOTE
-            self._is_escaped = self._in_string  # a backslash whose character is in the next part
+            self._is_escaped = self._in_string  # a backslash whose character is behind `until`
             at += 1
         return at
 
@@ -140,7 +150,7 @@ class JsonObjects:
         return fault
 
 
-def _end(pattern: re.Pattern[bytes], text: bytes, start: int) -> int:
-    """Return where the match that begins at `start` ends; each pattern here matches an empty text too."""
-    found = pattern.match(text, start)
+def _end(pattern: re.Pattern[bytes], text: bytes, start: int, until: int) -> int:
+    """Return where the match within `start` and `until` ends; each pattern here matches an empty text too."""
+    found = pattern.match(text, start, until)
     return found.end() if found else start

@@ -38,6 +38,11 @@ class Lines:
         """The bytes in memory."""
         return self._begun_bytes + len(self._data) - self._start
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether `next` stopped before the end of the last part: a line's end is looked for in all of it."""
+        return False
+
     def feed(self, data: bytes) -> None:
         """Take the next part of the body, after `next` has returned None."""
         self._data, self._start = data, 0

@@ -56,7 +56,7 @@ from service.http.produce_answers import (
 )
 from service.http.request import PostRequest
 from service.http.responses import Headers, headers_of
-from service.http.streaming import Exchange, StreamEndpoint, StreamHead, Text
+from service.http.streaming import Exchange, StreamEndpoint, StreamHead, Text, next_text
 from service.pipeline.request import WriteResult
 
 log = structlog.get_logger(__name__)
@@ -335,12 +335,8 @@ async def _objects_of(body: bytes) -> AsyncIterator[Text]:
             cutter.feed(body[start : start + PIECE_BYTES])
         else:
             cutter.end()
-        while (text := cutter.next()) is not None:
+        while (text := await next_text(cutter, time_slice)) is not None:
             yield text
-            if time_slice.is_over:
-                await time_slice.next()
-        if time_slice.is_over:
-            await time_slice.next()
 
 
 def _v3_refusal(problem: Problem) -> tuple[int, Headers, bytes]:

@@ -68,8 +68,12 @@ class Splitter(Protocol):
     def is_over(self) -> bool:
         """Whether what follows in the body cannot be cut, as behind a syntax error; the stream ends then."""
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether `next` has not looked at all of the last part, so that a call may return a text after None."""
+
     def feed(self, data: bytes) -> None:
-        """Take the next part of the body, after `next` has returned None."""
+        """Take the next part of the body, after `next` has returned None and nothing is unread."""
 
     def next(self) -> Text | None:
         """Return the next text, or the problem that stands for it; None without a whole one."""
@@ -79,6 +83,16 @@ class Splitter(Protocol):
 
     def end(self) -> None:
         """Note that the body has ended; `next` may return a last text."""
+
+
+async def next_text(splitter: Splitter, time_slice: TimeSlice) -> Text | None:
+    """Return the next text of what the splitter was fed, looked for in time slices; None without a whole one."""
+    while True:
+        if time_slice.is_over:
+            await time_slice.next()
+        text = splitter.next()
+        if text is not None or not splitter.has_unread:
+            return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +268,7 @@ class StreamedBody:
     async def _fill(self, window: "_Window", splitter: Splitter) -> None:
         time_slice = TimeSlice()
         while not window.is_full and not splitter.is_over:
-            if time_slice.is_over:
-                await time_slice.next()
-            if (text := splitter.next()) is not None:
+            if (text := await next_text(splitter, time_slice)) is not None:
                 window.add(text)
                 self._waited_s = 0.0
             elif (piece := self.decoder.next()) is not None:

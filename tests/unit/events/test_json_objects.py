@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.core.problems import TOO_LARGE, Problem
-from service.events.json_objects import JsonObjects
+from service.events.json_objects import LOOKED_AT_ONCE, JsonObjects
 from tests.unit.fakes import grows_in_proportion
 
 TEXTS = [
@@ -24,10 +25,11 @@ TEXTS = [
 def taken(cutter: JsonObjects) -> list[bytes]:
     """Take all objects that are there. Raises the Problem that stands for one."""
     found = []
-    while (text := cutter.next()) is not None:
+    while (text := cutter.next()) is not None or cutter.has_unread:
         if isinstance(text, Problem):
             raise text
-        found.append(text)
+        if text is not None:
+            found.append(text)
     return found
 
 
@@ -141,3 +143,25 @@ def test_a_text_in_small_parts_is_cut_in_linear_time(piece: bytes) -> None:
             assert cutter.next() is None
 
     assert grows_in_proportion(cut, size=16_000)
+
+
+@pytest.mark.parametrize("piece", [b"[[[]]],", b'[[["x"]]],', b'"\\\\",', b"x" * 100, b'"\xc3\xa9\\"[",'])
+def test_a_call_does_little_work_whatever_the_text(piece: bytes) -> None:
+    text = b'{"a":[' + piece * (32_000 // len(piece)) + b"]}"
+    cutter, found = JsonObjects(), None
+    most = calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    cutter.feed(text)
+    while found is None:
+        calls = 0
+        sys.setprofile(count)
+        found = cutter.next()
+        sys.setprofile(None)
+        most = max(most, calls)
+        assert cutter.has_unread is (found is None)
+    assert found == text
+    assert most < 8 * LOOKED_AT_ONCE  # events of the profiler: two for each call of a function, Python's and C's
