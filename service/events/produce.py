@@ -81,6 +81,7 @@ class ProduceProblem(Problem):
 class RequestKey(msgspec.Struct, frozen=True):
     """The idempotency key of a produce request in its scope; record i has the id of member i of an atomic batch.
 
+    So a request is sent again as a whole: in one with fewer records, a record would get the id of another.
     `key` is the request's, else one that the service has made. It is None where a rule refuses that: then each record
     needs a key of its own.
     """

@@ -31,6 +31,7 @@ from service.core.problems import (
 from service.events.produce import INVALID_PAYLOAD, PARTITION_NOT_FOUND, UNPROCESSABLE, Format, ProduceProblem, V3Event
 from service.http.answers import Answers
 from service.http.responses import echo_of, imf_fixdate
+from service.http.streaming import UNREAD
 from service.pipeline.request import Committed, WriteResult
 
 V2_TYPE: Final = b"application/vnd.kafka.v2+json"
@@ -41,6 +42,9 @@ WRITTEN: Final = 200
 NOT_RETRIABLE, RETRIABLE = 1, 2
 # Statuses after which a client sends the same request again.
 _RETRIABLE_STATUSES: Final = frozenset({408, 429, 500, 503, 504})
+# Follows the message of a record that may be not written. A record without a key of its own has its index in the body
+# for one (RequestKey): in a request of fewer records, it would be taken for another record.
+WHOLE_AGAIN: Final = " (send the whole request again, with its Idempotency-Key: records are told apart by their index)"
 # What follows each answer of a v3 request.
 V3_SEPARATOR: Final = b"\r\n"
 
@@ -192,7 +196,8 @@ def render_offsets(results: Iterable[WriteResult]) -> bytes:
 def _offset_of(result: WriteResult) -> _Offset:
     if isinstance(result, Problem):
         error = error_of(result)
-        return _Offset(None, None, RETRIABLE if error.retriable else NOT_RETRIABLE, error.message)
+        code, how = (RETRIABLE, WHOLE_AGAIN) if error.retriable else (NOT_RETRIABLE, "")
+        return _Offset(None, None, code, error.message + how)
     _, there = result.deliveries[0]
     return _Offset(there.partition, there.offset, None, None)
 
@@ -220,7 +225,10 @@ def _v3_answer(cluster: str, record: V3Event, result: Committed) -> bytes:
 
 def _v3_error(problem: Problem) -> bytes:
     """Render the answer to a v3 record that is not written. The peer has no finer codes than 422 there."""
-    status, code, message = error_of(problem)
+    error = error_of(problem)
+    status, code, message = error
+    if error.retriable or UNREAD in message:
+        message += WHOLE_AGAIN
     if code // 100 == UNPROCESSABLE:
         message = f"Error: {code} : {message}"
         code = status

@@ -49,6 +49,9 @@ RATE_PAUSE_MAX_S: Final = 60.0
 OVERLOAD_WAIT_S: Final = 10.0
 OVERLOAD_LOOK_S: Final = 0.05
 
+# How a stream ends that is not read to its end. What to send then depends on the keys: `Exchange.render_end` says it.
+UNREAD: Final = "what is behind the last result was not written"
+
 # The text of one event, or why it has none.
 Text = bytes | Problem
 
@@ -111,7 +114,7 @@ class Exchange:
     """What an API makes of one stream: how its body is cut, parsed and answered.
 
     `parse` and `render` are called once for each text, in the order of the body. `render_end` renders what is behind
-    the last result if the body could not be read to its end.
+    the last result if the body could not be read to its end, and says what to send then.
     """
 
     splitter: Splitter
@@ -314,7 +317,7 @@ class StreamedBody:
         if not self._stopping.is_set:
             await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if self._stopping.is_set:
-            raise Problem(NOT_WRITTEN, "this process is stopping: send the rest again, to another")
+            raise Problem(NOT_WRITTEN, f"this process is stopping: {UNREAD}")
         if not coming.done():
             raise Problem(REQUEST_TIMEOUT, _silence(left_s))
         self._waited_s += time.monotonic() - since
@@ -347,7 +350,7 @@ def _silence(left_s: float) -> str:
         if left_s == SILENCE_MAX_S
         else f"less than {LEAST_BYTES_S} bytes a second of an event came"
     )
-    return f"body: {why}: what is behind the last result was not written"
+    return f"body: {why}: {UNREAD}"
 
 
 class _Window:
@@ -414,9 +417,7 @@ class StreamedAnswer:
         """
         while self._bytes > OWN_BYTES and (self._bytes > UNREAD_BYTES_MAX or not self._memory.resize(self._bytes)):
             if self._sending is None:
-                raise Problem(
-                    TOO_LARGE, "body: HTTP/1.0 takes no more results at once: send the rest in another request"
-                )
+                raise Problem(TOO_LARGE, f"body: HTTP/1.0 takes no more results at once: {UNREAD}: use HTTP/1.1")
             self._read.clear()
             await self._read.wait()
             if self._sending.done():

@@ -31,12 +31,14 @@ from service.http.produce_answers import (
     render_v3,
     rfc3339,
 )
+from service.http.streaming import UNREAD
 from service.pipeline.request import Committed, WriteResult
 
 THERE = Delivered(1_000, b"f" * 8, "orders", 2, 3, 4, 60)
 WRITTEN = Committed(1_000, ((b"i" * 16, THERE),), replayed=False)
 REPLAYED = Committed(1_000, ((b"i" * 16, THERE),), replayed=True)
 REFUSED, RETRIED, UNKNOWN = (Problem(kind, kind.code) for kind in (RECORD_REFUSED, NOT_WRITTEN, OUTCOME_UNKNOWN))
+WHOLE = " (send the whole request again, with its Idempotency-Key: records are told apart by their index)"
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.code)
@@ -47,7 +49,17 @@ def test_what_is_not_known_to_be_refused_is_retriable(kind: Kind) -> None:
     assert error.retriable is may_succeed
     (told,) = json.loads(b"[%b]" % render_offsets([Problem(kind, "field: remedy")]))
     wanted = 2 if may_succeed else 1
-    assert told == {"partition": None, "offset": None, "error_code": wanted, "error": "field: remedy"}
+    error_text = f"field: remedy{WHOLE}" if may_succeed else "field: remedy"
+    assert told == {"partition": None, "offset": None, "error_code": wanted, "error": error_text}
+    (line,) = render_v3("c1", [(None, Problem(kind, "field: remedy"))]).splitlines()
+    assert json.loads(line)["message"].endswith(WHOLE) is may_succeed
+
+
+def test_a_stream_that_ends_early_is_sent_again_as_a_whole() -> None:
+    """Its records' ids are by their index: the rest alone would get the ids of the first records."""
+    for kind in (REQUEST_TIMEOUT, NOT_WRITTEN, TOO_LARGE):
+        line = render_v3("c1", [(None, Problem(kind, f"body: why: {UNREAD}"))])
+        assert json.loads(line)["message"] == f"body: why: {UNREAD}{WHOLE}"
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.code)

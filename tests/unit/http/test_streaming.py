@@ -418,7 +418,9 @@ async def test_http_1_0_gets_no_more_than_fits_into_memory(monkeypatch: pytest.M
     results = await wire.over()
     assert 500 < len(results) < 2_000
     assert wire.statuses[-2:] == [201, 413]
-    assert "HTTP/1.0" in results[-1]["problem"]["detail"]
+    detail = results[-1]["problem"]["detail"]
+    assert "HTTP/1.0" in detail
+    assert detail.endswith(f"{module.UNREAD}: use HTTP/1.1: send the rest again"), "each line has a key of its own"
 
 
 async def test_cutting_and_answering_many_lines_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
