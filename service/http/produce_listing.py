@@ -3,29 +3,38 @@
 A caller sees the topics that it may write to. Everything else of that API is answered 404 with where to go.
 """
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.contract.wire import TOPIC
 from service.core.problems import INCOMPLETE, NOT_FOUND, UNKNOWN_TOPIC, KafkaAway, KafkaForbids, Problem
 from service.core.time_slice import TimeSlice
+from service.events.event import invalid
 from service.events.produce import PARTITION_NOT_FOUND, ProduceProblem
+from service.http.asgi import send_whole
 from service.http.callers import Caller
 from service.http.events import EventsEndpoint
 from service.http.headers import pick
 from service.http.produce_answers import V2_TYPE, V3_TYPE, error_of, lines_of_error, render_error
 from service.http.responses import headers_of
+from service.kafka.deadline import shared
 from service.kafka.listing import ListedPartition, ListedTopic, Listing, TopicLister
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 
 # Topics in one list, the first by name.
 LISTED_MAX: Final = 10_000
+# Rendered lists in memory: of one cluster's listing, by API, caller and URL. Each has some MB for LISTED_MAX topics.
+SHARED_MAX: Final = 4
+# Characters of the host in a request for a list, whose items repeat it: a DNS name and a port.
+HOST_CHARS_MAX: Final = 261
 # The code of a GET of v2, and that of v3, which is the same for topics and partitions.
 TOPIC_NOT_FOUND, UNKNOWN_TOPIC_OR_PARTITION = 40401, 40403
 _WHERE_TO_GO: Final = (
@@ -47,24 +56,58 @@ class ListingParts(Protocol):
     topics: InternalTopics
 
 
+class SharedLists:
+    """Rendered lists of topics, each made once and shared by all readers, until the cluster is listed anew."""
+
+    def __init__(self) -> None:
+        self._listing: Listing | None = None
+        self._lists: dict[tuple[object, ...], asyncio.Task[bytes]] = {}
+
+    async def of(
+        self, listing: Listing, key: tuple[object, ...], render: Callable[[], Coroutine[Any, Any, bytes]]
+    ) -> bytes:
+        """Return what `render` makes of a listing for all requests with this key."""
+        if listing is not self._listing:
+            self._listing, self._lists = listing, {}
+        task = self._lists.pop(key, None)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.create_task(render())
+        self._lists[key] = task  # as the last one used
+        if len(self._lists) > SHARED_MAX:
+            del self._lists[next(iter(self._lists))]
+        return await shared(task)
+
+
 class ListRequest:
     """A request for a list: who asks, the parameters of its path, and the parts of the service."""
 
-    def __init__(self, request: Request, caller: Caller, parts: ListingParts) -> None:
+    def __init__(self, request: Request, caller: Caller, parts: ListingParts, lists: SharedLists) -> None:
+        """Raises Problem (400) for a host that is too long."""
+        if len(request.url.netloc) > HOST_CHARS_MAX:
+            raise invalid("Host", f"at most {HOST_CHARS_MAX} characters are taken")
         self.path: Mapping[str, str] = request.path_params
         self._is_v3 = request.url.path.startswith("/v3")
         self.base = f"{request.url.scheme}://{request.url.netloc}"
         self._caller = caller
         self._parts = parts
+        self._lists = lists
 
     def sees(self, topic: ListedTopic) -> bool:
         """Whether the caller may write to a topic, and it is none of Kafka's or Fencepost's own."""
         hidden = topic.is_internal or self._parts.topics.reserved(topic.name)
         return not hidden and self._caller.may_write_to(topic.name)
 
-    async def all(self) -> tuple[Listing, list[ListedTopic]]:
+    async def all(self, render: Callable[[Listing, list[ListedTopic]], Awaitable[bytes]]) -> bytes:
+        """Return what `render` makes of the topics that the caller sees, once for all requests of the caller."""
+        listing = self.check_cluster(await self._parts.topic_lister.all())
+
+        async def rendered() -> bytes:
+            return await render(listing, await self._seen(listing))
+
+        return await self._lists.of(listing, (self._is_v3, self._caller, self.base), rendered)
+
+    async def _seen(self, listing: Listing) -> list[ListedTopic]:
         """List the topics that the caller sees, of LISTED_MAX at most."""
-        listing = await self._parts.topic_lister.all()
         time_slice = TimeSlice()
         seen = []
         for topic in listing.topics.values():
@@ -74,7 +117,7 @@ class ListRequest:
                 seen.append(topic)
                 if len(seen) == LISTED_MAX:
                     break
-        return listing, seen
+        return seen
 
     async def one(self) -> tuple[Listing, ListedTopic]:
         """Look up the topic of the path. Raises Problem (404) if the caller does not see one."""
@@ -113,12 +156,24 @@ class ListRequest:
         return listing
 
 
+class _Whole:
+    """A response whose body many share. It is sent in slices as the client reads, so that it is not copied."""
+
+    def __init__(self, media_type: bytes, body: bytes) -> None:
+        self._media_type = media_type
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_whole(send, 200, [(b"content-type", self._media_type)], self._body)
+
+
 class ProduceListing:
     """The read-only routes beside the produce API's POSTs."""
 
     def __init__(self, posts: EventsEndpoint, parts: Callable[[], ListingParts]) -> None:
         self._posts = posts
         self._parts = parts
+        self._lists = SharedLists()
 
     def routes(self) -> list[Route]:
         """Make the routes; those of other parts of the API come last."""
@@ -143,14 +198,15 @@ class ProduceListing:
         return served + [Route(path, _NotHere(path), include_in_schema=False) for path in others]
 
     def _route(self, path: str, answer: Answer, media_type: bytes) -> Route:
-        async def get(request: Request) -> Response:
+        async def get(request: Request) -> ASGIApp:
             try:
                 found = pick(request.headers.raw)
                 address = request.client.host if request.client else None
                 needs_host = request.scope["http_version"] != "1.0"
                 caller = self._posts.caller_of(address, found, host_needed=needs_host)
-                body = await answer(ListRequest(request, caller, self._parts()))
-                return Response(body, headers={"content-type": media_type.decode()})
+                caller.spend(1, time.monotonic())
+                body = await answer(ListRequest(request, caller, self._parts(), self._lists))
+                return _Whole(media_type, body)
             except Problem as problem:
                 return _failed(problem, media_type)
             except KafkaForbids as error:
@@ -193,8 +249,10 @@ async def _joined(items: Iterable[Json]) -> bytes:
 
 
 async def _v2_topics(request: ListRequest) -> bytes:
-    _, topics = await request.all()
-    return _encode([topic.name for topic in topics])
+    async def render(_: Listing, topics: list[ListedTopic]) -> bytes:
+        return _encode([topic.name for topic in topics])
+
+    return await request.all(render)
 
 
 async def _v2_topic(request: ListRequest) -> bytes:
@@ -235,9 +293,11 @@ async def _v3_cluster(request: ListRequest) -> bytes:
 
 
 async def _v3_topics(request: ListRequest) -> bytes:
-    listing, topics = await request.all()
-    at = _url(request.check_cluster(listing), request.base)
-    return await _collection("KafkaTopicList", f"{at}/topics", (_topic_of(listing, topic, at) for topic in topics))
+    async def render(listing: Listing, topics: list[ListedTopic]) -> bytes:
+        at = _url(listing, request.base)
+        return await _collection("KafkaTopicList", f"{at}/topics", (_topic_of(listing, topic, at) for topic in topics))
+
+    return await request.all(render)
 
 
 async def _v3_topic(request: ListRequest) -> bytes:

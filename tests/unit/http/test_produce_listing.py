@@ -1,5 +1,6 @@
 """Tests what clients of Confluent's API ask before they write: cluster, topics, partitions; and what is not served."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,8 @@ from service.core.settings import Settings
 from service.http import produce_listing as module
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
-from service.http.produce_listing import ListingParts, ProduceListing
+from service.http.produce_listing import ListingParts, ListRequest, ProduceListing
+from service.http.request import WRITE_BYTES
 from service.kafka.admin import Topic
 from service.kafka.listing import ListedPartition, ListedTopic, Listing, TopicLister
 from service.kafka.topics import InternalTopics, TopicMetadataCache
@@ -48,7 +50,7 @@ class Cluster(FakeCluster):
         return Listing("c1", 2, {topic.name: topic for topic in TOPICS if names is None or topic.name in names})
 
 
-def client_of(cluster: Cluster, rules: Rules, address: str = "127.0.0.1") -> httpx.AsyncClient:
+def app_of(cluster: Cluster, rules: Rules) -> FastAPI:
     settings = Settings(rules="rules.toml" if rules.callers else "")
     parts = SimpleNamespace(
         topic_lister=TopicLister(cluster.list_topics),
@@ -58,6 +60,11 @@ def client_of(cluster: Cluster, rules: Rules, address: str = "127.0.0.1") -> htt
     posts = EventsEndpoint(lambda: cast(Admission, None), settings, Callers(rules.callers), Telemetry())
     app = FastAPI()
     app.router.routes += ProduceListing(posts, lambda: cast(ListingParts, parts)).routes()
+    return app
+
+
+def client_of(cluster: Cluster, rules: Rules, address: str = "127.0.0.1") -> httpx.AsyncClient:
+    app = app_of(cluster, rules)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://test")
 
 
@@ -198,6 +205,57 @@ async def test_the_lists_are_bounded(
     for _ in range(3):
         assert await read(http, "/topics") == ["orders"]
     assert cluster.listed == [None]
+
+
+async def test_a_list_is_rendered_once_and_sent_as_its_reader_reads(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [ListedTopic(f"{n:04}{'x' * 200}", False, PARTITIONS) for n in range(1_000)]
+    monkeypatch.setitem(globals(), "TOPICS", many)
+    listed: list[ListedTopic] = []
+    sees = ListRequest.sees
+
+    def counted(request: ListRequest, topic: ListedTopic) -> bool:
+        listed.append(topic)
+        return sees(request, topic)
+
+    monkeypatch.setattr(ListRequest, "sees", counted)
+    app = app_of(cluster, Rules())
+    sent: list[bytes] = []
+    reads = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+            await reads.wait()
+
+    scope: dict[str, Any] = {"type": "http", "http_version": "1.1", "method": "GET", "path": "/v3/clusters/c1/topics"}
+    scope |= {"client": ("127.0.0.1", 1), "headers": [(b"host", b"test")], "query_string": b"", "scheme": "http"}
+    readers = [asyncio.create_task(app(scope, cast(Any, None), send)) for _ in range(3)]
+    async with asyncio.timeout(5.0):
+        while len(sent) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert max(map(len, sent)) <= WRITE_BYTES
+    reads.set()
+    await asyncio.gather(*readers)
+    assert sum(map(len, sent)) > 3 * 1_000_000
+    assert listed == many, "once for all readers"
+
+
+async def test_few_rendered_lists_are_kept(cluster: Cluster) -> None:
+    async with client_of(cluster, Rules()) as http:
+        for n in [*range(module.SHARED_MAX + 3), 0]:
+            topics = await http.get("/v3/clusters/c1/topics", headers={"host": f"h{n}"})
+            assert topics.json()["metadata"]["self"] == f"http://h{n}/v3/clusters/c1/topics"
+        assert_error(await http.get("/v3/clusters/c1/topics", headers={"host": "h" * 262}), 400, 400)
+
+
+async def test_a_list_counts_in_the_caller_s_rate(cluster: Cluster) -> None:
+    rules = Rules(callers=(CallerRule("shop", (TOKEN_SHA256,), ("other",), rate=0.001),))
+    async with client_of(cluster, rules) as http:
+        token = {"authorization": "Bearer token"}
+        assert await read(http, "/topics", **token) == ["other"]
+        assert_error(await http.get("/v3/clusters", headers=token), 429, 42901)
 
 
 async def test_kafka_that_does_not_answer_is_retriable(http: httpx.AsyncClient, cluster: Cluster) -> None:
