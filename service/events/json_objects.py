@@ -72,8 +72,12 @@ class JsonObjects:
         return None
 
     def drop(self, problem: Problem) -> None:
-        """Drop the incomplete object, as far as it has come and what is still to come: `problem` is its result."""
-        self._begun, self._begun_bytes, self._problem = [], 0, problem
+        """Drop the incomplete object, as far as it has come and what is still to come: `problem` is its result.
+
+        Between two objects nothing is dropped: a problem there would be the result of an object that has not come yet.
+        """
+        if self._begun:
+            self._begun, self._begun_bytes, self._problem = [], 0, problem
 
     def end(self) -> None:
         """Note the end of the text; `next` returns the problem of an incomplete object."""

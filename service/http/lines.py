@@ -72,8 +72,12 @@ class Lines:
                 )
 
     def drop(self, problem: Problem) -> None:
-        """Drop the incomplete line, as far as it has come and what is still to come: `problem` is its result."""
-        self._begun, self._begun_bytes, self._problem = [], 0, problem
+        """Drop the incomplete line, as far as it has come and what is still to come: `problem` is its result.
+
+        Between two lines nothing is dropped: a problem there would be the result of no event.
+        """
+        if self._begun:
+            self._begun, self._begun_bytes, self._problem = [], 0, problem
 
     def end(self) -> None:
         """Note that the body has ended."""

@@ -82,7 +82,10 @@ class Splitter(Protocol):
         """Return the next text, or the problem that stands for it; None without a whole one."""
 
     def drop(self, problem: Problem) -> None:
-        """Drop the incomplete text, as far as it has come and what is still to come: `problem` is its result."""
+        """Drop the incomplete text, as far as it has come and what is still to come: `problem` is its result.
+
+        Between two texts nothing is dropped.
+        """
 
     def end(self) -> None:
         """Note that the body has ended; `next` may return a last text."""
@@ -285,7 +288,7 @@ class StreamedBody:
             elif not self._memory.resize(self.decoder.held + splitter.held + window.bytes):
                 if window.texts:
                     return
-                splitter.drop(Problem(NOT_WRITTEN, "body: too many large ones are under way: send this event again"))
+                _drop_begun(splitter)
             elif not window.texts or await self._is_there(window.time_left):
                 self.decoder.feed(await self._read(splitter.held))
             else:
@@ -337,6 +340,14 @@ class StreamedBody:
         if self._coming is not None:
             self._coming.cancel()
             await asyncio.wait({self._coming})
+
+
+def _drop_begun(splitter: Splitter) -> None:
+    """Drop the incomplete text; raise Problem (503) if there is none, and it is the decoder that has the memory."""
+    crowded = "body: too many large ones are under way"
+    if not splitter.held:
+        raise Problem(NOT_WRITTEN, f"{crowded}: {UNREAD}")
+    splitter.drop(Problem(NOT_WRITTEN, f"{crowded}: send this event again"))
 
 
 async def _received(receive: Receive) -> Message:

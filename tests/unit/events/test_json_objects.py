@@ -132,6 +132,15 @@ def test_an_object_may_be_dropped_as_far_as_it_has_come() -> None:
     assert cutter.next() is problem
 
 
+def test_between_two_objects_nothing_is_dropped() -> None:
+    cutter = JsonObjects()
+    cutter.feed(b'{"a":1}\n')
+    assert (cutter.next(), cutter.next()) == (b'{"a":1}', None)
+    cutter.drop(Problem(TOO_LARGE, "no room"))
+    cutter.feed(b'{"b":1}')
+    assert cutter.next() == b'{"b":1}'
+
+
 @pytest.mark.parametrize("piece", [b"x", b"\\\\", b'\\"', b'","', b"{}", b"[],", b"[[]],"])
 def test_a_text_in_small_parts_is_cut_in_linear_time(piece: bytes) -> None:
     opening = b'{"a":"' if piece in (b"x", b"\\\\", b'\\"', b'","') else b'{"a":['

@@ -93,6 +93,18 @@ def test_a_line_that_is_dropped_fails_alone() -> None:
     assert lines.next() == b"third"
 
 
+def test_between_two_lines_nothing_is_dropped() -> None:
+    lines = Lines()
+    lines.feed(b"first\n\r\n")
+    assert (lines.next(), lines.next()) == (b"first", None)
+    lines.drop(Problem(NOT_WRITTEN, "no room"))
+    lines.feed(b'\r\n{"a":2}\n')
+    assert (lines.next(), lines.next()) == (b'{"a":2}', None)
+    lines.drop(Problem(NOT_WRITTEN, "no room"))
+    lines.end()
+    assert lines.next() is None
+
+
 @pytest.mark.parametrize("unit", [b"\n", b" ", b"\r\n", b"1\n", b"x"])
 def test_a_body_of_any_length_is_cut_in_linear_time(unit: bytes) -> None:
     assert grows_in_proportion(lambda size: cut(unit * (size // len(unit))))

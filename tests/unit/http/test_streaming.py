@@ -387,6 +387,20 @@ async def test_bodies_that_fill_the_memory_of_all_fail_by_themselves() -> None:
     assert wire.lines[1]["problem"]["code"] == "not-written"
 
 
+async def test_a_decoder_without_memory_ends_the_stream_behind_its_last_result() -> None:
+    """A 503 for no event would be taken for the result of the next one."""
+    wire = Wire(headers={**TYPE, b"content-encoding": b"zstd"})
+    wire.posts.bodies.bytes = taken = wire.posts.bodies.most - 1_000
+    coder = zstd.ZstdCompressor()
+    for body in (line(0), line(1) + b"\n" * 2 * OWN_BYTES):
+        wire.say(coder.compress(body, zstd.ZstdCompressor.FLUSH_BLOCK))
+    wire.say(coder.compress(line(2)) + coder.flush(), more=False)
+    await wire.serving
+    assert wire.posts.bodies.bytes == taken
+    assert wire.statuses == [201, 201, 503]
+    assert "behind the last result" in wire.lines[2]["problem"]["detail"]
+
+
 async def test_results_wait_for_a_client_when_the_memory_of_all_is_full() -> None:
     wire = Wire()
     wire.posts.bodies.bytes = taken = wire.posts.bodies.most - 1_000
