@@ -411,7 +411,7 @@ def build_app(
             await service.stop()
 
     app = FastAPI(title="Fencepost", version="1", lifespan=lifespan)
-    callers = Callers(rules.callers)
+    callers = Callers(rules.callers, with_sources=bool(rules.sources))
     endpoint = EventsEndpoint(lambda: holder["service"].admission, settings, callers, telemetry)
     routes(app, lambda: holder["service"], callers, endpoint)
     produce = ProduceEndpoint(endpoint, rules, settings.key_ttl_s)

@@ -66,12 +66,16 @@ ANYBODY: Final = Caller()
 
 
 class Callers:
-    """The callers that the rules name; ANYBODY if the rules name none."""
+    """The callers that the rules name; ANYBODY if the rules name none.
 
-    def __init__(self, rules: Iterable[CallerRule]) -> None:
+    `are_missing` if the rules name sources and no caller: rules that let a webhook in do not let everybody write.
+    """
+
+    def __init__(self, rules: Iterable[CallerRule], *, with_sources: bool = False) -> None:
         self._by_digest: dict[bytes, Caller] = {}
         for rule in rules:
             self._by_digest.update(dict.fromkeys(map(bytes.fromhex, rule.token_sha256), Caller(rule)))
+        self.are_missing = with_sources and not self._by_digest
 
     def of(self, authorization: str | None) -> Caller:
         """Return the caller that sends this Authorization header. Raises Problem (401)."""

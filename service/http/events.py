@@ -94,7 +94,7 @@ class EventsEndpoint:
         self._or_fail, self._refuse = answers.or_fail, answers.refuse
         self.stopping = StopSignal()
         self._retention_s = settings.key_ttl_s
-        self._loopback_only = not settings.rules
+        self._why_loopback = _why_loopback_only(settings.rules, callers)
         self.routes: dict[bytes, Handler] = {
             b"/events": partial(self.take, self._post_event, self._fail),
             b"/events/batch": partial(self.take, self._post_batch, self._fail),
@@ -149,11 +149,9 @@ class EventsEndpoint:
         return self._callers.of(found.get(b"authorization"))
 
     def _check_address(self, client: str | None) -> None:
-        """Raise Problem (403) for an address other than loopback, if there are no rules."""
-        if self._loopback_only and client is not None and not _is_loopback(client):
-            raise Problem(
-                FORBIDDEN_CALLER, f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
-            )
+        """Raise Problem (403) for an address other than loopback, if the rules do not say who may write."""
+        if self._why_loopback and client is not None and not _is_loopback(client):
+            raise Problem(FORBIDDEN_CALLER, self._why_loopback)
 
     def _post_event(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         """Parse the event of a `POST /events`, or its batch of CloudEvents, and write it. Raises Problem."""
@@ -287,6 +285,15 @@ class EventsEndpoint:
 def _keep_decoded(post: PostRequest, body: bytes) -> None:
     if not post.decode(body):
         raise Problem(NOT_WRITTEN, TOO_MANY_BODIES)
+
+
+def _why_loopback_only(rules_path: str, callers: Callers) -> str:
+    """Say why only clients on this machine may write or list topics, and the remedy; "" if the rules say who may."""
+    if not rules_path:
+        return f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
+    if callers.are_missing:
+        return "the rules name sources and no callers, so only callers on this machine may write: add [[callers]]"
+    return ""
 
 
 @lru_cache(maxsize=256)  # the loopback has 16 million addresses

@@ -15,6 +15,7 @@ from service.app import build_app, create_app
 from service.contract import CallerRule, Rules, SettingsError
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
+from service.events.deliveries import read_sources
 from service.events.schemas import Schemas
 from service.http import asgi as module
 from service.http.asgi import AsgiEndpoint, AsgiRequest
@@ -198,6 +199,28 @@ def test_a_client_without_a_loopback_address_is_refused() -> None:
     for address, status in (("testclient", 403), ("10.0.0.1", 403), ("127.0.0.1", 201), ("::1", 201)):
         client = TestClient(app, client=(address, 1))
         assert client.post("/events", content=EVENT, headers=HEAD).status_code == status, address
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/events"),
+        ("POST", "/events/batch"),
+        ("POST", "/topics/orders"),
+        ("POST", "/v3/clusters/c/topics/orders/records"),
+        ("GET", "/topics"),
+        ("GET", "/v3/clusters"),
+    ],
+)
+def test_rules_with_sources_only_open_nothing_but_the_sources(method: str, path: str) -> None:
+    text = '[[sources]]\nname = "ci"\nsignature = "none"\nidempotency_key = { header = "id" }\ntopic = "orders"\n'
+    rules, settings = Rules.parse(text), Settings(kafka="127.0.0.1:1", rules="rules.toml")
+    app, _ = build_app(settings, rules, Schemas(rules), read_sources(rules), lambda _: None)
+    client = TestClient(app, client=("10.0.0.1", 1))
+    answer = client.request(method, path, headers={"content-type": "application/json"})
+    assert answer.status_code == 403
+    assert "add [[callers]]" in answer.text
+    assert client.post("/sources/nobody").json()["code"] == "unknown-source"
 
 
 def test_the_factory_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
