@@ -21,8 +21,12 @@ RATIO_MAX: Final = 100
 RATIO_FREE_BYTES: Final = 1024 * 1024
 # What a member (gzip) or frame (zstd) counts beside its bytes, because each takes time, also if it is empty.
 MEMBER_BYTES: Final = 4 * 1024
-# The window that a zstd decoder has to take, at least and at most (RFC 9659): 8 MiB.
+# The window that a zstd decoder has to take, at least and at most (RFC 9659): 8 MiB. A stream keeps its window while it
+# waits, so that it may have only the one of zstd's usual levels: 2 MiB.
 _WINDOW_LOG: Final = 23
+STREAM_WINDOW_LOG: Final = 21
+_ZSTD_TOO_MUCH: Final = "too much memory"  # in libzstd's text of an error, for a window beyond the bound
+_LESS: Final = "compress at a lower level, or in smaller frames"
 _GZIP, _ZLIB = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS
 
 
@@ -54,15 +58,15 @@ class _Zlib:
         return self._decoder.decompress(self._decoder.unconsumed_tail + data, max_length)
 
 
-def _new_zstd() -> _Member:
-    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _WINDOW_LOG})
+def _new_zstd(window_log: int) -> _Member:
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: window_log})
 
 
-# By coding: the decoder of a member, whether several may follow each other, and the most bytes of its window.
-_DECODERS: Final[dict[str, tuple[Callable[[], _Member], bool, int]]] = {
-    "gzip": (lambda: _Zlib(_GZIP), True, 1 << _ZLIB),
-    "deflate": (lambda: _Zlib(_ZLIB), False, 1 << _ZLIB),  # the zlib format (RFC 1950), not bare deflate
-    "zstd": (_new_zstd, True, 1 << _WINDOW_LOG),
+# By coding: the decoder of a member with a window of 2**n bytes at most, and whether several may follow each other.
+_DECODERS: Final[dict[str, tuple[Callable[[int], _Member], bool]]] = {
+    "gzip": (lambda _: _Zlib(_GZIP), True),
+    "deflate": (lambda _: _Zlib(_ZLIB), False),  # the zlib format (RFC 1950), not bare deflate
+    "zstd": (_new_zstd, True),
 }
 
 
@@ -78,14 +82,20 @@ def coding_of(found: UsedHeaders) -> str:
 
 
 class Decoder:
-    """Decodes one body that comes in parts. Without a coding (""), its pieces are those of the parts."""
+    """Decodes one body that comes in parts. Without a coding (""), its pieces are those of the parts.
+
+    A body without a bound (`most`) is a stream, whose windows have STREAM_WINDOW_LOG.
+    """
 
     def __init__(self, coding: str, most: int | None = None) -> None:
         self._coding = coding
         self._most = most  # bytes of the decoded body; None for any number
-        decoders: tuple[Callable[[], _Member] | None, bool, int] = _DECODERS.get(coding, (None, False, 0))
-        self._new, self._several, self._window = decoders
-        self._member = None if self._new is None else self._new()
+        decoders: tuple[Callable[[int], _Member] | None, bool] = _DECODERS.get(coding, (None, False))
+        self._new, self._several = decoders
+        zstd_log = STREAM_WINDOW_LOG if most is None else _WINDOW_LOG
+        self._window_log = zstd_log if coding == "zstd" else _ZLIB
+        self._member = None if self._new is None else self._new(self._window_log)  # None between two members
+        self._filled = 0  # bytes that the member has decoded
         self._members = 1
         self._part = memoryview(b"")
         self._at = 0  # the first byte of the part that is not decoded
@@ -95,8 +105,8 @@ class Decoder:
 
     @property
     def held(self) -> int:
-        """The bytes in memory: what is to be decoded, and the window, as far as it has been filled."""
-        return len(self._part) + min(self._window, self._decoded)
+        """The bytes in memory: what is to be decoded, and the member's window, as far as it has been filled."""
+        return len(self._part) + min(1 << self._window_log, self._filled)
 
     def feed(self, part: bytes) -> None:
         """Take the next part of the body, after `next` has returned None."""
@@ -110,13 +120,15 @@ class Decoder:
         if self._at == len(self._part) and not self._more:
             self._part, self._at = memoryview(b""), 0
             return None
-        if self._member is None:
+        if self._new is None:
             start, self._at = self._at, min(self._at + PIECE_BYTES, len(self._part))
             return bytes(self._part[start : self._at])
-        if self._member.eof:
-            self._member = self._new_member()
-        piece = self._decompress(self._member)
+        member = self._member = self._member or self._new_member()
+        piece = self._decompress(member)
         self._decoded += len(piece)
+        self._filled += len(piece)
+        if member.eof:  # its window is no longer needed
+            self._member, self._filled = None, 0
         self._check_size()
         return piece
 
@@ -124,7 +136,11 @@ class Decoder:
         data = b"" if self._more else bytes(self._part[self._at : self._at + STEP_BYTES])
         try:
             piece = member.decompress(data, PIECE_BYTES)
-        except (zlib.error, zstd.ZstdError):
+        except (zlib.error, zstd.ZstdError) as error:
+            if _ZSTD_TOO_MUCH in str(error):
+                raise self._malformed(
+                    f"needs a window of more than {1 << (self._window_log - 20)} MiB", _LESS
+                ) from None
             raise self._malformed("is not in this coding") from None
         self._more = not member.eof and len(piece) == PIECE_BYTES
         used = len(data) - len(member.unused_data)
@@ -136,7 +152,7 @@ class Decoder:
         if self._new is None or not self._several:
             raise self._malformed("goes on behind the end of its data")
         self._members += 1
-        return self._new()
+        return self._new(self._window_log)
 
     def _check_size(self) -> None:
         if self._most is not None and self._decoded > self._most:
@@ -145,12 +161,14 @@ class Decoder:
         if counted > RATIO_FREE_BYTES + RATIO_MAX * self._coded:
             raise Problem(TOO_LARGE, f"body: it decodes to more than {RATIO_MAX} times its size")
 
-    def _malformed(self, why: str) -> Problem:
-        return Problem(INVALID_ENCODING, f"Content-Encoding: the body {why}: send {self._coding} as a whole")
+    def _malformed(self, why: str, remedy: str = "") -> Problem:
+        return Problem(
+            INVALID_ENCODING, f"Content-Encoding: the body {why}: {remedy or f'send {self._coding} as a whole'}"
+        )
 
     def end(self) -> None:
         """Note that the body has ended, after `next` has returned None. Raises Problem (400) if data is missing."""
-        if self._member is not None and not self._member.eof:
+        if self._member is not None:
             raise self._malformed("ends before its data does")
 
 

@@ -49,6 +49,9 @@ RATE_PAUSE_MAX_S: Final = 60.0
 OVERLOAD_WAIT_S: Final = 10.0
 OVERLOAD_LOOK_S: Final = 0.05
 
+# A stream whose decoder keeps a window in the memory of all bodies may bring no event for so long.
+IDLE_WINDOW_MAX_S: Final = 60.0
+
 # How a stream ends that is not read to its end. What to send then depends on the keys: `Exchange.render_end` says it.
 UNREAD: Final = "what is behind the last result was not written"
 
@@ -249,6 +252,7 @@ class StreamedBody:
         self._coming: asyncio.Task[Message] | None = None  # the next message, if it was asked for
         self._memory = Share(bodies)
         self._waited_s = 0.0  # for the text that is incomplete
+        self._idle_s = 0.0  # waited since the last text
         self._fault: Problem | None = None  # to raise after the window before it
         self.decoder = Decoder("")  # for the content coding of the body
         self._complete = False  # all of it has come
@@ -276,7 +280,7 @@ class StreamedBody:
         while not window.is_full and not splitter.is_over:
             if (text := await next_text(splitter, time_slice)) is not None:
                 window.add(text)
-                self._waited_s = 0.0
+                self._waited_s = self._idle_s = 0.0
             elif (piece := self.decoder.next()) is not None:
                 splitter.feed(piece)
             elif self._ended:
@@ -323,7 +327,12 @@ class StreamedBody:
             raise Problem(NOT_WRITTEN, f"this process is stopping: {UNREAD}")
         if not coming.done():
             raise Problem(REQUEST_TIMEOUT, _silence(left_s))
-        self._waited_s += time.monotonic() - since
+        waited_s = time.monotonic() - since
+        self._waited_s += waited_s
+        self._idle_s += waited_s
+        if not held and self._idle_s > IDLE_WINDOW_MAX_S and self.decoder.held > OWN_BYTES:
+            why = f"no event came for {IDLE_WINDOW_MAX_S:g} s within a frame: end the frame before a pause"
+            raise Problem(REQUEST_TIMEOUT, f"body: {why}: {UNREAD}")
         self._coming = None
         message = coming.result()
         if message["type"] == "http.disconnect":

@@ -184,23 +184,35 @@ def test_empty_members_count_too(coding: str) -> None:
 
 
 def test_a_window_of_zstd_beyond_what_decoders_must_take_is_refused() -> None:
-    """RFC 9659: 8 MiB."""
-    for window_log, taken in ((23, True), (24, False)):
+    """RFC 9659: 8 MiB. A stream keeps its window while it waits, and may have 2 MiB."""
+    for most, window_log, taken in ((10**6, 23, True), (10**6, 24, False), (None, 21, True), (None, 22, False)):
         options = {int(zstd.CompressionParameter.window_log): window_log}
         compressor = zstd.ZstdCompressor(options=options)
         coded = compressor.compress(NOISE) + compressor.compress(NOISE) + compressor.flush()
         if taken:
-            assert decoded("zstd", coded) == NOISE * 2
+            assert decoded("zstd", coded, most=most) == NOISE * 2
         else:
-            assert refused("zstd", coded).kind is INVALID_ENCODING
+            problem = refused("zstd", coded, most=most)
+            assert problem.kind is INVALID_ENCODING
+            assert f"of more than {8 if most else 2} MiB: compress at a lower level" in problem.detail
 
 
 def test_the_memory_of_a_decoder_is_counted() -> None:
     decoder = Decoder("zstd")
     assert decoder.held == 0
-    coded = zstd.compress(NOISE)
+    coder = zstd.ZstdCompressor()
+    coded = coder.compress(NOISE, zstd.ZstdCompressor.FLUSH_BLOCK)
     decoder.feed(coded)
     assert decoder.held == len(coded)
     while decoder.next() is not None:
         pass
     assert decoder.held == len(NOISE)
+    for _ in range(20):
+        decoder.feed(coder.compress(NOISE, zstd.ZstdCompressor.FLUSH_BLOCK))
+        while decoder.next() is not None:
+            pass
+    assert decoder.held == 2 * 1024 * 1024
+    decoder.feed(coder.flush())
+    while decoder.next() is not None:
+        pass
+    assert decoder.held == 0  # between two frames

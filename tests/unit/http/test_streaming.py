@@ -6,7 +6,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from backports import zstd
@@ -506,6 +506,23 @@ async def test_blank_lines_keep_a_stream_open(monkeypatch: pytest.MonkeyPatch) -
     wire.say(line(1), more=False)
     await wire.over()
     assert wire.statuses == [201, 201]
+
+
+@pytest.mark.parametrize(("ends_frame", "statuses"), [(False, [201, 408]), (True, [201, 201])])
+async def test_blank_lines_do_not_keep_a_window(
+    monkeypatch: pytest.MonkeyPatch, ends_frame: bool, statuses: list[int]
+) -> None:
+    monkeypatch.setattr(module, "IDLE_WINDOW_MAX_S", 0.1)
+    wire = Wire(headers={**TYPE, b"content-encoding": b"zstd"})
+    coder = zstd.ZstdCompressor()
+    mode: Literal[1, 2] = zstd.ZstdCompressor.FLUSH_FRAME if ends_frame else zstd.ZstdCompressor.FLUSH_BLOCK
+    wire.say(coder.compress(line(0) + b"\n" * 2 * OWN_BYTES, mode))
+    for _ in range(4):
+        await asyncio.sleep(0.05)
+        wire.say(coder.compress(b"\n", mode))
+    wire.say(coder.compress(line(1), zstd.ZstdCompressor.FLUSH_FRAME), more=False)
+    await wire.over()
+    assert wire.statuses == statuses
 
 
 @pytest.mark.parametrize("begun", [b"", line(2)[:10]])
