@@ -348,7 +348,7 @@ class _Run:
                 self._change_ids(plan, last_pass_of(last_run))
         with self.timer.step("settle doubts"):
             self._mark_past_end(plan)
-            self._settle_by_other_hours(plan)
+            self._settle_by_other_rows(plan)
 
     def _reconcile(self, plan: Plan, last_run: dict[str, Any] | None) -> Balance:
         return reconcile(
@@ -359,7 +359,7 @@ class _Run:
         """Give copies with only a key, read since the run `last_pass`, the id of the event that they are copies of."""
         self._update(cross_hour.copies_of_other_ids(self._recent(plan), last_pass), self.lake.change_ids, plan.run)
 
-    def _settle_by_other_hours(self, plan: Plan) -> None:
+    def _settle_by_other_rows(self, plan: Plan) -> None:
         """Settle each 202 or 504 by other rows of its id, in any hour, also without the pass over all ids."""
         truncated = bool(run_plan.vanished(plan, self.last_plan))
         found = cross_hour.settled_elsewhere(self._recent(plan), plan.run, truncated=truncated)

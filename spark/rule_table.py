@@ -236,7 +236,7 @@ def complete_since(oldest_ms: int, of_topic_ms: Iterable[int], *, has_first_reco
 
 
 def is_within(offset: Column, first: Column, end: Column) -> Column:
-    """Check whether an offset is covered by a guarantee (`end` is exclusive)."""
+    """Check whether an offset lies in a span (`end` is exclusive)."""
     return (offset >= first) & (offset < end)
 
 

@@ -1,19 +1,17 @@
-"""The `[[cors]]` tables of the rules: web pages of which origins may call the API from a browser (CORS)."""
+"""The `[[cors]]` tables of the rules: the origins whose web pages may call the API (CORS, Fetch standard)."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.contract.faults import Faults, Table
+from service.contract.faults import TOKEN, Faults, Table
 
 # An origin as browsers serialize it: scheme, host, and a port that is not the scheme's own.
 _LABEL: Final = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _HOST: Final = rf"(?:\*\.(?:{_LABEL}\.)+{_LABEL}|{_LABEL}(?:\.{_LABEL})*|\[[0-9a-f:]+\])"
 _ORIGIN: Final = re.compile(rf"https?://{_HOST}(?::[0-9]{{1,5}})?")
 _DEFAULT_PORT: Final = re.compile(r"http:.*:80|https:.*:443")
-# The name of a header: a token (RFC 9110, section 5.6.2).
-_HEADER: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 MAX_AGE_S: Final = 600
 MAX_AGE_MOST_S: Final = 86_400
 
@@ -50,7 +48,7 @@ def cors_faults(table: Table, before: Sequence[Table]) -> Faults:
     elif any(origin in other.get("origins", ()) for origin in origins for other in before):
         yield "origins", "another [[cors]] table has one of them: write each once"
     headers = table.get("headers", [])
-    if not isinstance(headers, list) or not all(isinstance(name, str) and _HEADER.fullmatch(name) for name in headers):
+    if not isinstance(headers, list) or not all(isinstance(name, str) and TOKEN.fullmatch(name) for name in headers):
         yield "headers", 'write names of request headers, as in ["X-Trace-Id"], or leave it out'
     age = table.get("max_age_s", MAX_AGE_S)
     if isinstance(age, bool) or not isinstance(age, int) or not 0 <= age <= MAX_AGE_MOST_S:

@@ -9,6 +9,8 @@ Faults = Iterator[tuple[str, str]]
 """The mistakes of a table: the name concerned, and the remedy."""
 
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
+"""The name of a header (RFC 9110, section 5.6.2), within a bound."""
 NAME_REMEDY: Final = "write 1 to 64 of letters, digits, '.', '_' and '-'"
 # Bounds of a rate, in events a second, within which its waiting times are meaningful.
 _RATES: Final = (0.000001, 1_000_000_000)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, rate_faults
+from service.contract.faults import NAME, NAME_REMEDY, TOKEN, Faults, Table, rate_faults
 from service.contract.wire import RESERVED_HEADERS, TOPIC, TRACE_HEADER
 
 NO_SIGNATURE: Final = "none"
@@ -36,12 +36,11 @@ _TOLERANCE_MOST_S: Final = 7 * 86_400
 
 POINTER_STEPS_MAX: Final = 16  # an index, and the names after it, cost one scan of what is left of the body
 INDEX_MOST: Final = 99  # a larger number in a pointer is only the name of a member
-# Headers that every attempt has anew, whoever signs: Slack counts its retries in two of them.
+# Headers that differ between the attempts of one delivery, in any scheme. Slack counts its retries in two of them.
 _OF_THE_ATTEMPT: Final = frozenset({"date", "x-slack-retry-num", "x-slack-retry-reason"})
 _ALWAYS_KEPT: Final = frozenset({"content-type", TRACE_HEADER})
 KEEP_HEADERS_MAX: Final = 50
 
-_TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")  # RFC 9110, section 5.6.2
 _PREFIX: Final = re.compile(r"[\x21-\x7e]{0,64}")
 _ESCAPES: Final = re.compile(r"~(?![01])")
 # A decoder cannot look for these names.
@@ -242,7 +241,7 @@ def _kept_faults(table: Table) -> Faults:
 
 
 def _varying(table: Table) -> frozenset[str]:
-    """Name the headers of a source that each attempt has anew, as far as its signature's table is right."""
+    """Name the headers of a source that differ between attempts, as far as its signature's table is right."""
     signature = table.get("signature")
     if not isinstance(signature, dict) or not isinstance(signature.get("scheme"), str):
         return _OF_THE_ATTEMPT
@@ -300,4 +299,4 @@ def _is_topic(name: Any) -> bool:
 
 
 def _is_token(name: Any) -> bool:
-    return isinstance(name, str) and _TOKEN.fullmatch(name) is not None
+    return isinstance(name, str) and TOKEN.fullmatch(name) is not None

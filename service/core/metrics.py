@@ -47,23 +47,23 @@ class FastHistogram(Collector):
         self._labels = [label] if label else []
         self._buckets: dict[str, list[int]] = {}  # by the label's value
         self._sums: defaultdict[str, float] = defaultdict(float)
-        for of in known if label else ("",):
-            self.observe(0, of, 0)
+        for value in known if label else [""]:
+            self.observe(0, value, 0)
 
-    def observe(self, value: float, of: str = "", count: int = 1) -> None:
-        """Count `count` observations of a value; `of` is the label's value."""
-        buckets = self._buckets.get(of)
+    def observe(self, value: float, label_value: str = "", count: int = 1) -> None:
+        """Count `count` observations of a value."""
+        buckets = self._buckets.get(label_value)
         if buckets is None:
-            buckets = self._buckets[of] = [0] * (len(self._bounds) + 1)
+            buckets = self._buckets[label_value] = [0] * (len(self._bounds) + 1)
         buckets[bisect_left(self._bounds, value)] += count
-        self._sums[of] += count * value
+        self._sums[label_value] += count * value
 
     def collect(self) -> Iterator[Metric]:
         (family,) = self.describe()
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        for of, buckets in self._buckets.items():
+        for label_value, buckets in self._buckets.items():
             counts = list(zip(bounds, accumulate(buckets), strict=True))
-            family.add_metric([of] if self._labels else [], counts, self._sums[of])
+            family.add_metric([label_value] if self._labels else [], counts, self._sums[label_value])
         yield family
 
     def describe(self) -> Iterator[HistogramMetricFamily]:

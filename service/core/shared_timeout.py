@@ -14,25 +14,25 @@ class SharedTimeout:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._waits: dict[Wait, None] = {}  # in the order of their ends
+        self._waits: dict[TimedWait, None] = {}  # in the order of their ends
         self._timer: asyncio.TimerHandle | None = None  # for the end of a wait that was the first
 
     def __repr__(self) -> str:
         return f"<SharedTimeout {len(self._waits)} waits, timer {'not ' if self._timer is None else ''}set>"
 
-    def wait(self) -> "Wait":
-        return Wait(self, asyncio.get_running_loop().time() + self._seconds)
+    def wait(self) -> "TimedWait":
+        return TimedWait(self, asyncio.get_running_loop().time() + self._seconds)
 
-    def wait_until(self, ends_at: float) -> "Wait":
+    def wait_until(self, ends_at: float) -> "TimedWait":
         """Make a wait that ends at another time, by the loop's clock, but not before those that began earlier."""
-        return Wait(self, ends_at)
+        return TimedWait(self, ends_at)
 
-    def add(self, wait: "Wait") -> None:
+    def add(self, wait: "TimedWait") -> None:
         self._waits[wait] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_at(wait.ends_at, self._look)
 
-    def remove(self, wait: "Wait") -> None:
+    def remove(self, wait: "TimedWait") -> None:
         self._waits.pop(wait, None)
 
     def _look(self) -> None:
@@ -48,7 +48,7 @@ class SharedTimeout:
             wait.end()
 
 
-class Wait:
+class TimedWait:
     """One wait of a SharedTimeout. Tells its own cancellation from one that comes from outside, as asyncio.Timeout."""
 
     __slots__ = ("_cancelling", "_ended", "_of", "_task", "ends_at")

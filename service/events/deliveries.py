@@ -13,14 +13,13 @@ import msgspec
 
 from service.contract import PREFIX, KeyPlace, Rules, SettingsError, SourceRule
 from service.contract.source_rules import INDEX_MOST, pointer_steps
-from service.contract.wire import TRACE_HEADER, Header, event_id
+from service.contract.wire import KEY_HEADER, TRACE_HEADER, Header, event_id
 from service.core.problems import INVALID_KEY, MISSING_KEY, UNUSABLE_BODY, Problem
 from service.events.event import Event, check_key, event_of, parse_key, parse_traceparent
 from service.events.signatures import Headers, Verifier, values
 from service.events.strict_json import check_json
 
 CONTENT_TYPE: Final = "content-type"
-KEY_HEADER: Final = "idempotency-key"
 _INDEX: Final = re.compile(r"0|[1-9][0-9]{0,1}")
 _SPACE: Final = b" \t\r\n"
 

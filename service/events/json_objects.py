@@ -13,7 +13,7 @@ _BLANKS: Final = re.compile(rb"[ \t\r\n]*+")
 _PLAIN: Final = rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+'
 _SKIPPED: Final = re.compile(rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+"|\[%b\]|\{%b\})*+' % (_PLAIN, _PLAIN), re.DOTALL)
 _STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
-# Bytes that one call looks at, each of which may be a bracket: that takes less than a time slice.
+# The most bytes that one call scans. If each is a bracket, the scan takes less than a time slice.
 LOOKED_AT_ONCE: Final = 512
 _OPENING: Final = frozenset(b"{[")
 _QUOTE: Final = ord('"')

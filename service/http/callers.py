@@ -48,7 +48,7 @@ class Caller:
         if self._rate is None:
             return
         now = max(now, self._at)  # a pipelined request is counted later than it arrived
-        left = min(self._most, self._left + (now - self._at) * self._rate)
+        left = self._tokens(now, self._rate)
         if left < 1:
             wait_s = math.ceil((1 - left) / self._rate)
             raise Problem(RATE_LIMITED, f"{self.scope} may send {self._rate:g} events a second", retry_after_s=wait_s)
@@ -58,8 +58,11 @@ class Caller:
         """Return the time, in seconds, after which `spend` will take events; 0 if it does at `now`."""
         if self._rate is None:
             return 0.0
-        left = self._left + (max(now, self._at) - self._at) * self._rate
-        return max(0.0, (1 - left) / self._rate)
+        return max(0.0, (1 - self._tokens(max(now, self._at), self._rate)) / self._rate)
+
+    def _tokens(self, now: float, rate: float) -> float:
+        """Return the events in the bucket at `now`, which is not before the last call of `spend`."""
+        return min(self._most, self._left + (now - self._at) * rate)
 
 
 ANYBODY: Final = Caller()

@@ -23,7 +23,6 @@ from service.core.time_slice import TimeSlice
 from service.events import cloudevents
 from service.events.event import Event, parse_event, parse_key, parse_long_event, parse_traceparent
 from service.events.strict_json import LONG_BYTES, in_thread, strictly
-from service.http.answers import Answers
 from service.http.batch import (
     long_member_of,
     member_of,
@@ -47,6 +46,7 @@ from service.http.headers import (
 )
 from service.http.prefer import Preference, parse_prefer
 from service.http.request import Bodies, Handler, PostRequest, StopSignal
+from service.http.responder import Responder
 from service.http.responses import (
     JSON_LINE,
     committed_lines,
@@ -73,7 +73,7 @@ T = TypeVar("T")
 # A parser of events; it is asynchronous for texts longer than LONG_BYTES.
 Parse = Callable[[T], Event | Awaitable[Event]]
 # What an endpoint does with a request that passed the checks of all requests.
-Step = Callable[[PostRequest, UsedHeaders, Caller], None]
+AfterChecks = Callable[[PostRequest, UsedHeaders, Caller], None]
 # Answers a request with the problem of an error, in the form of its API, and with more header lines.
 Fail = Callable[[PostRequest, Exception, bytes], None]
 
@@ -89,9 +89,9 @@ class EventsEndpoint:
         self.telemetry = telemetry
         self.body_bytes_max = settings.body_bytes_max
         self.bodies = Bodies(settings.bodies_bytes_max)  # of all transports
-        answers = Answers(telemetry, self._named)
-        self._answer, self._fail = answers.answer, answers.fail
-        self._or_fail, self._refuse = answers.or_fail, answers.refuse
+        responder = Responder(telemetry, self._named)
+        self._answer, self._fail = responder.answer, responder.fail
+        self._or_fail, self._refuse = responder.or_fail, responder.refuse
         self.stopping = StopSignal()
         self._retention_s = settings.key_ttl_s
         self._why_loopback = _why_loopback_only(settings.rules, callers)
@@ -102,7 +102,7 @@ class EventsEndpoint:
         # By path, the media type whose bodies are read as they arrive: service.http.streaming.
         self.streamed: dict[bytes, str] = {b"/events/batch": LINES}
 
-    def take(self, step: Step, fail: Fail, post: PostRequest) -> None:
+    def take(self, step: AfterChecks, fail: Fail, post: PostRequest) -> None:
         """Check what holds for every request (caller, address, body), then do its step; `fail` answers the problems."""
         try:
             found = post.found or pick(post.headers)

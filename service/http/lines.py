@@ -12,7 +12,7 @@ from service.http.batch import long_member_of, member_of
 from service.http.events import by_length
 from service.http.headers import LINES, media_type, unsupported
 from service.http.responses import render_lines
-from service.http.streaming import UNREAD, Exchange, StreamHead, Text
+from service.http.streaming import Exchange, StreamHead, Text
 from service.pipeline.request import WriteResult
 
 # Blank lines, and blanks before an event, also those of lines that end with CRLF.
@@ -112,6 +112,4 @@ def _render(result: WriteResult) -> str:
 
 def _render_end(problem: Problem) -> str:
     """Render why a batch is not read on. Each line has a key of its own, so the rest can be sent alone."""
-    if UNREAD in problem.detail:
-        problem = Problem(problem.kind, f"{problem.detail}: send the rest again", problem.retry_after_s)
-    return _render(problem)
+    return _render(Problem(problem.kind, f"{problem.detail}: send the rest again", problem.retry_after_s))

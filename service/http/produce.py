@@ -45,7 +45,7 @@ from service.http.headers import JSON, UsedHeaders, essence, unsupported
 from service.http.produce_answers import (
     V2_TYPE,
     V3_TYPE,
-    ProduceAnswers,
+    ProduceResponder,
     error_of,
     failure_of,
     lines_of_error,
@@ -53,6 +53,7 @@ from service.http.produce_answers import (
     render_offsets,
     render_v2,
     render_v3,
+    render_v3_end,
 )
 from service.http.request import PostRequest
 from service.http.responses import Headers, headers_of
@@ -77,11 +78,11 @@ class RecordsRequest(NamedTuple):
     caller: Caller
     key: RequestKey
     traceparent: bytes | None
-    answers: ProduceAnswers
+    responder: ProduceResponder
 
     def answer(self, results: Sequence[WriteResult], body: bytes) -> None:
         """Answer 200 with the body that was rendered of these results."""
-        self.answers.answer(self.post, 200, self.answers.lines(results), body)
+        self.responder.answer(self.post, 200, self.responder.lines(results), body)
 
 
 class StreamedRecord:
@@ -133,7 +134,7 @@ class ProduceEndpoint:
         self._refuses_keyless = lru_cache(maxsize=TOPICS_MAX)(lambda topic: rules.rule(topic).keyless == "refuse")
 
     def routes(self) -> list[Route]:
-        """Make the routes of the API; a request for a part of it that is not served is told where to go."""
+        """Make the routes of the API's POSTs."""
         v2 = PathEndpoint(self._take_v2, self._posts)
         stream = StreamEndpoint(self._posts, self._stream_v3, _v3_refusal)
         v3 = BySize(PathEndpoint(self._take_v3, self._posts), stream)
@@ -144,10 +145,10 @@ class ProduceEndpoint:
         ]
 
     def _take_v2(self, path: PathParameters, post: PostRequest) -> None:
-        self._posts.take(partial(self._post_v2, path), self._answers(V2_TYPE).fail, post)
+        self._posts.take(partial(self._post_v2, path), self._responder(V2_TYPE).fail, post)
 
     def _take_v3(self, path: PathParameters, post: PostRequest) -> None:
-        self._posts.take(partial(self._post_v3, path), self._answers(V3_TYPE).fail, post)
+        self._posts.take(partial(self._post_v3, path), self._responder(V3_TYPE).fail, post)
 
     # -------------------------------------------------------------------------------------------------------------- v2
 
@@ -191,8 +192,9 @@ class ProduceEndpoint:
 
     async def _write_v3(self, request: RecordsRequest, cluster: str) -> None:
         records = await self._parse_v3(request)
-        if any(isinstance(record, Problem) and record.kind is MISSING_KEY for record in records):
-            request.key.id_of(0, None)  # a whole request is refused before any of its records is written
+        for record in records:
+            if isinstance(record, Problem) and record.kind is MISSING_KEY:
+                raise record  # the request is refused as a whole, before any of its records is written
         request.caller.spend(len(records), request.post.arrived)
         results = [result async for group in self._written(request, records) for result in group]
         answers = [*zip(records, results, strict=True)]
@@ -242,9 +244,9 @@ class ProduceEndpoint:
             return render_v3(cluster, [(parsed.popleft().made, result)]).decode()
 
         def render_end(problem: Problem) -> str:
-            return render_v3(cluster, [(None, problem)]).decode()
+            return render_v3_end(problem).decode()
 
-        lines = self._answers(V3_TYPE, key).lines()
+        lines = self._responder(V3_TYPE, key).lines()
         return Exchange(JsonObjects(), parse, render, render_end, 200, lines)
 
     # ------------------------------------------------------------------------------------------------------------ both
@@ -256,11 +258,11 @@ class ProduceEndpoint:
         topic = path["topic"]
         key = self._key_of(found, topic)
         traceparent = parse_traceparent(found.get(b"traceparent"))
-        answers = self._answers(media_type, key)
-        return RecordsRequest(post, topic, caller, RequestKey(key, caller.scope), traceparent, answers)
+        responder = self._responder(media_type, key)
+        return RecordsRequest(post, topic, caller, RequestKey(key, caller.scope), traceparent, responder)
 
-    def _answers(self, media_type: bytes, key: str | None = None) -> ProduceAnswers:
-        return ProduceAnswers(self._posts.telemetry, self._retention_s, media_type, key)
+    def _responder(self, media_type: bytes, key: str | None = None) -> ProduceResponder:
+        return ProduceResponder(self._posts.telemetry, self._retention_s, media_type, key)
 
     def _key_of(self, found: UsedHeaders, topic: str) -> str | None:
         """Return the key of a request; one is made for a request without, unless the topic's rule refuses that."""
@@ -274,9 +276,9 @@ class ProduceEndpoint:
         admission = self._posts.admission()
         if overload := admission.overload:
             work.close()
-            request.answers.refuse(request.post, overload, admission.load_shedder)
+            request.responder.refuse(request.post, overload, admission.load_shedder)
         else:
-            request.post.run_in_task(request.answers.or_fail(request.post, work))
+            request.post.run_in_task(request.responder.or_fail(request.post, work))
 
     def _written(
         self, request: RecordsRequest, records: Sequence[Event | V3Event | Problem]

@@ -29,9 +29,8 @@ from service.core.problems import (
     Problem,
 )
 from service.events.produce import INVALID_PAYLOAD, PARTITION_NOT_FOUND, UNPROCESSABLE, Format, ProduceProblem, V3Event
-from service.http.answers import Answers
-from service.http.responses import echo_of, imf_fixdate
-from service.http.streaming import UNREAD
+from service.http.responder import Responder
+from service.http.responses import echo_of, expiry_s, imf_fixdate
 from service.pipeline.request import Committed, WriteResult
 
 V2_TYPE: Final = b"application/vnd.kafka.v2+json"
@@ -44,7 +43,7 @@ NOT_RETRIABLE, RETRIABLE = 1, 2
 _RETRIABLE_STATUSES: Final = frozenset({408, 429, 500, 503, 504})
 # Follows the message of a record that may be not written. A record without a key of its own has its index in the body
 # for one (RequestKey): in a request of fewer records, it would be taken for another record.
-WHOLE_AGAIN: Final = " (send the whole request again, with its Idempotency-Key: records are told apart by their index)"
+WHOLE_AGAIN: Final = " (send the whole request again, with its Idempotency-Key: a record's id depends on its index)"
 # What follows each answer of a v3 request.
 V3_SEPARATOR: Final = b"\r\n"
 
@@ -135,7 +134,7 @@ def lines_of_error(problem: Problem, media_type: bytes) -> bytes:
     return lines + b"www-authenticate: Bearer\r\n" if problem.kind is UNAUTHORIZED else lines
 
 
-class ProduceAnswers(Answers):
+class ProduceResponder(Responder):
     """The answers to the produce requests of one API version, with its media type, or to one request with its key."""
 
     def __init__(self, telemetry: Telemetry, retention_s: int, media_type: bytes, key: str | None = None) -> None:
@@ -156,14 +155,9 @@ class ProduceAnswers(Answers):
         That is the time at which the first of the keys expires, and whether all results are replays.
         """
         lines = b"content-type: %b\r\n%b" % (self._media_type, self._key_line)
-        if expires := [_expiry(result, self._retention_s) for result in results if isinstance(result, Committed)]:
+        if expires := [expiry_s(result, self._retention_s) for result in results if isinstance(result, Committed)]:
             lines += b"idempotency-key-expires: %b\r\n" % imf_fixdate(min(expires))
         return lines + b"idempotent-replayed: true\r\n" if results and is_replay(results) else lines
-
-
-def _expiry(result: Committed, retention_s: int) -> int:
-    """Return when the key of a result expires, in seconds since 1970."""
-    return result.at // 1000 + (result.deliveries[0][1].ttl_s or retention_s)
 
 
 def is_replay(results: Iterable[WriteResult]) -> bool:
@@ -207,11 +201,16 @@ def render_v3(cluster: str, answers: Iterable[tuple[V3Event | Problem | None, Wr
     lines = []
     for record, result in answers:
         if isinstance(result, Problem):
-            lines.append(_v3_error(result))
+            lines.append(_v3_error(result, WHOLE_AGAIN if error_of(result).retriable else ""))
         else:
             assert isinstance(record, V3Event)  # what is no event is not written
             lines.append(_v3_answer(cluster, record, result))
     return V3_SEPARATOR.join([*lines, b""])
+
+
+def render_v3_end(problem: Problem) -> bytes:
+    """Render the last line of a v3 stream that is not read to its end."""
+    return _v3_error(problem, WHOLE_AGAIN) + V3_SEPARATOR
 
 
 def _v3_answer(cluster: str, record: V3Event, result: Committed) -> bytes:
@@ -223,12 +222,10 @@ def _v3_answer(cluster: str, record: V3Event, result: Committed) -> bytes:
     return _encode(_V3Answer(WRITTEN, cluster, there.topic, *place, key, value))
 
 
-def _v3_error(problem: Problem) -> bytes:
+def _v3_error(problem: Problem, remedy: str) -> bytes:
     """Render the answer to a v3 record that is not written. The peer has no finer codes than 422 there."""
-    error = error_of(problem)
-    status, code, message = error
-    if error.retriable or UNREAD in message:
-        message += WHOLE_AGAIN
+    status, code, message = error_of(problem)
+    message += remedy
     if code // 100 == UNPROCESSABLE:
         message = f"Error: {code} : {message}"
         code = status

@@ -5,7 +5,7 @@ A caller sees the topics that it may write to. Everything else of that API is an
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -45,7 +45,7 @@ _WHERE_TO_GO: Final = (
 
 _encode: Final = msgspec.json.Encoder().encode
 Json = Mapping[str, Any]
-Answer = Callable[["ListRequest"], Awaitable[bytes]]
+ListHandler = Callable[["ListRequest"], Awaitable[bytes]]
 
 
 class ListingParts(Protocol):
@@ -177,14 +177,14 @@ class ProduceListing:
 
     def routes(self) -> list[Route]:
         """Make the routes; those of other parts of the API come last."""
-        v2: dict[str, Answer] = {
+        v2: dict[str, ListHandler] = {
             "/topics": _v2_topics,
             "/topics/{topic}": _v2_topic,
             "/topics/{topic}/partitions": _v2_partitions,
             "/topics/{topic}/partitions/{partition}": _v2_partition,
         }
         cluster = "/v3/clusters/{cluster}"
-        v3: dict[str, Answer] = {
+        v3: dict[str, ListHandler] = {
             "/v3/clusters": _v3_clusters,
             cluster: _v3_cluster,
             f"{cluster}/topics": _v3_topics,
@@ -197,7 +197,7 @@ class ProduceListing:
         others = ("/topics", "/topics/{rest:path}", "/consumers/{rest:path}", "/brokers", "/v3", "/v3/{rest:path}")
         return served + [Route(path, _NotHere(path), include_in_schema=False) for path in others]
 
-    def _route(self, path: str, answer: Answer, media_type: bytes) -> Route:
+    def _route(self, path: str, answer: ListHandler, media_type: bytes) -> Route:
         async def get(request: Request) -> ASGIApp:
             try:
                 found = pick(request.headers.raw)
@@ -318,7 +318,7 @@ async def _v3_partition(request: ListRequest) -> bytes:
     return _encode(_partition_of(listing, topic, partition, at))
 
 
-async def _collection(kind: str, url: str, items: Iterable[Json] | Sequence[Json]) -> bytes:
+async def _collection(kind: str, url: str, items: Iterable[Json]) -> bytes:
     metadata = _encode({"self": url, "next": None})
     return b'{"kind":"%b","metadata":%b,"data":[%b]}' % (kind.encode(), metadata, await _joined(items))
 

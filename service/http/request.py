@@ -25,7 +25,7 @@ class Bodies:
 
 
 class Share:
-    """The bytes that one holder has in memory, of which those beyond its first OWN_BYTES are counted in `bodies`."""
+    """The memory of one holder, in bytes. Beyond OWN_BYTES it is counted in `bodies`."""
 
     __slots__ = ("_bodies", "_counted")
 
@@ -44,21 +44,21 @@ class Share:
 
 
 class StopSignal:
-    """Tells the requests that could go on for ever that the process stops."""
+    """Says to requests without an end of their own that the process is stopping."""
 
     def __init__(self) -> None:
         self.is_set = False
         self._waiting: set[asyncio.Future[None]] = set()
 
     def set(self) -> None:
-        """Tell it. Runs on the event loop."""
+        """Complete all futures. Runs on the event loop."""
         self.is_set = True
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_result(None)
 
     def future(self) -> asyncio.Future[None]:
-        """Return a future that is done once the process stops; the caller cancels it when it needs it no more."""
+        """Return a future that is done once the process is stopping; the caller cancels a future it has no use for."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.is_set:
             waiting.set_result(None)

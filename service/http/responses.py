@@ -38,9 +38,14 @@ def key_lines(key: str, answer: Committed, retention_s: int) -> bytes:
     """Render the header lines of a 201 about its key: an echo, its expiry, and whether the answer is a replay."""
     return b"idempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
         echo_of(key),
-        imf_fixdate(answer.at // 1000 + (answer.deliveries[0][1].ttl_s or retention_s)),
+        imf_fixdate(expiry_s(answer, retention_s)),
         b"idempotent-replayed: true\r\n" if answer.replayed else b"",
     )
+
+
+def expiry_s(answer: Committed, retention_s: int) -> int:
+    """Return when the key of a result expires, in seconds since 1970."""
+    return answer.at // 1000 + (answer.deliveries[0][1].ttl_s or retention_s)
 
 
 def location_of(key: str) -> bytes:
@@ -165,9 +170,9 @@ def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
     return problem.kind.status, list(headers), body
 
 
-# A 401 names a scheme (RFC 9110, section 15.5.2). That of signatures is not registered: each sender has its own.
 # By kind of problem, the codings that the service takes (RFC 9110, section 12.5.3).
 _ACCEPTED_CODINGS: Final = {UNSUPPORTED_ENCODING: ", ".join(CODINGS).encode(), ENCODED_DELIVERY: b"identity"}
+# A 401 names a scheme (RFC 9110, section 15.5.2). That of signatures is not registered: each sender has its own.
 _CHALLENGES: Final = {UNAUTHORIZED: b"Bearer", BAD_SIGNATURE: b"Signature"}
 
 

@@ -16,10 +16,11 @@ from service.events.deliveries import Challenge, Source
 from service.events.event import Event
 from service.events.signatures import values
 from service.events.strict_json import LONG_BYTES, in_thread
-from service.http.answers import Answers
 from service.http.asgi import AsgiEndpoint
 from service.http.callers import Caller
+from service.http.events import TOO_MANY_BODIES
 from service.http.request import Bodies, PostRequest
+from service.http.responder import Responder
 from service.http.responses import JSON_LINE, key_lines, render_metadata
 from service.pipeline.admission import Admission
 from service.pipeline.request import WriteResult
@@ -65,25 +66,25 @@ class _SourceHandler:
         self.body_bytes_max = min(settings.body_bytes_max, EVENT_BYTES_MAX)  # no record holds more
         self._retention_s = settings.key_ttl_s
         self._wait_s = settings.request_timeout_ms / 1000
-        self._answers = Answers(telemetry, self._named)
+        self._responder = Responder(telemetry, self._named)
 
     def take(self, post: PostRequest) -> None:
         """Check a request, read its delivery (a long one in a thread), and write it."""
         try:
             self._check(post)
             if overload := self._admission().overload:
-                self._answers.refuse(post, overload, self._admission().load_shedder)
+                self._responder.refuse(post, overload, self._admission().load_shedder)
             elif post.size > LONG_BYTES:
                 self._run(post, self._write_long(post))
             else:
                 self._go_on(post, self._source.read(post.headers, post.body, self._now_s()))
         except Exception as error:
-            self._answers.fail(post, error)
+            self._responder.fail(post, error)
 
     def _check(self, post: PostRequest) -> None:
         """Check what needs no look at the body: its bounds, its coding, the rate. Raises Problem."""
         if post.body_was_dropped:
-            raise Problem(NOT_WRITTEN, "body: too many large ones are under way: send it again a little later")
+            raise Problem(NOT_WRITTEN, TOO_MANY_BODIES)
         if post.size > self.body_bytes_max:
             raise Problem(TOO_LARGE, f"body: at most {self.body_bytes_max} bytes are taken")
         # No sender of the known schemes packs its deliveries, and none says which of the two bodies it would sign.
@@ -96,14 +97,14 @@ class _SourceHandler:
         return self._admission().now_ms() / 1000
 
     def _run(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
-        post.run_in_task(self._answers.or_fail(post, work))
+        post.run_in_task(self._responder.or_fail(post, work))
 
     async def _write_long(self, post: PostRequest) -> None:
         self._go_on(post, await in_thread(self._source.read, post.headers, post.body, self._now_s()))
 
     def _go_on(self, post: PostRequest, delivery: Event | Challenge) -> None:
         if isinstance(delivery, Challenge):
-            self._answers.answer(post, 200, b"content-type: text/plain; charset=utf-8\r\n", delivery.text.encode())
+            self._responder.answer(post, 200, b"content-type: text/plain; charset=utf-8\r\n", delivery.text.encode())
         else:
             self._write(post, delivery)
 
@@ -127,12 +128,12 @@ class _SourceHandler:
         try:
             answer = result.result()
             if isinstance(answer, Problem):
-                self._answers.fail(post, answer)
+                self._responder.fail(post, answer)
             else:
                 lines = JSON_LINE + key_lines(key, answer, self._retention_s)
-                self._answers.answer(post, 201, lines, render_metadata(answer.deliveries[0]))
+                self._responder.answer(post, 201, lines, render_metadata(answer.deliveries[0]))
         except Exception as error:
-            self._answers.fail(post, error)
+            self._responder.fail(post, error)
 
     def _named(self, _: PostRequest) -> dict[str, str]:
         return {"source": self._source.rule.name}

@@ -38,7 +38,7 @@ WINDOW_BYTES: Final = 1024 * 1024
 WINDOW_EVENTS: Final = CHUNK_EVENTS_MAX
 # The time to wait for more of the body before a window that is not full is written: a client that sends one event and
 # waits for its result waits so much longer. No window is open for longer than WINDOW_S.
-LINGER_S: Final = 0.001
+WINDOW_LINGER_S: Final = 0.001
 WINDOW_S: Final = 0.01
 # Bytes of results that wait for a client that does not read: those of 10,000 events and more, so that a client that
 # reads nothing before it has sent all may send as many.
@@ -52,7 +52,8 @@ OVERLOAD_LOOK_S: Final = 0.05
 # A stream whose decoder keeps a window in the memory of all bodies may bring no event for so long.
 IDLE_WINDOW_MAX_S: Final = 60.0
 
-# How a stream ends that is not read to its end. What to send then depends on the keys: `Exchange.render_end` says it.
+# In the last line of a stream that is not read to its end. What to send then depends on the keys: `Exchange.render_end`
+# says it.
 UNREAD: Final = "what is behind the last result was not written"
 
 # The text of one event, or why it has none.
@@ -109,7 +110,6 @@ class StreamHead:
     """The head of a request whose body is to be read as it arrives; its caller is known."""
 
     found: UsedHeaders
-    headers: Headers  # all of them, names in lower case
     path_params: Mapping[str, Any]
     caller: Caller
     traceparent: bytes | None
@@ -133,21 +133,21 @@ class Exchange:
 
 Begin = Callable[[StreamHead], Exchange]
 """Begins the exchange of a request, or refuses the request by raising a Problem."""
-Refusal = Callable[[Problem], tuple[int, Headers, bytes]]
+RenderProblem = Callable[[Problem], tuple[int, Headers, bytes]]
 """Renders the status, headers and body of a problem, before a response has begun."""
 
 
 class StreamEndpoint:
     """An ASGI endpoint for the POSTs of one route whose bodies are read as they arrive."""
 
-    def __init__(self, posts: EventsEndpoint, begin: Begin, refusal: Refusal = render_problem) -> None:
+    def __init__(self, posts: EventsEndpoint, begin: Begin, render: RenderProblem = render_problem) -> None:
         self._posts = posts
         self._begin = begin
-        self._refusal = refusal
+        self._render_problem = render
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = StreamedBody(receive, self._posts.stopping, self._posts.bodies)
-        answer = StreamedAnswer(send, scope["http_version"], self._posts.bodies)
+        response = StreamedResponse(send, scope["http_version"], self._posts.bodies)
         try:
             try:
                 head = self._head(scope)
@@ -157,21 +157,22 @@ class StreamEndpoint:
                 await self._refuse(scope, send, body, problem)
                 return
             try:
-                await self._write(head.caller, exchange, body, answer)
+                await self._write(head.caller, exchange, body, response)
             except Problem as problem:
-                if answer.started:
-                    answer.write(exchange.render_end(problem).encode())
-                    await answer.end()
+                if response.started:
+                    end = Problem(problem.kind, f"{problem.detail}: {UNREAD}", problem.retry_after_s)
+                    response.write(exchange.render_end(end).encode())
+                    await response.end()
                 else:
                     await self._refuse(scope, send, body, problem)
         except (ClientGone, TimeoutError):
             pass  # the server ends the connection of a response that is not complete
         except Exception:  # a bug, after which the outcome of events is unknown
             log.exception("request failed")
-            if not answer.started:
+            if not response.started:
                 await self._refuse(scope, send, body, Problem(INTERNAL, "send it again, with the same keys"))
         finally:
-            await answer.close()
+            await response.close()
             await body.close()
 
     def _head(self, scope: Scope) -> StreamHead:
@@ -181,51 +182,56 @@ class StreamEndpoint:
         caller = self._posts.caller_of(client and client[0], found, host_needed=scope["http_version"] != "1.0")
         caller.spend(0, time.monotonic())
         traceparent = parse_traceparent(found.get(b"traceparent"))
-        return StreamHead(found, list(scope["headers"]), scope.get("path_params", {}), caller, traceparent)
+        return StreamHead(found, scope.get("path_params", {}), caller, traceparent)
 
     async def _refuse(self, scope: Scope, send: Send, body: "StreamedBody", problem: Problem) -> None:
         """Answer with a problem before a response has begun.
 
-        The connection ends if the rest of the body cannot be told from another request: the client may leave out a body
-        that it asked about (RFC 9110, section 10.1.1), and one that is late may never come.
+        The connection is closed where its next bytes may belong to the body or to another request: the client may leave
+        out a body that it asked about (RFC 9110, section 10.1.1), and a late body may never come.
         """
-        status, headers, content = self._refusal(problem)
+        status, headers, content = self._render_problem(problem)
         asked = not body.begun and any(name == b"expect" for name, _ in scope["headers"])
         if (asked or problem.kind is REQUEST_TIMEOUT) and scope["http_version"].startswith("1."):
             headers = [*headers, (b"connection", b"close")]
         self._posts.telemetry.requested(status, problem.kind.code)
         await send_whole(send, status, headers, content)
 
-    async def _write(self, caller: Caller, exchange: Exchange, body: "StreamedBody", answer: "StreamedAnswer") -> None:
+    async def _write(
+        self, caller: Caller, exchange: Exchange, body: "StreamedBody", response: "StreamedResponse"
+    ) -> None:
         """Write the events of a body, window by window. Raises Problem where the body cannot be read on."""
         admission = self._posts.admission
         events_max = min(WINDOW_EVENTS, caller.burst or WINDOW_EVENTS)
         while window := await body.next_window(exchange.splitter, events_max):
-            await _wait_for_rate(caller, len(window))
-            await self._wait_for_queue()
-            if not answer.started:
+            await _wait_for_rate(caller, len(window), body)
+            await self._wait_for_queue(body)
+            if not response.started:
                 self._posts.telemetry.requested(exchange.status, "")
-                answer.start(exchange.status, headers_of(exchange.head))
+                response.start(exchange.status, headers_of(exchange.head))
             async for results in in_steps(write_each(admission(), window, exchange.parse, time.monotonic(), caller)):
-                answer.write("".join(map(exchange.render, results)).encode())
-            await answer.room()
-        if not answer.started:
+                response.write("".join(map(exchange.render, results)).encode())
+            await response.room()
+        if not response.started:
             raise invalid("body", "send at least one event")
-        await answer.end()
+        await response.end()
 
-    async def _wait_for_queue(self) -> None:
-        """Wait, for OVERLOAD_WAIT_S at most, until the queue takes events again."""
+    async def _wait_for_queue(self, body: "StreamedBody") -> None:
+        """Wait, for OVERLOAD_WAIT_S at most, until the queue takes events. Raises what StreamedBody.pause does."""
         until = time.monotonic() + OVERLOAD_WAIT_S
-        while self._posts.admission().overload is not None and time.monotonic() < until:  # noqa: ASYNC110 - as the sweep
-            await asyncio.sleep(OVERLOAD_LOOK_S)
+        while self._posts.admission().overload is not None and time.monotonic() < until:
+            await body.pause(OVERLOAD_LOOK_S)
 
 
-async def _wait_for_rate(caller: Caller, events: int) -> None:
-    """Wait until the caller may send events, and count them. Raises Problem (429) if that would take too long."""
+async def _wait_for_rate(caller: Caller, events: int, body: "StreamedBody") -> None:
+    """Wait until the caller may send events, and count them.
+
+    Raises Problem (429) if that would take too long, and what StreamedBody.pause does.
+    """
     while (wait_s := caller.wait_s(time.monotonic())) > 0:
         if wait_s > RATE_PAUSE_MAX_S:
             break
-        await asyncio.sleep(wait_s)
+        await body.pause(wait_s)
     caller.spend(events, time.monotonic())
 
 
@@ -305,6 +311,25 @@ class StreamedBody:
             self._coming = asyncio.get_running_loop().create_task(_received(self._receive))
         return self._coming
 
+    async def pause(self, seconds: float) -> None:
+        """Wait for a time, or until the next message comes. Raises Problem (503) for a stop, and ClientGone."""
+        coming = self._ask()
+        waiting: set[asyncio.Future[Any]] = {self._stop} if coming.done() else {self._stop, coming}
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        self._raise_if_stopping()
+        if coming.done() and coming.result()["type"] == "http.disconnect":
+            raise ClientGone
+
+    @property
+    def _stop(self) -> asyncio.Future[None]:
+        """A future that is done once the process is stopping."""
+        self._stopped = self._stopped or self._stopping.future()
+        return self._stopped
+
+    def _raise_if_stopping(self) -> None:
+        if self._stop.done():
+            raise Problem(NOT_WRITTEN, "this process is stopping")
+
     async def _is_there(self, within_s: float) -> bool:
         """Tell whether the next message comes within a time."""
         await asyncio.wait({self._ask()}, timeout=within_s)
@@ -315,16 +340,12 @@ class StreamedBody:
 
         Raises Problem (408, 503), and ClientGone.
         """
-        if self._stopped is None:
-            self._stopped = self._stopping.future()
         coming, since = self._ask(), time.monotonic()
-        either: set[asyncio.Future[Any]] = {coming, self._stopped}
+        either: set[asyncio.Future[Any]] = {coming, self._stop}
         self._waited_s = self._waited_s if held else 0.0
         left_s = min(SILENCE_MAX_S, SILENCE_MAX_S + held / LEAST_BYTES_S - self._waited_s)
-        if not self._stopping.is_set:
-            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if self._stopping.is_set:
-            raise Problem(NOT_WRITTEN, f"this process is stopping: {UNREAD}")
+        await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        self._raise_if_stopping()
         if not coming.done():
             raise Problem(REQUEST_TIMEOUT, _silence(left_s))
         waited_s = time.monotonic() - since
@@ -332,7 +353,7 @@ class StreamedBody:
         self._idle_s += waited_s
         if not held and self._idle_s > IDLE_WINDOW_MAX_S and self.decoder.held > OWN_BYTES:
             why = f"no event came for {IDLE_WINDOW_MAX_S:g} s within a frame: end the frame before a pause"
-            raise Problem(REQUEST_TIMEOUT, f"body: {why}: {UNREAD}")
+            raise Problem(REQUEST_TIMEOUT, f"body: {why}")
         self._coming = None
         message = coming.result()
         if message["type"] == "http.disconnect":
@@ -355,7 +376,7 @@ def _drop_begun(splitter: Splitter) -> None:
     """Drop the incomplete text; raise Problem (503) if there is none, and it is the decoder that has the memory."""
     crowded = "body: too many large ones are under way"
     if not splitter.held:
-        raise Problem(NOT_WRITTEN, f"{crowded}: {UNREAD}")
+        raise Problem(NOT_WRITTEN, crowded)
     splitter.drop(Problem(NOT_WRITTEN, f"{crowded}: send this event again"))
 
 
@@ -370,7 +391,7 @@ def _silence(left_s: float) -> str:
         if left_s == SILENCE_MAX_S
         else f"less than {LEAST_BYTES_S} bytes a second of an event came"
     )
-    return f"body: {why}: {UNREAD}"
+    return f"body: {why}"
 
 
 class _Window:
@@ -395,10 +416,10 @@ class _Window:
     @property
     def time_left(self) -> float:
         """The time, in seconds, to wait for more of the body."""
-        return min(LINGER_S, max(0.0, self._opened_at + WINDOW_S - time.monotonic()))
+        return min(WINDOW_LINGER_S, max(0.0, self._opened_at + WINDOW_S - time.monotonic()))
 
 
-class StreamedAnswer:
+class StreamedResponse:
     """A response that is written in pieces, which wait in memory until the client reads them.
 
     An HTTP/1.0 client, to which no response of unknown length can be sent on, gets them together, at the end.
@@ -437,11 +458,11 @@ class StreamedAnswer:
         """
         while self._bytes > OWN_BYTES and (self._bytes > UNREAD_BYTES_MAX or not self._memory.resize(self._bytes)):
             if self._sending is None:
-                raise Problem(TOO_LARGE, f"body: HTTP/1.0 takes no more results at once: {UNREAD}: use HTTP/1.1")
+                raise Problem(TOO_LARGE, "body: HTTP/1.0 takes no more results at once: use HTTP/1.1")
+            if self._sending.done():  # it has failed, perhaps before this wait
+                raise ClientGone
             self._read.clear()
             await self._read.wait()
-            if self._sending.done():
-                raise ClientGone
 
     async def end(self) -> None:
         """End the body, and wait until it is sent. Raises TimeoutError if the client does not read it."""

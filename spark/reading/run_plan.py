@@ -210,9 +210,13 @@ def options_of(settings: Settings) -> str:
             "timeouts_ms": shared.request_timeout_ms + shared.transaction_timeout_ms,
             "rules": [
                 # A retention by rule is left out where there is none, as in plans of an earlier version.
-                [rule.pattern, rule.guarantee.value, rule.derived, rule.client_duplicates, rule.key_ttl_s]
-                if rule.key_ttl_s
-                else [rule.pattern, rule.guarantee.value, rule.derived, rule.client_duplicates]
+                [
+                    rule.pattern,
+                    rule.guarantee.value,
+                    rule.derived,
+                    rule.client_duplicates,
+                    *([rule.key_ttl_s] if rule.key_ttl_s else []),
+                ]
                 for rule in settings.rules.topics
             ],
             "callers": settings.rules.scopes[1:],  # those of sources too

@@ -148,7 +148,7 @@ def _with_event_ids(events: DataFrame) -> DataFrame:
 def settled_elsewhere(rows: DataFrame, run: int, *, truncated: bool = False) -> DataFrame | None:
     """Find ids answered 202 or 504 without an offset that other rows settle or free, or settle no more.
 
-    deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms`; None if all such answers are settled. An answer may count
+    deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms`; None if each such answer is settled. An answer may count
     in another hour than the acceptance of its event, since a retry's request is received later. Once settled, an answer
     is not looked up again, unless this run has dropped a record of its id (`truncated`: some are no longer in their
     log). More than lake.BROADCAST_MAX unsettled answers, as of a caller that always sends `Prefer: respond-async`, are

@@ -10,6 +10,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import rule_table
+from spark.rules import current_findings
 from spark.rules.findings import HOUR
 from spark.tables import hours, lake
 
@@ -17,8 +18,9 @@ from spark.tables import hours, lake
 def with_late_ms(found: DataFrame, known: DataFrame, late_hours: Mapping[str, int], since_ms: int) -> DataFrame:
     """Set `late_ms` of a run's findings: lake.FINDING → lake.FINDING.
 
-    `known` are the findings of earlier runs, `late_hours` is Balance.late_hours, `since_ms` the start of the window. A
-    finding over several hours of an id is as late as that of a single hour.
+    `known` are all findings of earlier runs (those that were revoked are in no report), `late_hours` is
+    Balance.late_hours, `since_ms` the start of the window. A finding over several hours of an id is as late as that of
+    a single hour.
     """
     if not late_hours:
         return found.withColumn("late_ms", F.lit(None).cast("bigint"))
@@ -26,7 +28,7 @@ def with_late_ms(found: DataFrame, known: DataFrame, late_hours: Mapping[str, in
     late = found.where((F.col("scope") == HOUR) & (F.col("last_ms") < since_ms))
     decided = late.groupBy(subject).agg(F.max(_decided_ms(late_hours)).alias("decided_ms"))
     before = (
-        known.where("kind is not null")
+        current_findings.standing(known)
         .groupBy(subject)
         .agg(F.lit(True).alias("known"), F.max("late_ms").alias("known_late_ms"))
     )

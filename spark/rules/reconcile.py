@@ -47,7 +47,7 @@ class SeveralHours(NamedTuple):
 
 class Classified(NamedTuple):
     """The result of classifying some hours: `rows` that are not clean (classify.classify), `sums` for the balance
-    (findings.SUMS), and `double_counted`, which `sums` counts twice."""
+    (findings.SUMS, and `suspicious`), and `double_counted`, which `sums` counts twice."""
 
     rows: DataFrame
     sums: Sequence[Any]

@@ -309,12 +309,12 @@ def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
     )
 
 
-def within(spans: Mapping[tuple[str, int], tuple[int, int]]) -> Column:
+def in_spans(spans: Mapping[tuple[str, int], tuple[int, int]]) -> Column:
     """Check whether the offset of a row lies in these spans of partitions (first offset, offset after the last)."""
     inside = F.lit(False)
     for (topic, partition), (first, end) in spans.items():
         in_partition = (F.col("topic") == topic) & (F.col("partition") == partition)
-        inside = inside | (in_partition & (F.col("offset") >= first) & (F.col("offset") < end))
+        inside = inside | (in_partition & rule_table.is_within(F.col("offset"), F.lit(first), F.lit(end)))
     return inside
 
 
@@ -325,7 +325,7 @@ def with_vanished(
 
     Such a record is no longer in its log, since a leader without the record was elected. Claims on its offset stay.
     """
-    gone = merged_rows.where(within(spans) & (F.col("count") > 0)).select(*ROW_KEY, F.lit(True).alias("gone"))
+    gone = merged_rows.where(in_spans(spans) & (F.col("count") > 0)).select(*ROW_KEY, F.lit(True).alias("gone"))
     joined = rows.join(gone, list(ROW_KEY), "full_outer")
     columns = {"run": F.lit(run), **{name: F.coalesce(name, F.lit(0)) for name in ("is_clean", *COUNTS)}}
     return joined.select(

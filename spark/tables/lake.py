@@ -172,6 +172,11 @@ SMALL_FILES: Final = 32
 
 # Delta collects file statistics (for data skipping) of these columns only.
 _STATISTICS_OF: Final = {"deliveries": "run"}
+# The condition of a MERGE into `deliveries` by which a row about an event matches.
+_SAME_EVENT_ROW: Final = (
+    f"old.kind = '{EVENT}'",
+    *(f"old.{name} = new.{name}" for name in deliveries.ROW_KEY if name != "kind"),
+)
 
 
 def schema(name: str) -> StructType:
@@ -328,10 +333,8 @@ class Lake:
 
         `rows` are `accepted_hour, id, topic, partition, offset, event_id`, `touched` all hours of these rows.
         """
-        names = ("accepted_hour", "id", "topic", "partition", "offset")
-        same_row = [f"old.kind = '{EVENT}'", *(f"old.{name} = new.{name}" for name in names)]
         changed: dict[str, str | Column] = {"id": F.col("new.event_id"), "run": F.lit(run)}
-        self._into_deliveries(rows, touched, *same_row).whenMatchedUpdate(set=changed).execute()
+        self._into_deliveries(rows, touched, *_SAME_EVENT_ROW).whenMatchedUpdate(set=changed).execute()
 
     def settle_elsewhere(self, rows: DataFrame, touched: list[str], run: int) -> None:
         """Set `elsewhere` and `freed_ms` of rows that were answered 202 or 504, by other rows of their ids; idempotent.
@@ -369,9 +372,9 @@ class Lake:
 
         `rows` are `accepted_hour, id, topic, partition, offset` (findings.newly_lost), `touched` all hours of them.
         """
-        names = ("accepted_hour", "id", "topic", "partition", "offset")
-        same_row = [f"old.kind = '{EVENT}'", *(f"old.{name} = new.{name}" for name in names)]
-        self._into_deliveries(rows, touched, *same_row).whenMatchedUpdate(set={"proven_lost": F.lit(True)}).execute()
+        self._into_deliveries(rows, touched, *_SAME_EVENT_ROW).whenMatchedUpdate(
+            set={"proven_lost": F.lit(True)}
+        ).execute()
 
     def delete_before(self, first_hour: str, run: int) -> None:
         """Delete rows accepted before `first_hour` (`yyyy-MM-dd HH:mm:ss`, UTC), and the plans of runs before that."""

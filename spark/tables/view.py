@@ -29,7 +29,7 @@ from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, Log, Plan
 from spark.reading.source import Span
 from spark.tables import lock
-from spark.tables.deliveries import within
+from spark.tables.deliveries import in_spans
 from spark.tables.lake import Lake, broadcast_if_small, checkpointed
 
 TABLE: Final = "views"
@@ -126,7 +126,7 @@ class View:
         view = self.rows().select("id", "topic", "partition", "offset")
         found = []
         if vanished:
-            found.append(view.where(within(vanished)).select("id"))
+            found.append(view.where(in_spans(vanished)).select("id"))
         renamed = _copies(touched, self.topic).where(_is_renamed()).select("partition", "offset")
         if not renamed.isEmpty():
             moved = checkpointed(view.join(renamed, ["partition", "offset"], "left_semi"))
@@ -182,7 +182,7 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
             with closing(KafkaAdmin(spark, shared)) as admin:
                 present = _present(admin, logs)
             planned = {log.topic_partition: (0, log.end) for log in logs}
-            view.advance(lake.read("deliveries"), 0, _within(planned, present), present, plan.run, {})
+            view.advance(lake.read("deliveries"), 0, _present_parts(planned, present), present, plan.run, {})
             lake.add(
                 TABLE, wire_expressions.rows_of(spark, "topic string, run bigint", [{"topic": topic, "run": plan.run}])
             )
@@ -221,7 +221,7 @@ def update(lake: Lake, shared: SharedSettings, plan: Plan, last_plan: Plan | Non
             {partition: span for partition, span in spans.items() if partition[0] == topic}
             for spans in (present, all_vanished)
         )
-        read = _within(plan.spans(DATA), of_topic)
+        read = _present_parts(plan.spans(DATA), of_topic)
         View(lake, shared, topic).advance(deliveries, last_runs.get(topic, 0), read, of_topic, plan.run, vanished)
 
 
@@ -248,7 +248,9 @@ def _present(admin: KafkaAdmin, logs: Iterable[Log]) -> dict[TopicPartition, Spa
     return {partition: (ends.log_start, ends.last_stable) for partition, ends in found.items()}
 
 
-def _within(spans: Mapping[TopicPartition, Span], present: Mapping[TopicPartition, Span]) -> dict[TopicPartition, Span]:
+def _present_parts(
+    spans: Mapping[TopicPartition, Span], present: Mapping[TopicPartition, Span]
+) -> dict[TopicPartition, Span]:
     """Return the parts of spans that are present.
 
     Records that were deleted or truncated since the plan was made are missing in the view only; the audit has read
@@ -333,7 +335,7 @@ def _earlier_spans(
     for row in rows.collect():
         (partition,) = [partition for partition in present if partition[1] == row["partition"]]
         found[partition] = (row["first_offset"], row["last_offset"] + 1)
-    return _within(found, present)
+    return _present_parts(found, present)
 
 
 def _flat(begins: dict[int, int]) -> list[Column]:

@@ -73,7 +73,7 @@ CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
     STATES: test_classify.test_copies_are_ordered_by_ledger_then_time_then_coordinates,
     PLANS: plans,
     TIMES: test_plausible_times.test_an_implausible_time_is_replaced,
-    HOURS: test_cross_hour.test_an_unsure_answer_is_settled_by_the_evidence_of_other_hours,
+    HOURS: test_cross_hour.test_an_unsure_answer_is_settled_by_the_evidence_of_other_rows,
     WINDOWS: test_window.test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_it,
     LATE: test_window.test_a_finding_is_late_if_its_hour_left_the_window_before_the_run_that_decided_it,
     VIEWS: test_view.test_a_record_is_matched_to_a_row_by_its_own_headers_and_content,

@@ -39,7 +39,7 @@ def _settled(rows: Any) -> dict[str, tuple[bool, int | None]]:
     return {name_of(row["id"]): (row["elsewhere"], row["freed_ms"]) for row in found.collect()}
 
 
-def test_an_unsure_answer_is_settled_by_the_evidence_of_other_hours(spark: SparkSession) -> None:
+def test_an_unsure_answer_is_settled_by_the_evidence_of_other_rows(spark: SparkSession) -> None:
     rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}))
     assert _settled(rows) == {name: settled for name, (_, settled) in CASES.items() if settled is not None}
 

@@ -23,12 +23,13 @@ from service.core.problems import (
 from service.events.produce import Format, ProduceProblem
 from service.http.produce_answers import (
     V3_TYPE,
-    ProduceAnswers,
+    ProduceResponder,
     error_of,
     failure_of,
     render_offsets,
     render_v2,
     render_v3,
+    render_v3_end,
     rfc3339,
 )
 from service.http.streaming import UNREAD
@@ -38,7 +39,7 @@ THERE = Delivered(1_000, b"f" * 8, "orders", 2, 3, 4, 60)
 WRITTEN = Committed(1_000, ((b"i" * 16, THERE),), replayed=False)
 REPLAYED = Committed(1_000, ((b"i" * 16, THERE),), replayed=True)
 REFUSED, RETRIED, UNKNOWN = (Problem(kind, kind.code) for kind in (RECORD_REFUSED, NOT_WRITTEN, OUTCOME_UNKNOWN))
-WHOLE = " (send the whole request again, with its Idempotency-Key: records are told apart by their index)"
+WHOLE = " (send the whole request again, with its Idempotency-Key: a record's id depends on its index)"
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.code)
@@ -58,7 +59,7 @@ def test_what_is_not_known_to_be_refused_is_retriable(kind: Kind) -> None:
 def test_a_stream_that_ends_early_is_sent_again_as_a_whole() -> None:
     """Its records' ids are by their index: the rest alone would get the ids of the first records."""
     for kind in (REQUEST_TIMEOUT, NOT_WRITTEN, TOO_LARGE):
-        line = render_v3("c1", [(None, Problem(kind, f"body: why: {UNREAD}"))])
+        line = render_v3_end(Problem(kind, f"body: why: {UNREAD}"))
         assert json.loads(line)["message"] == f"body: why: {UNREAD}{WHOLE}"
 
 
@@ -121,7 +122,7 @@ def test_times_are_written_as_java_writes_an_instant(ms: int, text: str) -> None
 
 
 def test_the_headers_of_an_answer() -> None:
-    answers = ProduceAnswers(Telemetry(), 3_600, V3_TYPE, "k 1")
+    answers = ProduceResponder(Telemetry(), 3_600, V3_TYPE, "k 1")
     head = b"content-type: application/json\r\nidempotency-key: k 1\r\n"
     assert answers.lines() == head
     by_rule = b"idempotency-key-expires: Thu, 01 Jan 1970 00:01:01 GMT\r\n"
@@ -132,7 +133,7 @@ def test_the_headers_of_an_answer() -> None:
     assert b"00:01:01" in answers.lines([usual, WRITTEN]), "the first that expires counts"
     status, lines, _ = answers.render(RETRIED)
     assert (status, lines) == (503, b"content-type: application/json\r\nretry-after: 1\r\nidempotency-key: k 1\r\n")
-    _, lines, _ = ProduceAnswers(Telemetry(), 1, V3_TYPE).render(Problem(UNAUTHORIZED, "who"))
+    _, lines, _ = ProduceResponder(Telemetry(), 1, V3_TYPE).render(Problem(UNAUTHORIZED, "who"))
     assert lines == b"content-type: application/json\r\nwww-authenticate: Bearer\r\n"
 
 

@@ -319,11 +319,13 @@ async def test_a_body_that_the_client_asked_about_and_nobody_wants_ends_the_conn
 
 async def test_a_bug_is_answered_500_or_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     admission = Commits()
-    monkeypatch.setattr(admission, "new_chunk", lambda: 1 / 0)
     wire = Wire(admission)
+    wire.say(line(0))
+    await wire.until(lambda: wire.statuses == [201])
+    monkeypatch.setattr(admission, "new_chunk", lambda: 1 / 0)
     wire.say(line(1), more=False)
     await wire.over()
-    assert not wire.is_complete
+    assert (wire.status, wire.statuses, wire.is_complete) == (207, [201], False)
     monkeypatch.setattr(lines_module, "media_type", lambda _: 1 / 0)
     wire = Wire()
     wire.say(line(1), more=False)
@@ -372,6 +374,40 @@ async def test_a_client_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch)
         wire.say(b"".join(map(line, range(1_000))), more=lasts)
         assert await wire.over() == []
         assert not wire.is_complete
+
+
+async def test_results_for_a_client_that_was_cut_while_it_sent_nothing_end_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody waits for room when the sending fails; later nobody would end the wait for it."""
+    monkeypatch.setattr(module, "UNREAD_BYTES_MAX", 10_000)
+    monkeypatch.setattr(module, "UNREAD_MAX_S", 0.05)
+    wire = Wire()
+    wire.reads.clear()
+    wire.say(line(0))
+    await asyncio.sleep(0.2)
+    wire.say(b"".join(map(line, range(1, 1_000))))
+    assert await wire.over() == []
+
+
+async def test_a_stream_that_waits_for_its_rate_ends_when_the_process_stops() -> None:
+    wire = Wire(headers=TOKEN, rate=0.05)
+    wire.say(line(0))
+    wire.say(line(1))
+    await wire.until(lambda: wire.statuses == [201])
+    wire.posts.stopping.set()
+    results = await wire.over()
+    assert [result["status"] for result in results] == [201, 503]
+    assert results[1]["problem"]["detail"].startswith("this process is stopping")
+
+
+async def test_a_stream_that_waits_for_its_rate_ends_when_the_client_leaves() -> None:
+    wire = Wire(headers=TOKEN, rate=0.05)
+    wire.say(line(0))
+    wire.say(line(1))
+    await wire.until(lambda: wire.statuses == [201])
+    wire.leave()
+    assert len(await wire.over()) == 1
 
 
 async def test_bodies_that_fill_the_memory_of_all_fail_by_themselves() -> None:
@@ -434,7 +470,7 @@ async def test_http_1_0_gets_no_more_than_fits_into_memory(monkeypatch: pytest.M
     assert wire.statuses[-2:] == [201, 413]
     detail = results[-1]["problem"]["detail"]
     assert "HTTP/1.0" in detail
-    assert detail.endswith(f"{module.UNREAD}: use HTTP/1.1: send the rest again"), "each line has a key of its own"
+    assert detail.endswith(f"use HTTP/1.1: {module.UNREAD}: send the rest again"), "each line has a key of its own"
 
 
 async def test_cutting_and_answering_many_lines_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from service.pipeline.load_shedding import LoadShedder
 log = structlog.get_logger(__name__)
 
 
-class Answers:
-    """The answers of one endpoint. `named` returns the fields by which the log names a request."""
+class Responder:
+    """Answers the requests of one endpoint. `named` returns the fields by which the log names a request."""
 
     def __init__(self, telemetry: Telemetry, named: Callable[[PostRequest], dict[str, str]]) -> None:
         self._telemetry = telemetry
