@@ -28,7 +28,7 @@ from service.events.event import (
 from service.events.strict_json import LONG_BYTES, in_thread, strictly
 from service.http.callers import ANYBODY, Caller
 from service.pipeline.admission import Admission
-from service.pipeline.request import WriteResult
+from service.pipeline.request import CHUNK_EVENTS_MAX, WriteResult
 
 # The events whose ledger entries fit into one transaction, if the name of their topic has one character.
 ATOMIC_EVENTS_MAX: Final = GROUP_LEDGER_BYTES_MAX // (ENTRY_BYTES + 1)
@@ -121,7 +121,10 @@ async def write_each(
     the batch. A repeated key begins a new chunk, and so finds the result of its first event. Events are checked when
     their chunk is filled, so that the first results need not wait for the last event.
     """
-    chunk = admission.new_chunk()
+    # The look-ups for the events of a chunk have one request timeout together: earlier chunks may have used up theirs,
+    # and while Kafka or Redis is silent, a timeout for each event would add up to hours.
+    chunk, begun = admission.new_chunk(), time.monotonic()
+    parsed = 0  # since then; with the events that failed
     results: list[Problem | None] = []  # since the last yield; None for an event of the chunk
     topic, plain_bytes_max = "", NONE_IS_PLAIN  # of the last event
     time_slice = TimeSlice()
@@ -132,24 +135,24 @@ async def write_each(
                 results = []
             await time_slice.next()
             topic = ""  # what is known of it may change meanwhile
+        failure: Problem | None = None
         try:
-            event = parse(part)
-            if not isinstance(event, Event):  # longer than LONG_BYTES
-                event = await event
+            made = parse(part)
+            event = made if isinstance(made, Event) else await made  # longer than LONG_BYTES
             if event.topic != topic:
                 caller.check(event.topic)
                 topic, plain_bytes_max = event.topic, admission.plain_bytes_max(event.topic)
             if not is_plain(event, plain_bytes_max) and not admission.check_now(event):
-                # Each chunk has a request's timeout of its own, because earlier chunks may have used up theirs.
-                await admission.check(event, arrived, time.monotonic())
+                await admission.check(event, arrived, begun)
         except Problem as problem:
-            results.append(problem.as_result())
-            continue
-        if not chunk.add(event):
-            yield _with_chunk(results, await admission.submit_chunk(chunk))
-            chunk, results = admission.new_chunk(), []
-            chunk.add(event)
-        results.append(None)
+            failure = problem.as_result()
+        if parsed >= CHUNK_EVENTS_MAX if failure is not None else not chunk.add(event):
+            yield _with_chunk(results, await admission.submit_chunk(chunk) if chunk.events else ())
+            chunk, begun, parsed, results = admission.new_chunk(), time.monotonic(), 0, []
+            if failure is None:
+                chunk.add(event)
+        results.append(failure)
+        parsed += 1
     yield _with_chunk(results, await admission.submit_chunk(chunk) if chunk.events else ())
 
 

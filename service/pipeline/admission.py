@@ -225,7 +225,7 @@ class Admission:
         longest_s = max(map(self._ttl_of, request.topics))
         request.ttl_s = 0 if longest_s == self._settings.key_ttl_s else longest_s
         if self._is_old(events[0].key, longest_s) and not all(map(self._takes_old_keys, request.topics)):
-            await self._check_old_key(whole[0], longest_s)
+            await self._check_old_key(whole[0], longest_s, request.deadline)
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
         request.future = future
         self._admit(request)
@@ -265,18 +265,19 @@ class Admission:
             case Delivered(at=at, ttl_s=own_s) | DeliveredBatch(at=at, ttl_s=own_s):
                 return at + 1000 * (own_s or self._settings.key_ttl_s)
 
-    async def _check_old_key(self, id: bytes, ttl_s: int) -> None:
+    async def _check_old_key(self, id: bytes, ttl_s: int, deadline: float) -> None:
         """Refuse an old key that is forgotten: its event may have been written. Raises Problem (412, 503).
 
-        `id` is that of the event, or of the whole atomic batch. A key that may be forgotten before it is claimed is
-        refused too: its claim would find nothing.
+        `id` is that of the event, or of the whole atomic batch; it is looked up until `deadline` (time.monotonic). A
+        key that may be forgotten before it is claimed is refused too: its claim would find nothing.
         """
+        _check_time("Idempotency-Key: it", deadline)
         try:
-            found = await self._store.find(id)
-        except (StoreLost, StoreAway, StoreUnanswered) as error:
-            raise Problem(
-                NOT_WRITTEN, f"Idempotency-Key: it cannot be looked up now ({error}): send it again"
-            ) from error
+            async with asyncio.timeout_at(deadline):
+                found = await self._store.find(id)
+        except (StoreLost, StoreAway, StoreUnanswered, TimeoutError) as error:
+            why = str(error) or "no answer"
+            raise Problem(NOT_WRITTEN, f"Idempotency-Key: it cannot be looked up now ({why}): send it again") from error
         if self._expiry_ms(found.state, ttl_s) <= self.now_ms() + self._old_key_margin_ms:
             raise Problem(
                 KEY_EXPIRED,
@@ -318,16 +319,16 @@ class Admission:
         """
         await self.check_content(event, arrived, begun)
         if self._has_old_key(event):
-            await self._check_old_key(event.id, self._ttl_of(event.topic))
+            await self._check_old_key(event.id, self._ttl_of(event.topic), self._deadline(arrived, begun))
 
     async def check_content(self, event: Event, arrived: float, begun: float | None = None) -> None:
         """Check an event against its topic and schema, whatever its key. Raises Problem.
 
-        `arrived` and `begun` are time.monotonic. Metadata from after `arrived` is fresh enough. The request timeout
-        counts from `begun`, if given, else from `arrived`.
+        `arrived` and `begun` are time.monotonic. Metadata from after `arrived` is fresh enough. All look-ups together
+        have the request timeout, from `begun`, if given, else from `arrived`; afterwards none is begun.
         """
         if not self._topic_takes(event):
-            deadline = (arrived if begun is None else begun) + self._timeout_s
+            deadline = self._deadline(arrived, begun)
             topic = await self._topic(event.topic, arrived, deadline)
             try:
                 check_topic(event, topic, self.now_ms)
@@ -336,10 +337,14 @@ class Admission:
         if not self._schemas.check_now(event):
             await self._schemas.check(event)
 
+    def _deadline(self, arrived: float, begun: float | None) -> float:
+        return (arrived if begun is None else begun) + self._timeout_s
+
     async def _topic(self, name: str, arrived: float, deadline: float, *, after_arrival: bool = False) -> Topic:
         """Look up a topic until `deadline` as TopicMetadataCache.get does. Raises Problem (403, 404, 503)."""
         if self._topics.reserved(name):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
+        _check_time(f"topic: {name}", deadline)
         try:
             async with asyncio.timeout_at(deadline):
                 topic = await self._topic_metadata.get(name, arrived, after_arrival=after_arrival)
@@ -438,3 +443,9 @@ class Admission:
             await asyncio.sleep(SWEEP_S)
         if self._queue.events:
             log.error("requests were left without an answer", events=self._queue.events)
+
+
+def _check_time(what: str, deadline: float) -> None:
+    """Raise Problem (503) if the time for look-ups is over: earlier events of the chunk have used it up."""
+    if time.monotonic() >= deadline:
+        raise Problem(NOT_WRITTEN, f"{what} was not looked up, because earlier look-ups took too long: send it again")

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from service.core.problems import (
     INVALID_EVENT,
     INVALID_JSON,
     INVALID_KEY,
+    KEY_EXPIRED,
     MISSING_KEY,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
@@ -273,6 +275,48 @@ async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.Monkey
     batch = batch_of(*(one(str(n // 2)) for n in range(80)))  # a repeated key begins a new chunk
     assert {kind_of(answer) for answer in await written(world, batch)} == {None}
     assert len(world.cluster.asked) > 1
+
+
+@pytest.mark.parametrize("silent", ["Kafka", "Redis"])
+async def test_the_look_ups_of_a_chunk_have_one_request_timeout_together(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each event would keep a batch, and its body, for hours."""
+    world = World(request_timeout_ms=100)
+    begun: list[object] = []
+
+    async def silence(asked: object, **_: object) -> Any:
+        begun.append(asked)
+        await asyncio.sleep(60)
+
+    if silent == "Kafka":
+        monkeypatch.setattr(world.cluster, "describe", silence)
+        events = [one(str(n), topic=f"topic-{n}") for n in range(50)]
+    else:
+        monkeypatch.setattr(world.store, "find", silence)
+        events = [one(f"01890000-0000-7000-8000-0000000000{n}") for n in range(10, 60)]
+    started = time.monotonic()
+    answers = await written(world, batch_of(*events))
+    assert {kind_of(answer) for answer in answers} == {NOT_WRITTEN}
+    assert (len(answers), len(begun)) == (50, 1)
+    assert time.monotonic() - started < 1.0
+
+
+async def test_a_batch_in_which_many_events_fail_has_a_timeout_for_as_many_as_a_chunk_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Redis answers, only slowly: old keys that are forgotten fill no chunk."""
+    monkeypatch.setattr(module, "CHUNK_EVENTS_MAX", 5)
+    world = World(request_timeout_ms=200)
+    find = world.store.find
+
+    async def slowly(id: bytes) -> Any:
+        await asyncio.sleep(0.02)
+        return await find(id)
+
+    monkeypatch.setattr(world.store, "find", slowly)
+    keys = [f"01890000-0000-7000-8000-0000000000{n}" for n in range(10, 40)]
+    assert {kind_of(answer) for answer in await written(world, batch_of(*map(one, keys)))} == {KEY_EXPIRED}
 
 
 async def test_a_line_that_is_no_json_fails_alone() -> None:
