@@ -4,13 +4,14 @@ FastAPI's own handling (dependencies, request and response objects) is left out,
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
-from service.http.request import WRITE_BYTES, Bodies, Handler, PostRequest
+from service.http.request import WRITE_BYTES, Bodies, Handler, PostRequest, reading_time_s
 from service.http.responses import Headers, headers_of
 
 # A server may cancel the task of a client that has disconnected; these go on. The loop keeps no reference to a task.
@@ -93,7 +94,9 @@ class AsgiRequest(PostRequest):
         self._give(None)
 
     def _give(self, outcome: "_Response | None") -> None:
-        if not self._outcome.done():  # the server may have cancelled it
+        if self._outcome.done():  # the server has cancelled it
+            self.release_response()
+        else:
             self._outcome.set_result(outcome)
 
     async def respond(self, send: Send) -> None:
@@ -103,7 +106,10 @@ class AsgiRequest(PostRequest):
             headers = headers_of(response.head)
             if not self.keep_alive and self._version.startswith("1."):  # HTTP/2 has no such header
                 headers.append((b"connection", b"close"))
-            await send_whole(send, response.status, headers, response.body)
+            try:
+                await send_whole(send, response.status, headers, response.body)
+            finally:
+                self.release_response()
 
 
 class _Response:
@@ -116,9 +122,22 @@ class _Response:
 
 
 async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    """Send a response whose body is complete; each turn of the loop sends a slice of a long one."""
+    """Send a response whose body is complete; each turn of the loop sends a slice of a long one.
+
+    A client that takes longer than `reading_time_s` to read a long response gets no more of it. The server ends the
+    connection then, because the response is not complete.
+    """
     headers = [*headers, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
+    if len(body) <= WRITE_BYTES:
+        await send({"type": "http.response.body", "body": body})
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(reading_time_s(len(body))):
+            await _send_in_slices(send, body)
+
+
+async def _send_in_slices(send: Send, body: bytes) -> None:
     start = 0
     while len(body) - start > WRITE_BYTES:
         slice = body[start : start + WRITE_BYTES]

@@ -46,7 +46,7 @@ from service.http.headers import (
 )
 from service.http.prefer import Preference, parse_prefer
 from service.http.request import Bodies, Handler, PostRequest, StopSignal
-from service.http.responder import Responder
+from service.http.responder import Responder, check_room, rendered
 from service.http.responses import (
     JSON_LINE,
     committed_lines,
@@ -230,7 +230,9 @@ class EventsEndpoint:
         id, answer = await write_atomic(self.admission(), batch, key, post.arrived, traceparent, caller)
         if isinstance(answer, Problem):
             raise answer
-        self._answer(post, 201, committed_lines(key, answer, self._retention_s), render_whole(id, answer))
+        body = render_whole(id, answer)
+        check_room(post, len(body))
+        self._answer(post, 201, committed_lines(key, answer, self._retention_s), body)
 
     async def _write_cloudevents(
         self, post: PostRequest, key: str | None, traceparent: bytes | None, caller: Caller
@@ -250,7 +252,7 @@ class EventsEndpoint:
         """Write events independently; answer 207 with their results in the order of `parts`. Raises Problem (429)."""
         caller.spend(len(parts), post.arrived)
         steps = in_steps(write_each(self.admission(), parts, parse, post.arrived, caller))
-        self._answer(post, 207, JSON_LINE, join_results([render_results(results) async for results in steps]))
+        self._answer(post, 207, JSON_LINE, join_results(await rendered(post, steps, render_results)))
 
     def _answer_202(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
         """Answer 202 once the key is claimed (`respond-async`); the client asks for the outcome by the key."""

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.core.problems import NOT_WRITTEN, Problem
-from service.http.request import StopSignal
+from service.http.request import UNREAD_MAX_S, StopSignal
 from service.http.request_reader import Action, Body, Head, ReaderEvent, Refusal, RequestReader
 from service.http.responses import lines_of, render_problem
 
@@ -24,9 +24,6 @@ PARSE_MAX_S: Final = 0.005
 # After a read of this many bytes, other tasks of the loop run before the connection is read again. Without that, libuv
 # reads up to 32 times in a row from a client that sends fast enough: 8 MB.
 READ_BYTES: Final = 1 << 16
-# The longest time for which sent bytes may stay unread before the kernel ends the connection (RFC 5482): a close
-# would wait for ever. A client that reads, if only some kilobytes a second, has no bound.
-UNREAD_MAX_S: Final = 60.0
 # The time that a client, which may still be sending, has to read the refusal that ends its connection.
 LINGERING_CLOSE_S: Final = 2.0
 # The most connections refused for their number that have that time; others are closed at once.

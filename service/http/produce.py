@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.contract import Rules
-from service.core.problems import MISSING_KEY, TOO_LARGE, Problem
+from service.core.problems import MISSING_KEY, NOT_WRITTEN, TOO_LARGE, Problem
 from service.core.settings import TOPICS_MAX
 from service.core.time_slice import TimeSlice
 from service.events.event import BATCH_EVENTS_MAX, Event, check_topic_name, parse_key, parse_traceparent
@@ -40,7 +40,7 @@ from service.http.asgi import AsgiEndpoint
 from service.http.batch import write_each
 from service.http.callers import Caller
 from service.http.encodings import PIECE_BYTES
-from service.http.events import RENDERED_AT_ONCE, EventsEndpoint
+from service.http.events import RENDERED_AT_ONCE, TOO_MANY_BODIES, EventsEndpoint
 from service.http.headers import JSON, UsedHeaders, essence, unsupported
 from service.http.produce_answers import (
     V2_TYPE,
@@ -56,6 +56,7 @@ from service.http.produce_answers import (
     render_v3_end,
 )
 from service.http.request import PostRequest
+from service.http.responder import check_room, rendered
 from service.http.responses import Headers, headers_of
 from service.http.streaming import Exchange, StreamEndpoint, StreamHead, Text, next_text
 from service.pipeline.request import WriteResult
@@ -63,6 +64,8 @@ from service.pipeline.request import WriteResult
 log = structlog.get_logger(__name__)
 
 PARTITION_DIGITS: Final = 9
+# Memory of a refused record's problem: a record of three bytes may have one.
+PROBLEM_BYTES: Final = 512
 
 PathParameters = Mapping[str, str]
 
@@ -175,10 +178,10 @@ class ProduceEndpoint:
                 if problem.kind is not TOO_LARGE:  # malformed: none of the records is written
                     raise _of_record(index, problem) from None
                 events.append(problem.as_result())
-        results = [result async for group in self._written(request, events) for result in group]
+        results = await self._results(request, events)
         if failure := failure_of(results):
             raise failure
-        pieces = [piece async for piece in _in_slices(results, render_offsets)]
+        pieces = await rendered(request.post, _in_slices(results), render_offsets)
         request.answer(results, render_v2(pieces))
 
     # -------------------------------------------------------------------------------------------------------------- v3
@@ -196,14 +199,14 @@ class ProduceEndpoint:
             if isinstance(record, Problem) and record.kind is MISSING_KEY:
                 raise record  # the request is refused as a whole, before any of its records is written
         request.caller.spend(len(records), request.post.arrived)
-        results = [result async for group in self._written(request, records) for result in group]
-        answers = [*zip(records, results, strict=True)]
-        body = b"".join([piece async for piece in _in_slices(answers, partial(render_v3, cluster))])
-        request.answer(results, body)
+        results = await self._results(request, records)
+        answers = _in_slices([*zip(records, results, strict=True)])
+        request.answer(results, b"".join(await rendered(request.post, answers, partial(render_v3, cluster))))
 
     async def _parse_v3(self, request: RecordsRequest) -> list[V3Event | Problem]:
         """Parse the records of a v3 body. Raises Problem (413, 422) for none, and for too many."""
         records: list[V3Event | Problem] = []
+        problems = 0
         async for text in _objects_of(request.post.body):
             if len(records) == BATCH_EVENTS_MAX:
                 raise Problem(TOO_LARGE, f"body: at most {BATCH_EVENTS_MAX} records are taken, unless it is streamed")
@@ -215,6 +218,9 @@ class ProduceEndpoint:
                 records.append(parsed if isinstance(parsed, V3Event) else await parsed)
             except Problem as problem:
                 records.append(problem.as_result())
+                problems += 1
+                if not request.post.hold_response(PROBLEM_BYTES * problems):
+                    raise Problem(NOT_WRITTEN, TOO_MANY_BODIES) from None
         if not records:
             raise ProduceProblem(422, UNPROCESSABLE, "body: is empty: send a record")
         return records
@@ -280,10 +286,19 @@ class ProduceEndpoint:
         else:
             request.post.run_in_task(request.responder.or_fail(request.post, work))
 
-    def _written(
+    async def _results(
         self, request: RecordsRequest, records: Sequence[Event | V3Event | Problem]
-    ) -> AsyncIterator[list[WriteResult]]:
-        return write_each(self._posts.admission(), records, _event_of, request.post.arrived, request.caller)
+    ) -> list[WriteResult]:
+        """Write the records, and return the result of each. Raises Problem (504) if too many problems are in memory."""
+        results: list[WriteResult] = []
+        problems = 0
+        async for group in write_each(
+            self._posts.admission(), records, _event_of, request.post.arrived, request.caller
+        ):
+            results += group
+            problems += sum([isinstance(result, Problem) for result in group])
+            check_room(request.post, PROBLEM_BYTES * problems)
+        return results
 
 
 def new_key(at_ms: int) -> str:
@@ -346,10 +361,10 @@ def _v3_refusal(problem: Problem) -> tuple[int, Headers, bytes]:
     return error.status, headers_of(lines_of_error(problem, V3_TYPE)), render_error(error)
 
 
-async def _in_slices(results: Sequence[T], render: Callable[[Sequence[T]], bytes]) -> AsyncIterator[bytes]:
-    """Render results in time slices."""
+async def _in_slices(results: Sequence[T]) -> AsyncIterator[Sequence[T]]:
+    """Yield results to render in steps of RENDERED_AT_ONCE, in time slices."""
     time_slice = TimeSlice()
     for start in range(0, len(results), RENDERED_AT_ONCE):
         if time_slice.is_over:
             await time_slice.next()
-        yield render(results[start : start + RENDERED_AT_ONCE])
+        yield results[start : start + RENDERED_AT_ONCE]

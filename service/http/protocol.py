@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from service.http.headers import UsedHeaders, content_type_of, essence
 from service.http.limits import GuardedProtocol
-from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Handler, PostRequest
+from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Handler, PostRequest, reading_time_s
 from service.http.request_reader import Head, PlainPost, Refusal, RequestReader
 from service.http.responses import lines_of
 
@@ -177,6 +177,8 @@ class PostsProtocol(GuardedProtocol):
 
     posts: Posts
     _unwritten: tuple[HttpRequest, memoryview] | None = None  # the rest of a long response
+    _reading: asyncio.TimerHandle | None = None  # for the time that the client has to read it
+    _refusal: Refusal | None = None  # comes after it
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
 
     def __init__(self, posts: Posts, *arguments: Any, **named: Any) -> None:
@@ -197,9 +199,10 @@ class PostsProtocol(GuardedProtocol):
 
     def _refuse(self, refusal: Refusal) -> None:
         self.posts.responses.write()  # a refusal ends the connection, and comes after the answers
-        while self._unwritten is not None:
-            self._write_on()
-        super()._refuse(refusal)
+        if self._unwritten is None:
+            super()._refuse(refusal)
+        else:
+            self._refusal = refusal
 
     def take_post(self, post: PlainPost) -> None:
         request = HttpRequest(self, self.posts.routes[post.target], [])
@@ -266,14 +269,13 @@ class PostsProtocol(GuardedProtocol):
     def write_end(self, post: HttpRequest, content: bytes | memoryview) -> None:
         """Write the last part of a response, then go on with the next request of the connection.
 
-        If the part is long, each turn of the loop writes a slice of it.
+        If the part is long, each turn of the loop writes a slice of it, as the client reads.
         """
         if len(content) > WRITE_BYTES:
-            content = memoryview(content)
-            if self.write(post, content[:WRITE_BYTES]):
-                self._unwritten = post, content[WRITE_BYTES:]
-                self.loop.call_soon(self._write_on)
-                return
+            self._unwritten = post, memoryview(content)
+            self._reading = self.loop.call_later(reading_time_s(len(content)), self.transport.abort)
+            self._write_on()
+            return
         post.response_complete = True
         if self.write(post, content):
             if not post.keep_alive:
@@ -281,10 +283,33 @@ class PostsProtocol(GuardedProtocol):
             self.on_response_complete()
 
     def _write_on(self) -> None:
-        """Write the next slice of a long response, unless all of it was written because of a refusal."""
+        """Write the next slice of a long response, unless the client has to read the last ones first."""
+        if self._unwritten is None or self.flow.write_paused:
+            return
+        post, content = self._unwritten
+        if len(content) > WRITE_BYTES and self.write(post, content[:WRITE_BYTES]):
+            self._unwritten = post, content[WRITE_BYTES:]
+            if not self.flow.write_paused:
+                self.loop.call_soon(self._write_on)
+            return
+        self._drop_unwritten()
+        self.write_end(post, content[:WRITE_BYTES])
+        if self._refusal is not None and not self.transport.is_closing():
+            super()._refuse(self._refusal)
+
+    def _drop_unwritten(self) -> None:
+        """End a long response: the rest of it is being written, or the client has gone."""
         if self._unwritten is not None:
-            (post, content), self._unwritten = self._unwritten, None
-            self.write_end(post, content)
+            (post, _), self._unwritten = self._unwritten, None
+            post.release_response()
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unwritten is not None:
+            self.loop.call_soon(self._write_on)
 
     def _dated(self) -> bytes:
         """Return the lines of uvicorn's default headers (Date), which uvicorn replaces each second."""
@@ -301,6 +326,7 @@ class PostsProtocol(GuardedProtocol):
             # A request that is being handled keeps its body until its response is produced.
             if isinstance(cycle, HttpRequest) and not (cycle.started and cycle.whole):
                 cycle.drop_body()
+        self._drop_unwritten()
         super().connection_lost(exc)
 
 

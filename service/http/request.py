@@ -6,16 +6,28 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from service.http.headers import UsedHeaders
+from service.http.request_reader import LEAST_BYTES_S
 
 # Bytes of a body that do not count against the bound of all bodies, so that large bodies never block small ones.
 OWN_BYTES: Final = 64 * 1024
 
 # Bytes of a response that one turn of the loop writes: a large response as a whole takes milliseconds.
 WRITE_BYTES: Final = 64 * 1024
+# The longest time for which sent bytes may stay unread. The kernel ends the connection then (RFC 5482): a close would
+# wait for ever.
+UNREAD_MAX_S: Final = 60.0
+
+
+def reading_time_s(size: int) -> float:
+    """Return how long a client may take to read a response of `size` bytes, in seconds."""
+    return UNREAD_MAX_S + size / LEAST_BYTES_S
 
 
 class Bodies:
-    """The bytes in memory of all bodies, beyond the first OWN_BYTES of each; `most` is their bound."""
+    """The bytes in memory of all bodies and unread responses, beyond the first OWN_BYTES of each.
+
+    `most` is their bound.
+    """
 
     __slots__ = ("bytes", "most")
 
@@ -73,6 +85,7 @@ class PostRequest(ABC):
     __slots__ = (
         "_bodies",
         "_content",
+        "_held",
         "_taken",
         "answered",
         "arrived",
@@ -97,7 +110,8 @@ class PostRequest(ABC):
         self._bodies = bodies
         # The pieces of the body are in one array: an object for each would take more memory.
         self._content: bytes | bytearray = b""
-        self._taken = 0  # bytes counted in `bodies`
+        self._taken = 0  # bytes of the body counted in `bodies`
+        self._held = 0  # bytes of the response counted in `bodies`
         self.headers = headers  # names in lower case
         self.client = client  # the address of the caller; None for a Unix socket
         self.found: UsedHeaders | None = None  # the headers that the service uses, if the transport has picked them
@@ -162,6 +176,25 @@ class PostRequest(ABC):
         if self._taken:
             self._bodies.bytes -= self._taken
             self._taken = 0
+
+    def hold_response(self, size: int) -> bool:
+        """Note that the response has `size` bytes so far, until `release_response`; return False if `bodies` is full.
+
+        A request that alone holds anything has room: otherwise it would never get a response above the bound.
+        """
+        more = max(0, size - OWN_BYTES) - self._held
+        is_alone = self._bodies.bytes == self._taken + self._held
+        if more > 0 and not is_alone and self._bodies.bytes + more > self._bodies.most:
+            return False
+        self._bodies.bytes += more
+        self._held += more
+        return True
+
+    def release_response(self) -> None:
+        """Note that the response is written, or dropped."""
+        if self._held:
+            self._bodies.bytes -= self._held
+            self._held = 0
 
     def finish(self) -> None:
         """Note that the request is answered, or never will be."""

@@ -1,17 +1,40 @@
 """Answers POSTs, and counts the answers: results as bytes, problems, and errors that are bugs."""
 
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
 
 import structlog
 
 from service.core.metrics import Telemetry
-from service.core.problems import INTERNAL, Problem
+from service.core.problems import INTERNAL, OUTCOME_UNKNOWN, Problem
 from service.http.request import PostRequest
 from service.http.responses import lines_of, render_problem
 from service.pipeline.load_shedding import LoadShedder
 
 log = structlog.get_logger(__name__)
+
+TOO_MANY_RESPONSES: Final = "response: too many large ones are not read yet: send the request again, with the same keys"
+
+T = TypeVar("T")
+
+
+def check_room(post: PostRequest, size: int) -> None:
+    """Note that the response of a request that may be written has `size` bytes so far. Raises Problem (504)."""
+    if not post.hold_response(size):
+        raise Problem(OUTCOME_UNKNOWN, TOO_MANY_RESPONSES)
+
+
+async def rendered(
+    post: PostRequest, groups: AsyncIterator[Sequence[T]], render: Callable[[Sequence[T]], bytes]
+) -> list[bytes]:
+    """Render the parts of a response, which are in memory until the client has read it. Raises Problem (504)."""
+    pieces: list[bytes] = []
+    size = 0
+    async for group in groups:
+        pieces.append(render(group))
+        size += len(pieces[-1])
+        check_room(post, size)
+    return pieces
 
 
 class Responder:
@@ -39,6 +62,7 @@ class Responder:
             if post.answered:
                 post.cut()
                 return
+        post.release_response()  # of what was rendered
         status, lines, body = self.render(error)
         self.answer(post, status, lines + more, body, error.kind.code)
 

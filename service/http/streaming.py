@@ -24,8 +24,7 @@ from service.http.callers import Caller
 from service.http.encodings import Decoder, coding_of
 from service.http.events import EventsEndpoint, in_steps
 from service.http.headers import UsedHeaders, content_type_of, essence, pick
-from service.http.limits import UNREAD_MAX_S
-from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Share, StopSignal
+from service.http.request import OWN_BYTES, UNREAD_MAX_S, WRITE_BYTES, Bodies, Share, StopSignal
 from service.http.request_reader import LEAST_BYTES_S, SILENCE_MAX_S
 from service.http.responses import Headers, headers_of, render_problem
 from service.pipeline.request import CHUNK_EVENTS_MAX, WriteResult

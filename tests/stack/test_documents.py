@@ -17,7 +17,7 @@ from service.core.settings import EVENT_BYTES_MAX, GROUP_EVENT_BYTES_MAX, Settin
 from service.events import event
 from service.events.cloudevents import MEMBERS_MAX
 from service.events.strict_json import DEPTH_MAX
-from service.http import batch, encodings, limits, request_reader, streaming
+from service.http import batch, encodings, limits, request, request_reader, streaming
 from service.http.request import OWN_BYTES
 from tests.faults import matrix
 
@@ -105,7 +105,9 @@ def test_the_limits_in_the_readme_are_those_of_the_code() -> None:
     section = (ROOT / "service" / "README.md").read_text().split("\n## Limits\n")[1].split("\n## ")[0]
     for said in (
         f"| {IDLE_S} s |",
-        f"| {limits.UNREAD_MAX_S:.0f} s |",
+        f"| {request.UNREAD_MAX_S:.0f} s |",
+        f"| the time to read an answer of more than {request.WRITE_BYTES // 1024} KiB | "
+        f"{request.reading_time_s(0):.0f} s more than it takes at {request_reader.LEAST_BYTES_S:,} bytes a second |",
         f"| {request_reader.HEAD_BYTES_MAX // 1024} KiB, {request_reader.HEAD_LINES_MAX} lines |",
         f"| {request_reader.SILENCE_MAX_S:.0f} s of silence; "
         f"{request_reader.SILENCE_MAX_S:.0f} s more than it takes at {request_reader.LEAST_BYTES_S:,} bytes a second |",

@@ -16,6 +16,7 @@ from service.contract import CallerRule, Rules, SettingsError
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.events.deliveries import read_sources
+from service.events.event import BATCH_EVENTS_MAX
 from service.events.schemas import Schemas
 from service.http import asgi as module
 from service.http.asgi import AsgiEndpoint, AsgiRequest
@@ -24,6 +25,7 @@ from service.http.events import EventsEndpoint
 from service.http.request import OWN_BYTES, Bodies, PostRequest
 from service.http.routes import Parts, routes
 from service.pipeline.admission import Admission
+from tests.unit.fakes import until
 from tests.unit.http.test_encodings import ENCODERS
 from tests.unit.http.test_events import Commits
 
@@ -160,6 +162,78 @@ async def test_a_long_answer_is_sent_in_slices_between_which_other_tasks_run(mon
     assert b"".join(message["body"] for _, message in slices) == body
     assert [message.get("more_body", False) for _, message in slices] == [True, True, False]
     assert len({turn for turn, _ in slices}) == 3
+
+
+@pytest.mark.parametrize("cancelled", ["not", "while it waits", "while it is sent"])
+async def test_a_long_answer_counts_until_it_is_sent(cancelled: str) -> None:
+    bodies, held, waits = Bodies(OWN_BYTES), list[PostRequest](), asyncio.Event()
+    seen: list[int] = []
+
+    async def send(message: Any) -> None:
+        seen.append(bodies.bytes)
+        if cancelled == "while it is sent":
+            await waits.wait()
+
+    server = Server(part(b"", more=False))
+    server.send = send  # type: ignore[method-assign]
+    serving = asyncio.create_task(server.serve(endpoint_of(held.append, bodies)))
+    await until(lambda: bool(held))
+    if cancelled == "while it waits":
+        serving.cancel()
+        await asyncio.wait([serving])
+    assert held[0].hold_response(3 * OWN_BYTES)
+    assert bodies.bytes == 2 * OWN_BYTES
+    held[0].answer(201, b"", bytes(3 * OWN_BYTES))
+    if cancelled == "while it is sent":
+        await until(lambda: bool(seen))
+        serving.cancel()
+    await asyncio.wait([serving])
+    assert bodies.bytes == 0
+    assert all(size == 2 * OWN_BYTES for size in seen)
+
+
+async def test_a_client_that_reads_too_slowly_gets_no_more_of_a_long_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "reading_time_s", lambda size: 0.1)
+    bodies = Bodies(OWN_BYTES)
+
+    def long(request: PostRequest) -> None:
+        assert request.hold_response(9 * OWN_BYTES)
+        request.answer(201, b"", bytes(9 * OWN_BYTES))
+
+    server = Server(part(b"", more=False))
+    keep = server.send
+
+    async def send(message: Any) -> None:
+        await keep(message)
+        await asyncio.sleep(0.04)
+
+    server.send = send  # type: ignore[method-assign]
+    await server.serve(endpoint_of(long, bodies))
+    assert 0 < len(server.body) < 9 * OWN_BYTES
+    assert server.sent[-1]["more_body"]
+    assert bodies.bytes == 0
+
+
+async def test_a_response_for_which_there_is_no_room_is_answered_504_and_later_as_it_is() -> None:
+    app, posts = app_and_posts(Commits())
+    body = b'{"events":[%b]}' % b",".join([b"0"] * BATCH_EVENTS_MAX)  # 20 KB, with 2 MB of results
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+
+        async def answer() -> tuple[int, int, str]:
+            response = await client.post("/events/batch", content=body, headers={"content-type": "application/json"})
+            return response.status_code, len(response.content), response.json().get("code", "")
+
+        posts.bodies.bytes += 1  # somebody else holds some, and there is no room
+        most, posts.bodies.most = posts.bodies.most, 100_000
+        assert (await answer())[::2] == (504, "outcome-unknown")
+        assert posts.bodies.bytes == 1
+        posts.bodies.most = most
+        status, size, _ = await answer()
+        assert status == 207
+        assert size > 1_000_000
+        posts.bodies.most, posts.bodies.bytes = 100_000, 0
+        assert await answer() == (207, size, ""), "alone it has room, or it would never be answered"
+    assert posts.bodies.bytes == 0
 
 
 async def test_a_percent_encoded_path_is_decoded_before_it_is_matched(http: httpx.AsyncClient) -> None:

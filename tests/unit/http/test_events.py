@@ -172,6 +172,12 @@ class FakePost:
     def drop_body(self) -> None:
         self.body = b""
 
+    def hold_response(self, size: int) -> bool:
+        return True
+
+    def release_response(self) -> None:
+        pass
+
     def cut(self) -> None:
         self.was_cut = True
 

@@ -20,6 +20,7 @@ from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.headers import JSON
 from service.http.produce import ProduceEndpoint, new_key
+from service.http.request import OWN_BYTES
 from service.http.responses import imf_fixdate
 from tests.unit.fakes import NOW_MS, World, ended
 
@@ -397,6 +398,37 @@ async def test_a_short_v3_body_has_a_bounded_number_of_records(proxy: Proxy, mon
     monkeypatch.setattr(module, "BATCH_EVENTS_MAX", 20)
     assert len(answers(await proxy.v3(*[string("a")] * 20))) == 20
     assert "unless it is streamed" in assert_error(await proxy.v3(*[string("a")] * 21), 413, 413)
+
+
+@pytest.mark.parametrize("version", ["v2", "v3", "v3, and its records are none"])
+async def test_a_response_for_which_there_is_no_room_is_a_timeout_that_names_the_remedy(version: str) -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    posts = EventsEndpoint(lambda: world.admission, world.settings, Callers(RULES.callers), world.telemetry)
+    app = FastAPI()
+    app.router.routes += ProduceEndpoint(posts, RULES, world.settings.key_ttl_s).routes()
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        count = 2_000
+        if version == "v2":
+            content, kind, path = json.dumps({"records": [{"value": 1}] * count}).encode(), JSON_V2, "/topics/orders"
+        else:
+            record = b"{}" if "none" in version else b'{"value":{"type":"JSON","data":1}}'
+            content, kind, path = record * min(count, 1_900), JSON, V3
+        headers = {"content-type": kind, "idempotency-key": "k"}
+        posts.bodies.bytes, posts.bodies.most = 1, 30_000
+        response = await client.post(path, content=content, headers=headers)
+        if "none" in version:
+            assert_error(response, 503, 50003)
+        else:
+            assert assert_error(response, 408, 40801).startswith("response: too many large ones are not read yet")
+        assert posts.bodies.bytes == 1
+        posts.bodies.most = 10_000_000
+        response = await client.post(path, content=content, headers=headers)
+        assert response.status_code == 200
+        assert len(response.content) > OWN_BYTES
+        assert posts.bodies.bytes == 1
+    await ended(serving)
 
 
 async def test_bodies_may_be_compressed(proxy: Proxy) -> None:

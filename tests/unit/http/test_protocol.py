@@ -13,12 +13,13 @@ import pytest
 import uvicorn
 
 from deploy.stack import free_port
-from service.http import limits, protocol, request_reader
+from service.http import asgi, limits, protocol, request_reader
 from service.http import request as request_module
 from service.http.asgi import AsgiEndpoint
 from service.http.limits import GuardedProtocol
 from service.http.protocol import Posts, PostsProtocol, protocol_of
 from service.http.request import Bodies, Handler, PostRequest
+from tests.unit.fakes import until
 
 BODY_BYTES_MAX = 1000
 BODIES_BYTES_MAX = 1900  # of all connections, beyond the own bytes of each
@@ -35,6 +36,7 @@ class Desk:
     def __init__(self) -> None:
         self.posts: list[PostRequest] = []
         self.finished: list[str] = []
+        self.bodies = Bodies(BODIES_BYTES_MAX)
 
     def later(self, post: PostRequest) -> None:
         self.posts.append(post)
@@ -43,6 +45,7 @@ class Desk:
         post.answer(503 if post.body_was_dropped else 201, b"x-size: %d\r\n" % post.size, post.body)
 
     def long(self, post: PostRequest) -> None:
+        assert post.hold_response(LONG_BYTES)
         post.answer(201, b"", bytes(LONG_BYTES))
 
     def names(self, post: PostRequest) -> None:
@@ -112,7 +115,7 @@ async def server(
         b"/names": desk.names,
         b"/long": desk.long,
     }
-    bodies = Bodies(BODIES_BYTES_MAX)
+    bodies = desk.bodies
     direct = request.param == "direct"
     config = uvicorn.Config(
         app if direct else by_asgi(routes, bodies),
@@ -588,6 +591,67 @@ async def test_a_client_that_does_not_read_its_answers_is_no_longer_read_and_is_
         async with asyncio.timeout(10.0):
             while server.server_state.connections:  # noqa: ASYNC110 - uvicorn has no event for it
                 await asyncio.sleep(0.05)
+
+
+async def test_a_long_answer_is_in_memory_only_as_far_as_it_is_counted(server: uvicorn.Server, desk: Desk) -> None:
+    """What the transport has is not: a client that reads nothing must not get the rest of the answer into it."""
+    loop = asyncio.get_running_loop()
+    async with narrow(server) as client:
+        await loop.sock_sendall(client, post(b"/long", b""))
+        async with asyncio.timeout(5.0):
+            await loop.sock_recv(client, 1)
+            await asyncio.sleep(0.3)
+        (connection,) = server.server_state.connections
+        assert connection.transport.get_write_buffer_size() <= 3 * request_module.WRITE_BYTES
+        assert desk.bodies.bytes == LONG_BYTES - OWN_BYTES
+        heard = 1
+        while heard < LONG_BYTES:
+            heard += len(await loop.sock_recv(client, 1 << 20))
+    await until(lambda: desk.bodies.bytes == 0)
+
+
+async def test_a_long_answer_counts_no_more_when_its_client_has_gone(caller: Caller, desk: Desk) -> None:
+    await caller.say(post(b"/long", b""))
+    caller.reset()
+    await until(lambda: desk.bodies.bytes == 0)
+
+
+async def test_a_client_that_reads_a_long_answer_below_the_least_rate_is_closed(
+    server: uvicorn.Server, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (protocol, asgi):
+        monkeypatch.setattr(module, "reading_time_s", lambda size: size / LONG_BYTES / 2)
+    loop = asyncio.get_running_loop()
+    async with narrow(server) as client, asyncio.timeout(10.0):
+        await loop.sock_sendall(client, post(b"/long", b""))
+        heard = 0
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await loop.sock_recv(client, 4096):
+                heard += len(piece)
+                await asyncio.sleep(0.001)
+        assert 0 < heard < LONG_BYTES
+    assert desk.bodies.bytes == 0
+
+
+async def test_requests_behind_a_long_answer_are_not_read_as_it_is_written(server: uvicorn.Server) -> None:
+    """Each slice that the client reads would let in some more of them."""
+    loop = asyncio.get_running_loop()
+    async with narrow(server) as client:
+        await loop.sock_sendall(client, post(b"/long", b""))
+
+        async def send_on() -> None:
+            while True:
+                await loop.sock_sendall(client, post(b"/now", b"x" * 100) * 1_000)
+
+        sending = asyncio.create_task(send_on())
+        heard = 0
+        while heard < LONG_BYTES // 2:
+            heard += len(await loop.sock_recv(client, 1 << 16))
+        (connection,) = server.server_state.connections
+        assert isinstance(connection, GuardedProtocol)
+        assert len(connection.reader.unread) < 1_000_000
+        sending.cancel()
+        await asyncio.wait([sending])
 
 
 async def test_a_client_that_reads_slowly_gets_the_whole_answer(
