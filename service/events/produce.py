@@ -83,11 +83,17 @@ class RequestKey(msgspec.Struct, frozen=True):
 
     So a request is sent again as a whole: in one with fewer records, a record would get the id of another.
     `key` is the request's, else one that the service has made. It is None where a rule refuses that: then each record
-    needs a key of its own.
+    needs a key of its own. `is_old`: when the request began, the key was older than its retention.
     """
 
     key: str | None
     scope: str
+    is_old: bool = False
+
+    @property
+    def fresh(self) -> str:
+        """The key, if it was not old when the request began; else ""."""
+        return "" if self.key is None or self.is_old else self.key
 
     def id_of(self, index: int, own: bytes | None) -> tuple[str, bytes]:
         """Return the key and the id of record `index`, from 0; `own` is the record's own key. Raises Problem (400)."""

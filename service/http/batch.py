@@ -114,12 +114,14 @@ async def write_each(
     parse: Callable[[T], Event | Awaitable[Event]],
     arrived: float,
     caller: Caller = ANYBODY,
+    fresh_key: str = "",
 ) -> AsyncIterator[list[WriteResult]]:
     """Write the events of a batch, each under its own key; yield results in the order of the events, as they are known.
 
     Events go to Kafka in chunks, one chunk after the other: a transaction holds a whole chunk, which keeps the order of
     the batch. A repeated key begins a new chunk, and so finds the result of its first event. Events are checked when
-    their chunk is filled, so that the first results need not wait for the last event.
+    their chunk is filled, so that the first results need not wait for the last event. `fresh_key` is the key of several
+    events that was not old when their request began: a stream may last longer than its key is remembered.
     """
     # The look-ups for the events of a chunk have one request timeout together: earlier chunks may have used up theirs,
     # and while Kafka or Redis is silent, a timeout for each event would add up to hours.
@@ -142,8 +144,8 @@ async def write_each(
             if event.topic != topic:
                 caller.check(event.topic)
                 topic, plain_bytes_max = event.topic, admission.plain_bytes_max(event.topic)
-            if not is_plain(event, plain_bytes_max) and not admission.check_now(event):
-                await admission.check(event, arrived, begun)
+            if not is_plain(event, plain_bytes_max) and not admission.check_now(event, fresh_key):
+                await admission.check(event, arrived, begun, fresh_key)
         except Problem as problem:
             failure = problem.as_result()
         if parsed >= CHUNK_EVENTS_MAX if failure is not None else not chunk.add(event):

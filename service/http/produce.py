@@ -231,8 +231,7 @@ class ProduceEndpoint:
         _check_topic(topic, head.caller)
         if essence(head.found.get(b"content-type")) != JSON:
             raise unsupported(JSON)
-        key = self._key_of(head.found, topic)
-        of_request = RequestKey(key, head.caller.scope)
+        of_request = self._key_of(head.found, topic, head.caller)
         parsed: deque[StreamedRecord] = deque()  # records that have no result yet
         count = itertools.count()
 
@@ -252,8 +251,8 @@ class ProduceEndpoint:
         def render_end(problem: Problem) -> str:
             return render_v3_end(problem).decode()
 
-        lines = self._responder(V3_TYPE, key).lines()
-        return Exchange(JsonObjects(), parse, render, render_end, 200, lines)
+        lines = self._responder(V3_TYPE, of_request.key).lines()
+        return Exchange(JsonObjects(), parse, render, render_end, 200, lines, of_request.fresh)
 
     # ------------------------------------------------------------------------------------------------------------ both
 
@@ -262,20 +261,23 @@ class ProduceEndpoint:
     ) -> RecordsRequest:
         """Make the request with its key."""
         topic = path["topic"]
-        key = self._key_of(found, topic)
+        key = self._key_of(found, topic, caller)
         traceparent = parse_traceparent(found.get(b"traceparent"))
-        responder = self._responder(media_type, key)
-        return RecordsRequest(post, topic, caller, RequestKey(key, caller.scope), traceparent, responder)
+        return RecordsRequest(post, topic, caller, key, traceparent, self._responder(media_type, key.key))
 
     def _responder(self, media_type: bytes, key: str | None = None) -> ProduceResponder:
         return ProduceResponder(self._posts.telemetry, self._retention_s, media_type, key)
 
-    def _key_of(self, found: UsedHeaders, topic: str) -> str | None:
-        """Return the key of a request; one is made for a request without, unless the topic's rule refuses that."""
-        raw = found.get(b"idempotency-key")
+    def _key_of(self, found: UsedHeaders, topic: str, caller: Caller) -> RequestKey:
+        """Return the key of a request; one is made for a request without, unless the topic's rule refuses that.
+
+        The age of the key is judged here, once: the key of a stream may become old while its records come.
+        """
+        raw, admission = found.get(b"idempotency-key"), self._posts.admission()
         if raw is not None:
-            return parse_key(raw)
-        return None if self._refuses_keyless(topic) else new_key(self._posts.admission().now_ms())
+            key = parse_key(raw)
+            return RequestKey(key, caller.scope, admission.is_old(key, topic))
+        return RequestKey(None if self._refuses_keyless(topic) else new_key(admission.now_ms()), caller.scope)
 
     def _begin(self, request: RecordsRequest, work: Coroutine[Any, Any, None]) -> None:
         """Start the work of a request, unless the queue is full."""
@@ -292,9 +294,8 @@ class ProduceEndpoint:
         """Write the records, and return the result of each. Raises Problem (504) if too many problems are in memory."""
         results: list[WriteResult] = []
         problems = 0
-        async for group in write_each(
-            self._posts.admission(), records, _event_of, request.post.arrived, request.caller
-        ):
+        admission, arrived = self._posts.admission(), request.post.arrived
+        async for group in write_each(admission, records, _event_of, arrived, request.caller, request.key.fresh):
             results += group
             problems += sum([isinstance(result, Problem) for result in group])
             check_room(request.post, PROBLEM_BYTES * problems)

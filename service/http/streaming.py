@@ -128,6 +128,7 @@ class Exchange:
     render_end: Callable[[Problem], str]
     status: int
     head: bytes  # header lines of the response, each with its CRLF
+    fresh_key: str = ""  # the key of several events, if it was not old when the request began
 
 
 Begin = Callable[[StreamHead], Exchange]
@@ -208,7 +209,8 @@ class StreamEndpoint:
             if not response.started:
                 self._posts.telemetry.requested(exchange.status, "")
                 response.start(exchange.status, headers_of(exchange.head))
-            async for results in in_steps(write_each(admission(), window, exchange.parse, time.monotonic(), caller)):
+            writing = write_each(admission(), window, exchange.parse, time.monotonic(), caller, exchange.fresh_key)
+            async for results in in_steps(writing):
                 response.write("".join(map(exchange.render, results)).encode())
             await response.room()
         if not response.started:

@@ -239,13 +239,19 @@ class Admission:
         """
         return self._queue.too_many if self._queue.full else None
 
-    def check_now(self, event: Event) -> bool:
-        """Check an event against its topic and schema. Raises Problem; False where only `check` can decide."""
-        return self._topic_takes(event) and self._schemas.check_now(event) and not self._has_old_key(event)
+    def check_now(self, event: Event, fresh_key: str = "") -> bool:
+        """Check an event against its topic and schema. Raises Problem; False where only `check` can decide.
 
-    def _has_old_key(self, event: Event) -> bool:
-        """Whether the event's key tells that it was made before its retention, and the topic takes no such keys."""
-        return self._is_old(event.key, self._ttl_of(event.topic)) and not self._takes_old_keys(event.topic)
+        `fresh_key` is a key that was not old when its request began.
+        """
+        return self._topic_takes(event) and self._schemas.check_now(event) and not self._has_old_key(event, fresh_key)
+
+    def _has_old_key(self, event: Event, fresh_key: str) -> bool:
+        return event.key != fresh_key and self.is_old(event.key, event.topic)
+
+    def is_old(self, key: str, topic: str) -> bool:
+        """Whether a key tells that it was made before its retention, and the topic takes no such keys."""
+        return self._is_old(key, self._ttl_of(topic)) and not self._takes_old_keys(topic)
 
     def _is_old(self, key: str, ttl_s: int) -> bool:
         made_ms = made_at_ms(key)
@@ -312,13 +318,13 @@ class Admission:
         """Bytes of ledger entries that one transaction holds."""
         return self._queue.ledger_bytes_max
 
-    async def check(self, event: Event, arrived: float, begun: float | None = None) -> None:
+    async def check(self, event: Event, arrived: float, begun: float | None = None, fresh_key: str = "") -> None:
         """Check an event as `check_now` does, looking up its topic or an old key where that is needed. Raises Problem.
 
-        Arguments are those of `check_content`.
+        Other arguments are those of `check_content`.
         """
         await self.check_content(event, arrived, begun)
-        if self._has_old_key(event):
+        if self._has_old_key(event, fresh_key):
             await self._check_old_key(event.id, self._ttl_of(event.topic), self._deadline(arrived, begun))
 
     async def check_content(self, event: Event, arrived: float, begun: float | None = None) -> None:

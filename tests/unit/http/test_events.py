@@ -226,7 +226,7 @@ class Commits:
         self.load_shedder = LoadShedder()
         self.events: list[Event] = []
 
-    def check_now(self, event: Event) -> bool:
+    def check_now(self, event: Event, fresh_key: str = "") -> bool:
         return True
 
     def plain_bytes_max(self, topic: str) -> int:

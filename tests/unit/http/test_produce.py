@@ -29,6 +29,7 @@ BINARY_V2 = "application/vnd.kafka.binary.v2+json"
 ANSWER_V2 = "application/vnd.kafka.v2+json"
 V3 = "/v3/clusters/c1/topics/orders/records"
 EXPIRES = imf_fixdate(NOW_MS // 1000 + 86_400).decode()
+DAY_MS = 86_400_000
 TOKEN_SHA256 = "3c469e9d6c5875d37a43f353d4f88e61fcf812c66eee3457465a40b0da4153e0"  # of "token"
 RULES = Rules((TopicRule("other", keyless="refuse"),))
 
@@ -470,6 +471,40 @@ async def test_a_stream_without_a_key_is_told_the_key_before_its_records_are_wri
     told = {"content-type": JSON, "idempotency-key": made}
     assert (await proxy.client.post(V3, content=streamed(record + record), headers=told)).content == first.content
     assert len(proxy.written) == 2
+
+
+@pytest.mark.parametrize(
+    ("key_age_ms", "own_key", "last"),
+    [(None, False, 200), (0, False, 200), (DAY_MS - 1, False, 200), (DAY_MS, False, 412), (0, True, 412)],
+    ids=["made by the service", "of the client", "old soon", "old at the beginning", "of the record"],
+)
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_key_that_becomes_old_during_its_request_is_good_for_it(
+    proxy: Proxy, key_age_ms: int | None, own_key: bool, last: int, is_streamed: bool
+) -> None:
+    """A stream may last for days. A record's own key is as old as it is when the record comes."""
+    now_ms = NOW_MS
+    proxy.world.admission.now_ms = lambda: now_ms
+    record = string("a")
+    if own_key:
+        record["headers"] = [{"name": "idempotency-key", "value": base64.b64encode(new_key(NOW_MS).encode()).decode()}]
+    text = json.dumps(record).encode()
+
+    async def days() -> AsyncIterator[bytes]:
+        nonlocal now_ms
+        for _ in range(3):
+            now_ms += DAY_MS
+            yield text
+
+    headers = {"content-type": JSON}
+    if key_age_ms is not None:
+        headers["idempotency-key"] = new_key(NOW_MS - key_age_ms)
+    if not is_streamed:
+        now_ms += DAY_MS if own_key else 0
+    response = await proxy.client.post(V3, content=days() if is_streamed else text, headers=headers)
+    told = answers(response)
+    assert len(told) == (3 if is_streamed else 1)
+    assert told[-1]["error_code"] == last
 
 
 async def test_a_stream_refuses_records_without_a_key_where_the_rule_says_so(proxy: Proxy) -> None:
