@@ -238,6 +238,11 @@ class ProducerSession:
         `acks_timeout_ms`: for how long a leader waits for its in-sync replicas. Raises KafkaError or OSError where a
         request had no response; responses to other requests are kept. Batches are sent again only where the node
         answered NOT_LEADER to all batches of their partition.
+
+        The new leader is not asked for open transactions (OpenCheck): the partition belongs to the transaction already,
+        so that it gets the transaction's marker in any case. What hangs there is a transaction that this session has
+        committed since the old leader was asked, and the commit of this one ends it rightly. To give this one up would
+        abort both.
         """
         await self._send_once(batches, leaders, acks_timeout_ms)
         while moved := _moved(batches):

@@ -45,6 +45,9 @@ DEFAULT: Final[dict[str, Configuration]] = {
     "a marker that never comes, and another key": Configuration(
         Faults(skip_marker=1, other=1, lose_send=1, post_again=1)
     ),
+    "a marker that never comes, and a leader that moves": Configuration(
+        Faults(skip_marker=1, move=1, other=2, late_marker=1, post_again=1)
+    ),
     "a marker that never comes, and a flush": Configuration(Faults(skip_marker=1, flush=1, post_again=1)),
     "a marker that never comes, and a pause": Configuration(Faults(skip_marker=1, expire=1, lose_reply=1)),
     "a marker that never comes, and a split": Configuration(
@@ -200,6 +203,9 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "a term looks once": Mutant(
         "check_renewed", Configuration(Faults(skip_marker=1, other=1, lose_send=1)), MISSING, 8
+    ),
+    "a transaction is given up because a leader has moved": Mutant(
+        "leader_followed", Configuration(Faults(skip_marker=1, move=1, other=1)), MISSING, 8
     ),
     "nobody watches an idle slot": Mutant("stall_watched", Configuration(Faults(skip_marker=1)), STALLED, 5),
 }

@@ -37,6 +37,7 @@ class Rules(NamedTuple):
     store_settles: bool = True  # a store recovery ends hanging transactions in the ledger
     partitions_checked: bool = True  # a term writes only to partitions without a hanging transaction of its producer id
     check_renewed: bool = True  # and checks again if a broker was unreachable since
+    leader_followed: bool = True  # a transaction goes on when the leader of one of its partitions has moved
     stall_watched: bool = True  # a slot is recovered if an LSO does not move
 
 
@@ -63,6 +64,7 @@ class Faults(NamedTuple):
     skip_marker: int = 0  # a broker dies during an EndTxn: markers of some of the partitions never come
     rewind: int = 0  # the store goes back to the replica's data without a restart, after a heartbeat of every process
     misjudge: int = 0  # a store recovery begins although another store is in use
+    move: int = 0  # a leader moves, and the old one, still connected, reports nothing open before it answers NOT_LEADER
 
 
 FAULT: Final = Faults(*range(len(Faults._fields)))

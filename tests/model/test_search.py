@@ -3,7 +3,7 @@
 import pytest
 
 from service.claims.states import IllegalMove, RequestEvent, SlotEvent
-from tests.model.configurations import DEFAULT, IDLE_HOLDER, MUTANTS
+from tests.model.configurations import DEFAULT, IDLE_HOLDER, MISSING, MUTANTS
 from tests.model.rules import Configuration, Faults
 from tests.model.search import search
 from tests.model.world import DOUBT, QUEUED, READY, VACANT, decode, encode, request_move, slot_move
@@ -34,6 +34,12 @@ def test_an_idle_holder_of_a_passed_term_keeps_nobody_waiting() -> None:
     print(result)  # noqa: T201 - the figures, under -s
     assert not result.violation, str(result)
     assert search(IDLE_HOLDER).violation
+
+
+def test_an_abort_at_a_new_leader_ends_what_hangs_there() -> None:
+    """A limit (service/PROTOCOL.md): the partition was added before its old leader answered NOT_LEADER."""
+    result = search(Configuration(Faults(skip_marker=1, move=1, other=1, lose_send=1)))
+    assert result.violation == MISSING, str(result)
 
 
 def test_without_faults_one_write_takes_six_steps() -> None:

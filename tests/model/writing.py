@@ -347,7 +347,13 @@ def _other(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
     label = f"p{p}: another key in s{s}"
     if _meets_hung(world, s, view, rules, (0,)):
         yield f"{label}: something hangs there", end_term(hanging.name(world, s), p, s, rules)
-        return
+        if not (view.checked and world.left[FAULT.move]):
+            return
+        world, label = spend(world, FAULT.move), f"{label}, whose partition has a new leader"
+        added = kafka.produce_other(world, s, view.owner)
+        if added is not None and not rules.leader_followed:
+            yield f"{label}: given up", end_term(hanging.name(added, s), p, s, rules)
+            return
     sent = kafka.produce_other(world, s, view.owner)
     if sent is None:
         yield f"{label}: fenced", end_term(world, p, s, rules)

@@ -1,8 +1,8 @@
 """Tests that a partition is written to only after its leader has reported no open transaction of the producer id."""
 
 import pytest
-from aiokafka.errors import RecordListTooLargeError, TopicAuthorizationFailedError
-from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
+from aiokafka.errors import NotLeaderForPartitionError, RecordListTooLargeError, TopicAuthorizationFailedError
+from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest
 from structlog.testing import capture_logs
 
 from service.kafka import open_check as module
@@ -10,7 +10,7 @@ from service.kafka.inspection import DescribeProducers
 from service.kafka.outcomes import TransactionOutcome
 from service.kafka.session import RecordMetadata
 from service.slots.slot import Slot
-from tests.unit.fake_brokers import GONE, LEDGER, failure, record, transactional, write
+from tests.unit.fake_brokers import GONE, LEDGER, Met, failure, record, transactional, write
 from tests.unit.fakes import World
 
 
@@ -43,6 +43,22 @@ async def test_a_group_with_a_hanging_partition_adds_no_partition_to_its_transac
     failed = await failure(producer, record("a", 0), record("a", 1))
     assert (failed.outcome, set(failed.hanging), set(failed.stuck)) == (TransactionOutcome.ABORTED, {("a", 1)}, set())
     assert not kafka.sent(AddPartitionsToTxnRequest)
+
+
+async def test_a_batch_follows_its_partition_to_a_new_leader_whatever_hangs_there() -> None:
+    """The partition is in the transaction: to give it up would abort what this session has committed there."""
+    producer, kafka = transactional(clear=False)
+    await write(producer, record("a"))
+    answers = [NotLeaderForPartitionError.errno]
+
+    def moves(topic: str, partition: int) -> Met:
+        kafka.leaders["a", 0] = 2
+        kafka.open_in = {("a", 0): 4}  # the record of the first transaction
+        return answers.pop() if answers else RecordMetadata(5, -1)
+
+    kafka.produced = moves
+    assert await write(producer, record("a")) == [RecordMetadata(5, 5)]
+    assert [request._transaction_result for request in kafka.sent(EndTxnRequest)] == [True, True]
 
 
 async def test_a_missing_permission_to_describe_is_logged_once_and_events_are_written(
