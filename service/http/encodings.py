@@ -3,6 +3,7 @@
 A few bytes may decode to gigabytes. The bounds are checked at each piece, so that a body costs no more than they allow.
 """
 
+import time
 import zlib
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -21,6 +22,9 @@ RATIO_MAX: Final = 100
 RATIO_FREE_BYTES: Final = 1024 * 1024
 # What a member (gzip) or frame (zstd) counts beside its bytes, because each takes time, also if it is empty.
 MEMBER_BYTES: Final = 4 * 1024
+# Of what a stream has used of RATIO_FREE_BYTES, it gets so much back in a second. Without that, one that sends nothing
+# but heartbeats, each a frame of some bytes, would use it up in an hour and a half.
+RATIO_REFILL_BYTES_S: Final = 64 * 1024
 # The window that a zstd decoder has to take, at least and at most (RFC 9659): 8 MiB. A stream keeps its window while it
 # waits, so that it may have only the one of zstd's usual levels: 2 MiB.
 _WINDOW_LOG: Final = 23
@@ -87,7 +91,7 @@ class Decoder:
     A body without a bound (`most`) is a stream, whose windows have STREAM_WINDOW_LOG.
     """
 
-    def __init__(self, coding: str, most: int | None = None) -> None:
+    def __init__(self, coding: str, most: int | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._coding = coding
         self._most = most  # bytes of the decoded body; None for any number
         decoders: tuple[Callable[[int], _Member] | None, bool] = _DECODERS.get(coding, (None, False))
@@ -102,6 +106,9 @@ class Decoder:
         self._more = False  # the member's decoder may have more without input
         self._coded = 0  # bytes that were decoded so far
         self._decoded = 0  # bytes that they became
+        self._now = now  # seconds
+        self._refilled_at = now()
+        self._refilled = 0.0  # bytes of RATIO_FREE_BYTES that a stream has got back
 
     @property
     def held(self) -> int:
@@ -111,6 +118,8 @@ class Decoder:
     def feed(self, part: bytes) -> None:
         """Take the next part of the body, after `next` has returned None."""
         self._part, self._at = memoryview(part), 0
+        if self._most is None and self._new is not None:
+            self._refill()
 
     def next(self) -> bytes | None:
         """Return the next decoded piece, which may be empty; None if it needs the next part of the body.
@@ -157,9 +166,17 @@ class Decoder:
     def _check_size(self) -> None:
         if self._most is not None and self._decoded > self._most:
             raise Problem(TOO_LARGE, f"body: decoded, at most {self._most} bytes are taken")
-        counted = self._decoded + (self._members - 1) * MEMBER_BYTES
-        if counted > RATIO_FREE_BYTES + RATIO_MAX * self._coded:
+        if self._excess > RATIO_FREE_BYTES:
             raise Problem(TOO_LARGE, f"body: it decodes to more than {RATIO_MAX} times its size")
+
+    @property
+    def _excess(self) -> float:
+        """The bytes used of RATIO_FREE_BYTES; less than 0 if the coded bytes would allow more than came of them."""
+        return self._decoded + (self._members - 1) * MEMBER_BYTES - RATIO_MAX * self._coded - self._refilled
+
+    def _refill(self) -> None:
+        before, self._refilled_at = self._refilled_at, self._now()
+        self._refilled += max(0.0, min(self._excess, RATIO_REFILL_BYTES_S * (self._refilled_at - before)))
 
     def _malformed(self, why: str, remedy: str = "") -> Problem:
         return Problem(

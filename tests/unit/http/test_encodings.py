@@ -183,6 +183,33 @@ def test_empty_members_count_too(coding: str) -> None:
     assert decoded(coding, ENCODERS[coding](b"") * 200) == b""
 
 
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+def test_heartbeats_of_a_stream_never_use_up_its_bounds(coding: str) -> None:
+    """Each is a member of its own, and an idle stream has nothing else for days."""
+
+    def beat(times: int, pause_s: float) -> None:
+        now = 0.0
+        stream = Decoder(coding, now=lambda: now)
+        for _ in range(times):
+            now += pause_s
+            stream.feed(ENCODERS[coding](b"\n"))
+            assert b"".join(iter(stream.next, None)) == b"\n"
+
+    beat(5_000, 15.0)
+    with pytest.raises(Problem, match="decodes to more than"):
+        beat(5_000, 0.0)
+
+
+def test_a_stream_gets_back_no_more_than_it_has_used() -> None:
+    """However long it was idle, a bomb in it costs no more than at its beginning."""
+    now = 0.0
+    stream = Decoder("zstd", now=lambda: now)
+    now = 1e6
+    stream.feed(ENCODERS["zstd"](bytes(module.RATIO_FREE_BYTES + 1_000_000)))
+    with pytest.raises(Problem, match="decodes to more than"):
+        list(iter(stream.next, None))
+
+
 def test_a_window_of_zstd_beyond_what_decoders_must_take_is_refused() -> None:
     """RFC 9659: 8 MiB. A stream keeps its window while it waits, and may have 2 MiB."""
     for most, window_log, taken in ((10**6, 23, True), (10**6, 24, False), (None, 21, True), (None, 22, False)):
