@@ -1,0 +1,47 @@
+"""For applications: sends events to Fencepost, each under one key, however often it must be sent.
+
+    from service.client import Client, Event, SendError
+
+    with Client("http://127.0.0.1:8000", token=token, spool="orders.spool") as client:
+        for result in client.resume():          # events that an earlier run of this program has not settled
+            print(result)
+        written = client.send(Event("orders", {"total": 12.5}, key="customer-7"))
+        results = client.send_many([Event("orders", order) for order in orders])
+
+`AsyncClient` has the same methods for asyncio. Needs httpx only (extra `client`). service/README.md says what is
+retried, and what the spool protects from.
+"""
+
+from service.client.client import AsyncClient, Client
+from service.client.events import (
+    Event,
+    KeyExpired,
+    KeyReused,
+    NotAccepted,
+    Refused,
+    Result,
+    SendError,
+    Unsettled,
+    Written,
+    new_key,
+)
+from service.client.spool import Spool, SpoolError, SpoolFull, SpoolInUse
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Event",
+    "KeyExpired",
+    "KeyReused",
+    "NotAccepted",
+    "Refused",
+    "Result",
+    "SendError",
+    "Spool",
+    "SpoolError",
+    "SpoolFull",
+    "SpoolInUse",
+    "Unsettled",
+    "Written",
+    "new_key",
+]

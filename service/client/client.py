@@ -1,0 +1,321 @@
+"""The clients: one flow of steps, which yields what is to be done, and a client for threads and one for asyncio."""
+
+import asyncio
+import itertools
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Generic, Self, TypeVar
+
+import httpx
+
+from service.client.answers import PAGE_BYTES, PAGE_EVENTS, UNSENT, Answer, Problem, request_of, verdicts
+from service.client.events import Event, Pending, Result, SendError, Unsettled, Written
+from service.client.spool import Spool, SpoolError
+
+T = TypeVar("T")
+H = TypeVar("H", httpx.Client, httpx.AsyncClient)
+
+DEADLINE_S: Final = 60.0
+# The service answers within its FENCEPOST_REQUEST_TIMEOUT_MS, 10 s.
+TIMEOUT: Final = httpx.Timeout(15.0, connect=5.0)
+# The pause before the second attempt, doubled for each further one, and the longest; Retry-After is added.
+FIRST_PAUSE_S: Final = 0.1
+PAUSE_MAX_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A step: send a request (arguments of httpx's `stream`) and read its answer until `stop_at` (time.monotonic)."""
+
+    request: dict[str, Any]
+    stop_at: float
+
+
+# What a flow wants done: an exchange, whose reply is an Answer, a pause in seconds, or a call that waits for the disk.
+Step = Exchange | float | Callable[[], Any]
+Flow = Generator[Step, Any, T]
+
+
+class _Sender(Generic[H]):
+    """Decides what is sent and when, for both clients."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        spool: Spool | str | os.PathLike[str] | None = None,
+        deadline_s: float = DEADLINE_S,
+        **options: Any,
+    ) -> None:
+        """Open the spool, if there is to be one.
+
+        Args:
+            url: the service's address, such as https://fencepost.example.com.
+            token: of the caller (`Authorization: Bearer`).
+            spool: keeps the events that are not settled over a crash; a Spool, or the path of its file.
+            deadline_s: the time for a call with all its attempts (of `resume`: for each of its requests), in seconds.
+            options: of httpx's client, such as `verify` (an ssl.SSLContext, which may have a certificate for mutual
+                TLS), `proxy`, `transport`, and `timeout`, which limits each step of an attempt.
+
+        Raises:
+            SpoolError: another program has the spool open, or it cannot be used.
+            ValueError: `url` is not an address of HTTP.
+        """
+        if httpx.URL(url).scheme not in ("http", "https"):
+            raise ValueError(f"url: write http:// or https:// and the service's address, not {url!r}")
+        headers = httpx.Headers(options.pop("headers", None))
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        self._http: H = self._make_http(**{"timeout": TIMEOUT, **options, "base_url": url, "headers": headers})
+        self._spool = spool if spool is None or isinstance(spool, Spool) else Spool(spool)
+        self._deadline_s = deadline_s
+        self._has_resumed = self._spool is None or self._spool.inherited == 0
+
+    def _make_http(self, **arguments: Any) -> H:
+        raise NotImplementedError
+
+    def _send(self, events: Sequence[Event]) -> Flow[list[Result]]:
+        """Store events in the spool, send them page by page, and remove from the spool what is settled."""
+        if self._spool is not None and not self._has_resumed:
+            count = self._spool.inherited
+            raise SpoolError(
+                f"{self._spool.path}: {count} events of an earlier run are open: iterate over resume() first"
+            )
+        pending = [Pending(event.idempotency_key, event.encode()) for event in events]
+        if self._spool is not None and pending:
+            yield partial(self._spool.add, pending)
+        stop_at = time.monotonic() + self._deadline_s
+        results: list[Result] = []
+        for page in pages(pending):
+            results += yield from self._settle(page, stop_at)
+        yield from self._close_events(results)
+        return results
+
+    def _resume_page(self, backlog: "Backlog") -> Flow[list[Result]]:
+        """Send the next page of events that are open since before; [] at the end, or behind a page with an open event.
+
+        The events stay in the spool until `_close_events`, so that a result that nobody has taken comes again.
+        """
+        page: list[tuple[int, Pending]] = []
+        if self._spool is not None and not backlog.is_over:
+            backlog.until = backlog.until or (yield self._spool.newest)
+            page = yield partial(self._spool.read, backlog.after, backlog.until, PAGE_EVENTS, PAGE_BYTES)
+        if not page:
+            self._has_resumed = True
+            return []
+        backlog.after = page[-1][0]
+        stop_at = time.monotonic() + self._deadline_s
+        results = yield from self._settle([event for _, event in page], stop_at, in_doubt=True)
+        backlog.is_over = any(isinstance(result, Unsettled) for result in results)
+        return results
+
+    def _close_events(self, results: Sequence[Result]) -> Flow[None]:
+        """Remove events that are settled from the spool."""
+        settled = [result.idempotency_key for result in results if not isinstance(result, Unsettled)]
+        if self._spool is not None and settled:
+            yield partial(self._spool.close_events, settled)
+
+    def _settle(self, page: Sequence[Pending], stop_at: float, *, in_doubt: bool = False) -> Flow[list[Result]]:
+        """Send the events of a page until each is settled or the deadline comes; results in the order of the events."""
+        results: dict[int, Result] = {}
+        left: dict[int, Problem] = dict.fromkeys(range(len(page)), UNSENT)  # with the last problem of each
+        doubtful = set(left) if in_doubt else set[int]()
+        for attempt in itertools.count():
+            if (left_s := stop_at - time.monotonic()) <= 0:
+                break
+            events = [page[n] for n in left]
+            answer: Answer = yield Exchange(self._request(events, left_s), stop_at)
+            found = dict(zip(left, verdicts(events, answer), strict=True))
+            left = {n: each for n, each in found.items() if isinstance(each, Problem)}
+            doubtful |= {n for n, problem in left.items() if problem.leaves_doubt}
+            results |= {n: each for n, each in found.items() if isinstance(each, Written)}
+            results |= {n: each.error(page[n], n in doubtful) for n, each in left.items() if not each.is_retried}
+            left = {n: problem for n, problem in left.items() if problem.is_retried}
+            pause_s = answer.retry_after_s + backoff_s(attempt)
+            if not left or time.monotonic() + pause_s >= stop_at:
+                break
+            yield pause_s
+        results |= {n: problem.error(page[n], n in doubtful) for n, problem in left.items()}
+        return [results[n] for n in range(len(page))]
+
+    def _request(self, events: Sequence[Pending], left_s: float) -> dict[str, Any]:
+        """Make a request, of which no step (connect, write, each read) may take longer than `left_s`."""
+        own = self._http.timeout.as_dict()
+        timeout = {step: left_s if limit is None else min(limit, left_s) for step, limit in own.items()}
+        return {**request_of(events), "extensions": {"timeout": timeout}}
+
+
+@dataclass(slots=True)
+class Backlog:
+    """How far `resume` has come: the numbers of its last event, and of the newest one when it began."""
+
+    after: int = 0
+    until: int = 0
+    is_over: bool = False
+
+
+def pages(events: Sequence[Pending]) -> Iterator[list[Pending]]:
+    """Divide events into pages, each of which is one request."""
+    page: list[Pending] = []
+    size = 0
+    for event in events:
+        if page and (len(page) == PAGE_EVENTS or size + len(event.body) > PAGE_BYTES):
+            yield page
+            page, size = [], 0
+        page.append(event)
+        size += len(event.body)
+    if page:
+        yield page
+
+
+def backoff_s(attempt: int) -> float:
+    """Draw the pause behind an attempt (from 0), between half and all of a time that doubles."""
+    return min(PAUSE_MAX_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 16)) * random.uniform(0.5, 1.0)  # noqa: S311
+
+
+def written_or_raise(result: Result) -> Written:
+    """Return the result of an event that is written. Raises SendError for another one."""
+    if isinstance(result, SendError):
+        raise result
+    return result
+
+
+class Client(_Sender[httpx.Client]):
+    """Sends events to Fencepost. Threads may share a client."""
+
+    def _make_http(self, **arguments: Any) -> httpx.Client:
+        return httpx.Client(**arguments)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections and the spool."""
+        self._http.close()
+        if self._spool is not None:
+            self._spool.close()
+
+    def send(self, event: Event) -> Written:
+        """Send an event until it is written.
+
+        Raises:
+            Refused: the service refuses the event.
+            Unsettled: the deadline came first; the event stays in the spool.
+            SpoolError: the spool cannot take the event, which was not sent.
+        """
+        (result,) = self.send_many([event])
+        return written_or_raise(result)
+
+    def send_many(self, events: Iterable[Event]) -> list[Result]:
+        """Send events in batches, each for itself; a Written, Refused or Unsettled of each, in their order."""
+        return self._run(self._send(list(events)))
+
+    def resume(self) -> Iterator[Result]:
+        """Send the events that are open in the spool, with their keys, and yield the results.
+
+        A result is kept until the next one is asked for: if the program ends before, it comes again. The iteration ends
+        behind the events of a request of which one stays open. Call it at start, and again when the service is back.
+        """
+        backlog = Backlog()
+        while results := self._run(self._resume_page(backlog)):
+            for result in results:
+                yield result
+                self._run(self._close_events([result]))
+
+    def _run(self, flow: Flow[T]) -> T:
+        reply: Any = None
+        while True:
+            try:
+                step = flow.send(reply)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            if isinstance(step, Exchange):
+                reply = self._exchange(step)
+            elif isinstance(step, float):
+                time.sleep(step)
+            else:
+                reply = step()
+
+    def _exchange(self, step: Exchange) -> Answer:
+        answer = Answer(step.stop_at)
+        try:
+            with self._http.stream(**step.request) as response:
+                answer.begin(response)
+                for chunk in response.iter_bytes():
+                    if not answer.take(chunk):
+                        break
+        except httpx.RequestError as error:
+            answer.fail(error)
+        return answer
+
+
+class AsyncClient(_Sender[httpx.AsyncClient]):
+    """Sends events to Fencepost from asyncio: the arguments, methods and errors of `Client`."""
+
+    def _make_http(self, **arguments: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(**arguments)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """As `Client.close`."""
+        await self._http.aclose()
+        if self._spool is not None:
+            await asyncio.to_thread(self._spool.close)
+
+    async def send(self, event: Event) -> Written:
+        """As `Client.send`. If it is cancelled, the event stays in the spool."""
+        (result,) = await self.send_many([event])
+        return written_or_raise(result)
+
+    async def send_many(self, events: Iterable[Event]) -> list[Result]:
+        """As `Client.send_many`. If it is cancelled, all its events stay in the spool."""
+        return await self._run(self._send(list(events)))
+
+    async def resume(self) -> AsyncIterator[Result]:
+        """As `Client.resume`."""
+        backlog = Backlog()
+        while results := await self._run(self._resume_page(backlog)):
+            for result in results:
+                yield result
+                await self._run(self._close_events([result]))
+
+    async def _run(self, flow: Flow[T]) -> T:
+        reply: Any = None
+        while True:
+            try:
+                step = flow.send(reply)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            if isinstance(step, Exchange):
+                reply = await self._exchange(step)
+            elif isinstance(step, float):
+                await asyncio.sleep(step)
+            else:
+                reply = await asyncio.to_thread(step)
+
+    async def _exchange(self, step: Exchange) -> Answer:
+        answer = Answer(step.stop_at)
+        try:
+            async with self._http.stream(**step.request) as response:
+                answer.begin(response)
+                async for chunk in response.aiter_bytes():
+                    if not answer.take(chunk):
+                        break
+        except httpx.RequestError as error:
+            answer.fail(error)
+        return answer

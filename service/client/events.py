@@ -1,0 +1,115 @@
+"""An event as an application makes it, and the results of sending it."""
+
+import base64
+import json
+import secrets
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+def new_key() -> str:
+    """Make an idempotency key: a UUID of version 7 (RFC 9562, section 5.7).
+
+    Such a key tells its age by this machine's clock, so that the service refuses it (412 `key-expired`) once it could
+    have forgotten its event.
+    """
+    now_ms = time.time_ns() // 1_000_000
+    random = secrets.randbits(74)
+    return str(uuid.UUID(int=now_ms << 80 | 7 << 76 | random >> 62 << 64 | 2 << 62 | random & (1 << 62) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event, with the idempotency key under which each attempt sends it: to send it again, keep the object.
+
+    `value` is what the module `json` encodes, or bytes, which are written as they are. None writes a tombstone, which
+    needs a `key` (the record's). `timestamp` is in ms since the Unix epoch. Without `partition` and `timestamp`, the
+    service chooses them.
+    """
+
+    topic: str
+    value: object
+    key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    partition: int | None = None
+    timestamp: int | None = None
+    idempotency_key: str = field(default_factory=new_key)
+
+    def encode(self) -> bytes:
+        """Encode the body of `POST /events`. Raises TypeError or ValueError for a value that JSON does not have."""
+        fields: dict[str, object] = {"topic": self.topic}
+        if isinstance(self.value, bytes):
+            fields["value_base64"] = base64.b64encode(self.value).decode()
+        else:
+            fields["value"] = self.value
+        if self.headers:
+            fields["headers"] = dict(self.headers)
+        optional = {"key": self.key, "partition": self.partition, "timestamp": self.timestamp}
+        fields |= {name: content for name, content in optional.items() if content is not None}
+        return json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+class Pending(NamedTuple):
+    """An event that is to be sent: its idempotency key, and the body of its `POST /events`."""
+
+    key: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The event is in Kafka, once, here. `replayed`: an earlier attempt wrote it. `timestamp` is in ms."""
+
+    idempotency_key: str
+    id: str
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+    replayed: bool
+
+
+class SendError(Exception):
+    """No attempt has shown that the event is written.
+
+    `body` is the event's JSON as it was sent. `status`, `code` and `detail` are those of the last answer (RFC 9457);
+    status 0: there was none. `may_be_written`: an attempt without a clear answer may have written the event.
+    """
+
+    def __init__(self, event: Pending, status: int, code: str, detail: str, may_be_written: bool) -> None:
+        super().__init__(f"{event.key}: {status or 'no answer'} {code}: {detail}")
+        self.idempotency_key = event.key
+        self.body = event.body
+        self.status = status
+        self.code = code
+        self.detail = detail
+        self.may_be_written = may_be_written
+
+
+class Refused(SendError):
+    """The service refuses this event, as it would each time. It is no longer in the spool."""
+
+
+class KeyExpired(Refused):
+    """The key is older than its retention (412), as when a spool was left for days: the event may have been written.
+
+    It is not sent under another key by itself: this could write it twice.
+    """
+
+
+class KeyReused(Refused):
+    """The key was used for another event (422 `fingerprint-mismatch`)."""
+
+
+class Unsettled(SendError):
+    """The deadline came first. The event stays in the spool; to try on, send the same object, or iterate `resume`."""
+
+
+class NotAccepted(Unsettled):
+    """The request was refused, whatever its event (401, 403, 404 …): correct the token, the address or the proxy."""
+
+
+Result = Written | Refused | Unsettled

@@ -1,0 +1,145 @@
+"""A file of the events that are not settled, which a crash of the program or of the machine leaves complete.
+
+It is an SQLite database in WAL mode: SQLite restores it after a crash in the middle of a write, bounds its size, and
+lets one program at a time open it.
+"""
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Self
+
+from service.client.events import Pending
+
+PAGE_BYTES: Final = 4096
+# Room for the pages of the file itself, and for a few events.
+BYTES_LEAST: Final = 64 * 1024
+
+_TABLE: Final = "CREATE TABLE IF NOT EXISTS open (n INTEGER PRIMARY KEY, key TEXT UNIQUE NOT NULL, body BLOB NOT NULL)"
+
+
+class SpoolError(Exception):
+    """The spool cannot be used; the text has its path and the remedy."""
+
+
+class SpoolFull(SpoolError):
+    """The spool or its disk has no room for the events of this call. None of them was stored or sent."""
+
+
+class SpoolInUse(SpoolError):
+    """Another program, or another client of this one, has the spool open."""
+
+
+class Spool:
+    """The open events of one client, in the order in which they were added. Threads may share it."""
+
+    def __init__(self, path: str | os.PathLike[str], *, bytes_max: int = 64 * 1024 * 1024) -> None:
+        """Open a spool, or make one that only this user may read.
+
+        Args:
+            path: of the file; a second one, PATH-wal, is beside it while the spool is open and after a crash.
+            bytes_max: the most bytes of the file; that beside it has 4 MiB, or the events of the largest call.
+
+        Raises:
+            SpoolInUse: it is open already.
+            SpoolError: it cannot be opened, or is no spool.
+        """
+        if bytes_max < BYTES_LEAST:
+            raise ValueError(f"bytes_max: a spool needs {BYTES_LEAST} bytes or more, not {bytes_max}")
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        with self._errors():
+            self.path.touch(mode=0o600)
+            self._db = sqlite3.connect(self.path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        try:
+            with self._errors():
+                self._prepare(bytes_max // PAGE_BYTES)
+                self.inherited = len(self)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self, pages_max: int) -> None:
+        # The exclusive mode must come first: the lock is then held until the spool is closed, or its program has ended.
+        for pragma in (f"page_size={PAGE_BYTES}", "locking_mode=EXCLUSIVE", "journal_mode=WAL"):
+            self._db.execute(f"PRAGMA {pragma}")
+        self._db.execute("BEGIN EXCLUSIVE")
+        self._db.execute(_TABLE)
+        self._db.execute("COMMIT")
+        self._db.execute(f"PRAGMA max_page_count={pages_max}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        with self._lock:
+            (count,) = self._db.execute("SELECT count(*) FROM open").fetchone()
+        return int(count)
+
+    def add(self, events: Sequence[Pending]) -> None:
+        """Store events, all or none; when it returns, they are on the disk. An event that is open already stays.
+
+        Raises:
+            SpoolFull: they do not fit.
+            SpoolError: the disk does not take them.
+        """
+        self._write("FULL", "INSERT INTO open (key, body) VALUES (?, ?) ON CONFLICT DO NOTHING", events)
+
+    def close_events(self, keys: Sequence[str]) -> None:
+        """Remove settled events. A power failure may bring back the last ones: they are then sent again, as replays."""
+        self._write("NORMAL", "DELETE FROM open WHERE key = ?", [(key,) for key in keys])
+
+    def _write(self, synchronous: str, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+        with self._lock, self._errors(), self._db:  # the last one commits, or rolls back
+            self._db.execute(f"PRAGMA synchronous={synchronous}")
+            self._db.execute("BEGIN")
+            self._db.executemany(statement, rows)
+
+    def newest(self) -> int:
+        """Return the number of the newest open event; 0 if there is none."""
+        with self._lock:
+            (newest,) = self._db.execute("SELECT max(n) FROM open").fetchone()
+        return newest or 0
+
+    def read(self, after: int, until: int, count: int, bytes_most: int) -> list[tuple[int, Pending]]:
+        """Read events with numbers above `after` and up to `until`, at most `count` or `bytes_most` of them."""
+        found: list[tuple[int, Pending]] = []
+        query = "SELECT n, key, body FROM open WHERE n > ? AND n <= ? ORDER BY n LIMIT ?"
+        with self._lock, self._errors(), contextlib.closing(self._db.execute(query, (after, until, count))) as rows:
+            for n, key, body in rows:
+                found.append((n, Pending(key, body)))
+                bytes_most -= len(body)
+                if bytes_most <= 0:
+                    break
+        return found
+
+    def close(self) -> None:
+        """Close the file, and let another program open it. Open events stay in it."""
+        with self._lock:
+            self._db.close()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Explain errors of SQLite and of the file system."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            code = error.sqlite_errorcode & 0xFF  # without its details
+            if code == sqlite3.SQLITE_BUSY:
+                raise SpoolInUse(f"{self.path}: another program has it open: give each program its own") from None
+            if code == sqlite3.SQLITE_FULL:
+                remedy = "wait until open events are settled, raise bytes_max, or free the disk"
+                raise SpoolFull(f"{self.path}: no room for more events: {remedy}") from None
+            raise SpoolError(f"{self.path}: {error}") from error
+        except sqlite3.Error as error:
+            raise SpoolError(f"{self.path}: {error}: move it away if it is no spool") from error
+        except OSError as error:
+            raise SpoolError(
+                f"{self.path}: {error.strerror}: name a file in a folder that can be written to"
+            ) from error

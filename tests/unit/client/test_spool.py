@@ -1,0 +1,111 @@
+"""Tests the spool: what is in it after each write, after a crash in the middle of one, and what it refuses."""
+
+import random
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.places import ROOT
+from service.client import Spool, SpoolError, SpoolFull, SpoolInUse
+from service.client.events import Pending
+
+
+def pending(*numbers: int, size: int = 0) -> list[Pending]:
+    return [Pending(f"k-{n}", b"%d" % n + b"x" * size) for n in numbers]
+
+
+def keys(spool: Spool) -> list[str]:
+    return [event.key for _, event in spool.read(0, spool.newest(), 1_000, 1 << 30)]
+
+
+def test_open_events_are_read_in_order_and_in_parts(tmp_path: Path) -> None:
+    with Spool(tmp_path / "s") as spool:
+        spool.add(pending(3, 1, 2, size=10))
+        spool.add(pending(1, 4, size=20))  # 1 is open already, and stays as it is
+        assert keys(spool) == ["k-3", "k-1", "k-2", "k-4"]
+        assert [n for n, _ in spool.read(0, 3, 10, 1 << 20)] == [1, 2, 3]
+        assert [event for _, event in spool.read(1, 9, 1, 1 << 20)] == pending(1, size=10)
+        assert [event.key for _, event in spool.read(0, 9, 10, 12)] == ["k-3", "k-1"]
+        spool.close_events(["k-3", "k-4", "none"])
+        assert (keys(spool), len(spool), spool.newest()) == (["k-1", "k-2"], 2, 3)
+        spool.close_events(["k-1", "k-2"])
+        assert (keys(spool), spool.newest()) == ([], 0)
+    assert [file.name for file in tmp_path.iterdir()] == ["s"]
+
+
+def test_what_is_stored_is_there_after_the_program_and_for_its_user_only(tmp_path: Path) -> None:
+    with Spool(tmp_path / "s") as spool:
+        assert spool.inherited == 0
+        spool.add(pending(1, 2))
+        spool.close_events(["k-1"])
+    assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
+    with Spool(tmp_path / "s") as spool:
+        assert (spool.inherited, keys(spool)) == (1, ["k-2"])
+
+
+def test_a_write_that_a_crash_has_torn_leaves_what_was_stored_before(tmp_path: Path) -> None:
+    """The end of the log, as a power failure may leave it: cut anywhere, or with other bytes."""
+    chance = random.Random(5)
+    live = tmp_path / "live"
+    live.mkdir()
+    with Spool(live / "s") as spool:
+        spool.add(pending(1, 2, size=3_000))
+        before = (live / "s-wal").stat().st_size
+        spool.add(pending(3, 4, size=3_000))
+        after = (live / "s-wal").stat().st_size
+        assert before < after
+        for number in range(40):
+            folder = tmp_path / f"{number}"
+            shutil.copytree(live, folder)
+            cut = chance.randrange(before, after)
+            log = folder / "s-wal"
+            log.write_bytes(log.read_bytes()[:cut] + (bytes(after - cut) if number % 2 else b""))
+            with Spool(folder / "s") as torn:
+                assert keys(torn) == ["k-1", "k-2"], cut
+
+
+def test_a_full_spool_takes_nothing_of_a_call_and_then_goes_on(tmp_path: Path) -> None:
+    with Spool(tmp_path / "s", bytes_max=128 * 1024) as spool:
+        spool.add(pending(*range(10), size=5_000))
+        with pytest.raises(SpoolFull, match=r"s: no room for more events: wait until open events are settled, raise"):
+            spool.add(pending(*range(10, 40), size=5_000))
+        assert len(spool) == 10
+        for n in range(10, 200):  # the room of settled events is used again
+            spool.close_events([f"k-{n - 10}"])
+            spool.add(pending(n, size=5_000))
+        assert len(spool) == 10
+    assert (tmp_path / "s").stat().st_size <= 128 * 1024
+    with pytest.raises(ValueError, match="bytes_max: a spool needs 65536 bytes or more, not 1000"):
+        Spool(tmp_path / "s", bytes_max=1_000)
+
+
+HOLD = (
+    "import sys; from service.client import Spool; s = Spool(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
+)
+
+
+def test_a_second_program_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "s")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"open\n"
+        with pytest.raises(SpoolInUse, match="s: another program has it open: give each program its own"):
+            Spool(tmp_path / "s")
+        holder.kill()
+    with Spool(tmp_path / "s"), pytest.raises(SpoolInUse):  # nor may one program open it twice
+        Spool(tmp_path / "s")
+
+
+def test_what_cannot_be_a_spool_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a diary, and no database at all" * 100)
+    with pytest.raises(SpoolError, match=r"text: .* move it away if it is no spool"):
+        Spool(tmp_path / "text")
+    assert (tmp_path / "text").read_text().startswith("a diary")
+    with pytest.raises(SpoolError, match=r"none/s: .*: name a file in a folder that can be written to"):
+        Spool(tmp_path / "none" / "s")
+    with pytest.raises(SpoolError, match="unable to open"):
+        Spool(tmp_path)
