@@ -23,7 +23,7 @@ from tests.faults import matrix
 
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
-    for folder in ("", "service", "spark", "deploy", "deploy/kubernetes", "tests", "tests/model")
+    for folder in ("", "service", "spark", "deploy", "deploy/examples", "deploy/kubernetes", "tests", "tests/model")
     for path in (ROOT / folder).glob("*.md")
 )
 
