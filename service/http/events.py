@@ -1,6 +1,5 @@
 """The handlers of `POST /events` and `POST /events/batch`: from a request to an event, from a result to a response."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import lru_cache, partial
 from ipaddress import ip_address
@@ -14,8 +13,6 @@ from service.core.metrics import Telemetry
 from service.core.problems import (
     FORBIDDEN_CALLER,
     INVALID_KEY,
-    NOT_WRITTEN,
-    TOO_LARGE,
     Problem,
 )
 from service.core.settings import Settings
@@ -44,19 +41,17 @@ from service.http.headers import (
     pick,
     unsupported,
 )
-from service.http.prefer import Preference, parse_prefer
+from service.http.prefer import parse_prefer
 from service.http.request import Bodies, Handler, PostRequest, StopSignal
 from service.http.responder import Responder, check_room, rendered
 from service.http.responses import (
     JSON_LINE,
     committed_lines,
-    echo_of,
     join_results,
-    location_of,
-    render_metadata,
     render_results,
     render_whole,
 )
+from service.http.single_event import SingleEventWriter
 from service.pipeline.admission import Admission
 from service.pipeline.request import WriteResult
 
@@ -67,7 +62,6 @@ RENDERED_AT_ONCE: Final = 50
 
 # Pieces of a body to decode on the event loop; a longer body is decoded in a thread.
 PIECES_AT_ONCE: Final = 2
-TOO_MANY_BODIES: Final = "body: too many large ones are under way: send it again a little later"
 
 T = TypeVar("T")
 # A parser of events; it is asynchronous for texts longer than LONG_BYTES.
@@ -90,6 +84,7 @@ class EventsEndpoint:
         self.body_bytes_max = settings.body_bytes_max
         self.bodies = Bodies(settings.bodies_bytes_max)  # of all transports
         responder = Responder(telemetry, self._named)
+        self._single = SingleEventWriter(admission, responder, committed_lines, settings.key_ttl_s)
         self._answer, self._fail = responder.answer, responder.fail
         self._or_fail, self._refuse = responder.or_fail, responder.refuse
         self.stopping = StopSignal()
@@ -107,10 +102,7 @@ class EventsEndpoint:
         try:
             found = post.found or pick(post.headers)
             caller = self.caller_of(post.client, found, host_needed=post.chunked)
-            if post.body_was_dropped:
-                raise Problem(NOT_WRITTEN, TOO_MANY_BODIES)
-            if post.size > self.body_bytes_max:
-                raise Problem(TOO_LARGE, f"body: at most {self.body_bytes_max} bytes are taken")
+            post.check_body(self.body_bytes_max)
             caller.spend(0, post.arrived)  # before the body is parsed: a caller over its rate costs little
             if b"content-encoding" in found and (coding := coding_of(found)):
                 self._decode(post, coding, partial(step, post, found, caller), fail)
@@ -129,14 +121,14 @@ class EventsEndpoint:
             if len(pieces) == PIECES_AT_ONCE:
                 post.run_in_task(self._decode_in_thread(post, decoder, pieces, step, fail))
                 return
-        _keep_decoded(post, decode(decoder, pieces))
+        post.decode(decode(decoder, pieces))
         step()
 
     async def _decode_in_thread(
         self, post: PostRequest, decoder: Decoder, pieces: list[bytes], step: Callable[[], None], fail: Fail
     ) -> None:
         try:
-            _keep_decoded(post, await in_thread(decode, decoder, pieces))
+            post.decode(await in_thread(decode, decoder, pieces))
             step()
         except Exception as error:
             fail(post, error, b"")
@@ -183,25 +175,7 @@ class EventsEndpoint:
         """Check the caller's topics and rate, then submit the event, after a look-up if needed. Raises Problem."""
         caller.check(event.topic)
         caller.spend(1, post.arrived)
-        preference = parse_prefer(found.get(b"prefer"))
-        if self.admission().check_now(event):
-            self._submit(post, event, preference)
-        else:
-            post.run_in_task(self._or_fail(post, self._look_up_first(post, event, preference)))
-
-    async def _look_up_first(self, post: PostRequest, event: Event, preference: Preference) -> None:
-        """Submit an event whose topic or schema is not cached. Raises Problem."""
-        await self.admission().check(event, post.arrived)
-        self._submit(post, event, preference)
-
-    def _submit(self, post: PostRequest, event: Event, preference: Preference) -> None:
-        """Submit a checked event; its request is answered when it has a result, or its claim stands (202)."""
-        on_claim: asyncio.Future[None] | None = None
-        if preference.respond_async:
-            on_claim = asyncio.get_running_loop().create_future()
-            on_claim.add_done_callback(partial(self._answer_202, post, event))
-        result = self.admission().submit(event, post.arrived, preference.wait_s, on_claim)
-        result.add_done_callback(partial(self._answer_event, post, event.key, preference.applied))
+        self._single.write(post, event, parse_prefer(found.get(b"prefer")))
 
     def _post_batch(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         """Write the batch of a `POST /events/batch` in a task. Raises Problem (415)."""
@@ -254,26 +228,6 @@ class EventsEndpoint:
         steps = in_steps(write_each(self.admission(), parts, parse, post.arrived, caller))
         self._answer(post, 207, JSON_LINE, join_results(await rendered(post, steps, render_results)))
 
-    def _answer_202(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
-        """Answer 202 once the key is claimed (`respond-async`); the client asks for the outcome by the key."""
-        lines = b"%blocation: %b\r\nidempotency-key: %b\r\npreference-applied: respond-async\r\n"
-        lines %= JSON_LINE, location_of(event.key), echo_of(event.key)
-        self._answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
-
-    def _answer_event(self, post: PostRequest, key: str, applied: bytes, result: asyncio.Future[WriteResult]) -> None:
-        """Answer with the result of an event: 201, or a problem. `applied` is its Preference-Applied line."""
-        if post.answered:  # it was answered with 202
-            return
-        try:
-            answer = result.result()
-            if isinstance(answer, Problem):
-                self._fail(post, answer, applied)
-            else:
-                lines = committed_lines(key, answer, self._retention_s) + applied
-                self._answer(post, 201, lines, render_metadata(answer.deliveries[0]))
-        except Exception as error:
-            self._fail(post, error)
-
     def _named(self, post: PostRequest) -> dict[str, str]:
         """Return the log fields of a request: its key, and the id of the key in the caller's scope."""
         try:
@@ -282,11 +236,6 @@ class EventsEndpoint:
         except Problem:  # no key that is valid, or no caller that is known
             return {}
         return {"key": key, "id": event_id(key, scope).hex()}
-
-
-def _keep_decoded(post: PostRequest, body: bytes) -> None:
-    if not post.decode(body):
-        raise Problem(NOT_WRITTEN, TOO_MANY_BODIES)
 
 
 def _why_loopback_only(rules_path: str, callers: Callers) -> str:

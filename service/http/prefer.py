@@ -12,7 +12,7 @@ _SECONDS: Final = re.compile(r"[0-9]{1,9}")
 class Preference(NamedTuple):
     """`wait_s`: seconds to wait for another request's write of the same key; `applied`: its Preference-Applied line."""
 
-    wait_s: int = 0
+    wait_s: float = 0
     respond_async: bool = False
     applied: bytes = b""
 

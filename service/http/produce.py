@@ -40,7 +40,7 @@ from service.http.asgi import AsgiEndpoint
 from service.http.batch import write_each
 from service.http.callers import Caller
 from service.http.encodings import PIECE_BYTES
-from service.http.events import RENDERED_AT_ONCE, TOO_MANY_BODIES, EventsEndpoint
+from service.http.events import RENDERED_AT_ONCE, EventsEndpoint
 from service.http.headers import JSON, UsedHeaders, essence, unsupported
 from service.http.produce_answers import (
     V2_TYPE,
@@ -55,7 +55,7 @@ from service.http.produce_answers import (
     render_v3,
     render_v3_end,
 )
-from service.http.request import PostRequest
+from service.http.request import TOO_MANY_BODIES, PostRequest
 from service.http.responder import check_room, rendered
 from service.http.responses import Headers, headers_of
 from service.http.streaming import Exchange, StreamEndpoint, StreamHead, Text, next_text

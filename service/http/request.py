@@ -5,11 +5,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from service.core.problems import NOT_WRITTEN, TOO_LARGE, Problem
 from service.http.headers import UsedHeaders
 from service.http.request_reader import LEAST_BYTES_S
 
 # Bytes of a body that do not count against the bound of all bodies, so that large bodies never block small ones.
 OWN_BYTES: Final = 64 * 1024
+
+# Of a body for which `Bodies` has no room.
+BODIES_ARE_FULL: Final = "body: too many large ones are under way"
+TOO_MANY_BODIES: Final = f"{BODIES_ARE_FULL}: send it again a little later"
 
 # Bytes of a response that one turn of the loop writes: a large response as a whole takes milliseconds.
 WRITE_BYTES: Final = 64 * 1024
@@ -128,14 +133,20 @@ class PostRequest(ABC):
             self._content = bytes(self._content)
         return self._content
 
-    def decode(self, body: bytes) -> bool:
-        """Replace the body by what it decodes to; drop it and return False if `bodies` is full."""
+    def check_body(self, most: int) -> None:
+        """Raise Problem if the body was dropped (503), or has more than `most` bytes (413)."""
+        if self.body_was_dropped:
+            raise Problem(NOT_WRITTEN, TOO_MANY_BODIES)
+        if self.size > most:
+            raise Problem(TOO_LARGE, f"body: at most {most} bytes are taken")
+
+    def decode(self, body: bytes) -> None:
+        """Replace the body by what it decodes to; drop it and raise Problem (503) if `bodies` is full."""
         self.drop_body()
         self.size = len(body)
-        if not self._has_room(len(body)):
-            return False
-        self._content = body
-        return True
+        if self._has_room(len(body)):
+            self._content = body
+        self.check_body(len(body))
 
     def keep(self, part: bytes, most: int) -> bool:
         """Keep a part of the body; drop the body and return False past `most` bytes, or if `bodies` is full.

@@ -1,8 +1,6 @@
 """The handlers of `POST /sources/{name}`: a webhook's delivery becomes one event, under the sender's delivery key."""
 
-import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any
 
 from starlette.routing import Route
@@ -10,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.contract import CallerRule
 from service.core.metrics import Telemetry
-from service.core.problems import ENCODED_DELIVERY, NOT_WRITTEN, TOO_LARGE, UNKNOWN_SOURCE, Problem
+from service.core.problems import ENCODED_DELIVERY, UNKNOWN_SOURCE, Problem
 from service.core.settings import EVENT_BYTES_MAX, Settings
 from service.events.deliveries import Challenge, Source
 from service.events.event import Event
@@ -18,12 +16,13 @@ from service.events.signatures import values
 from service.events.strict_json import LONG_BYTES, in_thread
 from service.http.asgi import AsgiEndpoint
 from service.http.callers import Caller
-from service.http.events import TOO_MANY_BODIES
+from service.http.prefer import Preference
 from service.http.request import Bodies, PostRequest
 from service.http.responder import Responder
-from service.http.responses import JSON_LINE, key_lines, render_metadata
+from service.http.responses import JSON_LINE, key_lines
+from service.http.single_event import SingleEventWriter
 from service.pipeline.admission import Admission
-from service.pipeline.request import WriteResult
+from service.pipeline.request import Committed
 
 
 class SourcesEndpoint:
@@ -64,9 +63,10 @@ class _SourceHandler:
         self._admission = admission
         self._caller = Caller(CallerRule(source.rule.scope, (), rate=source.rule.rate))
         self.body_bytes_max = min(settings.body_bytes_max, EVENT_BYTES_MAX)  # no record holds more
-        self._retention_s = settings.key_ttl_s
-        self._wait_s = settings.request_timeout_ms / 1000
+        # A sender takes 409 for a failure, so the copy of a delivery that is being written waits for its result.
+        self._preference = Preference(wait_s=settings.request_timeout_ms / 1000)
         self._responder = Responder(telemetry, self._named)
+        self._single = SingleEventWriter(admission, self._responder, _lines_of, settings.key_ttl_s)
 
     def take(self, post: PostRequest) -> None:
         """Check a request, read its delivery (a long one in a thread), and write it."""
@@ -83,10 +83,7 @@ class _SourceHandler:
 
     def _check(self, post: PostRequest) -> None:
         """Check what needs no look at the body: its bounds, its coding, the rate. Raises Problem."""
-        if post.body_was_dropped:
-            raise Problem(NOT_WRITTEN, TOO_MANY_BODIES)
-        if post.size > self.body_bytes_max:
-            raise Problem(TOO_LARGE, f"body: at most {self.body_bytes_max} bytes are taken")
+        post.check_body(self.body_bytes_max)
         # No sender of the known schemes packs its deliveries, and none says which of the two bodies it would sign.
         codings = {coding.strip(b" \t").lower() for coding in values(post.headers, "content-encoding")}
         if codings - {b"", b"identity"}:
@@ -110,30 +107,12 @@ class _SourceHandler:
 
     def _write(self, post: PostRequest, event: Event) -> None:
         self._caller.spend(1, post.arrived)
-        if self._admission().check_now(event):
-            self._submit(post, event)
-        else:
-            self._run(post, self._look_up_first(post, event))
-
-    async def _look_up_first(self, post: PostRequest, event: Event) -> None:
-        await self._admission().check(event, post.arrived)
-        self._submit(post, event)
-
-    def _submit(self, post: PostRequest, event: Event) -> None:
-        # A sender takes 409 for a failure, so the copy of a delivery that is being written waits for its result.
-        result = self._admission().submit(event, post.arrived, self._wait_s)
-        result.add_done_callback(partial(self._answer, post, event.key))
-
-    def _answer(self, post: PostRequest, key: str, result: asyncio.Future[WriteResult]) -> None:
-        try:
-            answer = result.result()
-            if isinstance(answer, Problem):
-                self._responder.fail(post, answer)
-            else:
-                lines = JSON_LINE + key_lines(key, answer, self._retention_s)
-                self._responder.answer(post, 201, lines, render_metadata(answer.deliveries[0]))
-        except Exception as error:
-            self._responder.fail(post, error)
+        self._single.write(post, event, self._preference)
 
     def _named(self, _: PostRequest) -> dict[str, str]:
         return {"source": self._source.rule.name}
+
+
+def _lines_of(key: str, answer: Committed, retention_s: int) -> bytes:
+    """Render the header lines of a 201, without a Location: no sender asks for the state of its delivery."""
+    return JSON_LINE + key_lines(key, answer, retention_s)

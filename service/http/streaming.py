@@ -24,7 +24,7 @@ from service.http.callers import Caller
 from service.http.encodings import Decoder, coding_of
 from service.http.events import EventsEndpoint, in_steps
 from service.http.headers import UsedHeaders, content_type_of, essence, pick
-from service.http.request import OWN_BYTES, UNREAD_MAX_S, WRITE_BYTES, Bodies, Share, StopSignal
+from service.http.request import BODIES_ARE_FULL, OWN_BYTES, UNREAD_MAX_S, WRITE_BYTES, Bodies, Share, StopSignal
 from service.http.request_reader import LEAST_BYTES_S, SILENCE_MAX_S
 from service.http.responses import Headers, headers_of, render_problem
 from service.pipeline.request import CHUNK_EVENTS_MAX, WriteResult
@@ -375,10 +375,9 @@ class StreamedBody:
 
 def _drop_begun(splitter: Splitter) -> None:
     """Drop the incomplete text; raise Problem (503) if there is none, and it is the decoder that has the memory."""
-    crowded = "body: too many large ones are under way"
     if not splitter.held:
-        raise Problem(NOT_WRITTEN, crowded)
-    splitter.drop(Problem(NOT_WRITTEN, f"{crowded}: send this event again"))
+        raise Problem(NOT_WRITTEN, BODIES_ARE_FULL)
+    splitter.drop(Problem(NOT_WRITTEN, f"{BODIES_ARE_FULL}: send this event again"))
 
 
 async def _received(receive: Receive) -> Message:

@@ -24,7 +24,7 @@ from service.http import events as module
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.headers import JSON, LINES, media_type, pick, unsupported
-from service.http.request import PostRequest
+from service.http.request import OWN_BYTES, Bodies, PostRequest
 from service.http.responses import (
     committed_lines,
     echo_of,
@@ -154,49 +154,38 @@ def test_a_time_is_written_as_an_http_date() -> None:
 # ------------------------------------------------------------------------------------------ what a request is taken for
 
 
-class FakePost:
+class FakePost(PostRequest):
     """A POST that keeps its response, without a connection."""
 
-    body_was_dropped = was_cut = False
-    chunked = keep_alive = True
+    bodies_bytes_max = 2**30
+    was_cut = False
 
     def __init__(self, body: bytes, headers: dict[str, str]) -> None:
-        self.headers = [(name.lower().encode(), text.encode("latin-1")) for name, text in headers.items()]
-        self.found = None
-        self.body, self.size, self.client, self.arrived, self.answered = body, len(body), None, 0.0, False
+        lines = [(name.lower().encode(), text.encode("latin-1")) for name, text in headers.items()]
+        super().__init__(lines, None, Bodies(self.bodies_bytes_max), keep_alive=True, chunked=True)
+        self.keep(body, len(body))
         self.status, self.lines, self.said = 0, b"", b""
 
     def run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run(work)
 
-    def drop_body(self) -> None:
-        self.body = b""
-
-    def hold_response(self, size: int) -> bool:
-        return True
-
-    def release_response(self) -> None:
-        pass
-
     def cut(self) -> None:
         self.was_cut = True
 
-    def answer(self, status: int, lines: bytes, body: bytes) -> None:
-        self.status, self.lines, self.said = status, lines, body
-
-    def stream(self, status: int, lines: bytes) -> "FakePost":
-        self.status, self.lines = status, lines
-        return self
-
-    def write(self, piece: bytes) -> None:
-        self.said += piece
-
-    def end(self) -> None:
-        self.answered = True
+    def answer(self, status: int, head: bytes, body: bytes) -> None:
+        self.status, self.lines, self.said = status, head, body
 
     @property
     def detail(self) -> str:
         return str(json.loads(self.said)["detail"])
+
+
+class Unread(FakePost):
+    """A POST whose body must not be read."""
+
+    @property
+    def body(self) -> bytes:
+        raise AssertionError("the body was read")
 
 
 class Done:
@@ -245,7 +234,7 @@ def posted(path: str, body: bytes, **headers: str) -> tuple[FakePost, list[Event
     admission = Commits()
     told = FakePost(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
     endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
-    endpoint.routes[path.encode()](cast(PostRequest, told))
+    endpoint.routes[path.encode()](told)
     return told, admission.events
 
 
@@ -256,7 +245,7 @@ async def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without
 
     def post() -> FakePost:
         told = FakePost(b"{}", {"host": "x", "content-type": "application/json"})
-        endpoint.routes[b"/events"](cast(PostRequest, told))
+        endpoint.routes[b"/events"](told)
         return told
 
     while (told := post()).status:
@@ -310,8 +299,8 @@ def test_the_data_of_a_binary_cloudevent_is_of_any_type_and_charset(content_type
 def test_a_body_that_arrives_at_capacity_is_answered_503_with_retry_after(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakePost, "body_was_dropped", True)
-    told, events = posted(path, b"", content_type=JSON, idempotency_key="k")
+    monkeypatch.setattr(FakePost, "bodies_bytes_max", 0)
+    told, events = posted(path, bytes(2 * OWN_BYTES), content_type=JSON, idempotency_key="k")
     assert (told.status, json.loads(told.said)["code"], events) == (503, "not-written", [])
     assert b"retry-after: 1\r\n" in told.lines
 
@@ -344,12 +333,12 @@ def test_several_lines_are_one_list(name: bytes) -> None:
     assert pick([(name, b"one"), (name, b"another")]) == {name: "one, another"}
 
 
-@pytest.mark.parametrize("where", ["committed_lines", "render_metadata"])
+@pytest.mark.parametrize("where", ["events.committed_lines", "single_event.render_metadata"])
 def test_a_reply_that_raises_is_answered_500_and_ends_its_connection(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the client would wait for a response that never comes: the event's deadline has passed."""
-    monkeypatch.setattr(module, where, lambda *_: 1 / 0)
+    monkeypatch.setattr(f"service.http.{where}", lambda *_: 1 / 0)
     told, events = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
     assert len(events) == 1
     assert (told.status, told.keep_alive) == (500, False)
@@ -443,8 +432,7 @@ def test_a_caller_past_its_rate_is_refused_before_its_body_is_read(path: str, ki
     rules = [CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),), rate=1)]
     callers = Callers(rules)
     callers.of("Bearer s3cret").spend(5, 0.0)
-    told = FakePost(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
-    del told.body  # reading it fails
+    told = Unread(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
     endpoint = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), callers, Telemetry())
-    endpoint.routes[path.encode()](cast(PostRequest, told))
+    endpoint.routes[path.encode()](told)
     assert told.status == 429

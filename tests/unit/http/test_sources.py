@@ -292,7 +292,7 @@ async def test_a_full_queue_refuses_before_the_signature_is_computed(sources: tu
 
 
 async def test_a_bug_is_answered_500_and_names_its_source(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.http.sources.render_metadata", lambda *_: 1 / 0)
+    monkeypatch.setattr("service.http.single_event.render_metadata", lambda *_: 1 / 0)
     with capture_logs() as lines:
         response = await client.github()
     assert problem(response)[:2] == (500, "internal")
