@@ -39,11 +39,13 @@ from service.kafka.listing import TopicLister
 from service.kafka.security import security_of
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission
+from service.pipeline.checks import EventChecks
 from service.pipeline.clocks import Clock, Clocks
 from service.pipeline.journal import Journal
 from service.pipeline.lso_watch import LsoWatch
 from service.pipeline.pool import Pool
 from service.pipeline.queue import Queue
+from service.pipeline.resolver import Resolver
 from service.pipeline.writer import Writer
 from service.slots.generation_log import Control
 from service.slots.recovery import STORE_STATES, CurrentStore, SlotRecovery
@@ -108,19 +110,11 @@ class Service:
         self.queue = Queue(settings)
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
         self.clocks = Clocks(self.cluster, self.keys, self.topics.requests, settings.name)
-        self.admission = Admission(
-            settings,
-            rules,
-            schemas,
-            self.store,
-            self.queue,
-            self.topics,
-            self.topic_metadata,
-            self.journal,
-            self.telemetry,
-            self.tracing,
-            self.clocks.kafka.now_ms,
+        checks = EventChecks(
+            settings, rules, schemas, self.store, self.topics, self.topic_metadata, self.clocks.kafka.now_ms
         )
+        self.resolver = Resolver(settings, self.queue, self.journal, self.telemetry, self.tracing)
+        self.admission = Admission(settings, rules, checks, self.store, self.queue, self.resolver, self.tracing)
         heartbeat_now = asyncio.Event()
         self.writer = Writer(
             settings,
@@ -128,10 +122,11 @@ class Service:
             self.store,
             self.queue,
             self.topic_metadata,
-            self.admission,
+            self.resolver,
             heartbeat_now,
             self.telemetry,
             self.tracing,
+            self.clocks.kafka.now_ms,
         )
         recovery = SlotRecovery(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.pool = Pool(
@@ -192,7 +187,7 @@ class Service:
         log_loop_errors(asyncio.get_running_loop(), telemetry)
         self._tasks += [
             supervise("bring-up", self._bring_up, telemetry),
-            supervise("sweep", self.admission.sweep, telemetry),
+            supervise("sweep", self.resolver.sweep, telemetry),
             supervise("watch", self._watch, telemetry),
             supervise("lso-watch", self.lso_watch.run, telemetry),
             supervise("clocks", self.clocks.keep, telemetry),

@@ -143,9 +143,9 @@ async def write_each(
             event = made if isinstance(made, Event) else await made  # longer than LONG_BYTES
             if event.topic != topic:
                 caller.check(event.topic)
-                topic, plain_bytes_max = event.topic, admission.plain_bytes_max(event.topic)
-            if not is_plain(event, plain_bytes_max) and not admission.check_now(event, fresh_key):
-                await admission.check(event, arrived, begun, fresh_key)
+                topic, plain_bytes_max = event.topic, admission.checks.plain_bytes_max(event.topic)
+            if not is_plain(event, plain_bytes_max) and not admission.checks.check_now(event, fresh_key):
+                await admission.checks.check(event, arrived, begun, fresh_key)
         except Problem as problem:
             failure = problem.as_result()
         if parsed >= CHUNK_EVENTS_MAX if failure is not None else not chunk.add(event):
@@ -226,7 +226,7 @@ async def _check_topics(events: Sequence[Event], admission: Admission, arrived: 
         if time_slice.is_over:
             await time_slice.next()
         try:
-            await admission.check_content(event, arrived)
+            await admission.checks.check_content(event, arrived)
         except Problem as problem:
             raise _of_member(index, problem) from None
 

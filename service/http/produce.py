@@ -276,8 +276,8 @@ class ProduceEndpoint:
         raw, admission = found.get(b"idempotency-key"), self._posts.admission()
         if raw is not None:
             key = parse_key(raw)
-            return RequestKey(key, caller.scope, admission.is_old(key, topic))
-        return RequestKey(None if self._refuses_keyless(topic) else new_key(admission.now_ms()), caller.scope)
+            return RequestKey(key, caller.scope, admission.checks.is_old(key, topic))
+        return RequestKey(None if self._refuses_keyless(topic) else new_key(admission.checks.now_ms()), caller.scope)
 
     def _begin(self, request: RecordsRequest, work: Coroutine[Any, Any, None]) -> None:
         """Start the work of a request, unless the queue is full."""

@@ -30,13 +30,13 @@ class SingleEventWriter:
 
     def write(self, post: PostRequest, event: Event, preference: Preference = NONE) -> None:
         """Submit an event, in a task if its topic, its schema or its old key must be looked up. Raises Problem."""
-        if self._admission().check_now(event):
+        if self._admission().checks.check_now(event):
             self._submit(post, event, preference)
         else:
             post.run_in_task(self._responder.or_fail(post, self._look_up_first(post, event, preference)))
 
     async def _look_up_first(self, post: PostRequest, event: Event, preference: Preference) -> None:
-        await self._admission().check(event, post.arrived)
+        await self._admission().checks.check(event, post.arrived)
         self._submit(post, event, preference)
 
     def _submit(self, post: PostRequest, event: Event, preference: Preference) -> None:

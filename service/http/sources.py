@@ -91,7 +91,7 @@ class _SourceHandler:
         self._caller.spend(0, post.arrived)  # before the signature is computed: a sender over its rate costs little
 
     def _now_s(self) -> float:
-        return self._admission().now_ms() / 1000
+        return self._admission().checks.now_ms() / 1000
 
     def _run(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
         post.run_in_task(self._responder.or_fail(post, work))

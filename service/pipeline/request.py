@@ -113,8 +113,22 @@ class BatchChunk:
         return True
 
 
+def _totals_of(
+    events: Iterable[Event], to_claim: list[tuple[bytes, bytes]]
+) -> tuple[list[tuple[bytes, bytes]], bool, int, int, int]:
+    """Return the fields of a request from `to_claim` to `size`; the events' own pairs follow those in `to_claim`."""
+    atomic = bool(to_claim)
+    ledger_bytes = event_bytes = size = 0
+    for event in events:
+        to_claim.append((event.id, event.fp))
+        ledger_bytes += event.entry_bytes
+        event_bytes += event.size
+        size += event.size + WAITING_BYTES
+    return to_claim, atomic, ledger_bytes, event_bytes, size
+
+
 class WriteRequest(msgspec.Struct, eq=False):
-    """Events that are written together: one event, an atomic batch, or (a part of) a chunk. Made by `WriteRequest.of`.
+    """Events that are written together: one event, an atomic batch, or (a part of) a chunk.
 
     `resolve` sets the result once: in `future`, or for a chunk in `collector`, where `indexes` are the events' indexes
     in the chunk. Times are time.monotonic, which is also the loop's clock. `size` is the request's share of the queue's
@@ -148,24 +162,63 @@ class WriteRequest(msgspec.Struct, eq=False):
     spans: Sequence["Span"] = ()  # of its events, if they are traced
 
     @classmethod
-    def of(
+    def for_event(
+        cls,
+        event: Event,
+        arrived: float,
+        deadline: float,
+        guarantee: Guarantee,
+        ttl_s: int = 0,
+        future: asyncio.Future[WriteResult] | None = None,
+        wait_deadline: float = 0.0,
+        on_claim: asyncio.Future[None] | None = None,
+    ) -> "WriteRequest":
+        """Make the request of one event."""
+        return cls(
+            (event,),
+            arrived,
+            deadline,
+            guarantee,
+            [(event.id, event.fp)],
+            False,
+            event.entry_bytes,
+            event.size,
+            event.size + WAITING_BYTES,
+            ttl_s=ttl_s,
+            future=future,
+            wait_deadline=wait_deadline,
+            on_claim=on_claim,
+        )
+
+    @classmethod
+    def for_chunk(
+        cls, events: Sequence[Event], arrived: float, deadline: float, guarantee: Guarantee, ttl_s: int = 0
+    ) -> "WriteRequest":
+        """Make the request of a chunk, which `collect_in` gives the list for its results."""
+        return cls(
+            events,
+            arrived,
+            deadline,
+            guarantee,
+            *_totals_of(events, []),
+            ttl_s=ttl_s,
+            indexes=range(len(events)),
+        )
+
+    @classmethod
+    def for_atomic(
         cls,
         events: Sequence[Event],
+        whole: tuple[bytes, bytes],
         arrived: float,
-        timeout_s: float,
-        guarantee: Guarantee,
-        whole: tuple[bytes, bytes] | None = None,
+        deadline: float,
+        ttl_s: int = 0,
+        future: asyncio.Future[WriteResult] | None = None,
     ) -> "WriteRequest":
-        """Make a request; `whole` is the (id, fingerprint) of an atomic batch, None for other requests."""
-        to_claim = [] if whole is None else [whole]
-        ledger_bytes = event_bytes = 0
-        for event in events:
-            to_claim.append((event.id, event.fp))
-            ledger_bytes += event.entry_bytes
-            event_bytes += event.size
-        size = event_bytes + len(events) * WAITING_BYTES
-        deadline, atomic = arrived + timeout_s, whole is not None
-        return cls(events, arrived, deadline, guarantee, to_claim, atomic, ledger_bytes, event_bytes, size)
+        """Make the request of an atomic batch; `whole` is its (id, fingerprint)."""
+        return cls(
+            events, arrived, deadline, Guarantee.EXACTLY_ONCE, *_totals_of(events, [whole]), ttl_s=ttl_s, future=future
+        )
 
     def __repr__(self) -> str:
         return f"<WriteRequest {' '.join(id.hex() for id, _ in self.to_claim[:1])} {self.state.value}>"
@@ -190,19 +243,35 @@ class WriteRequest(msgspec.Struct, eq=False):
         """How many results the request has; an atomic batch has one."""
         return 1 if self.atomic else len(self.events)
 
-    def part(self, indexes: Sequence[int]) -> "WriteRequest":
-        """Make a request for some events of a chunk, in the state of the chunk."""
+    def part(
+        self, indexes: Sequence[int], guarantee: Guarantee | None = None, ttl_s: int | None = None
+    ) -> "WriteRequest":
+        """Make a request for some events of a chunk, in the state of the chunk, by default under the same rules."""
         events = [self.events[index] for index in indexes]
-        part = WriteRequest.of(events, self.arrived, 0.0, self.guarantee)
-        part.collector, part.indexes = self.collector, [self.indexes[index] for index in indexes]
-        part.deadline, part.state, part.group_number = self.deadline, self.state, self.group_number
-        part.accepted_at, part.claimants, part.ttl_s = self.accepted_at, self.claimants, self.ttl_s
-        part.failures, part.aborts = self.failures, self.aborts
-        if self.partitions:
-            part.partitions = [self.partitions[index] for index in indexes]
-        if self.spans:
-            part.spans = [self.spans[index] for index in indexes]
-        return part
+        to_claim, atomic, ledger_bytes, event_bytes, size = _totals_of(events, [])
+        return msgspec.structs.replace(
+            self,
+            events=events,
+            guarantee=guarantee or self.guarantee,
+            ttl_s=self.ttl_s if ttl_s is None else ttl_s,
+            to_claim=to_claim,
+            atomic=atomic,
+            ledger_bytes=ledger_bytes,
+            event_bytes=event_bytes,
+            size=size,
+            indexes=[self.indexes[index] for index in indexes],
+            partitions=[self.partitions[index] for index in indexes] if self.partitions else (),
+            spans=[self.spans[index] for index in indexes] if self.spans else (),
+        )
+
+    def to_send_again(self) -> "WriteRequest":
+        """Make a request for the events of a chunk that failed: it is queued, and no transaction of it was aborted."""
+        return msgspec.structs.replace(self, state=RequestState.QUEUED, aborts=0)
+
+    def collect_in(self, results: list[WriteResult | None]) -> ResultCollector:
+        """Have the results of a chunk's events collected in a list, which has one for each event of the whole chunk."""
+        self.collector = ResultCollector(results, len(self.events))
+        return self.collector
 
     def take_out(self, indexes: Iterable[int]) -> list["WriteRequest"]:
         """Remove these events from a chunk and make a request for each; any other request is returned itself."""

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -26,11 +26,11 @@ from service.core.problems import (
 )
 from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
+from service.core.time_of_day import now_ms
 from service.core.time_slice import yield_after
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
-from service.pipeline.admission import Admission
 from service.pipeline.attempt import Attempt
 from service.pipeline.decisions import (
     ClaimDecision,
@@ -54,6 +54,7 @@ from service.pipeline.group import (
 )
 from service.pipeline.queue import Queue
 from service.pipeline.request import Committed, WriteRequest
+from service.pipeline.resolver import Resolver
 from service.pipeline.waiters import Waiters
 from service.slots.recovery import CurrentStore
 from service.slots.slot import LedgerPosition, Slot
@@ -83,10 +84,11 @@ class Writer:
         store: CurrentStore,
         queue: Queue,
         topic_metadata: TopicMetadataCache,
-        admission: Admission,
+        resolver: Resolver,
         heartbeat_now: asyncio.Event,
         telemetry: Telemetry,
         tracing: "Tracing | None" = None,
+        now_ms: Callable[[], int] = now_ms,
     ) -> None:
         self._settings = settings
         self._ledger = ledger_topic(settings.namespace)
@@ -94,9 +96,10 @@ class Writer:
         self._store = store
         self._queue = queue
         self._topic_metadata = topic_metadata
-        self._admission = admission
+        self._resolver = resolver
         self._telemetry = telemetry
         self._tracing = tracing
+        self._now_ms = now_ms  # the brokers' time, ms since the Unix epoch
         self._parked: list[WriteRequest] = []  # they wait until a slot has been recovered
         self._waiters = Waiters(queue.put_back)
         self._marking: set[asyncio.Task[None]] = set()
@@ -166,7 +169,7 @@ class Writer:
         if group.atomic and claims[0].outcome is Outcome.DELIVERED:
             await self._answer_members(group.requests[0], claims[0])
             return
-        decision = after_claim(group.requests, claims, left_out, time.monotonic(), self._admission.too_late)
+        decision = after_claim(group.requests, claims, left_out, time.monotonic(), self._resolver.too_late)
         self._carry_out(decision)
         # Before the pause: the end of a term parks what the attempt has to release.
         attempt.claimed, attempt.not_sent = decision.claimed, decision.to_release
@@ -188,7 +191,7 @@ class Writer:
             for id in decision.final_keys:
                 self._waiters.wake(id)
         for request, result in decision.results:
-            self._admission.answer(request, result)
+            self._resolver.resolve(request, result)
         for request in decision.next[Step.PARK]:
             request.move(RequestEvent.QUEUE)
             self._parked.append(request)
@@ -208,7 +211,7 @@ class Writer:
             request.accepted_at = accepted_ats[0]
             request.move(RequestEvent.WIN)
             if request.on_claim is not None:
-                self._admission.answer_202(request)
+                self._resolver.resolve_claim(request)
 
     def _requeue(self, requests: Sequence[WriteRequest]) -> None:
         """Put requests without a claim back into the queue; any slot may claim them."""
@@ -236,7 +239,7 @@ class Writer:
         """Have the coroutine of each chunk's batch send the chunk again in parts."""
         for chunk in chunks:
             if not chunk.finished and (chunk.collector is None or not chunk.collector.send_again(chunk)):
-                self._admission.answer(chunk, Problem(NOT_WRITTEN, "its batch was given up: send it again"))
+                self._resolver.resolve(chunk, Problem(NOT_WRITTEN, "its batch was given up: send it again"))
 
     def _wait_for_another(self, request: WriteRequest) -> None:
         """Claim a request again later, because another request writes its key now."""
@@ -251,7 +254,7 @@ class Writer:
         """Answer 409 at the wait deadline, also when no slot is there to claim the request again."""
         is_claimed = request.accepted_at != 0  # by this request since its last wait: then it waits for no other write
         if request.state is RequestState.QUEUED and not is_claimed:
-            self._admission.answer(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
+            self._resolver.resolve(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
 
     async def _answer_members(self, request: WriteRequest, claim: Claim) -> None:
         """Answer an atomic batch that is delivered, with the coordinates of its members."""
@@ -264,12 +267,12 @@ class Writer:
             )
             states = await self._keys.find_all(generation, [event.id for event in request.events])
         except (StoreLost, StoreAway, StoreUnanswered, TimeoutError):
-            self._admission.answer(request, again)
+            self._resolver.resolve(request, again)
             return
         pairs = zip(request.events, states, strict=True)
         deliveries = tuple((event.id, state) for event, state in pairs if isinstance(state, Delivered))
         committed = Committed(claim.state.at, deliveries, replayed=not was_in_doubt)
-        self._admission.answer(request, committed if len(deliveries) == len(request.events) else again)
+        self._resolver.resolve(request, committed if len(deliveries) == len(request.events) else again)
 
     # ------------------------------------------------------------------------------------------------------ writing
 
@@ -352,7 +355,7 @@ class Writer:
         decision = IdempotentDecision(claimed, records, results)
         self._note_failures(decision.failed, decision.failed_topics)
         for request, result in decision.results:
-            self._admission.answer(request, result)
+            self._resolver.resolve(request, result)
         for request in decision.requeued:
             request.move(RequestEvent.RETURN)
         attempt.delivered, attempt.position = decision.delivered, slot.without_ledger_record()
@@ -361,7 +364,7 @@ class Writer:
     def _records(self, attempt: Attempt, identity: ProducerIdentity) -> list[Record]:
         """Make the records of the claimed requests; each names the producer that writes it in its header."""
         writer = stamp_writer(attempt.slot.n, *identity, self._settings.name)
-        return records_of(attempt.claimed, self._topic_metadata.last_known, writer, self._admission.now_ms())
+        return records_of(attempt.claimed, self._topic_metadata.last_known, writer, self._now_ms())
 
     async def _start_mark(self, attempt: Attempt, before: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
         """Start the task that marks and answers a written group, while the slot goes on with the next group.
@@ -400,7 +403,7 @@ class Writer:
             self._telemetry.stages.observe(time.perf_counter() - started, "mark")
             self._queue.end_quarantine(state.topic for _, committed in delivered for _, state in committed.deliveries)
             for request, committed in delivered:
-                self._admission.answer(request, committed)
+                self._resolver.resolve(request, committed)
 
     # ----------------------------------------------------------------------------------------------------- failures
 
@@ -419,7 +422,7 @@ class Writer:
         for request in decision.aborting:
             request.aborts += 1
         for request, result in decision.results:
-            self._admission.answer(request, result)
+            self._resolver.resolve(request, result)
         is_released = False
         try:
             is_released = decision.is_aborted and await self._release_aborted(slot, requests)

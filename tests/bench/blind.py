@@ -3,8 +3,8 @@
 import sys
 
 from service.__main__ import main
-from service.pipeline import admission
+from service.pipeline import checks
 
 if __name__ == "__main__":
-    admission.check_topic = lambda event, topic, now_ms: None  # type: ignore[attr-defined]
+    checks.check_topic = lambda event, topic, now_ms: None  # type: ignore[attr-defined]
     sys.exit(main())

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
@@ -23,13 +24,18 @@ from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.session import Record, RecordMetadata, RecordResult
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission
+from service.pipeline.checks import EventChecks
 from service.pipeline.journal import Journal
 from service.pipeline.queue import Queue
 from service.pipeline.request import WriteRequest, WriteResult
+from service.pipeline.resolver import Resolver
 from service.pipeline.writer import Writer
 from service.slots.recovery import CurrentStore
 from service.slots.slot import LedgerPosition, Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
+
+if TYPE_CHECKING:  # tests without tracing import no OpenTelemetry
+    from service.pipeline.tracing import Tracing
 
 GENERATION = StoreGeneration(1, "run/repl")
 NOW_MS = 1_700_000_000_000
@@ -276,6 +282,8 @@ class FakeJournal(Journal):
 class World:
     """Admission and Writer with all that they need, in memory. `slot` makes READY slots, `serve` serves them."""
 
+    tracing: "Tracing | None" = None
+
     def __init__(self, **settings: int) -> None:
         usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2)
         self.settings = replace(usual, **settings)  # type: ignore[arg-type]
@@ -294,16 +302,10 @@ class World:
                 TopicRule("filled", takes_old_keys=True),
             )
         )
+        self.checks = EventChecks(self.settings, rules, Schemas(rules), self.store, self.topics, self.topic_metadata)
+        self.resolver = Resolver(self.settings, self.queue, self.journal, self.telemetry, self.tracing)
         self.admission = Admission(
-            self.settings,
-            rules,
-            Schemas(rules),
-            self.store,
-            self.queue,
-            self.topics,
-            self.topic_metadata,
-            self.journal,
-            self.telemetry,
+            self.settings, rules, self.checks, self.store, self.queue, self.resolver, self.tracing
         )
         self.heartbeat_now = asyncio.Event()
         self.writer = Writer(
@@ -312,9 +314,10 @@ class World:
             self.store,
             self.queue,
             self.topic_metadata,
-            self.admission,
+            self.resolver,
             self.heartbeat_now,
             self.telemetry,
+            self.tracing,
         )
         self.producers: dict[int, FakeProducer] = {}
         self.idempotents: dict[int, FakeIdempotent] = {}
@@ -363,7 +366,7 @@ class World:
         return asyncio.create_task(self._write(event, asyncio.get_running_loop().time() - ago_s))
 
     async def _write(self, event: Event, arrived: float) -> WriteResult:
-        await self.admission.check(event, arrived)
+        await self.checks.check(event, arrived)
         return await self.admission.submit(event, arrived)
 
     def keys_written(self, n: int = 0) -> list[list[str]]:

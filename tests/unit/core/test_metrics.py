@@ -187,7 +187,7 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
     pool._ended(slot, failed)
     assert shown(telemetry, "fencepost_kafka_errors_total", operation="transaction") == 1
     assert shown(telemetry, "fencepost_terms_ended_total", why="transaction") == 1
-    world.admission.answer(world.writer._parked[0], world.admission.too_late(world.writer._parked[0]))
+    world.resolver.resolve(world.writer._parked[0], world.resolver.too_late(world.writer._parked[0]))
     await asked
     assert pool.in_doubt == 1  # its caller has got 504, and the outcome is not known yet
     assert pool.in_doubt_s > 0

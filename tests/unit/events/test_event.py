@@ -457,7 +457,7 @@ def test_a_record_is_refused_only_where_it_may_not_fit(
     if traced:  # known only after the check
         event.traceparent = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
     most = 2**63 - 1
-    request = WriteRequest.of((event,), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
+    request = WriteRequest.for_event(event, 0.0, 1.0, Guarantee.EXACTLY_ONCE)
     request.partitions = [0]
     writer = stamp_writer(65_535, most, 32_767, instance)
     (record,) = records_of([(request, [1_700_000_000_000])], lambda _: Topic("t", 1, {}), writer, 0)

@@ -361,7 +361,7 @@ async def test_a_written_batch_is_answered_504_when_its_members_cannot_be_looked
     """Also if its members cannot be looked up before the deadline."""
     world = World(request_timeout_ms=200)
     serving = world.serve(await world.slot())
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     batch = batch_of(one(None, 1), one(None, 2), atomic=True)
     assert isinstance(await atomically(world, batch), Committed)
     gate = world.keys.trouble.hold("find_all")

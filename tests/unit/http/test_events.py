@@ -212,6 +212,7 @@ class Commits:
         return BatchChunk(self.chunk_events, self.ledger_bytes_max)
 
     def __init__(self) -> None:
+        self.checks = self
         self.load_shedder = LoadShedder()
         self.events: list[Event] = []
 

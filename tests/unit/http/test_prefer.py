@@ -172,7 +172,7 @@ async def test_a_request_that_prefers_not_to_wait_is_accepted_once_its_key_is_cl
     slot = await world.slot()
     accepted = asyncio.get_running_loop().create_future()
     arrived = asyncio.get_running_loop().time()
-    await world.admission.check(make_event("a"), arrived)
+    await world.checks.check(make_event("a"), arrived)
     result = world.admission.submit(make_event("a"), arrived, on_claim=accepted)
     assert not accepted.done()
     gate = world.producers[0].trouble.hold("write")

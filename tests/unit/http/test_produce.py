@@ -166,7 +166,7 @@ async def test_a_request_without_a_key_is_told_the_key_that_was_made_for_it(prox
 
 async def test_the_time_of_a_made_key_is_the_brokers(proxy: Proxy) -> None:
     """A key that tells that it is older than its retention is refused: a machine's own clock could be behind."""
-    proxy.world.admission.now_ms = lambda: NOW_MS + 3_600_000
+    proxy.world.checks.now_ms = lambda: NOW_MS + 3_600_000
     for response in (await proxy.v2({"value": 1}), await proxy.v3(string("a"))):
         assert uuid.UUID(response.headers["idempotency-key"]).int >> 80 == NOW_MS + 3_600_000
 
@@ -253,7 +253,7 @@ async def test_a_request_that_finds_the_queue_full_is_refused(proxy: Proxy, monk
 async def test_an_outcome_that_is_not_known_is_a_timeout_that_names_the_remedy() -> None:
     world = World(request_timeout_ms=300, transaction_timeout_ms=300)
     serving = world.serve(await world.slot())
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     world.producers[0].trouble.hold("commit")
     async with proxied(world) as client:
         proxy = Proxy(world, client)
@@ -484,7 +484,7 @@ async def test_a_key_that_becomes_old_during_its_request_is_good_for_it(
 ) -> None:
     """A stream may last for days. A record's own key is as old as it is when the record comes."""
     now_ms = NOW_MS
-    proxy.world.admission.now_ms = lambda: now_ms
+    proxy.world.checks.now_ms = lambda: now_ms
     record = string("a")
     if own_key:
         record["headers"] = [{"name": "idempotency-key", "value": base64.b64encode(new_key(NOW_MS).encode()).decode()}]

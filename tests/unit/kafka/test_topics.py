@@ -235,14 +235,14 @@ async def test_an_event_is_not_refused_for_an_outdated_number_of_partitions() ->
     arrived = time.monotonic()
     for _ in range(3):
         with pytest.raises(Problem, match="use 0 to 2"):
-            await world.admission.check(event, arrived)
+            await world.checks.check(event, arrived)
     assert world.cluster.asked == [["orders"]], "what Kafka has said since will do"
     world.cluster.topics["orders"] = Topic("orders", 6, {})
-    assert not world.admission.check_now(event)
-    assert world.admission.plain_bytes_max("payments") == NONE_IS_PLAIN, "it was not looked up"
-    await world.admission.check(event, time.monotonic())
-    assert world.admission.check_now(event)
-    assert world.admission.plain_bytes_max("orders") > 1_000_000
+    assert not world.checks.check_now(event)
+    assert world.checks.plain_bytes_max("payments") == NONE_IS_PLAIN, "it was not looked up"
+    await world.checks.check(event, time.monotonic())
+    assert world.checks.check_now(event)
+    assert world.checks.plain_bytes_max("orders") > 1_000_000
 
 
 async def test_an_event_is_checked_against_the_cached_topic_while_kafka_is_away() -> None:
@@ -250,7 +250,7 @@ async def test_an_event_is_checked_against_the_cached_topic_while_kafka_is_away(
     await world.topic_metadata.get("orders", time.monotonic())
     world.cluster.away = True
     with pytest.raises(Problem, match="use 0 to 2"):
-        await world.admission.check(make_event("a", partition=5), time.monotonic())
+        await world.checks.check(make_event("a", partition=5), time.monotonic())
 
 
 async def test_a_stale_topic_is_looked_up_before_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from tests.unit.fakes import NOW_MS, World, count_of, ended, kind_of, make_event
 async def refused(world: World, topic: str) -> tuple[Kind, str]:
     """Return kind and first words of the refusal of an event for this topic."""
     with pytest.raises(Problem) as caught:
-        await world.admission.check(make_event("a", topic), time.monotonic())
+        await world.checks.check(make_event("a", topic), time.monotonic())
     return caught.value.kind, caught.value.detail
 
 
@@ -103,7 +103,7 @@ async def test_without_a_store_or_during_a_stop_events_are_refused_and_their_503
         "this process is stopping: send it again, to another",
     ]
     assert world.journal.answers == [("a", 503), ("b", 503)]
-    assert (world.queue.events, list(world.admission._by_deadline)) == (0, [])
+    assert (world.queue.events, list(world.resolver.by_deadline)) == (0, [])
 
 
 async def test_drain_ends_after_the_last_deadline_though_a_request_is_not_answered(
@@ -143,8 +143,8 @@ async def test_accepting_a_request_twice_journals_one_202_before_its_201() -> No
     serving = world.serve(slot)
     await world.producers[0].trouble.reached["write"].wait()
     assert (accepted.done(), result.done()) == (True, False)
-    (request,) = world.admission._by_deadline
-    world.admission.answer_202(request)
+    (request,) = world.resolver.by_deadline
+    world.resolver.resolve_claim(request)
     writing.set()
     assert isinstance(await result, Committed)
     assert world.journal.answers == [("a", 202), ("a", 201)]
@@ -171,9 +171,9 @@ async def test_a_request_that_is_answered_twice_keeps_and_journals_its_first_ans
     world = World()
     await world.topic_metadata.get("orders", time.monotonic())
     result = world.admission.submit(make_event("a"), time.monotonic())
-    (request,) = world.admission._by_deadline
+    (request,) = world.resolver.by_deadline
     for kind in (NOT_WRITTEN, OUTCOME_UNKNOWN):
-        world.admission.answer(request, Problem(kind, "its deadline"))
+        world.resolver.resolve(request, Problem(kind, "its deadline"))
     assert kind_of(await result) is NOT_WRITTEN
     assert (world.queue.events, world.queue.bytes) == (0, 0)
     assert world.journal.answers == [("a", 503)]
@@ -198,7 +198,7 @@ async def test_a_wait_that_would_pass_the_deadline_ends_before_the_deadline(
     """It gets 409 before, and not 503."""
     world = World(request_timeout_ms=5_000)
     world.admission.submit(make_event("a"), 100.0, wait_s)
-    (request,) = world.admission._by_deadline
+    (request,) = world.resolver.by_deadline
     assert request.deadline == 105.0
     assert request.wait_deadline == (0.0 if patient_s is None else 100.0 + patient_s)
 
@@ -207,15 +207,15 @@ async def test_the_sweep_answers_a_request_at_its_deadline_and_not_before() -> N
     world = World(request_timeout_ms=60_000)
     for key in "abc":
         world.admission.submit(make_event(key), time.monotonic())
-    first, second, third = world.admission._by_deadline
-    sweeping = asyncio.create_task(world.admission.sweep())
+    first, second, third = world.resolver.by_deadline
+    sweeping = asyncio.create_task(world.resolver.sweep())
     second.move(RequestEvent.ANSWER)
     await asyncio.sleep(0.15)
     assert [first.finished, third.finished] == [False, False]
     first.deadline = time.monotonic()
-    await until(lambda: len(world.admission._by_deadline) == 1)
+    await until(lambda: len(world.resolver.by_deadline) == 1)
     assert [first.finished, third.finished] == [True, False]
-    assert world.admission._by_deadline_bytes == third.size
+    assert world.resolver.by_deadline_bytes == third.size
     await ended(sweeping)
 
 
@@ -224,7 +224,7 @@ async def test_open_requests_are_kept_in_the_order_of_their_deadlines() -> None:
     world = World()
     for key, arrived in (("b", 2.0), ("e", 5.0), ("a", 1.0), ("d", 4.0), ("c", 3.0), ("f", 5.0)):
         world.admission.submit(make_event(key), arrived)
-    assert [request.events[0].key for request in world.admission._by_deadline] == list("abcdef")
+    assert [request.events[0].key for request in world.resolver.by_deadline] == list("abcdef")
 
 
 async def test_an_answer_that_cannot_be_noted_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,12 +271,12 @@ async def test_a_key_that_is_older_than_its_retention_and_not_known_is_refused(
     world = world_of_now()
     event = make_event(old_key(age_ms), topic)
     await world.topic_metadata.get(topic, time.monotonic())
-    assert world.admission.check_now(event) is not refused
+    assert world.checks.check_now(event) is not refused
     if not refused:
-        await world.admission.check(event, time.monotonic())
+        await world.checks.check(event, time.monotonic())
         return
     with pytest.raises(Problem, match="key-expired: Idempotency-Key: it tells that it is older than the"):
-        await world.admission.check(event, time.monotonic())
+        await world.checks.check(event, time.monotonic())
     assert event.id not in world.keys.server.keys
 
 
@@ -293,12 +293,12 @@ async def test_an_old_key_that_is_remembered_beyond_the_request_goes_on(
     state = Delivered(at, event.fp, "orders", 0, 7, at) if delivered else Claimed(5, 50, at, event.fp)
     world.keys.server.keys[event.id] = state
     await world.topic_metadata.get("orders", time.monotonic())
-    assert not world.admission.check_now(event)
+    assert not world.checks.check_now(event)
     if taken:
-        await world.admission.check(event, time.monotonic())
+        await world.checks.check(event, time.monotonic())
     else:
         with pytest.raises(Problem, match="key-expired"):
-            await world.admission.check(event, time.monotonic())
+            await world.checks.check(event, time.monotonic())
 
 
 @pytest.mark.parametrize(("age_ms", "refused"), [(2 * DAY_MS, False), (3 * DAY_MS, True)])
@@ -309,7 +309,7 @@ async def test_an_atomic_batch_is_as_old_as_its_longest_retention_allows(age_ms:
     key = old_key(age_ms)
     events = [event_of(key, member_id(key, i), topic, None, b"1", []) for i, topic in enumerate(("orders", "kept"))]
     for event in events:
-        await world.admission.check_content(event, time.monotonic())
+        await world.checks.check_content(event, time.monotonic())
     writing = world.admission.submit_atomic(events, (event_id(key), b"f" * 8), time.monotonic())
     if refused:
         with pytest.raises(Problem, match="key-expired"):
@@ -323,12 +323,12 @@ async def test_an_old_key_that_cannot_be_looked_up_is_answered_503() -> None:
     world = world_of_now()
     world.store.generation = None
     with pytest.raises(Problem, match="not-written: Idempotency-Key: it cannot be looked up now") as raised:
-        await world.admission.check(make_event(old_key(2 * DAY_MS)), time.monotonic())
+        await world.checks.check(make_event(old_key(2 * DAY_MS)), time.monotonic())
     assert raised.value.kind is NOT_WRITTEN
 
 
 def world_of_now() -> World:
     """Make a world whose brokers' time is NOW_MS."""
     world = World()
-    world.admission.now_ms = lambda: NOW_MS
+    world.checks.now_ms = lambda: NOW_MS
     return world

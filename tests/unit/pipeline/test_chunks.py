@@ -35,7 +35,6 @@ from service.pipeline.request import (
     CHUNK_EVENTS_MAX,
     BatchChunk,
     Committed,
-    ResultCollector,
     WriteRequest,
     WriteResult,
 )
@@ -78,7 +77,7 @@ async def test_a_chunk_is_smaller_beside_a_single_event() -> None:
     """A POST beside it waits for the steps of the chunk. Other chunks do not count, nor events split off from them."""
     world = World()
     serving = world.serve(await world.slot())
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     await (await on_its_way(world, "a", "b"))
     await (await on_its_way(world, "b", "c"))  # the repeated one is answered by itself
     on_their_way = await on_its_way(world, "d", "e")
@@ -344,7 +343,7 @@ async def test_a_claim_of_another_request_in_the_same_term_is_not_given_up(mark:
     written again.
     """
     world = World(request_timeout_ms=100)
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     serving = world.serve(await world.slot())
     marking = None
     if mark == "slow":
@@ -619,8 +618,8 @@ async def ended_list(task: "asyncio.Task[list[WriteResult]]") -> BaseException |
 async def test_a_split_chunk_hands_its_progress_and_its_results_to_its_parts() -> None:
     events = [make_event(key) for key in "abc"]
     results: list[WriteResult | None] = [None] * 3
-    chunk = WriteRequest.of(events, 5.0, 10.0, Guarantee.EXACTLY_ONCE)
-    chunk.indexes, chunk.collector = range(3), ResultCollector(results, 3)
+    chunk = WriteRequest.for_chunk(events, 5.0, 15.0, Guarantee.EXACTLY_ONCE)
+    collector = chunk.collect_in(results)
     chunk.group_number, chunk.claimants, chunk.partitions, chunk.failures = 7, ((1, 2),), [4, 5, 6], 1
     size = chunk.size
     parts = chunk.take_out([0, 2])
@@ -637,7 +636,7 @@ async def test_a_split_chunk_hands_its_progress_and_its_results_to_its_parts() -
     for part in (chunk, *reversed(parts)):
         part.resolve(Committed(1, (delivered,), False))
     assert results == [Committed(1, (delivered,), False)] * 3
-    assert chunk.collector.done.result() == []
+    assert collector.done.result() == []
 
 
 async def test_an_event_need_not_wait_until_the_large_chunk_of_another_request_is_written(
@@ -647,7 +646,9 @@ async def test_an_event_need_not_wait_until_the_large_chunk_of_another_request_i
     monkeypatch.setattr(queue_module, "GROUP_QUICK_S", 60.0)
     queue = Queue(Settings(instance="test"))
     for keys in ([str(n) for n in range(1_000)], ["a"]):
-        request = WriteRequest.of([*map(make_event, keys)], time.monotonic(), 10.0, Guarantee.EXACTLY_ONCE)
+        arrived = time.monotonic()
+        events = [*map(make_event, keys)]
+        request = WriteRequest.for_chunk(events, arrived, arrived + 10.0, Guarantee.EXACTLY_ONCE)
         queue.admit(request)
         queue.put(request)
         group = queue.take()

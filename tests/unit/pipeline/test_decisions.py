@@ -14,7 +14,7 @@ from tests.unit.fakes import World, ended, kind_of, make_event, steps
 
 
 def claimed(key: str) -> WriteRequest:
-    request = WriteRequest.of((make_event(key),), 0.0, 10.0, Guarantee.EXACTLY_ONCE)
+    request = WriteRequest.for_event(make_event(key), 0.0, 10.0, Guarantee.EXACTLY_ONCE)
     request.move(RequestEvent.CLAIM)
     request.move(RequestEvent.WIN)
     return request
@@ -39,7 +39,7 @@ async def test_other_tasks_run_between_the_claim_and_the_writing_of_a_large_grou
     is_sent: list[bool] = []
     on_claim.add_done_callback(lambda _: is_sent.append(world.producers[0].begun_early is None))
     arrived = asyncio.get_running_loop().time()
-    await world.admission.check(make_event("a"), arrived)
+    await world.checks.check(make_event("a"), arrived)
     result = world.admission.submit(make_event("a"), arrived, on_claim=on_claim)
     await steps()
     assert isinstance(await result, Committed)
@@ -56,11 +56,11 @@ async def test_a_claim_of_a_request_answered_before_the_sending_is_released_thou
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.ABORTED, "no broker"))
 
     def late(request: WriteRequest) -> None:
-        world.admission.answer(request, Problem(NOT_WRITTEN, "its deadline has passed"))
+        world.resolver.resolve(request, Problem(NOT_WRITTEN, "its deadline has passed"))
 
-    monkeypatch.setattr(world.admission, "answer_202", late)
+    monkeypatch.setattr(world.resolver, "resolve_claim", late)
     arrived = asyncio.get_running_loop().time()
-    await world.admission.check(make_event("late"), arrived)
+    await world.checks.check(make_event("late"), arrived)
     on_claim = asyncio.get_running_loop().create_future()
     refused = world.admission.submit(make_event("late"), arrived, on_claim=on_claim)
     world.submit("other")

@@ -68,7 +68,7 @@ async def test_the_refusal_of_an_atomic_batch_names_the_refused_topic() -> None:
     serving = world.serve(slot)
     events = [make_event("a/0", "orders"), make_event("a/1", "other")]
     for event in events:
-        await world.admission.check(event, time.monotonic())
+        await world.checks.check(event, time.monotonic())
     answer = await world.admission.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic())
     assert isinstance(answer, Problem)
     assert answer.detail == "topic: other: it is too large"
@@ -161,7 +161,7 @@ async def test_the_key_of_a_refused_event_is_released_before_its_slot_is_recover
 async def test_an_event_that_keeps_failing_is_tried_a_few_times_and_the_others_of_its_topic_are_written() -> None:
     """An error of one record, or a partition without a leader: no broker says that this event is to blame."""
     world = World(request_timeout_ms=1_500)
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     poison = world.submit("poison")
     others = [world.submit(str(n)) for n in range(5)]
     await steps()
@@ -207,7 +207,7 @@ async def test_a_request_that_fails_repeatedly_is_requeued_after_a_pause_or_with
     world = World()
     answer = world.submit("a")
     await steps()
-    (request,) = world.admission._by_deadline
+    (request,) = world.resolver.by_deadline
     slots = [await world.slot(n) for n in range(4)]
     for n, verdict in enumerate((TransactionOutcome.UNKNOWN, TransactionOutcome.ABORTED, TransactionOutcome.ABORTED)):
         world.producers[n].trouble.before["write"].append(TransactionFailed(verdict, "no answer"))
@@ -284,8 +284,8 @@ async def test_requests_of_a_transaction_that_was_aborted_before_its_commit_are_
     hung = world.producers[0].trouble.hold("write")
     failing = world.serve(slot)
     await until(lambda: world.keys.is_claimed("gone"))
-    requests = {request.events[0].key: request for request in world.admission._by_deadline}
-    world.admission.answer(requests["gone"], Problem(OUTCOME_UNKNOWN, "its deadline"))
+    requests = {request.events[0].key: request for request in world.resolver.by_deadline}
+    world.resolver.resolve(requests["gone"], Problem(OUTCOME_UNKNOWN, "its deadline"))
     failed = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck=stuck)
     world.producers[0].trouble.before["write"].append(failed)
     hung.set()
@@ -306,7 +306,7 @@ async def test_requests_of_a_transaction_that_was_aborted_before_its_commit_are_
 
 async def test_a_request_whose_transaction_was_aborted_is_answered_503_at_its_deadline() -> None:
     world = World(request_timeout_ms=200)
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     slot = await world.slot()
     answer = world.submit("a")
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.ABORTED, "TimeoutError()"))
@@ -329,7 +329,7 @@ async def test_a_wait_for_another_s_write_ends_with_409_in_time_also_after_an_ab
     world.keys.server.freed[5] = 1
     world.keys.server.keys[event.id] = Claimed(5, 1, NOW_MS, event.fp)  # another process has claimed it since
     serving = world.serve(other)
-    await until(lambda: world.admission._by_deadline[0].waits)
+    await until(lambda: world.resolver.by_deadline[0].waits)
     await ended(serving)
     assert kind_of(await asyncio.wait_for(answer, 3.0)) is IN_PROGRESS
 
@@ -572,7 +572,7 @@ async def test_an_atomic_batch_that_the_ledger_does_not_take_is_refused() -> Non
     slot = await world.slot()
     slot._producer = Narrow(1)
     events = [make_event("w/0"), make_event("w/1")]
-    await world.admission.check(events[0], time.monotonic())
+    await world.checks.check(events[0], time.monotonic())
     answer = asyncio.create_task(world.admission.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic()))
     await end_of_term(world.serve(slot))
     assert kind_of(await answer) is TOO_LARGE

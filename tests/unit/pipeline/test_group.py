@@ -20,8 +20,9 @@ from tests.unit.fakes import FakeIdempotent, FakeKeys, make_event
 def request(key: str, *topics: str, partition: int | None = None) -> WriteRequest:
     """Make a request of one event, or with several topics an atomic batch."""
     events = [make_event(key, topic, partition=partition) for topic in topics]
-    whole = (b"w" * 16, b"f" * 8) if len(topics) > 1 else None
-    return WriteRequest.of(events, 0.0, 1.0, Guarantee.EXACTLY_ONCE, whole)
+    if len(topics) > 1:
+        return WriteRequest.for_atomic(events, (b"w" * 16, b"f" * 8), 0.0, 1.0)
+    return WriteRequest.for_event(events[0], 0.0, 1.0, Guarantee.EXACTLY_ONCE)
 
 
 def topic_of(name: str) -> Topic:
@@ -72,7 +73,7 @@ def test_a_record_has_the_content_of_its_event_and_the_stamp_of_its_writer() -> 
     event = event_of("k 1", event_id("k 1"), "orders", b"key", b"value", [("b", b"2"), ("a", b"1")], 3, 77, TRACE)
     bare = event_of("k 2", event_id("k 2"), "orders", None, b"", [])
     tombstone = event_of("k 3", event_id("k 3"), "orders", b"key", None, [])
-    requests = [WriteRequest.of((each,), 0.0, 1.0, Guarantee.EXACTLY_ONCE) for each in (event, bare, tombstone)]
+    requests = [WriteRequest.for_event(each, 0.0, 1.0, Guarantee.EXACTLY_ONCE) for each in (event, bare, tombstone)]
     for each, partition in zip(requests, (3, 4, 5), strict=True):
         each.partitions = [partition]
     group = [(each, [1_000 + n]) for n, each in enumerate(requests)]

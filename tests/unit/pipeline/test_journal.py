@@ -55,7 +55,7 @@ class Kept:
 
     def record(self, *keys: str) -> None:
         for key in keys:
-            request = WriteRequest.of((make_event(key),), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
+            request = WriteRequest.for_event(make_event(key), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
             self.journal.record(request, 503, Problem(NOT_WRITTEN, "why"), 0.001)
 
     @property
@@ -216,7 +216,7 @@ async def test_an_answer_is_written_as_the_contract_has_it(
     places: list[tuple[bytes, Delivered]], at: int, replayed: bool, latency_s: float
 ) -> None:
     kept = Kept()
-    request = WriteRequest.of((make_event("k"),), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
+    request = WriteRequest.for_event(make_event("k"), 0.0, 1.0, Guarantee.EXACTLY_ONCE)
     kept.journal.record(request, 201, Committed(at, tuple(places), replayed), latency_s)
     kept.journal.record(request, 503, Problem(NOT_WRITTEN, "why"), latency_s)
     kept.journal.record(request, 202, None, latency_s)

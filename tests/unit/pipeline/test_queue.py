@@ -24,23 +24,29 @@ MANY = 1_000_000  # groups at once
 ARRIVALS = iter(range(1_000_000))
 
 
+def times() -> tuple[float, float]:
+    """Return the arrival of the next request, and its deadline."""
+    arrived = next(ARRIVALS)
+    return arrived, arrived + 10.0
+
+
 def request(key: str, topic: str = "orders", guarantee: Guarantee = Guarantee.EXACTLY_ONCE) -> WriteRequest:
-    return WriteRequest.of((make_event(key, topic),), next(ARRIVALS), 10.0, guarantee)
+    return WriteRequest.for_event(make_event(key, topic), *times(), guarantee)
 
 
 def large(key: str, size: int) -> WriteRequest:
     event = make_event(key, value=b"x" * size)
-    return WriteRequest.of((event,), next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE)
+    return WriteRequest.for_event(event, *times(), Guarantee.EXACTLY_ONCE)
 
 
 def atomic(*keys: str) -> WriteRequest:
     whole = (b"w" * 16, b"f" * 8)
-    return WriteRequest.of([make_event(key) for key in keys], next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE, whole)
+    return WriteRequest.for_atomic([make_event(key) for key in keys], whole, *times())
 
 
 def chunk(*keys: str, size: int = 1, topic: str = "orders") -> WriteRequest:
     events = [make_event(key, topic, value=b"x" * size) for key in keys]
-    return WriteRequest.of(events, next(ARRIVALS), 10.0, Guarantee.EXACTLY_ONCE)
+    return WriteRequest.for_chunk(events, *times(), Guarantee.EXACTLY_ONCE)
 
 
 def keys_of(group: list[WriteRequest]) -> list[str]:

@@ -21,7 +21,7 @@ from tests.unit.pipeline.test_queue import MANY, SETTINGS, admit, answered, grou
 def atomic(*events: tuple[str, str]) -> WriteRequest:
     """Make an atomic batch of (key, topic)."""
     made = [make_event(key, topic) for key, topic in events]
-    return WriteRequest.of(made, 0.0, 10.0, Guarantee.EXACTLY_ONCE, (b"w" * 16, b"f" * 8))
+    return WriteRequest.for_atomic(made, (b"w" * 16, b"f" * 8), 0.0, 10.0)
 
 
 async def asleep(taker: "asyncio.Task[None]") -> bool:
@@ -91,7 +91,7 @@ async def test_a_chunk_with_one_quarantined_topic_is_taken_in_a_quarantined_grou
     queue = Queue(SETTINGS, MANY)
     queue.quarantine({"bad"})
     events = [make_event("a", "orders"), make_event("b", "bad")]
-    admit(queue, WriteRequest.of(events, 0.0, 10.0, Guarantee.EXACTLY_ONCE), request("c"), request("d"))
+    admit(queue, WriteRequest.for_chunk(events, 0.0, 10.0, Guarantee.EXACTLY_ONCE), request("c"), request("d"))
     group = group_of(queue)
     assert (keys_of(group.requests), group.quarantined) == (["a", "b"], True)
     assert keys_of(take(queue)) == ["c", "d"]

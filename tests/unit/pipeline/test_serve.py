@@ -183,7 +183,7 @@ async def test_a_request_in_doubt_is_answered_504_at_its_deadline() -> None:
     await end_of_term(world.serve(slot))
     (request,) = world.writer._parked
     assert request.state is RequestState.IN_DOUBT
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     assert kind_of(await asyncio.wait_for(answer, 1.0)) is OUTCOME_UNKNOWN
     await ended(sweeping)
 
@@ -206,7 +206,7 @@ async def test_a_batch_in_doubt_that_was_written_is_no_replay() -> None:
     slot = await world.slot()
     events = [make_event("a/0"), make_event("a/1")]
     for event in events:
-        await world.admission.check(event, asyncio.get_running_loop().time())
+        await world.checks.check(event, asyncio.get_running_loop().time())
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "no answer"))
     whole = (b"w" * 16, b"f" * 8)
     asked = asyncio.create_task(world.admission.submit_atomic(events, whole, asyncio.get_running_loop().time()))
@@ -243,7 +243,7 @@ async def test_an_atomic_batch_is_remembered_for_the_longest_retention_of_its_to
     serving = world.serve(await world.slot())
     events = [make_event("a/0"), make_event("a/1", "kept")]
     for event in events:
-        await world.admission.check(event, asyncio.get_running_loop().time())
+        await world.checks.check(event, asyncio.get_running_loop().time())
     whole = (b"w" * 16, b"f" * 8)
     answer = await world.admission.submit_atomic(events, whole, asyncio.get_running_loop().time())
     assert isinstance(answer, Committed)

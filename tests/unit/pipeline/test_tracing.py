@@ -31,11 +31,10 @@ PARENT: Final = f"00-{TRACE_ID}-b7ad6b7169203331-01".encode()
 class Traced(World):
     """A world whose spans are kept in memory."""
 
-    def __init__(self, **settings: int) -> None:
-        super().__init__(**settings)
+    def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
-        self.tracing = Tracing("host:1", SimpleSpanProcessor(self.exporter))
-        self.writer._tracing = self.admission._tracing = self.tracing
+        self.opened = self.tracing = Tracing("host:1", SimpleSpanProcessor(self.exporter))
+        super().__init__()
 
     def spans(self, kind: SpanKind) -> list[ReadableSpan]:
         return [span for span in self.exporter.get_finished_spans() if span.kind is kind]
@@ -47,7 +46,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traced]:
         monkeypatch.delenv(name)
     traced = Traced()
     yield traced
-    traced.tracing.close()
+    traced.opened.close()
 
 
 def with_parent(key: str, headers: list[tuple[str, bytes]] | None = None, traceparent: bytes | None = PARENT) -> Event:
@@ -162,7 +161,7 @@ async def test_a_failed_transaction_is_an_error_with_its_verdict(world: Traced) 
     assert attributes(sent)["error.type"] == "unknown"
     assert sent.status.status_code is StatusCode.ERROR
     assert world.spans(SpanKind.PRODUCER) == []  # not answered yet
-    world.admission.answer(world.writer._parked[0], world.admission.too_late(world.writer._parked[0]))
+    world.resolver.resolve(world.writer._parked[0], world.resolver.too_late(world.writer._parked[0]))
     await asked
     (span,) = world.spans(SpanKind.PRODUCER)
     assert attributes(span)["error.type"] == "outcome-unknown"
@@ -179,7 +178,7 @@ async def test_an_unsampled_event_passes_its_context_on_and_exports_no_span(monk
     assert carried.startswith(f"00-{TRACE_ID}-")
     assert carried.endswith("-00")
     assert world.exporter.get_finished_spans() == ()
-    world.tracing.close()
+    world.opened.close()
 
 
 class Collector(BaseHTTPRequestHandler):

@@ -19,7 +19,7 @@ from service.core.problems import (
     StoreLost,
     StoreUnanswered,
 )
-from service.pipeline import admission
+from service.pipeline import resolver
 from service.pipeline.load_shedding import ANSWERS_EACH, ANSWERS_MAX
 from service.pipeline.request import Committed
 from service.slots import slot as slot_module
@@ -92,7 +92,7 @@ async def test_the_answers_of_a_group_go_out_together(known: bool) -> None:
     serving = world.serve(await world.slot())
     if known:
         await asyncio.gather(world.submit("a"), world.submit("b"))
-    await world.admission.check(make_event("a"), time.monotonic())
+    await world.checks.check(make_event("a"), time.monotonic())
     results = [world.admission.submit(make_event(key), time.monotonic()) for key in "ab"]
     known_then: list[bool] = []
     results[0].add_done_callback(lambda _: known_then.append(results[1].done()))
@@ -149,7 +149,7 @@ async def test_a_full_queue_reports_an_overload_until_its_requests_are_answered(
 async def test_the_answers_of_a_group_send_the_refusals_that_wait_in_the_load_shedder() -> None:
     world = World()
     # far more than the saved answers allow
-    delays = [world.admission.load_shedder.delay(time.monotonic()) for _ in range(ANSWERS_MAX)]
+    delays = [world.resolver.load_shedder.delay(time.monotonic()) for _ in range(ANSWERS_MAX)]
     delayed = [delay for delay in delays if delay is not None]
     assert len(delayed) == ANSWERS_MAX - ANSWERS_MAX // ANSWERS_EACH
     serving = world.serve(await world.slot())
@@ -157,7 +157,7 @@ async def test_the_answers_of_a_group_send_the_refusals_that_wait_in_the_load_sh
         assert not any(delay.done() for delay in delayed)
         assert isinstance(await world.submit(f"a{n}"), Committed)
     assert not delayed[0].done()  # a group's answers are given first
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     await until(delayed[0].done)
     assert not delayed[1].done()
     await until(lambda: all(delay.done() for delay in delayed))
@@ -255,7 +255,7 @@ async def test_a_request_that_is_answered_503_during_the_release_of_others_is_no
     late, soon = world.submit("late", ago_s=0.3), world.submit("soon", ago_s=0.1)
     await steps()
     release = world.keys.trouble.hold("release")
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     serving = asyncio.create_task(world.writer.serve(slot))
     answers = [kind_of(await late), kind_of(await soon)]
     release.set()
@@ -272,7 +272,7 @@ async def test_a_request_that_is_answered_503_while_its_producer_starts_is_not_w
     await world.topic_metadata.get("plain.a", time.monotonic())
     slot = await world.slot()
     begun = world.idempotents[0].trouble.hold("identity")
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     serving = world.serve(slot)
     assert kind_of(await world.submit("a", "plain.a")) is NOT_WRITTEN
     begun.set()
@@ -286,7 +286,7 @@ async def test_a_request_that_is_answered_503_while_its_producer_starts_is_not_w
 async def test_each_request_is_answered_at_its_own_deadline() -> None:
     """A request that arrived earlier may be admitted later: its body, or the look-up of its topic, took longer."""
     world = World(request_timeout_ms=5_000)
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     patient = world.submit("patient")
     await steps()
     started = asyncio.get_running_loop().time()
@@ -301,7 +301,7 @@ async def test_at_the_deadline_a_sent_request_is_answered_504_and_a_waiting_one_
     await world.topic_metadata.get("orders", time.monotonic())
     slot = await world.slot()
     world.producers[0].trouble.hold("write")
-    sweeping, serving = asyncio.create_task(world.admission.sweep()), world.serve(slot)
+    sweeping, serving = asyncio.create_task(world.resolver.sweep()), world.serve(slot)
     sent = world.submit("sent")
     await until(lambda: slot.state is SlotState.WRITING)
     waits = world.submit("waits")
@@ -315,7 +315,7 @@ async def test_requests_that_were_answered_do_not_stay_in_the_queue() -> None:
     """Without a slot no group takes them out."""
     world = World(request_timeout_ms=50)
     await world.topic_metadata.get("orders", time.monotonic())
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     answers = await asyncio.gather(*(world.submit(str(n)) for n in range(20)))
     assert {kind_of(answer) for answer in answers} == {NOT_WRITTEN}
     await until(lambda: not any(world.queue._waiting.values()))
@@ -335,10 +335,10 @@ async def test_a_wait_for_another_s_write_ends_with_409_in_time_without_a_slot(w
     serving = world.serve(await world.slot())
     began = loop.time()
     waiting = world.admission.submit(event, began, wait_s=0.5)
-    await until(lambda: world.admission._by_deadline[0].waits)
+    await until(lambda: world.resolver.by_deadline[0].waits)
     await ended(serving)
     if won:
-        world.admission._by_deadline[0].accepted_at = NOW_MS
+        world.resolver.by_deadline[0].accepted_at = NOW_MS
         await asyncio.sleep(0.7)
         assert not waiting.done()
         return
@@ -351,9 +351,9 @@ async def test_requests_that_were_answered_do_not_stay_in_memory_behind_a_waitin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # less than one answer: the last does not stay either
-    monkeypatch.setattr(admission, "ANSWERED_BYTES_KEPT", 100_000)
+    monkeypatch.setattr(resolver, "RESOLVED_BYTES_KEPT", 100_000)
     world = World(request_timeout_ms=60_000)
-    sweeping = asyncio.create_task(world.admission.sweep())
+    sweeping = asyncio.create_task(world.resolver.sweep())
     await world.topic_metadata.get("orders", time.monotonic())
     patient = make_event("patient")
     world.keys.server.freed[5] = 1
@@ -362,10 +362,10 @@ async def test_requests_that_were_answered_do_not_stay_in_memory_behind_a_waitin
     serving = world.serve(await world.slot())
     for n in range(60):
         await world.ask(make_event(str(n), value=b"x" * 200_000))
-    await until(lambda: [request.events[0].key for request in world.admission._by_deadline] == ["patient"])
+    await until(lambda: [request.events[0].key for request in world.resolver.by_deadline] == ["patient"])
     assert (
-        sum(request.size for request in world.admission._by_deadline)
-        == world.admission._by_deadline_bytes
+        sum(request.size for request in world.resolver.by_deadline)
+        == world.resolver.by_deadline_bytes
         == world.queue.bytes
     )
     await ended(serving)

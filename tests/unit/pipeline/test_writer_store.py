@@ -101,7 +101,7 @@ async def test_a_term_that_is_cancelled_in_the_pause_after_its_claims_parks_what
     await steps()
 
     def decide(requests: Sequence[WriteRequest], *_: object) -> ClaimDecision:
-        decision = ClaimDecision(time.monotonic(), world.admission.too_late)
+        decision = ClaimDecision(time.monotonic(), world.resolver.too_late)
         claimed, refused = requests
         decision.to_release.append(ClaimToRelease(claimed, claimed.claimed_ids))
         decision.next[Step.REQUEUE].append(refused)

@@ -1,0 +1,191 @@
+"""Checks events before they are admitted: against their topics and schemas, and by the age of their keys."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
+from service.contract import Rules
+from service.core.problems import (
+    FORBIDDEN_TOPIC,
+    KEY_EXPIRED,
+    NOT_WRITTEN,
+    UNKNOWN_TOPIC,
+    KafkaAway,
+    KafkaForbids,
+    Problem,
+    StoreAway,
+    StoreLost,
+    StoreUnanswered,
+)
+from service.core.settings import TOPICS_MAX, Settings
+from service.core.time_of_day import now_ms
+from service.events.event import NONE_IS_PLAIN, Event, check_topic, plain_bytes_max
+from service.events.key_time import made_at_ms
+from service.events.schemas import Schemas
+from service.kafka.admin import Topic
+from service.kafka.topics import InternalTopics, TopicMetadataCache
+from service.slots.recovery import CurrentStore
+
+
+class EventChecks:
+    """The checks of an event for which its topic, its schema or its key are looked up. Nothing is submitted here."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        rules: Rules,
+        schemas: Schemas,
+        store: CurrentStore,
+        topics: InternalTopics,
+        topic_metadata: TopicMetadataCache,
+        now_ms: Callable[[], int] = now_ms,
+    ) -> None:
+        self.now_ms = now_ms  # the brokers' time, ms since the Unix epoch
+        self._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)  # by topic
+        self._schemas = schemas
+        self._store = store
+        self._topics = topics
+        self._topic_metadata = topic_metadata
+        self._key_ttl_s = settings.key_ttl_s
+        self._timeout_s = settings.request_timeout_ms / 1000
+        # From the look-up of an old key to its claim an event waits for its chunk and in the queue. Besides, the clocks
+        # of brokers and Redis differ.
+        self._old_key_margin_ms = 2 * (settings.request_timeout_ms + settings.transaction_timeout_ms)
+
+    def check_now(self, event: Event, fresh_key: str = "") -> bool:
+        """Check an event against its topic and schema. Raises Problem; False where only `check` can decide.
+
+        `fresh_key` is a key that was not old when its request began.
+        """
+        return self._topic_takes(event) and self._schemas.check_now(event) and not self._has_old_key(event, fresh_key)
+
+    async def check(self, event: Event, arrived: float, begun: float | None = None, fresh_key: str = "") -> None:
+        """Check an event as `check_now` does, looking up its topic or an old key where that is needed. Raises Problem.
+
+        Other arguments are those of `check_content`.
+        """
+        await self.check_content(event, arrived, begun)
+        if self._has_old_key(event, fresh_key):
+            await self._check_old_key(event.id, self._ttl_of(event.topic), self._deadline(arrived, begun))
+
+    async def check_content(self, event: Event, arrived: float, begun: float | None = None) -> None:
+        """Check an event against its topic and schema, whatever its key. Raises Problem.
+
+        `arrived` and `begun` are time.monotonic. Metadata from after `arrived` is fresh enough. All look-ups together
+        have the request timeout, from `begun`, if given, else from `arrived`; afterwards none is begun.
+        """
+        if not self._topic_takes(event):
+            deadline = self._deadline(arrived, begun)
+            topic = await self._topic(event.topic, arrived, deadline)
+            try:
+                check_topic(event, topic, self.now_ms)
+            except Problem:
+                check_topic(event, await self._topic(event.topic, arrived, deadline, after_arrival=True), self.now_ms)
+        if not self._schemas.check_now(event):
+            await self._schemas.check(event)
+
+    async def check_batch_key(self, key: str, id: bytes, topics: Iterable[str], ttl_s: int, deadline: float) -> None:
+        """Check the age of the key of an atomic batch, with the batch's id. Raises Problem (412, 503).
+
+        `ttl_s` is the retention of the key, in seconds. An old key is taken if each of the topics takes such keys.
+        """
+        if self._is_old(key, ttl_s) and not all(self._rule(topic).takes_old_keys for topic in topics):
+            await self._check_old_key(id, ttl_s, deadline)
+
+    def is_old(self, key: str, topic: str) -> bool:
+        """Whether a key tells that it was made before its retention, and the topic takes no such keys."""
+        return self._is_old(key, self._ttl_of(topic)) and not self._rule(topic).takes_old_keys
+
+    def plain_bytes_max(self, topic: str) -> int:
+        """Return the size (bytes) up to which `check_now` passes each plain event of a topic, in this turn of the loop.
+
+        NONE_IS_PLAIN if each event must be checked.
+        """
+        known = self._topic_metadata.cached(topic)
+        return NONE_IS_PLAIN if known is None or self._schemas.has_one_for(topic) else plain_bytes_max(known)
+
+    def _deadline(self, arrived: float, begun: float | None) -> float:
+        return (arrived if begun is None else begun) + self._timeout_s
+
+    # ------------------------------------------------------------------------------------------------------ topics
+
+    def _topic_takes(self, event: Event) -> bool:
+        """Whether the event's topic takes it, by the cached metadata; False if the topic is not cached.
+
+        Refuses nothing: the topic's settings may have changed since they were cached.
+        """
+        topic = self._topic_metadata.cached(event.topic)
+        if topic is None:
+            return False
+        try:
+            check_topic(event, topic, self.now_ms)
+        except Problem:
+            return False
+        return True
+
+    async def _topic(self, name: str, arrived: float, deadline: float, *, after_arrival: bool = False) -> Topic:
+        """Look up a topic until `deadline` as TopicMetadataCache.get does. Raises Problem (403, 404, 503)."""
+        if self._topics.reserved(name):
+            raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
+        _check_time(f"topic: {name}", deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                topic = await self._topic_metadata.get(name, arrived, after_arrival=after_arrival)
+        except KafkaForbids as error:
+            raise Problem(FORBIDDEN_TOPIC, f"topic: {error}: have it allowed to Describe and Write it") from error
+        except (KafkaAway, TimeoutError) as error:
+            raise Problem(NOT_WRITTEN, f"topic: {name} cannot be looked up now: send it again") from error
+        if topic is None:
+            raise Problem(UNKNOWN_TOPIC, f"topic: {name} does not exist: make it, or correct its name")
+        return topic
+
+    # ---------------------------------------------------------------------------------------------------- old keys
+
+    def _has_old_key(self, event: Event, fresh_key: str) -> bool:
+        return event.key != fresh_key and self.is_old(event.key, event.topic)
+
+    def _is_old(self, key: str, ttl_s: int) -> bool:
+        made_ms = made_at_ms(key)
+        return made_ms is not None and made_ms + 1000 * ttl_s <= self.now_ms()
+
+    def _ttl_of(self, topic: str) -> int:
+        """Find the retention of the keys of a topic's events, in seconds."""
+        return self._rule(topic).key_ttl_s or self._key_ttl_s
+
+    def _expiry_ms(self, state: KeyState, ttl_s: int) -> int:
+        """Compute when a state expires, ms since the Unix epoch; 0 for none. `ttl_s` is that of a claim."""
+        match state:
+            case None:
+                return 0
+            case Claimed(at=at):
+                return at + 1000 * ttl_s
+            case Delivered(at=at, ttl_s=own_s) | DeliveredBatch(at=at, ttl_s=own_s):
+                return at + 1000 * (own_s or self._key_ttl_s)
+
+    async def _check_old_key(self, id: bytes, ttl_s: int, deadline: float) -> None:
+        """Refuse an old key that is forgotten: its event may have been written. Raises Problem (412, 503).
+
+        `id` is that of the event, or of the whole atomic batch; it is looked up until `deadline` (time.monotonic). A
+        key that may be forgotten before it is claimed is refused too: its claim would find nothing.
+        """
+        _check_time("Idempotency-Key: it", deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                found = await self._store.find(id)
+        except (StoreLost, StoreAway, StoreUnanswered, TimeoutError) as error:
+            why = str(error) or "no answer"
+            raise Problem(NOT_WRITTEN, f"Idempotency-Key: it cannot be looked up now ({why}): send it again") from error
+        if self._expiry_ms(found.state, ttl_s) <= self.now_ms() + self._old_key_margin_ms:
+            raise Problem(
+                KEY_EXPIRED,
+                f"Idempotency-Key: it tells that it is older than the {ttl_s} s for which it would be remembered, so "
+                "its event may have been written: to write it anyway, use a new key",
+            )
+
+
+def _check_time(what: str, deadline: float) -> None:
+    """Raise Problem (503) if the time for look-ups is over: earlier events of the chunk have used it up."""
+    if time.monotonic() >= deadline:
+        raise Problem(NOT_WRITTEN, f"{what} was not looked up, because earlier look-ups took too long: send it again")
