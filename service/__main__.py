@@ -80,10 +80,11 @@ def main() -> int:
 
 def _protocol(settings: Settings, rules: Rules, endpoint: EventsEndpoint) -> type[GuardedProtocol]:
     """Return the protocol of the connections: it hands all requests to the app, or all but the POSTs of events."""
-    if settings.transport == "asgi":
-        return GuardedProtocol
-    routes, streamed = endpoint.routes, endpoint.streamed
-    return protocol_of(Posts(routes, endpoint.body_bytes_max, endpoint.bodies, streamed, cors=bool(rules.cors)))
+    posts = None
+    if settings.transport != "asgi":
+        routes, streamed = endpoint.routes, endpoint.streamed
+        posts = Posts(routes, endpoint.body_bytes_max, endpoint.bodies, streamed, cors=bool(rules.cors))
+    return protocol_of(posts, endpoint.stopping)
 
 
 if __name__ == "__main__":

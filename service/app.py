@@ -26,8 +26,8 @@ from service.core.task_dump import dump_on_signal
 from service.events.deliveries import Source, read_sources
 from service.events.schemas import Schemas
 from service.events.strict_json import check_json, in_thread
+from service.http.application import Application
 from service.http.callers import Callers
-from service.http.cors import add_cors
 from service.http.events import EventsEndpoint
 from service.http.produce import ProduceEndpoint
 from service.http.produce_listing import ProduceListing
@@ -185,6 +185,7 @@ class Service:
             log.warning("the inner loops are not compiled: they run in Python, with more CPU", remedy=native.REMEDY)
         telemetry = self.telemetry
         log_loop_errors(asyncio.get_running_loop(), telemetry)
+        self.journal.start()
         self._tasks += [
             supervise("bring-up", self._bring_up, telemetry),
             supervise("sweep", self.resolver.sweep, telemetry),
@@ -393,25 +394,21 @@ def build_app(
     give_up: Callable[[SettingsError], None],
 ) -> tuple[FastAPI, EventsEndpoint]:
     """Make the ASGI app, and the endpoint of its POSTs, which a transport below ASGI may call too."""
-    holder: dict[str, Service] = {}
-    telemetry = Telemetry()
+    service = Service(settings, rules, schemas, Telemetry(), give_up)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service = holder["service"] = Service(settings, rules, schemas, telemetry, give_up)
         service.start()
         try:
             yield
         finally:
             await service.stop()
 
-    app = FastAPI(title="Fencepost", version="1", lifespan=lifespan)
+    app = Application(rules.cors, lifespan)
     callers = Callers(rules.callers, with_sources=bool(rules.sources))
-    endpoint = EventsEndpoint(lambda: holder["service"].admission, settings, callers, telemetry)
-    routes(app, lambda: holder["service"], callers, endpoint)
+    endpoint = EventsEndpoint(service.admission, settings, callers, service.telemetry)
+    routes(app, service, callers, endpoint)
     produce = ProduceEndpoint(endpoint, rules, settings.key_ttl_s)
-    app.router.routes += produce.routes() + ProduceListing(endpoint, lambda: holder["service"]).routes()
-    webhooks = SourcesEndpoint(sources, lambda: holder["service"].admission, settings, endpoint.bodies, telemetry)
-    app.router.routes.append(webhooks.route())
-    add_cors(app, rules.cors)
+    webhooks = SourcesEndpoint(sources, service.admission, settings, endpoint.bodies, service.telemetry)
+    app.router.routes += [*produce.routes(), *ProduceListing(endpoint, service).routes(), webhooks.route()]
     return app, endpoint

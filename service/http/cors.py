@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -77,10 +76,3 @@ def _middleware(app: ASGIApp, rule: CorsRule) -> CORSMiddleware:
 def _pattern(origin: str) -> str:
     """Make the regular expression of an origin with `*`, which stands for one label of a host or several."""
     return re.escape(origin).replace(r"\*", r"[a-z0-9-]+(?:\.[a-z0-9-]+)*")
-
-
-def add_cors(app: FastAPI, rules: Sequence[CorsRule]) -> None:
-    """Put CORS around the whole app: around the answers to bugs too, which no middleware of the app sees."""
-    if rules:
-        build = app.build_middleware_stack
-        app.build_middleware_stack = lambda: CorsByOrigin(build(), rules)  # type: ignore[method-assign]

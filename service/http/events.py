@@ -75,9 +75,7 @@ Fail = Callable[[PostRequest, Exception, bytes], None]
 class EventsEndpoint:
     """The handlers of `POST /events` and `POST /events/batch`."""
 
-    def __init__(
-        self, admission: Callable[[], Admission], settings: Settings, callers: Callers, telemetry: Telemetry
-    ) -> None:
+    def __init__(self, admission: Admission, settings: Settings, callers: Callers, telemetry: Telemetry) -> None:
         self.admission = admission
         self._callers = callers
         self.telemetry = telemetry
@@ -147,8 +145,8 @@ class EventsEndpoint:
 
     def _post_event(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         """Parse the event of a `POST /events`, or its batch of CloudEvents, and write it. Raises Problem."""
-        if overload := self.admission().overload:
-            self._refuse(post, overload, self.admission().load_shedder)
+        if overload := self.admission.overload:
+            self._refuse(post, overload, self.admission.load_shedder)
             return
         traceparent = parse_traceparent(found.get(b"traceparent"))
         key, scope = found.get(b"idempotency-key"), caller.scope
@@ -201,7 +199,7 @@ class EventsEndpoint:
             return
         key = parse_key(raw_key)
         caller.spend(len(batch.events), post.arrived)
-        id, answer = await write_atomic(self.admission(), batch, key, post.arrived, traceparent, caller)
+        id, answer = await write_atomic(self.admission, batch, key, post.arrived, traceparent, caller)
         if isinstance(answer, Problem):
             raise answer
         body = render_whole(id, answer)
@@ -225,7 +223,7 @@ class EventsEndpoint:
     async def _write_each(self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller) -> None:
         """Write events independently; answer 207 with their results in the order of `parts`. Raises Problem (429)."""
         caller.spend(len(parts), post.arrived)
-        steps = in_steps(write_each(self.admission(), parts, parse, post.arrived, caller))
+        steps = in_steps(write_each(self.admission, parts, parse, post.arrived, caller))
         self._answer(post, 207, JSON_LINE, join_results(await rendered(post, steps, render_results)))
 
     def _named(self, post: PostRequest) -> dict[str, str]:

@@ -110,15 +110,19 @@ class HeadParser:
 class GuardedProtocol(HttpToolsProtocol):
     """Move bytes, deadlines and responses between a connection and its reader; hand the requests to the ASGI app."""
 
-    lingering = False  # of all connections: each response is the last one of its connection
     connections_max = connections_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     _surplus: ClassVar[set["GuardedProtocol"]] = set()  # connections that were refused for their number
+    stopping: StopSignal  # once it is set, each response is the last one of its connection
     reader: RequestReader
     _again: asyncio.Handle | None = None  # to read the unread bytes
     _timer: asyncio.TimerHandle | None = None  # for the deadline of the reader
     _closing: asyncio.TimerHandle | None = None  # to close a connection that was refused
     _running: Any = None  # the last cycle that was given to the ASGI app
     _idle_since = 0.0  # by the loop's time
+
+    def __init__(self, *arguments: Any, stopping: StopSignal | None = None, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.stopping = stopping or StopSignal()
 
     def new_reader(self) -> RequestReader:
         return RequestReader(self.loop.time())
@@ -214,7 +218,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.url, self.expect_100_continue = head.target, head.expects_continue
         self.headers += head.headers
         self.on_headers_complete()
-        if self.lingering:
+        if self.stopping.is_set:
             self.cycle.keep_alive = False
 
     def _end(self, action: Action) -> None:
@@ -335,12 +339,13 @@ class GuardedProtocol(HttpToolsProtocol):
 class LingeringServer(uvicorn.Server):
     """After the first SIGTERM, end each connection with its next response for LINGER_S, then stop as uvicorn does.
 
-    Requests that could go on for ever end at once, by `stopping`.
+    Requests that could go on for ever end at once. Both are told by `stopping`.
 
     uvicorn closes idle connections at once, and a client that is sending a request cannot know whether it was read.
     """
 
     _loop: asyncio.AbstractEventLoop | None = None
+    _is_lingering = False
 
     def __init__(self, config: uvicorn.Config, stopping: StopSignal) -> None:
         super().__init__(config)
@@ -351,9 +356,9 @@ class LingeringServer(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is None or GuardedProtocol.lingering:
+        if self._loop is None or self._is_lingering:
             super().handle_exit(sig, frame)
             return
-        GuardedProtocol.lingering = True
+        self._is_lingering = True
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, super().handle_exit, sig, frame)

@@ -273,7 +273,7 @@ class ProduceEndpoint:
 
         The age of the key is judged here, once: the key of a stream may become old while its records come.
         """
-        raw, admission = found.get(b"idempotency-key"), self._posts.admission()
+        raw, admission = found.get(b"idempotency-key"), self._posts.admission
         if raw is not None:
             key = parse_key(raw)
             return RequestKey(key, caller.scope, admission.checks.is_old(key, topic))
@@ -281,7 +281,7 @@ class ProduceEndpoint:
 
     def _begin(self, request: RecordsRequest, work: Coroutine[Any, Any, None]) -> None:
         """Start the work of a request, unless the queue is full."""
-        admission = self._posts.admission()
+        admission = self._posts.admission
         if overload := admission.overload:
             work.close()
             request.responder.refuse(request.post, overload, admission.load_shedder)
@@ -294,7 +294,7 @@ class ProduceEndpoint:
         """Write the records, and return the result of each. Raises Problem (504) if too many problems are in memory."""
         results: list[WriteResult] = []
         problems = 0
-        admission, arrived = self._posts.admission(), request.post.arrived
+        admission, arrived = self._posts.admission, request.post.arrived
         async for group in write_each(admission, records, _event_of, arrived, request.caller, request.key.fresh):
             results += group
             problems += sum([isinstance(result, Problem) for result in group])

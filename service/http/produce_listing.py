@@ -170,7 +170,7 @@ class _Whole:
 class ProduceListing:
     """The read-only routes beside the produce API's POSTs."""
 
-    def __init__(self, posts: EventsEndpoint, parts: Callable[[], ListingParts]) -> None:
+    def __init__(self, posts: EventsEndpoint, parts: ListingParts) -> None:
         self._posts = posts
         self._parts = parts
         self._lists = SharedLists()
@@ -205,7 +205,7 @@ class ProduceListing:
                 needs_host = request.scope["http_version"] != "1.0"
                 caller = self._posts.caller_of(address, found, host_needed=needs_host)
                 caller.spend(1, time.monotonic())
-                body = await answer(ListRequest(request, caller, self._parts(), self._lists))
+                body = await answer(ListRequest(request, caller, self._parts, self._lists))
                 return _Whole(media_type, body)
             except Problem as problem:
                 return _failed(problem, media_type)

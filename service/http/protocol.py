@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from service.http.headers import UsedHeaders, content_type_of, essence
 from service.http.limits import GuardedProtocol
-from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Handler, PostRequest, reading_time_s
+from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Handler, PostRequest, StopSignal, reading_time_s
 from service.http.request_reader import Head, PlainPost, Refusal, RequestReader
 from service.http.responses import lines_of
 
@@ -182,8 +182,8 @@ class PostsProtocol(GuardedProtocol):
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
 
     def __init__(self, posts: Posts, *arguments: Any, **named: Any) -> None:
-        self.posts = posts
         super().__init__(*arguments, **named)
+        self.posts = posts
 
     def new_reader(self) -> RequestReader:
         return RequestReader(self.loop.time(), self.posts.plain, min(OWN_BYTES, self.posts.body_bytes_max))
@@ -255,7 +255,7 @@ class PostsProtocol(GuardedProtocol):
 
     def head(self, post: HttpRequest, status: int, head: bytes, framing: bytes) -> bytes:
         """Render the head of a response; `head` and `framing` are header lines, each with its CRLF."""
-        post.keep_alive = post.keep_alive and not self.lingering
+        post.keep_alive = post.keep_alive and not self.stopping.is_set
         end = b"\r\n" if post.keep_alive else b"connection: close\r\n\r\n"
         return b"%b%b%b%b%b" % (STATUS_LINE[status], self._dated(), head, framing, end)
 
@@ -330,6 +330,10 @@ class PostsProtocol(GuardedProtocol):
         super().connection_lost(exc)
 
 
-def protocol_of(posts: Posts) -> type[PostsProtocol]:
-    """Return what makes the protocol of each connection, for uvicorn, whose type for it is a class."""
-    return cast("type[PostsProtocol]", partial(PostsProtocol, posts))
+def protocol_of(posts: Posts | None, stopping: StopSignal | None = None) -> type[GuardedProtocol]:
+    """Return what makes the protocol of each connection, for uvicorn, whose type for it is a class.
+
+    Without `posts` the ASGI app gets all requests. Once `stopping` is set, each response is the last of its connection.
+    """
+    protocol = GuardedProtocol if posts is None else partial(PostsProtocol, posts)
+    return cast("type[GuardedProtocol]", partial(protocol, stopping=stopping))

@@ -1,8 +1,6 @@
 """The app's routes: the POSTs of events, the state of a key, the probes, the metrics, and the documentation."""
 
-import json
 from collections.abc import Callable
-from importlib.resources import files
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
@@ -59,7 +57,7 @@ class Parts(Protocol):
     async def readiness(self) -> dict[str, object]: ...
 
 
-def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers, posts: EventsEndpoint) -> None:
+def routes(app: FastAPI, service: Parts, callers: Callers, posts: EventsEndpoint) -> None:
     """Add the routes to the app. Each of `callers` sees its own keys only."""
     app.router.redirect_slashes = False  # `/events` and `/events/` are different resources
     app.add_middleware(HeadAsGet)
@@ -76,10 +74,9 @@ def routes(app: FastAPI, service: Callable[[], Parts], callers: Callers, posts: 
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(HTTPException, _on_status)
     app.add_exception_handler(Exception, _on_bug)
-    app.openapi = openapi_document  # type: ignore[method-assign]
 
 
-def _add_keys(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> None:
+def _add_keys(app: FastAPI, service: Parts, callers: Callers) -> None:
     @app.get("/events/{key:path}")
     async def get_event(
         key: str,
@@ -89,35 +86,33 @@ def _add_keys(app: FastAPI, service: Callable[[], Parts], callers: Callers) -> N
     ) -> dict[str, Any]:
         caller = callers.of(None if authorization is None else ", ".join(authorization))
         id = event_id(check_key(key or query_key, "key"), caller.scope)
-        parts = service()
         try:
-            found = await parts.store.find(id)
+            found = await service.store.find(id)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             raise Problem(INCOMPLETE, f"the key cannot be looked up now: {error}") from error
-        return describe(id, found, parts.pool.doubts)
+        return describe(id, found, service.pool.doubts)
 
 
-def _add_probes(app: FastAPI, service: Callable[[], Parts]) -> None:
+def _add_probes(app: FastAPI, service: Parts) -> None:
     @app.get("/livez")
     async def livez() -> dict[str, bool]:
         return {"live": True}
 
     @app.get("/readyz")
     async def readyz(response: Response) -> dict[str, object]:
-        readiness = await service().readiness()
+        readiness = await service.readiness()
         response.status_code = 200 if readiness["ready"] else 503
         return readiness
 
     @app.get("/startupz")
     async def startupz(response: Response) -> dict[str, object]:
-        parts = service()
-        readiness = {} if parts.was_ready else await parts.readiness()
-        response.status_code = 200 if parts.was_ready else 503
-        return {"started": parts.was_ready, **readiness}
+        readiness = {} if service.was_ready else await service.readiness()
+        response.status_code = 200 if service.was_ready else 503
+        return {"started": service.was_ready, **readiness}
 
     @app.get("/metrics", response_class=MetricsText)
     async def metrics() -> Response:
-        return MetricsText(service().telemetry.render())
+        return MetricsText(service.telemetry.render())
 
 
 async def get_problem(code: str) -> dict[str, Any]:
@@ -144,12 +139,6 @@ async def _on_status(request: Request, error: Exception) -> Response:
 
 async def _on_bug(_: Request, error: Exception) -> Response:
     return _response(Problem(INTERNAL, type(error).__name__))
-
-
-def openapi_document() -> dict[str, Any]:
-    """Return the OpenAPI document, `openapi.json` beside this module, which a test compares with the routes."""
-    document: dict[str, Any] = json.loads((files("service.http") / "openapi.json").read_text(encoding="utf-8"))
-    return document
 
 
 class HeadAsGet:

@@ -20,9 +20,7 @@ LinesOf = Callable[[str, Committed, int], bytes]
 class SingleEventWriter:
     """Writes events that come one in a request, and answers their requests: 201, 202, or a problem."""
 
-    def __init__(
-        self, admission: Callable[[], Admission], responder: Responder, lines_of: LinesOf, retention_s: int
-    ) -> None:
+    def __init__(self, admission: Admission, responder: Responder, lines_of: LinesOf, retention_s: int) -> None:
         self._admission = admission
         self._responder = responder
         self._lines_of = lines_of
@@ -30,13 +28,13 @@ class SingleEventWriter:
 
     def write(self, post: PostRequest, event: Event, preference: Preference = NONE) -> None:
         """Submit an event, in a task if its topic, its schema or its old key must be looked up. Raises Problem."""
-        if self._admission().checks.check_now(event):
+        if self._admission.checks.check_now(event):
             self._submit(post, event, preference)
         else:
             post.run_in_task(self._responder.or_fail(post, self._look_up_first(post, event, preference)))
 
     async def _look_up_first(self, post: PostRequest, event: Event, preference: Preference) -> None:
-        await self._admission().checks.check(event, post.arrived)
+        await self._admission.checks.check(event, post.arrived)
         self._submit(post, event, preference)
 
     def _submit(self, post: PostRequest, event: Event, preference: Preference) -> None:
@@ -45,7 +43,7 @@ class SingleEventWriter:
         if preference.respond_async:
             on_claim = asyncio.get_running_loop().create_future()
             on_claim.add_done_callback(partial(self._answer_202, post, event))
-        result = self._admission().submit(event, post.arrived, preference.wait_s, on_claim)
+        result = self._admission.submit(event, post.arrived, preference.wait_s, on_claim)
         result.add_done_callback(partial(self._answer, post, event.key, preference.applied))
 
     def _answer_202(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:

@@ -1,6 +1,6 @@
 """The handlers of `POST /sources/{name}`: a webhook's delivery becomes one event, under the sender's delivery key."""
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from starlette.routing import Route
@@ -31,7 +31,7 @@ class SourcesEndpoint:
     def __init__(
         self,
         sources: Sequence[Source],
-        admission: Callable[[], Admission],
+        admission: Admission,
         settings: Settings,
         bodies: Bodies,
         telemetry: Telemetry,
@@ -56,9 +56,7 @@ class SourcesEndpoint:
 class _SourceHandler:
     """The handler of one source. Its deliveries need no token: their signature tells who sends them."""
 
-    def __init__(
-        self, source: Source, admission: Callable[[], Admission], settings: Settings, telemetry: Telemetry
-    ) -> None:
+    def __init__(self, source: Source, admission: Admission, settings: Settings, telemetry: Telemetry) -> None:
         self._source = source
         self._admission = admission
         self._caller = Caller(CallerRule(source.rule.scope, (), rate=source.rule.rate))
@@ -72,8 +70,8 @@ class _SourceHandler:
         """Check a request, read its delivery (a long one in a thread), and write it."""
         try:
             self._check(post)
-            if overload := self._admission().overload:
-                self._responder.refuse(post, overload, self._admission().load_shedder)
+            if overload := self._admission.overload:
+                self._responder.refuse(post, overload, self._admission.load_shedder)
             elif post.size > LONG_BYTES:
                 self._run(post, self._write_long(post))
             else:
@@ -91,7 +89,7 @@ class _SourceHandler:
         self._caller.spend(0, post.arrived)  # before the signature is computed: a sender over its rate costs little
 
     def _now_s(self) -> float:
-        return self._admission().checks.now_ms() / 1000
+        return self._admission.checks.now_ms() / 1000
 
     def _run(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
         post.run_in_task(self._responder.or_fail(post, work))

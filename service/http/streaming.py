@@ -209,7 +209,7 @@ class StreamEndpoint:
             if not response.started:
                 self._posts.telemetry.requested(exchange.status, "")
                 response.start(exchange.status, headers_of(exchange.head))
-            writing = write_each(admission(), window, exchange.parse, time.monotonic(), caller, exchange.fresh_key)
+            writing = write_each(admission, window, exchange.parse, time.monotonic(), caller, exchange.fresh_key)
             async for results in in_steps(writing):
                 response.write("".join(map(exchange.render, results)).encode())
             await response.room()
@@ -220,7 +220,7 @@ class StreamEndpoint:
     async def _wait_for_queue(self, body: "StreamedBody") -> None:
         """Wait, for OVERLOAD_WAIT_S at most, until the queue takes events. Raises what StreamedBody.pause does."""
         until = time.monotonic() + OVERLOAD_WAIT_S
-        while self._posts.admission().overload is not None and time.monotonic() < until:
+        while self._posts.admission.overload is not None and time.monotonic() < until:
             await body.pause(OVERLOAD_LOOK_S)
 
 

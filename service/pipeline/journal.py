@@ -59,7 +59,11 @@ class Journal:
         self._answers_max = FLUSH_ANSWERS  # answers in one record, fewer if the topic refused a larger record
         self._record_bytes_max = 0
         self._stopping = False
-        self._task = supervise("journal", self._run, telemetry)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task that writes the answers."""
+        self._task = supervise("journal", self._run, self._telemetry)
 
     @property
     def waiting(self) -> int:
@@ -128,9 +132,11 @@ class Journal:
         self._stopping = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._task
+                if self._task is not None:
+                    await self._task
                 await self._flush()
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
         if left := len(self._waiting):
             self._drop(left, "the process ends")
         await self._producer.close()

@@ -4,7 +4,7 @@ import base64
 import math
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -17,8 +17,9 @@ from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
-from service.http.routes import routes
+from service.http.routes import Parts, routes
 from service.kafka.topics import EXTRA_S, WEEK_S
+from service.pipeline.admission import Admission
 from spark.__main__ import EXIT_CANNOT_RUN
 from spark.errors import CannotRun
 from spark.rules.balance import Balance
@@ -126,8 +127,8 @@ def test_the_namespace_of_the_settings_is_the_one_that_the_runbook_speaks_of(set
 def test_probes_ask_routes_that_there_are(pod: Object) -> None:
     app = FastAPI()
     callers = Callers(())
-    posts = EventsEndpoint(lambda: pytest.fail("no request is made"), Settings(), callers, Telemetry())
-    routes(app, lambda: pytest.fail("no request is made"), callers, posts)
+    posts = EventsEndpoint(cast(Admission, None), Settings(), callers, Telemetry())
+    routes(app, cast(Parts, None), callers, posts)
     paths = {getattr(route, "path", "") for route in app.routes}
     container = container_of(pod)
     asked = {name: container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")}

@@ -58,7 +58,7 @@ async def test_a_background_task_that_fails_is_logged_and_restarted(monkeypatch:
     rules = Rules()
     whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)
     works = {name: AsyncMock(side_effect=[*([KeyError("a bug")] * (name == task)), None]) for name in BACKGROUND}
-    monkeypatch.setattr(whole.admission, "sweep", works["sweep"])
+    monkeypatch.setattr(whole.resolver, "sweep", works["sweep"])
     monkeypatch.setattr(whole, "_watch", works["watch"])
     monkeypatch.setattr(whole, "_bring_up", works["bring-up"])
     monkeypatch.setattr(whole.lso_watch, "run", works["lso-watch"])

@@ -44,8 +44,8 @@ def app_and_posts(admission: Commits, settings: Settings | None = None) -> tuple
     app = FastAPI()
     settings = settings or Settings()
     callers = Callers([])
-    endpoint = EventsEndpoint(lambda: cast(Admission, admission), settings, callers, Telemetry())
-    routes(app, lambda: cast(Parts, None), callers, endpoint)
+    endpoint = EventsEndpoint(cast(Admission, admission), settings, callers, Telemetry())
+    routes(app, cast(Parts, None), callers, endpoint)
     return app, endpoint
 
 
@@ -445,7 +445,7 @@ async def test_a_connection_header_is_sent_for_http_1_1_and_not_for_http_2() -> 
 
 async def test_a_request_with_an_unknown_token_is_answered_401() -> None:
     rule = CallerRule(name="a", token_sha256=("0" * 64,), topics=("*",), rate=None)
-    endpoint = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), Callers([rule]), Telemetry())
+    endpoint = EventsEndpoint(cast(Admission, Commits()), Settings(), Callers([rule]), Telemetry())
     server = Server(part(EVENT, more=False), headers={b"authorization": b"Bearer x"})
     await server.serve(AsgiEndpoint(endpoint.routes[b"/events"], 1_000, Bodies(1_000)))
     assert server.sent[0]["status"] == 401

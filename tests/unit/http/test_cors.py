@@ -13,8 +13,9 @@ from service.contract import CallerRule, CorsRule
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.events import cloudevents
+from service.http.application import Application
 from service.http.callers import Callers
-from service.http.cors import EXPOSED_HEADERS, REQUEST_HEADERS, add_cors
+from service.http.cors import EXPOSED_HEADERS, REQUEST_HEADERS
 from service.http.events import EventsEndpoint
 from service.http.protocol import Posts
 from service.http.routes import Parts, routes
@@ -30,11 +31,10 @@ TOKEN = {"authorization": "Bearer s3cret"}
 
 def app_of(rules: list[CorsRule]) -> tuple[FastAPI, EventsEndpoint]:
     """Make the app's routes for one caller, with CORS."""
-    app = FastAPI()
+    app = Application(rules)
     callers = Callers([CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),))])
-    posts = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), callers, Telemetry())
-    routes(app, lambda: cast(Parts, None), callers, posts)
-    add_cors(app, rules)
+    posts = EventsEndpoint(cast(Admission, Commits()), Settings(), callers, Telemetry())
+    routes(app, cast(Parts, None), callers, posts)
     return app, posts
 
 

@@ -234,7 +234,7 @@ def posted(path: str, body: bytes, **headers: str) -> tuple[FakePost, list[Event
     """Post a request; returns the response, and the written events. `_` in a header's name is `-`."""
     admission = Commits()
     told = FakePost(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
-    endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
+    endpoint = EventsEndpoint(cast(Admission, admission), Settings(), Callers([]), Telemetry())
     endpoint.routes[path.encode()](told)
     return told, admission.events
 
@@ -242,7 +242,7 @@ def posted(path: str, body: bytes, **headers: str) -> tuple[FakePost, list[Event
 async def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without_its_body() -> None:
     admission = Commits()
     admission.overload = Problem(NOT_WRITTEN, "the queue is full")
-    endpoint = EventsEndpoint(lambda: cast(Admission, admission), Settings(), Callers([]), Telemetry())
+    endpoint = EventsEndpoint(cast(Admission, admission), Settings(), Callers([]), Telemetry())
 
     def post() -> FakePost:
         told = FakePost(b"{}", {"host": "x", "content-type": "application/json"})
@@ -434,6 +434,6 @@ def test_a_caller_past_its_rate_is_refused_before_its_body_is_read(path: str, ki
     callers = Callers(rules)
     callers.of("Bearer s3cret").spend(5, 0.0)
     told = Unread(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
-    endpoint = EventsEndpoint(lambda: cast(Admission, Commits()), Settings(), callers, Telemetry())
+    endpoint = EventsEndpoint(cast(Admission, Commits()), Settings(), callers, Telemetry())
     endpoint.routes[path.encode()](told)
     assert told.status == 429

@@ -19,6 +19,7 @@ from service.events.cloudevents import BATCHED, STRUCTURED, VERSION, CloudEvent
 from service.events.event import BATCH_EVENTS_MAX, EventBody
 from service.events.produce import V2_FORMATS, RequestKey, V2Body, V2Header, V2Record, V3Header, V3Record, parse_v3
 from service.events.schemas import Schemas
+from service.http.application import openapi_document
 from service.http.batch import BatchBody, MemberBody
 from service.http.headers import LINES
 from service.http.produce_answers import error_of, render_error, render_offsets, render_v2, render_v3
@@ -33,7 +34,6 @@ from service.http.responses import (
     render_results,
     render_whole,
 )
-from service.http.routes import openapi_document
 from service.pipeline.request import Committed, WriteResult
 
 DOCUMENT = openapi_document()

@@ -63,7 +63,7 @@ class Proxy:
 
 def app_of(world: World, rules: Rules = RULES) -> FastAPI:
     app = FastAPI()
-    posts = EventsEndpoint(lambda: world.admission, world.settings, Callers(rules.callers), world.telemetry)
+    posts = EventsEndpoint(world.admission, world.settings, Callers(rules.callers), world.telemetry)
     app.router.routes += ProduceEndpoint(posts, rules, world.settings.key_ttl_s).routes()
     return app
 

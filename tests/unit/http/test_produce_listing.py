@@ -57,9 +57,9 @@ def app_of(cluster: Cluster, rules: Rules) -> FastAPI:
         topic_metadata=TopicMetadataCache(cluster),
         topics=InternalTopics(cluster, settings),
     )
-    posts = EventsEndpoint(lambda: cast(Admission, None), settings, Callers(rules.callers), Telemetry())
+    posts = EventsEndpoint(cast(Admission, None), settings, Callers(rules.callers), Telemetry())
     app = FastAPI()
-    app.router.routes += ProduceListing(posts, lambda: cast(ListingParts, parts)).routes()
+    app.router.routes += ProduceListing(posts, cast(ListingParts, parts)).routes()
     return app
 
 

@@ -14,10 +14,10 @@ from service.app import build_app
 from service.contract import Rules
 from service.core.settings import Settings
 from service.events.schemas import Schemas
+from service.http.application import openapi_document
 from service.http.limits import GuardedProtocol
 from service.http.protocol import Posts, protocol_of
 from service.http.responses import location_of
-from service.http.routes import openapi_document
 
 PROBES = ["/livez", "/readyz", "/startupz", "/metrics"]
 

@@ -88,7 +88,7 @@ def with_sources(sources: tuple[Source, ...], admission: Admission | Commits) ->
     """Make the app's own routes, with the sources."""
     made = cast(Admission, admission)
     app = app_of(cast(Commits, admission))
-    app.router.routes.append(SourcesEndpoint(sources, lambda: made, Settings(), Bodies(2**24), Telemetry()).route())
+    app.router.routes.append(SourcesEndpoint(sources, made, Settings(), Bodies(2**24), Telemetry()).route())
     return app
 
 

@@ -66,7 +66,7 @@ class Wire:
         self.callers = Callers(rules)
         admission = admission or Commits()
         self.posts = EventsEndpoint(
-            lambda: cast(Admission, admission), Settings(**cast(Any, settings)), self.callers, Telemetry()
+            cast(Admission, admission), Settings(**cast(Any, settings)), self.callers, Telemetry()
         )
         self.coming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.asked = 0  # how often the app has asked for a message

@@ -1,6 +1,7 @@
 """Tests that the journal never delays an answer, and counts the answers that it drops."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 
@@ -73,9 +74,10 @@ async def kept(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kept]:
     monkeypatch.setattr(module, "PAUSE_S", 0.005)
     monkeypatch.setattr(module, "WAITING_MAX", 3)
     kept = Kept()
+    kept.journal.start()
     yield kept
-    kept.journal._task.cancel()
-    await asyncio.wait([kept.journal._task])
+    with contextlib.suppress(asyncio.CancelledError):  # of its task, where the test has closed it before
+        await kept.journal.close(0.01)
 
 
 async def test_answers_are_written_soon(kept: Kept) -> None:
@@ -229,4 +231,3 @@ async def test_an_answer_is_written_as_the_contract_has_it(
     for text, status, code in ((refused, 503, "not-written"), (accepted, 202, None)):
         now, event = json.loads(text)["at"], request.events[0]
         assert text == encode_answer(event.id, event.fp, now, status, code, False, ms, event.topic, None, None)
-    kept.journal._task.cancel()
