@@ -67,20 +67,20 @@ def _cause_of(error: Exception) -> str:
     return next((name for kind, name in ENDS.items() if isinstance(error, kind)), BUG)
 
 
-class Share(NamedTuple):
-    """How many slots a process takes up to, and how many it keeps at most while slots are free or dead."""
+class SlotShare(NamedTuple):
+    """The bounds of a process: free slots are taken up to `slots`, and up to `most` kept while any is free or dead."""
 
     slots: int
     most: int
 
 
-def fair_share(wanted: int, slots_max: int, members: int, stuck: int) -> Share:
+def fair_share(wanted: int, slots_max: int, members: int, stuck: int) -> SlotShare:
     """Divide the slots among `members` processes; each gets at most `wanted`, and others in place of `stuck` ones.
 
     A slot is stuck if Kafka cannot end its transaction, because a partition takes no markers.
     """
     most = wanted + min(max(wanted, REPLACED_LEAST), stuck)
-    return Share(min(most, max(1, slots_max // max(1, members))), most)
+    return SlotShare(min(most, max(1, slots_max // max(1, members))), most)
 
 
 class Balance(NamedTuple):
@@ -90,7 +90,7 @@ class Balance(NamedTuple):
     excess: int
 
 
-def balance(others: Mapping[int, str], held: int, share: Share, to_recover: Collection[int]) -> Balance:
+def balance(others: Mapping[int, str], held: int, share: SlotShare, to_recover: Collection[int]) -> Balance:
     """Decide which slots a process with `held` slots takes, and how many it gives up.
 
     `others`: the slots that it does not hold, as Heartbeat marks them. It takes all dead ones, and the free ones of

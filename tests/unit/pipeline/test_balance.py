@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.pipeline.pool import REPLACED_LEAST, Share, balance, fair_share
+from service.pipeline.pool import REPLACED_LEAST, SlotShare, balance, fair_share
 
 
 @pytest.mark.parametrize(
@@ -17,13 +17,13 @@ from service.pipeline.pool import REPLACED_LEAST, Share, balance, fair_share
 )
 def test_a_process_takes_its_share_and_all_dead_slots(marks: str, held: int, to_take: int, excess: int) -> None:
     others = dict(enumerate(marks, start=10))
-    decision = balance(others, held, Share(slots=2, most=4), ())
+    decision = balance(others, held, SlotShare(slots=2, most=4), ())
     assert (len(decision.to_take), decision.excess) == (to_take, excess)
     assert {n for n, mark in others.items() if mark == "d"} <= set(decision.to_take)
 
 
 def test_a_free_slot_with_an_open_transaction_is_taken_first() -> None:
-    assert balance({1: "f", 2: "t", 3: "f"}, 2, Share(2, 2), {3}).to_take == [3]
+    assert balance({1: "f", 2: "t", 3: "f"}, 2, SlotShare(2, 2), {3}).to_take == [3]
 
 
 @pytest.mark.parametrize(
