@@ -28,7 +28,7 @@ from service.kafka.metadata import Metadata, Partition, Partitions, UndecodedMet
 
 TOPIC_RESOURCE: Final = 2
 # Kafka's names of compression codecs, and the codes in a record batch's attributes.
-CODECS: Final = {
+COMPRESSION_CODECS: Final = {
     "none": DefaultRecordBatch.CODEC_NONE,
     "gzip": DefaultRecordBatch.CODEC_GZIP,
     "snappy": DefaultRecordBatch.CODEC_SNAPPY,
@@ -146,7 +146,7 @@ class KafkaAdmin:
         self.bootstrap = bootstrap
         self.client_id = client_id
         self.request_timeout_ms = request_timeout_ms
-        self.codec = CODECS[compression]
+        self.codec = COMPRESSION_CODECS[compression]
         self._errors = telemetry.kafka_errors
         self._security = dict(security or {})
         self._client: AIOKafkaClient | None = None

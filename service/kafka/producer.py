@@ -17,7 +17,7 @@ from service.core.supervision import failure_of
 from service.core.time_of_day import now_ms
 from service.core.time_slice import yield_after
 from service.kafka import outcomes
-from service.kafka.admin import CODECS, KafkaAdmin
+from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
 from service.kafka.deadline import unwaited
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
@@ -53,7 +53,7 @@ MARKERS_PAUSE_S: Final = 0.001
 MARKERS_PAUSE_MOST_S: Final = 0.02
 
 # Codec of ledger and journal records (tests/bench compression).
-OWN_CODEC: Final = CODECS["zstd"]
+OWN_CODEC: Final = COMPRESSION_CODECS["zstd"]
 # Smaller records are not compressed: a record of one entry saves little, and a single client would wait longer.
 COMPRESSED_LEAST_BYTES: Final = 1_024
 CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
@@ -66,7 +66,7 @@ def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> R
 
     The timestamp is now, because a topic's timestamp bounds apply to these records too (KIP-937).
     """
-    codec = OWN_CODEC if len(value) >= COMPRESSED_LEAST_BYTES else CODECS["none"]
+    codec = OWN_CODEC if len(value) >= COMPRESSED_LEAST_BYTES else COMPRESSION_CODECS["none"]
     return Record(topic, partition, key, value, [], now_ms(), codec=codec)
 
 

@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
 from service.kafka import session as module
-from service.kafka.admin import CODECS, KafkaAdmin
+from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
 from service.kafka.outcomes import REFUSALS, TransactionFailed, TransactionOutcome
 from service.kafka.producer import COMPRESSED_LEAST_BYTES, TransactionalProducer
 from service.kafka.session import ProducerSession, RecordMetadata
@@ -432,7 +432,7 @@ async def test_a_ledger_that_fails_blames_no_topic() -> None:
 # --------------------------------------------------------------------------------------------------- compression
 
 
-@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("codec", list(COMPRESSION_CODECS))
 async def test_a_batch_is_marked_with_its_codec(codec: str) -> None:
     compressing = KafkaAdmin(
         "127.0.0.1:1", client_id="test", request_timeout_ms=600, telemetry=Telemetry(), compression=codec
@@ -441,7 +441,7 @@ async def test_a_batch_is_marked_with_its_codec(codec: str) -> None:
     fake_inside(session)
     (batch,) = session.batches([record("a", 0, b"again and again " * 50)] * 3, {("a", 0): 1})
     made = DefaultRecordBatch(bytes(batch.payload))
-    assert made.compression_type == CODECS[codec]
+    assert made.compression_type == COMPRESSION_CODECS[codec]
     assert [each.value for each in made] == [b"again and again " * 50] * 3
     assert (len(batch.payload) < 1_000) is (codec != "none")
 
@@ -453,7 +453,7 @@ async def test_a_ledger_record_is_compressed_only_where_that_pays(size: int, cod
     await producer.commit(b" " * size)
     *_, ledger = [request for _, request in kafka.requests if isinstance(request, ProduceRequest)]
     ((_, ((_, batch),)),) = topics_of(ledger)
-    assert batch[22] & DefaultRecordBatch.CODEC_MASK == CODECS[codec]
+    assert batch[22] & DefaultRecordBatch.CODEC_MASK == COMPRESSION_CODECS[codec]
 
 
 async def test_a_look_up_asks_no_more_for_topics_that_the_metadata_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from service import native
 from service.contract.wire import Header
-from service.kafka.admin import CODECS
+from service.kafka.admin import COMPRESSION_CODECS
 from service.kafka.record_batch import COMPRESS, BatchBuilder, LibraryBuilder, builder_of
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
@@ -52,16 +52,16 @@ def test_a_batch_has_the_same_bytes_as_aiokafka_s(
             assert len(filled(LibraryBuilder(*head, 1_000_000), contents[: taken + 1])[1]) > most
 
 
-@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
+@pytest.mark.parametrize("codec", [codec for codec in COMPRESSION_CODECS if codec != "none"])
 def test_a_compressed_batch_is_read_by_aiokafka(codec: str) -> None:
     contents: list[Content] = [(n, b"k", b"value " * 20, [("h", b"%d" % n)]) for n in range(200)]
     short: list[Content] = [(1, None, b"\x8f", [])]
     for some in (contents, short):  # one gets smaller by compression, the other does not
-        taken, made = filled(builder_of(CODECS[codec], True, 7, 3, 11, 1_000_000), some)
+        taken, made = filled(builder_of(COMPRESSION_CODECS[codec], True, 7, 3, 11, 1_000_000), some)
         batch = DefaultRecordBatch(made)
         assert batch.validate_crc()
         assert (batch.producer_id, batch.producer_epoch, batch.base_sequence) == (7, 3, 11)
-        assert batch.compression_type == (CODECS[codec] if some is contents else 0)
+        assert batch.compression_type == (COMPRESSION_CODECS[codec] if some is contents else 0)
         assert taken == len(some)
         assert [(r.timestamp, r.key, r.value, list(r.headers)) for r in batch] == some
 
@@ -89,7 +89,7 @@ def test_a_record_that_cannot_be_encoded_leaves_the_batch_unchanged() -> None:
     for again in (builder.build, lambda: builder.append(5, None, b"four", [])):
         with pytest.raises((ValueError, TypeError)):
             again()
-    assert set(COMPRESS) == set(CODECS.values()) - {0}
+    assert set(COMPRESS) == set(COMPRESSION_CODECS.values()) - {0}
 
 
 @given(st.binary(max_size=64))
