@@ -69,7 +69,7 @@ class Refusal(msgspec.Struct, gc=False):
 # The part of a message that is being read. "upgrade": a head asked for another protocol, and is parsed again without
 # that. "boundary": the last request is complete, and no other has begun. "ended" and "refused" read nothing more: the
 # client has shut its sending side, or the reader has ended the connection.
-State = Literal["fresh", "head", "upgrade", "body", "boundary", "ended", "refused"]
+ReaderState = Literal["fresh", "head", "upgrade", "body", "boundary", "ended", "refused"]
 # The inputs of the table: the first byte of a request, its head, a head that asks for another protocol, a piece of a
 # body, the last byte of a request; a fault; the deadline; the end of the client's sending side, "behind" a request that
 # is unanswered.
@@ -81,7 +81,7 @@ Input = Literal[
 # "last", the last request is the last of the connection; "close", the connection, without a response.
 Action = Literal["skip", "emit", "refuse", "complete", "withdraw", "last", "close"]
 ReaderEvent = Head | Body | Refusal | Action
-Row = Mapping[Input, tuple[Action, State]]
+Row = Mapping[Input, tuple[Action, ReaderState]]
 
 _REFUSALS: Final[Row] = {
     "malformed": ("refuse", "refused"),
@@ -92,7 +92,7 @@ _REFUSALS: Final[Row] = {
 _EACH: Final[tuple[Input, ...]] = get_args(Input)
 
 # A pair that is missing would be a fault of the parser, and is refused as malformed.
-TRANSITIONS: Final[Mapping[State, Row]] = {
+TRANSITIONS: Final[Mapping[ReaderState, Row]] = {
     "fresh": {**_REFUSALS, "begin": ("skip", "head"), "silence": ("close", "refused"), "end": ("close", "refused")},
     "head": {**_REFUSALS, "head": ("emit", "body"), "upgrade": ("skip", "upgrade"), "end behind": ("skip", "ended")},
     "upgrade": {**_REFUSALS, "complete": ("skip", "upgrade"), "begin": ("skip", "head")},
@@ -124,7 +124,7 @@ class RequestReader:
         self._plain_bytes_max = plain_bytes_max if native.COMPILED else 0
         self._parser: Any = self._new_parser()
         self._events: list[ReaderEvent] = []
-        self.state: State = "fresh"
+        self.state: ReaderState = "fresh"
         self.unread = memoryview(b"")  # bytes for the next call of `feed`
         self.unanswered = 0  # requests whose heads were emitted
         self.ended = False  # the client has shut its sending side

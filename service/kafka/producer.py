@@ -70,7 +70,7 @@ def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> R
     return Record(topic, partition, key, value, [], now_ms(), codec=codec)
 
 
-class State(IdentityEnum):
+class ProducerState(IdentityEnum):
     """States of a transactional producer."""
 
     READY = "ready"  # no records were sent
@@ -82,10 +82,10 @@ class State(IdentityEnum):
 
 MOVES: Final = frozenset(
     {
-        (State.READY, State.SENDING),
-        (State.SENDING, State.SENT),
-        (State.SENT, State.COMMITTING),
-        (State.COMMITTING, State.READY),
+        (ProducerState.READY, ProducerState.SENDING),
+        (ProducerState.SENDING, ProducerState.SENT),
+        (ProducerState.SENT, ProducerState.COMMITTING),
+        (ProducerState.COMMITTING, ProducerState.READY),
     }
 )
 
@@ -107,7 +107,7 @@ class TransactionalProducer:
         self._start_timeout_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
         self._early_begin: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
         self._open_check = OpenCheck(self._session)
-        self._state = State.READY
+        self._state = ProducerState.READY
         self._sent: tuple[_Write, dict[Partition, int], Partition] | None = None  # with the leaders, and the ledger
         self._ends_at = 0.0  # the transaction's deadline, by the loop's time
 
@@ -193,7 +193,7 @@ class TransactionalProducer:
                     await self._end(commit=False)
         except (Exception, asyncio.CancelledError) as error:
             failure = failure_of(error)
-            self._state = State.DEAD
+            self._state = ProducerState.DEAD
             raise TransactionFailed(outcomes.outcome_of(failure, may_commit=False), repr(failure)) from failure
 
     async def _await_early_begin(self) -> dict[Partition, int]:
@@ -222,7 +222,7 @@ class TransactionalProducer:
 
         Call `commit` next. Raises TransactionFailed for any response that is not clean.
         """
-        self._move(State.SENDING)
+        self._move(ProducerState.SENDING)
         write = _Write(records)
         self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
@@ -233,7 +233,7 @@ class TransactionalProducer:
             failure = failure_of(error)
             raise self._failed(failure, write, None) from failure
         self._sent = write, leaders, ledger
-        self._move(State.SENT)
+        self._move(ProducerState.SENT)
         return metadata
 
     async def commit(self, ledger_record: bytes) -> int:
@@ -241,7 +241,7 @@ class TransactionalProducer:
 
         Raises TransactionFailed for anything but a clean commit; the caller then closes this producer.
         """
-        self._move(State.COMMITTING)
+        self._move(ProducerState.COMMITTING)
         assert self._sent is not None
         (write, leaders, ledger), self._sent = self._sent, None
         of_ledger: _Write | None = None
@@ -253,12 +253,12 @@ class TransactionalProducer:
         except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too
             failure = failure_of(error)
             raise self._failed(failure, write, of_ledger) from failure
-        self._move(State.READY)
+        self._move(ProducerState.READY)
         return metadata.offset
 
     def _failed(self, error: Exception, write: "_Write", of_ledger: "_Write | None") -> TransactionFailed:
         """Make the error for a failed transaction; `of_ledger`: of the ledger record, if it may have been sent."""
-        self._state = State.DEAD
+        self._state = ProducerState.DEAD
         refusals = write.refusals | (of_ledger.refusals if of_ledger is not None else {})
         cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in refusals.items())
         cause = cause or ", ".join(filter(None, (repr(error), self._session.quota)))
@@ -268,9 +268,9 @@ class TransactionalProducer:
         may_commit = of_ledger is not None and not of_ledger.is_refused
         return TransactionFailed(outcomes.outcome_of(error, may_commit), cause, refusals, stuck, write.hanging)
 
-    def _move(self, state: State) -> None:
+    def _move(self, state: ProducerState) -> None:
         """Change the state. Raises TransactionFailed where the producer is dead, RuntimeError for an illegal move."""
-        if self._state is State.DEAD:
+        if self._state is ProducerState.DEAD:
             raise TransactionFailed(TransactionOutcome.ABORTED, "the producer is closed")
         if (self._state, state) not in MOVES:
             raise RuntimeError(f"a producer that is {self._state.value} cannot be {state.value}")
@@ -376,7 +376,7 @@ class TransactionalProducer:
 
     async def close(self) -> None:
         """Close the connections without waiting for pending responses. Never raises, never hangs."""
-        self._state = State.DEAD
+        self._state = ProducerState.DEAD
         if self._early_begin is not None:
             _, response = self._early_begin
             if not response.cancel():

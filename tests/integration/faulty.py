@@ -17,7 +17,7 @@ from service.claims.states import SlotEvent
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
-from service.kafka.producer import State, TransactionalProducer
+from service.kafka.producer import ProducerState, TransactionalProducer
 from service.pipeline.writer import Writer
 from service.slots.recovery import CurrentStore, SlotRecovery
 from service.slots.slot import Slot
@@ -144,7 +144,7 @@ def producer_is_reused() -> None:
             await fence(recovery, slot, generation)
             kept[slot.n] = slot.producer
             return
-        kept[slot.n]._state = State.READY
+        kept[slot.n]._state = ProducerState.READY
         slot.enter(generation, kept[slot.n])
 
     async def stay_open(_: TransactionalProducer) -> None:

@@ -21,9 +21,9 @@ from service.http.request_reader import (
     Head,
     PlainPost,
     ReaderEvent,
+    ReaderState,
     Refusal,
     RequestReader,
-    State,
 )
 
 TARGETS = {b"/events"}
@@ -362,9 +362,9 @@ def test_the_end_of_a_connection_is_reported_after_its_unread_requests() -> None
 
 
 def test_every_state_can_be_come_to_and_has_a_row() -> None:
-    assert set(TRANSITIONS) == set(get_args(State))
+    assert set(TRANSITIONS) == set(get_args(ReaderState))
     reached = {"fresh", *(state for row in TRANSITIONS.values() for _, state in row.values())}
-    assert reached == set(get_args(State))
+    assert reached == set(get_args(ReaderState))
 
 
 def test_every_open_state_can_be_refused_and_an_ended_state_stays_ended() -> None:
