@@ -12,14 +12,14 @@ APART_ERROR_MS: Final = 60_000
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class ClockOffset:
     """How many ms a clock is ahead of this machine's, and the uncertainty."""
 
     ahead_ms: float
     give_or_take_ms: float
 
 
-def clock(check: str, whose: str, seen: Clock) -> Finding:
+def clock(check: str, whose: str, seen: ClockOffset) -> Finding:
     """Check one clock against this machine's."""
     apart_ms = max(0.0, abs(seen.ahead_ms) - seen.give_or_take_ms)
     side = "ahead of" if seen.ahead_ms > 0 else "behind"

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from service.cli import check_access, check_brokers, check_clocks, check_redis, check_topics
-from service.cli.check_clocks import Clock
+from service.cli.check_clocks import ClockOffset
 from service.cli.check_redis import Rate
 from service.cli.finding import Finding, Level
 from service.cli.parts import acl_inspector, keys_view
@@ -181,12 +181,12 @@ async def _redis(keys: KeysView, settings: Settings, rate: Rate | None, now: Now
     ]
 
 
-async def _measure(clock: Callable[[], Awaitable[float]], now: Now) -> Clock:
+async def _measure(clock: Callable[[], Awaitable[float]], now: Now) -> ClockOffset:
     """Measure a clock a few times; returns the quickest measurement, which is the most exact."""
-    measured: list[Clock] = []
+    measured: list[ClockOffset] = []
     for _ in range(MEASUREMENTS):
         before = now()
         seen = await clock()
         after = now()
-        measured.append(Clock(seen - statistics.mean((before, after)), (after - before) / 2))
+        measured.append(ClockOffset(seen - statistics.mean((before, after)), (after - before) / 2))
     return min(measured, key=lambda each: each.give_or_take_ms)
