@@ -54,7 +54,7 @@ class SlotRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class SlotsView:
     """All slots, the store that answers, and its generation's number (None: it has none, or lost it)."""
 
     store: str
@@ -62,20 +62,20 @@ class Slots:
     rows: list[SlotRow]
 
 
-async def slots(settings: Settings) -> Slots:
+async def slots(settings: Settings) -> SlotsView:
     """Read the state of all slots. Raises KafkaAway, StoreAway and StoreUnanswered."""
     ledger = ledger_topic(settings.namespace)
     async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
         count = (await kafka.partitions([ledger])).get(ledger, 0)
         if not count:
-            return Slots((await keys.who()).store, None, [])
+            return SlotsView((await keys.who()).store, None, [])
         until = await high_watermarks(kafka, ledger, range(count))
         identity = await keys.who()
         views = await keys.slots(count)
         begins = await _begins(kafka, ledger, {v.slot: v.freed for v in views if v.freed is not None}, until)
         generation = identity.generation.number if identity.generation else None
         rows = [SlotRow(view, begins.get(view.slot), until[view.slot]) for view in views]
-        return Slots(identity.store, generation, rows)
+        return SlotsView(identity.store, generation, rows)
 
 
 async def _begins(

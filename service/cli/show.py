@@ -14,7 +14,7 @@ from rich.text import Text
 
 from service.claims.states import Claimed, Delivered, DeliveredBatch
 from service.cli.finding import Finding, Level, worst
-from service.cli.look import KeyView, Slots
+from service.cli.look import KeyView, SlotsView
 from service.core.settings import Settings
 from service.http.responses import LAST_SECOND
 
@@ -77,7 +77,7 @@ def findings(found: list[Finding]) -> None:
     out.print(Text(summary, style=STYLES[worst(found)]))
 
 
-def slots(found: Slots) -> None:
+def slots(found: SlotsView) -> None:
     """Print a line for each slot that is held or dead, and the number of free slots."""
     generation = (
         "none: Redis has lost it, or no process has started yet" if found.generation is None else found.generation

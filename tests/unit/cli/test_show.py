@@ -9,7 +9,7 @@ import pytest
 
 from deploy.places import ROOT
 from service.cli import show
-from service.cli.look import SlotRow, Slots
+from service.cli.look import SlotRow, SlotsView
 from service.cli.redis_view import SlotView
 
 
@@ -20,7 +20,7 @@ def test_a_key_is_printed_unchanged_in_the_document(capsys: pytest.CaptureFixtur
 
 def test_an_owner_is_shown_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     view = SlotView(slot=0, holder="zone:a:8000", lease_ms=3000, taken=True, freed=7, applied=7)
-    show.slots(Slots("run/repl", 1, [SlotRow(view, None, 8)]))
+    show.slots(SlotsView("run/repl", 1, [SlotRow(view, None, 8)]))
     assert "zone:a:8000" in capsys.readouterr().out
 
 
