@@ -33,10 +33,10 @@ from service.kafka.session import (
     METADATA_TIMEOUT_S,
     NOT_SENT,
     OK,
-    Batch,
     NotSent,
     ProducerSession,
     Record,
+    RecordBatch,
     RecordMetadata,
     RecordResult,
     raise_if_error,
@@ -389,7 +389,7 @@ class _Write:
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = records
-        self.batches: list[Batch] = []
+        self.batches: list[RecordBatch] = []
         self.waiting_for = ""  # the topic whose leader is being looked up, or asked for open transactions
         self.refusals: dict[str, RecordError] = {}  # by topic
         self.hanging: Collection[Partition] = ()  # partitions with an open transaction of an earlier session
@@ -476,7 +476,7 @@ class IdempotentProducer:
         async with self._sending:
             session = await self._current_session()
             results: list[RecordResult] = [NOT_SENT] * len(records)  # of records that reach no batch
-            batches: list[Batch] = []
+            batches: list[RecordBatch] = []
             try:
                 async with asyncio.timeout(self._timeout_s):
                     leaders = await self._leaders(session, records, results)

@@ -84,7 +84,7 @@ NOT_SENT: Final = NotSent(partition_failed=False)
 RecordResult = RecordMetadata | RecordError | NotSent | None
 
 
-class Batch:
+class RecordBatch:
     """Records of one partition in one batch: their indexes in the caller's list, and the broker's response."""
 
     __slots__ = ("builder", "members", "moved", "partition", "payload", "response")
@@ -196,10 +196,10 @@ class ProducerSession:
             return ""
         return f"Kafka throttles this client by {self._throttled_ms} ms: raise the quota of its user or client id"
 
-    def batches(self, records: Sequence[Record], leaders: Mapping[Partition, int]) -> list[Batch]:
+    def batches(self, records: Sequence[Record], leaders: Mapping[Partition, int]) -> list[RecordBatch]:
         """Build batches of the records whose partition has a leader, up to the size limit of each topic."""
-        batches: list[Batch] = []
-        open_batches: dict[Partition, Batch] = {}
+        batches: list[RecordBatch] = []
+        open_batches: dict[Partition, RecordBatch] = {}
         for index, record in enumerate(records):
             partition = record.topic, record.partition
             if partition not in leaders:
@@ -209,7 +209,7 @@ class ProducerSession:
                 if batch is not None:
                     self._close(batch)
                 builder = self._builder(partition, record.batch_bytes_max, record.codec)
-                batch = open_batches[partition] = Batch(partition, builder)
+                batch = open_batches[partition] = RecordBatch(partition, builder)
                 batches.append(batch)
                 batch.add(index, record)  # an empty batch accepts any size: the broker refuses what is too large
         for batch in open_batches.values():
@@ -226,13 +226,15 @@ class ProducerSession:
             min(BATCH_BYTES_MAX, most),
         )
 
-    def _close(self, batch: Batch) -> None:
+    def _close(self, batch: RecordBatch) -> None:
         """Encode a batch that takes no more records, and advance its partition's sequence number behind them."""
         present = self._sequences.get(batch.partition, 0)
         self._sequences[batch.partition] = (present + len(batch.members)) % SEQUENCES
         batch.payload = batch.builder.build()
 
-    async def send(self, batches: Sequence[Batch], leaders: Mapping[Partition, int], acks_timeout_ms: int) -> None:
+    async def send(
+        self, batches: Sequence[RecordBatch], leaders: Mapping[Partition, int], acks_timeout_ms: int
+    ) -> None:
         """Send batches, those of a partition in their order, and wait until each has a response.
 
         `acks_timeout_ms`: for how long a leader waits for its in-sync replicas. Raises KafkaError or OSError where a
@@ -255,10 +257,10 @@ class ProducerSession:
             await self._send_once(batches, leaders, acks_timeout_ms)
 
     async def _send_once(
-        self, batches: Sequence[Batch], leaders: Mapping[Partition, int], acks_timeout_ms: int
+        self, batches: Sequence[RecordBatch], leaders: Mapping[Partition, int], acks_timeout_ms: int
     ) -> None:
         """Send each batch to its leader once, in as few Produce requests as can be. Raises as `send` does."""
-        requests: list[tuple[int, list[Batch]]] = []
+        requests: list[tuple[int, list[RecordBatch]]] = []
         for batch in batches:  # a Produce request holds at most one batch of a partition
             node = leaders[batch.partition]
             for to, together in requests:
@@ -279,7 +281,7 @@ class ProducerSession:
             for send in sends:
                 send.cancel()
 
-    async def _produce(self, node: int, batches: Sequence[Batch], acks_timeout_ms: int) -> None:
+    async def _produce(self, node: int, batches: Sequence[RecordBatch], acks_timeout_ms: int) -> None:
         """Send one Produce request, of at most one batch a partition, and note the response to each batch."""
         topics: dict[str, list[tuple[int, bytes]]] = {}
         for batch in batches:
@@ -339,7 +341,7 @@ class ProducerSession:
             await within(CLOSE_TIMEOUT_S, self.client.close())
 
 
-def _moved(batches: Sequence[Batch]) -> set[Partition]:
+def _moved(batches: Sequence[RecordBatch]) -> set[Partition]:
     """Find the partitions all of whose batches were answered with NOT_LEADER."""
     moved = {batch.partition for batch in batches if batch.response is not None and batch.response[0] in NOT_LEADER}
     if not moved:

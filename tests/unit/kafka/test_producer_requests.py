@@ -16,7 +16,7 @@ from service.kafka import session as module
 from service.kafka.inspection import DescribeTransactions
 from service.kafka.outcomes import TransactionOutcome
 from service.kafka.producer import ACKS_TIMEOUT_SHARE, SENDS_SHARE, TransactionalProducer
-from service.kafka.session import Batch, NotSent, ProducerSession, RecordMetadata
+from service.kafka.session import NotSent, ProducerSession, RecordBatch, RecordMetadata
 from tests.unit.fake_brokers import (
     LEDGER,
     TOO_BIG,
@@ -89,7 +89,7 @@ async def test_an_offset_counts_only_in_a_clean_answer(answer: Any, result: obje
     fake_inside(session)
     records = [record("a", 0), record("a", 0)]
     (batch,) = session.batches(records, {("a", 0): 1})
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, RecordBatch)
     batch.response = answer
     assert batch.result(records) == result
 
