@@ -19,7 +19,7 @@ from service.claims.states import SlotState
 from service.contract import PREFIX, Rules, SettingsError
 from service.core.logs import Incident, configure_logging
 from service.core.metrics import Telemetry
-from service.core.problems import KafkaAway, KafkaForbids, KafkaRefuses, StoreAway, StoreUnanswered
+from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed, StoreAway, StoreUnanswered
 from service.core.settings import Settings
 from service.core.supervision import log_loop_errors, supervise
 from service.core.task_dump import dump_on_signal
@@ -205,7 +205,7 @@ class Service:
                 await self.keys.check()
                 await self.clocks.measure()  # before anything is written
                 break
-            except (SettingsError, KafkaRefuses) as error:
+            except (SettingsError, KafkaLoginFailed) as error:
                 self._give_up(SettingsError(str(error)))
                 return
             except (KafkaAway, StoreAway, StoreUnanswered, TimeoutError) as error:

@@ -122,7 +122,7 @@ class KafkaAway(Exception):
     """Kafka did not answer in time, or refused for a temporary reason: the request may be tried again."""
 
 
-class KafkaRefuses(KafkaAway):
+class KafkaLoginFailed(KafkaAway):
     """Kafka refuses the user, the password or the mechanism; the text says what to set."""
 
 

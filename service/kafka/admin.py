@@ -18,7 +18,7 @@ from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.contract import PREFIX
 from service.core.metrics import Telemetry
-from service.core.problems import KafkaAway, KafkaForbids, KafkaRefuses
+from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed
 from service.kafka.connection import Client
 from service.kafka.deadline import shared, within
 from service.kafka.hanging import ActiveProducer
@@ -61,7 +61,7 @@ RETRIABLE: Final = (
 
 
 # Login errors that a retry does not change.
-REFUSED: Final = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismError)
+LOGIN_ERRORS: Final = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismError)
 
 
 async def any_node(client: AIOKafkaClient, but_not: Collection[int] = ()) -> int:
@@ -419,10 +419,10 @@ class KafkaAdmin:
         except errors.KafkaConnectionError as error:
             await client.close()
             host, _, port = self.bootstrap.split(",")[0].strip().rpartition(":")
-            refusal = await self._refusal(host.strip("[]"), int(port))
-            if isinstance(refusal, REFUSED):
-                raise refusal from error
-            raise errors.KafkaConnectionError(_text(refusal) or "the first connection failed") from error
+            failure = await self._connection_error(host.strip("[]"), int(port))
+            if isinstance(failure, LOGIN_ERRORS):
+                raise failure from error
+            raise errors.KafkaConnectionError(_text(failure) or "the first connection failed") from error
         except BaseException:
             await client.close()
             raise
@@ -430,9 +430,9 @@ class KafkaAdmin:
 
     async def why_not(self, host: str, port: int) -> str:
         """Say why a connection to an address fails; "" where it succeeds."""
-        return _text(await self._refusal(host, port))
+        return _text(await self._connection_error(host, port))
 
-    async def _refusal(self, host: str, port: int) -> Exception | None:
+    async def _connection_error(self, host: str, port: int) -> Exception | None:
         """Try a connection to an address; returns its error, or None.
 
         `AIOKafkaClient.bootstrap` hides the cause, such as a refused password or a certificate for another name.
@@ -472,9 +472,9 @@ class KafkaAdmin:
         except (errors.KafkaError, OSError, TimeoutError) as error:
             failed = error
         await self._disconnect()  # the next request bootstraps again: all brokers may have other addresses by then
-        if isinstance(failed, REFUSED):
+        if isinstance(failed, LOGIN_ERRORS):
             self.count_failure("metadata")
-            raise KafkaRefuses(
+            raise KafkaLoginFailed(
                 f"{PREFIX}KAFKA_SASL_USERNAME, {PREFIX}KAFKA_SASL_PASSWORD or {PREFIX}KAFKA_SASL_MECHANISM is wrong "
                 f"(Kafka at {self.bootstrap}: {failed!r}): set credentials that the brokers accept"
             ) from failed

@@ -13,7 +13,7 @@ from service.app import Service
 from service.claims.redis_store import Identity, StoreGeneration
 from service.contract import Rules, SettingsError
 from service.core.metrics import Telemetry
-from service.core.problems import KafkaAway, KafkaRefuses
+from service.core.problems import KafkaAway, KafkaLoginFailed
 from service.core.settings import Settings
 from service.events.schemas import Schemas
 from tests.unit.fakes import steps, until
@@ -137,7 +137,7 @@ async def test_a_login_that_kafka_refuses_ends_the_start() -> None:
     given_up: list[SettingsError] = []
     rules = Rules()
     whole = Service(Settings(), rules, Schemas(rules), Telemetry(), given_up.append)
-    whole.topics.ensure = AsyncMock(side_effect=KafkaRefuses("set the password"))  # type: ignore[method-assign]
+    whole.topics.ensure = AsyncMock(side_effect=KafkaLoginFailed("set the password"))  # type: ignore[method-assign]
     try:
         async with asyncio.timeout(5.0):
             await whole._bring_up()
