@@ -24,34 +24,34 @@ class TransactionOutcome(Enum):
 
 
 class RecordError(NamedTuple):
-    """A broker's permanent refusal of a record: the kind of problem for the client, and the reason."""
+    """A broker's permanent error of a record: the kind of problem for the client, and the reason."""
 
     kind: Kind
     why: str
 
 
-class Refused(Exception):
+class PartitionUnknown(Exception):
     """A partition does not exist, or the service may not see it; the argument is the RecordError."""
 
     @property
-    def refusal(self) -> RecordError:
-        refusal = self.args[0]
-        assert isinstance(refusal, RecordError)
-        return refusal
+    def error(self) -> RecordError:
+        error = self.args[0]
+        assert isinstance(error, RecordError)
+        return error
 
 
-class RecordRefused(KafkaAway):
+class OwnRecordFailed(KafkaAway):
     """The broker permanently refuses one of Fencepost's own records: nothing of its batch was written."""
 
-    def __init__(self, why: str, refusal: RecordError) -> None:
+    def __init__(self, why: str, error: RecordError) -> None:
         super().__init__(why)
-        self.refusal = refusal
+        self.error = error
 
 
 class TransactionFailed(Exception):
     """A transaction did not end with a clean commit; the producer must be closed.
 
-    `refusals`: by topic, why the broker refused a record. `stuck`: topics that gave no answer in time. Only these
+    `record_errors`: by topic, why the broker refused a record. `stuck`: topics that gave no answer in time. Only these
     topics can have failed the group. `hanging`: partitions that hold an older open transaction, which the slot's
     recovery has to end.
     """
@@ -60,13 +60,13 @@ class TransactionFailed(Exception):
         self,
         outcome: TransactionOutcome,
         cause: str,
-        refusals: Mapping[str, RecordError] | None = None,
+        record_errors: Mapping[str, RecordError] | None = None,
         stuck: Collection[str] = (),
         hanging: Collection[tuple[str, int]] = (),
     ) -> None:
         super().__init__(f"{outcome.value}: {cause}")
         self.outcome = outcome
-        self.refusals = refusals or {}
+        self.record_errors = record_errors or {}
         self.stuck = stuck
         self.hanging = hanging
 
@@ -77,8 +77,8 @@ class TransactionFailed(Exception):
 
 
 OUTSIDE_BOUNDS: Final = RecordError(RECORD_REFUSED, "the timestamp is outside of the topic's bounds")
-# Error codes of a permanent refusal: nothing of the batch was written.
-REFUSALS: Final = {
+# By error code, the permanent errors of a record: nothing of its batch was written.
+RECORD_ERRORS: Final = {
     errors.UnknownTopicOrPartitionError.errno: RecordError(
         UNKNOWN_TOPIC, "the topic or partition is not there (any more)"
     ),
@@ -102,7 +102,7 @@ FENCES: Final = (errors.ProducerFenced, errors.InvalidProducerEpoch)
 
 
 # Exceptions that a request to Kafka may end with. Any other is a bug.
-EXPECTED_ERRORS: Final = (errors.KafkaError, KafkaAway, Refused, OSError, TimeoutError)
+EXPECTED_ERRORS: Final = (errors.KafkaError, KafkaAway, PartitionUnknown, OSError, TimeoutError)
 
 
 def is_bug(error: BaseException) -> bool:

@@ -22,10 +22,10 @@ from service.kafka.deadline import unwaited
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
-    REFUSALS,
+    RECORD_ERRORS,
+    OwnRecordFailed,
+    PartitionUnknown,
     RecordError,
-    RecordRefused,
-    Refused,
     TransactionFailed,
     TransactionOutcome,
 )
@@ -212,7 +212,7 @@ class TransactionalProducer:
         try:
             write.check_added(codes)
         except errors.KafkaError:
-            if not write.refusals:
+            if not write.record_errors:
                 raise
             return {}
         return leaders
@@ -259,14 +259,14 @@ class TransactionalProducer:
     def _failed(self, error: Exception, write: "_Write", of_ledger: "_Write | None") -> TransactionFailed:
         """Make the error for a failed transaction; `of_ledger`: of the ledger record, if it may have been sent."""
         self._state = ProducerState.DEAD
-        refusals = write.refusals | (of_ledger.refusals if of_ledger is not None else {})
-        cause = ", ".join(f"{topic}: {refusal.why}" for topic, refusal in refusals.items())
+        record_errors = write.record_errors | (of_ledger.record_errors if of_ledger is not None else {})
+        cause = ", ".join(f"{topic}: {each.why}" for topic, each in record_errors.items())
         cause = cause or ", ".join(filter(None, (repr(error), self._session.quota)))
         # A refused record ends the transaction, so topics without an answer are not to blame.
-        stuck = set() if refusals else write.stuck(timed_out=isinstance(error, TimeoutError))
+        stuck = set() if record_errors else write.stuck(timed_out=isinstance(error, TimeoutError))
         # Recovery commits a hanging transaction whose ledger record is in Kafka (service/kafka/hanging.py).
-        may_commit = of_ledger is not None and not of_ledger.is_refused
-        return TransactionFailed(outcomes.outcome_of(error, may_commit), cause, refusals, stuck, write.hanging)
+        may_commit = of_ledger is not None and not of_ledger.was_rejected
+        return TransactionFailed(outcomes.outcome_of(error, may_commit), cause, record_errors, stuck, write.hanging)
 
     def _move(self, state: ProducerState) -> None:
         """Change the state. Raises TransactionFailed where the producer is dead, RuntimeError for an illegal move."""
@@ -288,7 +288,7 @@ class TransactionalProducer:
         return leaders
 
     async def _leaders(self, write: "_Write", partitions: Collection[Partition]) -> dict[Partition, int]:
-        """Find the leader of each of these partitions. Raises Refused, TimeoutError."""
+        """Find the leader of each of these partitions. Raises PartitionUnknown, TimeoutError."""
         self._session.request_metadata(partitions)
         leaders: dict[Partition, int] = {}
         for partition in partitions:
@@ -297,8 +297,8 @@ class TransactionalProducer:
                 write.waiting_for = partition[0]
                 try:
                     node = await self._session.find_leader(partition)
-                except Refused as refused:
-                    write.refusals[partition[0]] = refused.refusal
+                except PartitionUnknown as unknown:
+                    write.record_errors[partition[0]] = unknown.error
                     raise
                 write.waiting_for = ""
             leaders[partition] = node
@@ -361,7 +361,7 @@ class TransactionalProducer:
                 continue
             failed = failed or batch
             if isinstance(result, RecordError):
-                write.refusals[batch.partition[0]] = result
+                write.record_errors[batch.partition[0]] = result
         if failed is not None:
             raise_if_error(failed.response[0] if failed.response else -1, f"Produce to {failed.partition}")
             # DuplicateSequenceNumber and the like: the record is in Kafka at an unknown offset.
@@ -391,11 +391,11 @@ class _Write:
         self.records = records
         self.batches: list[RecordBatch] = []
         self.waiting_for = ""  # the topic whose leader is being looked up, or asked for open transactions
-        self.refusals: dict[str, RecordError] = {}  # by topic
+        self.record_errors: dict[str, RecordError] = {}  # by topic
         self.hanging: Collection[Partition] = ()  # partitions with an open transaction of an earlier session
 
     @property
-    def is_refused(self) -> bool:
+    def was_rejected(self) -> bool:
         """Whether the brokers have refused all batches, so that none of the records is in Kafka."""
         return bool(self.batches) and all(
             isinstance(batch.result(self.records), RecordError | NotSent) for batch in self.batches
@@ -404,8 +404,8 @@ class _Write:
     def check_added(self, codes: Mapping[Partition, int]) -> None:
         """Note the topics that an AddPartitionsToTxn response refuses, and raise the response's error, if any."""
         for (topic, _), code in codes.items():
-            if code in REFUSALS:
-                self.refusals[topic] = REFUSALS[code]
+            if code in RECORD_ERRORS:
+                self.record_errors[topic] = RECORD_ERRORS[code]
         for code in codes.values():
             if code != NOT_ATTEMPTED:  # the code of all other partitions where one is refused
                 raise_if_error(code, "AddPartitionsToTxn")
@@ -454,7 +454,7 @@ class IdempotentProducer:
     async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[RecordMetadata]:
         """Write records of (partition, key, value) and await their metadata. Raises KafkaAway as `send` does.
 
-        Raises RecordRefused where the broker permanently refuses a record.
+        Raises OwnRecordFailed where the broker permanently refuses a record.
         """
         records = [own_record(topic, *content) for content in contents]
         metadata: list[RecordMetadata] = []
@@ -462,7 +462,7 @@ class IdempotentProducer:
             if not isinstance(result, RecordMetadata):
                 failed = KafkaAway(f"{topic}: {result.why if result else 'no clean answer'}")
                 if isinstance(result, RecordError):  # permanent, and logged nowhere else
-                    failed = RecordRefused(str(failed), result)
+                    failed = OwnRecordFailed(str(failed), result)
                     self._trouble.add(failed, producer=self._name)
                 raise failed
             metadata.append(result)
@@ -512,8 +512,8 @@ class IdempotentProducer:
                     node = await session.find_leader(partition)
                 except TimeoutError:
                     pass
-                except Refused as refused:
-                    result = refused.refusal
+                except PartitionUnknown as unknown:
+                    result = unknown.error
                 if node is None:
                     for index, record in enumerate(records):
                         if (record.topic, record.partition) == partition:

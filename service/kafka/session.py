@@ -24,7 +24,7 @@ from service.kafka.connection import Client
 from service.kafka.deadline import within
 from service.kafka.inspection import open_partitions
 from service.kafka.metadata import Partition
-from service.kafka.outcomes import REFUSALS, RecordError, Refused
+from service.kafka.outcomes import RECORD_ERRORS, PartitionUnknown, RecordError
 from service.kafka.record_batch import BatchBuilder, builder_of
 
 # The size of a batch that fits every topic with the default max.message.bytes (1,048,588).
@@ -120,7 +120,7 @@ class RecordBatch:
             ]
         if self.moved:
             return None
-        return NotSent(partition_failed=True) if code == NOT_ENOUGH_REPLICAS else REFUSALS.get(code)
+        return NotSent(partition_failed=True) if code == NOT_ENOUGH_REPLICAS else RECORD_ERRORS.get(code)
 
 
 class ProducerSession:
@@ -313,7 +313,7 @@ class ProducerSession:
     async def find_leader(self, partition: Partition) -> int:
         """Wait for a partition's leader, for METADATA_TIMEOUT_S. Raises TimeoutError where there is none.
 
-        Raises Refused where brokers answer and the partition does not exist or is hidden from the service.
+        Raises PartitionUnknown where brokers answer and the partition does not exist or is hidden from the service.
         """
         topic, number = partition
         answered = False
@@ -328,7 +328,7 @@ class ProducerSession:
             if answered and number not in (self.client.cluster.partitions_for_topic(topic) or ()):
                 hidden = topic in self.client.cluster.unauthorized_topics
                 kind = errors.TopicAuthorizationFailedError if hidden else errors.UnknownTopicOrPartitionError
-                raise Refused(REFUSALS[kind.errno]) from None
+                raise PartitionUnknown(RECORD_ERRORS[kind.errno]) from None
             raise
 
     def failed(self, operation: str, why: str) -> KafkaAway:

@@ -230,11 +230,11 @@ class FailureDecision:
         self.aborting: list[WriteRequest] = []
         self.failed_topics: dict[str, None] = {}
         self.is_aborted = failure.outcome is TransactionOutcome.ABORTED
-        # If a commit was requested, a refusal did not end the transaction.
-        self._refusals = failure.refusals if self.is_aborted else {}
-        self._failing = {*failure.stuck, *self._refusals}  # topics; the ledger's may be one of them
+        # If a commit was requested, a record's error did not end the transaction.
+        self._record_errors = failure.record_errors if self.is_aborted else {}
+        self._failing = {*failure.stuck, *self._record_errors}  # topics; the ledger's may be one of them
         self._alone = len(requests) == 1
-        self.ledger_is_full = ledger in self._refusals and self._refusals[ledger].kind is TOO_LARGE
+        self.ledger_is_full = ledger in self._record_errors and self._record_errors[ledger].kind is TOO_LARGE
         for request in requests:
             self._add(request)
 
@@ -265,8 +265,8 @@ class FailureDecision:
         if self.ledger_is_full and request.atomic:
             return Problem(TOO_LARGE, "events: the ledger takes fewer in one transaction")
         for topic in failing:
-            if topic in self._refusals:
-                return refused(request, topic, self._refusals[topic])
+            if topic in self._record_errors:
+                return problem_of(request, topic, self._record_errors[topic])
         return None
 
     def _is_to_be_split(self, request: WriteRequest, failing: Collection[str]) -> bool:
@@ -279,7 +279,9 @@ class FailureDecision:
         return others_too or (self._alone and (bool(failing) or self.ledger_is_full))
 
     def _is_absent(self, failing: Collection[str]) -> bool:
-        return any(topic in self._refusals and self._refusals[topic].kind is UNKNOWN_TOPIC for topic in failing)
+        return any(
+            topic in self._record_errors and self._record_errors[topic].kind is UNKNOWN_TOPIC for topic in failing
+        )
 
 
 class IdempotentDecision:
@@ -353,18 +355,18 @@ class IdempotentDecision:
         self._fail(request, record.topic)
         if request.is_chunk:
             return Step.SPLIT
-        return (refused(request, record.topic, written) if self._alone else None) or Step.REQUEUE
+        return (problem_of(request, record.topic, written) if self._alone else None) or Step.REQUEUE
 
     def _fail(self, request: WriteRequest, topic: str) -> None:
         self.failed[request] = None
         self.failed_topics[topic] = None
 
 
-def refused(request: WriteRequest, topic: str, refusal: RecordError) -> Problem | None:
+def problem_of(request: WriteRequest, topic: str, error: RecordError) -> Problem | None:
     """Make the answer of a request, alone in its group, whose record the broker refuses; None if it is sent again."""
-    if refusal.kind is UNKNOWN_TOPIC and request.failures + 1 < ABSENT_FAILURES:
+    if error.kind is UNKNOWN_TOPIC and request.failures + 1 < ABSENT_FAILURES:
         return None
-    if refusal is OUTSIDE_BOUNDS and any(each.topic == topic and each.timestamp is None for each in request.events):
+    if error is OUTSIDE_BOUNDS and any(each.topic == topic and each.timestamp is None for each in request.events):
         # The service set this timestamp, so a clock is wrong: no final answer.
         return Problem(NOT_WRITTEN, f"timestamp: {topic} does not take this machine's time now")
-    return Problem(refusal.kind, f"topic: {topic}: {refusal.why}")
+    return Problem(error.kind, f"topic: {topic}: {error.why}")

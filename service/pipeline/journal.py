@@ -14,7 +14,7 @@ from service.core.problems import TOO_LARGE, KafkaAway
 from service.core.supervision import supervise
 from service.core.time_of_day import now_ms
 from service.kafka.admin import KafkaAdmin
-from service.kafka.outcomes import RecordRefused
+from service.kafka.outcomes import OwnRecordFailed
 from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import REQUESTS_PARTITIONS
 from service.pipeline.request import Committed, WriteRequest, WriteResult
@@ -112,13 +112,13 @@ class Journal:
             try:
                 record = encode_answers(self._instance, [_encode(answers)[1:-1].decode()])
                 await self._producer.send(self._topic, random.randrange(REQUESTS_PARTITIONS), None, record)  # noqa: S311
-            except RecordRefused as refused:
-                if refused.refusal.kind is not TOO_LARGE:
+            except OwnRecordFailed as failed:
+                if failed.error.kind is not TOO_LARGE:
                     return False
                 self._answers_max = max(1, len(answers) // 2)
                 if len(answers) > 1:
                     continue
-                self._drop(1, refused.refusal.why)
+                self._drop(1, failed.error.why)
             except KafkaAway:
                 return False
             except Exception:  # a bug must not end the journal, or keep the service from stopping

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from service.core.problems import KafkaAway
-from service.kafka.outcomes import REFUSALS, TransactionFailed, TransactionOutcome
+from service.kafka.outcomes import RECORD_ERRORS, TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
 from service.kafka.session import Record, RecordMetadata
 
@@ -134,10 +134,10 @@ class MemoryProducer(TransactionalProducer):
     async def send(self, records: Sequence[Record], ledger: tuple[str, int]) -> list[RecordMetadata]:
         broker = self._broker
         transaction = self._transaction()
-        refusals = {record.topic: REFUSALS[code] for record in records if (code := self._refusal(record))}
-        if refusals:
+        record_errors = {record.topic: RECORD_ERRORS[code] for record in records if (code := self._error_code(record))}
+        if record_errors:
             self._over = True
-            raise TransactionFailed(TransactionOutcome.ABORTED, "refused", refusals)
+            raise TransactionFailed(TransactionOutcome.ABORTED, "refused", record_errors)
         self._half = transaction, ledger
         return [RecordMetadata(broker.append(transaction, record), record.timestamp) for record in records]
 
@@ -149,7 +149,7 @@ class MemoryProducer(TransactionalProducer):
         transaction.end("committed")
         return offset
 
-    def _refusal(self, record: Record) -> int:
+    def _error_code(self, record: Record) -> int:
         if record.partition >= len(self._broker.topics.get(record.topic, ())):
             return UNKNOWN_TOPIC_CODE
         return TOO_LARGE_CODE if len(record.value or b"") > self._broker.bytes_max[record.topic] else 0

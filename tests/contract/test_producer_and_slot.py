@@ -210,7 +210,7 @@ async def test_the_next_producer_fences_the_last(bench: Bench) -> None:
     with pytest.raises(TransactionFailed) as caught:
         await write(old, [bench.record(b"zombie")], (bench.ledger, 0))
     assert caught.value.outcome is not TransactionOutcome.COMMITTED
-    assert not caught.value.refusals
+    assert not caught.value.record_errors
     await write(new, [bench.record(b"b")], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
 
@@ -238,7 +238,9 @@ async def test_a_refusal_names_the_topic_and_nothing_of_the_group_is_seen(bench:
     with pytest.raises(TransactionFailed) as caught:
         await write(producer, [bench.record(b"innocent"), poison], (bench.ledger, 0))
     assert caught.value.outcome is TransactionOutcome.ABORTED
-    assert {topic: refusal.kind.code for topic, refusal in caught.value.refusals.items()} == {bench.narrow: "too-large"}
+    assert {topic: error.kind.code for topic, error in caught.value.record_errors.items()} == {
+        bench.narrow: "too-large"
+    }
     await producer.close()
     await bench.new_producer("slot")
     assert await bench.read(bench.topic) == []
@@ -249,7 +251,7 @@ async def test_a_topic_that_is_not_there_is_named(bench: Bench) -> None:
     gone = bench.record(b"x", topic="not-there-" + bench.topic)
     with pytest.raises(TransactionFailed) as caught:
         await write(producer, [gone], (bench.ledger, 0))
-    assert {refusal.kind.code for refusal in caught.value.refusals.values()} == {"unknown-topic"}
+    assert {error.kind.code for error in caught.value.record_errors.values()} == {"unknown-topic"}
 
 
 async def test_a_closed_producer_writes_no_more(bench: Bench) -> None:

@@ -173,8 +173,8 @@ async def test_a_topic_that_the_service_may_not_see_any_more_is_forbidden_and_no
             await producer.close()
             await plain.close()
             await cluster.close()
-    refusals = [raised.value.refusals["hidden"], result]
-    assert [refusal.kind for refusal in refusals if isinstance(refusal, RecordError)] == [FORBIDDEN_TOPIC] * 2
+    errors = [raised.value.record_errors["hidden"], result]
+    assert [error.kind for error in errors if isinstance(error, RecordError)] == [FORBIDDEN_TOPIC] * 2
 
 
 class LockedRedis(Redis):

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from service.core.problems import KafkaAway
 from service.kafka import session as module
-from service.kafka.outcomes import REFUSALS
+from service.kafka.outcomes import RECORD_ERRORS
 from service.kafka.session import NOT_SENT, NotSent, RecordMetadata
 from tests.unit.fake_brokers import (
     GONE,
@@ -33,7 +33,7 @@ async def test_the_refusal_of_one_partition_is_not_another_ones() -> None:
     producer, kafka = idempotent()
     kafka.leaders = {("plain.a", 1): 2}
     kafka.produced = lambda topic, partition: TOO_BIG if partition == 0 else GONE
-    assert await producer.write([record("plain.a", 0), record("plain.a", 1)]) == [REFUSALS[TOO_BIG], None]
+    assert await producer.write([record("plain.a", 0), record("plain.a", 1)]) == [RECORD_ERRORS[TOO_BIG], None]
     assert producer._session is None, "a life with a gap in its sequence numbers goes on"
     assert kafka.closed
 
@@ -63,7 +63,7 @@ async def test_a_record_without_a_leader_is_not_sent_and_the_others_are_written(
     monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 0.03)
     producer, kafka = idempotent()
     kafka.leaderless, kafka.unknown = {"ill"}, {"gone"}
-    refused = REFUSALS[UnknownTopicOrPartitionError.errno]
+    refused = RECORD_ERRORS[UnknownTopicOrPartitionError.errno]
     assert await producer.write([record("ill"), record("a"), record("gone")]) == [
         NotSent(True),
         RecordMetadata(4, 5),
@@ -120,7 +120,7 @@ async def test_send_all_writes_every_record_or_fails() -> None:
     places = await producer.send_all("a", [(2, None, b"x"), (1, b"k", b"y")])
     assert [place.offset for place in places] == [20, 10]
     kafka.produced = lambda topic, partition: TOO_BIG if partition == 1 else RecordMetadata(4, -1)
-    with pytest.raises(KafkaAway, match=REFUSALS[TOO_BIG].why):
+    with pytest.raises(KafkaAway, match=RECORD_ERRORS[TOO_BIG].why):
         await producer.send_all("a", [(2, None, b"x"), (1, b"k", b"y")])
 
 

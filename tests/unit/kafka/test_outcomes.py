@@ -4,7 +4,7 @@ import pytest
 from aiokafka import errors
 
 from service.kafka import outcomes
-from service.kafka.outcomes import REFUSALS, RecordError, TransactionFailed, TransactionOutcome
+from service.kafka.outcomes import RECORD_ERRORS, RecordError, TransactionFailed, TransactionOutcome
 
 
 @pytest.mark.parametrize("may_commit", [False, True])
@@ -41,10 +41,10 @@ def test_no_broker_error_is_taken_for_a_commit() -> None:
 
 
 def test_every_refusal_has_a_4xx_status_and_a_reason() -> None:
-    for code, refusal in REFUSALS.items():
-        assert isinstance(refusal, RecordError)
-        assert 400 <= refusal.kind.status < 500, code
-        assert refusal.why
+    for code, error in RECORD_ERRORS.items():
+        assert isinstance(error, RecordError)
+        assert 400 <= error.kind.status < 500, code
+        assert error.why
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_every_refusal_has_a_4xx_status_and_a_reason() -> None:
     ],
 )
 def test_a_transient_error_is_no_refusal(passing: type[errors.BrokerResponseError]) -> None:
-    assert passing.errno not in REFUSALS
+    assert passing.errno not in RECORD_ERRORS
 
 
 def test_the_codes_that_aiokafka_does_not_know_are_still_unknown_to_it() -> None:
@@ -73,15 +73,15 @@ def test_the_codes_that_aiokafka_does_not_know_are_still_unknown_to_it() -> None
 
 
 def test_a_transaction_failure_names_its_outcome_and_its_refusals() -> None:
-    failed = TransactionFailed(TransactionOutcome.ABORTED, "the cause", {"orders": REFUSALS[3]})
+    failed = TransactionFailed(TransactionOutcome.ABORTED, "the cause", {"orders": RECORD_ERRORS[3]})
     assert str(failed) == "aborted: the cause"
-    assert failed.refusals["orders"].kind.code == "unknown-topic"
+    assert failed.record_errors["orders"].kind.code == "unknown-topic"
     assert failed.stuck == ()
 
 
 def test_each_refusing_error_code_has_its_problem() -> None:
     """By their numbers in Kafka's protocol; with any other code the event is sent again until its deadline."""
-    kinds = {code: refusal.kind.code for code, refusal in REFUSALS.items()}
+    kinds = {code: error.kind.code for code, error in RECORD_ERRORS.items()}
     too_large, unknown, refused = "too-large", "unknown-topic", "record-refused"
     wanted = {3: unknown, 17: unknown, 29: "forbidden-topic", 10: too_large, 18: too_large}
     assert kinds == wanted | dict.fromkeys((2, 21, 32, 43, 44, 87), refused)

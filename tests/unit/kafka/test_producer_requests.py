@@ -120,7 +120,7 @@ async def test_silence_and_no_such_partition_is_no_refusal(hang_s: float, monkey
 
     kafka.force_metadata_update = silent  # type: ignore[method-assign]
     failed = await failure(producer, record("gone"))
-    assert (failed.outcome, failed.refusals, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, {"gone"})
+    assert (failed.outcome, failed.record_errors, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, {"gone"})
 
 
 async def test_a_producer_that_is_closed_while_it_opens_cancels_the_open_request() -> None:

@@ -25,7 +25,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
 from service.kafka import session as module
 from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
-from service.kafka.outcomes import REFUSALS, TransactionFailed, TransactionOutcome
+from service.kafka.outcomes import RECORD_ERRORS, TransactionFailed, TransactionOutcome
 from service.kafka.producer import COMPRESSED_LEAST_BYTES, TransactionalProducer
 from service.kafka.session import ProducerSession, RecordMetadata
 from tests.unit.fake_brokers import (
@@ -133,7 +133,7 @@ async def test_a_refused_open_is_left_to_the_write_and_needs_no_abort() -> None:
     assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
     producer.begin_early([("secret", 0), LEDGER])
     failed = await failure(producer, record("secret"))
-    assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"secret": FORBIDDEN_TOPIC}
+    assert {topic: error.kind for topic, error in failed.record_errors.items()} == {"secret": FORBIDDEN_TOPIC}
 
 
 async def test_open_does_not_wait_for_a_partition_without_a_leader() -> None:
@@ -198,7 +198,7 @@ async def test_a_refused_record_aborts_the_transaction_and_names_its_topic() -> 
     producer, kafka = transactional()
     kafka.produced = lambda topic, partition: TOO_BIG if topic == "small" else RecordMetadata(1, -1)
     failed = await failure(producer, record("orders"), record("small"))
-    assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"small": TOO_LARGE}
+    assert {topic: error.kind for topic, error in failed.record_errors.items()} == {"small": TOO_LARGE}
     assert failed.outcome is TransactionOutcome.ABORTED
     assert not failed.stuck
     assert not kafka.sent(EndTxnRequest)
@@ -210,7 +210,7 @@ async def test_a_partition_that_may_not_be_added_blames_only_its_topic() -> None
     denied = TopicAuthorizationFailedError.errno
     kafka.added = lambda topic, partition: denied if topic == "secret" else OperationNotAttempted.errno
     failed = await failure(producer, record("orders"), record("secret"))
-    assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"secret": FORBIDDEN_TOPIC}
+    assert {topic: error.kind for topic, error in failed.record_errors.items()} == {"secret": FORBIDDEN_TOPIC}
     assert not failed.stuck
     assert not kafka.sent(ProduceRequest)
 
@@ -233,7 +233,7 @@ async def test_a_partition_that_no_broker_knows_is_refused(monkeypatch: pytest.M
     producer, kafka = transactional(60_000)
     kafka.unknown = {"gone"}
     failed = await failure(producer, record("orders"), record("gone"))
-    assert {topic: refusal.kind for topic, refusal in failed.refusals.items()} == {"gone": UNKNOWN_TOPIC}
+    assert {topic: error.kind for topic, error in failed.record_errors.items()} == {"gone": UNKNOWN_TOPIC}
     assert not kafka.requests
 
 
@@ -389,7 +389,7 @@ async def test_a_topic_whose_partition_fails_is_named_stuck(code: int) -> None:
     producer, kafka = transactional()
     kafka.produced = lambda topic, partition: code if topic == "ill" else RecordMetadata(1, -1)
     failed = await failure(producer, record("orders"), record("ill"))
-    assert (set(failed.stuck), failed.refusals) == ({"ill"}, {})
+    assert (set(failed.stuck), failed.record_errors) == ({"ill"}, {})
     assert failed.outcome is TransactionOutcome.ABORTED
 
 
@@ -406,7 +406,7 @@ async def test_a_connection_that_breaks_blames_no_topic() -> None:
     producer, kafka = transactional()
     kafka.produced = lambda topic, partition: GONE
     failed = await failure(producer, record("orders"))
-    assert (failed.outcome, failed.refusals, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, set())
+    assert (failed.outcome, failed.record_errors, set(failed.stuck)) == (TransactionOutcome.ABORTED, {}, set())
 
 
 async def test_a_ledger_that_refuses_its_record_is_named_and_nothing_is_committed() -> None:
@@ -414,9 +414,9 @@ async def test_a_ledger_that_refuses_its_record_is_named_and_nothing_is_committe
     producer, kafka = transactional()
     kafka.of_ledger = TOO_BIG
     failed = await failure(producer, record("orders"))
-    assert (failed.outcome, failed.refusals, failed.stuck) == (
+    assert (failed.outcome, failed.record_errors, failed.stuck) == (
         TransactionOutcome.ABORTED,
-        {LEDGER[0]: REFUSALS[TOO_BIG]},
+        {LEDGER[0]: RECORD_ERRORS[TOO_BIG]},
         set(),
     )
     assert not kafka.sent(EndTxnRequest)

@@ -16,7 +16,7 @@ from service.contract import Guarantee
 from service.contract.wire import encode_answer, event_id
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, TOO_LARGE, KafkaAway, Problem
-from service.kafka.outcomes import RecordError, RecordRefused
+from service.kafka.outcomes import OwnRecordFailed, RecordError
 from service.kafka.producer import IdempotentProducer
 from service.pipeline import journal as module
 from service.pipeline.journal import Journal
@@ -137,7 +137,9 @@ class Narrow(FakeSender):
     async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
         if len(json.loads(value)["answers"]) > self.most:
             self.tries += 1
-            raise RecordRefused("too large", RecordError(TOO_LARGE, "the record is larger than its max.message.bytes"))
+            raise OwnRecordFailed(
+                "too large", RecordError(TOO_LARGE, "the record is larger than its max.message.bytes")
+            )
         return await super().send(topic, partition, key, value)
 
 
