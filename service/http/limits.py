@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.core.problems import NOT_WRITTEN, Problem
 from service.http.request import UNREAD_MAX_S, StopSignal
-from service.http.request_reader import Action, Body, Head, ReaderEvent, Refusal, RequestReader
+from service.http.request_reader import Action, Body, Head, ReaderEvent, Rejection, RequestReader
 from service.http.responses import lines_of, render_problem
 
 # The longest time to parse the bytes of one connection, slice by slice, before other tasks of the loop run.
@@ -24,9 +24,9 @@ PARSE_MAX_S: Final = 0.005
 # After a read of this many bytes, other tasks of the loop run before the connection is read again. Without that, libuv
 # reads up to 32 times in a row from a client that sends fast enough: 8 MB.
 READ_BYTES: Final = 1 << 16
-# The time that a client, which may still be sending, has to read the refusal that ends its connection.
+# The time that a client, which may still be sending, has to read the rejection that ends its connection.
 LINGERING_CLOSE_S: Final = 2.0
-# The most connections refused for their number that have that time; others are closed at once.
+# The most connections rejected for their number that have that time; others are closed at once.
 LINGERING_MAX: Final = 64
 # Files left to Kafka, Redis (CONNECTIONS_MAX, 128) and the log: a quarter of those that the process may open, or this
 # number if a quarter is less, but then no more than half.
@@ -111,12 +111,12 @@ class GuardedProtocol(HttpToolsProtocol):
     """Move bytes, deadlines and responses between a connection and its reader; hand the requests to the ASGI app."""
 
     connections_max = connections_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    _surplus: ClassVar[set["GuardedProtocol"]] = set()  # connections that were refused for their number
+    _surplus: ClassVar[set["GuardedProtocol"]] = set()  # connections that were rejected for their number
     stopping: StopSignal  # once it is set, each response is the last one of its connection
     reader: RequestReader
     _again: asyncio.Handle | None = None  # to read the unread bytes
     _timer: asyncio.TimerHandle | None = None  # for the deadline of the reader
-    _closing: asyncio.TimerHandle | None = None  # to close a connection that was refused
+    _closing: asyncio.TimerHandle | None = None  # to close a connection that was rejected
     _running: Any = None  # the last cycle that was given to the ASGI app
     _idle_since = 0.0  # by the loop's time
 
@@ -136,13 +136,13 @@ class GuardedProtocol(HttpToolsProtocol):
         if connection is not None and connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_MAX_S))
         if len(self.connections) > self.connections_max:
-            self._refuse_connection()
+            self._reject_connection()
 
-    def _refuse_connection(self) -> None:
-        """Refuse a connection past the bound; the connection is no longer counted, and not read."""
+    def _reject_connection(self) -> None:
+        """Reject a connection past the bound; the connection is no longer counted, and not read."""
         self.connections.discard(self)
         detail = f"connection: at most {self.connections_max} are taken at a time"
-        self._refuse(Refusal(Problem(NOT_WRITTEN, detail), 0))
+        self._reject(Rejection(Problem(NOT_WRITTEN, detail), 0))
         if len(self._surplus) < LINGERING_MAX:
             self._surplus.add(self)
         else:
@@ -206,8 +206,8 @@ class GuardedProtocol(HttpToolsProtocol):
                     self.on_body(b"".join(pieces))
                 case "complete":
                     self.on_message_complete()
-                case Refusal():
-                    self._refuse(event)
+                case Rejection():
+                    self._reject(event)
                 case _:
                     self._end(event)
 
@@ -260,15 +260,15 @@ class GuardedProtocol(HttpToolsProtocol):
         elif reader.ended and not reader.unanswered:
             self.transport.close()
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _reject(self, rejection: Rejection) -> None:
         """End the connection with a problem, or without one if the client would take it for something else.
 
         That is: for the answer of another request, or for a part of a response that has begun.
         """
-        if self.reader.unanswered != refusal.unanswered or self._is_answering:
+        if self.reader.unanswered != rejection.unanswered or self._is_answering:
             self.transport.close()
             return
-        status, headers, body = render_problem(refusal.problem)
+        status, headers, body = render_problem(rejection.problem)
         headers += [*self.server_state.default_headers, (b"connection", b"close")]
         headers.append((b"content-length", b"%d" % len(body)))
         self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], lines_of(headers), body))
@@ -324,7 +324,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _look(self) -> None:
-        """Refuse the incomplete request if its deadline has passed.
+        """Reject the incomplete request if its deadline has passed.
 
         An app that reads a body while it answers has deadlines of its own, for each event of the body.
         """

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from service.http.headers import UsedHeaders, content_type_of, essence
 from service.http.limits import GuardedProtocol
 from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Handler, PostRequest, StopSignal, reading_time_s
-from service.http.request_reader import Head, PlainPost, Refusal, RequestReader
+from service.http.request_reader import Head, PlainPost, Rejection, RequestReader
 from service.http.responses import lines_of
 
 log = structlog.get_logger(__name__)
@@ -178,7 +178,7 @@ class PostsProtocol(GuardedProtocol):
     posts: Posts
     _unwritten: tuple[HttpRequest, memoryview] | None = None  # the rest of a long response
     _reading: asyncio.TimerHandle | None = None  # for the time that the client has to read it
-    _refusal: Refusal | None = None  # comes after it
+    _rejection: Rejection | None = None  # comes after it
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
 
     def __init__(self, posts: Posts, *arguments: Any, **named: Any) -> None:
@@ -197,12 +197,12 @@ class PostsProtocol(GuardedProtocol):
         if self._timer is not None:
             self._set_timer()
 
-    def _refuse(self, refusal: Refusal) -> None:
-        self.posts.responses.write()  # a refusal ends the connection, and comes after the answers
+    def _reject(self, rejection: Rejection) -> None:
+        self.posts.responses.write()  # a rejection ends the connection, and comes after the answers
         if self._unwritten is None:
-            super()._refuse(refusal)
+            super()._reject(rejection)
         else:
-            self._refusal = refusal
+            self._rejection = rejection
 
     def take_post(self, post: PlainPost) -> None:
         request = HttpRequest(self, self.posts.routes[post.target], [])
@@ -294,8 +294,8 @@ class PostsProtocol(GuardedProtocol):
             return
         self._drop_unwritten()
         self.write_end(post, content[:WRITE_BYTES])
-        if self._refusal is not None and not self.transport.is_closing():
-            super()._refuse(self._refusal)
+        if self._rejection is not None and not self.transport.is_closing():
+            super()._reject(self._rejection)
 
     def _drop_unwritten(self) -> None:
         """End a long response: the rest of it is being written, or the client has gone."""

@@ -3,7 +3,7 @@
 httptools finds the parts of a message, and `service.native` reads a plain POST that comes whole. TRANSITIONS has an
 action and a next state for each part in each state. `service.http.limits` moves bytes, times and answers between a
 reader and its connection. The reader counts the unanswered requests, because responses keep the order of requests (RFC
-9112, section 9.3.2): while one waits nothing more is read, and a refusal would be taken for the answer of an earlier
+9112, section 9.3.2): while one waits nothing more is read, and a rejection would be taken for the answer of an earlier
 request.
 """
 
@@ -59,55 +59,60 @@ class Body(msgspec.Struct, gc=False):
     pieces: list[bytes]
 
 
-class Refusal(msgspec.Struct, gc=False):
-    """The end of the connection, with a problem if `unanswered` requests are left: else another would seem refused."""
+class Rejection(msgspec.Struct, gc=False):
+    """The end of the connection, with a problem if `unanswered` requests are left: else another would seem rejected."""
 
     problem: Problem
     unanswered: int
 
 
 # The part of a message that is being read. "upgrade": a head asked for another protocol, and is parsed again without
-# that. "boundary": the last request is complete, and no other has begun. "ended" and "refused" read nothing more: the
+# that. "boundary": the last request is complete, and no other has begun. "ended" and "rejected" read nothing more: the
 # client has shut its sending side, or the reader has ended the connection.
-ReaderState = Literal["fresh", "head", "upgrade", "body", "boundary", "ended", "refused"]
+ReaderState = Literal["fresh", "head", "upgrade", "body", "boundary", "ended", "rejected"]
 # The inputs of the table: the first byte of a request, its head, a head that asks for another protocol, a piece of a
 # body, the last byte of a request; a fault; the deadline; the end of the client's sending side, "behind" a request that
 # is unanswered.
 Input = Literal[
     "begin", "head", "upgrade", "piece", "complete", "malformed", "too large", "silence", "end", "end behind"
 ]
-# What the reader does. "skip": nothing. "emit", "refuse": emit the event that describes the input. The others are
+# What the reader does. "skip": nothing. "emit", "reject": emit the event that describes the input. The others are
 # events: "complete", of the last request; "withdraw", the last request, which was not begun and will never be complete;
 # "last", the last request is the last of the connection; "close", the connection, without a response.
-Action = Literal["skip", "emit", "refuse", "complete", "withdraw", "last", "close"]
-ReaderEvent = Head | Body | Refusal | Action
+Action = Literal["skip", "emit", "reject", "complete", "withdraw", "last", "close"]
+ReaderEvent = Head | Body | Rejection | Action
 Row = Mapping[Input, tuple[Action, ReaderState]]
 
-_REFUSALS: Final[Row] = {
-    "malformed": ("refuse", "refused"),
-    "too large": ("refuse", "refused"),
-    "silence": ("refuse", "refused"),
-    "end": ("refuse", "refused"),
+_REJECTIONS: Final[Row] = {
+    "malformed": ("reject", "rejected"),
+    "too large": ("reject", "rejected"),
+    "silence": ("reject", "rejected"),
+    "end": ("reject", "rejected"),
 }
 _EACH: Final[tuple[Input, ...]] = get_args(Input)
 
-# A pair that is missing would be a fault of the parser, and is refused as malformed.
+# A pair that is missing would be a fault of the parser, and is rejected as malformed.
 TRANSITIONS: Final[Mapping[ReaderState, Row]] = {
-    "fresh": {**_REFUSALS, "begin": ("skip", "head"), "silence": ("close", "refused"), "end": ("close", "refused")},
-    "head": {**_REFUSALS, "head": ("emit", "body"), "upgrade": ("skip", "upgrade"), "end behind": ("skip", "ended")},
-    "upgrade": {**_REFUSALS, "complete": ("skip", "upgrade"), "begin": ("skip", "head")},
+    "fresh": {**_REJECTIONS, "begin": ("skip", "head"), "silence": ("close", "rejected"), "end": ("close", "rejected")},
+    "head": {**_REJECTIONS, "head": ("emit", "body"), "upgrade": ("skip", "upgrade"), "end behind": ("skip", "ended")},
+    "upgrade": {**_REJECTIONS, "complete": ("skip", "upgrade"), "begin": ("skip", "head")},
     "body": {
-        **_REFUSALS,
+        **_REJECTIONS,
         "piece": ("emit", "body"),
         "complete": ("complete", "boundary"),
         "end behind": ("withdraw", "ended"),
     },
-    "boundary": {**_REFUSALS, "begin": ("skip", "head"), "end": ("close", "refused"), "end behind": ("last", "ended")},
+    "boundary": {
+        **_REJECTIONS,
+        "begin": ("skip", "head"),
+        "end": ("close", "rejected"),
+        "end behind": ("last", "ended"),
+    },
     "ended": dict.fromkeys(_EACH, ("skip", "ended")),
-    "refused": {
-        **dict.fromkeys(_EACH, ("skip", "refused")),
-        "end": ("close", "refused"),
-        "end behind": ("close", "refused"),
+    "rejected": {
+        **dict.fromkeys(_EACH, ("skip", "rejected")),
+        "end": ("close", "rejected"),
+        "end behind": ("close", "rejected"),
     },
 }
 
@@ -145,7 +150,7 @@ class RequestReader:
     @property
     def ready(self) -> bool:
         """Whether to call `feed` again: bytes are unread, and no request waits for an earlier one."""
-        return self.unanswered <= 1 and self.state != "refused" and bool(self.unread)
+        return self.unanswered <= 1 and self.state != "rejected" and bool(self.unread)
 
     @property
     def idle(self) -> bool:
@@ -158,7 +163,7 @@ class RequestReader:
 
         The rest of a body whose request is answered gets no time for its bytes.
         """
-        if self.state in ("boundary", "ended", "refused"):
+        if self.state in ("boundary", "ended", "rejected"):
             return None
         answered = self.state == "body" and not self.unanswered
         needed = 0.0 if answered else self._received / LEAST_BYTES_S
@@ -166,7 +171,7 @@ class RequestReader:
 
     def feed(self, data: bytes, now: float) -> list[ReaderEvent]:
         """Take bytes, and parse one slice of the unread ones."""
-        if self.state == "refused":
+        if self.state == "rejected":
             return []
         if not self.unread:
             self.unread = memoryview(data)
@@ -182,7 +187,7 @@ class RequestReader:
         self._parse(piece)
         self._received += len(piece)
         if self._head_bytes > HEAD_BYTES_MAX or len(self._lines) > HEAD_LINES_MAX:
-            self._refuse_head()
+            self._reject_head()
         return self.end() if self.ended and not self.unread else self._take_events()
 
     def end(self) -> list[ReaderEvent]:
@@ -190,7 +195,7 @@ class RequestReader:
         self.ended = True
         if not self.unread:
             behind = self.unanswered > (self.state == "body")
-            self._refuse("end behind" if behind else "end", INVALID_HTTP, "request: it ends before it is whole")
+            self._reject("end behind" if behind else "end", INVALID_HTTP, "request: it ends before it is whole")
         return self._take_events()
 
     def answered(self, now: float) -> None:
@@ -205,7 +210,7 @@ class RequestReader:
         self._received = 0
 
     def expire(self, now: float) -> list[ReaderEvent]:
-        """Refuse the incomplete request if its deadline has passed."""
+        """Reject the incomplete request if its deadline has passed."""
         deadline = self.deadline
         if deadline is not None and now >= deadline:
             silent = self._heard_at <= self._begun_at + self._received / LEAST_BYTES_S
@@ -213,12 +218,12 @@ class RequestReader:
                 f"nothing came for {SILENCE_MAX_S:g} s" if silent else f"less than {LEAST_BYTES_S} bytes a second came"
             )
             detail = f"request: {why}, and it is not whole: nothing of it was written"
-            self._refuse("silence", REQUEST_TIMEOUT, detail)
+            self._reject("silence", REQUEST_TIMEOUT, detail)
         return self._take_events()
 
     def stop(self) -> None:
         """Read nothing more."""
-        self.state = "refused"
+        self.state = "rejected"
         self.unread = memoryview(b"")
         self._parser = None  # a reference cycle
 
@@ -244,19 +249,19 @@ class RequestReader:
         action, self.state = TRANSITIONS[self.state][what]
         if action == "skip":
             return
-        self._events.append(event if event is not None and action in ("emit", "refuse") else action)
+        self._events.append(event if event is not None and action in ("emit", "reject") else action)
         if action == "withdraw":
             self.unanswered -= 1
 
-    def _refuse(self, what: Input, kind: Kind, detail: str) -> None:
-        self._transition(what, Refusal(Problem(kind, detail), int(self.state == "body")))
+    def _reject(self, what: Input, kind: Kind, detail: str) -> None:
+        self._transition(what, Rejection(Problem(kind, detail), int(self.state == "body")))
 
-    def _refuse_head(self) -> None:
+    def _reject_head(self) -> None:
         most = f"{HEAD_BYTES_MAX} bytes and {HEAD_LINES_MAX} lines"
-        self._refuse("too large", HEAD_TOO_LARGE, f"headers: at most {most} are taken")
+        self._reject("too large", HEAD_TOO_LARGE, f"headers: at most {most} are taken")
 
-    def _refuse_malformed(self) -> None:
-        self._refuse("malformed", INVALID_HTTP, "request: it is not HTTP/1.1")
+    def _reject_malformed(self) -> None:
+        self._reject("malformed", INVALID_HTTP, "request: it is not HTTP/1.1")
 
     def _parse(self, data: memoryview) -> None:
         """Feed the parser, which stops behind a head with `Upgrade` and leaves the rest to the other protocol.
@@ -269,13 +274,13 @@ class RequestReader:
                     self._parser.feed_data(data)
                     return
                 except httptools.HttpParserUpgrade as upgrade:
-                    if self.state != "upgrade":  # CONNECT was refused
+                    if self.state != "upgrade":  # CONNECT was rejected
                         return
                     data = data[upgrade.args[0] :]
                     self._parser = self._new_parser()
                     self._parser.feed_data(self._replayed)
         except httptools.HttpParserError:
-            self._refuse_malformed()
+            self._reject_malformed()
 
     # ------------------------------------------------------------------------------------------ callbacks of the parser
 
@@ -294,13 +299,13 @@ class RequestReader:
         self._lines.append((name, content))
 
     def on_headers_complete(self) -> None:
-        if self.state != "head":  # refused
+        if self.state != "head":  # rejected
             return
         path = self._path()
         if self._head_is_too_large():
-            self._refuse_head()
+            self._reject_head()
         elif path is None:
-            self._refuse_malformed()
+            self._reject_malformed()
         elif self._parser.should_upgrade():
             kept = lines_of((name, content) for name, content in self._lines if name not in _UPGRADE)
             method, version = self._parser.get_method(), self._parser.get_http_version().encode()

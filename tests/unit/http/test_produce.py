@@ -405,7 +405,7 @@ async def test_a_short_v3_body_has_a_bounded_number_of_records(proxy: Proxy, mon
 async def test_a_response_for_which_there_is_no_room_is_a_timeout_that_names_the_remedy(version: str) -> None:
     world = World()
     serving = world.serve(await world.slot())
-    posts = EventsEndpoint(lambda: world.admission, world.settings, Callers(RULES.callers), world.telemetry)
+    posts = EventsEndpoint(world.admission, world.settings, Callers(RULES.callers), world.telemetry)
     app = FastAPI()
     app.router.routes += ProduceEndpoint(posts, RULES, world.settings.key_ttl_s).routes()
     transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))

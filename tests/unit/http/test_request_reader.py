@@ -22,7 +22,7 @@ from service.http.request_reader import (
     PlainPost,
     ReaderEvent,
     ReaderState,
-    Refusal,
+    Rejection,
     RequestReader,
 )
 
@@ -61,7 +61,7 @@ class Connection:
 
 
 def meant(events: Iterable[ReaderEvent | PlainPost]) -> list[Any]:
-    """Join events into whole requests, refusals, and the end, independent of the pieces."""
+    """Join events into whole requests, rejections, and the end, independent of the pieces."""
     said: list[Any] = []
     head: Head | None = None
     body = b""
@@ -76,7 +76,7 @@ def meant(events: Iterable[ReaderEvent | PlainPost]) -> list[Any]:
                 said.append((head.target, pick(head.headers), body))
             case PlainPost():
                 said.append((event.target, event.found, event.body))
-            case Refusal(problem):
+            case Rejection(problem):
                 said.append((problem.kind, problem.detail))
             case _:
                 said.append(event)
@@ -148,7 +148,7 @@ def test_pipelined_requests_are_read_alike_however_they_are_cut(
         cut.reader.answered(0.0)
         cut.feed(b"")
     assert meant(cut.events) == expected
-    assert (cut.reader.state == "refused") is bool(end)
+    assert (cut.reader.state == "rejected") is bool(end)
     if end:
         assert cut.feed(post(b"behind")) == []
     else:
@@ -156,29 +156,29 @@ def test_pipelined_requests_are_read_alike_however_they_are_cut(
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8))
-def test_no_bytes_harm_the_reader_and_nothing_follows_a_refusal(pieces: list[bytes]) -> None:
+def test_no_bytes_harm_the_reader_and_nothing_follows_a_rejection(pieces: list[bytes]) -> None:
     connection = Connection()
     connection.feed(*pieces)
     connection.take(connection.reader.end())
-    refusals = [at for at, event in enumerate(connection.events) if isinstance(event, Refusal)]
-    assert refusals == [] or set(connection.events[refusals[0] + 1 :]) <= {"close"}
+    rejections = [at for at, event in enumerate(connection.events) if isinstance(event, Rejection)]
+    assert rejections == [] or set(connection.events[rejections[0] + 1 :]) <= {"close"}
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_a_refusal_tells_whether_it_would_be_taken_for_an_earlier_request_s_answer(answered: bool) -> None:
-    """There is no refusal if an earlier request waits, or if the incomplete one was answered already."""
+def test_a_rejection_tells_whether_it_would_be_taken_for_an_earlier_request_s_answer(answered: bool) -> None:
+    """There is no rejection if an earlier request waits, or if the incomplete one was answered already."""
     between = Connection(answers=answered)
-    (*_, refusal) = between.feed(post(b"1"), b"\0")
-    assert isinstance(refusal, Refusal)
-    assert (refusal.unanswered == between.reader.unanswered) is answered
+    (*_, rejection) = between.feed(post(b"1"), b"\0")
+    assert isinstance(rejection, Rejection)
+    assert (rejection.unanswered == between.reader.unanswered) is answered
 
     inside = Connection()
-    head, _, refusal = inside.feed(CHUNKED + b"\r\n1\r\na\r\n", b"z")
+    head, _, rejection = inside.feed(CHUNKED + b"\r\n1\r\na\r\n", b"z")
     assert isinstance(head, Head)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(rejection, Rejection)
     if answered:
         inside.reader.answered(0.0)
-    assert (refusal.unanswered == inside.reader.unanswered) is not answered
+    assert (rejection.unanswered == inside.reader.unanswered) is not answered
 
 
 def growing(start: bytes, line: bytes) -> tuple[ReaderEvent | PlainPost, int]:
@@ -198,12 +198,12 @@ def growing(start: bytes, line: bytes) -> tuple[ReaderEvent | PlainPost, int]:
 def test_heads_and_trailers_have_bounds_in_bytes_and_in_lines(start: bytes) -> None:
     for line, bytes_max in ((b"x: " + b"y" * 7_995 + b"\r\n", HEAD_BYTES_MAX), (b"a:b\r\n", 5 * HEAD_LINES_MAX)):
         event, sent = growing(start, line)
-        assert isinstance(event, Refusal)
+        assert isinstance(event, Rejection)
         assert event.problem.kind is HEAD_TOO_LARGE
         assert abs(sent - bytes_max) <= len(start) + len(line)
 
 
-def test_a_target_header_chunk_extension_or_blank_line_without_end_is_refused() -> None:
+def test_a_target_header_chunk_extension_or_blank_line_without_end_is_rejected() -> None:
     for start, line in (
         (b"GET /", b"x" * 1000),
         (b"GET / HTTP/1.1\r\nx: ", b"y" * 1000),
@@ -211,7 +211,7 @@ def test_a_target_header_chunk_extension_or_blank_line_without_end_is_refused() 
         (b"", b"\r\n" * 1000),
     ):
         event, sent = growing(start, line)
-        assert isinstance(event, Refusal)
+        assert isinstance(event, Rejection)
         assert sent <= HEAD_BYTES_MAX + SLICE_BYTES
 
 
@@ -282,10 +282,10 @@ def test_a_request_has_the_time_of_its_bytes_at_the_least_rate() -> None:
     for second in range(1, 60):
         connection.feed(bytes(2 * LEAST_BYTES_S), now=float(second))
         assert connection.reader.deadline == second + SILENCE_MAX_S, "only silence ends one that is fast enough"
-    (refusal,) = connection.reader.expire(59.0 + SILENCE_MAX_S)
-    assert isinstance(refusal, Refusal)
-    assert refusal.problem.kind is REQUEST_TIMEOUT
-    assert "nothing came for 20 s" in refusal.problem.detail
+    (rejection,) = connection.reader.expire(59.0 + SILENCE_MAX_S)
+    assert isinstance(rejection, Rejection)
+    assert rejection.problem.kind is REQUEST_TIMEOUT
+    assert "nothing came for 20 s" in rejection.problem.detail
 
 
 def test_a_request_below_the_least_rate_ends_though_it_is_never_silent() -> None:
@@ -295,9 +295,9 @@ def test_a_request_below_the_least_rate_ends_though_it_is_never_silent() -> None
         connection.feed(bytes(LEAST_BYTES_S // 2), now=float(second))
         if events := connection.reader.expire(float(second)):
             break
-    (refusal,) = events
-    assert isinstance(refusal, Refusal)
-    assert "less than 10000 bytes a second came" in refusal.problem.detail
+    (rejection,) = events
+    assert isinstance(rejection, Rejection)
+    assert "less than 10000 bytes a second came" in rejection.problem.detail
     assert second == 2 * SILENCE_MAX_S + 1, "its 100 bytes of head came at once"
 
 
@@ -367,12 +367,12 @@ def test_every_state_can_be_come_to_and_has_a_row() -> None:
     assert reached == set(get_args(ReaderState))
 
 
-def test_every_open_state_can_be_refused_and_an_ended_state_stays_ended() -> None:
+def test_every_open_state_can_be_rejected_and_an_ended_state_stays_ended() -> None:
     for state, row in TRANSITIONS.items():
-        over = state in ("ended", "refused")
+        over = state in ("ended", "rejected")
         for what in ("malformed", "too large", "silence", "end"):
             action, after = row[what]
-            assert (action in ("refuse", "close")) is (not over or action == "close")
-            assert after is (state if over else "refused")
+            assert (action in ("reject", "close")) is (not over or action == "close")
+            assert after is (state if over else "rejected")
         if over:
             assert {after for _, after in row.values()} == {state}
