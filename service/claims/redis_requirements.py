@@ -23,7 +23,7 @@ class Demand:
     change: str
 
 
-def refusals(info: Mapping[str, str]) -> list[str]:
+def unmet_demands(info: Mapping[str, str]) -> list[str]:
     """Explain why the service does not start on this server, a line for each demand that is not met."""
     return [
         f"{PREFIX}REDIS names a server that will not do ({demand.found}): {demand.change}"

@@ -30,7 +30,7 @@ from redis.exceptions import (
 )
 
 from service.claims.redis_connections import Connections
-from service.claims.redis_requirements import NO_EVICTION, SECTIONS, refusals
+from service.claims.redis_requirements import NO_EVICTION, SECTIONS, unmet_demands
 from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
 from service.contract import PREFIX, SettingsError
 from service.contract.wire import ID_BYTES, TOPIC_CHARS_MAX
@@ -63,7 +63,7 @@ _NO_DATABASE: Final = ("DB index is out of range", "SELECT is not allowed")
 
 # Error texts of a server that takes no (more) writes; Redis 6.2 wraps that of a command in a script. Redis refuses only
 # the first write of a script, so nothing was written. redis-py removes the code OOM.
-_REFUSED: Final = re.compile(
+_TAKES_NO_WRITES: Final = re.compile(
     r"(?:^|@user_script: ?\d+: -)(?:OOM|BUSY|NOREPLICAS|READONLY|LOADING|MASTERDOWN|MISCONF)\b|^command not allowed"
 )
 
@@ -164,7 +164,7 @@ class Keys(Protocol):
 
         `ttls_s`: the retention of each pair's key in seconds, 0 for the store's own; empty if all have that.
 
-        A store that takes no more writes, because it is full, finds the present states and returns REFUSED for new ids.
+        A store that is full takes no more writes: it finds the present states, and returns NOT_CLAIMED for new ids.
         """
 
     async def claim_all(
@@ -290,7 +290,7 @@ class RedisKeys:
             if any(words in str(error) for words in _NO_DATABASE):
                 raise SettingsError(f"{PREFIX}REDIS names a database that this server does not have: set /0") from None
             raise
-        if wrong := refusals(info):
+        if wrong := unmet_demands(info):
             raise SettingsError("\n".join(wrong))
 
     async def memory(self) -> tuple[int, int]:
@@ -378,7 +378,7 @@ class RedisKeys:
             case b"X":
                 return Claim(Outcome.CONFLICT, unpack(answer[1:]))
             case b"E":
-                return Claim(Outcome.REFUSED, Claimed(slot, term, 0, fp))
+                return Claim(Outcome.NOT_CLAIMED, Claimed(slot, term, 0, fp))
             case b"0" | b"1" as leased:
                 return Claim(Outcome.IN_PROGRESS, unpack(answer[1:]), leased=leased == b"1")
         raise CorruptState.of(answer)
@@ -610,7 +610,7 @@ class RedisKeys:
             raise StoreAway(f"Redis: {error}") from error
         except ResponseError as error:
             answered = True
-            if _REFUSED.search(str(error)):
+            if _TAKES_NO_WRITES.search(str(error)):
                 raise StoreAway(f"Redis: {error}") from error
             failed = StoreBug if _is_bug(str(error)) else StoreUnanswered
             raise failed(f"Redis: {error}") from error

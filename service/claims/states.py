@@ -65,7 +65,7 @@ class Outcome(IdentityEnum):
     CONFLICT = "conflict"  # another event is in Kafka under this key
     IN_PROGRESS = "in progress"  # another claim stands: its holder may be writing the event
     UNREADABLE = "unreadable"  # the key's state cannot be decoded, so nothing is known of its event
-    REFUSED = "refused"  # the store takes no more writes, and the key has no state
+    NOT_CLAIMED = "not claimed"  # the store takes no more writes, and the key has no state
 
 
 CLAIMABLE: Final = frozenset({Outcome.NEW, Outcome.TAKEN_OVER})

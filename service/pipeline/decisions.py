@@ -128,7 +128,7 @@ class ClaimDecision:
             self.to_release.append(ClaimToRelease(request, request.claimed_ids))
         elif claim.outcome is Outcome.IN_PROGRESS:
             self.dead_holder_met |= found is not Step.PARK and not claim.leased
-        elif claim.outcome is not Outcome.REFUSED:
+        elif claim.outcome is not Outcome.NOT_CLAIMED:
             self.final_keys.append(request.id)
         if isinstance(found, Step):
             self.next[found].append(request)
@@ -153,7 +153,7 @@ class ClaimDecision:
             case Outcome.IN_PROGRESS, _:
                 waits = self._now < request.wait_deadline
                 return Step.WAIT if waits else Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key")
-        return Step.REQUEUE if claim.outcome is Outcome.REFUSED else _final(claim)
+        return Step.REQUEUE if claim.outcome is Outcome.NOT_CLAIMED else _final(claim)
 
 
 def _final(claim: Claim) -> Problem:

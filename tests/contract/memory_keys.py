@@ -156,7 +156,7 @@ class MemoryKeys:
             wanted = Claimed(slot, term, self._now_ms, fp)
             claim = states.claim(self._get(id), wanted, self._freed, self._ttl_ms(ttl_s), self._least_left_ms)
             if self.server.full and claim.outcome in states.CLAIMABLE:
-                claims.append(Claim(states.Outcome.REFUSED, Claimed(slot, term, 0, fp)))
+                claims.append(Claim(states.Outcome.NOT_CLAIMED, Claimed(slot, term, 0, fp)))
                 continue
             if claim.outcome in states.CLAIMABLE:
                 self._put(id, claim.state, ttl_s)
@@ -178,7 +178,7 @@ class MemoryKeys:
         wanted = [Claimed(slot, term, self._now_ms, fp) for _, fp in asked]
         claim, written = states.claim_all(present, wanted, self._freed, self._ttl_ms(ttl_s), self._least_left_ms)
         if self.server.full and written:
-            return Claim(states.Outcome.REFUSED, Claimed(slot, term, 0, asked[0][1]))
+            return Claim(states.Outcome.NOT_CLAIMED, Claimed(slot, term, 0, asked[0][1]))
         for (id, _), state in zip(asked, written, strict=False):
             self._put(id, state, ttl_s)
         self._count_claims([claim], generation)

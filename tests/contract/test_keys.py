@@ -75,7 +75,7 @@ async def test_a_full_store_answers_known_keys_and_claims_nothing(bench: Bench) 
     known = [Outcome.DELIVERED, Outcome.CONFLICT, Outcome.IN_PROGRESS]
     bench.full(True)
     claims = await bench.keys.claim(generation, 1, 20, asked)
-    assert [claim.outcome for claim in claims] == [Outcome.REFUSED, *known]
+    assert [claim.outcome for claim in claims] == [Outcome.NOT_CLAIMED, *known]
     assert (await bench.keys.find(generation, THIRD)).state is None
     bench.full(False)
     claims = await bench.keys.claim(generation, 1, 20, asked)
@@ -88,7 +88,7 @@ async def test_a_full_store_takes_no_dead_claim_over(bench: Bench) -> None:
     await bench.keys.replay(generation, [], (0, 12))
     bench.full(True)
     (claim,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
-    assert claim.outcome is Outcome.REFUSED
+    assert claim.outcome is Outcome.NOT_CLAIMED
     assert (await bench.keys.find(generation, ID)).state == dead.state
     bench.full(False)
     (claim,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
@@ -99,7 +99,7 @@ async def test_a_full_store_claims_no_batch_and_answers_a_known_one(bench: Bench
     generation = await bench.settled()
     batch = [(ID, FP), (OTHER, FP), (THIRD, FP)]
     bench.full(True)
-    assert (await bench.keys.claim_all(generation, 0, 10, batch)).outcome is Outcome.REFUSED
+    assert (await bench.keys.claim_all(generation, 0, 10, batch)).outcome is Outcome.NOT_CLAIMED
     assert await bench.keys.find_all(generation, [id for id, _ in batch]) == [None, None, None]
     bench.full(False)
     assert (await bench.keys.claim_all(generation, 0, 10, batch)).outcome is Outcome.NEW

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.claims.redis_requirements import refusals
+from service.claims.redis_requirements import unmet_demands
 from service.cli import check_brokers, check_redis
 from service.cli.finding import Finding, Level, grouped, judged, worst
 from service.core.settings import Settings
@@ -68,9 +68,9 @@ def test_a_redis_without_a_run_id_is_a_wrong_identity() -> None:
 )
 def test_the_start_is_refused_for_each_error_of_the_doctor(change: dict[str, str], lines: list[str]) -> None:
     info = {**INFO, **change}
-    assert [line.partition("(")[2].partition(")")[0] for line in refusals(info)] == lines
+    assert [line.partition("(")[2].partition(")")[0] for line in unmet_demands(info)] == lines
     errors = [one for one in check_redis.server(info) if one.level is Level.ERROR]
-    assert refusals(info) == [
+    assert unmet_demands(info) == [
         f"FENCEPOST_REDIS names a server that will not do ({one.found}): {one.change}" for one in errors
     ]
 
