@@ -395,10 +395,14 @@ class RedisKeys:
 
     async def find(self, generation: StoreGeneration, id: bytes) -> Found:
         try:
-            async with asyncio.timeout(self._timeout_s), self._finding:
-                answer = await self._call_in(generation, "find", id)
+            async with asyncio.timeout(self._timeout_s):
+                await self._finding.acquire()
         except TimeoutError as error:
             raise StoreAway(f"Redis: more than {FINDS_AT_ONCE} look-ups wait for their answers") from error
+        try:
+            answer = await self._call_in(generation, "find", id)  # has a timeout, and errors, of its own
+        finally:
+            self._finding.release()
         match answer:
             case [state, freed, leased]:
                 claimed = self._unpack(id, state)

@@ -302,6 +302,30 @@ async def test_waiting_look_ups_do_not_keep_other_calls_from_the_store(server: S
     await keys.close()
 
 
+async def test_a_look_up_without_a_reply_is_no_queue_of_look_ups() -> None:
+    telemetry = Telemetry()
+    keys: Any = keys_at(1, BRIEF_S, telemetry)
+    await keys._connections.give_back(Mute(), usable=True)
+    with pytest.raises(StoreUnanswered, match=r"^Redis did not answer: \w+"):
+        await keys.find(GENERATION, b"i" * 16)
+    assert sample(telemetry, "fencepost_redis_errors_total", error=ERRORS[StoreUnanswered]) == 1
+    await keys.close()
+
+
+async def test_a_look_up_behind_too_many_is_store_away(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_at(server.port)
+    server.answers.extend([None] * module.FINDS_AT_ONCE)
+    finds = [asyncio.create_task(keys.find(GENERATION, b"i" * 16)) for _ in range(module.FINDS_AT_ONCE)]
+    await until(lambda: not server.answers)
+    monkeypatch.setattr(keys, "_timeout_s", BRIEF_S)
+    with pytest.raises(StoreAway, match="look-ups wait"):
+        await keys.find(GENERATION, b"i" * 16)
+    for find in finds:
+        find.cancel()
+    await asyncio.wait(finds)
+    await keys.close()
+
+
 async def test_a_call_without_a_free_connection_is_store_away(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_connections, "CONNECTIONS_MAX", 1)
     keys = keys_at(server.port)
