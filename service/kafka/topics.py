@@ -37,6 +37,10 @@ REFRESH_S: Final = 1.0
 ABSENT_KEPT_S: Final = 3600.0
 # The number of names without a topic that are remembered, so that a batch asks for such a name once.
 ABSENT_MAX: Final = 1_000
+# Look-ups at a time of topics that were never found, and those that may wait for that: a broker answers the requests of
+# a connection one by one, so that clients with names of no topic would delay the service's own requests.
+NEW_AT_ONCE: Final = 16
+NEW_WAITING_MAX: Final = 1_000
 
 
 class InternalTopics:
@@ -154,6 +158,8 @@ class TopicMetadataCache:
         self._asked_at: dict[str, float] = {}  # when the cached metadata was requested, by time.monotonic
         self._absent: dict[str, float] = {}  # when the last look-up that found no topic began
         self._looking_up: dict[str, asyncio.Task[Topic | None]] = {}
+        self._permits = asyncio.Semaphore(NEW_AT_ONCE)
+        self._waiting = 0  # look-ups that wait for a permit
 
     def fresh(self, name: str) -> Topic | None:
         """Return the topic if its metadata is fresh, else None; no I/O."""
@@ -233,6 +239,29 @@ class TopicMetadataCache:
         return looking_up
 
     async def _look_up(self, name: str) -> Topic | None:
+        """Ask Kafka for a topic as `_ask` does; one that was never found has to wait for a permit."""
+        if name in self._last:
+            return await self._ask(name)
+        await self._permit()
+        try:
+            return await self._ask(name)
+        finally:
+            self._permits.release()
+
+    async def _permit(self) -> None:
+        """Wait for a permit. Raises KafkaAway if that takes too long, or too many wait."""
+        if self._waiting >= NEW_WAITING_MAX:
+            raise KafkaAway(f"{NEW_WAITING_MAX} look-ups of new topics wait already")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._cluster.timeout_s):
+                await self._permits.acquire()
+        except TimeoutError as error:
+            raise KafkaAway(f"{NEW_AT_ONCE} look-ups of new topics have no answer") from error
+        finally:
+            self._waiting -= 1
+
+    async def _ask(self, name: str) -> Topic | None:
         """Ask Kafka for a topic, and cache it; None if no broker knows the topic. Raises KafkaAway, KafkaForbids."""
         began = time.monotonic()
         last = self._last.get(name)

@@ -19,6 +19,7 @@ from service.events.cloudevents import MEMBERS_MAX
 from service.events.strict_json import DEPTH_MAX
 from service.http import batch, encodings, limits, request, request_reader, streaming
 from service.http.request import OWN_BYTES
+from service.kafka import topics
 from tests.faults import matrix
 
 DOCUMENTS = sorted(
@@ -119,6 +120,7 @@ def test_the_limits_in_the_readme_are_those_of_the_code() -> None:
         f"| {DEPTH_MAX} |",
         f"| {TOPIC_CHARS_MAX} characters |",
         f"| {EVENT_BYTES_MAX:,} bytes; its JSON {event.EVENT_TEXT_BYTES_MAX:,} |",
+        f"| {topics.NEW_AT_ONCE} at a time; {topics.NEW_WAITING_MAX:,} that wait |",
         f"| the body of a webhook's delivery | {EVENT_BYTES_MAX:,} bytes |",
         f"| {event.HEADERS_MAX}; of a structured CloudEvent {MEMBERS_MAX - 1} attributes",
         f"| {event.BATCH_EVENTS_MAX:,}; of NDJSON and v3 streams any number |",

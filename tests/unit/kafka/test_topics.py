@@ -15,7 +15,7 @@ from service.events.event import NONE_IS_PLAIN
 from service.kafka import topics as module
 from service.kafka.admin import Topic
 from service.kafka.topics import InternalTopics, TopicMetadataCache
-from tests.unit.fakes import FakeCluster, World, make_event
+from tests.unit.fakes import FakeCluster, World, make_event, until
 
 
 def known(*topics: str) -> tuple[TopicMetadataCache, FakeCluster]:
@@ -116,6 +116,50 @@ async def test_a_caller_that_goes_away_does_not_end_the_look_up_of_others() -> N
     await asyncio.sleep(0)
     gone.cancel()
     assert await here is cluster.topics["orders"]
+
+
+async def test_look_ups_of_new_topics_wait_for_each_other_and_never_delay_those_of_known_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any client can name topics that do not exist, each of which costs two requests."""
+    monkeypatch.setattr(module, "NEW_WAITING_MAX", 100)
+    topic_metadata, cluster = known("orders")
+    await topic_metadata.get("orders", time.monotonic())
+    topic_metadata.invalidate("orders")
+    held = asyncio.Event()
+    describe = cluster.describe
+    asked: set[str] = set()
+
+    async def silent(names: Sequence[str], *, elsewhere: bool = False) -> dict[str, Topic]:
+        if names[0] != "orders":
+            asked.add(names[0])
+            await held.wait()
+        return await describe(names, elsewhere=elsewhere)
+
+    monkeypatch.setattr(cluster, "describe", silent)
+    count = module.NEW_AT_ONCE + 100
+    looking_up = [asyncio.create_task(topic_metadata.get(f"new-{n}", time.monotonic())) for n in range(count)]
+    await until(lambda: len(asked) == module.NEW_AT_ONCE)
+    assert await topic_metadata.get("orders", time.monotonic()) is cluster.topics["orders"]
+    with pytest.raises(KafkaAway, match="100 look-ups of new topics wait already"):
+        await topic_metadata.get("one-more", time.monotonic())
+    assert len(asked) == module.NEW_AT_ONCE
+    held.set()
+    assert await asyncio.gather(*looking_up) == [None] * count
+    assert await topic_metadata.get("one-more", time.monotonic()) is None
+
+
+async def test_a_look_up_of_a_new_topic_waits_no_longer_than_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NEW_AT_ONCE", 1)
+    topic_metadata, cluster = known()
+    monkeypatch.setattr(cluster, "describe", lambda *_, **__: asyncio.sleep(60))
+    first = asyncio.create_task(topic_metadata.get("a", time.monotonic()))
+    await asyncio.sleep(0.01)
+    with pytest.raises(KafkaAway, match="1 look-ups of new topics have no answer"):
+        await topic_metadata.get("b", time.monotonic())
+    first.cancel()
+    topic_metadata.close()
+    await asyncio.wait([first])
 
 
 async def test_absent_topics_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
