@@ -104,7 +104,7 @@ class Service:
         )
         self.topics = InternalTopics(self.cluster, settings, rules.longest_ttl_s)
         self.topic_metadata = TopicMetadataCache(self.cluster)
-        self.topic_lister = TopicLister(self.cluster.list_topics)
+        self.topic_lister = TopicLister(self.cluster.list_topics, self.cluster.describe)
         self.control = Control(self.cluster, self.topics.control, settings.name)
         self.store = CurrentStore(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.queue = Queue(settings)

@@ -142,8 +142,9 @@ class ListRequest:
         return ProduceProblem(404, UNKNOWN_TOPIC_OR_PARTITION if self._is_v3 else error_code, detail)
 
     async def settings(self, topic: str) -> Mapping[str, str]:
-        found = await self._parts.topic_metadata.get(topic, time.monotonic())
-        return {} if found is None else found.settings
+        # A look-up by the cache would count as a request to write to the topic, whose partitions are watched then.
+        known = self._parts.topic_metadata.fresh(topic)
+        return await self._parts.topic_lister.settings_of(topic) if known is None else known.settings
 
     async def cluster(self) -> Listing:
         """Look up the cluster of the path, or the only one. Raises Problem (404) for another."""

@@ -3,12 +3,15 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiokafka import errors
 
 from service.kafka.deadline import shared
 from service.kafka.metadata import decode_metadata
+
+if TYPE_CHECKING:  # it imports this module
+    from service.kafka.admin import Topic
 
 # How long a list of all topics is used: to ask for one costs a broker, and this process, time by the number of topics.
 LISTED_S: Final = 10.0
@@ -57,8 +60,13 @@ def listing_of(response: bytes) -> Listing:
 class TopicLister:
     """Asks for topics within bounds, whatever the number of clients that ask."""
 
-    def __init__(self, list_topics: Callable[[Sequence[str] | None], Coroutine[Any, Any, Listing]]) -> None:
+    def __init__(
+        self,
+        list_topics: Callable[[Sequence[str] | None], Coroutine[Any, Any, Listing]],
+        describe: "Callable[[Sequence[str]], Coroutine[Any, Any, Mapping[str, Topic]]]",
+    ) -> None:
         self._list_topics = list_topics
+        self._describe = describe
         self._all: asyncio.Task[Listing] | None = None  # the last request for all topics
         self._asked_at = 0.0  # when that began, by time.monotonic
         self._permits = asyncio.Semaphore(ASKED_AT_ONCE)
@@ -78,6 +86,12 @@ class TopicLister:
         """List topics, as they are now; without names, the cluster only. Raises KafkaAway."""
         async with self._permits:
             return await self._list_topics(names)
+
+    async def settings_of(self, name: str) -> Mapping[str, str]:
+        """Look up the settings of a topic, as they are now; none if it does not exist. Raises KafkaAway."""
+        async with self._permits:
+            found = await self._describe([name])
+        return found[name].settings if name in found else {}
 
     def close(self) -> None:
         """Cancel a request that is under way."""

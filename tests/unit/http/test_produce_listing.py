@@ -42,6 +42,7 @@ class Cluster(FakeCluster):
         super().__init__()
         self.topics = {"orders": Topic("orders", 2, {"cleanup.policy": "delete"})}
         self.listed: list[Sequence[str] | None] = []
+        self.topic_metadata = TopicMetadataCache(self)
 
     async def list_topics(self, names: Sequence[str] | None) -> Listing:
         self.listed.append(names)
@@ -53,8 +54,8 @@ class Cluster(FakeCluster):
 def app_of(cluster: Cluster, rules: Rules) -> FastAPI:
     settings = Settings(rules="rules.toml" if rules.callers else "")
     parts = SimpleNamespace(
-        topic_lister=TopicLister(cluster.list_topics),
-        topic_metadata=TopicMetadataCache(cluster),
+        topic_lister=TopicLister(cluster.list_topics, cluster.describe),
+        topic_metadata=cluster.topic_metadata,
         topics=InternalTopics(cluster, settings),
     )
     posts = EventsEndpoint(cast(Admission, None), settings, Callers(rules.callers), Telemetry())
@@ -101,6 +102,13 @@ async def test_v2_lists_of_topics_have_the_peer_s_form(http: httpx.AsyncClient) 
     assert await read(http, "/topics/orders") == described
     assert await read(http, "/topics/orders/partitions") == [first, second]
     assert await read(http, "/topics/orders/partitions/1") == second
+
+
+async def test_a_topic_that_is_read_is_none_to_write_to(http: httpx.AsyncClient, cluster: Cluster) -> None:
+    """The last stable offsets of those are watched, and reported by metrics and alerts."""
+    for path in ("/topics", "/topics/orders", "/topics/orders/partitions", "/v3/clusters/c1/topics/orders"):
+        await read(http, path)
+    assert not cluster.topic_metadata.names
 
 
 async def test_v3_lists_have_the_peer_s_form(http: httpx.AsyncClient) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from service.core.problems import KafkaAway
 from service.kafka import listing as module
+from service.kafka.admin import Topic
 from service.kafka.listing import ListedPartition, ListedTopic, Listing, TopicLister, listing_of
 from service.kafka.metadata import UndecodedMetadata
 from tests.unit.fakes import until
@@ -64,10 +65,15 @@ class Asked:
             raise KafkaAway("away")
         return EMPTY
 
+    async def describe(self, names: Sequence[str]) -> dict[str, Topic]:
+        self.names.append(names)
+        await self.may_answer.wait()
+        return {name: Topic(name, 1, {"retention.ms": "1"}) for name in names if name != "gone"}
+
 
 async def test_clients_share_a_list_of_all_topics(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked()
-    lister = TopicLister(asked.list_topics)
+    lister = TopicLister(asked.list_topics, asked.describe)
     waiting = [asyncio.create_task(lister.all()) for _ in range(5)]
     await asyncio.sleep(0)
     asked.may_answer.set()
@@ -83,7 +89,7 @@ async def test_a_request_that_failed_is_made_again() -> None:
     asked = Asked()
     asked.may_answer.set()
     asked.away = True
-    lister = TopicLister(asked.list_topics)
+    lister = TopicLister(asked.list_topics, asked.describe)
     with pytest.raises(KafkaAway):
         await lister.all()
     asked.away = False
@@ -92,7 +98,7 @@ async def test_a_request_that_failed_is_made_again() -> None:
 
 async def test_few_requests_for_single_topics_are_under_way_at_a_time() -> None:
     asked = Asked()
-    lister = TopicLister(asked.list_topics)
+    lister = TopicLister(asked.list_topics, asked.describe)
     waiting = [asyncio.create_task(lister.some(f"t{n}")) for n in range(10)]
     await until(lambda: len(asked.names) == module.ASKED_AT_ONCE)
     await asyncio.sleep(0.01)
@@ -102,9 +108,18 @@ async def test_few_requests_for_single_topics_are_under_way_at_a_time() -> None:
     assert asked.names == [(f"t{n}",) for n in range(10)]
 
 
+async def test_settings_are_asked_for_within_the_same_bound() -> None:
+    asked = Asked()
+    lister = TopicLister(asked.list_topics, asked.describe)
+    waiting = [asyncio.create_task(lister.settings_of(name)) for name in ["gone", *"abcdefgh"]]
+    await until(lambda: len(asked.names) == module.ASKED_AT_ONCE)
+    asked.may_answer.set()
+    assert await asyncio.gather(*waiting) == [{}, *[{"retention.ms": "1"}] * 8]
+
+
 async def test_a_request_ends_with_the_service() -> None:
     asked = Asked()
-    lister = TopicLister(asked.list_topics)
+    lister = TopicLister(asked.list_topics, asked.describe)
     lister.close()
     waiting = asyncio.create_task(lister.all())
     await until(lambda: bool(asked.names))
