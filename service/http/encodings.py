@@ -3,15 +3,19 @@
 A few bytes may decode to gigabytes. The bounds are checked at each piece, so that a body costs no more than they allow.
 """
 
+import sys
 import time
 import zlib
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from backports import zstd
-
 from service.core.problems import INVALID_ENCODING, TOO_LARGE, UNSUPPORTED_ENCODING, Problem
 from service.http.headers import CODINGS, UsedHeaders
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 # The most bytes of one piece, and of a body that are decoded in one step, which takes a fraction of a millisecond. What
 # a member leaves of a step is copied, so that a step must not be much longer than a member.

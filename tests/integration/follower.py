@@ -8,7 +8,7 @@ import signal
 import sqlite3
 from collections.abc import Sequence
 
-from service.reader import Overtaken, Record, Saved, follow, id_of
+from service.fencepost import Overtaken, Reader, Record, Saved, id_of
 
 END = b"end"
 ENDS = 2
@@ -75,7 +75,7 @@ async def main() -> None:
     given = parser.parse_args()
     store = Ledger(given.database, die_at=given.die_at, torn=given.torn)
     with contextlib.suppress(Done):
-        await follow(given.topic, results, store, records_max=20, bootstrap_servers=given.kafka)
+        await Reader(given.topic, store, records_max=20, bootstrap_servers=given.kafka).follow(results)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from aiokafka.errors import OffsetOutOfRangeError
 from deploy import places
 from deploy.stack import Kafka
 from service.contract import wire
-from service.reader import BOUNDS, Bounds, Overtaken, ReaderPosition, Saved, follow
+from service.fencepost import BOUNDS, Bounds, Overtaken, Reader, ReaderPosition, Saved
 from tests.integration.follower import END, Ledger, results
 from tests.spark.history import History, Writer
 
@@ -84,9 +84,8 @@ async def _stored(store: Ledger, rows: int, reading: asyncio.Task[None]) -> None
 
 async def _read(store: Ledger, history: History, topic: str, *, rows: int, bounds: Bounds = BOUNDS) -> None:
     """Follow until this many results are stored."""
-    reading = asyncio.create_task(
-        follow(topic, results, store, bounds=bounds, records_max=20, bootstrap_servers=history.bootstrap)
-    )
+    reader = Reader(topic, store, bounds=bounds, records_max=20, bootstrap_servers=history.bootstrap)
+    reading = asyncio.create_task(reader.follow(results))
     await _stored(store, rows, reading)
     if not reading.done():
         reading.cancel()
@@ -118,7 +117,7 @@ async def test_an_id_beyond_the_reader_s_bounds_is_new_again(history: History, t
 async def test_partitions_that_come_later_are_read_from_their_beginning(
     history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.reader.METADATA_MS", 200)
+    monkeypatch.setattr("service.fencepost.reader.METADATA_MS", 200)
     topic = history.topic(f"{history.namespace}-t", 1)
     history.deliver(history.transactional(ONE), ONE, topic, ["a"])  # the plain producer must not know the topic yet
     store = Ledger(str(tmp_path / "results.db"))

@@ -5,9 +5,8 @@ import gzip
 import json
 import zlib
 
-from backports import zstd
-
 from tests.bench.stage import memory_bytes
+from tests.compression import zstd
 from tests.integration.conftest import Stage
 from tests.integration.judge import Delivered, read_committed
 from tests.integration.streamer import stream_lines

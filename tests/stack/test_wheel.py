@@ -7,9 +7,12 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
+
+from tests.pythons import supported, uv
 
 ROOT = Path(__file__).parents[2]
 HEADERS = Path(sysconfig.get_path("include"), "Python.h")
@@ -40,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     unwanted = shutil.ignore_patterns("__pycache__", "*.so")
     for folder in ("service", "spark"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=unwanted)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, tree / name)
     build = f"import os; os.chdir({str(tree)!r}); from setuptools.build_meta import build_wheel; build_wheel('dist')"
     run(sys.executable, "-c", build, CFLAGS="-O0")
@@ -54,14 +57,18 @@ def test_the_wheel_has_all_files_of_its_packages_but_the_cython_sources(wheel: P
     compiled = {f"service/native/{name}{suffix}" for name in ("bodies", "heads", "records")}
     files = [path for folder in ("service", "spark") for path in (ROOT / folder).rglob("*") if path.is_file()]
     ours = {f"{path.relative_to(ROOT)}" for path in files if path.suffix not in {*SOURCES, ".so", ".pyc", ".md"}}
-    assert packed == ours | compiled
+    # What applications import has a name of its own.
+    assert packed == {name.removeprefix("service/" * name.startswith("service/fencepost/")) for name in ours} | compiled
 
 
-def uv() -> str:
-    """Find the uv that the project's scripts use."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fencepost")
-    found = shutil.which("uv") or Path(os.environ.get("FENCEPOST_CACHE") or cache, "uv", "bin", "uv")
-    return str(found)
+def test_its_metadata_name_authors_license_and_pythons(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (info,) = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+        assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert (metadata["Author"], metadata["License-Expression"]) == ("The Fencepost authors", "Apache-2.0")
+    oldest, newest = supported()[0], supported()[-1]
+    assert metadata["Requires-Python"] == f"<3.{int(newest.removeprefix('3.')) + 1},>={oldest}"
 
 
 @pytest.mark.parametrize("installer", ["uv", "pip"])
@@ -81,3 +88,41 @@ def test_installed_it_runs_its_inner_loops_in_c(wheel: Path, installer: str, tmp
     compiled, _, where = said.partition(" ")
     assert Path(where).is_relative_to(venv)
     assert compiled == "True"
+
+
+# What an application reaches with an extra, in an environment with nothing else.
+IMPORTS = {
+    "reader": """
+import importlib.util, sys
+from fencepost import Bounds, Overtaken, Reader, ReaderPosition, ReaderStore, Record, Saved, id_of
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"service", "spark"}, loaded
+assert not any(map(importlib.util.find_spec, ("fastapi", "redis", "pyspark", "msgspec", "uvicorn")))
+print(Reader.__module__)
+""",
+    "none": """
+import fencepost
+assert "Reader" in dir(fencepost)
+try:
+    fencepost.Reader
+except ImportError as error:
+    print(error)
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("extra", "printed"),
+    [("reader", "fencepost.reader"), ("none", "Reader needs aiokafka: pip install 'fencepost[reader]'")],
+)
+def test_an_application_imports_fencepost_with_only_its_extra(
+    wheel: Path, extra: str, printed: str, tmp_path: Path
+) -> None:
+    venv = tmp_path / "venv"
+    python = venv / "bin" / "python"
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    if extra != "none":
+        locked = ("sync", "--quiet", "--frozen", "--no-dev", "--no-install-project", "--extra", extra)
+        run(uv(), *locked, "--project", ROOT, "--python", python, UV_PROJECT_ENVIRONMENT=str(venv))
+    run(uv(), "pip", "install", "--quiet", "--no-deps", "--no-index", "--python", python, wheel)
+    assert run(python, "-c", IMPORTS[extra]) == printed

@@ -7,11 +7,11 @@ import zlib
 from collections.abc import Callable
 
 import pytest
-from backports import zstd
 
 from service.core.problems import INVALID_ENCODING, TOO_LARGE, UNSUPPORTED_ENCODING, Problem
 from service.http import encodings as module
 from service.http.encodings import PIECE_BYTES, Decoder, coding_of, decode
+from tests.compression import zstd
 
 ENCODERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress, "zstd": zstd.compress}
 # JSON as events have it, and noise that no coding makes smaller.

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import pytest
-from backports import zstd
 
 from service.contract import CallerRule
 from service.core.metrics import Telemetry
@@ -24,6 +23,7 @@ from service.http.request import OWN_BYTES, StopSignal
 from service.http.streaming import StreamEndpoint
 from service.pipeline.admission import Admission
 from service.pipeline.request import BatchChunk, WriteResult
+from tests.compression import zstd
 from tests.unit.fakes import World, ended
 from tests.unit.http.test_encodings import ENCODERS
 from tests.unit.http.test_events import Commits

@@ -78,7 +78,7 @@ classes = {kind for module in modules for kind in vars(module).values() if inspe
 def known():
     return [dict(vars(each)) for each in (*modules, *classes)]
 before = known()
-import service.app, service.reader
+import service.app, service.fencepost.reader
 assert [name for old, new in zip(before, known()) for name in old if new.get(name) is not old[name]] == []
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

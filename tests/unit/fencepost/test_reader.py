@@ -1,11 +1,14 @@
-"""Tests the position of a reader, and its encoding."""
+"""Tests the position of a reader, its encoding, and the id of a record."""
 
 import random
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.contract import wire
-from service.reader import Bounds, ReaderPosition, id_of
+from service.fencepost import Bounds, Reader, ReaderPosition, id_of, reader
 
 AGE = Bounds(ids=3, age_s=10)
 
@@ -59,3 +62,31 @@ def test_the_id_is_that_of_the_stamp_else_of_the_key() -> None:
     assert id_of(_Record((wire.STAMP_HEADER, None), (wire.KEY_HEADER, b"k"))) == wire.event_id("k")
     assert id_of(_Record((wire.KEY_HEADER, None))) is None
     assert id_of(_Record()) is None
+
+
+STAMP = wire.Stamp(b"s" * 16, bytes(8), 1, 0, 1, 0, "a:1").encode()
+
+
+def test_the_reader_has_the_names_and_lengths_of_the_wire_contract() -> None:
+    ours = (reader.KEY_HEADER, reader.STAMP_HEADER, reader.ID_BYTES, reader.FINGERPRINT_BYTES)
+    assert ours == (wire.KEY_HEADER, wire.STAMP_HEADER, wire.ID_BYTES, wire.FINGERPRINT_BYTES)
+
+
+@given(
+    st.integers(0, len(STAMP)), st.integers(0, 4), st.binary(max_size=4) | st.sampled_from([b";", b"0", b" 1", b"-"])
+)
+def test_a_stamp_is_decoded_as_the_wire_contract_decodes_it(at: int, cut: int, put: bytes) -> None:
+    changed = STAMP[:at] + put + STAMP[at + cut :]
+    try:
+        expected = wire.Stamp.decode(changed).id
+    except wire.WireError:
+        expected = None
+    assert id_of(_Record((wire.STAMP_HEADER, changed))) == expected
+
+
+@pytest.mark.parametrize("name", ["auto_offset_reset", "enable_auto_commit", "group_id", "isolation_level"])
+def test_a_setting_on_which_the_guarantee_depends_is_refused(name: str) -> None:
+    store: Any = None
+    setting: dict[str, Any] = {name: "x"}
+    with pytest.raises(TypeError, match=f"the reader sets {name} itself: leave it out"):
+        Reader("orders", store, **setting)
