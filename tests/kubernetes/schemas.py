@@ -34,7 +34,7 @@ _RULE: Final = _object(
     expr=_TEXT,
     **{"for": _DURATION},
     labels=_object("severity", severity={"enum": ["page", "ticket"]}),
-    annotations=_object("summary description runbook", summary=_TEXT, description=_TEXT, runbook=_TEXT),
+    annotations=_object("summary description runbook_url", summary=_TEXT, description=_TEXT, runbook_url=_TEXT),
 )
 
 _ENDPOINT: Final = _object("port path", port=_TEXT, path=_TEXT, interval=_DURATION, scrapeTimeout=_DURATION)
@@ -51,7 +51,82 @@ _SPARK_POD: Final = {
 }
 _RUNS: Final = {"successfulRunHistoryLimit": _WHOLE, "failedRunHistoryLimit": _WHOLE}
 
+_PORT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": 65535}
+_HOST: Final[Schema] = {"type": "string", "pattern": "^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"}
+# Of Strimzi's API `v1`.
+_OPERATIONS: Final = (
+    "All Alter AlterConfigs ClusterAction Create Delete Describe DescribeConfigs IdempotentWrite Read Write"
+)
+_ACL: Final = _object(
+    "resource operations",
+    type={"enum": ["allow", "deny"]},
+    host=_TEXT,
+    resource=_object(
+        "type name patternType",
+        type={"enum": ["topic", "group", "transactionalId"]},
+        name=_TEXT,
+        patternType={"enum": ["literal", "prefix"]},
+    ),
+    operations={**_list({"enum": _OPERATIONS.split()}), "uniqueItems": True},
+)
+
 CUSTOM: Final[dict[tuple[str, str], Schema]] = {
+    ("kafka.strimzi.io/v1", "KafkaTopic"): _object(
+        "partitions replicas config",
+        topicName=_TEXT,
+        partitions={"type": "integer", "minimum": 1},
+        replicas={"type": "integer", "minimum": 1, "maximum": 32767},
+        config={"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
+    ),
+    ("kafka.strimzi.io/v1", "KafkaUser"): _object(
+        "authentication authorization",
+        authentication=_object("type", type={"enum": ["scram-sha-512", "tls", "tls-external"]}),
+        authorization=_object("type acls", type={"const": "simple"}, acls=_list(_ACL)),
+    ),
+    ("gateway.networking.k8s.io/v1", "Gateway"): _object(
+        "gatewayClassName listeners",
+        gatewayClassName=_TEXT,
+        listeners=_list(
+            _object(
+                "name port protocol",
+                name=_TEXT,
+                port=_PORT,
+                protocol={"enum": ["HTTP", "HTTPS", "TLS", "TCP", "UDP"]},
+                hostname=_HOST,
+                tls=_object(
+                    "",
+                    mode={"enum": ["Terminate", "Passthrough"]},
+                    certificateRefs=_list(_object("name", group=_TEXT, kind=_TEXT, name=_TEXT, namespace=_TEXT)),
+                ),
+                allowedRoutes=_object(
+                    "", namespaces=_object("", **{"from": {"enum": ["All", "Selector", "Same"]}}, selector=_ANY)
+                ),
+            )
+        ),
+    ),
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): _object(
+        "parentRefs rules",
+        parentRefs=_list(
+            _object("name", group=_TEXT, kind=_TEXT, name=_TEXT, namespace=_TEXT, sectionName=_TEXT, port=_PORT)
+        ),
+        hostnames=_list(_HOST),
+        rules=_list(
+            _object(
+                "backendRefs",
+                matches=_list(
+                    _object(
+                        "",
+                        path=_object(
+                            "",
+                            type={"enum": ["Exact", "PathPrefix", "RegularExpression"]},
+                            value={"type": "string", "pattern": "^/"},
+                        ),
+                    )
+                ),
+                backendRefs=_list(_object("name port", group=_TEXT, kind=_TEXT, name=_TEXT, port=_PORT, weight=_WHOLE)),
+            )
+        ),
+    ),
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _object(
         "selector endpoints",
         selector=_object("matchLabels", matchLabels=_TEXTS),
