@@ -2,7 +2,7 @@
 
     FENCEPOST_URL=http://127.0.0.1:8000 python deploy/examples/send_httpx.py order-1 [TOPIC]
 
-The client of `service.client` does the same, and keeps events over a crash of its program.
+The client of `fencepost` does the same, and keeps events over a crash of its program.
 """
 
 import os

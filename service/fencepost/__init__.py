@@ -1,30 +1,84 @@
-"""What applications import: `from fencepost import Reader`, which reads events, each id once.
+"""What applications import: `Client` sends events, each under one key; `Reader` reads them, each id once.
 
 An installation has this folder as the package `fencepost`, so its modules import each other relatively, and nothing of
 the service. Each name is loaded at its first use, and needs only the packages of its own extra:
-`pip install 'fencepost[reader]'`.
+`pip install 'fencepost[client]'`, `pip install 'fencepost[reader]'`.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from .client import (
+        AsyncClient,
+        Client,
+        Event,
+        KeyExpired,
+        KeyReused,
+        NotAccepted,
+        Refused,
+        Result,
+        SendError,
+        Spool,
+        SpoolError,
+        SpoolFull,
+        SpoolInUse,
+        Unsettled,
+        Written,
+        new_key,
+    )
     from .reader import BOUNDS, Bounds, Overtaken, Reader, ReaderPosition, ReaderStore, Record, Saved, id_of
 
-__all__ = ["BOUNDS", "Bounds", "Overtaken", "Reader", "ReaderPosition", "ReaderStore", "Record", "Saved", "id_of"]
+__all__ = [
+    "BOUNDS",
+    "AsyncClient",
+    "Bounds",
+    "Client",
+    "Event",
+    "KeyExpired",
+    "KeyReused",
+    "NotAccepted",
+    "Overtaken",
+    "Reader",
+    "ReaderPosition",
+    "ReaderStore",
+    "Record",
+    "Refused",
+    "Result",
+    "Saved",
+    "SendError",
+    "Spool",
+    "SpoolError",
+    "SpoolFull",
+    "SpoolInUse",
+    "Unsettled",
+    "Written",
+    "id_of",
+    "new_key",
+]
 
-# The module of each name. A module's name is also that of the extra with the packages that it needs.
-_MODULES: Final = dict.fromkeys(__all__, "reader")
+_READER: Final = {
+    "BOUNDS",
+    "Bounds",
+    "Overtaken",
+    "Reader",
+    "ReaderPosition",
+    "ReaderStore",
+    "Record",
+    "Saved",
+    "id_of",
+}
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULES.get(name)
-    if module is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # The module, and the extra with the packages that it needs.
+    part = "reader" if name in _READER else "client"
     try:
-        return getattr(importlib.import_module(f".{module}", __name__), name)
+        return getattr(importlib.import_module(f".{part}", __name__), name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{name} needs {error.name}: pip install 'fencepost[{module}]'") from error
+        raise ImportError(f"{name} needs {error.name}: pip install 'fencepost[{part}]'") from error
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ connection of its own.
 import sys
 from pathlib import Path
 
-from service.client import Client, Event
+from service.fencepost.client import Client, Event
 
 SIZES = (1, 4, 1, 7)  # of its calls, in turn
 

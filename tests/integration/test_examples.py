@@ -20,8 +20,8 @@ import pytest
 from deploy.install import java
 from deploy.places import ROOT
 from deploy.stack import Kafka, Service
-from service.client import Client, Event, KeyExpired, Spool, Written
-from service.client.events import Pending
+from service.fencepost.client import Client, Event, KeyExpired, Spool, Written
+from service.fencepost.client.events import Pending
 from tests.integration.judge import Delivered, read_committed
 from tests.integration.proxy import RETRY_AFTER_S, Fate, Proxy
 

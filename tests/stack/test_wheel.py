@@ -100,20 +100,37 @@ assert not loaded & {"service", "spark"}, loaded
 assert not any(map(importlib.util.find_spec, ("fastapi", "redis", "pyspark", "msgspec", "uvicorn")))
 print(Reader.__module__)
 """,
+    "client": """
+import importlib.util, sys
+from fencepost import AsyncClient, Client, Event, KeyExpired, Refused, SendError, Spool, Unsettled, Written
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"aiokafka", "service", "spark"}, loaded
+assert not any(map(importlib.util.find_spec, ("aiokafka", "fastapi", "redis", "pyspark", "msgspec", "uvicorn")))
+print(Client.__module__)
+""",
     "none": """
 import fencepost
-assert "Reader" in dir(fencepost)
-try:
-    fencepost.Reader
-except ImportError as error:
-    print(error)
+assert {"Client", "Reader"} <= set(dir(fencepost))
+for name in ("Client", "Reader"):
+    try:
+        getattr(fencepost, name)
+    except ImportError as error:
+        print(error)
 """,
 }
 
 
 @pytest.mark.parametrize(
     ("extra", "printed"),
-    [("reader", "fencepost.reader"), ("none", "Reader needs aiokafka: pip install 'fencepost[reader]'")],
+    [
+        ("reader", "fencepost.reader"),
+        ("client", "fencepost.client.client"),
+        (
+            "none",
+            "Client needs httpx: pip install 'fencepost[client]'\n"
+            "Reader needs aiokafka: pip install 'fencepost[reader]'",
+        ),
+    ],
 )
 def test_an_application_imports_fencepost_with_only_its_extra(
     wheel: Path, extra: str, printed: str, tmp_path: Path

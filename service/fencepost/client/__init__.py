@@ -1,6 +1,6 @@
-"""For applications: sends events to Fencepost, each under one key, however often it must be sent.
+"""Sends events to Fencepost, each under one key, however often it must be sent.
 
-    from service.client import Client, Event, SendError
+    from fencepost import Client, Event, SendError
 
     with Client("http://127.0.0.1:8000", token=token, spool="orders.spool") as client:
         for result in client.resume():          # events that an earlier run of this program has not settled
@@ -12,8 +12,8 @@
 retried, and what the spool protects from.
 """
 
-from service.client.client import AsyncClient, Client
-from service.client.events import (
+from .client import AsyncClient, Client
+from .events import (
     Event,
     KeyExpired,
     KeyReused,
@@ -25,7 +25,7 @@ from service.client.events import (
     Written,
     new_key,
 )
-from service.client.spool import Spool, SpoolError, SpoolFull, SpoolInUse
+from .spool import Spool, SpoolError, SpoolFull, SpoolInUse
 
 __all__ = [
     "AsyncClient",

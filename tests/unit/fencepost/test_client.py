@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.client import (
+from service.core.problems import KINDS
+from service.events.key_time import made_at_ms
+from service.fencepost.client import (
     AsyncClient,
     Client,
     Event,
@@ -31,12 +33,10 @@ from service.client import (
     Written,
     new_key,
 )
-from service.client.answers import PAGE_BYTES, PAGE_EVENTS, Problem
-from service.client.client import FIRST_PAUSE_S, PAUSE_MAX_S
-from service.client.events import Pending
-from service.core.problems import KINDS
-from service.events.key_time import made_at_ms
-from tests.unit.client.fakes import (
+from service.fencepost.client.answers import PAGE_BYTES, PAGE_EVENTS, Problem
+from service.fencepost.client.client import FIRST_PAUSE_S, PAUSE_MAX_S
+from service.fencepost.client.events import Pending
+from tests.unit.fencepost.fakes import (
     CONNECT,
     CUT,
     CUT_AMID,
@@ -60,8 +60,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 def patched(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     clock = FakeTime()
-    monkeypatch.setattr("service.client.client.time", clock)
-    monkeypatch.setattr("service.client.answers.time", clock)
+    monkeypatch.setattr("service.fencepost.client.client.time", clock)
+    monkeypatch.setattr("service.fencepost.client.answers.time", clock)
     monkeypatch.setattr(asyncio, "sleep", clock.asyncio_sleep)
     return clock
 
@@ -129,7 +129,7 @@ def raised(result: Result | None) -> SendError:
 
 def test_a_key_is_a_uuid_of_version_7_that_tells_when_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeTime()
-    monkeypatch.setattr("service.client.events.time", clock)
+    monkeypatch.setattr("service.fencepost.client.events.time", clock)
     clock.now = 1_795_000_000.123
     keys = {new_key() for _ in range(1_000)}
     assert len(keys) == 1_000

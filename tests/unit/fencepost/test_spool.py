@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy.places import ROOT
-from service.client import Spool, SpoolError, SpoolFull, SpoolInUse
-from service.client.events import Pending
+from service.fencepost.client import Spool, SpoolError, SpoolFull, SpoolInUse
+from service.fencepost.client.events import Pending
 
 
 def pending(*numbers: int, size: int = 0) -> list[Pending]:
@@ -83,9 +83,13 @@ def test_a_full_spool_takes_nothing_of_a_call_and_then_goes_on(tmp_path: Path) -
         Spool(tmp_path / "s", bytes_max=1_000)
 
 
-HOLD = (
-    "import sys; from service.client import Spool; s = Spool(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
-)
+HOLD = """
+import sys
+from service.fencepost import Spool
+spool = Spool(sys.argv[1])
+print('open', flush=True)
+sys.stdin.read()
+"""
 
 
 def test_a_second_program_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Self
 
-from service.client.events import Pending
+from .events import Pending
 
 PAGE_BYTES: Final = 4096
 # Room for the pages of the file itself, and for a few events.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import httpx
 
-from service.client.events import KeyExpired, KeyReused, NotAccepted, Pending, Refused, Unsettled, Written
+from .events import KeyExpired, KeyReused, NotAccepted, Pending, Refused, Unsettled, Written
 
 # The events of one request. Their results (some 200 bytes each, a problem up to 1,500) are fewer than the 4 MiB that
 # the service holds for a client that reads only when it has sent all.

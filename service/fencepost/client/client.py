@@ -12,9 +12,9 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 import httpx
 
-from service.client.answers import PAGE_BYTES, PAGE_EVENTS, UNSENT, Answer, Problem, request_of, verdicts
-from service.client.events import Event, Pending, Result, SendError, Unsettled, Written
-from service.client.spool import Spool, SpoolError
+from .answers import PAGE_BYTES, PAGE_EVENTS, UNSENT, Answer, Problem, request_of, verdicts
+from .events import Event, Pending, Result, SendError, Unsettled, Written
+from .spool import Spool, SpoolError
 
 T = TypeVar("T")
 H = TypeVar("H", httpx.Client, httpx.AsyncClient)
