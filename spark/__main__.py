@@ -46,7 +46,7 @@ def main() -> int:
     except (PySparkException, Py4JError):
         # Spark, Delta or a disk failed, or the JVM has died: there is no outcome.
         traceback.print_exc()
-        sys.stderr.write("cannot run: Spark failed, see above; the next run resumes this one\n")
+        sys.stderr.write("cannot run: Spark failed, see above; start the run again\n")
         return EXIT_CANNOT_RUN
 
 

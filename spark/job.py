@@ -2,14 +2,14 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
 from pyspark import StorageLevel
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import session
@@ -49,20 +49,23 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
     An interrupted run that has merged its records is finished with the options of its plan: other options could need
     records that it has not read. A resumed run has the `skip_ids` and `keep_days` of its plan too: it may have
     committed its findings, and Delta skips a second commit. If this command line has other options, a run with these
-    follows in this process.
+    follows in this process. A run that was interrupted before its merge is not resumed: this run makes a plan of its
+    own.
 
-    Each step that writes is idempotent for the run's number. The order is progress (the plan), deliveries, rejects,
-    findings, verdicts, runs; the clean-up comes last and may be repeated. A step reads the results of earlier steps
-    from the lake, not from memory, so that the same code resumes a run that was killed at any point.
+    Each step after the merge that writes is idempotent for the run's number, or may be repeated. The order of the
+    tables is progress (the plan), deliveries, views, rejects, findings, verdicts, runs; the clean-up comes last. A step
+    reads the results of earlier steps from the lake, not from memory, so that the same code resumes a run that was
+    killed after its merge.
     """
     decode.check_identities(spark, settings.options.identity)
-    with lock.held(spark, settings.options.lake), session.restored(spark):
-        first_run = _Run(spark, settings, on_progress, now_ms)
+    with lock.held(spark, settings.options.lake) as check_held, session.restored(spark):
+        tables = lake.Lake(spark, settings.options.lake, check_held)
+        first_run = _Run(tables, settings, on_progress, now_ms)
         outcome = first_run.carry_out()
         if first_run.settings == settings:
             return outcome
         # The interrupted run is finished with the options of its plan; now a run with those of this command line.
-        return _Run(spark, settings, on_progress, now_ms, finished=outcome.document["run"]["number"]).carry_out()
+        return _Run(tables, settings, on_progress, now_ms, finished=outcome.document["run"]["number"]).carry_out()
 
 
 def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
@@ -89,28 +92,30 @@ class _Run:
     """The state of a run. `finished` is the number of an interrupted run that this process has finished first, `now_ms`
     the time of the plan (None: by the clock).
 
-    `last_plan` is the plan of the last finished run, `kept_from` the first hour that the lake keeps ("" for all).
+    `last_plan` is the plan of the last finished run, `replaced` the plans of later runs that were interrupted before
+    their merge, `kept_from` the first hour that the lake keeps ("" for all).
     """
 
     def __init__(
         self,
-        spark: SparkSession,
+        tables: lake.Lake,
         settings: Settings,
         on_progress: OnProgress,
         now_ms: int | None,
         finished: int | None = None,
     ) -> None:
-        self.spark = spark
+        self.spark = tables.spark
         self.settings = settings
         self.finished = finished
         self.on_progress = on_progress
         self.now_ms = now_ms
-        self.lake = lake.Lake(spark, settings.options.lake)
+        self.lake = tables
         self.timer = StepTimer(on_progress)
         # Whether Spark interprets plans now; None if that is not yet decided.
         self.interprets: bool | None = None
         self.kept_from = ""
         self.last_plan: Plan | None = None
+        self.replaced: Sequence[Plan] = ()
         # The topic of findings; None if the run does not publish.
         self.findings_topic: publish.PublishedTopic | None = None
         # The claims of ledger and journal (deliveries.summarize) that were read for the plan, with their spans.
@@ -126,13 +131,13 @@ class _Run:
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, last_run)
             if self.settings.options.publish:
                 self.findings_topic = self._prepare_publishing()
-        if resumed and self._has_merged(plan):
-            self.on_progress(f"run {plan.run} was interrupted after its merge; resuming there")
-        else:
+        if not resumed:
             self._merge(plan)
         self._release_claims()
         over_hours = not self.settings.options.skip_ids
-        unchanged = not resumed and is_unchanged(plan, self.last_plan, last_run, self.kept_from, over_hours=over_hours)
+        unchanged = not resumed and is_unchanged(
+            plan, self.last_plan, last_run, self.replaced, self.kept_from, over_hours=over_hours
+        )
         if not unchanged:
             self._complete_rows(plan, last_run)
         with self.timer.step("update views"):
@@ -158,54 +163,47 @@ class _Run:
     def _plan(self, last_run: dict[str, Any] | None) -> tuple[Plan, bool]:
         """Return this run's plan, and whether the plan is that of an interrupted run."""
         last_number = last_run["run"] if last_run else 0
-        progress = self.lake.read_once("progress").where(F.col("run") >= last_number).collect()
-        newest = max((row["run"] for row in progress), default=last_number)
-        self.last_plan = Plan.from_rows(row.asDict(recursive=True) for row in progress if row["run"] == last_number)
-        interrupted = Plan.from_rows(
-            row.asDict(recursive=True) for row in progress if row["run"] == newest > last_number
-        )
+        plans = _plans_of(self.lake.read_once("progress").where(F.col("run") >= last_number).collect())
+        self.last_plan = plans.pop(last_number, None)
         if self.last_plan is not None:
             self._check_namespace(self.last_plan.options)
-        if interrupted is not None:
-            can_resume = self._can_resume(interrupted)
-            if not can_resume:
-                # A run that has lost its lease may be alive, and about to merge. It merges now, or not any more.
-                self.lake.fence(interrupted.run)
-                can_resume = self._has_merged(interrupted)
-            if can_resume:
-                self.on_progress(f"resuming run {interrupted.run}, which was interrupted")
+        newest = max(plans, default=last_number)
+        if newest > last_number:
+            # A run that has lost its lease may be alive, and about to merge. It merges now, or not any more.
+            self.lake.fence(["deliveries"], newest)
+            if self._has_merged(plans[newest]):
+                interrupted = plans.pop(newest)
+                self.replaced = list(plans.values())
+                self._check_namespace(interrupted.options)
+                self.on_progress(f"run {newest} was interrupted after its merge; resuming there")
                 self._use_options_of(interrupted)
                 return interrupted, True
-            self.on_progress(f"run {interrupted.run} was interrupted before its merge; planning it again")
+            self.lake.fence([*lake.WRITTEN_AFTER_MERGE, *view.of_topics(self.lake)], newest)
+            self.on_progress(f"run {newest} was interrupted before its merge; planning again")
+        self.replaced = list(plans.values())
         self._report_identities()
         now_ms = int(time.time() * 1000) if self.now_ms is None else self.now_ms
         with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
-            # Not the number of the interrupted run: its writes would count as writes of this run.
+            # Not the number of the interrupted run, which is fenced.
             discover = partial(self._discover, now_ms)
             plan = planning.freeze(
                 admin, self.settings, self.last_plan, now_ms, discover, self._topics_in_lake, newest + 1
             )
-        rows = wire_expressions.rows_of(self.spark, lake.schema("progress"), plan.rows())
-        if interrupted is None:
-            self.lake.append("progress", rows, plan.run)
-        else:
-            self.lake.overwrite("progress", rows, f"run > {last_number}")
+        self._store(plan)
         return plan, False
+
+    def _store(self, plan: Plan) -> None:
+        """Store the plan; CannotRun if another run has stored a plan under this number, since Delta skips the second
+        commit of a number."""
+        rows = wire_expressions.rows_of(self.spark, lake.schema("progress"), plan.rows())
+        self.lake.append("progress", rows, plan.run)
+        stored = _plans_of(self.lake.read("progress").where(F.col("run") == plan.run).collect()).get(plan.run)
+        if stored is None or not stored.is_same_as(plan):
+            raise self.lake.fenced(plan.run)
 
     def _has_merged(self, plan: Plan) -> bool:
         """Check whether an interrupted run has merged its records."""
         return not self.lake.read_once("deliveries").where(F.col("run") == plan.run).isEmpty()
-
-    def _can_resume(self, interrupted: Plan) -> bool:
-        """Check whether an interrupted run is resumed: always after its merge; before, if its options are those of this
-        command line, and the logs still have all that it planned to read."""
-        if self._has_merged(interrupted):
-            self._check_namespace(interrupted.options)
-            return True
-        if interrupted.options != run_plan.options_of(self.settings):
-            return False
-        with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
-            return planning.readable(admin, interrupted)
 
     def _use_options_of(self, interrupted: Plan) -> None:
         """Use the options of an interrupted run's plan for the rest of that run."""
@@ -352,7 +350,15 @@ class _Run:
 
     def _reconcile(self, plan: Plan, last_run: dict[str, Any] | None) -> Balance:
         return reconcile(
-            self.spark, self.lake, plan, self.last_plan, self.settings, self.timer, last_run, self.kept_from
+            self.spark,
+            self.lake,
+            plan,
+            self.last_plan,
+            self.settings,
+            self.timer,
+            last_run,
+            self.replaced,
+            self.kept_from,
         )
 
     def _change_ids(self, plan: Plan, last_pass: int) -> None:
@@ -417,6 +423,7 @@ class _Run:
                 verdict_history.counted(self.lake.read_once("verdicts"), window_from),
                 self.finished,
             )
+            self.lake.check_held()
             document.write(self.spark, self.settings.options.report, report)
         for frame in (by_hour, found):
             frame.unpersist()
@@ -458,6 +465,15 @@ class _Run:
             self.lake.optimize(sorted({hour for hour in late if hour < now} | _ended(last_run, plan)))
         if options.vacuum_h is not None:
             self.lake.vacuum(options.vacuum_h, [*lake.SCHEMAS, publish.TABLE, lock.TABLE, *view.tables(self.lake)])
+
+
+def _plans_of(rows: Iterable[Row]) -> dict[int, Plan]:
+    """Build the plans of rows of `progress`, by run, in the order of the runs."""
+    by_run: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_run.setdefault(row["run"], []).append(row.asDict(recursive=True))
+    plans = (Plan.from_rows(by_run[run]) for run in sorted(by_run))
+    return {plan.run: plan for plan in plans if plan is not None}
 
 
 def _topics(rows: DataFrame) -> set[str]:

@@ -1,7 +1,7 @@
 """Plan a run: freeze the ends of every log on the driver, and continue from what the last run has read.
 
-The plan is stored before anything is read. An interrupted run is resumed from its own plan, so that its report is the
-same as without the interruption.
+The plan is stored before anything is read. A run that was interrupted after its merge is finished by its own plan; one
+that was interrupted before is planned again.
 """
 
 import json
@@ -282,20 +282,6 @@ def _audited_before(settings: Settings, last_plan: Plan | None, topics_in_lake: 
 def _has_rule(settings: Settings, name: str) -> bool:
     """Check whether a rule's pattern matches the topic."""
     return any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)
-
-
-def readable(admin: Admin, plan: Plan) -> bool:
-    """Check whether the logs still have all that an interrupted run planned to read."""
-    logs = [log for log in plan.logs if log.audited and log.start < log.end]
-    topics = admin.describe(sorted({log.topic for log in logs}))
-    if any(log.topic not in topics or topics[log.topic].topic_id != log.topic_id for log in logs):
-        return False
-    ends = admin.ends([log.topic_partition for log in logs]) if logs else {}
-    present = all(
-        ends[log.topic_partition].log_start <= log.start and log.end <= ends[log.topic_partition].last_stable
-        for log in logs
-    )
-    return present and not _diverged(admin, logs, topics, ends)
 
 
 def _next_log(

@@ -13,7 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from delta.tables import DeltaTable
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -94,7 +93,7 @@ def publish(
 
 def _mark_unsent(lake: Lake) -> None:
     """Mark every value to be sent again; repeated by the next run if this one is interrupted before it has sent all."""
-    DeltaTable.forPath(lake.spark, lake.path(TABLE)).update("sent", {"sent": "false"})
+    lake.table(TABLE).update("sent", {"sent": "false"})
 
 
 def _with_sent(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> PublishedTopic:
@@ -123,7 +122,7 @@ def _store_changes(lake: Lake, found: DataFrame) -> None:
     if not lake.exists(TABLE):
         lake.add(TABLE, changed)
     elif not changed.isEmpty():
-        outbox = DeltaTable.forPath(lake.spark, lake.path(TABLE)).alias("old")
+        outbox = lake.table(TABLE).alias("old")
         merge = outbox.merge(changed.alias("new"), "old.finding_id = new.finding_id")
         merge.whenMatchedUpdateAll().whenNotMatchedInsertAll().execute()
 
@@ -138,6 +137,6 @@ def _send(unsent: DataFrame, shared: SharedSettings) -> None:
 
 def _mark_sent(lake: Lake) -> None:
     """Mark the unsent values as sent, and delete sent tombstones."""
-    outbox = DeltaTable.forPath(lake.spark, lake.path(TABLE))
+    outbox = lake.table(TABLE)
     outbox.delete("NOT sent AND value IS NULL")
     outbox.update("NOT sent", {"sent": "true"})

@@ -69,13 +69,15 @@ def reconcile(
     settings: Settings,
     timer: StepTimer,
     last_run: dict[str, Any] | None,
+    replaced: Sequence[Plan],
     kept_from: str,
 ) -> Balance:
     """Classify the hours that a run touched, and the ids of several hours; write the findings; return the balance.
 
-    `last_plan` is the last finished run's plan, `last_run` the summary of that run, `kept_from` the first hour that the
-    lake keeps, or "". Writes the tables `rejects`, `findings` and `verdicts`, each idempotently for the run's number,
-    and marks proven losses in `deliveries`.
+    `last_plan` is the last finished run's plan, `last_run` the summary of that run, `replaced` the plans of later runs
+    that were interrupted before their merge, `kept_from` the first hour that the lake keeps, or "". Writes the tables
+    `rejects`, `findings` and `verdicts`, each idempotently for the run's number, and marks proven losses in
+    `deliveries`.
     """
     evidence = classify.gather_evidence(plan, settings)
     balance = Balance.of(last_run)
@@ -87,7 +89,7 @@ def reconcile(
     over_hours = not settings.options.skip_ids
     with ExitStack() as cache:
         with timer.step("classify ids"):
-            touched = hours_to_classify(rows, last_run, plan, balance)
+            touched = hours_to_classify(rows, last_run, replaced, plan, balance)
         with timer.step("compare ids"):
             multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
             several_hours = _several_hours(multi_row, evidence, cache) if over_hours else None
@@ -107,8 +109,8 @@ def reconcile(
                 found += _client_duplicates(rows, window_from, evidence, cache)
                 found += _judge_per_id(several_hours, evidence, balance, cache)
         with timer.step("write findings"):
-            replaced = _replaced_findings(touched, over_hours)
-            _write_findings(spark, tables, found, replaced, balance.late_hours, window_from, plan.run)
+            condition = _replaced_findings(touched, over_hours)
+            _write_findings(spark, tables, found, condition, balance.late_hours, window_from, plan.run)
         with timer.step("write verdicts"):
             _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
             _mark_proven_lost(tables, classified)
@@ -122,28 +124,36 @@ def _kept_rows(tables: Lake, kept_from: str) -> DataFrame:
     return rows.where(hours.since(kept_from)) if kept_from else rows
 
 
-def hours_to_classify(rows: DataFrame, last_run: dict[str, Any] | None, plan: Plan, balance: Balance) -> set[str]:
+def hours_to_classify(
+    rows: DataFrame, last_run: dict[str, Any] | None, replaced: Sequence[Plan], plan: Plan, balance: Balance
+) -> set[str]:
     """Return the hours that this run wrote to, and those with verdicts that may change by time alone; all hours if
     `classifies_all`."""
-    if classifies_all(last_run, plan):
+    if classifies_all(last_run, replaced, plan):
         return set(hours.of(rows))
     return set(hours.of(rows.where(F.col("run") == plan.run))) | balance.open_hours()
 
 
-def classifies_all(last_run: Mapping[str, Any] | None, plan: Plan) -> bool:
-    """Check whether a run classifies all hours: the options or the topics have changed, or an interrupted run was
-    planned again.
+def classifies_all(last_run: Mapping[str, Any] | None, replaced: Sequence[Plan], plan: Plan) -> bool:
+    """Check whether a run classifies all hours: the options or the topics are others than in the last run, or than in a
+    run since that was interrupted and `replaced`.
 
-    Only such a run leaves a gap between the runs' numbers. It may have replaced the findings of any hour by those under
-    other options.
+    If nothing was to be merged, a replaced run may have replaced the findings of any hour by those under its options.
     """
-    if last_run is None or plan.run != last_run["run"] + 1:
+    if last_run is None or (last_run["options"], last_run["topics"]) != (plan.options, plan.topics):
         return True
-    return bool(last_run["options"] != plan.options or last_run["topics"] != plan.topics)
+    judged = (plan.options, plan.topics, plan.skip_ids)
+    return any((other.options, other.topics, other.skip_ids) != judged for other in replaced)
 
 
 def is_unchanged(
-    plan: Plan, last_plan: Plan | None, last_run: Mapping[str, Any] | None, kept_from: str, *, over_hours: bool
+    plan: Plan,
+    last_plan: Plan | None,
+    last_run: Mapping[str, Any] | None,
+    replaced: Sequence[Plan],
+    kept_from: str,
+    *,
+    over_hours: bool,
 ) -> bool:
     """Check whether a run would compute the last run's balance again, and no finding.
 
@@ -151,7 +161,7 @@ def is_unchanged(
     written, no log proves anything else, and no hour was deleted. No verdict can change by time alone: none is open,
     and no id has rows in several hours, which are judged in each pass.
     """
-    if last_run is None or classifies_all(last_run, plan) or not run_plan.reads_nothing_new(plan, last_plan):
+    if last_run is None or classifies_all(last_run, replaced, plan) or not run_plan.reads_nothing_new(plan, last_plan):
         return False
     balance = Balance.of(last_run)
     if balance.evidence_changed or balance.open_hours() or kept_from != last_run.get("kept_from", ""):

@@ -14,7 +14,7 @@ from spark.reading import wire_expressions
 from spark.reading.decode import EVENT
 from spark.reading.jvm import Snapshot, snapshot_of
 from spark.reading.kafka_admin import TopicPartition
-from spark.tables import deliveries, hours
+from spark.tables import deliveries, hours, lock
 
 WRITER: Final = "fencepost"
 """Delta's `txnAppId`. With the run's number as `txnVersion`, Delta skips a write that the run has committed before."""
@@ -129,6 +129,9 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "rejects": REJECT,
     "verdicts": VERDICT,
 }
+WRITTEN_AFTER_MERGE: Final = ("rejects", "findings", "verdicts", "runs")
+"""The tables that a run writes with its number after it has merged its records into `deliveries`, besides views."""
+
 PARTITIONS: Final = {"deliveries": ("accepted_hour", "is_clean")}
 """The few rows of an hour that are not clean lie in a partition of their own, since only they are read in full."""
 
@@ -189,7 +192,7 @@ def schema(name: str) -> StructType:
 def checkpointed(rows: DataFrame) -> DataFrame:
     """Compute rows once, and keep them on the executors: the result reads no table and no topic any more.
 
-    If an executor with such rows is lost, Spark cannot compute them again: the run fails, and the next run resumes it.
+    If an executor with such rows is lost, Spark cannot compute them again, and the run fails.
     Dynamic allocation keeps such executors, unless `spark.dynamicAllocation.cachedExecutorIdleTimeout` is set. A
     reliable checkpoint would write the rows to the lake's file system once more in every run, and save only the
     repetition of a rare failure.
@@ -207,11 +210,15 @@ def broadcast_if_small(rows: DataFrame) -> DataFrame:
 
 
 class Lake:
-    """Delta tables below one root. The first write to a table creates the table."""
+    """Delta tables below one root. The first write to a table creates the table.
 
-    def __init__(self, spark: SparkSession, root: str) -> None:
+    `check_held` is called before each commit: CannotRun if this process does not hold the lake any more.
+    """
+
+    def __init__(self, spark: SparkSession, root: str, check_held: lock.CheckHeld = lock.unchecked) -> None:
         self.spark = spark
         self.root = root
+        self.check_held = check_held
         # By table: the version that is kept in memory, and its rows.
         self._kept: dict[str, tuple[int, DataFrame]] = {}
 
@@ -222,6 +229,11 @@ class Lake:
     def exists(self, name: str) -> bool:
         """Check whether a table exists."""
         return DeltaTable.isDeltaTable(self.spark, self.path(name))
+
+    def table(self, name: str) -> DeltaTable:
+        """Open a table for a commit; CannotRun if this process does not hold the lake any more."""
+        self.check_held()
+        return DeltaTable.forPath(self.spark, self.path(name))
 
     def read(self, name: str) -> DataFrame:
         """Read the current rows of a table; no rows if the table does not exist."""
@@ -260,6 +272,7 @@ class Lake:
 
         Both steps do nothing if they were done before, so that an interrupted upgrade resumes.
         """
+        self.check_held()
         for name in sorted(_EXTENDED):
             renamed = RENAMED.get(name, {})
             if self.exists(name) and renamed.keys() & set(self.read(name).columns):
@@ -294,12 +307,14 @@ class Lake:
         """Append rows; skipped if this run has appended to the table before."""
         self._writer(name, rows, "append", run).save(self.path(name))
 
-    def fence(self, run: int) -> None:
-        """Let Delta skip what this run has not yet written to `deliveries`: an empty commit with its number."""
-        self.append("deliveries", wire_expressions.rows_of(self.spark, schema("deliveries"), []), run)
+    def fence(self, names: Iterable[str], run: int) -> None:
+        """Let Delta skip what this run has not yet written to these tables: an empty commit with its number in each."""
+        for name in names:
+            self.append(name, self.read(name).limit(0), run)
 
     def add(self, name: str, rows: DataFrame) -> None:
         """Append rows, at every call."""
+        self.check_held()
         rows.write.format("delta").mode("append").save(self.path(name))
 
     def replace(self, name: str, rows: DataFrame, where: str, run: int) -> None:
@@ -312,13 +327,8 @@ class Lake:
         else:
             self.append(name, rows, run)
 
-    def overwrite(self, name: str, rows: DataFrame, where: str) -> None:
-        """Replace the rows that meet the condition `where` by `rows`, at every call."""
-        writer = rows.write.format("delta").mode("overwrite").option("mergeSchema", name in _EXTENDED)
-        writer.option("replaceWhere", where).save(self.path(name))
-
     def merge(self, rows: DataFrame, touched: list[str], run: int) -> None:
-        """Merge ROWs, one for each deliveries.ROW_KEY, into `deliveries`; skipped if this run has merged before.
+        """Merge ROWs, one for each deliveries.ROW_KEY, into `deliveries`; CannotRun if this run's number was fenced.
 
         `touched` are all hours of the rows. Rows may have the column `vanished` (deliveries.with_vanished).
         """
@@ -326,7 +336,14 @@ class Lake:
             merge = self._into_deliveries(rows, touched, *(f"old.{name} <=> new.{name}" for name in deliveries.ROW_KEY))
             if "vanished" in rows.columns:
                 merge = merge.whenMatchedUpdate("new.vanished", set=dict(deliveries.merged(vanished=True)))
-            merge.whenMatchedUpdate(set=dict(deliveries.merged())).whenNotMatchedInsertAll().execute()
+            merge = merge.whenMatchedUpdate(set=dict(deliveries.merged())).whenNotMatchedInsertAll()
+            # A skipped MERGE returns no row.
+            if not merge.execute().collect():
+                raise self.fenced(run)
+
+    def fenced(self, run: int) -> CannotRun:
+        """Return the error of a run whose records were not written, since Delta skipped its commit."""
+        return CannotRun(f"run {run} was taken over by another run on --lake {self.root}; start the run again")
 
     def change_ids(self, rows: DataFrame, touched: list[str], run: int) -> None:
         """Change the ids of rows of `deliveries` to `event_id`, and their `run` to this run; idempotent.
@@ -355,8 +372,11 @@ class Lake:
         `touched` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: literals in the condition let Delta prune all
         other hours.
         """
-        table = DeltaTable.forPath(self.spark, self.path("deliveries")).alias("old")
-        return table.merge(rows.alias("new"), " AND ".join([hours.sql(touched, "old."), *same]))
+        return (
+            self.table("deliveries")
+            .alias("old")
+            .merge(rows.alias("new"), " AND ".join([hours.sql(touched, "old."), *same]))
+        )
 
     def mark_past_end(self, ends: Mapping[TopicPartition, int], since: str, run: int) -> None:
         """Set `was_past_end` of claims on offsets at or past these ends of their logs; idempotent.
@@ -364,8 +384,9 @@ class Lake:
         `since` is the first hour (`yyyy-MM-dd HH:mm:ss`, UTC) of the rows that are read.
         """
         unmarked = F.expr(hours.since(since)) & ~F.coalesce("was_past_end", F.lit(False))
-        table = DeltaTable.forPath(self.spark, self.path("deliveries"))
-        table.update(unmarked & deliveries.is_unwritten(ends), {"was_past_end": F.lit(True), "run": F.lit(run)})
+        self.table("deliveries").update(
+            unmarked & deliveries.is_unwritten(ends), {"was_past_end": F.lit(True), "run": F.lit(run)}
+        )
 
     def mark_proven_lost(self, rows: DataFrame, touched: list[str]) -> None:
         """Set `proven_lost` of rows of `deliveries`; idempotent. Their `run` stays, since no verdict changes by it.
@@ -386,13 +407,12 @@ class Lake:
         }
         for name, condition in conditions.items():
             if self.exists(name):
-                DeltaTable.forPath(self.spark, self.path(name)).delete(condition)
+                self.table(name).delete(condition)
 
     def optimize(self, some_hours: list[str]) -> None:
         """Compact the small files of `deliveries` in these hours."""
         if some_hours and self.exists("deliveries"):
-            table = DeltaTable.forPath(self.spark, self.path("deliveries"))
-            table.optimize().where(hours.sql(some_hours)).executeCompaction()
+            self.table("deliveries").optimize().where(hours.sql(some_hours)).executeCompaction()
 
     def vacuum(self, last_h: int, names: Iterable[str] = SCHEMAS) -> None:
         """Delete the files of these tables that no version of the last `last_h` hours needs."""
@@ -406,10 +426,11 @@ class Lake:
         with _session_settings(self.spark, settings):
             for name in names:
                 if self.exists(name):
-                    DeltaTable.forPath(self.spark, self.path(name)).vacuum(last_h)
+                    self.table(name).vacuum(last_h)
 
     def _writer(self, name: str, rows: DataFrame, mode: str, run: int) -> DataFrameWriter:
         """Configure a write that Delta skips if this run has written to the table before."""
+        self.check_held()
         writer = rows.write.format("delta").mode(mode).option("mergeSchema", name in _EXTENDED)
         if name in PARTITIONS:
             writer = writer.partitionBy(*PARTITIONS[name])

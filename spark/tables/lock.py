@@ -1,18 +1,19 @@
 """The lock that lets one run at a time work on a lake."""
 
+import logging
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Final
 
 from delta.tables import DeltaTable
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
+from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark.errors import AnotherRun, CannotRun
@@ -22,32 +23,44 @@ from spark.tables import files
 
 # A killed run keeps a lake on an object store locked for this long. The drivers' clocks may differ by half of that.
 LEASE_S: Final = 120.0
-RENEWALS: Final = 4
-"""How often a lease is renewed in its time: three renewals in a row may fail."""
+RENEWALS: Final = 8
+"""How often a lease is renewed in its time: within the half that a run counts on, three renewals in a row may fail."""
+
+CANCEL_S: Final = 1.0
+"""How often Spark's jobs are cancelled once the lease is lost: the driver may start further jobs."""
 
 TABLE: Final = "lease"
 """The table of the lease in the lake."""
 
 _LEASE: Final = "name string, token string, holder string, until_ms bigint"
 
+_LOG: Final = logging.getLogger(__name__)
+
+CheckHeld = Callable[[], None]
+"""Raises CannotRun if this process does not hold the lake any more; called before each commit (`lake.Lake`)."""
+
+
+def unchecked() -> None:
+    """Check nothing: for a reader of a lake, and for a lock that cannot be lost."""
+
 
 @contextmanager
-def held(spark: SparkSession, root: str) -> Iterator[None]:
+def held(spark: SparkSession, root: str) -> Iterator[CheckHeld]:
     """Hold the lock of the lake at `root`; AnotherRun if another process holds that lock.
 
     On a local disk the JVM locks a file: the operating system releases that lock when the JVM dies, and not before its
     last writing thread has ended. Elsewhere the lock is a lease: a row in a Delta table, and Delta lets only one of two
-    concurrent commits succeed. If a run outlives its lease, the next run either resumes it, so that both write with the
-    same transaction number (`txnVersion`) and Delta skips the second write, or fences it (`Lake.fence`) before it plans
-    the same records again.
+    concurrent commits succeed. A run that outlives its lease fails at its next commit. A commit that was already under
+    way is skipped by Delta, since the next run fences the interrupted run's number (`Lake.fence`) before it plans the
+    same records again.
     """
     path = files.local(spark, root)
-    with _locked(spark, root, path) if path is not None else _leased(spark, root):
-        yield
+    with _locked(spark, root, path) if path is not None else _leased(spark, root) as check_held:
+        yield check_held
 
 
 @contextmanager
-def _locked(spark: SparkSession, root: str, path: str) -> Iterator[None]:
+def _locked(spark: SparkSession, root: str, path: str) -> Iterator[CheckHeld]:
     """Hold a lock on the file `_lock` in a local folder."""
     java = jvm(spark).java
     folder = java.io.File(path)
@@ -62,50 +75,54 @@ def _locked(spark: SparkSession, root: str, path: str) -> Iterator[None]:
                 raise
         if lock is None:
             raise AnotherRun(f"another run is at work on --lake {root}; wait for it to end")
-        yield
+        yield unchecked
     finally:
         file.close()
 
 
 @contextmanager
-def _leased(spark: SparkSession, root: str) -> Iterator[None]:
+def _leased(spark: SparkSession, root: str) -> Iterator[CheckHeld]:
     """Hold the lease, renewed by a thread; a lost lease cancels Spark's jobs and raises CannotRun."""
-    lease = Lease(spark, root)
+    lease = Lease(spark, root, LEASE_S)
     lease.acquire()
     ended = threading.Event()
-    lost = threading.Event()
-
-    def renew() -> None:
-        while not ended.wait(LEASE_S / RENEWALS):
-            try:
-                lease.acquire()
-            except AnotherRun:
-                lost.set()
-                spark.sparkContext.cancelAllJobs()
-                return
-            except (PySparkException, Py4JJavaError):
-                continue  # the next renewal may succeed
-
-    keeper = threading.Thread(target=renew, name="lease", daemon=True)
+    keeper = threading.Thread(target=_keep, args=(spark, lease, ended), name="lease", daemon=True)
     keeper.start()
-    taken_over = CannotRun(f"another run took over --lake {root}: this run did not renew its lease in time")
     try:
-        yield
-        if lost.is_set():  # when no job of Spark's was running, which the loss would have cancelled
-            raise taken_over
+        yield lease.check_held
+        lease.check_held()
     except (PySparkException, Py4JJavaError) as error:
-        if lost.is_set():
-            raise taken_over from error
+        if lease.is_lost:
+            raise lease.taken_over() from error
         raise
     finally:
         ended.set()
         keeper.join()
-        if not lost.is_set():
-            lease.release()
+        _release(lease)
+
+
+def _keep(spark: SparkSession, lease: "Lease", ended: threading.Event) -> None:
+    """Renew the lease until `ended`; once the lease is lost, cancel Spark's jobs."""
+    while not ended.wait(CANCEL_S if lease.is_lost else lease.seconds / RENEWALS):
+        with suppress(PySparkException, Py4JJavaError):  # the next renewal may succeed
+            lease.renew()
+        if lease.is_lost:
+            spark.sparkContext.cancelAllJobs()
+
+
+def _release(lease: "Lease") -> None:
+    """Release the lease. A failure is logged, since the run has its outcome: the lease expires by itself."""
+    try:
+        lease.release()
+    except (PySparkException, Py4JJavaError) as error:
+        _LOG.warning("the lease of the lake was not released, and expires within %g s: %s", lease.seconds, error)
 
 
 class Lease:
-    """The row that names the run that holds a lake, and until when. Each commit to the row is a compare-and-set."""
+    """The row that names the run that holds a lake, and until when. Each commit to the row is a compare-and-set.
+
+    `seconds` is how long the lease is valid after a renewal; `is_lost`: another run has taken the lease over.
+    """
 
     def __init__(self, spark: SparkSession, root: str, seconds: float = LEASE_S) -> None:
         # A session of its own: the settings of a run's commits must not apply to the commits of the lease.
@@ -114,12 +131,14 @@ class Lease:
         self._path = f"{root}/{TABLE}"
         self._token = uuid.uuid4().hex
         self._holder = f"{socket.gethostname()}, process {os.getpid()}"
-        self._ms = int(seconds * 1000)
+        self.seconds = seconds
+        self.is_lost = False
+        self._renewing = threading.Lock()
+        self._renewed_s = 0.0
 
     def acquire(self) -> None:
-        """Acquire or renew the lease; AnotherRun if another process holds the lease."""
-        self._commit(int(time.time() * 1000) + self._ms)
-        row = self._spark.read.format("delta").load(self._path).collect()[0]
+        """Acquire the lease; AnotherRun if another process holds the lease."""
+        row = self._commit(self.seconds, f"old.token = '{self._token}' OR old.until_ms < {_now_ms()}")
         if row["token"] != self._token:
             until = datetime.fromtimestamp(row["until_ms"] / 1000, UTC).strftime("%H:%M:%S UTC")
             raise AnotherRun(
@@ -127,30 +146,64 @@ class Lease:
                 f"was killed, until {until}"
             )
 
-    def release(self) -> None:
-        """Expire the lease, so that the next run can begin at once."""
-        self._commit(0)
+    def renew(self) -> None:
+        """Renew the lease, unless another run has acquired it since, also if that run has ended."""
+        with self._renewing:
+            if not self.is_lost:
+                self.is_lost = self._commit(self.seconds, f"old.token = '{self._token}'")["token"] != self._token
 
-    def _commit(self, until_ms: int) -> None:
+    def check_held(self) -> None:
+        """Check that no other run can have acquired the lease; CannotRun otherwise.
+
+        For half of its time after a renewal nothing is read: the drivers' clocks differ by less than the other half.
+        A renewal may be late because other jobs occupy the executors, so a late lease is renewed here.
+        """
+        if self._is_late():
+            self.renew()
+        if self.is_lost or self._is_late():
+            raise self.taken_over()
+
+    def taken_over(self) -> CannotRun:
+        """Return the error of a run that has lost its lease."""
+        return CannotRun(f"another run took over --lake {self._root}: this run did not renew its lease in time")
+
+    def release(self) -> None:
+        """Expire the lease, so that the next run can begin at once; nothing is changed if another run has it."""
+        self._commit(0, f"old.token = '{self._token}'")
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._renewed_s > self.seconds / 2
+
+    def _commit(self, seconds: float, condition: str) -> Row:
+        """Write the row, valid for `seconds` (0: expired), if the present row meets a condition; return the row."""
+        began_s = time.monotonic()
+        until_ms = _now_ms() + int(seconds * 1000) if seconds else 0
         row = {"name": "run", "token": self._token, "holder": self._holder, "until_ms": until_ms}
         rows = wire_expressions.rows_of(self._spark, _LEASE, [row])
         try:
-            if not DeltaTable.isDeltaTable(self._spark, self._path):
+            if DeltaTable.isDeltaTable(self._spark, self._path):
+                (
+                    DeltaTable.forPath(self._spark, self._path)
+                    .alias("old")
+                    .merge(rows.alias("new"), F.expr("old.name = new.name"))
+                    .whenMatchedUpdateAll(F.expr(condition))
+                    .whenNotMatchedInsertAll()
+                    .execute()
+                )
+            else:
                 rows.write.format("delta").save(self._path)
-                return
-            free = f"old.token = '{self._token}' OR old.until_ms < {int(time.time() * 1000)}"
-            (
-                DeltaTable.forPath(self._spark, self._path)
-                .alias("old")
-                .merge(rows.alias("new"), F.expr("old.name = new.name"))
-                .whenMatchedUpdateAll(F.expr(free))
-                .whenNotMatchedInsertAll()
-                .execute()
-            )
         except (PySparkException, Py4JJavaError) as error:
-            # After a conflict another commit came first; the caller reads from the row which process holds the lease.
+            # After a conflict another commit came first; the row says which process holds the lease.
             if not _is_conflict(error):
                 raise
+        stored: Row = self._spark.read.format("delta").load(self._path).collect()[0]
+        if (stored["token"], stored["until_ms"]) == (self._token, until_ms):
+            self._renewed_s = began_s
+        return stored
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
 
 
 def _is_conflict(error: Exception) -> bool:

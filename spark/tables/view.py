@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Final
 
-from delta.tables import DeltaTable
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -148,7 +147,7 @@ class View:
             rows = checkpointed(rows.unionByName(gone, allowMissingColumns=True))
         with self.lake.once(run):
             (
-                DeltaTable.forPath(self.lake.spark, self.lake.path(self.name))
+                self.lake.table(self.name)
                 .alias("old")
                 .merge(rows.alias("new"), "old.id = new.id")
                 .whenMatchedUpdate(f"new.change = '{_ENTERED}'", {"in_ledger": "new.in_ledger"})
@@ -165,8 +164,8 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
 
     Every later run updates the view. CannotRun if no finished run has audited the topic.
     """
-    with lock.held(spark, root):
-        lake = Lake(spark, root)
+    with lock.held(spark, root) as check_held:
+        lake = Lake(spark, root, check_held)
         lake.check_version()
         view = View(lake, shared, topic)
         last_run = lake.read("runs").agg(F.max("run").alias("run")).collect()[0]["run"]
@@ -196,9 +195,14 @@ def registered(lake: Lake) -> list[str]:
     return sorted(row["topic"] for row in lake.read(TABLE).select("topic").distinct().collect())
 
 
+def of_topics(lake: Lake) -> list[str]:
+    """List the tables of all views."""
+    return list(map(_table, registered(lake)))
+
+
 def tables(lake: Lake) -> list[str]:
     """List the tables of all views, and the table of their topics."""
-    return [TABLE, *map(_table, registered(lake))]
+    return [TABLE, *of_topics(lake)]
 
 
 def _table(topic: str) -> str:
@@ -234,7 +238,9 @@ def _last_runs(lake: Lake, topics: set[str], plan: Plan, last_plan: Plan | None)
     found = dict.fromkeys(topics & set(last_plan.topics), last_plan.run) if last_plan is not None else {}
     if missing := sorted(topics - found.keys()):
         audited = F.col("audited") & (F.col("role") == DATA) & F.col("topic").isin(missing)
-        runs = lake.read("progress").where((F.col("run") < plan.run) & audited).groupBy("topic").agg(F.max("run"))
+        # A run that was interrupted before its merge has a plan, and has updated no view.
+        finished = lake.read("progress").join(lake.read("runs").select("run"), "run", "left_semi")
+        runs = finished.where(audited).groupBy("topic").agg(F.max("run"))
         found |= {row[0]: row[1] for row in runs.collect()}
     return found
 

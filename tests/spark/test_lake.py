@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
     merged = small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0]
     assert merged == before + 40
     version = _version(small)
-    _merge(small, 7)
+    with pytest.raises(CannotRun, match=r"run 7 was taken over .* start the run again"):
+        _merge(small, 7)
     assert _version(small) == version
     assert small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0] == merged
     finding = small.spark.createDataFrame([{"scope": "log", "kind": "k"}], lake.schema("findings"))
@@ -293,8 +295,7 @@ def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: Spark
     now = [copy(2, fingerprint=b"n" * 8), copy(3, **other)]
     rows = deliveries_table.with_vanished(reduced(spark, now, 2), tables.read("deliveries"), {("t", 0): (2, 5)}, 2)
     rows = rows.localCheckpoint()
-    for _ in range(2):
-        tables.merge(rows, hours.of(rows), 2)
+    tables.merge(rows, hours.of(rows), 2)
     found = {(bytes(row["id"])[:1], row["offset"]): row for row in tables.read("deliveries").collect()}
     counts = {at: (row["count"], row["entries_count"], row["is_clean"], row["run"]) for at, row in found.items()}
     assert counts == {
@@ -332,15 +333,55 @@ def test_a_fenced_run_writes_no_deliveries_any_more(spark: SparkSession, tmp_pat
     tables = lake.Lake(spark, str(tmp_path))
     if not is_new:
         tables.append("deliveries", reduced(spark, [copy(1), entry(1)]), 1)
-    tables.fence(2)
+    tables.fence(["deliveries", "findings"], 2)
     stale = reduced(spark, [entry(1), copy(2), entry(2)], 2).localCheckpoint()
     if is_new:
         tables.append("deliveries", stale, 2)
-    tables.merge(stale, hours.of(stale), 2)
+    with pytest.raises(CannotRun, match="run 2 was taken over"):
+        tables.merge(stale, hours.of(stale), 2)
+    finding = spark.createDataFrame([{"scope": "log", "kind": "k"}], lake.schema("findings"))
+    tables.replace("findings", finding, "scope = 'log'", 2)
+    assert tables.read("findings").isEmpty()
     rows = reduced(spark, [entry(1), copy(2), entry(2)], 3).localCheckpoint()
     tables.merge(rows, hours.of(rows), 3)
     found = {row["offset"]: (row["entries_count"], row["run"]) for row in tables.read("deliveries").collect()}
     assert found == {1: (1 if is_new else 2, 3), 2: (1, 3)}
+
+
+def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tmp_path: Path) -> None:
+    """Every commit of spark/ goes through the lake, but those of the lease itself."""
+    filled, held = _filled(spark, tmp_path, 1), True
+
+    def check_held() -> None:
+        if not held:
+            raise CannotRun("taken over")
+
+    tables = lake.Lake(spark, str(tmp_path), check_held)
+    rows, ends, first = _rows(spark, 2, range(1)), {("t", 0): 1}, hours.text_of(0)
+    touched = hours.of(rows)
+    commits: list[Callable[[], object]] = [
+        lambda: tables.append("deliveries", rows, 2),
+        lambda: tables.add("deliveries", rows),
+        lambda: tables.replace("deliveries", rows, "true", 2),
+        lambda: tables.fence(["deliveries"], 2),
+        lambda: tables.merge(rows, touched, 2),
+        lambda: tables.change_ids(rows, touched, 2),
+        lambda: tables.settle_elsewhere(rows, touched, 2),
+        lambda: tables.mark_past_end(ends, first, 2),
+        lambda: tables.mark_proven_lost(rows, touched),
+        lambda: tables.delete_before(hours.text_of(2**41), 2),
+        lambda: tables.optimize(touched),
+        lambda: tables.vacuum(1),
+        tables.upgrade,
+    ]
+    held = False
+    for commit in commits:
+        with pytest.raises(CannotRun, match="taken over"):
+            commit()
+    assert _version(filled) == 0
+    for path in (Path(__file__).parents[2] / "spark").rglob("*.py"):
+        opens = len(re.findall(r"DeltaTable\.forPath|\.write\.format\(.delta.\)", path.read_text(encoding="utf-8")))
+        assert opens == {"lake.py": 5, "lock.py": 2}.get(path.name, 0), path
 
 
 def test_a_proven_loss_is_marked_without_a_new_run_and_stays_so(spark: SparkSession, tmp_path: Path) -> None:

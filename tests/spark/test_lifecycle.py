@@ -4,11 +4,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyspark
 import pytest
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -17,6 +19,7 @@ from deploy.install import java
 from service.contract import wire
 from spark.errors import AnotherRun, CannotRun
 from spark.reading import decode
+from spark.reading.jvm import Py4JJavaError
 from spark.session import INTERPRETED
 from spark.tables import lake, lock
 from tests.spark.conftest import Audit, Ran
@@ -173,30 +176,89 @@ def test_a_lake_elsewhere_is_leased_to_one_run_at_a_time(spark: SparkSession, el
     killed.acquire()
     heir = lock.Lease(spark, elsewhere)
     heir.acquire()
-    heir.acquire()
+    heir.renew()
+    heir.check_held()
     with pytest.raises(AnotherRun):
         killed.acquire()
     heir.release()
-    killed.acquire()
+    lock.Lease(spark, elsewhere).acquire()
 
 
-def _lose_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the next renewal of the held lease fail, and wait for it."""
+def test_a_lease_that_another_run_had_in_the_meantime_is_lost(
+    spark: SparkSession, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if that run has ended: it may have planned and merged the same records."""
+    paused, heir = lock.Lease(spark, elsewhere, seconds=0), lock.Lease(spark, elsewhere)
+    paused.acquire()
+    heir.acquire()
+    heir.release()
+    with pytest.raises(CannotRun, match="another run took over"):
+        paused.check_held()
+    paused.renew()
+    paused.release()
+    assert paused.is_lost
+
+    # A renewal that is late, since other jobs occupied the executors, is made up for; one that fails is not.
+    late = lock.Lease(spark, elsewhere)
+    late.acquire()
+    clock_s = time.monotonic() + lock.LEASE_S / 2 + 1
+    monkeypatch.setattr(time, "monotonic", lambda: clock_s)
+    late.check_held()
+    clock_s += lock.LEASE_S / 2 + 1
+    monkeypatch.setattr(late, "renew", lambda: None)
+    with pytest.raises(CannotRun, match="another run took over"):
+        late.check_held()
+
+
+def _lose_lease(
+    monkeypatch: pytest.MonkeyPatch, check_held: lock.CheckHeld, then: Callable[[], None] = lambda: None
+) -> None:
+    """Let the next renewal of the held lease find another run's, wait for it, and call `then`."""
+    lost = threading.Event()
 
     def taken_over(lease: lock.Lease) -> None:
-        raise AnotherRun("another run")
+        lease.is_lost = True
+        lost.set()
 
-    monkeypatch.setattr(lock.Lease, "acquire", taken_over)
-    (renewing,) = (thread for thread in threading.enumerate() if thread.name == "lease")
-    renewing.join(30)
+    monkeypatch.setattr(lock.Lease, "renew", taken_over)
+    assert lost.wait(30)
+    with pytest.raises(CannotRun, match="did not renew its lease in time"):
+        check_held()
+    then()
 
 
 def test_a_run_whose_lease_was_taken_over_while_no_job_ran_does_not_end_well(
     spark: SparkSession, elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "LEASE_S", 0.3)
-    with pytest.raises(CannotRun, match="did not renew its lease in time"), lock.held(spark, elsewhere):
-        _lose_lease(monkeypatch)
+    with pytest.raises(CannotRun, match="did not renew its lease in time"), lock.held(spark, elsewhere) as check_held:
+        _lose_lease(monkeypatch, check_held)
+
+
+def test_the_jobs_of_a_run_whose_lease_was_taken_over_are_cancelled_however_many_the_driver_starts(
+    spark: SparkSession, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "LEASE_S", 0.3)
+
+    def start_jobs() -> None:
+        for _ in range(2):
+            with pytest.raises((PySparkException, Py4JJavaError), match="cancelled"):
+                spark.range(10**10).selectExpr("sum(id % 7)").collect()
+
+    with pytest.raises(CannotRun, match="did not renew its lease in time"), lock.held(spark, elsewhere) as check_held:
+        _lose_lease(monkeypatch, check_held, start_jobs)
+
+
+def test_a_lease_that_cannot_be_released_does_not_fail_a_finished_run(
+    spark: SparkSession, elsewhere: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(lease: lock.Lease) -> None:
+        raise PySparkException("no space left")
+
+    monkeypatch.setattr(lock.Lease, "release", fail)
+    with lock.held(spark, elsewhere):
+        pass
+    assert "was not released, and expires within 120 s: no space left" in caplog.text
 
 
 @pytest.mark.long

@@ -489,32 +489,6 @@ def test_a_first_record_whose_time_becomes_known_is_other_evidence(cluster: Fake
     assert run_plan.evidence_changed(third, second)
 
 
-@pytest.mark.parametrize(
-    ("now", "topic_id", "readable"),
-    [
-        (ends(25), "one", True),
-        (ends(25, start=10), "one", True),
-        (ends(25, start=11), "one", False),
-        (ends(19), "one", False),
-        (ends(25), "two", False),
-        (None, "one", False),
-    ],
-    ids=["more", "kept from there on", "retention", "truncated", "recreated", "gone"],
-)
-def test_a_plan_is_resumed_only_while_all_its_records_are_readable(
-    cluster: FakeAdmin, now: Ends | None, topic_id: str, readable: bool
-) -> None:
-    first = freeze(cluster, named={"orders", "others"})
-    cluster.topics["orders"] = ends(20)
-    plan = freeze(cluster, first)
-    # A log that the plan does not read does not matter.
-    cluster.topics["others"] = ends(9, start=8)
-    del cluster.topics["orders"]
-    if now is not None:
-        cluster.topics["orders"], cluster.topic_ids["orders"] = now, topic_id
-    assert planning.readable(cluster, plan) is readable
-
-
 def test_a_truncated_log_has_a_truncation_gap(cluster: FakeAdmin) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(6)
@@ -542,9 +516,6 @@ def test_a_truncated_log_that_grew_again_is_read_from_where_it_diverged(cluster:
     last = freeze(cluster, plan, now_ms=NOW_MS + 3)
     assert (one(last, "orders").start, one(last, "orders").gaps) == (15, log.gaps)
     assert run_plan.vanished(last, plan) == {}
-    # An interrupted plan would read other records.
-    cluster.topics["orders"], cluster.epochs["orders"] = ends(16, epoch=3), [6, 6, 9]
-    assert not planning.readable(cluster, plan)
     # Retention may delete the new records unread too; a plan of an earlier version has no leader epoch.
     cluster.topics["orders"], cluster.epochs["orders"] = ends(25, start=20, epoch=3), [6, 6, 12]
     log = one(freeze(cluster, plan), "orders")

@@ -17,21 +17,33 @@ LAST_RUN: dict[str, Any] = {"run": 1, "options": LAST.options, "topics": LAST.to
 
 
 @pytest.mark.parametrize(
-    ("last_run", "plan", "all_hours"),
+    ("last_run", "replaced", "plan", "all_hours"),
     [
-        (LAST_RUN, replace(LAST, run=2), False),
-        (None, LAST, True),
-        (LAST_RUN, replace(LAST, run=2, options="B"), True),
-        (LAST_RUN, replace(LAST, run=2, logs=(log(DATA, "u", 0),)), True),
-        # Run 2 had other options, merged nothing, and was planned again after it had replaced findings.
-        (LAST_RUN, replace(LAST, run=3), True),
+        (LAST_RUN, [], replace(LAST, run=2), False),
+        (None, [], LAST, True),
+        (LAST_RUN, [], replace(LAST, run=2, options="B"), True),
+        (LAST_RUN, [], replace(LAST, run=2, logs=(log(DATA, "u", 0),)), True),
+        (LAST_RUN, [replace(LAST, run=2)], replace(LAST, run=3), False),
+        # Run 2 merged nothing, and was planned again after it had replaced findings.
+        (LAST_RUN, [replace(LAST, run=2, options="B")], replace(LAST, run=3), True),
+        (LAST_RUN, [replace(LAST, run=2, options="B"), replace(LAST, run=3)], replace(LAST, run=4), True),
+        (LAST_RUN, [replace(LAST, run=2, skip_ids=True)], replace(LAST, run=3), True),
     ],
-    ids=["the next run", "the first run", "other options", "other topics", "after a run that was planned again"],
+    ids=[
+        "the next run",
+        "the first run",
+        "other options",
+        "other topics",
+        "planned again",
+        "planned again with other options",
+        "planned again twice",
+        "planned again with the pass over ids",
+    ],
 )
 def test_a_run_classifies_all_hours_if_findings_may_be_those_of_other_options(
-    last_run: dict[str, Any] | None, plan: Plan, all_hours: bool
+    last_run: dict[str, Any] | None, replaced: list[Plan], plan: Plan, all_hours: bool
 ) -> None:
-    assert classifies_all(last_run, plan) is all_hours
+    assert classifies_all(last_run, replaced, plan) is all_hours
 
 
 @pytest.mark.parametrize(("evidence_changed", "again"), [(False, "LPSUF"), (True, "DLPSUFN")])
@@ -101,7 +113,6 @@ IDLE_RUN: dict[str, Any] = {
     [
         ({}, True, True),
         ({"options": "B"}, True, False),
-        ({"run": 0}, True, False),
         ({"hours": {"2026-01-01 00:00:00": {"t": {"accepted": 1, "pending": 1, "open": 1}}}}, True, False),
         ({"adjustment": {"2026-01-01 00:00:00": {"t": {"accepted": -1}}}}, True, False),
         ({"adjustment": {"2026-01-01 00:00:00": {"t": {"accepted": -1}}}}, False, True),
@@ -116,6 +127,6 @@ def test_a_run_is_unchanged_if_no_verdict_can_be_another_one(
     changes: Mapping[str, Any], over_hours: bool, unchanged: bool
 ) -> None:
     plan, last_run = replace(IDLE_LAST, run=2), {**IDLE_RUN, **changes}
-    assert is_unchanged(plan, IDLE_LAST, last_run, "", over_hours=over_hours) is unchanged
+    assert is_unchanged(plan, IDLE_LAST, last_run, [], "", over_hours=over_hours) is unchanged
     read = replace(plan, logs=(replace(READ, end=10), LEDGER_READ))
-    assert not is_unchanged(read, IDLE_LAST, last_run, "", over_hours=over_hours)
+    assert not is_unchanged(read, IDLE_LAST, last_run, [], "", over_hours=over_hours)

@@ -1,5 +1,6 @@
 """Tests runs after one another: each counts once, also after interruptions."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -25,16 +26,18 @@ from spark import job
 from spark.errors import AnotherRun, CannotRun
 from spark.reading import planning
 from spark.reading.kafka_admin import KafkaAdmin
+from spark.reading.run_plan import Plan
 from spark.report import document, publish
 from spark.rules import balance
 from spark.settings import Options, Settings
-from spark.tables import lake, lock
+from spark.tables import lake, lock, view
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
 from tests.kubernetes.rendering import HERE, Rendered, render
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.runs import Ran, run
+from tests.spark.test_classify import plan as a_plan
 
 MINUTE_S, HOUR_S = 60, 3600
 LATER_S = 3600.0
@@ -181,6 +184,9 @@ def test_a_run_of_nothing_new_skips_steps_and_ends_with_the_same_report(spark: S
 # In this order: one lake goes through all of them, run after run.
 CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
     (lake.Lake, "append", True, "progress"),
+    # The second of the two fences before a plan.
+    (view, "of_topics", True, None),
+    (planning, "freeze", False, None),
     (lake.Lake, "merge", True, None),
     (lake.Lake, "append", True, "rejects"),
     (lake.Lake, "replace", True, "findings"),
@@ -214,8 +220,13 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     for owner, step, after, only in CUTS:
         with cut(monkeypatch, owner, step, after=after, only=only):
             audit(history, later_s=LATER_S, lake="cut")
+        if step == "append" and only == "progress":
+            # This run has fenced the interrupted one, when it finds that it cannot make a plan.
+            with pytest.raises(CannotRun, match="matches no topic"):
+                audit(history, lake="cut", topics=("mistyped",))
     again = audit(history, later_s=2 * LATER_S, lake="cut")
-    assert (again.document["run"]["resumed"], again.document["run"]["number"]) == (True, 2)
+    # Run 2 was interrupted before its merge, and replaced.
+    assert (again.document["run"]["resumed"], again.document["run"]["number"]) == (True, 3)
     assert again.written() == whole.written()
     for name in ("rejects", "findings", "verdicts"):
         rows = [lake.Lake(spark, str(ran.lake)).read(name) for ran in (whole, again)]
@@ -240,7 +251,7 @@ def test_a_run_that_replaces_interrupted_runs_writes_its_own_rows(
     assert last.findings() == {("lost", "answer", None)}
     assert (last.document["run"]["number"], last.document["run"]["resumed"]) == (4, False)
     tables = lake.Lake(spark, str(last.lake))
-    assert {row["run"] for row in tables.read("progress").collect()} == {1, 4}
+    assert {row["run"] for row in tables.read("runs").collect()} == {1, 4}
     assert tables.read("verdicts").where("verdict = 'lost'").count() == 1
 
 
@@ -328,8 +339,13 @@ def test_a_lake_is_held_by_one_run_at_a_time(spark: SparkSession, tmp_path: Path
 
 
 @pytest.mark.long
-def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(stages: Stages, audit: Audit) -> None:
+def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(
+    stages: Stages, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     history, whole = stages.history, stages.whole
+    # A run that is too large is killed before its merge; the next one has a limit.
+    with cut(monkeypatch, job._Run, "_merge", after=False):
+        audit(history, later_s=LATER_S, lake="capped")
     for number in range(1, 6):
         part = audit(history, later_s=LATER_S, lake="capped", max_records=45)
         assert {kind for kind, _, _ in part.findings()} <= {"duplicate", "conflict", "unkeyed", "evidence_gap"}
@@ -436,6 +452,24 @@ def test_the_time_of_a_run_is_that_of_its_plan_also_after_another_run_in_the_pro
     with pytest.raises(Cut):
         job.run(spark, settings, lambda line: None)
     assert planned_at == [1_700_003_600_000]
+
+
+def test_a_run_whose_number_another_run_has_used_for_its_plan_stops(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both found the same last run, since one of them paused for longer than its lease; Delta skips the second plan."""
+    tables, ours = lake.Lake(spark, str(tmp_path)), a_plan()
+
+    def freeze(*_: Any) -> Plan:
+        theirs = dataclasses.replace(ours, frozen_ms=ours.frozen_ms - 1)
+        tables.append("progress", spark.createDataFrame(theirs.rows(), lake.schema("progress")), ours.run)
+        return ours
+
+    monkeypatch.setattr(planning, "freeze", freeze)
+    options = Options(lake=str(tmp_path), report=str(tmp_path), publish=False)
+    settings = Settings(shared=SharedSettings(kafka="127.0.0.1:1"), options=options)
+    with pytest.raises(CannotRun, match=rf"run {ours.run} was taken over by another run on --lake {tmp_path}"):
+        job.run(spark, settings, lambda line: None)
 
 
 @pytest.mark.long
