@@ -165,7 +165,7 @@ class StreamEndpoint:
                     await response.end()
                 else:
                     await self._refuse(scope, send, body, problem)
-        except (ClientGone, TimeoutError):
+        except ClientGone:
             pass  # the server ends the connection of a response that is not complete
         except Exception:  # a bug, after which the outcome of events is unknown
             log.exception("request failed")
@@ -465,7 +465,7 @@ class StreamedResponse:
             await self._read.wait()
 
     async def end(self) -> None:
-        """End the body, and wait until it is sent. Raises TimeoutError if the client does not read it."""
+        """End the body, and wait until it is sent. Raises ClientGone if the client does not read it."""
         self._ended = True
         if self._sending is None:
             await send_whole(self._send, self._status, self._headers, b"".join(self._unsent))
@@ -474,7 +474,7 @@ class StreamedResponse:
             await self._sending
 
     async def _send_all(self) -> None:
-        """Send the pieces until the end. Raises TimeoutError if the client has read nothing for UNREAD_MAX_S."""
+        """Send the pieces until the end. Raises ClientGone if the client has read nothing for UNREAD_MAX_S."""
         try:
             await self._send_soon({"type": "http.response.start", "status": self._status, "headers": self._headers})
             while self._unsent or not self._ended:
@@ -497,8 +497,11 @@ class StreamedResponse:
         return b"".join(pieces)
 
     async def _send_soon(self, message: Message) -> None:
-        async with asyncio.timeout(UNREAD_MAX_S):
-            await self._send(message)
+        try:
+            async with asyncio.timeout(UNREAD_MAX_S):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientGone from None
 
     async def close(self) -> None:
         """Send nothing more, and hold nothing."""

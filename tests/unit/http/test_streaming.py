@@ -317,16 +317,22 @@ async def test_a_body_that_the_client_asked_about_and_nobody_wants_ends_the_conn
     assert (wire.status, b"connection" in wire.head) == (400, False)
 
 
-async def test_a_bug_is_answered_500_or_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, TimeoutError])
+async def test_a_bug_is_answered_500_or_ends_the_connection(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
     admission = Commits()
     wire = Wire(admission)
     wire.say(line(0))
     await wire.until(lambda: wire.statuses == [201])
-    monkeypatch.setattr(admission, "new_chunk", lambda: 1 / 0)
+    monkeypatch.setattr(admission, "new_chunk", fail)
     wire.say(line(1), more=False)
     await wire.over()
     assert (wire.status, wire.statuses, wire.is_complete) == (207, [201], False)
-    monkeypatch.setattr(lines_module, "media_type", lambda _: 1 / 0)
+    monkeypatch.setattr(lines_module, "media_type", fail)
     wire = Wire()
     wire.say(line(1), more=False)
     (problem,) = await wire.over()
