@@ -26,6 +26,7 @@ from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.core.settings import Settings
+from service.core.supervision import log_failure, supervise
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
@@ -228,7 +229,8 @@ class CurrentStore:
 
     def _start_settling(self) -> asyncio.Task[StoreGeneration]:
         if self._settling is None or self._settling.done():
-            self._settling = asyncio.create_task(self._settle())
+            self._settling = asyncio.create_task(self._settle(), name="settle-store")
+            log_failure(self._settling, "settle-store", self._telemetry)  # whether anybody waits for it or not
         return self._settling
 
     async def _settle(self) -> StoreGeneration:
@@ -325,7 +327,8 @@ class CurrentStore:
         if not await self._keys.recover(seen, nonce):
             raise NotYet("another process recovers the store, or has done so")
         store = seen.store
-        keeping = asyncio.create_task(self._keep_nonce(store, nonce))
+        keep = functools.partial(self._keep_nonce, store, nonce)
+        keeping = supervise("recovery-nonce", keep, self._telemetry)
         try:
             return await self._recover_under(store, nonce)
         except BaseException:

@@ -18,6 +18,7 @@ from service.slots import recovery
 from service.slots.generation_log import Control
 from service.slots.recovery import CurrentStore
 from tests.unit.fakes import FakeCluster, World, until
+from tests.unit.scrape import sample
 
 NAMED = StoreGeneration(7, "run/primary")
 OTHER = Identity("run/left-behind", StoreGeneration(7, "run/primary"))
@@ -33,8 +34,9 @@ class _Keys:
         self.identity = identity
         self.may_recover = True
         self.asked = 0
-        self.resolved = 0
+        self.resolved = self.renewed = 0
         self.errors: list[Exception] = []
+        self.cannot_resolve = False
 
     async def who(self) -> Identity:
         self.asked += 1
@@ -45,9 +47,17 @@ class _Keys:
 
     async def resolve_again(self) -> None:
         self.resolved += 1
+        if self.cannot_resolve:
+            raise RuntimeError("a bug")
 
     async def recover(self, seen: Identity, nonce: str) -> bool:
         return self.may_recover
+
+    async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:
+        self.renewed += 1
+        if self.renewed == 1:
+            raise RuntimeError("a bug")
+        return []
 
     async def recover_abandon(self, store: str, nonce: str) -> None: ...
 
@@ -81,12 +91,16 @@ class _Topics:
 
 @contextlib.asynccontextmanager
 async def settling(
-    keys: _Keys, control: _Control, slots: int = 2, cluster: KafkaAdmin | None = None
+    keys: _Keys,
+    control: _Control,
+    slots: int = 2,
+    cluster: KafkaAdmin | None = None,
+    telemetry: Telemetry | None = None,
 ) -> AsyncIterator[tuple[CurrentStore, "asyncio.Task[StoreGeneration]"]]:
     """Settle a store, in a task."""
     world: Any = World(lease_ttl_ms=300)
     parts = cast(Keys, keys), cast(Control, control), cast(Any, _Topics(slots))
-    store = CurrentStore(cluster or world.cluster, *parts, world.settings, Telemetry())
+    store = CurrentStore(cluster or world.cluster, *parts, world.settings, telemetry or Telemetry())
     try:
         yield store, asyncio.create_task(store.wait_until_settled())
     finally:
@@ -199,6 +213,25 @@ async def test_slots_that_only_control_knows_are_fenced_too() -> None:
     control.slots = 100
     async with settling(_Keys(FLUSHED), control, 64, _Cluster()) as (store, _):
         await until(lambda: store.status == "recovering: 100 of 100 slots fenced")
+
+
+async def test_the_nonce_is_renewed_although_a_renewal_fails() -> None:
+    """Otherwise it would expire amid a long recovery, and nobody would know why the attempt ends."""
+    keys, telemetry = _Keys(FLUSHED), Telemetry()
+    async with settling(keys, _Control(), 64, _Cluster(3), telemetry) as (store, _):
+        await until(lambda: keys.renewed >= 2)
+        assert store.state == "recovering"
+        assert sample(telemetry, "fencepost_task_failures_total", task="recovery-nonce") == 1
+
+
+async def test_an_unexpected_error_of_the_search_for_the_store_is_counted_though_nobody_awaits_it() -> None:
+    keys, telemetry = _Keys(Identity(NAMED.store, NAMED)), Telemetry()
+    async with settling(keys, _Control(), telemetry=telemetry) as (store, settled):
+        await settled
+        keys.errors.append(StoreAway("away"))
+        keys.cannot_resolve = True
+        store.lost(NAMED)
+        await until(lambda: sample(telemetry, "fencepost_task_failures_total", task="settle-store") == 1)
 
 
 SETTLED = Identity(NAMED.store, NAMED)
