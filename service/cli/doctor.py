@@ -1,6 +1,6 @@
 """`fencepost doctor`: checks brokers, ACLs, topics, Redis and clocks, and says what to change.
 
-It writes nothing but one record of the journal without answers, whose timestamp is the broker's clock.
+It writes nothing but MEASUREMENTS records of the journal without answers, whose timestamps are the broker's clock.
 """
 
 import statistics

@@ -10,6 +10,7 @@ from deploy import markers, settings_table, state_diagrams
 from deploy.places import ROOT
 from service.__main__ import IDLE_S
 from service.claims.states import SLOT, SlotState
+from service.cli.doctor import MEASUREMENTS
 from service.contract import PREFIX
 from service.contract.wire import TOPIC_CHARS_MAX
 from service.core.problems import Problem
@@ -100,6 +101,11 @@ def test_each_row_of_the_failure_table_names_existing_tests() -> None:
         for name in names:
             exists = (ROOT / "tests" / "integration" / name).is_file() if name.endswith(".py") else name in rows
             assert exists, f"{name}: {line}"
+
+
+def test_the_readme_counts_the_records_that_the_doctor_writes() -> None:
+    text = (ROOT / "service" / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"(\w+) journal records?", text) == [{3: "three"}[MEASUREMENTS]] * 2
 
 
 def test_the_limits_in_the_readme_are_those_of_the_code() -> None:
