@@ -3,6 +3,7 @@
 import re
 from typing import Final
 
+from service.core.pieces import joined
 from service.core.problems import TOO_LARGE, Problem
 from service.events.event import EVENT_TEXT_BYTES_MAX
 from service.events.strict_json import DEPTH_MAX, TOO_DEEP, not_json
@@ -31,8 +32,7 @@ class JsonObjects:
         self._data = b""  # the last part of the text
         self._start = 0  # of the incomplete object in it
         self._at = 0  # what is before was looked at
-        self._begun: list[bytes] = []  # the incomplete object, from earlier parts
-        self._begun_bytes = 0
+        self._begun: bytes | bytearray = b""  # the incomplete object, from earlier parts
         self._depth = 0  # brackets that are open
         self._in_string = False
         self._is_escaped = False  # what was looked at ended with a backslash in a string
@@ -43,7 +43,7 @@ class JsonObjects:
     @property
     def held(self) -> int:
         """The bytes in memory."""
-        return self._begun_bytes + len(self._data) - self._start
+        return len(self._begun) + len(self._data) - self._start
 
     @property
     def has_unread(self) -> bool:
@@ -77,7 +77,7 @@ class JsonObjects:
         Between two objects nothing is dropped: a problem there would be the result of an object that has not come yet.
         """
         if self._begun:
-            self._begun, self._begun_bytes, self._problem = [], 0, problem
+            self._begun, self._problem = b"", problem
 
     def end(self) -> None:
         """Note the end of the text; `next` returns the problem of an incomplete object."""
@@ -135,21 +135,20 @@ class JsonObjects:
 
     def _take_object(self) -> bytes | Problem:
         self._keep(self._data[self._start : self._at])
-        taken = self._problem or (self._begun[0] if len(self._begun) == 1 else b"".join(self._begun))
-        self._begun, self._begun_bytes, self._problem = [], 0, None
+        taken = self._problem or bytes(self._begun)
+        self._begun, self._problem = b"", None
         return taken
 
     def _keep(self, piece: bytes) -> None:
         if piece and self._problem is None:
-            self._begun.append(piece)
-            self._begun_bytes += len(piece)
-            if self._begun_bytes > self._most:
+            self._begun = joined(self._begun, piece)
+            if len(self._begun) > self._most:
                 self.drop(Problem(TOO_LARGE, f"body: one record's JSON has more than {self._most} bytes"))
 
     def _stop(self, fault: Problem) -> Problem:
         """Cut nothing any more; `fault` says why."""
         self.feed(b"")
-        self._begun, self._begun_bytes, self._depth = [], 0, 0
+        self._begun, self._depth = b"", 0
         self._fault, self.is_over = None, True
         return fault
 

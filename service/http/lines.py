@@ -5,6 +5,7 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import Final
 
+from service.core.pieces import joined
 from service.core.problems import TOO_LARGE, Problem
 from service.events.event import EVENT_TEXT_BYTES_MAX, READER, Event
 from service.events.strict_json import strictly
@@ -29,14 +30,13 @@ class Lines:
         self._most = most
         self._data = b""  # the last part of the body; what is before `_start` is cut
         self._start = 0
-        self._begun: list[bytes] = []  # the incomplete line, from earlier parts of the body
-        self._begun_bytes = 0
+        self._begun: bytes | bytearray = b""  # the incomplete line, from earlier parts of the body
         self._problem: Problem | None = None  # of the incomplete line, whose bytes are dropped
 
     @property
     def held(self) -> int:
         """The bytes in memory."""
-        return self._begun_bytes + len(self._data) - self._start
+        return len(self._begun) + len(self._data) - self._start
 
     @property
     def has_unread(self) -> bool:
@@ -58,15 +58,14 @@ class Lines:
             self.feed(b"")
             return None
         self._start = end + 1
-        line = self._problem or (self._begun[0] if len(self._begun) == 1 else b"".join(self._begun))
-        self._begun, self._begun_bytes, self._problem = [], 0, None
+        line = self._problem or bytes(self._begun)
+        self._begun, self._problem = b"", None
         return line
 
     def _keep(self, piece: bytes) -> None:
         if piece and self._problem is None:
-            self._begun.append(piece)
-            self._begun_bytes += len(piece)
-            if self._begun_bytes > self._most:
+            self._begun = joined(self._begun, piece)
+            if len(self._begun) > self._most:
                 self.drop(
                     Problem(TOO_LARGE, f"line: it is longer than {self._most} bytes, the most of an event's JSON")
                 )
@@ -77,7 +76,7 @@ class Lines:
         Between two lines nothing is dropped: a problem there would be the result of no event.
         """
         if self._begun:
-            self._begun, self._begun_bytes, self._problem = [], 0, problem
+            self._begun, self._problem = b"", problem
 
     def end(self) -> None:
         """Note that the body has ended."""

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from service.core.pieces import joined
 from service.core.problems import NOT_WRITTEN, TOO_LARGE, Problem
 from service.http.headers import UsedHeaders
 from service.http.request_reader import LEAST_BYTES_S
@@ -113,7 +114,6 @@ class PostRequest(ABC):
         chunked: bool,
     ) -> None:
         self._bodies = bodies
-        # The pieces of the body are in one array: an object for each would take more memory.
         self._content: bytes | bytearray = b""
         self._taken = 0  # bytes of the body counted in `bodies`
         self._held = 0  # bytes of the response counted in `bodies`
@@ -157,12 +157,7 @@ class PostRequest(ABC):
         if self.size > most or not self._has_room(len(part)):
             self.drop_body()
             return False
-        if not self._content:
-            self._content = part
-        elif isinstance(self._content, bytearray):
-            self._content += part
-        else:
-            self._content = bytearray(self._content) + part
+        self._content = joined(self._content, part)
         return True
 
     def _has_room(self, size: int) -> bool:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -174,3 +175,17 @@ def test_a_call_does_little_work_whatever_the_text(piece: bytes) -> None:
         assert cutter.has_unread is (found is None)
     assert found == text
     assert most < 8 * LOOKED_AT_ONCE  # events of the profiler: two for each call of a function, Python's and C's
+
+
+def test_an_object_in_tiny_pieces_has_its_own_size_in_memory() -> None:
+    """An object for each piece would take ten times the memory."""
+    cutter = JsonObjects()
+    tracemalloc.start()
+    for part in itertools.chain([b'{"a":["'], (b"%05d" % n for n in range(20_000))):
+        cutter.feed(part)
+        while cutter.next() is not None or cutter.has_unread:
+            pass
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert cutter.held == 100_007
+    assert taken < 2 * cutter.held

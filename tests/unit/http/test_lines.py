@@ -1,6 +1,7 @@
 """Tests how newline-delimited JSON is cut into lines, however it arrives."""
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -108,3 +109,16 @@ def test_between_two_lines_nothing_is_dropped() -> None:
 @pytest.mark.parametrize("unit", [b"\n", b" ", b"\r\n", b"1\n", b"x"])
 def test_a_body_of_any_length_is_cut_in_linear_time(unit: bytes) -> None:
     assert grows_in_proportion(lambda size: cut(unit * (size // len(unit))))
+
+
+def test_a_line_in_tiny_pieces_has_its_own_size_in_memory() -> None:
+    """An object for each piece would take ten times the memory."""
+    lines = Lines()
+    tracemalloc.start()
+    for n in range(20_000):
+        lines.feed(b"%05d" % n)
+        assert lines.next() is None
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert lines.held == 100_000
+    assert taken < 2 * lines.held
