@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.contract import Rules
-from service.core.problems import MISSING_KEY, NOT_WRITTEN, TOO_LARGE, Problem
+from service.core.problems import MISSING_KEY, NOT_FOUND, NOT_WRITTEN, TOO_LARGE, Problem
 from service.core.settings import TOPICS_MAX
 from service.core.time_slice import TimeSlice
 from service.events.event import BATCH_EVENTS_MAX, Event, check_topic_name, parse_key, parse_traceparent
@@ -29,6 +29,7 @@ from service.events.produce import (
     ProduceProblem,
     RequestKey,
     V3Event,
+    check_long_v2,
     parse_long_v3,
     parse_v2,
     parse_v3,
@@ -66,6 +67,8 @@ log = structlog.get_logger(__name__)
 PARTITION_DIGITS: Final = 9
 # Memory of a refused record's problem: a record of three bytes may have one.
 PROBLEM_BYTES: Final = 512
+# Characters of a cluster's id in a path, which each answer repeats; Kafka's ids have 22.
+CLUSTER_CHARS_MAX: Final = 255
 
 PathParameters = Mapping[str, str]
 
@@ -172,6 +175,8 @@ class ProduceEndpoint:
             if time_slice.is_over:
                 await time_slice.next()
             try:
+                if len(raw) > LONG_BYTES:
+                    await check_long_v2(raw)
                 event = v2_event(raw, index, format, request.topic, partition, request.key, request.traceparent)
                 events.append(event)
             except Problem as problem:
@@ -187,7 +192,7 @@ class ProduceEndpoint:
     # -------------------------------------------------------------------------------------------------------------- v3
 
     def _post_v3(self, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
-        _check_topic(path["topic"], caller)
+        _check_v3_path(path, caller)
         if essence(found.get(b"content-type")) != JSON:
             raise unsupported(JSON)
         request = self._request(V3_TYPE, path, post, found, caller)
@@ -226,9 +231,9 @@ class ProduceEndpoint:
         return records
 
     def _stream_v3(self, head: StreamHead) -> Exchange:
-        """Begin a v3 request whose records are written as they come. Raises Problem (400, 403, 415)."""
+        """Begin a v3 request whose records are written as they come. Raises Problem (400, 403, 404, 415)."""
+        _check_v3_path(head.path_params, head.caller)
         topic, cluster = head.path_params["topic"], head.path_params["cluster"]
-        _check_topic(topic, head.caller)
         if essence(head.found.get(b"content-type")) != JSON:
             raise unsupported(JSON)
         of_request = self._key_of(head.found, topic, head.caller)
@@ -316,6 +321,13 @@ def _check_topic(name: str, caller: Caller) -> None:
     """
     check_topic_name(name)
     caller.check(name)
+
+
+def _check_v3_path(path: PathParameters, caller: Caller) -> None:
+    """Raise what `_check_topic` raises, and Problem (404) for a cluster that is longer than any id of one."""
+    _check_topic(path["topic"], caller)
+    if len(path["cluster"]) > CLUSTER_CHARS_MAX:
+        raise Problem(NOT_FOUND, f"cluster: at most {CLUSTER_CHARS_MAX} characters are taken: send its id, or any word")
 
 
 def _event_of(record: Event | V3Event | Problem) -> Event:

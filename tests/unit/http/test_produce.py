@@ -562,6 +562,28 @@ async def test_a_record_of_a_stream_is_answered_before_the_next_one_is_sent() ->
     await ended(serving)
 
 
+async def test_a_v2_record_has_the_bounds_of_an_event_s_json(proxy: Proxy) -> None:
+    """A long record is checked in a thread: the event loop must not decode hundreds of thousands of headers."""
+    padded = b'{"records":[{"value":1%b},{"value":2}]}' % (b" " * 2_000_000)
+    offsets = (await proxy.post("/topics/orders", padded, JSON_V2)).json()["offsets"]
+    assert [each["error_code"] for each in offsets] == [1, None]
+    assert "at most 2000000 are taken" in offsets[0]["error"]
+    headers = b",".join([b'{"key":""}'] * 20_000)
+    response = await proxy.post("/topics/orders", b'{"records":[{"value":1,"headers":[%b]}]}' % headers, JSON_V2)
+    assert "at most 100" in assert_error(response, 400, 400)
+    assert [value for _, _, value in proxy.written] == [b"2"]
+
+
+async def test_a_cluster_s_id_which_each_answer_repeats_has_a_bound(proxy: Proxy) -> None:
+    """Else a request of 64 KiB with a long path would be answered with a hundred megabytes."""
+    record = json.dumps(string("a")).encode()
+    for body in (record, streamed(record)):
+        response = await proxy.client.post(V3.replace("c1", "c" * 256), content=body, headers={"content-type": JSON})
+        assert "cluster: at most 255" in assert_error(response, 404, 404)
+        response = await proxy.client.post(V3.replace("c1", "c" * 255), content=body, headers={"content-type": JSON})
+        assert [each["error_code"] for each in answers(response)] == [200]
+
+
 def test_a_made_key_is_a_uuid_of_the_time() -> None:
     """RFC 9562, section 5.7."""
     made = [uuid.UUID(new_key(1_700_000_000_123)) for _ in range(100)]
