@@ -1,8 +1,9 @@
 """Lists the topics of a cluster with their partitions, leaders and replicas, for clients that ask for them."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiokafka import errors
@@ -17,6 +18,8 @@ if TYPE_CHECKING:  # it imports this module
 LISTED_S: Final = 10.0
 # Requests about single topics at a time, so that clients that ask do not delay the service's own requests.
 ASKED_AT_ONCE: Final = 4
+# The longest wait for one of these requests to begin: while Kafka is away, each takes its whole timeout.
+PERMIT_S: Final = 10.0
 # Error codes of topics and partitions that exist.
 _EXISTS: Final = (errors.NoError.errno, errors.LeaderNotAvailableError.errno)
 
@@ -83,15 +86,25 @@ class TopicLister:
         return failed or (asked.done() and time.monotonic() >= self._asked_at + LISTED_S)
 
     async def some(self, *names: str) -> Listing:
-        """List topics, as they are now; without names, the cluster only. Raises KafkaAway."""
-        async with self._permits:
+        """List topics, as they are now; without names, the cluster only. Raises KafkaAway, TimeoutError."""
+        async with self._permit():
             return await self._list_topics(names)
 
     async def settings_of(self, name: str) -> Mapping[str, str]:
-        """Look up the settings of a topic, as they are now; none if it does not exist. Raises KafkaAway."""
-        async with self._permits:
+        """Look up the settings of a topic, as they are now; none if it does not exist. Raises as `some`."""
+        async with self._permit():
             found = await self._describe([name])
         return found[name].settings if name in found else {}
+
+    @contextlib.asynccontextmanager
+    async def _permit(self) -> AsyncIterator[None]:
+        """Let one request be under way. Raises TimeoutError if others are for PERMIT_S."""
+        async with asyncio.timeout(PERMIT_S):
+            await self._permits.acquire()
+        try:
+            yield
+        finally:
+            self._permits.release()
 
     def close(self) -> None:
         """Cancel a request that is under way."""

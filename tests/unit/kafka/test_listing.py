@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,21 @@ async def test_settings_are_asked_for_within_the_same_bound() -> None:
     await until(lambda: len(asked.names) == module.ASKED_AT_ONCE)
     asked.may_answer.set()
     assert await asyncio.gather(*waiting) == [{}, *[{"retention.ms": "1"}] * 8]
+
+
+async def test_a_request_waits_for_others_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While Kafka is away, the last of a thousand would wait for an hour."""
+    monkeypatch.setattr(module, "PERMIT_S", 0.05)
+    asked = Asked()
+    lister = TopicLister(asked.list_topics, asked.describe)
+    waiting = [asyncio.create_task(lister.some(f"t{n}")) for n in range(module.ASKED_AT_ONCE)]
+    await until(lambda: len(asked.names) == module.ASKED_AT_ONCE)
+    late: list[asyncio.Task[Any]] = [asyncio.create_task(late) for late in (lister.some("t"), lister.settings_of("t"))]
+    await asyncio.wait(late, timeout=5.0)
+    assert [each.done() and type(each.exception()) for each in late] == [TimeoutError] * 2
+    asked.may_answer.set()
+    await asyncio.gather(*waiting)
+    assert await lister.some("t") == EMPTY
 
 
 async def test_a_request_ends_with_the_service() -> None:
