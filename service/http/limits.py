@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, ClassVar, Final
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -241,6 +242,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
+        if cycle.waiting_for_100_continue:
+            app = _last_if_unasked(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -334,6 +337,24 @@ class GuardedProtocol(HttpToolsProtocol):
             self.reader.restart(now)
         self._handle_events(self.reader.expire(now))
         self._set_timer()
+
+
+def _last_if_unasked(cycle: Any, app: ASGIApp) -> ASGIApp:
+    """Make a request the last of its connection if it is answered before its body was asked for.
+
+    A client that sent `Expect` may leave the body out then, so that its next bytes may belong to the body or to another
+    request (RFC 9110, section 10.1.1).
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_checked(message: Message) -> None:
+            if cycle.waiting_for_100_continue:  # until the first call of `receive`, or the start of a response
+                cycle.keep_alive = False
+            await send(message)
+
+        await app(scope, receive, send_checked)
+
+    return answer
 
 
 class LingeringServer(uvicorn.Server):

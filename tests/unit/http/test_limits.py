@@ -5,6 +5,7 @@ import contextlib
 import json
 import resource
 import signal
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -34,7 +35,15 @@ async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
     monkeypatch.setattr(request_reader, "SILENCE_MAX_S", 0.3)
     monkeypatch.setattr(limits, "LINGERING_CLOSE_S", 1.0)
     port = free_port()
-    config = uvicorn.Config(app, port=port, http=GuardedProtocol, lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app,
+        port=port,
+        http=GuardedProtocol,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=1,
+    )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server._serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
@@ -261,3 +270,50 @@ async def test_a_stop_lets_clients_leave_by_an_answer(monkeypatch: pytest.Monkey
         assert b"connection: close" in last.lower()
         await serving
     writer.close()
+
+
+# What a slow client sends at first, and in each twentieth of a second: the head of a request, a body, nothing while it
+# reads none of its answer, nothing after its answer.
+SLOW = {
+    "head": (REQUEST[:-20], b"x"),
+    "body": (REQUEST[:-2], b""),
+    "reader": (REQUEST.replace(b": 4", b": 400000") + bytes(400_000 - 4), b"\n"),
+    "idle": (REQUEST, b""),
+}
+
+
+async def slow_until_ended(port: int, kind: str) -> None:
+    """Go on slowly, with small buffers in the kernel, until the server ends the connection."""
+    begin, drip = SLOW[kind]
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client, contextlib.suppress(ConnectionError):
+        client.setblocking(False)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        await loop.sock_connect(client, ("127.0.0.1", port))
+        await loop.sock_sendall(client, begin)
+        while drip:
+            await asyncio.sleep(0.05)
+            await loop.sock_sendall(client, drip)
+        while await loop.sock_recv(client, 65_536):
+            pass
+
+
+async def test_slow_clients_of_every_kind_end_and_good_ones_are_answered_meanwhile(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "UNREAD_MAX_S", 0.5)
+    slow = [asyncio.create_task(slow_until_ended(port, kind)) for kind in SLOW for _ in range(25)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(15.0):
+        answered = 0
+        while not all(task.done() for task in slow):
+            writer.write(REQUEST)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert await reader.readexactly(4) == b"body"
+            answered += 1
+            await asyncio.sleep(0.01)
+    writer.close()
+    assert answered > 10
+    await asyncio.gather(*slow)

@@ -120,6 +120,13 @@ def test_a_cycle_tells_how_far_its_response_and_body_are() -> None:
     assert {"response_started", "response_complete", "more_body"} <= set(set_at_first)
 
 
+def test_a_cycle_tells_whether_the_client_waits_for_100_and_ends_its_connection_if_told() -> None:
+    """Without these the next request would be taken for a body that was left out: limits._last_if_unasked."""
+    for method in ("receive", "send"):
+        assert "self.waiting_for_100_continue = False" in inspect.getsource(getattr(RequestResponseCycle, method))
+    assert "if not self.keep_alive and not has_connection_close:" in inspect.getsource(RequestResponseCycle.send)
+
+
 def test_flow_control() -> None:
     for name in ("pause_writing", "resume_writing", "pause_reading", "resume_reading"):
         assert callable(getattr(FlowControl, name))
