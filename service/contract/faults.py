@@ -1,8 +1,11 @@
-"""What the tables of the rules have in common: names, rates, and the form in which their mistakes are reported."""
+"""What the tables of the rules have in common: names, rates, retentions, and how their mistakes are reported."""
 
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
+
+from service.contract.settings import KEY_TTL_MOST_S
+from service.contract.wire import TOPIC
 
 Table = dict[str, Any]
 Faults = Iterator[tuple[str, str]]
@@ -21,3 +24,21 @@ def rate_faults(table: Mapping[str, Any]) -> Faults:
     rate = table.get("rate", 1)
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not _RATES[0] <= rate <= _RATES[1]:
         yield "rate", f"write events a second, from {_RATES[0]:f} to {_RATES[1]}, or leave it out"
+
+
+def ttl_faults(table: Mapping[str, Any]) -> Faults:
+    """Find the mistakes of a table's optional `key_ttl_s`, in seconds."""
+    ttl_s = table.get("key_ttl_s", 1)
+    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 1 <= ttl_s <= KEY_TTL_MOST_S:
+        yield "key_ttl_s", f"write seconds, from 1 to {KEY_TTL_MOST_S}, or leave it out"
+
+
+def quarantine_faults(table: Mapping[str, Any]) -> Faults:
+    """Find the mistakes of a table's optional `quarantine`, a topic."""
+    if "quarantine" in table and not is_topic(table["quarantine"]):
+        yield "quarantine", 'write the name of a topic, as in quarantine = "orders.refused", or leave it out'
+
+
+def is_topic(name: Any) -> bool:
+    """Whether Kafka allows a topic of this name."""
+    return isinstance(name, str) and TOPIC.fullmatch(name) is not None and name not in (".", "..")

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from service.contract.cors_rules import CorsRule, cors_faults, cors_rule
-from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, rate_faults
-from service.contract.settings import KEY_TTL_MOST_S, PREFIX, SettingsError, SharedSettings
+from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, quarantine_faults, rate_faults, ttl_faults
+from service.contract.settings import PREFIX, SettingsError, SharedSettings
 from service.contract.source_rules import SourceRule, source_faults, source_rule
+from service.contract.wire import internal_topics
 
 
 class Guarantee(Enum):
@@ -31,7 +32,8 @@ class TopicRule:
     `schema` is the path of a JSON Schema, in the file relative to its folder, or empty. `key_ttl_s` is the retention of
     the keys of events of these topics, in seconds; 0 for FENCEPOST_KEY_TTL_S. `keyless` says what happens to a produce
     request (of Confluent's API) without an idempotency key: `allow`: the service makes one. `takes_old_keys`: whether
-    events are written whose key tells that it was made before the retention, and is unknown. The rest is for the audit:
+    events are written whose key tells that it was made before the retention, and is unknown. `quarantine` is the topic
+    for events that the schema refuses; empty if they are only refused. The rest is for the audit:
     `derived`: programs write copies of other topics' events here, with their headers. `client_duplicates`: whether
     equal contents under several keys are reported.
     """
@@ -44,6 +46,7 @@ class TopicRule:
     key_ttl_s: int = 0
     keyless: str = "allow"
     takes_old_keys: bool = False
+    quarantine: str = ""
 
 
 USUAL: Final = TopicRule("*")
@@ -89,17 +92,78 @@ class Rules:
     @property
     def longest_ttl_s(self) -> int:
         """The longest retention of keys by a rule, in seconds; 0 without any."""
-        return max([rule.key_ttl_s for rule in self.topics], default=0)
+        return max([rule.key_ttl_s for rule in self._owners], default=0)
+
+    @property
+    def _owners(self) -> list[TopicRule | SourceRule]:
+        """The rules that may have a retention and a quarantine topic of their own."""
+        return [*self.topics, *self.sources]
+
+    def longest_ttl_of(self, topic: str, usual_s: int) -> int:
+        """Find the longest retention of the keys of events in a topic, in seconds; `usual_s` is that without a rule.
+
+        Sources that write there may have one of their own, and a dead letter has that of what it stands for.
+        """
+        found = [self.rule(topic).key_ttl_s or usual_s]
+        found += [rule.key_ttl_s or usual_s for rule in self.topics if rule.quarantine == topic]
+        for source in self.sources:
+            if source.quarantine == topic:
+                found += [source.key_ttl_s, *(self.rule(name).key_ttl_s or usual_s for name in source.all_topics)]
+            elif topic in source.all_topics:
+                found.append(source.key_ttl_s)
+        return max(found)
+
+    @property
+    def quarantine_topics(self) -> frozenset[str]:
+        """The topics for what is refused."""
+        return frozenset(rule.quarantine for rule in self._owners if rule.quarantine)
 
     def conflicts(self, settings: SharedSettings) -> list[str]:
-        """Find retentions that contradict the settings: a line for each, which says what to set."""
+        """Find what contradicts the settings, or another rule: a line for each, which says what to set."""
+        of = [(f"the topics {rule.pattern!r}", rule) for rule in self.topics]
+        owners: list[tuple[str, TopicRule | SourceRule]] = [*of]
+        owners += [(f"the source {source.name!r}", source) for source in self.sources]
         least_s = settings.least_key_ttl_s
-        return [
-            f"{settings.rules}: key_ttl_s = {rule.key_ttl_s} of the topics {rule.pattern!r} is too short for the "
-            f"timeouts: write {least_s} or more"
-            for rule in self.topics
+        wrong = [
+            f"{settings.rules}: key_ttl_s = {rule.key_ttl_s} of {owner} is too short for the timeouts: "
+            f"write {least_s} or more"
+            for owner, rule in owners
             if 0 < rule.key_ttl_s < least_s
         ]
+        wrong += [
+            f"{settings.rules}: quarantine = {rule.quarantine!r} of {owner}: {why}"
+            for owner, rule in owners
+            if rule.quarantine and (why := self._why_no_quarantine(rule.quarantine, settings.namespace))
+        ]
+        wrong += [
+            f"{settings.rules}: quarantine = {source.quarantine!r} of the source {source.name!r}: its deliveries go "
+            "there: name another topic"
+            for source in self.sources
+            if source.quarantine in source.all_topics
+        ]
+        wrong += [
+            f"{settings.rules}: quarantine of {owner}: only what a schema refuses goes there: write schema too"
+            for owner, rule in of
+            if rule.quarantine and not rule.schema
+        ]
+        return wrong
+
+    def _why_no_quarantine(self, topic: str, namespace: str) -> str:
+        """Say why a topic cannot take what is refused, and the remedy; "" if it can.
+
+        What is refused must not be refused again, and its answer is replayed from the ledger.
+        """
+        rule = self.rule(topic)
+        if topic in internal_topics(namespace):
+            return "it is internal: name another topic"
+        if rule.guarantee is not Guarantee.EXACTLY_ONCE:
+            return f"it is {rule.guarantee.value} by the rule {rule.pattern!r}: name one that is exactly_once"
+        if rule.schema or rule.quarantine:
+            return (
+                f"the rule {rule.pattern!r} gives it a schema or a quarantine of its own: name a topic without, or "
+                "write a [[topics]] table for it before that rule"
+            )
+        return ""
 
     @classmethod
     def read(cls, path: str) -> "Rules":
@@ -148,6 +212,7 @@ class Rules:
 
 
 _SWITCHES: Final = ("takes_old_keys", "derived", "client_duplicates")
+_TOPIC_SETTINGS: Final = ("pattern", "guarantee", "schema", "key_ttl_s", "keyless", "quarantine")
 _KEYLESS: Final = ("allow", "refuse")
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
@@ -166,6 +231,7 @@ def _topic_rule(table: Table, folder: Path) -> TopicRule:
         table.get("key_ttl_s", 0),
         table.get("keyless", "allow"),
         table.get("takes_old_keys", False),
+        table.get("quarantine", ""),
     )
 
 
@@ -182,8 +248,8 @@ def _digests(table: Table) -> list[Any]:
 
 def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[topics]]` table: the name concerned, and the remedy."""
-    for name in table.keys() - {"pattern", "guarantee", "schema", "key_ttl_s", "keyless", *_SWITCHES}:
-        yield name, f"no such setting; write pattern, guarantee, schema, key_ttl_s, keyless, {', '.join(_SWITCHES)}"
+    for name in table.keys() - {*_TOPIC_SETTINGS, *_SWITCHES}:
+        yield name, f"no such setting; write {', '.join((*_TOPIC_SETTINGS, *_SWITCHES))}"
     pattern = table.get("pattern")
     if not isinstance(pattern, str) or not pattern:
         yield "pattern", 'write the topic\'s name or a glob, as in pattern = "telemetry.*"'
@@ -194,9 +260,8 @@ def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     schema = table.get("schema", "-")
     if not isinstance(schema, str) or not schema:
         yield "schema", 'write the path of a JSON Schema, as in schema = "order.json", or leave it out'
-    ttl_s = table.get("key_ttl_s", 1)
-    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 1 <= ttl_s <= KEY_TTL_MOST_S:
-        yield "key_ttl_s", f"write seconds, from 1 to {KEY_TTL_MOST_S}, or leave it out"
+    yield from ttl_faults(table)
+    yield from quarantine_faults(table)
     for name in _SWITCHES:
         if not isinstance(table.get(name, False), bool):
             yield name, "write true or false"

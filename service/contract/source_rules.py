@@ -11,14 +11,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from service.contract.faults import NAME, NAME_REMEDY, TOKEN, Faults, Table, rate_faults
-from service.contract.wire import RESERVED_HEADERS, TOPIC, TRACE_HEADER
+from service.contract.faults import (
+    NAME,
+    NAME_REMEDY,
+    TOKEN,
+    Faults,
+    Table,
+    is_topic,
+    quarantine_faults,
+    rate_faults,
+    ttl_faults,
+)
+from service.contract.wire import RESERVED_HEADERS, TRACE_HEADER
 
 NO_SIGNATURE: Final = "none"
 HMAC: Final = "hmac"
 SCHEME_HEADERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "standard-webhooks": ("webhook-signature", "webhook-timestamp"),
+        "standard-webhooks": ("webhook-signature", "webhook-timestamp", "svix-signature", "svix-timestamp"),
         "stripe": ("stripe-signature",),
         "github": ("x-hub-signature-256",),
         "shopify": ("x-shopify-hmac-sha256",),
@@ -78,7 +88,8 @@ class SourceRule:
     The idempotency key is at `key_place`; `key_name` is the header (in lower case) or the JSON pointer. A delivery goes
     to `topic`, or if `topic_pointer` is given, to that of `topics` which the value there names, and to `topic` for all
     other values, if it is given too. `keep_headers` are in lower case. `rate` is in events a second in each process;
-    None for no limit.
+    None for no limit. `key_ttl_s` is the retention of its keys, in seconds; 0 for that of the topic. `quarantine` is
+    the topic for deliveries that cannot be used; without it, they are only refused.
     """
 
     name: str
@@ -91,6 +102,13 @@ class SourceRule:
     record_key: str = ""
     keep_headers: tuple[str, ...] = ()
     rate: float | None = None
+    key_ttl_s: int = 0
+    quarantine: str = ""
+
+    @property
+    def all_topics(self) -> tuple[str, ...]:
+        """The topics for which a delivery may be."""
+        return (*((self.topic,) if self.topic else ()), *self.topics.values())
 
     @property
     def scope(self) -> str:
@@ -128,6 +146,8 @@ def source_rule(table: Table, folder: Path) -> SourceRule:
         record_key=table.get("record_key", ""),
         keep_headers=tuple(header.lower() for header in table.get("keep_headers", [])),
         rate=table.get("rate"),
+        key_ttl_s=table.get("key_ttl_s", 0),
+        quarantine=table.get("quarantine", ""),
     )
 
 
@@ -151,6 +171,8 @@ _SETTINGS: Final = (
     "keep_headers",
     "signature",
     "rate",
+    "key_ttl_s",
+    "quarantine",
 )
 
 
@@ -169,10 +191,12 @@ def source_faults(table: Table, before: Sequence[Table]) -> Faults:
     yield from _kept_faults(table)
     yield from _signature_faults(table.get("signature"))
     yield from rate_faults(table)
+    yield from ttl_faults(table)
+    yield from quarantine_faults(table)
 
 
 def _topic_faults(table: Table) -> Faults:
-    if "topic" in table and not _is_topic(table["topic"]):
+    if "topic" in table and not is_topic(table["topic"]):
         yield "topic", "write the name of a topic"
     if "topic_pointer" not in table and "topics" not in table:
         if "topic" not in table:
@@ -182,7 +206,7 @@ def _topic_faults(table: Table) -> Faults:
         yield "topics", 'write also where the value is that chooses one, as in topic_pointer = "/type"'
     yield from _pointer_faults(table, "topic_pointer")
     topics = table.get("topics")
-    if not isinstance(topics, dict) or not topics or not all(map(_is_topic, topics.values())):
+    if not isinstance(topics, dict) or not topics or not all(map(is_topic, topics.values())):
         yield "topics", 'write a topic for each value, as in topics = { "charge.succeeded" = "payments" }'
 
 
@@ -292,10 +316,6 @@ def _hmac_faults(signature: Table) -> Iterator[tuple[str, str]]:
     prefix = signature.get("prefix", "")
     if not isinstance(prefix, str) or _PREFIX.fullmatch(prefix) is None:
         yield "prefix", 'write what stands before the signature in its header, as in "sha256="'
-
-
-def _is_topic(name: Any) -> bool:
-    return isinstance(name, str) and TOPIC.fullmatch(name) is not None and name not in (".", "..")
 
 
 def _is_token(name: Any) -> bool:

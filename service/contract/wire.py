@@ -24,6 +24,13 @@ would write their events a second time.
 KEY_HEADER: Final = "idempotency-key"
 STAMP_HEADER: Final = "fencepost"
 TRACE_HEADER: Final = "traceparent"
+CODE_HEADER: Final = "fencepost-code"
+DETAIL_HEADER: Final = "fencepost-detail"
+TOPIC_HEADER: Final = "fencepost-topic"
+PARTITION_HEADER: Final = "fencepost-partition"
+TIMESTAMP_HEADER: Final = "fencepost-timestamp"
+CALLER_HEADER: Final = "fencepost-caller"
+"""Headers of a dead letter, behind the event's own: why it was refused, what was asked for, and by whom."""
 RESERVED_HEADERS: Final = frozenset({KEY_HEADER, STAMP_HEADER})
 
 ID_BYTES: Final = 16
@@ -182,7 +189,9 @@ class Entry(NamedTuple):
     """The coordinates of one event of a ledger record. `at` is accepted_at, `ts` the record's timestamp, both in ms.
 
     A member of an atomic batch has the batch's id in `batch`, and its index in `i`. `ttl` is the retention of the key
-    by a rule, in seconds; 0, and left out of the JSON, for the service's own. Earlier releases wrote none.
+    by a rule, in seconds; 0, and left out of the JSON, for the service's own. Earlier releases wrote none. `refused` is
+    left out but for a dead letter, an event that was refused and is in a quarantine topic: its problem's code, a space,
+    and its detail. `topic` is the quarantine topic then, `fp` the fingerprint of what was asked for.
     """
 
     id: bytes
@@ -195,6 +204,7 @@ class Entry(NamedTuple):
     batch: bytes | None = None
     i: int | None = None
     ttl: int = 0
+    refused: str = ""
 
     def encode(self) -> str:
         """Encode the entry as JSON text."""
@@ -212,13 +222,15 @@ def encode_entry(
     batch: bytes | None = None,
     i: int | None = None,
     ttl: int = 0,
+    refused: str = "",
 ) -> str:
     """Encode an entry as JSON text, without making an Entry; topic names need no escaping (see TOPIC)."""
     member = "" if batch is None else f',"batch":"{batch.hex()}","i":{i}'
     kept = f',"ttl":{ttl}' if ttl else ""
+    why = f',"refused":{json.dumps(refused, ensure_ascii=False)}' if refused else ""
     return (
         f'{{"id":"{id.hex()}","fp":"{fp.hex()}","at":{at},"topic":"{topic}",'
-        f'"partition":{partition},"offset":{offset},"ts":{ts}{member}{kept}}}'
+        f'"partition":{partition},"offset":{offset},"ts":{ts}{member}{kept}{why}}}'
     )
 
 
@@ -308,6 +320,7 @@ def _entry(body: dict[str, Any]) -> Entry:
         None if batch is None else bytes.fromhex(batch),
         None if i is None else _int(i),
         _int(body.get("ttl", 0)),
+        _str(body.get("refused", "")),
     )
 
 

@@ -230,3 +230,68 @@ def test_the_retention_of_keys_is_that_of_their_topic_and_must_outlive_the_timeo
         "rules.toml: key_ttl_s = 199 of the topics 'short' is too short for the timeouts: write 200 or more"
     ]
     assert rules.conflicts(SharedSettings(request_timeout_ms=5_000, transaction_timeout_ms=5_000)) == []
+
+
+QUARANTINE = """\
+[[topics]]
+pattern = "orders"
+schema = "order.json"
+quarantine = "{letters}"
+
+[[topics]]
+pattern = "orders.*"
+schema = "order.json"
+
+[[topics]]
+pattern = "plain"
+guarantee = "idempotent"
+
+[[sources]]
+name = "shop"
+topic = "paid"
+idempotency_key = {{ sha256 = "body" }}
+signature = "none"
+key_ttl_s = {ttl_s}
+quarantine = "{of_shop}"
+"""
+
+
+def test_a_quarantine_topic_is_named_by_topics_and_by_sources() -> None:
+    rules = Rules.parse(QUARANTINE.format(letters="letters", of_shop="others", ttl_s=259_200))
+    assert (rules.rule("orders").quarantine, rules.sources[0].quarantine) == ("letters", "others")
+    assert rules.quarantine_topics == {"letters", "others"}
+    assert Rules().quarantine_topics == frozenset()
+    assert rules.longest_ttl_s == 259_200, "the ledger must keep the keys of the source too"
+    assert rules.conflicts(SharedSettings()) == []
+
+
+@pytest.mark.parametrize(
+    ("letters", "of_shop", "fault"),
+    [
+        ("orders", "letters", "'orders' of the topics 'orders': the rule 'orders' gives it a schema or a quarantine"),
+        ("orders.bad", "letters", "'orders.bad' of the topics 'orders': the rule 'orders.*' gives it a schema"),
+        ("letters", "orders.bad", "'orders.bad' of the source 'shop': the rule 'orders.*' gives it a schema"),
+        ("letters", "plain", "'plain' of the source 'shop': it is idempotent by the rule 'plain': name one that is"),
+        ("fencepost.ledger", "letters", "'fencepost.ledger' of the topics 'orders': it is internal: name another"),
+        ("letters", "paid", "'paid' of the source 'shop': its deliveries go there: name another topic"),
+    ],
+)
+def test_what_is_refused_cannot_be_refused_again(letters: str, of_shop: str, fault: str) -> None:
+    rules = Rules.parse(QUARANTINE.format(letters=letters, of_shop=of_shop, ttl_s=259_200))
+    (line,) = rules.conflicts(SharedSettings(rules="rules.toml"))
+    assert line.startswith(f"rules.toml: quarantine = {fault}")
+
+
+def test_a_quarantine_without_a_schema_would_stay_empty() -> None:
+    rules = Rules.parse('[[topics]]\npattern = "a"\nquarantine = "b"\n')
+    (line,) = rules.conflicts(SharedSettings(rules="rules.toml"))
+    assert line.startswith("rules.toml: quarantine of the topics 'a': only what a schema refuses goes there")
+    with pytest.raises(SettingsError, match=r"^rules:3: quarantine: write the name of a topic"):
+        Rules.parse('[[topics]]\npattern = "a"\nquarantine = "b c"\n')
+
+
+def test_the_retention_of_a_source_must_outlive_the_timeouts() -> None:
+    rules = Rules.parse(QUARANTINE.format(letters="letters", of_shop="others", ttl_s=199))
+    assert rules.conflicts(SharedSettings(rules="rules.toml")) == [
+        "rules.toml: key_ttl_s = 199 of the source 'shop' is too short for the timeouts: write 200 or more"
+    ]

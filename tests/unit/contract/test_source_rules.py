@@ -45,7 +45,7 @@ def test_the_sources_of_the_readme_are_right() -> None:
         ("github", "github"),
     ]
     assert all(f"`{scheme}`" in text for scheme in SCHEME_HEADERS)
-    assert rules.rule("charges").key_ttl_s > 3 * 86_400  # Stripe's last attempt comes after three days
+    assert rules.sources[0].key_ttl_s > 3 * 86_400  # Stripe's last attempt comes after three days
 
 
 def test_a_source_that_is_not_signed_says_so() -> None:
@@ -115,6 +115,8 @@ def wrong(text: str) -> str:
         ('topic = "t"\nkeep_headers = ["Date"]', "4: keep_headers: Date: a retry has another one"),
         ('topic = "t"\nrate = 0', "4: rate: write events a second"),
         ('topic = "t"\nrate = true', "4: rate: write events a second"),
+        ('topic = "t"\nkey_ttl_s = 0', "4: key_ttl_s: write seconds, from 1 to "),
+        ('topic = "t"\nquarantine = ".."', "4: quarantine: write the name of a topic"),
         ('topic = "t"\ntopc = "u"', "4: topc: no such setting; write name, topic, topic_pointer, topics, record_key, "),
     ],
 )
