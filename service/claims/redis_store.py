@@ -373,7 +373,7 @@ class RedisKeys:
                 return Claim(Outcome.NEW, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
             case b"T":
                 return Claim(Outcome.TAKEN_OVER, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
-            case b"D" | b"B" | b"d" | b"b":
+            case b"D" | b"B" | b"d" | b"b" | b"q":
                 return Claim(Outcome.DELIVERED, unpack(answer))
             case b"X":
                 return Claim(Outcome.CONFLICT, unpack(answer[1:]))
@@ -488,7 +488,7 @@ class RedisKeys:
         topic, encoded, pack_entry = "", b"", self._entry(0).pack  # of the last row
         for id, state in rows:
             # As `pack` does, in one call: a store recovery has millions of rows.
-            if isinstance(state, Delivered) and not state.ttl_s:
+            if isinstance(state, Delivered) and not (state.ttl_s or state.refused):
                 if state.topic != topic:
                     topic, encoded = state.topic, state.topic.encode()
                     pack_entry = self._entry(len(encoded)).pack
@@ -652,6 +652,9 @@ def pack(state: Claimed | Delivered | DeliveredBatch) -> bytes:
     match state:
         case Claimed(slot, term, at, fp):
             return _CLAIMED.pack(b"C", slot, term, at, fp)
+        case Delivered(at, fp, topic, partition, offset, ts, ttl_s, refused) if refused:
+            tail = f"{topic}\0{refused}".encode()
+            return _DELIVERED_TTL.pack(b"q", at, fp, partition, offset, ts, ttl_s) + tail
         case Delivered(at, fp, topic, partition, offset, ts, 0):
             return _DELIVERED.pack(b"D", at, fp, partition, offset, ts) + topic.encode()
         case Delivered(at, fp, topic, partition, offset, ts, ttl_s):
@@ -686,6 +689,10 @@ def unpack(raw: bytes) -> Claimed | Delivered | DeliveredBatch:
             case b"d":
                 _, at, fp, partition, offset, ts, ttl_s = _DELIVERED_TTL.unpack_from(raw)
                 return Delivered(at, fp, raw[_DELIVERED_TTL.size :].decode(), partition, offset, ts, ttl_s)
+            case b"q":
+                _, at, fp, partition, offset, ts, ttl_s = _DELIVERED_TTL.unpack_from(raw)
+                topic, _, refused = raw[_DELIVERED_TTL.size :].decode().partition("\0")
+                return Delivered(at, fp, topic, partition, offset, ts, ttl_s, refused)
     except (StructError, UnicodeDecodeError) as error:
         raise CorruptState.of(raw) from error
     raise CorruptState.of(raw)

@@ -1,7 +1,7 @@
 """Converts ledger records to the key states that a replay writes, and delivered states to ledger entries."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import structlog
@@ -25,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 _Id = Annotated[str, msgspec.Meta(min_length=2 * ID_BYTES, max_length=2 * ID_BYTES)]
 _Fingerprint = Annotated[str, msgspec.Meta(min_length=2 * FINGERPRINT_BYTES, max_length=2 * FINGERPRINT_BYTES)]
+# Why an event was refused, in a ledger entry: several times what dead letters of this release have.
+REFUSED_CHARS_MAX: Final = 4_000
 _Topic = Annotated[str, msgspec.Meta(max_length=TOPIC_CHARS_MAX)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -42,6 +44,7 @@ class LedgerEntry(msgspec.Struct, omit_defaults=True, gc=False):
     batch: _Id | None = None
     i: _Number | None = None
     ttl: Annotated[int, msgspec.Meta(ge=0, le=KEY_TTL_MOST_S)] = 0
+    refused: Annotated[str, msgspec.Meta(max_length=REFUSED_CHARS_MAX)] = ""
 
 
 class _Record(msgspec.Struct):
@@ -100,7 +103,7 @@ def _rows_of(record: _Record) -> list[Row]:
     if record.entries is None:
         raise WireError("no ledger record: it has no entries")
     rows: list[Row] = [
-        (_bytes(e.id), Delivered(e.at, _bytes(e.fp), e.topic, e.partition, e.offset, e.ts, e.ttl))
+        (_bytes(e.id), Delivered(e.at, _bytes(e.fp), e.topic, e.partition, e.offset, e.ts, e.ttl, e.refused))
         for e in record.entries
     ]
     return rows + _wholes(record.entries)

@@ -40,6 +40,8 @@ def present(now: int) -> dict[str, KeyState]:
         "delivered": Delivered(aged, FP, "orders", 2, 12, aged + 5),
         "delivered, another": Delivered(aged, FP2, "o", 0, 2**52, 0),
         "delivered, about to expire": Delivered(old, FP, "orders", 2, 12, old),
+        "a dead letter": Delivered(aged, FP, "letters", 2, 12, aged + 5, 0, "schema-mismatch value: é is no 1"),
+        "a dead letter, another": Delivered(aged, FP2, "letters", 2, 12, aged, 0, "unusable-body body: x"),
         "a batch": DeliveredBatch(aged, FP, 3),
         "a batch, another": DeliveredBatch(aged, FP2, 2**32 - 1),
     }

@@ -121,16 +121,18 @@ ENTRIES = st.builds(
     batch=st.none(),
     i=st.none(),
     ttl=st.integers(0, KEY_TTL_MOST_S),
+    refused=st.text(st.characters(exclude_categories=["Cs"]), max_size=400),
 )
 
 
 @given(ENTRIES, st.binary(min_size=16, max_size=16), st.integers(0, 10_000))
 def test_an_entry_is_encoded_as_the_contract_encodes_it(entry: Entry, batch: bytes, i: int) -> None:
     fields = entry.id.hex(), entry.fp.hex(), entry.at, entry.topic, entry.partition, entry.offset, entry.ts
-    assert encode_entries([LedgerEntry(*fields, ttl=entry.ttl)]) == entry.encode()
+    assert encode_entries([LedgerEntry(*fields, ttl=entry.ttl, refused=entry.refused)]) == entry.encode()
     member = entry._replace(batch=batch, i=i)
     assert (
-        encode_entries([LedgerEntry(*fields, batch.hex(), i, entry.ttl)] * 2) == f"{member.encode()},{member.encode()}"
+        encode_entries([LedgerEntry(*fields, batch.hex(), i, entry.ttl, entry.refused)] * 2)
+        == f"{member.encode()},{member.encode()}"
     )
 
 
@@ -142,3 +144,12 @@ def test_an_entry_keeps_the_retention_of_its_key_and_so_does_the_batch_of_its_me
     rows, _ = read(text)
     assert [state.ttl_s for _, state in rows] == [259_200, 259_200, 0, 259_200]
     assert text.count(b"ttl") == 2, "other entries are as they were in earlier releases"
+
+
+def test_an_entry_keeps_why_its_event_was_refused() -> None:
+    letter = ENTRY._replace(refused='schema-mismatch value.total: "é" is not of type "number"')
+    text = LedgerRecord(0, 7, 0, "me", [letter, ENTRY]).encode()
+    assert decode_ledger(text) == LedgerRecord(0, 7, 0, "me", [letter, ENTRY])
+    rows, _ = read(text)
+    assert [state.refused for _, state in rows if isinstance(state, Delivered)] == [letter.refused, ""]
+    assert text.count(b"refused") == 1, "other entries are as they were in earlier releases"
