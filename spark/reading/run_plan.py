@@ -1,12 +1,12 @@
 """The plan of a run: what each log is read for, up to where, and with which options; a row of `progress` for a log."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
-from service.contract import CallerRule, Guarantee, Rules, TopicRule
+from service.contract import CallerRule, Guarantee, KeyPlace, Rules, SourceRule, TopicRule
 from spark import rule_table
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, BlockingTransaction, TopicPartition
 from spark.reading.source import Span
@@ -224,9 +224,27 @@ def options_of(settings: Settings) -> str:
                 for rule in settings.rules.topics
             ],
             "callers": settings.rules.scopes[1:],  # those of sources too
+            # Left out where there are none, as in plans of an earlier version.
+            **({"quarantine": quarantine} if (quarantine := _quarantine_of(settings.rules)) else {}),
+            **({"sources": sources} if (sources := _sources_of(settings.rules)) else {}),
         },
         sort_keys=True,
     )
+
+
+def _quarantine_of(rules: Rules) -> dict[str, str]:
+    """Return the quarantine topics of the rules of topics, by pattern."""
+    return {rule.pattern: rule.quarantine for rule in rules.topics if rule.quarantine}
+
+
+def _sources_of(rules: Rules) -> list[tuple[str, Sequence[str], int, str]]:
+    """Return of each source its name, topics, retention and quarantine; nothing if no source has one of the latter."""
+    if not any(source.key_ttl_s or source.quarantine for source in rules.sources):
+        return []
+    return [
+        (source.name, tuple(dict.fromkeys(source.all_topics)), source.key_ttl_s, source.quarantine)
+        for source in rules.sources
+    ]
 
 
 def settings_of(options: str, now: Settings) -> Settings:
@@ -246,11 +264,27 @@ def settings_of(options: str, now: Settings) -> Settings:
     shared = replace(
         now.shared, key_ttl_s=parsed["key_ttl_s"], request_timeout_ms=parsed["timeouts_ms"], transaction_timeout_ms=0
     )
+    quarantine = parsed.get("quarantine", {})
     topics = tuple(
-        TopicRule(pattern, Guarantee(guarantee), "", *others) for pattern, guarantee, *others in parsed["rules"]
+        replace(TopicRule(pattern, Guarantee(guarantee), "", *others), quarantine=quarantine.get(pattern, ""))
+        for pattern, guarantee, *others in parsed["rules"]
     )
-    callers = tuple(CallerRule(name, ()) for name in parsed.get("callers", now.rules.scopes[1:]))
-    return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers))
+    # Of a source only what the audit needs is known.
+    sources = tuple(
+        SourceRule(
+            name,
+            KeyPlace.SHA256,
+            "body",
+            None,
+            topics={topic: topic for topic in of},
+            key_ttl_s=ttl_s,
+            quarantine=of_refused,
+        )
+        for name, of, ttl_s, of_refused in parsed.get("sources", [])
+    )
+    scopes = {source.scope for source in sources}
+    callers = tuple(CallerRule(name, ()) for name in parsed.get("callers", now.rules.scopes[1:]) if name not in scopes)
+    return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers, sources))
 
 
 def resumed_settings(plan: Plan, now: Settings) -> Settings:

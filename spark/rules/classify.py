@@ -32,7 +32,7 @@ class LogEvidence:
     """What a run knows besides the rows, as Spark constants: how far each log was read, and the timeouts.
 
     `timeouts_ms` is `max_settle_ms` without the grace, `claim_topics` are ledger and journal. `key_ttl_ms` is the
-    key retention of a topic.
+    longest key retention of a topic, `quarantine` are the topics for what is refused.
     """
 
     frozen_ms: int
@@ -52,6 +52,7 @@ class LogEvidence:
     without_client_duplicates: Callable[[Column], Column]
     callers: tuple[str, ...]
     claim_topics: tuple[str, ...]
+    quarantine: tuple[str, ...]
 
     def settled_at_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
         """Return `rule_table.settled_at_ms` with the timeouts of this run."""
@@ -70,6 +71,8 @@ def gather_evidence(plan: Plan, settings: Settings) -> LogEvidence:
     slots = by_partition(of_slots).get(ledger[0].topic, []) if ledger else []
     globs, unwanted = settings.options.topics, plan.unwanted
     pattern = f"^(?:{glob_regex(globs)})$"
+    rules = settings.rules
+    quarantine = tuple(sorted(rules.quarantine_topics))
 
     def audited(topic: Column) -> Column:
         if globs:
@@ -90,10 +93,13 @@ def gather_evidence(plan: Plan, settings: Settings) -> LogEvidence:
         answers_decided_until_ms=min((log.decided_until_ms for log in answers), default=plan.frozen_ms),
         audited=audited,
         idempotent=_idempotent(plan),
-        expects_derived_copies=_has_property(plan, lambda name: settings.rules.rule(name).derived),
-        without_client_duplicates=_has_property(plan, lambda name: not settings.rules.rule(name).client_duplicates),
-        callers=settings.rules.scopes,
+        expects_derived_copies=_has_property(plan, lambda name: rules.rule(name).derived or name in quarantine),
+        without_client_duplicates=_has_property(
+            plan, lambda name: not rules.rule(name).client_duplicates or name in quarantine
+        ),
+        callers=rules.scopes,
         claim_topics=tuple({log.topic: None for log in (*ledger, *answers)}),
+        quarantine=quarantine,
     )
 
 
@@ -137,10 +143,14 @@ def _idempotent(plan: Plan) -> Column:
 
 
 def _key_ttl_ms(plan: Plan, settings: Settings) -> Callable[[Column], Column]:
-    """Return the key retention of a topic of the plan by its rule, ms."""
+    """Return the longest key retention of a topic of the plan by the rules, ms.
+
+    Keys of one topic may have several: those of a source have its own. A copy within the longest is no expired key.
+    """
+    usual_s = settings.shared.key_ttl_s
     names_by_ttl: dict[int, list[str]] = {}
     for name in sorted({log.topic for log in plan.logs}):
-        if ttl_s := settings.rules.rule(name).key_ttl_s:
+        if (ttl_s := settings.rules.longest_ttl_of(name, usual_s)) != usual_s:
             names_by_ttl.setdefault(ttl_s, []).append(name)
 
     def key_ttl_ms(topic: Column) -> Column:

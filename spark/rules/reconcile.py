@@ -192,7 +192,7 @@ def _several_hours(multi_row: MultiRow | None, evidence: LogEvidence, cache: Exi
     if multi_row is None or not multi_row.has_several_hours:
         return None
     rows = multi_row.rows.join(multi_row.ids.where("first_hour < last_hour"), "id", "left_semi")
-    judged_per_hour = classify.classify(deliveries_table.gathered(rows), evidence)
+    judged_per_hour = classify.classify(deliveries_table.gathered(rows, quarantine=evidence.quarantine), evidence)
     return SeveralHours(rows, _keep(judged_per_hour, cache))
 
 
@@ -212,7 +212,7 @@ def _classify_hours(
         return Classified(classified, sums, [])
     single = deliveries_table.gathered_single(events.join(multi_row.ids, "id", "left_anti"))
     multiple = multi_row.rows.where(hours.within(touched))
-    gathered = single.unionByName(deliveries_table.gathered(multiple))
+    gathered = single.unionByName(deliveries_table.gathered(multiple, quarantine=evidence.quarantine))
     classified = _keep(classify.classify(gathered, evidence), cache)
     double_counted = classify.classify_clean(multiple.where("is_clean = 1"), evidence)
     return Classified(classified, *_collect_sums([classified, counted], [double_counted]))
@@ -257,7 +257,7 @@ def _judge_per_id(
     if several_hours is None:
         balance.adjust([], [])
         return []
-    gathered = deliveries_table.gathered(several_hours.rows, by_hour=False)
+    gathered = deliveries_table.gathered(several_hours.rows, quarantine=evidence.quarantine, by_hour=False)
     judged_per_id = _keep(classify.classify(gathered, evidence), cache)
     per_id, per_hour = _collect_sums([judged_per_id], [several_hours.judged_per_hour])
     balance.adjust(per_hour, per_id)

@@ -359,13 +359,17 @@ def merged(*, vanished: bool = False) -> dict[str, Column]:
     return columns
 
 
-def gathered(rows: DataFrame, *, by_hour: bool = True) -> DataFrame:
-    """Gather ROWs of events into GATHERED: a row for each id and hour, or (not `by_hour`) for each id's last hour."""
+def gathered(rows: DataFrame, *, quarantine: Sequence[str] = (), by_hour: bool = True) -> DataFrame:
+    """Gather ROWs of events into GATHERED: a row for each id and hour, or (not `by_hour`) for each id's last hour.
+
+    `quarantine`: the topics for what is refused. A dead letter there counts as a derived copy of an id that was also
+    written to another topic: it is no copy of that event.
+    """
     by = ("accepted_hour", "id") if by_hour else ("id",)
-    return _cast(_with_fingerprints(_grouped(_numbered(rows, by), by)))
+    return _cast(_with_fingerprints(_grouped(_numbered(rows, by, quarantine), by)))
 
 
-def _numbered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
+def _numbered(rows: DataFrame, by: Sequence[str], quarantine: Sequence[str]) -> DataFrame:
     """Number the rows of each group (`by`) and mark derived copies: ROW → ROW, `nth, written_topics, is_derived_copy`.
 
     Records come before claims without a record, and first the records to which the others are compared.
@@ -374,11 +378,15 @@ def _numbered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
     weight = (F.desc("count"), F.col("entry_seen_ms").isNull(), F.desc_nulls_last("has_fencepost_header"))
     order = Window.partitionBy(*by).orderBy(*weight, first, "topic", "partition", "offset")
     is_written_to_topic = claimed() | (F.col("has_fencepost_header") & _computed_fingerprint().isNull())
+    is_claimed = claimed()
+    if quarantine:
+        is_event = ~F.col("topic").isin(*quarantine)
+        is_written_to_topic, is_claimed = is_written_to_topic & is_event, is_claimed & is_event
     written_topics = F.collect_set(F.when(is_written_to_topic, F.col("topic")))
     return (
         rows.withColumn("nth", F.row_number().over(order))
         .withColumn("written_topics", written_topics.over(Window.partitionBy(*by)))
-        .withColumn("is_derived_copy", _is_derived_copy())
+        .withColumn("is_derived_copy", _is_derived_copy(is_claimed))
     )
 
 
@@ -500,10 +508,13 @@ def _fingerprint() -> list[Column]:
     return [counting.alias("fingerprint"), possible_fingerprints().alias("possible_fingerprints")]
 
 
-def _is_derived_copy() -> Column:
-    """Return `rule_table.is_derived_copy` of a row; `written_topics` are the topics to which its id was written."""
+def _is_derived_copy(is_claimed: Column) -> Column:
+    """Return `rule_table.is_derived_copy` of a row; `written_topics` are the topics to which its id was written.
+
+    `is_claimed`: whether the ledger or a 201 names the row as an event, and not as a dead letter.
+    """
     written_elsewhere = (F.size("written_topics") > 0) & ~F.array_contains("written_topics", F.col("topic"))
-    is_derived_copy = rule_table.is_derived_copy(F.col("has_fencepost_header"), claimed(), written_elsewhere)
+    is_derived_copy = rule_table.is_derived_copy(F.col("has_fencepost_header"), is_claimed, written_elsewhere)
     return F.coalesce(is_derived_copy, F.lit(False))
 
 

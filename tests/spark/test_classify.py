@@ -390,6 +390,43 @@ def test_a_topic_with_derived_in_its_rule_has_no_finding_derived_copy(spark: Spa
     assert (found["derived"], found["derived-again"]) == (set(), {("duplicate", "rewrite", 2)})
 
 
+def letter(offset: int, topic: str = "u") -> Any:
+    """Return a record whose header has the fingerprint of what was asked for, as a dead letter's has."""
+    return copy(offset, topic=topic, fingerprint=b"l" * 8, alternative_fingerprints=b"x" * 8)
+
+
+LETTERS: dict[str, tuple[Sequence[Any], str, set[tuple[str, str | None]]]] = {
+    # name: evidence, category, kind and cause of each finding; "u" is a quarantine topic
+    "letter": ([letter(1), entry(1, topic="u"), answer(422, topic="u")], "delivered_once", set()),
+    "then-written": ([letter(1), entry(1, topic="u"), copy(2), entry(2)], "delivered_once", set()),
+    "then-twice": (
+        [letter(1), entry(1, topic="u"), copy(2), entry(2), copy(3, writer=OTHER), entry(3)],
+        "duplicated",
+        {("duplicate", "dual_producer")},
+    ),
+    "letter-twice": (
+        [letter(1), entry(1, topic="u"), letter(2), entry(2, topic="u")],
+        "duplicated",
+        {("duplicate", "rewrite")},
+    ),
+    "letter-lost": ([entry(1, topic="u"), copy(2), entry(2)], "lost", {("lost", "ledger")}),
+}
+
+
+def test_a_dead_letter_is_delivered_once_and_no_copy_of_a_later_event(spark: SparkSession) -> None:
+    rules = Rules.parse('[[topics]]\npattern = "t"\nschema = "s"\nquarantine = "u"')
+    seen = gather_evidence(plan(), dataclasses.replace(settings(), rules=rules))
+    rows = reduced(spark, ids({name: case[0] for name, case in LETTERS.items()}))
+    classified = classify(deliveries.gathered(rows, quarantine=seen.quarantine), seen).localCheckpoint()
+    assert {name_of(row["id"]): row["category"] for row in classified.collect()} == {
+        name: category for name, (_, category, _) in LETTERS.items()
+    }
+    found: dict[str, set[tuple[str, str | None]]] = {name: set() for name in LETTERS}
+    for row in findings.of_ids(findings.suspicious(classified), seen, findings.HOUR).collect():
+        found[name_of(row["id"])].add((row["kind"], row["cause"]))
+    assert found == {name: wanted for name, (_, _, wanted) in LETTERS.items()}
+
+
 def test_an_id_in_doubt_is_pending_while_the_ledger_is_undecided(spark: SparkSession) -> None:
     held = plan(log(LEDGER, "fencepost.ledger", 0, decided_until_ms=NOW_MS, caught_up_run=0))
     rows = states(

@@ -223,9 +223,11 @@ def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: FakeAdmin) ->
     rules = "\n".join(
         [
             '[[topics]]\npattern = "a*"\nguarantee = "idempotent"\nderived = true\nclient_duplicates = false',
-            '[[topics]]\npattern = "kept"\nkey_ttl_s = 259200',
+            '[[topics]]\npattern = "kept"\nkey_ttl_s = 259200\nschema = "s"\nquarantine = "letters"',
             f'[[callers]]\nname = "c"\ntoken_sha256 = "{"0" * 64}"',
-            '[[sources]]\nname = "s"\ntopic = "t"\nidempotency_key = { pointer = "/id" }\nsignature = "none"',
+            '[[sources]]\nname = "s"\ntopic = "t"\nidempotency_key = { pointer = "/id" }\nsignature = "none"'
+            '\nkey_ttl_s = 300000\nquarantine = "unusable"',
+            '[[sources]]\nname = "r"\ntopic = "t"\nidempotency_key = { pointer = "/id" }\nsignature = "none"',
         ]
     )
     theirs = replace(
@@ -236,9 +238,12 @@ def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: FakeAdmin) ->
     found = run_plan.settings_of(run_plan.options_of(theirs), ours)
     assert run_plan.options_of(found) == run_plan.options_of(theirs) != run_plan.options_of(ours)
     assert (found.max_settle_ms, found.rules.rule("abc").client_duplicates) == (theirs.max_settle_ms, False)
-    assert (found.rules.rule("kept").key_ttl_s, found.longest_ttl_ms) == (259_200, 259_200_000)
+    assert (found.rules.rule("kept").key_ttl_s, found.longest_ttl_ms) == (259_200, 300_000_000)
+    assert found.rules.quarantine_topics == {"letters", "unusable"}
+    retentions_s = [found.rules.longest_ttl_of(topic, 7200) for topic in ("a", "t", "kept", "letters", "unusable")]
+    assert retentions_s == [7200, 300_000, 259_200, 259_200, 300_000]
     assert found.options.skip_ids
-    assert found.rules.scopes == theirs.rules.scopes == ("", "c", "source:s")
+    assert found.rules.scopes == theirs.rules.scopes == ("", "c", "source:s", "source:r")
     # Another caller in the rules is another scope of keys.
     assert run_plan.options_of(settings(rules)) != run_plan.options_of(settings(rules.replace('"c"', '"d"')))
 
