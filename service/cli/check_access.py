@@ -61,8 +61,9 @@ def _allow(what: str, on: str = "this topic") -> str:
 
 
 def names_of_rules(rules: Rules) -> list[str]:
-    """List the topics that the rules name without a glob."""
-    return [rule.pattern for rule in rules.topics if not set(rule.pattern) & set("*?[")]
+    """List the topics that the rules name without a glob, and those for what is refused."""
+    named = [rule.pattern for rule in rules.topics if not set(rule.pattern) & set("*?[")]
+    return [*dict.fromkeys([*named, *sorted(rules.quarantine_topics)])]
 
 
 def data_topics(snapshot: ClusterSnapshot, rules: Rules, internal: InternalTopics) -> dict[str, VisibleTopic]:
@@ -70,7 +71,8 @@ def data_topics(snapshot: ClusterSnapshot, rules: Rules, internal: InternalTopic
     others = {name: seen for name, seen in snapshot.topics.items() if not internal.reserved(name)}
     if not rules.topics:
         return {name: seen for name, seen in others.items() if Operation.WRITE in seen.may}
-    return {name: seen for name, seen in others.items() if any(fnmatchcase(name, r.pattern) for r in rules.topics)}
+    patterns = [*(rule.pattern for rule in rules.topics), *rules.quarantine_topics]
+    return {name: seen for name, seen in others.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def data_topics_allowed(snapshot: ClusterSnapshot, found: Mapping[str, VisibleTopic], rules: Rules) -> list[Finding]:
@@ -80,6 +82,9 @@ def data_topics_allowed(snapshot: ClusterSnapshot, found: Mapping[str, VisibleTo
     for name in names_of_rules(rules):
         if name in snapshot.hidden:
             rows.append((name, Finding(check, Level.ERROR, "may not be described", _allow("Describe, Write"))))
+        elif name not in snapshot.topics and name in rules.quarantine_topics:
+            change = "create it: until then the service answers 503 to what should be quarantined there"
+            rows.append((name, Finding("topics.quarantine-there", Level.ERROR, "not there", change)))
         elif name not in snapshot.topics:
             change = "create it: the service creates no topics for events, and answers 404 until then"
             rows.append((name, Finding("topics.data-there", Level.WARNING, "not there", change)))

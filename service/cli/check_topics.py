@@ -1,6 +1,6 @@
 """Checks Fencepost's own topics and those for events: pure functions of a snapshot."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from service.cli.check_brokers import MIN_ISR, REPLICAS
@@ -76,13 +76,18 @@ def replicas(check: str, topic: Topic, seen: VisibleTopic) -> Finding:
     )
 
 
-def data_topic_settings(topics: Mapping[str, Topic], found: Mapping[str, VisibleTopic]) -> list[Finding]:
-    """Check the settings of the topics for events that may be read."""
+def data_topic_settings(
+    topics: Mapping[str, Topic], found: Mapping[str, VisibleTopic], quarantine: Collection[str] = ()
+) -> list[Finding]:
+    """Check the settings of the topics for events that may be read; `quarantine`: those for what is refused."""
     rows: list[tuple[str, Finding]] = []
     for name, topic in topics.items():
         rows.append((name, replicas("topics.data-replicas", topic, found[name])))
         if topic.settings:
             rows += [(name, finding) for finding in _of_data_topic(topic)]
+        if name in quarantine and "compact" in topic.settings.get("cleanup.policy", ""):
+            change = "set cleanup.policy=delete: what has no record key cannot be written there, and is answered 503"
+            rows.append((name, Finding("topics.quarantine-policy", Level.ERROR, "it is compacted", change)))
     return grouped(rows)
 
 

@@ -107,7 +107,7 @@ async def _topics(
     return [
         *check_topics.own_topics(ours, internal, snapshot, settings.slots_max),
         *check_access.data_topics_allowed(snapshot, theirs, rules),
-        *check_topics.data_topic_settings(await _described(kafka, list(theirs)), theirs),
+        *check_topics.data_topic_settings(await _described(kafka, list(theirs)), theirs, rules.quarantine_topics),
     ]
 
 

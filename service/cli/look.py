@@ -136,6 +136,7 @@ class KeyView:
                     "accepted_at": one.entry.at,
                     "timestamp": one.entry.ts,
                     "member": one.entry.i,
+                    **({"refused": one.entry.refused} if one.entry.refused else {}),
                 }
                 for one in self.written
             ],
@@ -154,9 +155,10 @@ def state_document(found: Found) -> dict[str, Any] | None:
                 "never_written": found.dead,
                 "leased": found.leased,
             }
-        case Delivered(at, _, topic, partition, offset, ts, _):
+        case Delivered(at, _, topic, partition, offset, ts, _, refused):
             coordinates = {"topic": topic, "partition": partition, "offset": offset, "timestamp": ts}
-            return {"state": "delivered", "accepted_at": at, **coordinates}
+            why = {"refused": refused} if refused else {}
+            return {"state": "quarantined" if refused else "delivered", "accepted_at": at, **coordinates, **why}
         case DeliveredBatch(at, _, count):
             return {"state": "delivered", "accepted_at": at, "members": count}
     return None

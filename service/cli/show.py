@@ -129,9 +129,10 @@ def _state(found: KeyView, settings: Settings) -> str:
         case Claimed(slot, term, at, _):
             outcome = "which never wrote it: the next POST does" if found.found.dead else "which may be writing it"
             return f"claimed by slot {slot} in term {term}, {outcome}; accepted {when(at)}"
-        case Delivered(at, _, topic, partition, offset, _, ttl_s):
+        case Delivered(at, _, topic, partition, offset, _, ttl_s, refused):
             expiry = _expiry(at, ttl_s or settings.key_ttl_s)
-            return f"delivered: {topic}[{partition}] offset {offset}; accepted {when(at)}, {expiry}"
+            how = f"refused ({refused}), in quarantine" if refused else "delivered"
+            return f"{how}: {topic}[{partition}] offset {offset}; accepted {when(at)}, {expiry}"
         case DeliveredBatch(at, _, count, ttl_s):
             expiry = _expiry(at, ttl_s or settings.key_ttl_s)
             return f"delivered: an atomic batch of {count}; accepted {when(at)}, {expiry}"

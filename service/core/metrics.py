@@ -7,7 +7,7 @@ show the state of a part read it at each scrape (`set_function`).
 from bisect import bisect_left
 from collections import Counter as CountedBy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 NAMESPACE: Final = "fencepost"
 LATENCY_S: Final = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 GROUP_EVENTS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+SOURCE_OUTCOMES: Final = ("written", "duplicate", "quarantined", "bad_signature", "refused", "failed", "challenge")
 STAGES: Final = ("queue", "claim", "kafka", "mark")
 RECOVERY_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -86,6 +87,9 @@ class Telemetry:
         self._requested: CountedBy[tuple[int, str]] = CountedBy()
         self._answered: CountedBy[tuple[int, str]] = CountedBy()
         self.replays = self._counter("replays", "Replayed answers")
+        self._source_requests = self._counter(
+            "source_requests", "Requests to a webhook source, by its name and outcome", "source", "outcome"
+        )
         self.latency = FastHistogram("request_seconds", "From the request to its answer", LATENCY_S, "outcome")
         self.stages = FastHistogram(
             "stage_seconds", "Time of a group in a stage of its write", LATENCY_S, "stage", STAGES
@@ -164,6 +168,10 @@ class Telemetry:
         """Count `count` equal answers after `latency_s`; an atomic batch has one."""
         self._answered[status, code] += count
         self.latency.observe(latency_s, "ok" if status == 201 else "problem", count)
+
+    def of_source(self, source: str) -> Mapping[str, Counter]:
+        """Return the counters of the requests to a source, by outcome (SOURCE_OUTCOMES)."""
+        return {outcome: self._source_requests.labels(source, outcome) for outcome in SOURCE_OUTCOMES}
 
     def render(self) -> bytes:
         """Render all metrics in the text format of /metrics."""

@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -15,8 +15,10 @@ from service.contract import PREFIX, KeyPlace, Rules, SettingsError, SourceRule
 from service.contract.source_rules import INDEX_MOST, pointer_steps
 from service.contract.wire import KEY_HEADER, TRACE_HEADER, Header, event_id
 from service.core.problems import INVALID_KEY, MISSING_KEY, UNUSABLE_BODY, Problem
+from service.events import dead_letters
+from service.events.dead_letters import UNUSABLE, DeadLetter
 from service.events.event import Event, check_key, event_of, parse_key, parse_traceparent
-from service.events.signatures import Headers, Verifier, values
+from service.events.signatures import Headers, Verifier, standard_webhooks_prefix, values
 from service.events.strict_json import check_json
 
 CONTENT_TYPE: Final = "content-type"
@@ -118,6 +120,20 @@ class Challenge(msgspec.Struct):
     text: str
 
 
+class Delivery(NamedTuple):
+    """What a source has sent: its event, or the dead letter of a body that the source's rule cannot use.
+
+    `sent_ms` is when the attempt was signed, ms since the Unix epoch; None if the signature does not tell it.
+    """
+
+    event: Event
+    sent_ms: int | None
+
+
+# The headers that have the signed id of a delivery of Standard Webhooks: the same one, in the set that is signed.
+_SIGNED_IDS: Final = frozenset({"webhook-id", "svix-id"})
+
+
 class Source:
     """One source of the rules, ready to read its deliveries."""
 
@@ -128,17 +144,29 @@ class Source:
         self._topic = Pointer(rule.topic_pointer) if rule.topic_pointer else None
         self._record_key = Pointer(rule.record_key) if rule.record_key else None
         self._needs_json = any((self._key, self._topic, self._record_key))
-        self._is_slack = rule.signature is not None and rule.signature.scheme == "slack"
+        scheme = "" if rule.signature is None else rule.signature.scheme
+        self._is_slack = scheme == "slack"
+        self._has_signed_id = scheme == "standard-webhooks" and rule.key_name in _SIGNED_IDS
 
-    def read(self, headers: Headers, body: bytes, now_s: float) -> Event | Challenge:
+    def read(self, headers: Headers, body: bytes, now_s: float) -> Delivery | Challenge:
         """Make the event of a delivery, whose signature is checked before all else. `now_s`: seconds since 1970.
 
-        Raises Problem (400, 401, 413, 422).
+        If the rule names a quarantine topic, the event of a body that cannot be used is a dead letter for that topic,
+        whose retention is that of the rule. Raises Problem (400, 401, 413, 422).
         """
-        if self._verifier is not None:
-            self._verifier.check(headers, body, now_s)
+        sent_s = None if self._verifier is None else self._verifier.check(headers, body, now_s)
         if self._is_slack and (challenge := _challenge_of(body)) is not None:
             return challenge
+        try:
+            event = self._event_of(headers, body)
+        except Problem as problem:
+            if not self.rule.quarantine or problem.kind not in UNUSABLE:
+                raise
+            event = self._dead_letter(headers, body, problem)
+        return Delivery(event, None if sent_s is None else 1000 * sent_s)
+
+    def _event_of(self, headers: Headers, body: bytes) -> Event:
+        """Make the event of a delivery that is signed as the rule says. Raises Problem (400, 413, 422)."""
         if self._needs_json:
             check_json(body)
         key = self._key_of(headers, body)
@@ -153,6 +181,30 @@ class Source:
             traceparent=parse_traceparent(_joined(headers, TRACE_HEADER)),
         )
 
+    def _dead_letter(self, headers: Headers, body: bytes, problem: Problem) -> DeadLetter:
+        """Make the dead letter of a body from which no event can be made. Raises Problem (413).
+
+        Its key is that of the delivery. A delivery without a key has the SHA-256 of its body for one, so that a
+        repetition finds the same answer.
+        """
+        try:
+            if self._key is not None:
+                check_json(body)
+            key = self._key_of(headers, body)
+        except Problem:
+            key = hashlib.sha256(body).hexdigest()
+        rule = self.rule
+        of_body = event_of(
+            key,
+            event_id(key, rule.scope),
+            rule.quarantine,
+            None,
+            body,
+            self._kept(headers),
+            traceparent=parse_traceparent(_joined(headers, TRACE_HEADER)),
+        )
+        return dead_letters.of_body(of_body, problem, rule.scope, rule.key_ttl_s)
+
     def _key_of(self, headers: Headers, body: bytes) -> str:
         """Find the idempotency key. Raises Problem (400) that names the header or the pointer."""
         if self.rule.key_place is KeyPlace.SHA256:
@@ -162,7 +214,7 @@ class Source:
             if not key:
                 raise Problem(MISSING_KEY, f"body: {self._key.text} has the idempotency key, and nothing is there")
             return check_key(key, f"body: {self._key.text}")
-        name = self.rule.key_name
+        name = f"{standard_webhooks_prefix(headers)}-id" if self._has_signed_id else self.rule.key_name
         found = values(headers, name)
         if len(found) > 1:
             raise Problem(INVALID_KEY, f"{name}: send it once")

@@ -122,14 +122,26 @@ def _standard_webhooks(headers: Headers) -> Signed:
 
     https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
     """
-    header = "webhook-signature"
-    id, at = _one(headers, "webhook-id"), _one(headers, "webhook-timestamp")
+    prefix = standard_webhooks_prefix(headers)
+    header = f"{prefix}-signature"
+    id, at = _one(headers, f"{prefix}-id"), _one(headers, f"{prefix}-timestamp")
     if not id or _AMBIGUOUS_ID.fullmatch(id):
-        raise Malformed("webhook-id", "it is empty, or ends with a full stop and digits, like a timestamp")
+        raise Malformed(f"{prefix}-id", "it is empty, or ends with a full stop and digits, like a timestamp")
     parts = [part.partition(b",") for part in _one(headers, header).split(b" ") if part]
     digests = [_digest_of_base64(text) for version, _, text in parts if version == b"v1"]
     wanted = "v1, and base64 (RFC 4648, section 4)"
-    return Signed(header, _some(header, digests, wanted), b"%b.%b." % (id, at), _seconds("webhook-timestamp", at))
+    return Signed(header, _some(header, digests, wanted), b"%b.%b." % (id, at), _seconds(f"{prefix}-timestamp", at))
+
+
+def standard_webhooks_prefix(headers: Headers) -> str:
+    """Return how the names of a delivery's headers begin: `webhook`, or `svix` if it has none of those.
+
+    Svix, from which the standard comes, signs alike under names of its own. A delivery with headers of both is verified
+    by the standard's: a header of the other set is not signed then.
+    """
+    names = {name for name, _ in headers}
+    is_standard = any(name in names for name in (b"webhook-id", b"webhook-timestamp", b"webhook-signature"))
+    return "webhook" if is_standard or b"svix-signature" not in names else "svix"
 
 
 def _some(header: str, digests: Sequence[bytes | None], wanted: str) -> list[bytes]:
@@ -182,10 +194,11 @@ class Verifier:
             _plain, header=rule.header, prefix=rule.prefix, encoding=rule.encoding
         )
 
-    def check(self, headers: Headers, body: bytes, now_s: float) -> None:
+    def check(self, headers: Headers, body: bytes, now_s: float) -> int | None:
         """Check the signature of a delivery at `now_s`, in seconds since 1970.
 
-        Raises Problem (401) that names the header, the scheme, and whether the timestamp is within the tolerance.
+        Returns the signed timestamp, in seconds since 1970; None for a scheme without one. Raises Problem (401) that
+        names the header, the scheme, and whether the timestamp is within the tolerance.
         """
         try:
             signed = self._read(headers)
@@ -194,7 +207,7 @@ class Verifier:
         fits = self._fits(signed, body)
         time, is_timely = self._time(signed.timestamp, now_s)
         if fits and is_timely:
-            return
+            return signed.timestamp
         what = "the signature fits" if fits else "no signature fits the body and the secret"
         raise Problem(BAD_SIGNATURE, f"{signed.header}: {what} (scheme {self._scheme}{time})")
 

@@ -28,6 +28,7 @@ from service.events.event import (
 from service.events.strict_json import LONG_BYTES, in_thread, strictly
 from service.http.callers import ANYBODY, Caller
 from service.pipeline.admission import Admission
+from service.pipeline.checks import KeyAge
 from service.pipeline.request import CHUNK_EVENTS_MAX, WriteResult
 
 # The events whose ledger entries fit into one transaction, if the name of their topic has one character.
@@ -126,6 +127,7 @@ async def write_each(
     # The look-ups for the events of a chunk have one request timeout together: earlier chunks may have used up theirs,
     # and while Kafka or Redis is silent, a timeout for each event would add up to hours.
     chunk, begun = admission.new_chunk(), time.monotonic()
+    age = KeyAge(fresh_key)
     parsed = 0  # since then; with the events that failed
     results: list[Problem | None] = []  # since the last yield; None for an event of the chunk
     topic, plain_bytes_max = "", NONE_IS_PLAIN  # of the last event
@@ -137,6 +139,7 @@ async def write_each(
                 results = []
             await time_slice.next()
             topic = ""  # what is known of it may change meanwhile
+        event: Event | None = None
         failure: Problem | None = None
         try:
             made = parse(part)
@@ -144,18 +147,39 @@ async def write_each(
             if event.topic != topic:
                 caller.check(event.topic)
                 topic, plain_bytes_max = event.topic, admission.checks.plain_bytes_max(event.topic)
-            if not is_plain(event, plain_bytes_max) and not admission.checks.check_now(event, fresh_key):
-                await admission.checks.check(event, arrived, begun, fresh_key)
+            if not is_plain(event, plain_bytes_max) and not admission.checks.check_now(event, age):
+                await admission.checks.check(event, arrived, begun, age)
         except Problem as problem:
-            failure = problem.as_result()
-        if parsed >= CHUNK_EVENTS_MAX if failure is not None else not chunk.add(event):
+            event, failure = await _dead_letter_of(admission, event, problem, arrived, begun, caller, age)
+        if not chunk.add(event) if event is not None else parsed >= CHUNK_EVENTS_MAX:
             yield _with_chunk(results, await admission.submit_chunk(chunk) if chunk.events else ())
             chunk, begun, parsed, results = admission.new_chunk(), time.monotonic(), 0, []
-            if failure is None:
+            if event is not None:
                 chunk.add(event)
         results.append(failure)
         parsed += 1
     yield _with_chunk(results, await admission.submit_chunk(chunk) if chunk.events else ())
+
+
+async def _dead_letter_of(
+    admission: Admission,
+    event: Event | None,
+    problem: Problem,
+    arrived: float,
+    begun: float,
+    caller: Caller,
+    age: KeyAge,
+) -> tuple[Event | None, Problem | None]:
+    """Return the dead letter of a refused event, or the problem that is its result; `event` is None if none was made.
+
+    `arrived`, `begun` and `age` are those of EventChecks.check.
+    """
+    if event is None:
+        return None, problem.as_result()
+    try:
+        return await admission.checks.dead_letter(event, problem, caller.scope, arrived, begun, age), None
+    except Problem as failure:
+        return None, failure.as_result()
 
 
 def _with_chunk(results: Sequence[Problem | None], of_chunk: Sequence[WriteResult]) -> list[WriteResult]:

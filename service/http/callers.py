@@ -5,13 +5,22 @@ import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from service.contract import CallerRule
 from service.core.problems import FORBIDDEN_TOPIC, RATE_LIMITED, UNAUTHORIZED, Problem
 from service.core.settings import TOPICS_MAX
+from service.pipeline.checks import UNTOLD, KeyAge
 
 _SCHEME: Final = "bearer "
+
+
+class Sender(NamedTuple):
+    """Who sends an event: the scope of its key, what is told of the key's age, and the quarantine topic of a source."""
+
+    scope: str = ""
+    age: KeyAge = UNTOLD
+    quarantine: str = ""
 
 
 class Caller:
@@ -19,6 +28,7 @@ class Caller:
 
     def __init__(self, rule: CallerRule | None = None) -> None:
         self.scope = "" if rule is None else rule.name
+        self.sender = Sender(self.scope)
         self._rate = None if rule is None else rule.rate
         self._most = max(self._rate or 0.0, 1.0)  # the largest burst, in events
         self._left = self._most  # tokens of the bucket: events; negative after a batch that was larger

@@ -173,7 +173,7 @@ class EventsEndpoint:
         """Check the caller's topics and rate, then submit the event, after a look-up if needed. Raises Problem."""
         caller.check(event.topic)
         caller.spend(1, post.arrived)
-        self._single.write(post, event, parse_prefer(found.get(b"prefer")))
+        self._single.write(post, event, caller.sender, parse_prefer(found.get(b"prefer")))
 
     def _post_batch(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         """Write the batch of a `POST /events/batch` in a task. Raises Problem (415)."""

@@ -31,7 +31,7 @@ from service.core.problems import (
 from service.events.produce import INVALID_PAYLOAD, PARTITION_NOT_FOUND, UNPROCESSABLE, Format, ProduceProblem, V3Event
 from service.http.responder import Responder
 from service.http.responses import echo_of, expiry_s, imf_fixdate
-from service.pipeline.request import Committed, WriteResult
+from service.pipeline.request import Committed, Quarantined, WriteResult
 
 V2_TYPE: Final = b"application/vnd.kafka.v2+json"
 V3_TYPE: Final = b"application/json"
@@ -44,6 +44,8 @@ _RETRIABLE_STATUSES: Final = frozenset({408, 429, 500, 503, 504})
 # Follows the message of a record that may be not written. A record without a key of its own has its index in the body
 # for one (RequestKey): in a request of fewer records, it would be taken for another record.
 WHOLE_AGAIN: Final = " (send the whole request again, with its Idempotency-Key: a record's id depends on its index)"
+# The results of what is in Kafka, as itself or as a dead letter.
+IN_KAFKA: Final = (Committed, Quarantined)
 # What follows each answer of a v3 request.
 V3_SEPARATOR: Final = b"\r\n"
 
@@ -84,6 +86,10 @@ def error_of(problem: Problem) -> ApiError:
     """Translate a problem to the error that the API has for it. Its message begins with the field, if there is one."""
     if isinstance(problem, ProduceProblem):
         return ApiError(problem.status, problem.error_code, problem.detail)
+    if isinstance(problem, Quarantined):
+        _, there = problem.deliveries[0]
+        detail = f"{problem.detail} (quarantined: {there.topic}, partition {there.partition}, offset {there.offset})"
+        problem = Problem(problem.kind, detail)
     if problem.detail.startswith("partition: "):  # what a topic's number of partitions does not allow
         return ApiError(404, PARTITION_NOT_FOUND, problem.detail)
     status, code = _CODES.get(problem.kind, (problem.kind.status, problem.kind.status))
@@ -147,22 +153,29 @@ class ProduceResponder(Responder):
     def render(self, problem: Problem) -> tuple[int, bytes, bytes]:
         """Render a problem as the API's error; a client can send the request again with the key that it tells."""
         error = error_of(problem)
-        return error.status, lines_of_error(problem, self._media_type) + self._key_line, render_error(error)
+        lines = lines_of_error(problem, self._media_type) + self._key_line
+        if isinstance(problem, Quarantined):
+            lines += self._lines_of([problem])
+        return error.status, lines, render_error(error)
 
     def lines(self, results: Sequence[WriteResult] = ()) -> bytes:
         """Render the header lines of an answer: type, the request's key, and what its results have in common.
 
         That is the time at which the first of the keys expires, and whether all results are replays.
         """
-        lines = b"content-type: %b\r\n%b" % (self._media_type, self._key_line)
-        if expires := [expiry_s(result, self._retention_s) for result in results if isinstance(result, Committed)]:
+        return b"content-type: %b\r\n%b%b" % (self._media_type, self._key_line, self._lines_of(results))
+
+    def _lines_of(self, results: Sequence[WriteResult]) -> bytes:
+        """Render the header lines of what results have in common."""
+        lines = b""
+        if expires := [expiry_s(result, self._retention_s) for result in results if isinstance(result, IN_KAFKA)]:
             lines += b"idempotency-key-expires: %b\r\n" % imf_fixdate(min(expires))
         return lines + b"idempotent-replayed: true\r\n" if results and is_replay(results) else lines
 
 
 def is_replay(results: Iterable[WriteResult]) -> bool:
     """Whether each of the results is that of an earlier request."""
-    return all(isinstance(result, Committed) and result.replayed for result in results)
+    return all(isinstance(result, IN_KAFKA) and result.replayed for result in results)
 
 
 def failure_of(results: Sequence[WriteResult]) -> Problem | None:

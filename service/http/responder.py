@@ -49,6 +49,10 @@ class Responder:
         self._telemetry.requested(status, code)
         post.answer(status, lines, body)
 
+    def succeed(self, post: PostRequest, lines: bytes, body: bytes, *, replayed: bool) -> None:
+        """Answer 201; `replayed`: an earlier request wrote the event."""
+        self.answer(post, 201, lines, body)
+
     def fail(self, post: PostRequest, error: Exception, more: bytes = b"") -> None:
         """Answer with a problem, and `more` header lines.
 

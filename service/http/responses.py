@@ -12,7 +12,7 @@ import msgspec
 
 from service.core.problems import BAD_SIGNATURE, ENCODED_DELIVERY, UNAUTHORIZED, UNSUPPORTED_ENCODING, Kind, Problem
 from service.http.headers import CODINGS
-from service.pipeline.request import Committed, Delivery, WriteResult
+from service.pipeline.request import Committed, Delivery, Quarantined, WriteResult
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -34,8 +34,8 @@ def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
     return b"%blocation: %b\r\n%b" % (JSON_LINE, location_of(key), key_lines(key, answer, retention_s))
 
 
-def key_lines(key: str, answer: Committed, retention_s: int) -> bytes:
-    """Render the header lines of a 201 about its key: an echo, its expiry, and whether the answer is a replay."""
+def key_lines(key: str, answer: Committed | Quarantined, retention_s: int) -> bytes:
+    """Render the header lines of an answer about its key: an echo, its expiry, and whether the answer is a replay."""
     return b"idempotency-key: %b\r\nidempotency-key-expires: %b\r\n%b" % (
         echo_of(key),
         imf_fixdate(expiry_s(answer, retention_s)),
@@ -43,7 +43,7 @@ def key_lines(key: str, answer: Committed, retention_s: int) -> bytes:
     )
 
 
-def expiry_s(answer: Committed, retention_s: int) -> int:
+def expiry_s(answer: Committed | Quarantined, retention_s: int) -> int:
     """Return when the key of a result expires, in seconds since 1970."""
     return answer.at // 1000 + (answer.deliveries[0][1].ttl_s or retention_s)
 
@@ -96,10 +96,11 @@ class _Result(_Member, gc=False):
 
 
 class _Failure(msgspec.Struct, gc=False):
-    """One event of a batch that is not atomic, with its problem."""
+    """One event of a batch that is not atomic, with its problem; `replayed` is told of a dead letter."""
 
     status: int
     problem: dict[str, str | int]
+    replayed: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Whole(msgspec.Struct, gc=False):
@@ -136,7 +137,8 @@ def render_lines(answers: Iterable[WriteResult]) -> bytes:
 
 def _result_of(answer: WriteResult) -> _Result | _Failure:
     if isinstance(answer, Problem):
-        return _Failure(answer.kind.status, answer.body())
+        replayed = answer.replayed if isinstance(answer, Quarantined) else msgspec.UNSET
+        return _Failure(answer.kind.status, answer.body(), replayed)
     id, state = answer.deliveries[0]
     return _Result(201, id.hex(), state.topic, state.partition, state.offset, state.ts, answer.replayed)
 
@@ -166,6 +168,8 @@ def headers_of(lines: bytes) -> Headers:
 
 def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
     """Render status, headers and body of a problem (RFC 9457); Retry-After is sent if a retry may help."""
+    if isinstance(problem, Quarantined):
+        return problem.kind.status, [(b"content-type", PROBLEM_TYPE)], json.dumps(problem.body()).encode()
     headers, body = _rendered(problem.kind, problem.detail, problem.retry_after_s)
     return problem.kind.status, list(headers), body
 

@@ -34,9 +34,12 @@ from service.http.lines import lines_exchange
 from service.http.responses import render_problem
 from service.http.streaming import ByContentType, StreamEndpoint
 from service.pipeline.pool import Pool
+from service.pipeline.request import Quarantined
 from service.slots.recovery import CurrentStore
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+# The members of a committed event's state beside the state itself.
+_PLACE: Final = ("id", "topic", "partition", "offset", "timestamp")
 POSTS: Final = frozenset({"/events", "/events/batch"})
 
 
@@ -187,6 +190,9 @@ def describe(id: bytes, found: Found, doubts: Callable[[int, int], bool]) -> dic
     Raises Problem (404) for an unknown key, and for a claim whose event was never written.
     """
     match found.state:
+        case Delivered(refused=refused) as letter if refused:
+            problem = Quarantined((id, letter), replayed=True).body()
+            return {"state": "quarantined", **{name: problem[name] for name in _PLACE}, "problem": problem}
         case Delivered(_, _, topic, partition, offset, timestamp, _):
             place = {"topic": topic, "partition": partition, "offset": offset, "timestamp": timestamp}
             return {"state": "committed", "id": id.hex(), **place}

@@ -1,17 +1,20 @@
 """Writes the one event of a request: looks up what is not cached, submits the event, and answers with its result."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from service.core.problems import Problem
+from service.events.dead_letters import DeadLetter
 from service.events.event import Event
+from service.http.callers import Sender
 from service.http.prefer import NONE, Preference
 from service.http.request import PostRequest
 from service.http.responder import Responder
-from service.http.responses import JSON_LINE, echo_of, location_of, render_metadata
+from service.http.responses import JSON_LINE, echo_of, key_lines, location_of, render_metadata
 from service.pipeline.admission import Admission
-from service.pipeline.request import Committed, WriteResult
+from service.pipeline.request import Committed, Quarantined, WriteResult
 
 # Renders the header lines of a 201 from the key, the result, and the retention of keys without a rule, in seconds.
 LinesOf = Callable[[str, Committed, int], bytes]
@@ -26,24 +29,63 @@ class SingleEventWriter:
         self._lines_of = lines_of
         self._retention_s = retention_s
 
-    def write(self, post: PostRequest, event: Event, preference: Preference = NONE) -> None:
-        """Submit an event, in a task if its topic, its schema or its old key must be looked up. Raises Problem."""
-        if self._admission.checks.check_now(event):
-            self._submit(post, event, preference)
+    def write(self, post: PostRequest, event: Event, sender: Sender, preference: Preference = NONE) -> None:
+        """Submit an event, in a task if its topic, its schema or its old key must be looked up. Raises Problem.
+
+        If the event is refused and the rules name a quarantine topic for it, its dead letter is submitted.
+        """
+        try:
+            is_checked = self._admission.checks.check_now(event, sender.age)
+        except Problem as problem:
+            self._run(post, self._quarantine(post, event, sender, preference, problem))
+            return
+        if is_checked:
+            self._submit(post, event, sender, preference)
         else:
-            post.run_in_task(self._responder.or_fail(post, self._look_up_first(post, event, preference)))
+            self._run(post, self._look_up_first(post, event, sender, preference))
 
-    async def _look_up_first(self, post: PostRequest, event: Event, preference: Preference) -> None:
-        await self._admission.checks.check(event, post.arrived)
-        self._submit(post, event, preference)
+    def write_letter(self, post: PostRequest, letter: DeadLetter, sender: Sender, preference: Preference) -> None:
+        """Submit the dead letter of a body from which no event could be made, in a task."""
+        self._run(post, self._check_letter(post, letter, sender, preference))
 
-    def _submit(self, post: PostRequest, event: Event, preference: Preference) -> None:
+    def _run(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
+        post.run_in_task(self._responder.or_fail(post, work))
+
+    async def _look_up_first(self, post: PostRequest, event: Event, sender: Sender, preference: Preference) -> None:
+        try:
+            await self._admission.checks.check(event, post.arrived, age=sender.age)
+        except Problem as problem:
+            await self._quarantine(post, event, sender, preference, problem)
+        else:
+            self._submit(post, event, sender, preference)
+
+    async def _quarantine(
+        self, post: PostRequest, event: Event, sender: Sender, preference: Preference, problem: Problem
+    ) -> None:
+        """Submit the dead letter of a refused event. Raises the problem itself where no rule asks for one."""
+        letter = await self._admission.checks.dead_letter(
+            event, problem, sender.scope, post.arrived, age=sender.age, quarantine=sender.quarantine
+        )
+        self._submit_letter(post, letter, preference)
+
+    async def _check_letter(
+        self, post: PostRequest, letter: DeadLetter, sender: Sender, preference: Preference
+    ) -> None:
+        await self._admission.checks.check_dead_letter(letter, post.arrived, sender.age.sent_ms)
+        self._submit_letter(post, letter, preference)
+
+    def _submit_letter(self, post: PostRequest, letter: DeadLetter, preference: Preference) -> None:
+        """Submit a dead letter. Its client waits for its answer, also with `respond-async`: the refusal is known."""
+        result = self._admission.submit(letter, post.arrived, preference.wait_s, ttl_s=letter.ttl_s, is_refused=True)
+        result.add_done_callback(partial(self._answer, post, letter.key, preference.applied))
+
+    def _submit(self, post: PostRequest, event: Event, sender: Sender, preference: Preference) -> None:
         """Submit a checked event; its request is answered when it has a result, or its claim stands (202)."""
         on_claim: asyncio.Future[None] | None = None
         if preference.respond_async:
             on_claim = asyncio.get_running_loop().create_future()
             on_claim.add_done_callback(partial(self._answer_202, post, event))
-        result = self._admission.submit(event, post.arrived, preference.wait_s, on_claim)
+        result = self._admission.submit(event, post.arrived, preference.wait_s, on_claim, sender.age.ttl_s)
         result.add_done_callback(partial(self._answer, post, event.key, preference.applied))
 
     def _answer_202(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
@@ -59,9 +101,10 @@ class SingleEventWriter:
         try:
             answer = result.result()
             if isinstance(answer, Problem):
-                self._responder.fail(post, answer, applied)
+                of_key = key_lines(key, answer, self._retention_s) if isinstance(answer, Quarantined) else b""
+                self._responder.fail(post, answer, of_key + applied)
             else:
                 lines = self._lines_of(key, answer, self._retention_s) + applied
-                self._responder.answer(post, 201, lines, render_metadata(answer.deliveries[0]))
+                self._responder.succeed(post, lines, render_metadata(answer.deliveries[0]), replayed=answer.replayed)
         except Exception as error:
             self._responder.fail(post, error)

@@ -8,21 +8,22 @@ from starlette.types import Receive, Scope, Send
 
 from service.contract import CallerRule
 from service.core.metrics import Telemetry
-from service.core.problems import ENCODED_DELIVERY, UNKNOWN_SOURCE, Problem
+from service.core.problems import BAD_SIGNATURE, ENCODED_DELIVERY, UNKNOWN_SOURCE, Problem
 from service.core.settings import EVENT_BYTES_MAX, Settings
-from service.events.deliveries import Challenge, Source
-from service.events.event import Event
+from service.events.dead_letters import DeadLetter
+from service.events.deliveries import Challenge, Delivery, Source
 from service.events.signatures import values
 from service.events.strict_json import LONG_BYTES, in_thread
 from service.http.asgi import AsgiEndpoint
-from service.http.callers import Caller
+from service.http.callers import Caller, Sender
 from service.http.prefer import Preference
 from service.http.request import Bodies, PostRequest
 from service.http.responder import Responder
 from service.http.responses import JSON_LINE, key_lines
 from service.http.single_event import SingleEventWriter
 from service.pipeline.admission import Admission
-from service.pipeline.request import Committed
+from service.pipeline.checks import KeyAge
+from service.pipeline.request import Committed, Quarantined
 
 
 class SourcesEndpoint:
@@ -63,7 +64,10 @@ class _SourceHandler:
         self.body_bytes_max = min(settings.body_bytes_max, EVENT_BYTES_MAX)  # no record holds more
         # A sender takes 409 for a failure, so the copy of a delivery that is being written waits for its result.
         self._preference = Preference(wait_s=settings.request_timeout_ms / 1000)
-        self._responder = Responder(telemetry, self._named)
+        rule = source.rule
+        # None: the retention is that of the delivery's topic.
+        self._ttl_s = None if not rule.key_ttl_s else 0 if rule.key_ttl_s == settings.key_ttl_s else rule.key_ttl_s
+        self._responder = SourceResponder(telemetry, rule.name)
         self._single = SingleEventWriter(admission, self._responder, _lines_of, settings.key_ttl_s)
 
     def take(self, post: PostRequest) -> None:
@@ -97,18 +101,49 @@ class _SourceHandler:
     async def _write_long(self, post: PostRequest) -> None:
         self._go_on(post, await in_thread(self._source.read, post.headers, post.body, self._now_s()))
 
-    def _go_on(self, post: PostRequest, delivery: Event | Challenge) -> None:
+    def _go_on(self, post: PostRequest, delivery: Delivery | Challenge) -> None:
         if isinstance(delivery, Challenge):
+            self._responder.outcomes["challenge"].inc()
             self._responder.answer(post, 200, b"content-type: text/plain; charset=utf-8\r\n", delivery.text.encode())
         else:
             self._write(post, delivery)
 
-    def _write(self, post: PostRequest, event: Event) -> None:
+    def _write(self, post: PostRequest, delivery: Delivery) -> None:
         self._caller.spend(1, post.arrived)
-        self._single.write(post, event, self._preference)
+        event, rule = delivery.event, self._source.rule
+        sender = Sender(rule.scope, KeyAge(sent_ms=delivery.sent_ms, ttl_s=self._ttl_s), rule.quarantine)
+        if isinstance(event, DeadLetter):
+            event.ttl_s = self._admission.checks.ttl_of_source(rule.key_ttl_s, rule.all_topics)
+            self._single.write_letter(post, event, sender, self._preference)
+        else:
+            self._single.write(post, event, sender, self._preference)
 
-    def _named(self, _: PostRequest) -> dict[str, str]:
-        return {"source": self._source.rule.name}
+
+class SourceResponder(Responder):
+    """Answers the requests of one source, and counts them by outcome."""
+
+    def __init__(self, telemetry: Telemetry, source: str) -> None:
+        super().__init__(telemetry, lambda _: {"source": source})
+        self.outcomes = telemetry.of_source(source)
+
+    def succeed(self, post: PostRequest, lines: bytes, body: bytes, *, replayed: bool) -> None:
+        """Answer 201, and count it."""
+        super().succeed(post, lines, body, replayed=replayed)
+        self.outcomes["duplicate" if replayed else "written"].inc()
+
+    def fail(self, post: PostRequest, error: Exception, more: bytes = b"") -> None:
+        """Answer with a problem, and count it."""
+        self.outcomes[_outcome_of(error)].inc()
+        super().fail(post, error, more)
+
+
+def _outcome_of(error: Exception) -> str:
+    """Name the outcome of a request that is not answered with a success, as the metric does."""
+    if isinstance(error, Quarantined):
+        return "duplicate" if error.replayed else "quarantined"
+    if not isinstance(error, Problem) or error.kind.status >= 500:
+        return "failed"
+    return "bad_signature" if error.kind is BAD_SIGNATURE else "refused"
 
 
 def _lines_of(key: str, answer: Committed, retention_s: int) -> bytes:

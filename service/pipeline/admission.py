@@ -13,6 +13,7 @@ from service.claims.states import RequestEvent
 from service.contract import Guarantee, Rules
 from service.core.problems import NOT_WRITTEN, RECORD_REFUSED, Problem
 from service.core.settings import TOPICS_MAX, Settings
+from service.events.dead_letters import DeadLetter
 from service.events.event import Event
 from service.pipeline.checks import EventChecks
 from service.pipeline.queue import Queue
@@ -52,6 +53,7 @@ class Admission:
     ) -> None:
         self.checks = checks
         self._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)  # by topic
+        self._quarantine_topics = rules.quarantine_topics
         self._key_ttl_s = settings.key_ttl_s
         self._timeout_s = settings.request_timeout_ms / 1000
         self._store = store
@@ -76,20 +78,31 @@ class Admission:
         return self._queue.ledger_bytes_max
 
     def submit(
-        self, event: Event, arrived: float, wait_s: float = 0.0, on_claim: asyncio.Future[None] | None = None
+        self,
+        event: Event,
+        arrived: float,
+        wait_s: float = 0.0,
+        on_claim: asyncio.Future[None] | None = None,
+        ttl_s: int | None = None,
+        *,
+        is_refused: bool = False,
     ) -> asyncio.Future[WriteResult]:
         """Write a checked event; the future gets its result within the request timeout.
 
         `arrived` is time.monotonic. If another request writes the same key, this one waits up to `wait_s` for it.
-        `on_claim` is set when the claim stands. Raises Problem (503) where the request is not admitted.
+        `on_claim` is set when the claim stands. `ttl_s` is the retention of its key as WriteRequest has it; None for
+        that of the topic. `is_refused`: the event is a dead letter. Raises Problem (503) where the request is not
+        admitted.
         """
         rule = self._rule(event.topic)
         deadline = arrived + self._timeout_s
         wait_deadline = min(arrived + wait_s, deadline - ANSWERED_BEFORE_DEADLINE_S) if wait_s else 0.0
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
+        if ttl_s is None:
+            ttl_s = rule.key_ttl_s
         self._admit(
             WriteRequest.for_event(
-                event, arrived, deadline, rule.guarantee, rule.key_ttl_s, future, wait_deadline, on_claim
+                event, arrived, deadline, rule.guarantee, ttl_s, future, wait_deadline, on_claim, is_refused
             )
         )
         return future
@@ -195,8 +208,13 @@ class Admission:
         return failed
 
     def _split_by_queue(self, request: WriteRequest) -> list[WriteRequest]:
-        """Split a chunk by guarantee, retention and quarantined topic, the parts without a quarantined topic first."""
+        """Split a chunk by guarantee, retention and quarantined topic, the parts without a quarantined topic first.
+
+        Dead letters have parts of their own.
+        """
         topics = request.topics
+        if not self._quarantine_topics.isdisjoint(topics):
+            return self._split_by_event(request)
         queues = {topic: (self._queue.is_quarantined((topic,)), *self._rules_of(topic)) for topic in topics}
         if len(topics) == 1 or len(set(queues.values())) == 1:
             return [request]
@@ -209,6 +227,25 @@ class Admission:
             for queue in sorted(indexes, key=lambda queue: queue[0])
         ]
         request.move(RequestEvent.SPLIT)
+        return parts
+
+    def _split_by_event(self, request: WriteRequest) -> list[WriteRequest]:
+        """Split a chunk that may have dead letters, whose retention is not that of their topic."""
+        indexes: dict[tuple[bool, str, Guarantee, int, bool], list[int]] = {}
+        for index, event in enumerate(request.events):
+            is_quarantined = self._queue.is_quarantined((event.topic,))
+            guarantee, ttl_s = self._rules_of(event.topic)
+            is_refused = isinstance(event, DeadLetter)
+            if isinstance(event, DeadLetter):
+                ttl_s = event.ttl_s
+            queue = (is_quarantined, event.topic if is_quarantined else "", guarantee, ttl_s, is_refused)
+            indexes.setdefault(queue, []).append(index)
+        parts = [
+            request.part(indexes[queue], guarantee=queue[2], ttl_s=queue[3], is_refused=queue[4])
+            for queue in sorted(indexes, key=lambda queue: queue[0])
+        ]
+        if len(parts) > 1:
+            request.move(RequestEvent.SPLIT)
         return parts
 
     def _rules_of(self, topic: str) -> tuple[Guarantee, int]:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Final, NamedTuple
 
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
 from service.contract import Rules
@@ -21,12 +22,30 @@ from service.core.problems import (
 )
 from service.core.settings import TOPICS_MAX, Settings
 from service.core.time_of_day import now_ms
+from service.events import dead_letters
+from service.events.dead_letters import REFUSED_BY_SCHEMA, REFUSED_OF_SOURCE, DeadLetter
 from service.events.event import NONE_IS_PLAIN, Event, check_topic, plain_bytes_max
 from service.events.key_time import made_at_ms
 from service.events.schemas import Schemas
 from service.kafka.admin import Topic
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.slots.recovery import CurrentStore
+
+
+class KeyAge(NamedTuple):
+    """What a request tells of the age of its keys, beside what they tell themselves.
+
+    `fresh_key` is a key that was not old when the request began. `sent_ms` is when the request was first sent, ms since
+    the Unix epoch; None if it does not tell. `ttl_s` is the retention of its keys as WriteRequest has it; None for that
+    of the topic.
+    """
+
+    fresh_key: str = ""
+    sent_ms: int | None = None
+    ttl_s: int | None = None
+
+
+UNTOLD: Final = KeyAge()
 
 
 class EventChecks:
@@ -54,21 +73,17 @@ class EventChecks:
         # of brokers and Redis differ.
         self._old_key_margin_ms = 2 * (settings.request_timeout_ms + settings.transaction_timeout_ms)
 
-    def check_now(self, event: Event, fresh_key: str = "") -> bool:
-        """Check an event against its topic and schema. Raises Problem; False where only `check` can decide.
+    def check_now(self, event: Event, age: KeyAge = UNTOLD) -> bool:
+        """Check an event against its topic and schema. Raises Problem; False where only `check` can decide."""
+        return self._topic_takes(event) and self._schemas.check_now(event) and not self._has_old_key(event, age)
 
-        `fresh_key` is a key that was not old when its request began.
-        """
-        return self._topic_takes(event) and self._schemas.check_now(event) and not self._has_old_key(event, fresh_key)
-
-    async def check(self, event: Event, arrived: float, begun: float | None = None, fresh_key: str = "") -> None:
+    async def check(self, event: Event, arrived: float, begun: float | None = None, age: KeyAge = UNTOLD) -> None:
         """Check an event as `check_now` does, looking up its topic or an old key where that is needed. Raises Problem.
 
         Other arguments are those of `check_content`.
         """
         await self.check_content(event, arrived, begun)
-        if self._has_old_key(event, fresh_key):
-            await self._check_old_key(event.id, self._ttl_of(event.topic), self._deadline(arrived, begun))
+        await self._check_age(event, arrived, begun, age)
 
     async def check_content(self, event: Event, arrived: float, begun: float | None = None) -> None:
         """Check an event against its topic and schema, whatever its key. Raises Problem.
@@ -94,9 +109,12 @@ class EventChecks:
         if self._is_old(key, ttl_s) and not all(self._rule(topic).takes_old_keys for topic in topics):
             await self._check_old_key(id, ttl_s, deadline)
 
-    def is_old(self, key: str, topic: str) -> bool:
-        """Whether a key tells that it was made before its retention, and the topic takes no such keys."""
-        return self._is_old(key, self._ttl_of(topic)) and not self._rule(topic).takes_old_keys
+    def is_old(self, key: str, topic: str, ttl_s: int | None = None) -> bool:
+        """Whether a key tells that it was made before its retention, and the topic takes no such keys.
+
+        `ttl_s` is that of KeyAge.
+        """
+        return self._is_old(key, self._retention_s(topic, ttl_s)) and not self._rule(topic).takes_old_keys
 
     def plain_bytes_max(self, topic: str) -> int:
         """Return the size (bytes) up to which `check_now` passes each plain event of a topic, in this turn of the loop.
@@ -108,6 +126,62 @@ class EventChecks:
 
     def _deadline(self, arrived: float, begun: float | None) -> float:
         return (arrived if begun is None else begun) + self._timeout_s
+
+    # ------------------------------------------------------------------------------------------------- dead letters
+
+    async def dead_letter(
+        self,
+        event: Event,
+        problem: Problem,
+        caller: str,
+        arrived: float,
+        begun: float | None = None,
+        age: KeyAge = UNTOLD,
+        quarantine: str = "",
+    ) -> DeadLetter:
+        """Make the dead letter of an event that is refused with this problem, ready to be submitted.
+
+        `caller` is the scope of its key, `quarantine` the topic that its source names; without one, the rule of the
+        event's topic decides. The other arguments are those of `check`. Raises the problem itself where no topic is
+        named for it, else Problem (412, 503).
+        """
+        if problem.kind not in REFUSED_OF_SOURCE:
+            quarantine = ""
+        if not quarantine and problem.kind in REFUSED_BY_SCHEMA:
+            quarantine = self._rule(event.topic).quarantine
+        if not quarantine:
+            raise problem
+        await self._check_age(event, arrived, begun, age)
+        ttl_s = self._rule(event.topic).key_ttl_s if age.ttl_s is None else age.ttl_s
+        letter = dead_letters.of_event(event, problem, quarantine, caller, ttl_s)
+        await self._check_quarantine(letter, arrived, begun)
+        return letter
+
+    async def check_dead_letter(self, letter: DeadLetter, arrived: float, sent_ms: int | None) -> None:
+        """Check the dead letter of a body from which no event can be made; `sent_ms` is that of KeyAge.
+
+        Raises Problem (412, 503).
+        """
+        await self._check_age(letter, arrived, None, KeyAge(sent_ms=sent_ms, ttl_s=letter.ttl_s))
+        await self._check_quarantine(letter, arrived, None)
+
+    async def _check_quarantine(self, letter: DeadLetter, arrived: float, begun: float | None) -> None:
+        """Check that the quarantine topic takes a dead letter. Raises Problem (503).
+
+        What it does not take is no fault of the sender, who must send the event again, so that it is not lost.
+        """
+        try:
+            await self.check_content(letter, arrived, begun)
+        except Problem as problem:
+            raise Problem(NOT_WRITTEN, f"quarantine: {problem.detail}") from None
+
+    def ttl_of_source(self, own_s: int, topics: Iterable[str]) -> int:
+        """Return the retention of a source's keys as WriteRequest has it.
+
+        `own_s` is the source's by its rule, in seconds; for 0 it is the longest of the topics.
+        """
+        retention_s = own_s or max(map(self._ttl_of, topics), default=self._key_ttl_s)
+        return 0 if retention_s == self._key_ttl_s else retention_s
 
     # ------------------------------------------------------------------------------------------------------ topics
 
@@ -143,12 +217,32 @@ class EventChecks:
 
     # ---------------------------------------------------------------------------------------------------- old keys
 
-    def _has_old_key(self, event: Event, fresh_key: str) -> bool:
-        return event.key != fresh_key and self.is_old(event.key, event.topic)
+    async def _check_age(self, event: Event, arrived: float, begun: float | None, age: KeyAge) -> None:
+        """Look up an event's key if it is old. Raises Problem (412, 503)."""
+        if self._has_old_key(event, age):
+            retention_s = self._retention_s(event.topic, age.ttl_s)
+            await self._check_old_key(event.id, retention_s, self._deadline(arrived, begun))
+
+    def _has_old_key(self, event: Event, age: KeyAge) -> bool:
+        """Whether the event's key was made before its retention, as it or the request tells.
+
+        A topic that takes old keys takes them, but no request that was sent before the retention.
+        """
+        if age.sent_ms is not None and self._was_before(age.sent_ms, self._retention_s(event.topic, age.ttl_s)):
+            return True
+        return event.key != age.fresh_key and self.is_old(event.key, event.topic, age.ttl_s)
 
     def _is_old(self, key: str, ttl_s: int) -> bool:
         made_ms = made_at_ms(key)
-        return made_ms is not None and made_ms + 1000 * ttl_s <= self.now_ms()
+        return made_ms is not None and self._was_before(made_ms, ttl_s)
+
+    def _was_before(self, at_ms: int, ttl_s: int) -> bool:
+        """Whether a time is so long ago that a key from then is forgotten."""
+        return at_ms + 1000 * ttl_s <= self.now_ms()
+
+    def _retention_s(self, topic: str, ttl_s: int | None) -> int:
+        """Return the retention of a key, in seconds; `ttl_s` is that of KeyAge."""
+        return self._ttl_of(topic) if ttl_s is None else ttl_s or self._key_ttl_s
 
     def _ttl_of(self, topic: str) -> int:
         """Find the retention of the keys of a topic's events, in seconds."""

@@ -21,11 +21,12 @@ from service.core.problems import (
     UNKNOWN_TOPIC,
     Problem,
 )
+from service.events.dead_letters import body_fingerprint
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import OUTSIDE_BOUNDS, RecordError, TransactionFailed, TransactionOutcome
 from service.kafka.session import NotSent, Record, RecordMetadata, RecordResult
 from service.pipeline.group import ClaimedRequest, CommittedRequest, LeftOut, committed_of
-from service.pipeline.request import Committed, WriteRequest, WriteResult
+from service.pipeline.request import Delivery, Quarantined, WriteRequest, WriteResult, result_of
 
 log = structlog.get_logger(__name__)
 
@@ -147,13 +148,30 @@ class ClaimDecision:
         match claim.outcome, claim.state:
             case Outcome.DELIVERED, Delivered() as found:
                 # If the request was in doubt, its own write was found, and this is its first answer.
-                return Committed(found.at, ((id, found),), replayed=not was_in_doubt)
+                return result_of((id, found), replayed=not was_in_doubt)
+            case Outcome.CONFLICT, Delivered() as found if found.refused:
+                return _of_quarantined_key(request, (id, found))
             case Outcome.IN_PROGRESS, Claimed(slot, term) if was_in_doubt or (slot, term) in request.claimants:
                 return Step.PARK
             case Outcome.IN_PROGRESS, _:
                 waits = self._now < request.wait_deadline
                 return Step.WAIT if waits else Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key")
         return Step.REQUEUE if claim.outcome is Outcome.NOT_CLAIMED else _final(claim)
+
+
+def _of_quarantined_key(request: WriteRequest, found: Delivery) -> Problem:
+    """Make the result of a claim that met a dead letter with another fingerprint.
+
+    A body from which no event could be made is the same delivery, also if the source's rule can read it now.
+    """
+    _, state = found
+    if len(request.events) == 1 and state.fp == body_fingerprint(request.events[0].value):
+        return Quarantined(found, replayed=True)
+    return Problem(
+        FINGERPRINT_MISMATCH,
+        f"Idempotency-Key: its event was refused, and is in the quarantine topic {state.topic}: use a new key for the "
+        "corrected event",
+    )
 
 
 def _final(claim: Claim) -> Problem:
@@ -366,6 +384,8 @@ def problem_of(request: WriteRequest, topic: str, error: RecordError) -> Problem
     """Make the answer of a request, alone in its group, whose record the broker refuses; None if it is sent again."""
     if error.kind is UNKNOWN_TOPIC and request.failures + 1 < ABSENT_FAILURES:
         return None
+    if request.is_refused:  # its client has no say about the quarantine topic
+        return Problem(NOT_WRITTEN, f"quarantine: {topic}: {error.why}: send it again when that is mended")
     if error is OUTSIDE_BOUNDS and any(each.topic == topic and each.timestamp is None for each in request.events):
         # The service set this timestamp, so a clock is wrong: no final answer.
         return Problem(NOT_WRITTEN, f"timestamp: {topic} does not take this machine's time now")

@@ -5,15 +5,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from msgspec.structs import replace
+
 from service.claims.redis_store import Row
 from service.claims.states import Delivered, DeliveredBatch
 from service.contract import Guarantee
 from service.contract.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_stamp, stamp_end
-from service.events.event import partition_of
+from service.events.dead_letters import DeadLetter
+from service.events.event import Event, partition_of
 from service.kafka.admin import Topic
 from service.kafka.metadata import Partition
 from service.kafka.session import Record, RecordMetadata
-from service.pipeline.request import Committed, WriteRequest
+from service.pipeline.request import Committed, Delivery, WriteRequest
 from service.slots.ledger_rows import LedgerEntry
 
 # A request whose claims stand, and the accepted_at (ms since the Unix epoch) of each of its events.
@@ -125,8 +128,21 @@ def committed_of(
                 for event, at, (to, result) in zip(request.events, accepted_ats, its_own, strict=True)
             ]
         )
+        if request.is_refused:
+            deliveries = _with_refusals(request.events, deliveries)
         committed.append((request, Committed(accepted_ats[0], deliveries, replayed=False)))
     return committed
+
+
+def _with_refusals(letters: Sequence[Event], deliveries: Sequence[Delivery]) -> tuple[Delivery, ...]:
+    """Add to the deliveries of dead letters why they were refused."""
+    pairs = zip(letters, deliveries, strict=True)
+    return tuple(
+        [
+            (id, replace(state, refused=event.refused if isinstance(event, DeadLetter) else ""))
+            for event, (id, state) in pairs
+        ]
+    )
 
 
 def entries_of(written: Iterable[CommittedRequest]) -> list[LedgerEntry]:
@@ -146,6 +162,7 @@ def entries_of(written: Iterable[CommittedRequest]) -> list[LedgerEntry]:
                 batch,
                 i if batch else None,
                 state.ttl_s,
+                state.refused,
             )
             for i, (id, state) in enumerate(committed.deliveries)
         ]

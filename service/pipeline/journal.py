@@ -17,7 +17,7 @@ from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import OwnRecordFailed
 from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import REQUESTS_PARTITIONS
-from service.pipeline.request import Committed, WriteRequest, WriteResult
+from service.pipeline.request import Committed, Quarantined, WriteRequest, WriteResult
 
 log = structlog.get_logger(__name__)
 
@@ -89,9 +89,11 @@ class Journal:
             ]
             return
         at = request.accepted_at or now_ms()
-        code = None if answer is None else answer.kind.code
+        code, replayed = None if answer is None else answer.kind.code, False
+        if isinstance(answer, Quarantined):  # the ledger names its dead letter
+            at, replayed = answer.at, answer.replayed
         self._waiting += [
-            _Answer(event.id.hex(), event.fp.hex(), at, status, code, False, latency_ms, event.topic, None, None)
+            _Answer(event.id.hex(), event.fp.hex(), at, status, code, replayed, latency_ms, event.topic, None, None)
             for event in request.events
         ]
 

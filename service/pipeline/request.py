@@ -10,6 +10,7 @@ from service.claims.states import FINISHED, REQUEST, Delivered, RequestEvent, Re
 from service.contract import Guarantee
 from service.core.problems import Problem
 from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES
+from service.events.dead_letters import problem_of
 from service.events.event import Event
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
@@ -30,7 +31,41 @@ class Committed(msgspec.Struct, frozen=True, gc=False):
     replayed: bool
 
 
+class Quarantined(Problem):
+    """The result of a request that was refused, whose dead letter is in Kafka: the problem, and where the letter is.
+
+    `at`, `deliveries` and `replayed` are those of Committed, with the dead letter as the only delivery.
+    """
+
+    def __init__(self, delivery: Delivery, *, replayed: bool) -> None:
+        _, state = delivery
+        problem = problem_of(state.refused)
+        super().__init__(problem.kind, problem.detail)
+        self.at = state.at
+        self.deliveries = (delivery,)
+        self.replayed = replayed
+
+    def body(self) -> dict[str, str | int]:
+        """Make the members of `application/problem+json`, with the coordinates of the dead letter."""
+        id, state = self.deliveries[0]
+        return {
+            **super().body(),
+            "quarantined": True,
+            "id": id.hex(),
+            "topic": state.topic,
+            "partition": state.partition,
+            "offset": state.offset,
+            "timestamp": state.ts,
+        }
+
+
 WriteResult = Committed | Problem
+
+
+def result_of(delivery: Delivery, *, replayed: bool) -> WriteResult:
+    """Make the result of one event that is in Kafka: as itself, or as a dead letter."""
+    state = delivery[1]
+    return Quarantined(delivery, replayed=replayed) if state.refused else Committed(state.at, (delivery,), replayed)
 
 
 class ResultCollector:
@@ -51,7 +86,12 @@ class ResultCollector:
         if isinstance(result, Committed):
             replayed = result.replayed
             for index, delivery in zip(indexes, result.deliveries, strict=True):
-                self._results[index] = Committed(delivery[1].at, (delivery,), replayed)
+                state = delivery[1]  # as `result_of`, without a call
+                self._results[index] = (
+                    Quarantined(delivery, replayed=replayed)
+                    if state.refused
+                    else Committed(state.at, (delivery,), replayed)
+                )
         else:
             for index in indexes:
                 self._results[index] = result
@@ -153,6 +193,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     waits: bool = False  # whether another request writes its key
     on_claim: asyncio.Future[None] | None = None  # set when the request's claim stands
     ttl_s: int = 0  # retention of its keys by a rule, in seconds; 0 for the service's own
+    is_refused: bool = False  # its events are dead letters; none of another request is
     accepted_at: int = 0
     claimants: tuple[tuple[int, int], ...] = ()  # (slot, ended term) pairs in which a claim of the request may stand
     failures: int = 0  # groups with this request that one of its topics failed
@@ -172,6 +213,7 @@ class WriteRequest(msgspec.Struct, eq=False):
         future: asyncio.Future[WriteResult] | None = None,
         wait_deadline: float = 0.0,
         on_claim: asyncio.Future[None] | None = None,
+        is_refused: bool = False,
     ) -> "WriteRequest":
         """Make the request of one event."""
         return cls(
@@ -188,6 +230,7 @@ class WriteRequest(msgspec.Struct, eq=False):
             future=future,
             wait_deadline=wait_deadline,
             on_claim=on_claim,
+            is_refused=is_refused,
         )
 
     @classmethod
@@ -244,7 +287,12 @@ class WriteRequest(msgspec.Struct, eq=False):
         return 1 if self.atomic else len(self.events)
 
     def part(
-        self, indexes: Sequence[int], guarantee: Guarantee | None = None, ttl_s: int | None = None
+        self,
+        indexes: Sequence[int],
+        guarantee: Guarantee | None = None,
+        ttl_s: int | None = None,
+        *,
+        is_refused: bool | None = None,
     ) -> "WriteRequest":
         """Make a request for some events of a chunk, in the state of the chunk, by default under the same rules."""
         events = [self.events[index] for index in indexes]
@@ -254,6 +302,7 @@ class WriteRequest(msgspec.Struct, eq=False):
             events=events,
             guarantee=guarantee or self.guarantee,
             ttl_s=self.ttl_s if ttl_s is None else ttl_s,
+            is_refused=self.is_refused if is_refused is None else is_refused,
             to_claim=to_claim,
             atomic=atomic,
             ledger_bytes=ledger_bytes,
@@ -294,7 +343,13 @@ class WriteRequest(msgspec.Struct, eq=False):
         if self.collector is not None:
             self.collector.put(self.indexes, result)
         elif future is not None and not future.done():  # done: the coroutine that awaited it was cancelled
-            future.set_result(result)
+            future.set_result(self.shown(result))
+
+    def shown(self, result: WriteResult) -> WriteResult:
+        """Return what the client is told of a result: of a dead letter, the problem for which the event was refused."""
+        if self.is_refused and isinstance(result, Committed):
+            return result_of(result.deliveries[0], replayed=result.replayed)
+        return result
 
     def set_claimed(self) -> None:
         """Set `on_claim`, once: the claim stands."""

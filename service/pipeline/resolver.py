@@ -14,7 +14,7 @@ from service.core.settings import Settings
 from service.pipeline.journal import Journal
 from service.pipeline.load_shedding import LoadShedder
 from service.pipeline.queue import Queue
-from service.pipeline.request import Committed, WriteRequest, WriteResult
+from service.pipeline.request import Committed, Quarantined, WriteRequest, WriteResult
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from service.pipeline.tracing import Tracing
@@ -81,11 +81,13 @@ class Resolver:
 
     def note(self, request: WriteRequest, result: WriteResult) -> None:
         """Count the result of a request, and record it in the journal."""
+        if request.is_refused:
+            result = request.shown(result)
         latency_s = time.monotonic() - request.arrived
         status, code = (201, "") if isinstance(result, Committed) else (result.kind.status, result.kind.code)
         self._journal.record(request, status, result, latency_s)
         self._telemetry.answered(code, status, latency_s, request.answers)
-        if isinstance(result, Committed) and result.replayed:
+        if isinstance(result, Committed | Quarantined) and result.replayed:
             self._telemetry.replays.inc()
 
     async def sweep(self) -> None:

@@ -10,7 +10,17 @@ from redis import Redis as Client
 from deploy.stack import Redis
 from service.claims.redis_store import REPLAY_CHUNK, REPLAYS_AT_ONCE, Identity, StoreGeneration
 from service.claims.states import Claimed, Outcome
-from service.core.problems import Fenced, StoreIncomplete, StoreLost
+from service.contract import Guarantee
+from service.contract.wire import encode_ledger
+from service.core.problems import NOT_WRITTEN, SCHEMA_MISMATCH, Fenced, Problem, StoreIncomplete, StoreLost
+from service.events import dead_letters
+from service.events.event import event_of
+from service.kafka.reader import Item
+from service.kafka.session import Record, RecordMetadata
+from service.pipeline.decisions import after_claim
+from service.pipeline.group import committed_of, entries_of, rows_to_mark
+from service.pipeline.request import Quarantined, WriteRequest
+from service.slots.ledger_rows import encode_entries, rows_of
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, redis_keys
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 from tests.contract.test_keys import FP, FP2, ID, OTHER, THIRD, delivered
@@ -352,3 +362,37 @@ async def test_the_double_misses_evicted_keys_as_redis_does() -> None:
     assert await keys.recover_read("run/replid", "mine", 1) == [None]
     await keys.recover_end("run/replid", "mine", 2, [30])
     assert (await keys.heartbeat(StoreGeneration(2, "run/replid"), "me", 1, {0: 30})).members == 1
+
+
+async def test_the_answer_of_a_dead_letter_survives_a_store_recovery(bench: Bench) -> None:
+    """All of it is in the ledger: the schema by which its event was refused may have changed meanwhile."""
+    generation = await bench.settled()
+    event = event_of("k", ID, "orders", None, b"{}", [])
+    problem = Problem(SCHEMA_MISMATCH, 'value.n: "é" is not of type "number": see the schema of orders')
+    letter = dead_letters.of_event(event, problem, "letters", "shop", 7_200)
+    request = WriteRequest.for_event(letter, 0.0, 1.0, Guarantee.EXACTLY_ONCE, letter.ttl_s, is_refused=True)
+    pair = (letter.id, letter.fp)
+    (claim,) = await bench.keys.claim(generation, 0, 10, [pair], [request.ttl_s])
+    at = claim.state.at
+    written = Record("letters", 1, None, b"{}", [], at)
+    committed = committed_of([(request, [at])], [written], [RecordMetadata(7, at)])
+    first = request.shown(committed[0][1])
+    assert isinstance(first, Quarantined)
+    assert await bench.keys.mark(generation, 0, 10, 10, 11, rows_to_mark(committed)) == 0
+    text = encode_ledger(0, 7, 0, "me", [encode_entries(entries_of(committed))])
+
+    bench.flush()
+    seen = await bench.keys.who()
+    assert await bench.keys.recover(seen, "mine")
+    await bench.keys.recover_replay(seen.store, "mine", rows_of([Item(0, 11, None, text)]))
+    await bench.keys.recover_end(seen.store, "mine", 7, [40, 50])
+    generation = StoreGeneration(7, seen.store)
+    # A retry finds it, whether its event is still refused or not; another event does not.
+    for again in (letter, event):
+        claims = await bench.keys.claim(generation, 0, 40, [(again.id, again.fp)], [7_200])
+        retry = WriteRequest.for_event(again, 0.0, 1.0, Guarantee.EXACTLY_ONCE)
+        ((_, answer),) = after_claim([retry], claims, {}, 0.5, lambda _: Problem(NOT_WRITTEN, "")).results
+        assert isinstance(answer, Quarantined)
+        assert (answer.body(), answer.at, answer.replayed) == (first.body(), first.at, True)
+    (other,) = await bench.keys.claim(generation, 0, 40, [(ID, FP2)], [7_200])
+    assert other.outcome is Outcome.CONFLICT

@@ -189,7 +189,10 @@ async def test_topics_that_are_not_as_they_should_be(
     kafka.create_topic(f"{namespace}.control", config={"cleanup.policy": "delete", "max.message.bytes": "100000"})
     compacted = make_topic(1, {"cleanup.policy": "compact"})
     small = make_topic(1, {"max.message.bytes": "100000", "retention.ms": "3600000"})
-    rules = Rules.parse("".join(f'[[topics]]\npattern = "{name}"\n' for name in (compacted, small, "no-such-topic")))
+    text = "".join(f'[[topics]]\npattern = "{name}"\n' for name in (compacted, small, "no-such-topic"))
+    for name in (compacted, "no-letters"):
+        text += f'[[topics]]\npattern = "refusing-*"\nschema = "s"\nquarantine = "{name}"\n'
+    rules = Rules.parse(text)
     found = await told(settings_of(kafka.bootstrap, redis.url, namespace), rules)
     assert found.wrong("topics") == {
         ("topics.own-settings", "error"),
@@ -198,6 +201,8 @@ async def test_topics_that_are_not_as_they_should_be(
         ("topics.own-message-bytes", "warning"),
         ("topics.own-timestamps", "warning"),
         ("topics.data-there", "warning"),
+        ("topics.quarantine-there", "error"),
+        ("topics.quarantine-policy", "error"),
         ("topics.data-replicas", "error"),
         ("topics.data-compaction", "warning"),
         ("topics.data-message-bytes", "warning"),

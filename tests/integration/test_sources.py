@@ -18,12 +18,13 @@ from service.contract import Rules
 from service.contract.wire import STAMP_HEADER, Stamp, event_id
 from tests.conftest import MakeTopic
 from tests.integration.conftest import Stage
-from tests.integration.judge import read_committed
+from tests.integration.judge import ledger_faults, read_committed
 
 OLD, NEW = "whsec_b2xkIG9sZCBvbGQgb2xk", "whsec_bmV3IG5ldyBuZXcgbmV3"
 
 
-def rules_for(folder: Path, charges: str, customers: str) -> Path:
+def rules_for(folder: Path, charges: str, customers: str, orders: str = "orders", letters: str = "letters") -> Path:
+    (folder / "order.json").write_text('{"type": "object", "required": ["total"]}')
     (folder / "old.secret").write_text(f"{OLD}\n")
     (folder / "new.secret").write_text(f"{NEW}\n")
     path = folder / "rules.toml"
@@ -36,6 +37,8 @@ topics = {{ "charge.succeeded" = "{charges}", "customer.created" = "{customers}"
 record_key = "/data/object/customer"
 idempotency_key = {{ pointer = "/id" }}
 signature = {{ scheme = "stripe", secret_files = ["new.secret", "old.secret"] }}
+key_ttl_s = 345600
+quarantine = "{letters}"
 
 [[sources]]
 name = "users"
@@ -49,6 +52,11 @@ name = "forms"
 topic = "{charges}"
 idempotency_key = {{ sha256 = "body" }}
 signature = {{ scheme = "hmac", secret_files = ["old.secret"], header = "X-Sign", encoding = "base64" }}
+
+[[topics]]
+pattern = "{orders}"
+schema = "order.json"
+quarantine = "{letters}"
 
 [[callers]]
 name = "shop"
@@ -69,10 +77,11 @@ def by_standard_webhooks(id: str, body: str) -> dict[str, str]:
 
 
 async def test_a_delivery_that_is_sent_again_is_written_once(
-    stage: Stage, topic: str, make_topic: MakeTopic, tmp_path: Path
+    own_stage: Stage, topic: str, make_topic: MakeTopic, tmp_path: Path
 ) -> None:
-    customers = make_topic()
-    rules = rules_for(tmp_path, topic, customers)
+    stage = own_stage
+    customers, orders, letters = make_topic(), make_topic(), make_topic(2)
+    rules = rules_for(tmp_path, topic, customers, orders, letters)
     services = [stage.service(rules=rules), stage.service(rules=rules, transport="asgi")]
     await stage.start(*services)
 
@@ -100,16 +109,46 @@ async def test_a_delivery_that_is_sent_again_is_written_once(
     sign = {"x-sign": base64.b64encode(signature).decode(), "content-type": "text/plain"}
     assert [(await post("forms", form, sign, n)).status_code for n in (0, 1)] == [201, 201]
 
-    deleted = customer.replace("created", "deleted")
+    deleted = customer.replace("created", "deleted").replace("evt_2", "evt_3")
     refused = [
         await post("stripe", charge, by_stripe(customer, NEW)),
         await post("users", user, {"authorization": "Bearer token"}),
-        await post("stripe", deleted, by_stripe(deleted, NEW)),
         await post("users", "{}", by_standard_webhooks("evt_1", "{}")),
         await post("nobody", user, {}),
     ]
-    codes = ["bad-signature", "bad-signature", "unusable-body", "fingerprint-mismatch", "unknown-source"]
+    codes = ["bad-signature", "bad-signature", "fingerprint-mismatch", "unknown-source"]
     assert [answer.json()["code"] for answer in refused] == codes
+
+    # What cannot be used is quarantined: the answer is the same one from each process, and after a loss of the store.
+    sold = {"topic": orders, "key": "cus_7", "value": {"sum": 1}}
+    of_shop = {"authorization": "Bearer token", "idempotency-key": "order-1"}
+
+    async def quarantined(service: int) -> list[httpx.Response]:
+        unusable = await post("stripe", deleted, by_stripe(deleted, OLD), service)
+        return [unusable, await stage.client.http.post(f"{services[service].url}/events", json=sold, headers=of_shop)]
+
+    first = await quarantined(0)
+    told = [answer.json() for answer in first]
+    assert [(answer.status_code, problem["code"]) for answer, problem in zip(first, told, strict=True)] == [
+        (422, "unusable-body"),
+        (422, "schema-mismatch"),
+    ]
+    assert [(problem["quarantined"], problem["topic"]) for problem in told] == [(True, letters)] * 2
+    stage.redis.flush()
+    for service in (1, 0):
+        again = await quarantined(service)
+        while any(answer.status_code == 503 for answer in again):  # until the store is recovered
+            await asyncio.sleep(0.1)
+            again = await quarantined(service)
+        assert [answer.content for answer in again] == [answer.content for answer in first]
+        assert [answer.headers["idempotent-replayed"] for answer in again] == ["true"] * 2
+    state = await stage.client.http.get(f"{services[0].url}/events/order-1", headers=of_shop)
+    assert (state.json()["state"], state.json()["problem"]) == ("quarantined", told[1])
+    dead = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [letters])
+    assert sorted(record.value or b"" for record in dead) == sorted([deleted.encode(), b'{"sum":1}'])
+    assert sorted(dict(record.headers)["fencepost-caller"] for record in dead) == [b"shop", b"source:stripe"]
+    assert {record.place for record in dead} == {(letters, each["partition"], each["offset"]) for each in told}
+    assert await asyncio.to_thread(ledger_faults, stage.kafka.bootstrap, stage.namespace, [letters]) == []
 
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic, customers])
     written = {(record.place[0], Stamp.decode(dict(record.headers)[STAMP_HEADER]).id): record for record in records}

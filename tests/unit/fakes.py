@@ -284,28 +284,31 @@ class World:
 
     tracing: "Tracing | None" = None
 
-    def __init__(self, **settings: int) -> None:
+    def __init__(self, *rules: TopicRule, **settings: int) -> None:
+        """Make a world with these rules before the usual ones, and settings other than the usual."""
         usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2)
         self.settings = replace(usual, **settings)  # type: ignore[arg-type]
         self.keys = FakeKeys()
         self.store = FakeStore(self.keys)
         self.queue = Queue(self.settings)
-        self.cluster = FakeCluster(["orders", "other", "third", "kept", "filled", "plain.a", "plain.b"])
+        self.cluster = FakeCluster(["orders", "other", "third", "kept", "filled", "plain.a", "plain.b", "letters"])
         self.topics = InternalTopics(self.cluster, self.settings)
         self.topic_metadata = TopicMetadataCache(self.cluster)
         self.journal = FakeJournal()
         self.telemetry = Telemetry()
-        rules = Rules(
+        self.rules = Rules(
             (
+                *rules,
                 TopicRule(PLAIN_TOPICS, Guarantee.IDEMPOTENT),
                 TopicRule("kept", key_ttl_s=KEPT_S),
                 TopicRule("filled", takes_old_keys=True),
             )
         )
-        self.checks = EventChecks(self.settings, rules, Schemas(rules), self.store, self.topics, self.topic_metadata)
+        self.schemas = Schemas(self.rules)
+        self.checks = EventChecks(self.settings, self.rules, self.schemas, self.store, self.topics, self.topic_metadata)
         self.resolver = Resolver(self.settings, self.queue, self.journal, self.telemetry, self.tracing)
         self.admission = Admission(
-            self.settings, rules, self.checks, self.store, self.queue, self.resolver, self.tracing
+            self.settings, self.rules, self.checks, self.store, self.queue, self.resolver, self.tracing
         )
         self.heartbeat_now = asyncio.Event()
         self.writer = Writer(

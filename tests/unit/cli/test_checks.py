@@ -3,9 +3,12 @@
 import pytest
 
 from service.claims.redis_requirements import unmet_demands
-from service.cli import check_brokers, check_redis
+from service.cli import check_access, check_brokers, check_redis, check_topics
 from service.cli.finding import Finding, Level, grouped, judged, worst
+from service.contract import Rules, TopicRule
 from service.core.settings import Settings
+from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic
+from service.kafka.admin import Topic
 
 INFO = {
     "redis_version": "7.2.4",
@@ -104,3 +107,15 @@ def test_findings_with_the_same_content_are_grouped() -> None:
 @pytest.mark.parametrize(("number", "text"), [(0, "0 B"), (2048, "2 KiB"), (8.64e9, "8.05 GiB"), (1e13, "9.09 TiB")])
 def test_a_size_is_shown_with_its_unit(number: float, text: str) -> None:
     assert check_redis.size(number) == text
+
+
+def test_a_quarantine_topic_that_is_missing_or_compacted_is_an_error() -> None:
+    """What should go there is answered 503 until it can."""
+    rules = Rules((TopicRule("a*", schema="s", quarantine="there"), TopicRule("b*", schema="s", quarantine="absent")))
+    seen = {"there": VisibleTopic("there", 1, 3, frozenset(Operation))}
+    snapshot = ClusterSnapshot((), seen, frozenset())
+    assert check_access.names_of_rules(rules) == ["absent", "there"]
+    assert wrong(check_access.data_topics_allowed(snapshot, seen, rules)) == {"topics.quarantine-there": "not there"}
+    compacted = {"there": Topic("there", 1, {"cleanup.policy": "compact", "min.insync.replicas": "2"})}
+    found = wrong(check_topics.data_topic_settings(compacted, seen, rules.quarantine_topics))
+    assert found == {"topics.quarantine-policy": "it is compacted"}

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.contract import Rules, SettingsError
+from service.contract import KeyPlace, Rules, SettingsError, SignatureRule, SourceRule
 from service.contract.source_rules import INDEX_MOST, pointer_steps
 from service.contract.wire import event_id
 from service.core.problems import Problem
-from service.events.deliveries import Pointer, Source, read_sources
+from service.core.settings import EVENT_BYTES_MAX
+from service.events.dead_letters import DeadLetter, body_fingerprint
+from service.events.deliveries import Delivery, Pointer, Source, read_sources
 from service.events.event import Event
 
 BASIC = {"topic": '"t"', "idempotency_key": '{ pointer = "/id" }', "signature": '"none"'}
@@ -29,9 +31,9 @@ def source(**settings: str) -> Source:
 
 def read(source: Source, body: Any, *headers: tuple[str, str]) -> Event:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    event = source.read([(name.lower().encode(), text.encode("latin-1")) for name, text in headers], raw, 0.0)
-    assert isinstance(event, Event)
-    return event
+    found = source.read([(name.lower().encode(), text.encode("latin-1")) for name, text in headers], raw, 0.0)
+    assert isinstance(found, Delivery)
+    return found.event
 
 
 def refused(source: Source, body: Any, *headers: tuple[str, str]) -> tuple[str, str]:
@@ -253,3 +255,60 @@ def test_each_secret_that_cannot_be_used_has_its_line(tmp_path: Path) -> None:
         f"{tmp_path}/bad",
         f"{tmp_path}/worse",
     ]
+
+
+QUARANTINED = {"quarantine": '"letters"', "key_ttl_s": "300"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "body", "key", "refused"),
+    [
+        ({}, b"\xff{", None, "invalid-json body: "),
+        ({}, b'{"type": 1}', None, "missing-key body: /id has the idempotency key"),
+        ({}, b'{"id": "\xc3\xa9"}', None, "invalid-key body: /id: use 1 to 255"),
+        ({"record_key": '"/o"'}, b'{"id": "k", "o": {}}', "k", "unusable-body body: /o is no string"),
+        (ROUTED, b'{"id": "k", "type": "x"}', "k", "unusable-body body: /type chooses the topic, and the rules name"),
+        ({"idempotency_key": '{ header = "X-Id" }', "record_key": '"/o"'}, b"{", "h", "invalid-json body: "),
+        ({"idempotency_key": '{ header = "X-No" }'}, b"{", None, "missing-key x-no: this header has"),
+    ],
+)
+def test_a_body_that_cannot_be_used_is_a_dead_letter_under_its_key(
+    settings: dict[str, str], body: bytes, key: str | None, refused: str
+) -> None:
+    """One without a key gets the SHA-256 of its body, so that a repetition finds its answer."""
+    letter = read(source(**QUARANTINED, **settings), body, ("X-Id", "h"), ("Content-Type", "text/x"))
+    assert isinstance(letter, DeadLetter)
+    assert letter.key == (key or hashlib.sha256(body).hexdigest())
+    assert letter.id == event_id(letter.key, "source:shop")
+    assert (letter.topic, letter.value, letter.record_key, letter.ttl_s) == ("letters", body, None, 300)
+    assert letter.refused.startswith(refused)
+    code, _, detail = letter.refused.partition(" ")
+    assert letter.headers == [
+        ("content-type", b"text/x"),
+        ("fencepost-code", code.encode()),
+        ("fencepost-detail", detail.encode()),
+        ("fencepost-caller", b"source:shop"),
+    ]
+    assert letter.fp == body_fingerprint(body)
+    assert letter.size == len(body) + sum(len(name) + len(content) for name, content in letter.headers)
+
+
+def test_a_body_that_no_record_holds_is_no_dead_letter() -> None:
+    with pytest.raises(Problem, match="too-large"):
+        read(source(**QUARANTINED), b"x" * (EVENT_BYTES_MAX - 10), ("Content-Type", "text/plain"))
+
+
+def test_a_source_without_a_quarantine_refuses_what_it_cannot_use() -> None:
+    assert refused(source(), b"{")[0] == "invalid-json"
+
+
+@pytest.mark.parametrize("name", ["webhook-id", "svix-id"])
+def test_the_key_is_the_id_that_is_signed(name: str) -> None:
+    """Whichever of both names the rule has."""
+    rule = SourceRule("shop", KeyPlace.HEADER, name, SignatureRule("standard-webhooks", ("s",)), "t")
+    signed = Source(rule, None)  # as if its signature had been checked
+    for prefix in ("webhook", "svix"):
+        headers = [(f"{prefix}-{part}".encode(), part.encode()) for part in ("id", "timestamp", "signature")]
+        found = signed.read([*headers, (b"svix-id", b"other")] if prefix == "webhook" else headers, b"{}", 0.0)
+        assert isinstance(found, Delivery)
+        assert found.event.key == "id"

@@ -75,6 +75,25 @@ def test_the_example_of_standard_webhooks(secret: str) -> None:
     )
 
 
+SVIX = {name.replace("webhook", "svix"): text for name, text in STANDARD.items()}
+
+
+def test_svix_signs_as_standard_webhooks_under_names_of_its_own() -> None:
+    """https://docs.svix.com/receiving/verifying-payloads/how-manual"""
+    standard = verifier("standard-webhooks", STANDARD_SECRET)
+    assert refusal(standard, SVIX, STANDARD_BODY, STANDARD_S) == ""
+    assert refusal(standard, STANDARD | SVIX, STANDARD_BODY, STANDARD_S) == ""
+    assert refusal(standard, SVIX, b"{}", STANDARD_S).startswith("svix-signature: no signature fits")
+    assert refusal(standard, {}, b"{}", STANDARD_S).startswith("webhook-id: the delivery has no such header")
+
+
+@pytest.mark.parametrize("added", STANDARD)
+def test_a_delivery_of_svix_has_no_header_of_the_other_set(added: str) -> None:
+    """Else anybody who has seen it could repeat it under another `webhook-id`, which its signature does not cover."""
+    standard = verifier("standard-webhooks", STANDARD_SECRET)
+    assert refusal(standard, SVIX | {added: "1"}, STANDARD_BODY, STANDARD_S).startswith("webhook-")
+
+
 SLACK_SECRET = "8f742231b10e8888abcd99yyyzzz85a5"
 SLACK = {
     "X-Slack-Request-Timestamp": "1531420618",
@@ -289,3 +308,13 @@ def test_any_header_is_refused_or_fits(scheme: str, data: st.DataObject) -> None
     with pytest.raises(Problem) as caught:
         verifier(scheme, OLD, **more_of(scheme)).check(headers, b"body", NOW_S)
     assert caught.value.kind is BAD_SIGNATURE
+
+
+def test_a_signed_timestamp_is_returned() -> None:
+    def checked(scheme: str, secret: str, headers: dict[str, str], body: bytes, now_s: float) -> int | None:
+        lines = [(name.lower().encode(), text.encode()) for name, text in headers.items()]
+        return verifier(scheme, secret).check(lines, body, now_s)
+
+    assert checked("standard-webhooks", STANDARD_SECRET, STANDARD, STANDARD_BODY, STANDARD_S + 9) == STANDARD_S
+    assert checked("slack", SLACK_SECRET, SLACK, SLACK_BODY, 1_531_420_620) == 1_531_420_618
+    assert checked("github", GITHUB_SECRET, GITHUB, GITHUB_BODY, NOW_S) is None

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 from jsonschema import Draft202012Validator
+from msgspec.structs import replace
 
 from service.app import build_app
 from service.claims.states import Delivered
@@ -34,7 +35,7 @@ from service.http.responses import (
     render_results,
     render_whole,
 )
-from service.pipeline.request import Committed, WriteResult
+from service.pipeline.request import Committed, Quarantined, WriteResult
 
 DOCUMENT = openapi_document()
 PATHS = DOCUMENT["paths"]
@@ -49,6 +50,7 @@ OWN_PATHS = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
 
 KEY = RequestKey("k", "")
 THERE = Delivered(1, b"f" * 32, "topic", 2, 3, 4)
+QUARANTINED = Quarantined((b"i" * 32, replace(THERE, refused="schema-mismatch value: why")), replayed=True)
 COMMITTED = Committed(1, ((b"i" * 32, THERE),), replayed=True)
 
 
@@ -163,10 +165,11 @@ def test_every_problem_is_documented_with_the_same_schema() -> None:
                         PROBLEM_TYPE.decode(): {"schema": {"$ref": REF.format(name="Problem")}}
                     }
     check("Problem", render_problem(Problem(NOT_WRITTEN, "why"))[2])
+    check("Problem", render_problem(QUARANTINED)[2])
 
 
 def test_each_answer_validates_against_its_documented_schema() -> None:
-    results: list[WriteResult] = [COMMITTED, Problem(NOT_WRITTEN, "why")]
+    results: list[WriteResult] = [COMMITTED, Problem(NOT_WRITTEN, "why"), QUARANTINED]
     check("Metadata", render_metadata(COMMITTED.deliveries[0]))
     check("AtomicBatch", render_whole(b"w" * 32, COMMITTED))
     check("Results", join_results([render_results(results)]))
