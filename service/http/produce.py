@@ -56,8 +56,8 @@ from service.http.produce_answers import (
     render_v3,
     render_v3_end,
 )
-from service.http.request import TOO_MANY_BODIES, PostRequest
-from service.http.responder import check_room, rendered
+from service.http.request import PostRequest
+from service.http.responder import TOO_MANY_RESPONSES, check_room, rendered
 from service.http.responses import Headers, headers_of
 from service.http.streaming import Exchange, StreamEndpoint, StreamHead, Text, next_text
 from service.pipeline.request import WriteResult
@@ -225,7 +225,7 @@ class ProduceEndpoint:
                 records.append(problem.as_result())
                 problems += 1
                 if not request.post.hold_response(PROBLEM_BYTES * problems):
-                    raise Problem(NOT_WRITTEN, TOO_MANY_BODIES) from None
+                    raise Problem(NOT_WRITTEN, TOO_MANY_RESPONSES) from None
         if not records:
             raise ProduceProblem(422, UNPROCESSABLE, "body: is empty: send a record")
         return records

@@ -30,16 +30,17 @@ def reading_time_s(size: int) -> float:
 
 
 class Bodies:
-    """The bytes in memory of all bodies and unread responses, beyond the first OWN_BYTES of each.
+    """The bytes in memory of all bodies, and of all responses that are not read, beyond the first OWN_BYTES of each.
 
-    `most` is their bound.
+    `most` is the bound of each of the two: bodies, which anybody can send, must not keep others from their responses.
     """
 
-    __slots__ = ("bytes", "most")
+    __slots__ = ("bytes", "most", "unread")
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.bytes = 0
+        self.bytes = 0  # of bodies
+        self.unread = 0  # of responses
 
 
 class Share:
@@ -116,7 +117,7 @@ class PostRequest(ABC):
         self._bodies = bodies
         self._content: bytes | bytearray = b""
         self._taken = 0  # bytes of the body counted in `bodies`
-        self._held = 0  # bytes of the response counted in `bodies`
+        self._held = 0  # bytes of the response counted there
         self.headers = headers  # names in lower case
         self.client = client  # the address of the caller; None for a Unix socket
         self.found: UsedHeaders | None = None  # the headers that the service uses, if the transport has picked them
@@ -184,22 +185,21 @@ class PostRequest(ABC):
             self._taken = 0
 
     def hold_response(self, size: int) -> bool:
-        """Note that the response has `size` bytes so far, until `release_response`; return False if `bodies` is full.
+        """Note that the response has `size` bytes so far, until `release_response`; return False if there is no room.
 
-        A request that alone holds anything has room: otherwise it would never get a response above the bound.
+        If no other response is held, there is always room: otherwise one above the bound would never be answered.
         """
         more = max(0, size - OWN_BYTES) - self._held
-        is_alone = self._bodies.bytes == self._taken + self._held
-        if more > 0 and not is_alone and self._bodies.bytes + more > self._bodies.most:
+        if more > 0 and self._bodies.unread != self._held and self._bodies.unread + more > self._bodies.most:
             return False
-        self._bodies.bytes += more
+        self._bodies.unread += more
         self._held += more
         return True
 
     def release_response(self) -> None:
         """Note that the response is written, or dropped."""
         if self._held:
-            self._bodies.bytes -= self._held
+            self._bodies.unread -= self._held
             self._held = 0
 
     def finish(self) -> None:

@@ -417,18 +417,18 @@ async def test_a_response_for_which_there_is_no_room_is_a_timeout_that_names_the
             record = b"{}" if "none" in version else b'{"value":{"type":"JSON","data":1}}'
             content, kind, path = record * min(count, 1_900), JSON, V3
         headers = {"content-type": kind, "idempotency-key": "k"}
-        posts.bodies.bytes, posts.bodies.most = 1, 30_000
+        posts.bodies.unread, posts.bodies.most = 1, 30_000
         response = await client.post(path, content=content, headers=headers)
         if "none" in version:
             assert_error(response, 503, 50003)
         else:
             assert assert_error(response, 408, 40801).startswith("response: too many large ones are not read yet")
-        assert posts.bodies.bytes == 1
+        assert posts.bodies.unread == 1
         posts.bodies.most = 10_000_000
         response = await client.post(path, content=content, headers=headers)
         assert response.status_code == 200
         assert len(response.content) > OWN_BYTES
-        assert posts.bodies.bytes == 1
+        assert posts.bodies.unread == 1
     await ended(serving)
 
 

@@ -603,17 +603,17 @@ async def test_a_long_answer_is_in_memory_only_as_far_as_it_is_counted(server: u
             await asyncio.sleep(0.3)
         (connection,) = server.server_state.connections
         assert connection.transport.get_write_buffer_size() <= 3 * request_module.WRITE_BYTES
-        assert desk.bodies.bytes == LONG_BYTES - OWN_BYTES
+        assert desk.bodies.unread == LONG_BYTES - OWN_BYTES
         heard = 1
         while heard < LONG_BYTES:
             heard += len(await loop.sock_recv(client, 1 << 20))
-    await until(lambda: desk.bodies.bytes == 0)
+    await until(lambda: desk.bodies.unread == 0)
 
 
 async def test_a_long_answer_counts_no_more_when_its_client_has_gone(caller: Caller, desk: Desk) -> None:
     await caller.say(post(b"/long", b""))
     caller.reset()
-    await until(lambda: desk.bodies.bytes == 0)
+    await until(lambda: desk.bodies.unread == 0)
 
 
 async def test_a_client_that_reads_a_long_answer_below_the_least_rate_is_closed(
@@ -630,7 +630,7 @@ async def test_a_client_that_reads_a_long_answer_below_the_least_rate_is_closed(
                 heard += len(piece)
                 await asyncio.sleep(0.001)
         assert 0 < heard < LONG_BYTES
-    assert desk.bodies.bytes == 0
+    assert desk.bodies.unread == 0
 
 
 async def test_requests_behind_a_long_answer_are_not_read_as_it_is_written(server: uvicorn.Server) -> None:
