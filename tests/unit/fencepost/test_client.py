@@ -136,6 +136,9 @@ def test_a_key_is_a_uuid_of_version_7_that_tells_when_it_was_made(monkeypatch: p
     assert {made_at_ms(key) for key in keys} == {clock.time_ns() // 1_000_000}
     assert {(uuid.UUID(key).version, uuid.UUID(key).variant) for key in keys} == {(7, uuid.RFC_4122)}
     assert len({key[15:18] for key in keys}) > 100  # the random bits before the variant
+    first, second = Event("t", 1).idempotency_key, Event("t", 1).idempotency_key
+    assert first != second
+    assert made_at_ms(first) == made_at_ms(second) == clock.time_ns() // 1_000_000
 
 
 def test_an_event_is_encoded_as_the_service_reads_it() -> None:
@@ -405,11 +408,12 @@ def test_what_a_deadline_has_left_is_sent_by_the_next_run_under_its_key(
 def test_a_spool_that_is_older_than_its_keys_is_told_and_not_written_again(
     kind: Any, clock: FakeTime, tmp_path: Path
 ) -> None:
-    old = [Event("t", n, idempotency_key=f"{n}" if n else EXPIRED) for n in range(3)]
+    old = [Event("t", n, idempotency_key=f"{n}" if n else EXPIRED) for n in range(3)] + [Event(UNKNOWN_NAME, 3)]
     kind(FakeService([LOST] * 9), spool=tmp_path / "s", deadline_s=0.1).send_many(*old)
     fake = FakeService()
-    first, *others = kind(fake, spool=tmp_path / "s").resume()
+    first, *others, last = kind(fake, spool=tmp_path / "s").resume()
     assert [type(each) for each in others] == [Written] * 2
+    assert (type(last), last.may_be_written) == (Refused, True)  # an attempt of the earlier run may have written it
     assert (type(first), first.may_be_written, first.body) == (KeyExpired, True, old[0].encode())
     assert fake.written == [1, 2]
     assert kind(fake, spool=tmp_path / "s").resume() == []  # it was told
@@ -425,6 +429,23 @@ def test_a_result_of_resume_that_was_not_taken_comes_again(clock: FakeTime, tmp_
             client.send(Event("t", 3))
     again = Threads(fake, spool=tmp_path / "s").resume()
     assert again[0].idempotency_key == taken.idempotency_key
+    assert fake.written == [1, 2]
+
+
+async def test_a_result_of_resume_that_was_not_taken_comes_again_to_asyncio_too(
+    clock: FakeTime, tmp_path: Path
+) -> None:
+    fake = FakeService([LOST] * 9)
+    async with AsyncClient(URL, transport=transport(fake), spool=tmp_path / "s", deadline_s=0.1) as client:
+        await client.send_many([Event("t", 1), Event("t", 2)])
+    fake.fates = iter(())
+    taken = list[str]()
+    for _ in range(2):
+        async with AsyncClient(URL, transport=transport(fake), spool=tmp_path / "s") as client:
+            async for result in client.resume():
+                taken.append(result.idempotency_key)
+                break
+    assert taken[0] == taken[1]
     assert fake.written == [1, 2]
 
 
