@@ -20,6 +20,7 @@ class Fate(Enum):
 
 
 RETRY_AFTER_S = 1
+END_S = 5.0  # for connections whose clients have ended
 _BODY = json.dumps(Problem(NOT_WRITTEN, "as the test says").body()).encode()
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/problem+json\r\nConnection: close\r\n"
@@ -39,18 +40,25 @@ class Proxy:
         self.arrivals: list[float] = []
         self.posts = 0
         self.held = asyncio.Event()
+        self._connections: set[asyncio.Task[None]] = set()  # a loop keeps no references to its tasks
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
+        if self._connections:  # of programs that have ended
+            _ended, left = await asyncio.wait(self._connections, timeout=END_S)
+            assert not left
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(asyncio.create_task(self._serve(reader, writer)))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         fate = self._fates.get(len(self.arrivals))
@@ -98,10 +106,13 @@ class Proxy:
                 answer = await from_service.read(65536)
         finally:
             sending.cancel()
-            to_service.close()
+            await asyncio.gather(sending, return_exceptions=True)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            self.posts += data.count(b"POST /")
-            writer.write(data)
-            await writer.drain()
+        try:
+            while data := await reader.read(65536):
+                self.posts += data.count(b"POST /")
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()  # which ends the reading of the answer too
