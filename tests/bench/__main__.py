@@ -34,6 +34,7 @@ NAMES = (
     "recovery",
     "overload",
     "attacker",
+    "slow",
     "idle",
     "compression",
     "visible",

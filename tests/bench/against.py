@@ -59,6 +59,11 @@ class Plan:
     settings: dict[str, Any] = field(default_factory=dict)  # for this tree's side
     folder: Path = results.KEPT
     name: str = "against"
+    least: float = 0.0  # floor of the ratios of rates, instead of their own; 0 for none
+
+    def goal_of(self, load: Load) -> Goal:
+        """Return the floor of a load's ratio."""
+        return Goal(least=self.least) if self.least and load.goal.least else load.goal
 
     @property
     def described(self) -> list[str]:
@@ -74,6 +79,7 @@ class Plan:
         parser.add_argument("--quick", action="store_const", dest="depth", const="quick", default="standard")
         parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of this tree's")
         parser.add_argument("--name", default="against", help="of the result that is kept")
+        parser.add_argument("--least", type=float, default=0.0, metavar="RATIO", help="the floor of each rate's ratio")
         parser.add_argument("--results", type=Path, help="folder for what is measured (--quick: build/bench)")
         found = parser.parse_args(arguments)
         loads = found.rows.split(",")
@@ -81,7 +87,9 @@ class Plan:
             parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(LOADS)}")
         folder = found.results or (ROOT / "build" / "bench" if found.depth == "quick" else results.KEPT)
         settings = dict(setting.split("=", 1) for setting in found.set)
-        return cls(found.revision, loads, found.rounds, found.depth, settings, folder.absolute(), found.name)
+        return cls(
+            found.revision, loads, found.rounds, found.depth, settings, folder.absolute(), found.name, found.least
+        )
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,7 @@ def measure(stage: Stage, other: Checkout, plan: Plan) -> list[Row]:
     rounds = plan.rounds or stage.pick(1, 9)
     with _side(stage, ROOT, plan.settings) as ours, _side(stage, other.root, {}) as theirs:
         _warm_up(stage, ours.target, theirs.target)
-        rows = [row for name in plan.loads for row in _compare(stage, LOADS[name], (ours, theirs), rounds)]
+        rows = [row for name in plan.loads for row in _compare(stage, plan, LOADS[name], (ours, theirs), rounds)]
         for side in (ours, theirs):
             side.target.check()
     return rows
@@ -209,7 +217,7 @@ def _warm_up(stage: Stage, ours: Target, theirs: Target) -> None:
             target.warm(3, 16, batch=100)
 
 
-def _compare(stage: Stage, load: Load, sides: tuple[_Side, _Side], rounds: int) -> list[Row]:
+def _compare(stage: Stage, plan: Plan, load: Load, sides: tuple[_Side, _Side], rounds: int) -> list[Row]:
     seconds, count = stage.pick(1, 3), stage.pick(50, 600)
     for side in sides:
         side.begin()
@@ -219,7 +227,7 @@ def _compare(stage: Stage, load: Load, sides: tuple[_Side, _Side], rounds: int) 
     ours, theirs = sides
     what, unit = ("p50", "ms") if load.connections == 1 else ("requests", "/s")
     rows = [
-        Row(f"{load.of}: {what} over the revision's", "x", ratios(ours.figures, theirs.figures), load.goal),
+        Row(f"{load.of}: {what} over the revision's", "x", ratios(ours.figures, theirs.figures), plan.goal_of(load)),
         Row(f"{load.of}: {what}", unit, ours.figures),
         Row(f"{load.of}: {what}, the revision", unit, theirs.figures),
         Row(f"{load.of}: p99 over the revision's", "x", ratios(ours.p99_ms, theirs.p99_ms)),

@@ -29,6 +29,7 @@ ANSWER_S = 60.0
 NUMBER = b"########"
 
 JSON, LINES, CLOUDEVENTS = "application/json", "application/x-ndjson", "application/cloudevents-batch+json"
+JSON_V2 = "application/vnd.kafka.json.v2+json"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,17 @@ def _attributes(topic: bytes) -> bytes:
     return b"[%b]" % b",".join([event] * (BODY_BYTES // (len(event) + 1)))
 
 
+def _records(_: bytes) -> bytes:
+    record = b'{"value":1,"headers":[%b]}' % _many(b'{"key":""}', 1_900_000)
+    return b'{"records":[%b]}' % _many(record)
+
+
+def _brackets(_: bytes) -> bytes:
+    """Records that are refused: each is longer than an event may be."""
+    record = b'{"value":{"type":"JSON","data":[%b]}}' % _many(b"[[[[]]]]", 2_000_000)
+    return record * (BODY_BYTES // len(record))
+
+
 SHAPES = (
     Shape("line feeds", 400, lambda topic: b"\n" * (BODY_BYTES - 1), kind=LINES),
     Shape("small objects", 413, lambda topic: b'{"events":[%b]}' % _many(b'{"topic":"t"}')),
@@ -87,6 +99,8 @@ SHAPES = (
     Shape("a fault at the end", 400, lambda topic: _value(b"[%b]" % _many(_names(8)))(topic)[:-1]),
     Shape("many headers", 207, _headers),
     Shape("many attributes", 207, _attributes, "/events", CLOUDEVENTS),
+    Shape("produce records of many headers", 400, _records, "/topics/attacker-bad", JSON_V2),
+    Shape("produce records of brackets", 200, _brackets, "/v3/clusters/any/topics/attacker-bad/records"),
     Shape("10,000 events", 207, _events),
     Shape("10,000 problems", 207, _problems),
 )
@@ -178,17 +192,13 @@ def _round(target: Target, each: _Rounds, seconds: float, number: int) -> float:
     target.settle()
     started = time.monotonic()
     each.alone.append(target.load(seconds, CONNECTIONS, delay=WAIT_MS))
-    quiet_ms = _held_ms(target, started)
+    quiet_ms = held.longest_ms(target.service.log, started, time.monotonic())
     with _Attacker(target, each.shape, target.topics[1], number) as attacker:
         started = time.monotonic()
         each.beside.append(target.load(seconds, CONNECTIONS, delay=WAIT_MS))
         each.requests.append(attacker.requests / (time.monotonic() - started))
-        each.held_ms.append(_held_ms(target, started))
+        each.held_ms.append(held.longest_ms(target.service.log, started, time.monotonic()))
     if attacker.wrong or not attacker.requests:
         raise NotRealWork(attacker.wrong or f"{each.shape.of}: no answer in {seconds} s")
     target.answered += attacker.written
     return quiet_ms
-
-
-def _held_ms(target: Target, start: float) -> float:
-    return max((gap - waited for gap, waited in held.read(target.service.log, start, time.monotonic())), default=0.0)

@@ -32,6 +32,11 @@ def read(log: Path, start: float, end: float) -> list[tuple[float, float]]:
     return found
 
 
+def longest_ms(log: Path, start: float, end: float) -> float:
+    """Return the longest time for which the loop was held between two times, without its wait for a CPU."""
+    return max((gap - waited for gap, waited in read(log, start, end)), default=0.0)
+
+
 class _Watched(app.Service):
     """The service with that task."""
 

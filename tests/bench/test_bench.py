@@ -57,6 +57,14 @@ def test_two_services_are_measured_in_turn_and_held_to_the_floors(stage: Stage) 
     assert all(len(row.values) == 2 and row.median > 0 for row in found)
 
 
+def test_a_floor_for_all_rates_leaves_that_of_times() -> None:
+    plan = against.Plan.of(["HEAD", "--least", "0.97"])
+    assert {name: str(plan.goal_of(load)) for name, load in against.LOADS.items()} == {
+        **dict.fromkeys(against.LOADS, "≥ 0.97"),
+        "one": "≤ 1.08",
+    }
+
+
 def test_a_revision_is_unpacked_without_what_is_not_committed(tmp_path: Path) -> None:
     found = against.unpack("HEAD", tmp_path / "other")
     assert (found.root / "service" / "app.py").exists()
