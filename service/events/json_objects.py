@@ -3,9 +3,9 @@
 import re
 from typing import Final
 
-from service.core.pieces import joined
-from service.core.problems import TOO_LARGE, Problem
+from service.core.problems import Problem
 from service.events.event import EVENT_TEXT_BYTES_MAX
+from service.events.incomplete_text import IncompleteText
 from service.events.strict_json import DEPTH_MAX, TOO_DEEP, not_json
 
 # The quantifiers are possessive, so that each search is linear. Inside of an object, text without brackets (strings
@@ -28,22 +28,21 @@ class JsonObjects:
     """
 
     def __init__(self, most: int = EVENT_TEXT_BYTES_MAX) -> None:
-        self._most = most
         self._data = b""  # the last part of the text
         self._start = 0  # of the incomplete object in it
         self._at = 0  # what is before was looked at
-        self._begun: bytes | bytearray = b""  # the incomplete object, from earlier parts
+        # The incomplete object, from earlier parts.
+        self._object = IncompleteText(most, f"body: one record's JSON has more than {most} bytes")
         self._depth = 0  # brackets that are open
         self._in_string = False
         self._is_escaped = False  # what was looked at ended with a backslash in a string
-        self._problem: Problem | None = None  # of the incomplete object, whose bytes are dropped
         self._fault: Problem | None = None  # to return, of text that cannot be cut
         self.is_over = False
 
     @property
     def held(self) -> int:
         """The bytes in memory."""
-        return len(self._begun) + len(self._data) - self._start
+        return self._object.size + len(self._data) - self._start
 
     @property
     def has_unread(self) -> bool:
@@ -62,27 +61,24 @@ class JsonObjects:
         if not is_within:
             return None
         if self._to_end_of_object():
-            return self._take_object()
+            self._object.add(self._data[self._start : self._at])
+            return self._object.take()
         if self._depth > DEPTH_MAX:
             return self._stop(not_json(TOO_DEEP))
         if self.has_unread:
             return None
-        self._keep(self._data[self._start :])
+        self._object.add(self._data[self._start :])
         self.feed(b"")
         return None
 
     def drop(self, problem: Problem) -> None:
-        """Drop the incomplete object, as far as it has come and what is still to come: `problem` is its result.
-
-        Between two objects nothing is dropped: a problem there would be the result of an object that has not come yet.
-        """
-        if self._begun:
-            self._begun, self._problem = b"", problem
+        """Drop the incomplete object as IncompleteText does: `problem` is its result."""
+        self._object.drop(problem)
 
     def end(self) -> None:
         """Note the end of the text; `next` returns the problem of an incomplete object."""
         if self._depth:
-            self._fault = self._problem or not_json("ends within a record")
+            self._fault = self._object.problem or not_json("ends within a record")
 
     def _begin(self) -> bool:
         """Move to the first bracket of the next object; return False if there is none."""
@@ -133,23 +129,11 @@ class JsonObjects:
             at += 1
         return at
 
-    def _take_object(self) -> bytes | Problem:
-        self._keep(self._data[self._start : self._at])
-        taken = self._problem or bytes(self._begun)
-        self._begun, self._problem = b"", None
-        return taken
-
-    def _keep(self, piece: bytes) -> None:
-        if piece and self._problem is None:
-            self._begun = joined(self._begun, piece)
-            if len(self._begun) > self._most:
-                self.drop(Problem(TOO_LARGE, f"body: one record's JSON has more than {self._most} bytes"))
-
     def _stop(self, fault: Problem) -> Problem:
         """Cut nothing any more; `fault` says why."""
         self.feed(b"")
-        self._begun, self._depth = b"", 0
-        self._fault, self.is_over = None, True
+        self._object.clear()
+        self._depth, self._fault, self.is_over = 0, None, True
         return fault
 
 

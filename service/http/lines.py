@@ -5,9 +5,9 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import Final
 
-from service.core.pieces import joined
-from service.core.problems import TOO_LARGE, Problem
+from service.core.problems import Problem
 from service.events.event import EVENT_TEXT_BYTES_MAX, READER, Event
+from service.events.incomplete_text import IncompleteText
 from service.events.strict_json import strictly
 from service.http.batch import long_member_of, member_of
 from service.http.events import by_length
@@ -27,16 +27,15 @@ class Lines:
     is_over: Final = False  # whatever a line is, another may follow
 
     def __init__(self, most: int = EVENT_TEXT_BYTES_MAX) -> None:
-        self._most = most
         self._data = b""  # the last part of the body; what is before `_start` is cut
         self._start = 0
-        self._begun: bytes | bytearray = b""  # the incomplete line, from earlier parts of the body
-        self._problem: Problem | None = None  # of the incomplete line, whose bytes are dropped
+        too_long = f"line: it is longer than {most} bytes, the most of an event's JSON"
+        self._line = IncompleteText(most, too_long)  # from earlier parts of the body
 
     @property
     def held(self) -> int:
         """The bytes in memory."""
-        return len(self._begun) + len(self._data) - self._start
+        return self._line.size + len(self._data) - self._start
 
     @property
     def has_unread(self) -> bool:
@@ -49,38 +48,24 @@ class Lines:
 
     def next(self) -> Text | None:
         """Return the next line, or the problem of one that is too long; None without a whole line."""
-        if not self._begun and self._problem is None:
+        if not self._line.is_begun:
             blanks = _BLANKS.match(self._data, self._start)
             self._start = self._start if blanks is None else blanks.end()
         end = self._data.find(b"\n", self._start)
-        self._keep(self._data[self._start : end if end >= 0 else len(self._data)])
+        self._line.add(self._data[self._start : end if end >= 0 else len(self._data)])
         if end < 0:
             self.feed(b"")
             return None
         self._start = end + 1
-        line = self._problem or bytes(self._begun)
-        self._begun, self._problem = b"", None
-        return line
-
-    def _keep(self, piece: bytes) -> None:
-        if piece and self._problem is None:
-            self._begun = joined(self._begun, piece)
-            if len(self._begun) > self._most:
-                self.drop(
-                    Problem(TOO_LARGE, f"line: it is longer than {self._most} bytes, the most of an event's JSON")
-                )
+        return self._line.take()
 
     def drop(self, problem: Problem) -> None:
-        """Drop the incomplete line, as far as it has come and what is still to come: `problem` is its result.
-
-        Between two lines nothing is dropped: a problem there would be the result of no event.
-        """
-        if self._begun:
-            self._begun, self._problem = b"", problem
+        """Drop the incomplete line as IncompleteText does: `problem` is its result."""
+        self._line.drop(problem)
 
     def end(self) -> None:
         """Note that the body has ended."""
-        if self._begun or self._problem is not None:
+        if self._line.is_begun:
             self.feed(b"\n")
 
 

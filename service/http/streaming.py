@@ -299,7 +299,7 @@ class StreamedBody:
             elif not self._memory.resize(self.decoder.held + splitter.held + window.bytes):
                 if window.texts:
                     return
-                _drop_begun(splitter)
+                _drop_incomplete(splitter)
             elif not window.texts or await self._is_there(window.time_left):
                 self.decoder.feed(await self._read(splitter.held))
             else:
@@ -373,7 +373,7 @@ class StreamedBody:
             await asyncio.wait({self._coming})
 
 
-def _drop_begun(splitter: Splitter) -> None:
+def _drop_incomplete(splitter: Splitter) -> None:
     """Drop the incomplete text; raise Problem (503) if there is none, and it is the decoder that has the memory."""
     if not splitter.held:
         raise Problem(NOT_WRITTEN, BODIES_ARE_FULL)
