@@ -13,11 +13,10 @@ from service.contract.wire import Begin, Entry, LedgerRecord, WireError, decode_
 from service.core.settings import Settings
 from service.kafka.acl_inspector import AclInspector
 from service.kafka.reader import high_watermarks, offsets_since, read_between
+from service.slots.hanging_recovery import CLOCKS_APART_MS
 
 # Offsets to search from `freed` on: the begin record is the first record of its term.
 BEGIN_WITHIN: Final = 50
-# The most by which the brokers' clocks may be behind Redis's, to choose the part of the ledger that may name a key.
-CLOCKS_APART_MS: Final = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from service.claims.states import Claimed, Delivered, DeliveredBatch
 from service.cli.finding import Finding, Level, worst
 from service.cli.look import KeyView, SlotsView
 from service.core.settings import Settings
-from service.http.responses import LAST_SECOND
+from service.core.time_of_day import LAST_SECOND
 
 # The width without a terminal, with which a finding takes one or two lines.
 PLAIN_WIDTH: Final = 140

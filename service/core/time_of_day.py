@@ -1,6 +1,10 @@
 """This machine's time."""
 
 import time
+from typing import Final
+
+# The last second of the year 9999, the last year of the formats of time. A ledger entry may hold a later time.
+LAST_SECOND: Final = 253_402_300_799
 
 
 def now_ms() -> int:

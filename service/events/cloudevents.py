@@ -6,7 +6,6 @@ becomes the record's value. The topic is the extension attribute `topic`, else t
 unless a header names a key.
 """
 
-import binascii
 import re
 from collections.abc import Iterable
 from datetime import date
@@ -17,6 +16,7 @@ import msgspec
 
 from service.contract.wire import Header, event_id
 from service.core.problems import INVALID_KEY, Problem
+from service.events.base64_text import decode_base64
 from service.events.event import (
     HEADERS_MAX,
     Event,
@@ -141,8 +141,8 @@ def from_structured(
     event = _event(fields, "", carried, bytes(body), key, traceparent, scope)
     if fields.data is not msgspec.UNSET and fields.data_base64 is not None:
         raise invalid("data_base64", "send one of data and data_base64")
-    if fields.data_base64 is not None:
-        _check_base64(fields.data_base64)
+    if fields.data_base64 is not None and decode_base64(fields.data_base64) is None:
+        raise invalid("data_base64", "it is no base64 (RFC 4648, section 4): encode the data so, padded")
     _check_members(body)
     return event
 
@@ -153,13 +153,6 @@ async def from_long_structured(
     """Make an event from an unchecked body of any length, which is checked in a thread. Raises Problem (400, 413)."""
     await check_text(body, b"", MEMBERS_MAX)
     return from_structured(body, key, traceparent, scope)
-
-
-def _check_base64(text: str) -> None:
-    try:
-        binascii.a2b_base64(text, strict_mode=True)
-    except ValueError:  # binascii.Error is a ValueError
-        raise invalid("data_base64", "it is no base64 (RFC 4648, section 4): encode the data so, padded") from None
 
 
 def _check_members(body: bytes | msgspec.Raw) -> None:

@@ -1,7 +1,5 @@
 """Parses and checks one event: strict JSON in, checked fields out. Pure functions of the body and the topic."""
 
-import base64
-import binascii
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -20,6 +18,7 @@ from service.core.problems import (
     Problem,
 )
 from service.core.settings import EVENT_BYTES_MAX
+from service.events.base64_text import decode_base64
 from service.events.key_time import made_at_ms
 from service.events.strict_json import TOO_DEEP, check_json, in_thread, not_json, strictly
 from service.kafka.admin import Topic
@@ -234,10 +233,10 @@ def _value(fields: EventBody) -> bytes | None:
     text = fields.value_base64 or ""
     if len(text) // 4 * 3 > EVENT_BYTES_MAX + 2:  # + 2 bytes of padding
         raise too_large(len(text) // 4 * 3)
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise invalid("value_base64", "use standard base64 (RFC 4648, section 4) with its padding") from None
+    value = decode_base64(text)
+    if value is None:
+        raise invalid("value_base64", "use standard base64 (RFC 4648, section 4) with its padding")
+    return value
 
 
 def _headers(fields: EventBody) -> list[Header]:

@@ -4,8 +4,6 @@ https://docs.confluent.io/platform/current/kafka-rest/api.html; Karapace and the
 Where these differ, the tables in tests/integration/peers.py say which one is followed.
 """
 
-import base64
-import binascii
 import re
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -16,6 +14,7 @@ import msgspec
 from service.contract.wire import KEY_HEADER, RESERVED_HEADERS, Header, event_id, member_id
 from service.core.problems import INVALID_EVENT, INVALID_KEY, MISSING_KEY, TOO_LARGE, Problem
 from service.core.settings import EVENT_BYTES_MAX
+from service.events.base64_text import decode_base64
 from service.events.event import (
     BATCH_EVENTS_MAX,
     HEADERS_MAX,
@@ -368,7 +367,7 @@ def _base64(text: str, field: str) -> bytes:
     """Decode standard base64 (RFC 4648, section 4), whose padding may be missing. Raises Problem (400, 413)."""
     if len(text) // 4 * 3 > EVENT_BYTES_MAX + 2:  # + 2 bytes of padding
         raise Problem(TOO_LARGE, f"{field}: at most {EVENT_BYTES_MAX} bytes are taken")
-    try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except (binascii.Error, ValueError):
-        raise invalid(field, "use standard base64 (RFC 4648, section 4)") from None
+    content = decode_base64(text + "=" * (-len(text) % 4))
+    if content is None:
+        raise invalid(field, "use standard base64 (RFC 4648, section 4)")
+    return content

@@ -8,8 +8,6 @@ tolerance of five minutes by its own clock, and raises other errors than its own
 with it.
 """
 
-import base64
-import binascii
 import hmac
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +18,7 @@ from typing import Final
 
 from service.contract import SignatureRule
 from service.core.problems import BAD_SIGNATURE, Problem
+from service.events.base64_text import decode_base64
 
 # More signatures in one header than any sender has secrets.
 SIGNATURES_MAX: Final = 16
@@ -71,16 +70,9 @@ def _digest_of_hex(text: bytes) -> bytes | None:
     return bytes.fromhex(text.decode()) if _HEX.fullmatch(text) else None
 
 
-def _digest_of_base64(text: bytes) -> bytes | None:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error:
-        return None
-
-
 _DECODERS: Final = {
     "hex": (_digest_of_hex, "hexadecimal digits"),
-    "base64": (_digest_of_base64, "base64 (RFC 4648, section 4)"),
+    "base64": (decode_base64, "base64 (RFC 4648, section 4)"),
 }
 
 
@@ -128,7 +120,7 @@ def _standard_webhooks(headers: Headers) -> Signed:
     if not id or _AMBIGUOUS_ID.fullmatch(id):
         raise Malformed(f"{prefix}-id", "it is empty, or ends with a full stop and digits, like a timestamp")
     parts = [part.partition(b",") for part in _one(headers, header).split(b" ") if part]
-    digests = [_digest_of_base64(text) for version, _, text in parts if version == b"v1"]
+    digests = [decode_base64(text) for version, _, text in parts if version == b"v1"]
     wanted = "v1, and base64 (RFC 4648, section 4)"
     return Signed(header, _some(header, digests, wanted), b"%b.%b." % (id, at), _seconds(f"{prefix}-timestamp", at))
 
@@ -163,7 +155,7 @@ def _seconds(header: str, text: bytes) -> int:
 def _key_of_standard_webhooks(secret: str) -> bytes:
     """Decode a secret of Standard Webhooks: base64, usually after `whsec_`. Raises ValueError with what is right."""
     text = secret.removeprefix("whsec_")
-    key = _digest_of_base64(f"{text}{'=' * (-len(text) % 4)}".encode())  # some senders leave the padding out
+    key = decode_base64(f"{text}{'=' * (-len(text) % 4)}".encode())  # some senders leave the padding out
     if not key:
         raise ValueError("write whsec_ and base64, as Standard Webhooks' secrets are")
     return key

@@ -28,6 +28,7 @@ from service.core.problems import (
     UNKNOWN_TOPIC,
     Problem,
 )
+from service.core.time_of_day import LAST_SECOND
 from service.events.produce import INVALID_PAYLOAD, PARTITION_NOT_FOUND, UNPROCESSABLE, Format, ProduceProblem, V3Event
 from service.http.responder import Responder
 from service.http.responses import echo_of, expiry_s, imf_fixdate
@@ -254,6 +255,6 @@ def rfc3339(ms: int) -> str:
 
     Times past the year 9999, which an entry of the ledger may hold, are cut to it.
     """
-    seconds, rest = divmod(min(ms, 253_402_300_799_999), 1000)
+    seconds, rest = divmod(min(ms, 1000 * LAST_SECOND + 999), 1000)
     text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
     return f"{text}.{rest:03}Z" if rest else f"{text}Z"

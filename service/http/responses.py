@@ -11,6 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from service.core.problems import BAD_SIGNATURE, ENCODED_DELIVERY, UNAUTHORIZED, UNSUPPORTED_ENCODING, Kind, Problem
+from service.core.time_of_day import LAST_SECOND
 from service.http.headers import CODINGS
 from service.pipeline.request import Committed, Delivery, Quarantined, WriteResult
 
@@ -21,8 +22,6 @@ JSON_LINE: Final = b"content-type: application/json\r\n"
 
 # Unreserved characters (RFC 3986, section 2.3). Most keys have no others, and need no percent-encoding.
 _UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
-# The last second of the year 9999. A ledger entry, which may hold any time, can be later.
-LAST_SECOND: Final = 253_402_300_799
 
 
 def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:

@@ -27,6 +27,8 @@ from service.kafka.listing import Listing, listing_of
 from service.kafka.metadata import Metadata, Partition, Partitions, UndecodedMetadata, partitions_of
 
 TOPIC_RESOURCE: Final = 2
+# Kafka's default of a topic's max.message.bytes.
+MESSAGE_BYTES_DEFAULT: Final = 1_048_588
 # Kafka's names of compression codecs, and the codes in a record batch's attributes.
 COMPRESSION_CODECS: Final = {
     "none": DefaultRecordBatch.CODEC_NONE,
@@ -113,7 +115,9 @@ class Topic:
     message_bytes_max: int = field(init=False)  # the largest record batch that the topic accepts, in bytes
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "message_bytes_max", int(self.settings.get("max.message.bytes", 1_048_588)))
+        object.__setattr__(
+            self, "message_bytes_max", int(self.settings.get("max.message.bytes", MESSAGE_BYTES_DEFAULT))
+        )
 
 
 class Ends(NamedTuple):

@@ -11,15 +11,15 @@ from service.contract import PREFIX, SettingsError
 from service.contract.wire import control_topic, findings_topic, ledger_topic, requests_topic
 from service.core.problems import KafkaAway, KafkaForbids
 from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
-from service.kafka.admin import KafkaAdmin, Topic
+from service.kafka.admin import MESSAGE_BYTES_DEFAULT, KafkaAdmin, Topic
 from service.kafka.deadline import shared, unwaited
 
 REQUESTS_PARTITIONS: Final = 8
 WEEK_S: Final = 168 * 3600
 # Retention of the internal topics beyond that of keys: time for the audit to read them.
 EXTRA_S: Final = 2 * 24 * 3600
-# The default of Kafka's `max.message.bytes`.
-OWN_MESSAGE_BYTES: Final = 1_048_588
+# The max.message.bytes of the internal topics.
+OWN_MESSAGE_BYTES: Final = MESSAGE_BYTES_DEFAULT
 # Bytes of an internal record beside its entries: batch header, record fields, and the JSON's other fields.
 RECORD_HEAD_BYTES: Final = 512
 # The smallest usable max.message.bytes of an internal topic: one entry that names the longest topic fits.
