@@ -13,8 +13,9 @@ from service.contract import PREFIX, Rules, SettingsError
 from service.core.logs import configure_logging
 from service.core.settings import Settings
 from service.http.events import EventsEndpoint
-from service.http.limits import GuardedProtocol, LingeringServer
+from service.http.limits import GuardedProtocol
 from service.http.protocol import Posts, protocol_of
+from service.http.server import LingeringServer
 
 # After the deadline of the last accepted request: for its answer and its mark, the leases, and the journal.
 DRAIN_EXTRA_S = 5

@@ -1,21 +1,19 @@
 """Bounds that uvicorn lacks: on the number of connections, their silence, and the time that parsing takes in one go.
 
-A client that has shut its sending side is answered, and a stop of the server cuts nobody off.
+A client that has shut its sending side is answered.
 """
 
 import asyncio
 import resource
 import socket
 from collections.abc import Iterable
-from types import FrameType
 from typing import Any, ClassVar, Final
 
-import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.core.problems import NOT_WRITTEN, Problem
+from service.http.flow_control import BothWays
 from service.http.request import UNREAD_MAX_S, StopSignal
 from service.http.request_reader import Action, Body, Head, ReaderEvent, Rejection, RequestReader
 from service.http.responses import lines_of, render_problem
@@ -34,59 +32,12 @@ LINGERING_MAX: Final = 64
 FILES_KEPT: Final = 256
 # Files to count with if the system sets no limit.
 FILES_MOST: Final = 1 << 20
-# The time after a SIGTERM in which each response ends its connection, before idle connections are closed.
-LINGER_S: Final = 1.0
 
 
 def connections_max(files: int) -> int:
     """Return the bound on connections for a process that may open so many files (RLIMIT_NOFILE)."""
     files = FILES_MOST if files == resource.RLIM_INFINITY else files
     return files - max(files // 4, min(FILES_KEPT, files // 2))
-
-
-class BothWays(FlowControl):
-    """Pause reading while the client does not read its responses, and while received bytes are not parsed.
-
-    An app that answers before it has read the whole body bounds by itself what it reads ahead of its client. A client
-    that sends all before it reads would never get on if reading paused then.
-    """
-
-    parsing = False  # received bytes are still to be parsed
-    is_duplex = False  # the app has begun its answer, and reads the body as it arrives
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if not self.is_duplex:
-            self.pause_reading()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self.resume_reading()
-
-    def pause_reading(self) -> None:
-        if not self.read_paused:
-            self.read_paused = True
-            if not self.parsing:
-                self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if self.read_paused and (self.is_duplex or not self.write_paused):
-            self.read_paused = False
-            if not self.parsing:
-                self._transport.resume_reading()
-
-    def set_duplex(self, is_duplex: bool) -> None:
-        """Note whether the app answers and reads the body at the same time."""
-        self.is_duplex = is_duplex
-        if self.write_paused and not is_duplex:
-            self.pause_reading()
-
-    def set_parsing(self, parsing: bool) -> None:
-        """Note whether received bytes are still to be parsed."""
-        if parsing is not self.parsing:
-            self.parsing = parsing
-            if not self.read_paused:
-                (self._transport.pause_reading if parsing else self._transport.resume_reading)()
 
 
 class HeadParser:
@@ -257,7 +208,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
             self._idle_since = now
             if self.timeout_keep_alive_task is None:
-                self._look_again_in(self.timeout_keep_alive)
+                self._check_idle_in(self.timeout_keep_alive)
         if reader.unread:
             self._read_soon()
         elif reader.ended and not reader.unanswered:
@@ -292,7 +243,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     # ---------------------------------------------------------------------- keep-alive
 
-    def _look_again_in(self, seconds: float) -> None:
+    def _check_idle_in(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -300,9 +251,9 @@ class GuardedProtocol(HttpToolsProtocol):
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         # A client may still send the body of an answered request, or read the response to it.
         if not self.reader.idle or self.flow.write_paused:
-            self._look_again_in(self.timeout_keep_alive)
+            self._check_idle_in(self.timeout_keep_alive)
         elif left > 0:
-            self._look_again_in(left)
+            self._check_idle_in(left)
         else:
             super().timeout_keep_alive_handler()
 
@@ -321,12 +272,12 @@ class GuardedProtocol(HttpToolsProtocol):
         deadline = self.reader.deadline
         if self._timer is None:
             if deadline is not None:
-                self._timer = self.loop.call_at(deadline, self._look)
+                self._timer = self.loop.call_at(deadline, self._check_deadline)
         elif deadline is None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check_deadline(self) -> None:
         """Reject the incomplete request if its deadline has passed.
 
         An app that reads a body while it answers has deadlines of its own, for each event of the body.
@@ -355,31 +306,3 @@ def _last_if_unasked(cycle: Any, app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send_checked)
 
     return answer
-
-
-class LingeringServer(uvicorn.Server):
-    """After the first SIGTERM, end each connection with its next response for LINGER_S, then stop as uvicorn does.
-
-    Requests that could go on for ever end at once. Both are told by `stopping`.
-
-    uvicorn closes idle connections at once, and a client that is sending a request cannot know whether it was read.
-    """
-
-    _loop: asyncio.AbstractEventLoop | None = None
-    _is_lingering = False
-
-    def __init__(self, config: uvicorn.Config, stopping: StopSignal) -> None:
-        super().__init__(config)
-        self._stopping = stopping
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is None or self._is_lingering:
-            super().handle_exit(sig, frame)
-            return
-        self._is_lingering = True
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, super().handle_exit, sig, frame)

@@ -3,7 +3,7 @@
 from service.__main__ import DRAIN_EXTRA_S
 from service.app import JOURNAL_TIMEOUT_S, TRACES_TIMEOUT_S
 from service.core.settings import Settings
-from service.http.limits import LINGER_S
+from service.http.server import LINGER_S
 from service.kafka.session import CLOSE_TIMEOUT_S
 
 

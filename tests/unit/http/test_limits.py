@@ -14,9 +14,11 @@ import uvicorn
 
 from deploy.stack import free_port
 from service.http import limits, request_reader
-from service.http.limits import GuardedProtocol, LingeringServer, connections_max
+from service.http import server as server_module
+from service.http.limits import GuardedProtocol, connections_max
 from service.http.protocol import protocol_of
 from service.http.request import StopSignal
+from service.http.server import LingeringServer
 
 REQUEST = b"POST /events HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
 
@@ -246,7 +248,7 @@ def test_a_share_of_the_files_that_a_process_may_open_is_left_to_kafka_and_redis
 
 async def test_a_stop_lets_clients_leave_by_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that was idle at the signal gets its next request answered, and is then closed."""
-    monkeypatch.setattr(limits, "LINGER_S", 0.5)
+    monkeypatch.setattr(server_module, "LINGER_S", 0.5)
     port, stopping = free_port(), StopSignal()
     protocol = protocol_of(None, stopping)
     config = uvicorn.Config(app, port=port, http=protocol, lifespan="off", log_config=None, access_log=False)

@@ -17,8 +17,10 @@ from uvicorn.server import ServerState
 
 from service.http import limits
 from service.http import protocol as http_protocol
-from service.http.limits import BothWays, GuardedProtocol, LingeringServer
+from service.http.flow_control import BothWays
+from service.http.limits import GuardedProtocol
 from service.http.protocol import HttpRequest
+from service.http.server import LingeringServer
 
 
 @pytest.mark.parametrize(("name", "version"), [("uvicorn", "0.54.0"), ("httptools", "0.9.0"), ("uvloop", "0.23.0")])
