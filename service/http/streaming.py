@@ -283,27 +283,44 @@ class StreamedBody:
         return window.texts
 
     async def _fill(self, window: "_Window", splitter: Splitter) -> None:
+        """Add texts to a window, until it is full, or no more of the body is there. Raises what next_window does."""
         time_slice = TimeSlice()
         while not window.is_full and not splitter.is_over:
-            if (text := await next_text(splitter, time_slice)) is not None:
+            text = await next_text(splitter, time_slice)
+            if text is not None:
                 window.add(text)
                 self._waited_s = self._idle_s = 0.0
-            elif (piece := self.decoder.next()) is not None:
-                splitter.feed(piece)
-            elif self._ended:
+            elif not await self._feed(window, splitter):
                 return
-            elif self._complete:
-                self._ended = True
-                self.decoder.end()
-                splitter.end()
-            elif not self._memory.resize(self.decoder.held + splitter.held + window.bytes):
-                if window.texts:
-                    return
+
+    async def _feed(self, window: "_Window", splitter: Splitter) -> bool:
+        """Feed the splitter or the decoder with more of the body; return False if the window must do without.
+
+        An empty window always gets more, until the body ends.
+        """
+        piece = self.decoder.next()
+        if piece is not None:
+            splitter.feed(piece)
+            return True
+        if self._complete:
+            return self._end(splitter)
+        if not self._memory.resize(self.decoder.held + splitter.held + window.bytes):
+            if not window.texts:
                 _drop_incomplete(splitter)
-            elif not window.texts or await self._is_there(window.time_left):
-                self.decoder.feed(await self._read(splitter.held))
-            else:
-                return
+            return not window.texts
+        if window.texts and not await self._is_there(window.time_left):
+            return False
+        self.decoder.feed(await self._read(splitter.held))
+        return True
+
+    def _end(self, splitter: Splitter) -> bool:
+        """Tell decoder and splitter that the body has ended; return False if they know it."""
+        if self._ended:
+            return False
+        self._ended = True
+        self.decoder.end()
+        splitter.end()
+        return True
 
     def _ask(self) -> "asyncio.Task[Message]":
         """Ask the server for the next message, once."""
