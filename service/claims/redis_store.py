@@ -481,8 +481,8 @@ class RedisKeys:
 
         def close() -> None:
             if entries:
-                format = f"c{len(key) + ID_BYTES}c{size - len(key) - ID_BYTES}"
-                groups.extend((expires, len(entries) * format, b"".join(entries)))
+                of_one = f"c{len(key) + ID_BYTES}c{size - len(key) - ID_BYTES}"
+                groups.extend((expires, len(entries) * of_one, b"".join(entries)))
                 entries.clear()
 
         topic, encoded, pack_entry = "", b"", self._entry(0).pack  # of the last row

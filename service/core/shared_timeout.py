@@ -30,19 +30,19 @@ class SharedTimeout:
     def add(self, wait: "TimedWait") -> None:
         self._waits[wait] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_at(wait.ends_at, self._look)
+            self._timer = asyncio.get_running_loop().call_at(wait.ends_at, self._expire)
 
     def remove(self, wait: "TimedWait") -> None:
         self._waits.pop(wait, None)
 
-    def _look(self) -> None:
+    def _expire(self) -> None:
         """End the waits whose time is up, and set the timer for the first of the others."""
         self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
         for wait in list(self._waits):
             if wait.ends_at > now:
-                self._timer = loop.call_at(wait.ends_at, self._look)
+                self._timer = loop.call_at(wait.ends_at, self._expire)
                 return
             del self._waits[wait]
             wait.end()

@@ -145,19 +145,19 @@ _decode_v2_record = msgspec.json.Decoder(V2Record, strict=False).decode  # the p
 
 def v2_format(media_type: str) -> Format | None:
     """Find the format of a v2 body; None for another media type. Raises Problem (422) for a format with schemas."""
-    format = V2_FORMATS.get(media_type)
-    if format is not None:
-        check_format(format)
-    return format
+    data_format = V2_FORMATS.get(media_type)
+    if data_format is not None:
+        check_format(data_format)
+    return data_format
 
 
-def check_format(format: Format) -> None:
+def check_format(data_format: Format) -> None:
     """Raise Problem (422) for a format whose values need a schema."""
-    if format.needs_schema:
+    if data_format.needs_schema:
         raise ProduceProblem(
             422,
             INVALID_PAYLOAD,
-            f"{format.value}: no schema registry is configured, so that only BINARY, JSON and STRING are taken",
+            f"{data_format.value}: no schema registry is configured, so that only BINARY, JSON and STRING are taken",
         )
 
 
@@ -189,7 +189,7 @@ async def check_long_v2(raw: msgspec.Raw) -> None:
 def v2_event(
     raw: msgspec.Raw,
     index: int,
-    format: Format,
+    data_format: Format,
     topic: str,
     partition: int | None,
     key: RequestKey,
@@ -200,8 +200,8 @@ def v2_event(
     if fields.partition is not None:
         partition = _partition_of(fields.partition)
     headers, own = _headers_of([(header.key, header.value) for header in fields.headers or []])
-    value = _data_of(format, fields.value, "value")
-    record_key = _data_of(format, fields.key, "key")
+    value = _data_of(data_format, fields.value, "value")
+    record_key = _data_of(data_format, fields.key, "key")
     timestamp = None if fields.timestamp is None else _checked_ms(fields.timestamp)
     return event_of(*key.id_of(index, own), topic, record_key, value, headers, partition, timestamp, traceparent)
 
@@ -337,7 +337,7 @@ def _partition_of(partition: int) -> int:
     return partition
 
 
-def _data_of(format: Format, given: msgspec.Raw, field: str) -> bytes | None:
+def _data_of(data_format: Format, given: msgspec.Raw, field: str) -> bytes | None:
     """Return the bytes to write for a key or a value; None for null.
 
     A JSON value is written as it was sent. A JSON key is written without blanks and escapes, as the peers write it, so
@@ -346,12 +346,12 @@ def _data_of(format: Format, given: msgspec.Raw, field: str) -> bytes | None:
     raw = bytes(given)
     if raw == b"null":
         return None
-    if format is Format.JSON:
+    if data_format is Format.JSON:
         return _compact(raw) if field.startswith("key") else raw
     if not raw.startswith(b'"'):
-        raise invalid(field, "send a string of base64" if format is Format.BINARY else "send a string")
+        raise invalid(field, "send a string of base64" if data_format is Format.BINARY else "send a string")
     text = msgspec.json.decode(raw, type=str)
-    return _base64(text, field) if format is Format.BINARY else text.encode()
+    return _base64(text, field) if data_format is Format.BINARY else text.encode()
 
 
 def _compact(text: bytes) -> bytes:

@@ -27,6 +27,9 @@ LONG_VALUE_BYTES: Final = 16 * 1024
 # A violation by a longer value is not explained if the schema has alternatives: jsonschema_rs would list all violations
 # of each alternative, which may be as many as the value has bytes.
 EXPLAINED_BYTES: Final = 2_000
+_TOO_LONG: Final = (
+    f"value: its numbers have more digits than can be compared with a schema, at most {DIGITS_MAX}: send fewer"
+)
 _ALTERNATIVES: Final = ('"anyOf"', '"oneOf"')
 
 
@@ -61,7 +64,7 @@ class Numbers:
 
 
 class TooLong(ValueError):
-    """its numbers have more digits than can be compared with a schema"""
+    """The numbers of a value have too many digits: see SQUARES_MAX."""
 
 
 class _Schema:
@@ -145,6 +148,6 @@ def _parsed(event: Event) -> Any:
         return json.loads(event.value or b"", parse_float=numbers.fraction, parse_int=numbers.integer)
     except Problem as problem:
         why = problem.detail.removeprefix("body: ")
-    except TooLong as error:
-        raise Problem(SCHEMA_MISMATCH, f"value: {error.__doc__}, at most {DIGITS_MAX}: send fewer") from None
+    except TooLong:
+        raise Problem(SCHEMA_MISMATCH, _TOO_LONG) from None
     raise Problem(SCHEMA_MISMATCH, f"value: {event.topic} has a schema and takes JSON only: {why}")

@@ -32,7 +32,10 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Malformed(Exception):
-    """What a header that has to do with the signature is not. `header` is its name as people write it."""
+    """A header that the check of the signature needs is missing or malformed.
+
+    `header` is its name as people write it; `what` says what is wrong with it.
+    """
 
     def __init__(self, header: str, what: str) -> None:
         super().__init__(f"{header}: {what}")
@@ -40,7 +43,7 @@ class Malformed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """What the headers of a delivery say of its signature.
+    """The signatures in the headers of a delivery, and the bytes that they sign together with its body.
 
     `header` is the name of the header that has the signatures. `before` stands before the body in what is signed.
     `timestamp` is in seconds since 1970, None if the scheme signs none.

@@ -140,8 +140,8 @@ async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> 
 async def _send_in_slices(send: Send, body: bytes) -> None:
     start = 0
     while len(body) - start > WRITE_BYTES:
-        slice = body[start : start + WRITE_BYTES]
-        await send({"type": "http.response.body", "body": slice, "more_body": True})
+        piece = body[start : start + WRITE_BYTES]
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
         await asyncio.sleep(0)
         start += WRITE_BYTES
     await send({"type": "http.response.body", "body": body[start:]})

@@ -160,13 +160,13 @@ class ProduceEndpoint:
 
     def _post_v2(self, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         _check_topic(path["topic"], caller)
-        format = v2_format(essence(found.get(b"content-type")))
-        if format is None:
+        data_format = v2_format(essence(found.get(b"content-type")))
+        if data_format is None:
             raise unsupported(*V2_FORMATS)
         request = self._request(V2_TYPE, path, post, found, caller)
-        self._begin(request, self._write_v2(request, format, _partition_in(path)))
+        self._begin(request, self._write_v2(request, data_format, _partition_in(path)))
 
-    async def _write_v2(self, request: RecordsRequest, format: Format, partition: int | None) -> None:
+    async def _write_v2(self, request: RecordsRequest, data_format: Format, partition: int | None) -> None:
         records = await parse_v2(request.post.body)
         request.caller.spend(len(records), request.post.arrived)
         events: list[Event | Problem] = []
@@ -177,7 +177,7 @@ class ProduceEndpoint:
             try:
                 if len(raw) > LONG_BYTES:
                     await check_long_v2(raw)
-                event = v2_event(raw, index, format, request.topic, partition, request.key, request.traceparent)
+                event = v2_event(raw, index, data_format, request.topic, partition, request.key, request.traceparent)
                 events.append(event)
             except Problem as problem:
                 if problem.kind is not TOO_LARGE:  # malformed: none of the records is written

@@ -19,8 +19,8 @@ TOO_MANY_BODIES: Final = f"{BODIES_ARE_FULL}: send it again a little later"
 
 # Bytes of a response that one turn of the loop writes: a large response as a whole takes milliseconds.
 WRITE_BYTES: Final = 64 * 1024
-# The longest time for which sent bytes may stay unread. The kernel ends the connection then (RFC 5482): a close would
-# wait for ever.
+# The longest time for which a client may acknowledge none of the bytes that were sent to it. The kernel ends the
+# connection then (RFC 5482); without that, the connection of a client that has vanished would stay open for ever.
 UNREAD_MAX_S: Final = 60.0
 
 

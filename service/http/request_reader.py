@@ -60,7 +60,10 @@ class Body(msgspec.Struct, gc=False):
 
 
 class Rejection(msgspec.Struct, gc=False):
-    """The end of the connection, with a problem if `unanswered` requests are left: else another would seem rejected."""
+    """The end of the connection. `problem` is sent if exactly `unanswered` requests wait for an answer.
+
+    If more wait, the client would take the problem for the answer of an earlier request.
+    """
 
     problem: Problem
     unanswered: int

@@ -119,7 +119,7 @@ class _Metadata_v10(RequestStruct):  # type: ignore[misc]  # noqa: N801 - as aio
 
 
 class Metadata(Request[_Metadata_v10]):  # type: ignore[misc]
-    """Of these topics, of which none is made by asking."""
+    """Requests the metadata of topics. Kafka creates none of those that do not exist."""
 
     API_KEY = 3
 
@@ -143,7 +143,7 @@ class _UndecodedMetadata_v10(_Metadata_v10):  # noqa: N801 - as aiokafka names i
 
 
 class UndecodedMetadata(Request[_UndecodedMetadata_v10]):  # type: ignore[misc]
-    """Of these topics, or of all of them; none is made by asking. The response is bytes for `decode_metadata`."""
+    """Requests the metadata of topics, or of all (None), as Metadata does; `decode_metadata` decodes the response."""
 
     API_KEY = 3
 

@@ -16,7 +16,7 @@ WAIT_MOST_S: Final = 0.5
 class LoadShedder:
     """Delays of refusals, which end first in first out: one for every `ANSWERS_EACH` answers.
 
-    They end several at a time, when the next refusal comes or by `look`, and never between the answers of a group,
+    They end several at a time, when the next refusal comes or by `end_due`, and never between the answers of a group,
     where each refusal would cost as much time as an event.
     """
 
@@ -41,7 +41,7 @@ class LoadShedder:
         """Count answers: each ANSWERS_EACH of them permit one refusal."""
         self._answers = min(self._answers + events, ANSWERS_MAX)
 
-    def look(self, now: float) -> None:
+    def end_due(self, now: float) -> None:
         """End the delays of refusals that answers permit, and of those older than WAIT_MOST_S. Called regularly."""
         self._end_permitted()
         while self._delays and self._delays[0][0] <= now - WAIT_MOST_S:

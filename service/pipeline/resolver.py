@@ -95,7 +95,7 @@ class Resolver:
         while True:
             await asyncio.sleep(SWEEP_S if self.by_deadline else SWEEP_IDLE_S)
             now = time.monotonic()
-            self.load_shedder.look(now)
+            self.load_shedder.end_due(now)
             while self.by_deadline and (self.by_deadline[0].finished or self.by_deadline[0].deadline <= now):
                 request = self.by_deadline.popleft()
                 self.by_deadline_bytes -= request.size

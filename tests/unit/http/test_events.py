@@ -254,7 +254,7 @@ async def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without
     assert not told.body
     for _ in range(ANSWERS_EACH):
         admission.load_shedder.answered()
-    admission.load_shedder.look(0.0)
+    admission.load_shedder.end_due(0.0)
     await asyncio.sleep(0)
     assert (told.status, told.detail) == (503, "the queue is full")
     assert not admission.events

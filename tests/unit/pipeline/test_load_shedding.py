@@ -28,7 +28,7 @@ class Refused:
             sent = len(self.sent)
             self.load_shedder.answered()
             assert len(self.sent) == sent  # not in between: see service.pipeline.load_shedding
-        self.load_shedder.look(100.0)
+        self.load_shedder.end_due(100.0)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def test_a_refusal_that_follows_enough_answers_is_sent_at_once(spent: Refu
 async def test_answers_of_several_events_count_as_many(spent: Refused) -> None:
     spent.refuse(3)
     spent.load_shedder.answered(2 * ANSWERS_EACH)
-    spent.load_shedder.look(100.0)
+    spent.load_shedder.end_due(100.0)
     assert spent.sent == [0, 1]
 
 
@@ -88,11 +88,11 @@ async def test_a_refusal_is_sent_after_its_longest_wait_without_any_answers(spen
     """For example if Kafka is unreachable, or there are more clients than answers."""
     spent.refuse(2, arrived=100.0)
     spent.refuse(1, arrived=100.2)
-    spent.load_shedder.look(100.1 + WAIT_MOST_S / 2)
+    spent.load_shedder.end_due(100.1 + WAIT_MOST_S / 2)
     assert not spent.sent
-    spent.load_shedder.look(100.1 + WAIT_MOST_S)
+    spent.load_shedder.end_due(100.1 + WAIT_MOST_S)
     assert spent.sent == [0, 1]
-    spent.load_shedder.look(100.3 + WAIT_MOST_S)
+    spent.load_shedder.end_due(100.3 + WAIT_MOST_S)
     assert spent.sent == [0, 1, 2]
 
 
@@ -100,7 +100,7 @@ async def test_a_refusal_that_was_sent_for_its_wait_uses_up_no_answers(spent: Re
     spent.refuse(1, arrived=100.0)
     for _ in range(ANSWERS_EACH - 1):
         spent.load_shedder.answered()
-    spent.load_shedder.look(101.0 + WAIT_MOST_S)
+    spent.load_shedder.end_due(101.0 + WAIT_MOST_S)
     spent.answered(1)
     spent.refuse(2)
     assert spent.sent == [0, 1]
