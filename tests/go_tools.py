@@ -1,7 +1,7 @@
-"""Builds the pinned Go programs that tests use into the cache: `python -m tests.go_tools [NAME…]` prints their paths.
+"""Gets what tests use of Go into the cache, of pinned versions: `python -m tests.go_tools [NAME…]` prints the paths.
 
-The build takes minutes on a slow machine, so a run of the tests does not start it: a test whose program is not built is
-skipped, and says so. Go checks each module against its checksum database.
+Programs are built, which takes minutes on a slow machine; of other modules the files are used. So a run of the tests
+does not get them: a test that lacks one is skipped, and says so. Go checks each module against its checksum database.
 """
 
 import os
@@ -20,69 +20,82 @@ from deploy.console import StackError, progress, run, say
 _TIMEOUT_S: Final = 1800.0
 
 
-class Tool(NamedTuple):
-    """A Go program: its package, and its module's version."""
+class Package(NamedTuple):
+    """A package or module of Go, and its module's version."""
 
-    package: str
+    name: str
     version: str
 
 
+# Programs.
 TOOLS: Final = {
-    "actionlint": Tool("github.com/rhysd/actionlint/cmd/actionlint", "v1.7.12"),
-    "helm": Tool("helm.sh/helm/v3/cmd/helm", "v3.22.0"),
+    "actionlint": Package("github.com/rhysd/actionlint/cmd/actionlint", "v1.7.12"),
+    "helm": Package("helm.sh/helm/v3/cmd/helm", "v3.22.0"),
 }
+# Modules with files that tests read: the CustomResourceDefinitions of the Gateway API.
+MODULES: Final = {"gateway-api": Package("sigs.k8s.io/gateway-api", "v1.6.3")}
 
 
 def path(name: str) -> Path:
-    """Return where a tool of the pinned version is kept."""
-    return places.cache() / "go" / f"{name}-{TOOLS[name].version}" / name
+    """Return where a program, or the folder of a module, is kept."""
+    package, version = (TOOLS | MODULES)[name]
+    folder = places.cache() / "go"
+    return folder / f"{name}-{version}" / name if name in TOOLS else folder / "mod" / f"{package}@{version}"
 
 
-def built(name: str) -> Path:
-    """Return a tool that is built already, else the one on PATH; skips the test if there is neither."""
+def have(name: str) -> Path:
+    """Return what is in the cache, else the program on PATH; skips the test if there is neither."""
     if path(name).exists():
         return path(name)
     if found := shutil.which(name):
         return Path(found)
-    pytest.skip(f"{name} {TOOLS[name].version} is not built (needs Go): .venv/bin/python -m tests.go_tools {name}")
+    pytest.skip(f"{name} is not in the cache (needs Go): .venv/bin/python -m tests.go_tools {name}")
 
 
 def ensure(name: str) -> Path:
-    """Build a tool if it is missing.
+    """Build a program, or download a module, if it is missing.
 
     Raises:
-        StackError: there is no Go, or the build failed.
+        StackError: there is no Go, or it failed.
     """
-    tool, program = TOOLS[name], path(name)
-    if program.exists():
-        return program
+    found = path(name)
+    if found.exists():
+        return found
     if shutil.which("go") is None:
-        raise StackError(f"no Go on PATH to build {name} with: please install Go 1.24 or newer")
-    program.parent.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        progress(f"building {name} {tool.version}"),
-        tempfile.TemporaryDirectory(dir=program.parent.parent) as scratch,
-    ):
-        done = subprocess.run(
-            ["go", "install", f"{tool.package}@{tool.version}"],
-            env={**os.environ, "GOBIN": scratch, "GOFLAGS": "-trimpath -modcacherw", "CGO_ENABLED": "0"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise StackError(f"{name} was not built:\n{done.stderr.strip()}")
-        program.parent.mkdir(exist_ok=True)
-        Path(scratch, name).replace(program)
-    return program
+        raise StackError(f"no Go on PATH to get {name} with: please install Go 1.26 or newer")
+    folder = places.cache() / "go"
+    folder.mkdir(parents=True, exist_ok=True)
+    with progress(f"getting {name}"), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        package, version = (TOOLS | MODULES)[name]
+        if name in TOOLS:
+            _go(scratch, "install", f"{package}@{version}", GOBIN=scratch)
+            found.parent.mkdir(exist_ok=True)
+            Path(scratch, name).replace(found)
+        else:
+            _go(scratch, "mod", "download", f"{package}@{version}", GOMODCACHE=str(folder / "mod"))
+    return found
+
+
+def _go(folder: str, *arguments: str, **variables: str) -> None:
+    done = subprocess.run(
+        ["go", *arguments],
+        cwd=folder,
+        env={**os.environ, "GOFLAGS": "-trimpath -modcacherw", "CGO_ENABLED": "0", **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise StackError(f"go {' '.join(arguments)} failed:\n{done.stderr.strip()}")
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(TOOLS)
-    if unknown := [name for name in names if name not in TOOLS]:
-        raise StackError(f"unknown: {', '.join(unknown)}; there are {', '.join(TOOLS)}")
+    known = [*TOOLS, *MODULES]
+    names = sys.argv[1:] or known
+    if unknown := [name for name in names if name not in known]:
+        raise StackError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     for name in names:
         say(str(ensure(name)))
     return 0

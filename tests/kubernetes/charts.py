@@ -39,8 +39,8 @@ def values(name: str) -> Path:
 
 
 def helm(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    """Run Helm; skips the test if it is not built."""
-    command = [go_tools.built("helm"), *arguments]
+    """Run Helm; skips the test if there is none."""
+    command = [go_tools.have("helm"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 

@@ -3,9 +3,12 @@
 import json
 from typing import Any, Final
 
+import jsonschema
 import pytest
+import yaml
 
 from deploy.places import ROOT
+from tests import go_tools
 from tests.kubernetes.rendering import HERE, Object, Rendered, render_with
 from tests.kubernetes.test_code import container_of, selects
 from tests.kubernetes.test_labels import lacking
@@ -80,6 +83,31 @@ def test_every_object_fits_its_schema(outside: Rendered, version: str) -> None:
     for kind in ("Gateway", "HTTPRoute", "Ingress", "NetworkPolicy"):
         for found in outside.of(kind).values():
             check(found, version)
+
+
+@pytest.mark.parametrize("kind", ["Gateway", "HTTPRoute"])
+def test_the_gateway_api_s_own_schema_allows_the_objects(outside: Rendered, kind: str) -> None:
+    folder = go_tools.have("gateway-api") / "config" / "crd" / "standard"
+    definition = yaml.safe_load((folder / f"gateway.networking.k8s.io_{kind.lower()}s.yaml").read_text())
+    (schema,) = (each["schema"]["openAPIV3Schema"] for each in definition["spec"]["versions"] if each["name"] == "v1")
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.validate(outside.one(kind))
+    # The API server drops unknown fields, or refuses them.
+    assert unknown(outside.one(kind), schema) == []
+    assert unknown({"spec": {"hostname": "x"}}, schema) == ["spec.hostname"]
+
+
+def unknown(found: Any, schema: Any, where: str = "") -> list[str]:
+    """List the fields that a schema of a CustomResourceDefinition does not have."""
+    if isinstance(found, list):
+        return [name for each in found for name in unknown(each, schema.get("items", {}), where)]
+    if not isinstance(found, dict) or "properties" not in schema:
+        return []
+    names: list[str] = []
+    for name, each in found.items():
+        own = schema["properties"].get(name)
+        names += [f"{where}{name}"] if own is None else unknown(each, own, f"{where}{name}.")
+    return names
 
 
 def test_every_object_has_the_labels_and_the_overlay_names_the_components(outside: Rendered) -> None:

@@ -80,7 +80,7 @@ def test_a_release_builds_both_images_for_both_architectures_with_sbom_and_signa
 
 
 def test_actionlint_finds_nothing() -> None:
-    program = go_tools.built("actionlint")
+    program = go_tools.have("actionlint")
     done = subprocess.run(
         [program, "-shellcheck=", "-pyflakes=", *WORKFLOWS], capture_output=True, text=True, check=False, timeout=60
     )
