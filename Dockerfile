@@ -41,7 +41,7 @@ RUN /opt/fencepost/bin/cythonize --inplace service/native/*.pyx \
  && rm service/native/*.c
 
 FROM tools AS service-packages
-RUN uv sync --frozen --no-dev --no-install-project --no-build --extra service --extra tracing
+RUN uv sync --frozen --no-dev --no-install-project --no-build --extra service --extra tracing --extra registry
 COPY service /app/service
 COPY --from=native /build/service/native /app/service/native
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app

@@ -51,7 +51,9 @@ from service.slots.generation_log import Control
 from service.slots.recovery import STORE_STATES, CurrentStore, SlotRecovery
 
 if TYPE_CHECKING:
+    from service.events.encoding import Encoder
     from service.pipeline.tracing import Tracing
+    from service.registry.client import RegistryClient
 
 log = structlog.get_logger(__name__)
 
@@ -81,6 +83,7 @@ class Service:
     ) -> None:
         self.settings = settings
         self.telemetry = telemetry
+        self.registry, encoder = _registry_of(settings, rules, telemetry)
         self.tracing = _tracing_of(settings)
         self._give_up = give_up
         timeouts_ms = settings.request_timeout_ms + settings.transaction_timeout_ms
@@ -111,7 +114,7 @@ class Service:
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
         self.clocks = Clocks(self.cluster, self.keys, self.topics.requests, settings.name)
         checks = EventChecks(
-            settings, rules, schemas, self.store, self.topics, self.topic_metadata, self.clocks.kafka.now_ms
+            settings, rules, schemas, self.store, self.topics, self.topic_metadata, self.clocks.kafka.now_ms, encoder
         )
         self.resolver = Resolver(settings, self.queue, self.journal, self.telemetry, self.tracing)
         self.admission = Admission(settings, rules, checks, self.store, self.queue, self.resolver, self.tracing)
@@ -264,6 +267,8 @@ class Service:
         await self.keys.close()
         self.topic_metadata.close()
         self.topic_lister.close()
+        if self.registry is not None:
+            await self.registry.close()
         await self.cluster.close()
 
     async def readiness(self) -> dict[str, object]:
@@ -321,6 +326,19 @@ class Service:
         except KafkaAway as error:
             return str(error)
         return "ok"
+
+
+def _registry_of(
+    settings: Settings, rules: Rules, telemetry: Telemetry
+) -> "tuple[RegistryClient | None, Encoder | None]":
+    """Make the client of the Schema Registry if the settings name one; else its libraries are not imported."""
+    if not settings.registry:
+        return None, None
+    from service.events.encoding import Encoder
+    from service.registry.client import RegistryClient
+
+    client = RegistryClient(settings, telemetry)
+    return client, Encoder(client, settings, rules, telemetry)
 
 
 def _tracing_of(settings: Settings) -> "Tracing | None":
@@ -381,6 +399,11 @@ def read_configuration() -> tuple[Settings, Rules, Schemas, tuple[Source, ...]]:
         wrong.append(str(error))
     if not wrong:
         wrong += rules.conflicts(settings)
+        if not settings.registry and (named := [rule.pattern for rule in rules.topics if rule.registry is not None]):
+            wrong.append(
+                f"{settings.rules}: the topics {named[0]!r} have schemas of a registry, and {PREFIX}REGISTRY is not "
+                "set: set the registry's URL"
+            )
     if wrong:
         raise SettingsError("\n".join(wrong))
     return settings, rules, schemas, sources
@@ -408,7 +431,7 @@ def build_app(
     callers = Callers(rules.callers, with_sources=bool(rules.sources))
     endpoint = EventsEndpoint(service.admission, settings, callers, service.telemetry)
     routes(app, service, callers, endpoint)
-    produce = ProduceEndpoint(endpoint, rules, settings.key_ttl_s)
+    produce = ProduceEndpoint(endpoint, rules, settings.key_ttl_s, has_registry=bool(settings.registry))
     webhooks = SourcesEndpoint(sources, service.admission, settings, endpoint.bodies, service.telemetry)
     app.router.routes += [*produce.routes(), *ProduceListing(endpoint, service).routes(), webhooks.route()]
     return app, endpoint

@@ -30,6 +30,10 @@ class Artifact(Protocol):
     def artifact(self) -> str: ...
     @property
     def version(self) -> str: ...
+    @property
+    def classifier(self) -> str: ...
+    @property
+    def type(self) -> str: ...
 
 
 Fetcher = Callable[[Sequence[Artifact], Path], None]
@@ -71,10 +75,10 @@ def with_ivy(artifacts: Sequence[Artifact], folder: Path) -> None:
         raise FetchError("no Ivy here: PySpark, which brings it, is not installed")
     module = folder / "ivy.xml"
     module.write_text(_ivy_module(artifacts))
-    target = folder / "[conf]" / "[artifact]-[revision].[ext]"
+    target = folder / "[conf]" / "[artifact]-[revision](-[classifier]).[ext]"
     command: list[str | Path] = [java.home() / "bin" / "java", "-jar", ivy, "-ivy", module]
     command += ["-cache", folder / "ivy-cache", "-retrieve", target]
-    command += ["-types", "jar", "bundle"]  # Ivy calls some jars OSGi bundles
+    command += ["-types", "bundle", *sorted({a.type for a in artifacts})]  # Ivy calls some jars OSGi bundles
     _run(command, folder)
 
 
@@ -109,7 +113,9 @@ def _pom(artifacts: Sequence[Artifact], folder: Path) -> str:
     """Make a Maven project that only copies the artifacts."""
     items = "\n".join(
         f"<artifactItem><groupId>{a.group}</groupId><artifactId>{a.artifact}</artifactId>"
-        f"<version>{a.version}</version><outputDirectory>{folder / a.kind}</outputDirectory></artifactItem>"
+        f"<version>{a.version}</version><type>{a.type}</type>"
+        f"{a.classifier and f'<classifier>{a.classifier}</classifier>'}"
+        f"<outputDirectory>{folder / a.kind}</outputDirectory></artifactItem>"
         for a in artifacts
     )
     group, artifact, version = _MAVEN_PLUGIN.split(":")
@@ -131,10 +137,10 @@ def _ivy_module(artifacts: Sequence[Artifact]) -> str:
     confs = "\n".join(f"<conf name={quoteattr(kind)}/>" for kind in sorted({a.kind for a in artifacts}))
     dependencies = "\n".join(
         f"<dependency org={quoteattr(a.group)} name={quoteattr(a.artifact)} rev={quoteattr(a.version)} "
-        f'transitive="false" conf={quoteattr(f"{a.kind}->master")}/>'
+        f'transitive="false" conf={quoteattr(f"{a.kind}->master")}>{_ivy_artifact(a)}</dependency>'
         for a in artifacts
     )
-    return f"""<ivy-module version="2.0">
+    return f"""<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">
 <info organisation="fencepost" module="jars"/>
 <configurations>
 {confs}
@@ -145,3 +151,10 @@ def _ivy_module(artifacts: Sequence[Artifact]) -> str:
 </dependencies>
 </ivy-module>
 """
+
+
+def _ivy_artifact(a: Artifact) -> str:
+    """Name the jar with a classifier in place of the module's own."""
+    if not a.classifier:
+        return ""
+    return f"<artifact name={quoteattr(a.artifact)} type={quoteattr(a.type)} m:classifier={quoteattr(a.classifier)}/>"

@@ -24,10 +24,12 @@ class Jar:
     artifact: str
     version: str
     sha256: str
+    classifier: str = ""
+    type: str = "jar"
 
     @property
     def file(self) -> str:
-        return f"{self.artifact}-{self.version}.jar"
+        return f"{self.artifact}-{self.version}{self.classifier and f'-{self.classifier}'}.{self.type}"
 
     @property
     def path(self) -> Path:
@@ -39,7 +41,7 @@ class Jar:
 
 
 def read_lock(kind: str, path: Path) -> list[Jar]:
-    """Read the jars of a lock file: lines of `sha256  group:artifact:version`, and comments.
+    """Read the jars of a lock file: lines of `sha256  group:artifact:version[:classifier:type]`, and comments.
 
     Raises:
         StackError: a line is neither.
@@ -50,10 +52,11 @@ def read_lock(kind: str, path: Path) -> list[Jar]:
             continue
         try:
             checksum, name = line.split()
-            group, artifact, version = name.split(":")
+            group, artifact, version, *more = name.split(":")
+            classifier, type = more or ("", "jar")
         except ValueError:
             raise StackError(f"{path}:{number}: expected `sha256  group:artifact:version`, got {line!r}") from None
-        jars.append(Jar(kind, group, artifact, version, checksum))
+        jars.append(Jar(kind, group, artifact, version, checksum, classifier, type))
     return jars
 
 
@@ -80,7 +83,7 @@ def ensure(jars: Sequence[Jar] | None = None, ways: Sequence[Fetcher] | None = N
         if not missing:
             return
         with (
-            progress(f"fetching {len(missing)} jars for Kafka and Spark into {places.cache()}"),
+            progress(f"fetching {len(missing)} jars into {places.cache()}"),
             tempfile.TemporaryDirectory(prefix="fetch-", dir=places.cache()) as scratch,
         ):
             _fetch(missing, Path(scratch), fetchers() if ways is None else ways)

@@ -43,8 +43,8 @@ def home() -> Path:
     )
 
 
-def find() -> Path | None:
-    """Find the best Java on this machine, or None.
+def find(least: int = OLDEST) -> Path | None:
+    """Find the best Java of version `least` or newer on this machine, or None.
 
     JAVA_HOME comes first, then PATH, then the usual folders. A broken or too old Java is skipped; a version that both
     programs are tested with is preferred to a newer one.
@@ -52,10 +52,11 @@ def find() -> Path | None:
     newer: Path | None = None
     for candidate in _candidates():
         version = version_of(candidate)
+        if version is None or version < least:
+            continue
         if version in TESTED:
             return candidate
-        if version is not None and version >= OLDEST:
-            newer = newer or candidate
+        newer = newer or candidate
     return newer
 
 

@@ -21,7 +21,14 @@ from service.core.time_of_day import LAST_SECOND
 # The width without a terminal, with which a finding takes one or two lines.
 PLAIN_WIDTH: Final = 140
 STYLES: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
-AREAS: Final = {"kafka": "Brokers", "access": "ACLs", "topics": "Topics", "redis": "Redis", "clocks": "Clocks"}
+AREAS: Final = {
+    "kafka": "Brokers",
+    "access": "ACLs",
+    "topics": "Topics",
+    "redis": "Redis",
+    "clocks": "Clocks",
+    "registry": "Schema Registry",
+}
 
 
 class _Console(Console):

@@ -4,6 +4,7 @@ Standard library only. The job imports nothing else of the service.
 """
 
 from service.contract.cors_rules import CorsRule
+from service.contract.registry_rules import RegistryRule, SchemaRule
 from service.contract.rules import CallerRule, Guarantee, Rules, TopicRule
 from service.contract.settings import (
     PREFIX,
@@ -24,7 +25,9 @@ __all__ = [
     "CorsRule",
     "Guarantee",
     "KeyPlace",
+    "RegistryRule",
     "Rules",
+    "SchemaRule",
     "SettingsError",
     "SharedSettings",
     "SignatureRule",

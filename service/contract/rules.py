@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from service.contract.cors_rules import CorsRule, cors_faults, cors_rule
 from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, quarantine_faults, rate_faults, ttl_faults
+from service.contract.registry_rules import RegistryRule, registry_faults, registry_rule
 from service.contract.settings import PREFIX, SettingsError, SharedSettings
 from service.contract.source_rules import SourceRule, source_faults, source_rule
 from service.contract.wire import internal_topics
@@ -30,12 +31,13 @@ class TopicRule:
     """One `[[topics]]` table: the guarantee and the schema of the topics whose names match the glob.
 
     `schema` is the path of a JSON Schema, in the file relative to its folder, or empty. `key_ttl_s` is the retention of
-    the keys of events of these topics, in seconds; 0 for FENCEPOST_KEY_TTL_S. `keyless` says what happens to a produce
-    request (of Confluent's API) without an idempotency key: `allow`: the service makes one. `takes_old_keys`: whether
-    events are written whose key tells that it was made before the retention, and is unknown. `quarantine` is the topic
-    for events that the schema refuses; empty if they are only refused. The rest is for the audit:
-    `derived`: programs write copies of other topics' events here, with their headers. `client_duplicates`: whether
-    equal contents under several keys are reported.
+    the keys of events of these topics, in seconds; 0 for FENCEPOST_KEY_TTL_S. `registry` names the schemas of a Schema
+    Registry by which their keys and values are encoded. `keyless` says what happens to a produce request (of
+    Confluent's API) without an idempotency key: `allow`: the service makes one. `takes_old_keys`: whether events are
+    written whose key tells that it was made before the retention, and is unknown. `quarantine` is the topic for events
+    that the schema refuses; empty if they are only refused. The rest is for the audit: `derived`: programs write copies
+    of other topics' events here, with their headers. `client_duplicates`: whether equal contents under several keys are
+    reported.
     """
 
     pattern: str
@@ -47,6 +49,7 @@ class TopicRule:
     keyless: str = "allow"
     takes_old_keys: bool = False
     quarantine: str = ""
+    registry: RegistryRule | None = None
 
 
 USUAL: Final = TopicRule("*")
@@ -142,9 +145,9 @@ class Rules:
             if source.quarantine in source.all_topics
         ]
         wrong += [
-            f"{settings.rules}: quarantine of {owner}: only what a schema refuses goes there: write schema too"
+            f"{settings.rules}: quarantine of {owner}: only what a schema refuses goes there: write schema, or registry"
             for owner, rule in of
-            if rule.quarantine and not rule.schema
+            if rule.quarantine and not rule.schema and rule.registry is None
         ]
         return wrong
 
@@ -158,7 +161,7 @@ class Rules:
             return "it is internal: name another topic"
         if rule.guarantee is not Guarantee.EXACTLY_ONCE:
             return f"it is {rule.guarantee.value} by the rule {rule.pattern!r}: name one that is exactly_once"
-        if rule.schema or rule.quarantine:
+        if rule.schema or rule.quarantine or rule.registry is not None:
             return (
                 f"the rule {rule.pattern!r} gives it a schema or a quarantine of its own: name a topic without, or "
                 "write a [[topics]] table for it before that rule"
@@ -212,7 +215,7 @@ class Rules:
 
 
 _SWITCHES: Final = ("takes_old_keys", "derived", "client_duplicates")
-_TOPIC_SETTINGS: Final = ("pattern", "guarantee", "schema", "key_ttl_s", "keyless", "quarantine")
+_TOPIC_SETTINGS: Final = ("pattern", "guarantee", "schema", "registry", "key_ttl_s", "keyless", "quarantine")
 _KEYLESS: Final = ("allow", "refuse")
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
@@ -232,6 +235,7 @@ def _topic_rule(table: Table, folder: Path) -> TopicRule:
         table.get("keyless", "allow"),
         table.get("takes_old_keys", False),
         table.get("quarantine", ""),
+        registry_rule(table),
     )
 
 
@@ -260,6 +264,7 @@ def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     schema = table.get("schema", "-")
     if not isinstance(schema, str) or not schema:
         yield "schema", 'write the path of a JSON Schema, as in schema = "order.json", or leave it out'
+    yield from registry_faults(table)
     yield from ttl_faults(table)
     yield from quarantine_faults(table)
     for name in _SWITCHES:

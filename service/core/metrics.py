@@ -149,6 +149,20 @@ class Telemetry:
         self.clock_ahead = self._gauge(
             "clock_ahead_seconds", "By how much this machine's clock is ahead, at least (negative: behind)", "of"
         )
+        self.registry_requests = self._counter(
+            "registry_requests", "Requests to the Schema Registry, by outcome", "outcome"
+        )
+        self.registry_seconds = self._histogram(
+            "registry_request_seconds", "Duration of requests to the Schema Registry", LATENCY_S
+        )
+        self.registry_away = self._gauge(
+            "registry_away", "Whether the last request to the Schema Registry has failed (1) or not (0)"
+        )
+        self.registry_unserved = self._counter(
+            "registry_unserved", "Events answered 503 because their schema could not be looked up"
+        )
+        self.registry_schemas = self._gauge("registry_schemas", "Schemas in memory, ready to encode")
+        self.registry_schema_bytes = self._gauge("registry_schema_bytes", "Bytes of the texts of schemas in memory")
         self.kafka_errors = self._counter("kafka_errors", "Failed requests to Kafka, by operation", "operation")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -40,6 +40,8 @@ ENCODED_DELIVERY: Final = Kind(415, "encoded-delivery", "A delivery of a source 
 FINGERPRINT_MISMATCH: Final = Kind(422, "fingerprint-mismatch", "The key was used for another event")
 RECORD_REFUSED: Final = Kind(422, "record-refused", "The topic does not take this record")
 SCHEMA_MISMATCH: Final = Kind(422, "schema-mismatch", "The value is not what the topic's schema allows")
+UNKNOWN_SCHEMA: Final = Kind(422, "unknown-schema", "The schema registry does not have this schema")
+UNUSABLE_SCHEMA: Final = Kind(422, "unusable-schema", "The schema cannot be used")
 UNUSABLE_BODY: Final = Kind(422, "unusable-body", "The body does not have what the source's rule reads from it")
 RATE_LIMITED: Final = Kind(429, "rate-limited", "The caller exceeds its rate", retry_after_s=1)
 HEAD_TOO_LARGE: Final = Kind(431, "head-too-large", "The request's line and headers are too large")

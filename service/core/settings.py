@@ -9,6 +9,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from service.contract import PREFIX, SharedSettings, integer, matching, one_of, setting, tls_context, tls_faults
+from service.contract.settings import printable, switch
 from service.contract.wire import INSTANCE
 
 COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
@@ -26,6 +27,10 @@ TOPICS_MAX: Final = 10_000
 
 _REDIS: Final = "redis://host:port/db, rediss://… or unix://…"
 _REDIS_PORT: Final = f"{_REDIS}, port from 1 to 65535; in a name or password %3A for :, %2F for /, %23 for #, %3F for ?"
+_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]+")
+_REGISTRY: Final = (
+    "http://host:port/path or https://…, with user and password in variables of their own, FENCEPOST_REGISTRY_USERNAME…"
+)
 _REDIS_DB: Final = re.compile(r"(?:/[0-9]{0,9})?/?")
 
 
@@ -50,9 +55,28 @@ def redis_url(text: str) -> str:
     return text
 
 
-def _has_opentelemetry() -> bool:
+def token(text: str) -> str:
+    """Read a bearer token (RFC 6750, section 2.1)."""
+    if _TOKEN.fullmatch(text) is None:
+        raise ValueError("letters, digits and -._~+/=")
+    return text
+
+
+def registry_url(text: str) -> str:
+    """Read the address of a Schema Registry. A password in it would be shown in messages."""
     try:
-        return all(find_spec(name) for name in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"))
+        parts = urlsplit(text)
+        wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    except ValueError:  # its text may contain a part of a password
+        raise ValueError(_REGISTRY) from None
+    if wrong or "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError(_REGISTRY)
+    return text.rstrip("/")
+
+
+def _are_here(*packages: str) -> bool:
+    try:
+        return all(find_spec(name) for name in packages)
     except ModuleNotFoundError:  # not even the packages that these are in
         return False
 
@@ -72,6 +96,22 @@ class Settings(SharedSettings):
     )
     redis_certfile: str = setting("", "PEM file of the client's own certificate and its chain, for mutual TLS", str)
     redis_keyfile: str = setting("", "PEM file of that certificate's key (PKCS #8, not encrypted)", str)
+    registry: str = setting(
+        "",
+        "Schema Registry (Confluent's API) as a URL, with its path; empty for none (needs the extra `registry`)",
+        registry_url,
+    )
+    registry_username: str = setting("", "user name for the Schema Registry", printable)
+    registry_password: str = setting("", "password for the Schema Registry", printable, secret=True)
+    registry_token: str = setting("", "bearer token for the Schema Registry, instead of a password", token, secret=True)
+    registry_cafile: str = setting(
+        "", "PEM file of the authorities that sign the registry's certificate; empty: the system's", str
+    )
+    registry_certfile: str = setting("", "PEM file of the client's own certificate and its chain, for mutual TLS", str)
+    registry_keyfile: str = setting("", "PEM file of that certificate's key (PKCS #8, not encrypted)", str)
+    registry_register: bool = setting(
+        True, "whether schemas that produce requests bring are registered, if the registry does not have them", switch
+    )
     host: str = setting("127.0.0.1", "address to listen on", str)
     port: int = setting(8000, "port to listen on", integer(1, 65535))
     transport: str = setting(
@@ -137,7 +177,8 @@ class Settings(SharedSettings):
         if INSTANCE.fullmatch(self.name) is None:
             wrong.append(f"{PREFIX}INSTANCE is needed: {self.name!r} (from host:port) is not a name; set it")
         wrong += self._redis_conflicts()
-        if self.tracing != "off" and not _has_opentelemetry():
+        wrong += self._registry_conflicts()
+        if self.tracing != "off" and not _are_here("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"):
             wrong.append(f"{PREFIX}TRACING={self.tracing} needs packages that are not here: install fencepost[tracing]")
         return wrong
 
@@ -147,6 +188,31 @@ class Settings(SharedSettings):
         if urlsplit(self.redis).scheme != "rediss":
             return None
         return tls_context(self.redis_cafile, self.redis_certfile, self.redis_keyfile)
+
+    @property
+    def registry_tls(self) -> ssl.SSLContext | None:
+        """Make the TLS context for the Schema Registry; None for a connection without TLS. Raises OSError."""
+        if urlsplit(self.registry).scheme != "https":
+            return None
+        return tls_context(self.registry_cafile, self.registry_certfile, self.registry_keyfile)
+
+    def _registry_conflicts(self) -> Iterator[str]:
+        url, tls = f"{PREFIX}REGISTRY", urlsplit(self.registry).scheme == "https"
+        files = ("registry_cafile", "registry_certfile", "registry_keyfile")
+        for name in ("registry_username", "registry_password", "registry_token", *files):
+            variable, given = PREFIX + name.upper(), bool(getattr(self, name))
+            if given and not self.registry:
+                yield f"{variable} means nothing without {url}: set that, or leave {variable} empty"
+            elif given and not tls and name in files:
+                yield f"{variable} means nothing without TLS: set {url}=https://…, or leave {variable} empty"
+        if bool(self.registry_username) != bool(self.registry_password):
+            yield f"{url}_USERNAME and {url}_PASSWORD go together: set both, or neither"
+        if self.registry_token and self.registry_password:
+            yield f"{url}_TOKEN and {url}_PASSWORD are both set: set one of them"
+        if tls:
+            yield from tls_faults("REGISTRY", self.registry_cafile, self.registry_certfile, self.registry_keyfile)
+        if self.registry and not _are_here("fastavro", "google.protobuf", "grpc_tools", "httpx"):
+            yield f"{url} needs packages that are not here: install fencepost[registry]"
 
     def _redis_conflicts(self) -> Iterator[str]:
         if urlsplit(self.redis).scheme == "rediss":

@@ -25,13 +25,15 @@ from service.core.problems import (
     MISSING_KEY,
     RECORD_REFUSED,
     SCHEMA_MISMATCH,
+    UNKNOWN_SCHEMA,
     UNUSABLE_BODY,
+    UNUSABLE_SCHEMA,
     Kind,
     Problem,
 )
 from service.events.event import ENTRY_BYTES, Event
 
-REFUSED_BY_SCHEMA: Final = frozenset({SCHEMA_MISMATCH})
+REFUSED_BY_SCHEMA: Final = frozenset({SCHEMA_MISMATCH, UNKNOWN_SCHEMA, UNUSABLE_SCHEMA})
 """The problems of events that the quarantine topic of a `[[topics]]` rule takes."""
 UNUSABLE: Final = frozenset({INVALID_JSON, INVALID_KEY, MISSING_KEY, UNUSABLE_BODY})
 """The problems of signed deliveries from which no event can be made."""
@@ -45,7 +47,7 @@ _FIELD_BYTES: Final = 13
 _CHAR_BYTES: Final = 6
 
 
-class DeadLetter(Event, eq=False, gc=False):
+class DeadLetter(Event, eq=False, gc=False, kw_only=True):
     """An event for a quarantine topic. `refused` is why, in the form of wire.Entry; `ttl_s` the retention of its key.
 
     `ttl_s` is in seconds, 0 for the service's own.

@@ -20,6 +20,7 @@ from service.core.problems import (
 from service.core.settings import EVENT_BYTES_MAX
 from service.events.base64_text import decode_base64
 from service.events.key_time import made_at_ms
+from service.events.schema_refs import Encoded, Encoding
 from service.events.strict_json import TOO_DEEP, check_json, in_thread, not_json, strictly
 from service.kafka.admin import Topic
 from service.kafka.partitioner import partition_of_key
@@ -68,7 +69,10 @@ T = TypeVar("T")
 
 
 class Event(msgspec.Struct, eq=False, gc=False):
-    """An event to write, with its key, id and fingerprint. Made by `event_of`. `timestamp` is in ms."""
+    """An event to write, with its key, id and fingerprint. Made by `event_of`. `timestamp` is in ms.
+
+    Where a schema of a registry encodes its key and value, `fp` stays the fingerprint of what was sent.
+    """
 
     key: str
     id: bytes
@@ -82,6 +86,8 @@ class Event(msgspec.Struct, eq=False, gc=False):
     fp: bytes
     size: int  # in bytes
     entry_bytes: int  # of its ledger entry, without the fields of an atomic batch's member
+    encoding: Encoding | None = None  # the schemas that the request names
+    encoded: Encoded | None = None  # once its key and value are encoded
 
 
 # Parses the common forms of an event in C; the functions below parse all others.
@@ -280,8 +286,8 @@ def plain_bytes_max(topic: Topic) -> int:
 
 
 def is_plain(event: Event, bytes_max: int) -> bool:
-    """Whether an event is of at most `bytes_max` bytes, without headers, partition, timestamp and a time in its key."""
-    plain = not event.headers and event.partition is None and event.timestamp is None
+    """Whether an event is of at most `bytes_max` bytes, and names no headers, partition, timestamp, schema or time."""
+    plain = not event.headers and event.partition is None and event.timestamp is None and event.encoding is None
     return plain and event.size <= bytes_max and made_at_ms(event.key) is None
 
 

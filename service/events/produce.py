@@ -7,10 +7,12 @@ Where these differ, the tables in tests/integration/peers.py say which one is fo
 import re
 from datetime import UTC, datetime, timedelta
 from enum import Enum
-from typing import Final
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
+from service.contract.registry_rules import LATEST, SUBJECT_CHARS_MAX
 from service.contract.wire import KEY_HEADER, RESERVED_HEADERS, Header, event_id, member_id
 from service.core.problems import INVALID_EVENT, INVALID_KEY, MISSING_KEY, TOO_LARGE, Problem
 from service.core.settings import EVENT_BYTES_MAX
@@ -29,7 +31,9 @@ from service.events.event import (
     invalid,
     too_many,
 )
+from service.events.schema_refs import Encoding, SchemaRef
 from service.events.strict_json import LONG_BYTES, in_thread, strictly
+from service.registry.schema import SchemaType
 
 # A longer JSON key is written as it was sent: encoding it again would hold the event loop for milliseconds.
 COMPACTED_BYTES: Final = LONG_BYTES
@@ -61,8 +65,25 @@ V2_FORMATS: Final = {
 """The format of the keys and values of a v2 request, by the media type of its body."""
 
 PARTITION_NOT_FOUND: Final = 40402
+KEY_SCHEMA_MISSING: Final = 42201
+VALUE_SCHEMA_MISSING: Final = 42202
+INVALID_SCHEMA: Final = 42205
 INVALID_PAYLOAD: Final = 42206
 UNPROCESSABLE: Final = 422
+# Characters of a schema that a request brings.
+SCHEMA_CHARS_MAX: Final = 256 * 1024
+# Ids and versions of schemas are integers of 4 bytes.
+NUMBER_MOST: Final = 2**31 - 1
+NUMBER_DIGITS: Final = 10
+_TYPES: Final = {
+    Format.AVRO: SchemaType.AVRO,
+    Format.JSONSCHEMA: SchemaType.JSON,
+    Format.PROTOBUF: SchemaType.PROTOBUF,
+}
+FORMATS: Final = {type: data_format for data_format, type in _TYPES.items()}
+"""The format of keys and values by the type of their schema."""
+_STRATEGIES: Final = {"TOPIC_NAME": "topic", "RECORD_NAME": "record", "TOPIC_RECORD_NAME": "topic-record"}
+JSON_KEY: Final = Encoding(json_key=True)
 _NULL: Final = msgspec.Raw(b"null")
 _NUMBER: Final = re.compile(rb"-?[0-9]")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -139,21 +160,33 @@ class V2Record(msgspec.Struct, forbid_unknown_fields=True):
     timestamp: int | None = None
 
 
+_decode_id = msgspec.json.Decoder(Annotated[int, msgspec.Meta(gt=0, le=NUMBER_MOST)]).decode
+_decode_text = msgspec.json.Decoder(str).decode
 _decode_v2_body = msgspec.json.Decoder(V2Body).decode
 _decode_v2_record = msgspec.json.Decoder(V2Record, strict=False).decode  # the peers take the partition "0" for 0
 
 
-def v2_format(media_type: str) -> Format | None:
+class SchemaUse(NamedTuple):
+    """Whether there is a schema registry, and whether the topic's rule encodes the keys of records."""
+
+    has_registry: bool = False
+    encodes_keys: bool = False
+
+
+NO_SCHEMAS: Final = SchemaUse()
+
+
+def v2_format(media_type: str, schemas: SchemaUse = NO_SCHEMAS) -> Format | None:
     """Find the format of a v2 body; None for another media type. Raises Problem (422) for a format with schemas."""
     data_format = V2_FORMATS.get(media_type)
     if data_format is not None:
-        check_format(data_format)
+        check_format(data_format, schemas)
     return data_format
 
 
-def check_format(data_format: Format) -> None:
-    """Raise Problem (422) for a format whose values need a schema."""
-    if data_format.needs_schema:
+def check_format(data_format: Format, schemas: SchemaUse = NO_SCHEMAS) -> None:
+    """Raise Problem (422) for a format whose values need a schema, if there is no registry."""
+    if data_format.needs_schema and not schemas.has_registry:
         raise ProduceProblem(
             422,
             INVALID_PAYLOAD,
@@ -161,21 +194,64 @@ def check_format(data_format: Format) -> None:
         )
 
 
-async def parse_v2(body: bytes) -> list[msgspec.Raw]:
-    """Parse the records of a v2 body, which a thread checks if it is long. Raises Problem (400, 413, 422)."""
+class V2Schemas(NamedTuple):
+    """The schemas that a v2 request names; None for keys or values without one."""
+
+    key: SchemaRef | None
+    value: SchemaRef | None
+
+
+async def parse_v2(body: bytes, data_format: Format) -> tuple[list[msgspec.Raw], V2Schemas]:
+    """Parse the records of a v2 body, which a thread checks if it is long, and its schemas.
+
+    Raises Problem (400, 413, 422).
+    """
     if body.strip() in (b"", b"null"):
         raise ProduceProblem(422, UNPROCESSABLE, "body: is empty: send records")
     if len(body) > LONG_BYTES:
         frame, texts = await in_thread(cut_batch, body, "records")
-        records = decode(_decode_v2_body, frame).records
-        records = texts or records
+        fields = decode(_decode_v2_body, frame)
+        records = texts or fields.records
     else:
-        records = strictly(body, lambda body: decode(_decode_v2_body, body)).records
+        fields = strictly(body, lambda body: decode(_decode_v2_body, body))
+        records = fields.records
     if not records:
         raise ProduceProblem(422, UNPROCESSABLE, "records: send at least one record")
     if len(records) > BATCH_EVENTS_MAX:
         raise Problem(TOO_LARGE, f"records: there are {len(records)}; at most {BATCH_EVENTS_MAX} are taken")
-    return records
+    return records, _v2_schemas(fields, data_format)
+
+
+def _v2_schemas(fields: V2Body, data_format: Format) -> V2Schemas:
+    """Read the schemas of a v2 request in a format that needs them. Raises Problem (422)."""
+    if not data_format.needs_schema:
+        return V2Schemas(None, None)
+    type = _TYPES[data_format]
+    return V2Schemas(
+        _v2_schema("key_schema", fields.key_schema, fields.key_schema_id, type),
+        _v2_schema("value_schema", fields.value_schema, fields.value_schema_id, type),
+    )
+
+
+def _v2_schema(name: str, text: msgspec.Raw, id: msgspec.Raw, type: SchemaType) -> SchemaRef | None:
+    if bytes(text) == bytes(id) == b"null":
+        return None
+    try:
+        if bytes(text) == b"null":
+            return SchemaRef(id=_decode_id(id), type=type)
+        if bytes(id) == b"null":
+            return SchemaRef(text=checked_schema(_decode_text(text), name), type=type)
+    except msgspec.ValidationError:
+        pass
+    remedy = "send the text of a schema, or its number as the id, and one of them"
+    raise ProduceProblem(422, INVALID_SCHEMA, f"{name}: {remedy}")
+
+
+def checked_schema(text: str, name: str) -> str:
+    """Check the length of a schema's text. Raises Problem (422)."""
+    if 0 < len(text) <= SCHEMA_CHARS_MAX:
+        return text
+    raise ProduceProblem(422, INVALID_SCHEMA, f"{name}: send a schema of 1 to {SCHEMA_CHARS_MAX} characters")
 
 
 async def check_long_v2(raw: msgspec.Raw) -> None:
@@ -194,8 +270,13 @@ def v2_event(
     partition: int | None,
     key: RequestKey,
     traceparent: bytes | None,
+    schemas: V2Schemas = V2Schemas(None, None),  # noqa: B008 - it is immutable
+    use: SchemaUse = NO_SCHEMAS,
 ) -> Event:
-    """Make the event of record `index` of a v2 request; `partition` is that of the path. Raises Problem (400, 413)."""
+    """Make the event of record `index` of a v2 request; `partition` is that of the path.
+
+    Raises Problem (400, 413, 422).
+    """
     fields = decode(_decode_v2_record, raw)
     if fields.partition is not None:
         partition = _partition_of(fields.partition)
@@ -203,7 +284,19 @@ def v2_event(
     value = _data_of(data_format, fields.value, "value")
     record_key = _data_of(data_format, fields.key, "key")
     timestamp = None if fields.timestamp is None else _checked_ms(fields.timestamp)
-    return event_of(*key.id_of(index, own), topic, record_key, value, headers, partition, timestamp, traceparent)
+    if data_format.needs_schema:
+        _check_v2_schemas(record_key, value, schemas)
+    event = event_of(*key.id_of(index, own), topic, record_key, value, headers, partition, timestamp, traceparent)
+    event.encoding = _encoding_of(schemas.key, schemas.value, data_format if record_key is not None else None, use)
+    return event
+
+
+def _check_v2_schemas(record_key: bytes | None, value: bytes | None, schemas: V2Schemas) -> None:
+    """Raise Problem (422) for a record that needs a schema which its request does not name."""
+    if record_key is not None and schemas.key is None:
+        raise ProduceProblem(422, KEY_SCHEMA_MISSING, "key: send key_schema or key_schema_id for records with keys")
+    if value is not None and schemas.value is None:
+        raise ProduceProblem(422, VALUE_SCHEMA_MISSING, "value: send value_schema or value_schema_id")
 
 
 # ------------------------------------------------------------------------------------------------------------------ v3
@@ -249,43 +342,119 @@ class V3Event(msgspec.Struct, frozen=True):
 _decode_v3_record = msgspec.json.Decoder(V3Record, strict=False).decode
 
 
-async def parse_long_v3(text: bytes, index: int, topic: str, key: RequestKey, traceparent: bytes | None) -> V3Event:
+async def parse_long_v3(
+    text: bytes,
+    index: int,
+    topic: str,
+    key: RequestKey,
+    traceparent: bytes | None,
+    use: SchemaUse = NO_SCHEMAS,
+) -> V3Event:
     """Make the event of a v3 record of any length, which a thread checks to be JSON. Raises as `parse_v3`."""
     await check_text(text, b"headers", HEADERS_MAX)
-    return _v3_event(decode(_decode_v3_record, text), index, topic, key, traceparent)
+    return _v3_event(decode(_decode_v3_record, text), index, topic, key, traceparent, use)
 
 
-def parse_v3(text: bytes, index: int, topic: str, key: RequestKey, traceparent: bytes | None) -> V3Event:
+def parse_v3(
+    text: bytes,
+    index: int,
+    topic: str,
+    key: RequestKey,
+    traceparent: bytes | None,
+    use: SchemaUse = NO_SCHEMAS,
+) -> V3Event:
     """Make the event of record `index` of a v3 request, of at most LONG_BYTES. Raises Problem (400, 404, 413, 422)."""
     fields = strictly(text, lambda text: decode(_decode_v3_record, text))
-    return _v3_event(fields, index, topic, key, traceparent)
+    return _v3_event(fields, index, topic, key, traceparent, use)
 
 
-def _v3_event(fields: V3Record, index: int, topic: str, key: RequestKey, traceparent: bytes | None) -> V3Event:
+def _v3_event(
+    fields: V3Record, index: int, topic: str, key: RequestKey, traceparent: bytes | None, use: SchemaUse
+) -> V3Event:
     if fields.partition_id is not None:
         _partition_of(fields.partition_id)
     headers, own = _headers_of([(header.name, header.value) for header in fields.headers or []])
-    key_format, record_key = _v3_data(fields.key, "key")
-    value_format, value = _v3_data(fields.value, "value")
+    key_format, record_key, key_schema = _v3_data(fields.key, "key", use)
+    value_format, value, value_schema = _v3_data(fields.value, "value", use)
     timestamp = None if fields.timestamp is None else _ms_of(fields.timestamp)
     event = event_of(
         *key.id_of(index, own), topic, record_key, value, headers, fields.partition_id, timestamp, traceparent
     )
+    event.encoding = _encoding_of(key_schema, value_schema, key_format, use)
     return V3Event(event, key_format, value_format)
 
 
-def _v3_data(given: V3Data | None, field: str) -> tuple[Format | None, bytes | None]:
+def _v3_data(given: V3Data | None, field: str, use: SchemaUse) -> tuple[Format | None, bytes | None, SchemaRef | None]:
+    """Read the key or the value of a v3 record: its format (None without a type), its content, and its schema."""
     if given is None:
-        return None, None
+        return None, None, None
     schema = (given.subject, given.subject_name_strategy, given.schema_id, given.schema_version, given.schema)
-    if given.type is None or schema != (None,) * len(schema):
+    names_one = schema != (None,) * len(schema)
+    if (given.type is None or names_one) and not use.has_registry:
         raise ProduceProblem(
             422,
             INVALID_PAYLOAD,
             f"{field}: no schema registry is configured: send type (BINARY, JSON or STRING) and data only",
         )
-    check_format(given.type)
-    return given.type, _data_of(given.type, given.data, f"{field}.data")
+    if given.type is None or given.type.needs_schema:
+        if given.type is not None:
+            check_format(given.type, use)
+        return given.type, _data_of(Format.AVRO, given.data, f"{field}.data"), _v3_schema(given, field)
+    if names_one:
+        raise invalid(field, f"the type {given.type.value} has no schema: send type and data only")
+    return given.type, _data_of(given.type, given.data, f"{field}.data"), None
+
+
+def _v3_schema(given: V3Data, field: str) -> SchemaRef:
+    """Read how a v3 record names its schema: by a text with its type, an id, a version, or only a subject.
+
+    Raises Problem (400, 422).
+    """
+    named = (given.schema_id, given.schema_version, given.schema)
+    if sum(each is not None for each in named) > 1:
+        raise invalid(field, "send one of schema_id, schema_version and schema")
+    if given.subject is not None and given.subject_name_strategy is not None:
+        raise invalid(field, "send one of subject and subject_name_strategy")
+    if (given.type is None) != (given.schema is None):
+        raise invalid(field, "type and schema go together: a schema_id or a schema_version has its own type")
+    subject = "" if given.subject is None else given.subject
+    if given.subject is not None and not 0 < len(subject) <= SUBJECT_CHARS_MAX:
+        raise invalid(f"{field}.subject", f"use 1 to {SUBJECT_CHARS_MAX} characters")
+    strategy = _STRATEGIES.get(given.subject_name_strategy or "TOPIC_NAME")
+    if strategy is None:
+        raise invalid(f"{field}.subject_name_strategy", f"use one of {', '.join(_STRATEGIES)}")
+    ref = SchemaRef(subject, strategy)
+    if given.schema is not None and given.type is not None:
+        return replace(ref, text=checked_schema(given.schema, f"{field}.schema"), type=_TYPES[given.type])
+    if given.schema_id is not None:
+        return replace(ref, id=_checked_number(given.schema_id, f"{field}.schema_id"))
+    return replace(ref, version=_version_of(given.schema_version, f"{field}.schema_version"))
+
+
+def _version_of(version: int | str | None, field: str) -> int | None:
+    """Read a version: a number, also as text; None for the latest. Raises Problem (400)."""
+    if version is None or version == LATEST:
+        return None
+    if isinstance(version, str):
+        digits = version.isascii() and version.isdecimal() and len(version) <= NUMBER_DIGITS
+        version = int(version) if digits else 0
+    return _checked_number(version, field)
+
+
+def _checked_number(number: int, field: str) -> int:
+    if not 0 < number <= NUMBER_MOST:
+        raise invalid(field, f"use a number from 1 to {NUMBER_MOST}")
+    return number
+
+
+def _encoding_of(
+    key: SchemaRef | None, value: SchemaRef | None, key_format: Format | None, use: SchemaUse
+) -> Encoding | None:
+    """Return what a record says about its schemas; None if it says nothing, or nothing that counts."""
+    json_key = key_format is None or key_format is Format.JSON or key_format.needs_schema
+    if key is not None or value is not None:
+        return Encoding(key, value, json_key)
+    return JSON_KEY if use.encodes_keys and key_format is not None and json_key else None
 
 
 def _headers_of(given: list[tuple[str, str | None]]) -> tuple[list[Header], bytes | None]:
@@ -346,7 +515,7 @@ def _data_of(data_format: Format, given: msgspec.Raw, field: str) -> bytes | Non
     raw = bytes(given)
     if raw == b"null":
         return None
-    if data_format is Format.JSON:
+    if data_format is Format.JSON or data_format.needs_schema:
         return _compact(raw) if field.startswith("key") else raw
     if not raw.startswith(b'"'):
         raise invalid(field, "send a string of base64" if data_format is Format.BINARY else "send a string")

@@ -1,6 +1,7 @@
 """Checks values against the JSON Schemas that the rules name (2020-12, or the version that a schema names)."""
 
 import json
+from collections.abc import Iterable, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from pathlib import Path
@@ -67,31 +68,41 @@ class TooLong(ValueError):
     """The numbers of a value have too many digits: see SQUARES_MAX."""
 
 
-class _Schema:
-    """One schema, and the length of a value up to which a violation is explained."""
+class JsonValidator:
+    """One JSON Schema, and the length of a value up to which a violation is explained."""
 
-    def __init__(self, text: str) -> None:
-        schema = json.loads(text, parse_float=Decimal)
-        self._validator = jsonschema_rs.validator_for(schema, offline=True)
+    def __init__(self, text: str, imports: Sequence[tuple[str, Any]] = (), *, trusted: bool = True) -> None:
+        """`imports` are schemas by their URIs. Raises ValueError, ReferencingError.
+
+        The patterns of a schema that is not `trusted` are matched in linear time, and may have no look-around.
+        """
+        schema = parse_schema(text)
+        registry = jsonschema_rs.Registry(imports) if imports else None
+        patterns = None if trusted else jsonschema_rs.RegexOptions()
+        self._validator = jsonschema_rs.validator_for(schema, offline=True, registry=registry, pattern_options=patterns)
         self._explained_bytes = EXPLAINED_BYTES if any(word in text for word in _ALTERNATIVES) else LONG_VALUE_BYTES
 
-    def check(self, event: Event) -> None:
-        """Check an event's value. Raises Problem (422)."""
-        value = _parsed(event)
+    def violation(self, value: Any, size: int) -> tuple[Sequence[str | int], str] | None:
+        """Find what a value of `size` bytes violates: the path to it, and why; None if the value is valid."""
         if self._validator.is_valid(value):
-            return
-        if len(event.value or b"") > self._explained_bytes:
-            most = self._explained_bytes
-            raise _refused(event, "", f"it is not allowed (details only for values of up to {most} bytes)")
+            return None
+        if size > self._explained_bytes:
+            return (), f"it is not allowed (details only for values of up to {self._explained_bytes} bytes)"
         try:
             self._validator.validate(value)
         except jsonschema_rs.ValidationError as error:
-            where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.instance_path)
-            raise _refused(event, where, error.message) from None
+            return error.instance_path, error.message
+        return None
 
 
-def _refused(event: Event, where: str, why: str) -> Problem:
-    return Problem(SCHEMA_MISMATCH, f"value{where}: {why}: see the schema of {event.topic}")
+def parse_schema(text: str) -> Any:
+    """Parse the text of a JSON Schema. Raises ValueError."""
+    return json.loads(text, parse_float=Decimal)
+
+
+def path_of(parts: Iterable[str | int]) -> str:
+    """Format a path in a value, as in `.lines[2]`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
 
 
 class Schemas:
@@ -99,11 +110,11 @@ class Schemas:
 
     def __init__(self, rules: Rules) -> None:
         """Read the schemas. Raises SettingsError with a line for each that cannot be used."""
-        self._schemas: dict[str, _Schema] = {}
+        self._schemas: dict[str, JsonValidator] = {}
         wrong = []
         for path in dict.fromkeys(rule.schema for rule in rules.topics if rule.schema):
             try:
-                self._schemas[path] = _Schema(Path(path).read_text(encoding="utf-8"))
+                self._schemas[path] = JsonValidator(Path(path).read_text(encoding="utf-8"))
             except (OSError, ValueError, jsonschema_rs.ReferencingError) as error:
                 why = str(error).partition("\n")[0]
                 wrong.append(f"{PREFIX}RULES: schema {path} cannot be used: {why}; name a file with a JSON Schema")
@@ -125,29 +136,43 @@ class Schemas:
             return True
         if len(event.value or b"") > LONG_VALUE_BYTES:
             return False
-        schema.check(event)
+        _check(schema, event)
         return True
 
     async def check(self, event: Event) -> None:
         """Check a value of any length, in a thread. Raises Problem (422)."""
         schema = self._schema_of(event)
         if schema is not None:
-            await in_thread(schema.check, event)
+            await in_thread(_check, schema, event)
 
-    def _schema_of(self, event: Event) -> _Schema | None:
+    def _schema_of(self, event: Event) -> JsonValidator | None:
         if not self._schemas or event.value is None:
             return None
         return self._schemas.get(self._rule(event.topic).schema)
 
 
-def _parsed(event: Event) -> Any:
-    """Parse the value as strict JSON. It may be anything if it came in base64 or in a CloudEvent."""
+def _check(schema: JsonValidator, event: Event) -> None:
+    """Check an event's value. Raises Problem (422)."""
+    value = event.value or b""
     try:
-        check_json(event.value or b"")
+        found = schema.violation(parse_value(value), len(value))
+    except ValueError as error:
+        raise Problem(SCHEMA_MISMATCH, f"value: {event.topic} has a schema and takes JSON only: {error}") from None
+    if found is not None:
+        path, why = found
+        raise Problem(SCHEMA_MISMATCH, f"value{path_of(path)}: {why}: see the schema of {event.topic}")
+
+
+def parse_value(value: bytes) -> Any:
+    """Parse a value as strict JSON. It may be anything if it came in base64 or in a CloudEvent.
+
+    Raises ValueError if it is not JSON, and Problem (422) if its numbers are too long.
+    """
+    try:
+        check_json(value)
         numbers = Numbers()
-        return json.loads(event.value or b"", parse_float=numbers.fraction, parse_int=numbers.integer)
+        return json.loads(value, parse_float=numbers.fraction, parse_int=numbers.integer)
     except Problem as problem:
-        why = problem.detail.removeprefix("body: ")
+        raise ValueError(problem.detail.removeprefix("body: ")) from None
     except TooLong:
         raise Problem(SCHEMA_MISMATCH, _TOO_LONG) from None
-    raise Problem(SCHEMA_MISMATCH, f"value: {event.topic} has a schema and takes JSON only: {why}")

@@ -129,7 +129,7 @@ async def write_each(
     chunk, begun = admission.new_chunk(), time.monotonic()
     age = KeyAge(fresh_key)
     parsed = 0  # since then; with the events that failed
-    results: list[Problem | None] = []  # since the last yield; None for an event of the chunk
+    results: list[WriteResult | None] = []  # since the last yield; None for an event of the chunk
     topic, plain_bytes_max = "", NONE_IS_PLAIN  # of the last event
     time_slice = TimeSlice()
     for part in parts:
@@ -140,7 +140,7 @@ async def write_each(
             await time_slice.next()
             topic = ""  # what is known of it may change meanwhile
         event: Event | None = None
-        failure: Problem | None = None
+        known: WriteResult | None = None  # of an event that is not to be written
         try:
             made = parse(part)
             event = made if isinstance(made, Event) else await made  # longer than LONG_BYTES
@@ -148,15 +148,17 @@ async def write_each(
                 caller.check(event.topic)
                 topic, plain_bytes_max = event.topic, admission.checks.plain_bytes_max(event.topic)
             if not is_plain(event, plain_bytes_max) and not admission.checks.check_now(event, age):
-                await admission.checks.check(event, arrived, begun, age)
+                written = await admission.checks.check(event, arrived, begun, age)
+                if written is not None:
+                    known, event = admission.replay((event,), written, arrived).result(), None
         except Problem as problem:
-            event, failure = await _dead_letter_of(admission, event, problem, arrived, begun, caller, age)
+            event, known = await _dead_letter_of(admission, event, problem, arrived, begun, caller, age)
         if not chunk.add(event) if event is not None else parsed >= CHUNK_EVENTS_MAX:
             yield _with_chunk(results, await admission.submit_chunk(chunk) if chunk.events else ())
             chunk, begun, parsed, results = admission.new_chunk(), time.monotonic(), 0, []
             if event is not None:
                 chunk.add(event)
-        results.append(failure)
+        results.append(known)
         parsed += 1
     yield _with_chunk(results, await admission.submit_chunk(chunk) if chunk.events else ())
 
@@ -182,7 +184,7 @@ async def _dead_letter_of(
         return None, failure.as_result()
 
 
-def _with_chunk(results: Sequence[Problem | None], of_chunk: Sequence[WriteResult]) -> list[WriteResult]:
+def _with_chunk(results: Sequence[WriteResult | None], of_chunk: Sequence[WriteResult]) -> list[WriteResult]:
     """Put the results of a chunk's events, in their order, in the places of None."""
     rest = iter(of_chunk)
     return [next(rest) if result is None else result for result in results]
@@ -208,9 +210,14 @@ async def write_atomic(
         raise Problem(TOO_LARGE, f"events: one transaction holds at most {ATOMIC_EVENTS_MAX}; there are {count}")
     events = await _parse_members(key, batch.events, traceparent, caller)
     _check_size(events, admission)
-    await _check_topics(events, admission, arrived)
     id = event_id(key, caller.scope)
-    return id, await admission.submit_atomic(events, (id, batch_fingerprint(event.fp for event in events)), arrived)
+    whole = id, batch_fingerprint(event.fp for event in events)
+    try:
+        await _check_topics(events, admission, arrived)
+    except Problem as problem:
+        written = await admission.checks.batch_written_before(events, whole, problem)
+        return id, admission.replay(events, written, arrived, whole).result()
+    return id, await admission.submit_atomic(events, whole, arrived)
 
 
 async def _parse_members(
@@ -246,6 +253,7 @@ def _check_size(events: Sequence[Event], admission: Admission) -> None:
 async def _check_topics(events: Sequence[Event], admission: Admission, arrived: float) -> None:
     """Raise Problem for the first event that its topic, or the topic's schema, does not take."""
     time_slice = TimeSlice()
+    size = 0  # of events that a schema has encoded, which may be larger than they were
     for index, event in enumerate(events):
         if time_slice.is_over:
             await time_slice.next()
@@ -253,6 +261,10 @@ async def _check_topics(events: Sequence[Event], admission: Admission, arrived: 
             await admission.checks.check_content(event, arrived)
         except Problem as problem:
             raise _of_member(index, problem) from None
+        size += event.size
+        if size > GROUP_EVENT_BYTES_MAX:
+            most = GROUP_EVENT_BYTES_MAX
+            raise Problem(TOO_LARGE, f"events: encoded, they have more bytes than one transaction holds: {most}")
 
 
 async def _check_long(index: int, raw: msgspec.Raw) -> None:

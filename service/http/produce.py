@@ -28,6 +28,7 @@ from service.events.produce import (
     Format,
     ProduceProblem,
     RequestKey,
+    SchemaUse,
     V3Event,
     check_long_v2,
     parse_long_v3,
@@ -133,10 +134,12 @@ class PathEndpoint:
 class ProduceEndpoint:
     """The handlers of the produce API. Checks of all requests are those of `posts`."""
 
-    def __init__(self, posts: EventsEndpoint, rules: Rules, retention_s: int) -> None:
-        """`retention_s` is that of keys without a retention by rule."""
+    def __init__(self, posts: EventsEndpoint, rules: Rules, retention_s: int, *, has_registry: bool = False) -> None:
+        """`retention_s` is that of keys without a retention by rule; `has_registry`: there is a schema registry."""
         self._posts = posts
         self._retention_s = retention_s
+        self._schemas = SchemaUse(has_registry)
+        self._schema_use = lru_cache(maxsize=TOPICS_MAX)(lambda topic: _schema_use(rules, topic, has_registry))
         self._refuses_keyless = lru_cache(maxsize=TOPICS_MAX)(lambda topic: rules.rule(topic).keyless == "refuse")
 
     def routes(self) -> list[Route]:
@@ -160,14 +163,15 @@ class ProduceEndpoint:
 
     def _post_v2(self, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         _check_topic(path["topic"], caller)
-        data_format = v2_format(essence(found.get(b"content-type")))
+        data_format = v2_format(essence(found.get(b"content-type")), self._schemas)
         if data_format is None:
             raise unsupported(*V2_FORMATS)
         request = self._request(V2_TYPE, path, post, found, caller)
         self._begin(request, self._write_v2(request, data_format, _partition_in(path)))
 
     async def _write_v2(self, request: RecordsRequest, data_format: Format, partition: int | None) -> None:
-        records = await parse_v2(request.post.body)
+        records, schemas = await parse_v2(request.post.body, data_format)
+        use = self._schema_use(request.topic)
         request.caller.spend(len(records), request.post.arrived)
         events: list[Event | Problem] = []
         time_slice = TimeSlice()
@@ -177,8 +181,19 @@ class ProduceEndpoint:
             try:
                 if len(raw) > LONG_BYTES:
                     await check_long_v2(raw)
-                event = v2_event(raw, index, data_format, request.topic, partition, request.key, request.traceparent)
-                events.append(event)
+                events.append(
+                    v2_event(
+                        raw,
+                        index,
+                        data_format,
+                        request.topic,
+                        partition,
+                        request.key,
+                        request.traceparent,
+                        schemas,
+                        use,
+                    )
+                )
             except Problem as problem:
                 if problem.kind is not TOO_LARGE:  # malformed: none of the records is written
                     raise _of_record(index, problem) from None
@@ -187,7 +202,7 @@ class ProduceEndpoint:
         if failure := failure_of(results):
             raise failure
         pieces = await rendered(request.post, _in_slices(results), render_offsets)
-        request.answer(results, render_v2(pieces))
+        request.answer(results, render_v2(pieces, events))
 
     # -------------------------------------------------------------------------------------------------------------- v3
 
@@ -211,7 +226,7 @@ class ProduceEndpoint:
     async def _parse_v3(self, request: RecordsRequest) -> list[V3Event | Problem]:
         """Parse the records of a v3 body. Raises Problem (413, 422) for none, and for too many."""
         records: list[V3Event | Problem] = []
-        problems = 0
+        problems, use = 0, self._schema_use(request.topic)
         async for text in _objects_of(request.post.body):
             if len(records) == BATCH_EVENTS_MAX:
                 raise Problem(TOO_LARGE, f"body: at most {BATCH_EVENTS_MAX} records are taken, unless it is streamed")
@@ -219,7 +234,7 @@ class ProduceEndpoint:
                 if isinstance(text, Problem):
                     raise text
                 parse = parse_long_v3 if len(text) > LONG_BYTES else parse_v3  # a coded body may be long
-                parsed = parse(text, len(records), request.topic, request.key, request.traceparent)
+                parsed = parse(text, len(records), request.topic, request.key, request.traceparent, use)
                 records.append(parsed if isinstance(parsed, V3Event) else await parsed)
             except Problem as problem:
                 records.append(problem.as_result())
@@ -236,7 +251,7 @@ class ProduceEndpoint:
         topic, cluster = head.path_params["topic"], head.path_params["cluster"]
         if essence(head.found.get(b"content-type")) != JSON:
             raise unsupported(JSON)
-        of_request = self._key_of(head.found, topic, head.caller)
+        of_request, use = self._key_of(head.found, topic, head.caller), self._schema_use(topic)
         parsed: deque[StreamedRecord] = deque()  # records that have no result yet
         count = itertools.count()
 
@@ -246,8 +261,8 @@ class ProduceEndpoint:
             if isinstance(text, Problem):
                 raise text
             if len(text) > LONG_BYTES:
-                return record.take(parse_long_v3(text, index, topic, of_request, head.traceparent))
-            record.made = parse_v3(text, index, topic, of_request, head.traceparent)
+                return record.take(parse_long_v3(text, index, topic, of_request, head.traceparent, use))
+            record.made = parse_v3(text, index, topic, of_request, head.traceparent, use)
             return record.made.event
 
         def render(result: WriteResult) -> str:
@@ -305,6 +320,11 @@ class ProduceEndpoint:
             problems += sum([isinstance(result, Problem) for result in group])
             check_room(request.post, PROBLEM_BYTES * problems)
         return results
+
+
+def _schema_use(rules: Rules, topic: str, has_registry: bool) -> SchemaUse:
+    rule = rules.rule(topic).registry
+    return SchemaUse(has_registry, encodes_keys=rule is not None and rule.key is not None)
 
 
 def new_key(at_ms: int) -> str:

@@ -25,11 +25,24 @@ from service.core.problems import (
     RECORD_REFUSED,
     SCHEMA_MISMATCH,
     UNAUTHORIZED,
+    UNKNOWN_SCHEMA,
     UNKNOWN_TOPIC,
+    UNUSABLE_SCHEMA,
     Problem,
 )
 from service.core.time_of_day import LAST_SECOND
-from service.events.produce import INVALID_PAYLOAD, PARTITION_NOT_FOUND, UNPROCESSABLE, Format, ProduceProblem, V3Event
+from service.events.event import Event
+from service.events.produce import (
+    FORMATS,
+    INVALID_PAYLOAD,
+    INVALID_SCHEMA,
+    PARTITION_NOT_FOUND,
+    UNPROCESSABLE,
+    Format,
+    ProduceProblem,
+    V3Event,
+)
+from service.events.schema_refs import UsedSchema
 from service.http.responder import Responder
 from service.http.responses import echo_of, expiry_s, imf_fixdate
 from service.pipeline.request import Committed, Quarantined, WriteResult
@@ -62,6 +75,8 @@ _CODES: Final = {
     FINGERPRINT_MISMATCH: (422, INVALID_PAYLOAD),
     RECORD_REFUSED: (422, INVALID_PAYLOAD),
     SCHEMA_MISMATCH: (422, 42207),
+    UNKNOWN_SCHEMA: (422, 42207),
+    UNUSABLE_SCHEMA: (422, INVALID_SCHEMA),
     RATE_LIMITED: (429, 42901),
     IN_PROGRESS: (503, 50003),
     NOT_WRITTEN: (503, 50003),
@@ -109,9 +124,12 @@ class _Offset(msgspec.Struct, gc=False):
     error: str | None
 
 
-class _Data(msgspec.Struct, gc=False):
+class _Data(msgspec.Struct, gc=False, omit_defaults=True):
     type: str
     size: int
+    subject: str | None = None
+    schema_id: int | None = None
+    schema_version: int | None = None
 
 
 class _V3Answer(msgspec.Struct, gc=False, omit_defaults=True):
@@ -191,9 +209,20 @@ def failure_of(results: Sequence[WriteResult]) -> Problem | None:
     return next((problem for problem in problems if error_of(problem).retriable), problems[0])
 
 
-def render_v2(pieces: Iterable[bytes]) -> bytes:
-    """Join rendered offsets to the body of a v2 answer; no schema is registered here."""
-    return b'{"offsets":[%b],"key_schema_id":null,"value_schema_id":null}' % b",".join(pieces)
+def render_v2(pieces: Iterable[bytes], records: Iterable[Event | Problem] = ()) -> bytes:
+    """Join rendered offsets to the body of a v2 answer, with the ids of the schemas that encoded its records."""
+    ids = b"null", b"null"
+    for record in records:
+        if isinstance(record, Event) and record.encoded is not None:
+            of_record = _id_of(record.encoded.key), _id_of(record.encoded.value)
+            ids = of_record[0] if ids[0] == b"null" else ids[0], of_record[1] if ids[1] == b"null" else ids[1]
+            if b"null" not in ids:
+                break
+    return b'{"offsets":[%b],"key_schema_id":%b,"value_schema_id":%b}' % (b",".join(pieces), *ids)
+
+
+def _id_of(schema: UsedSchema | None) -> bytes:
+    return b"null" if schema is None else b"%d" % schema.id
 
 
 def render_offsets(results: Iterable[WriteResult]) -> bytes:
@@ -230,8 +259,9 @@ def render_v3_end(problem: Problem) -> bytes:
 def _v3_answer(cluster: str, record: V3Event, result: Committed) -> bytes:
     _, there = result.deliveries[0]
     event = record.event
-    key = _data_of(record.key_format, event.record_key)
-    value = _data_of(record.value_format, event.value)
+    encoded = event.encoded
+    key = _data_of(record.key_format, event.record_key, None if encoded is None else encoded.key)
+    value = _data_of(record.value_format, event.value, None if encoded is None else encoded.value)
     place = there.partition, there.offset, rfc3339(there.ts)
     return _encode(_V3Answer(WRITTEN, cluster, there.topic, *place, key, value))
 
@@ -246,8 +276,11 @@ def _v3_error(problem: Problem, remedy: str) -> bytes:
     return _encode(_Error(code, message))
 
 
-def _data_of(format: Format | None, content: bytes | None) -> _Data | None:
-    return None if format is None else _Data(format.value, -1 if content is None else len(content))
+def _data_of(format: Format | None, content: bytes | None, schema: UsedSchema | None) -> _Data | None:
+    size = -1 if content is None else len(content)
+    if schema is not None:
+        return _Data(FORMATS[schema.type].value, size, schema.subject, schema.id, schema.version)
+    return None if format is None else _Data(format.value, size)
 
 
 def rfc3339(ms: int) -> str:

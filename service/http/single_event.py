@@ -53,11 +53,15 @@ class SingleEventWriter:
 
     async def _look_up_first(self, post: PostRequest, event: Event, sender: Sender, preference: Preference) -> None:
         try:
-            await self._admission.checks.check(event, post.arrived, age=sender.age)
+            written = await self._admission.checks.check(event, post.arrived, age=sender.age)
         except Problem as problem:
             await self._quarantine(post, event, sender, preference, problem)
-        else:
+            return
+        if written is None:
             self._submit(post, event, sender, preference)
+        else:
+            result = self._admission.replay((event,), written, post.arrived)
+            self._answer(post, event.key, preference.applied, result)
 
     async def _quarantine(
         self, post: PostRequest, event: Event, sender: Sender, preference: Preference, problem: Problem

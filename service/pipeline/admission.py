@@ -23,6 +23,7 @@ from service.pipeline.request import (
     BatchChunk,
     WriteRequest,
     WriteResult,
+    known,
 )
 from service.pipeline.resolver import SWEEP_S, Resolver
 from service.slots.recovery import CurrentStore
@@ -125,6 +126,23 @@ class Admission:
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
         self._admit(WriteRequest.for_atomic(events, whole, arrived, deadline, ttl_s, future))
         return await future
+
+    def replay(
+        self, events: Sequence[Event], written: WriteResult, arrived: float, whole: tuple[bytes, bytes] | None = None
+    ) -> asyncio.Future[WriteResult]:
+        """Return the result of a request that was written before. It is counted and journaled, and not submitted.
+
+        `whole` is an atomic batch's (id, fingerprint), None for a single event.
+        """
+        future = known(written)
+        deadline = arrived + self._timeout_s
+        if whole is None:
+            rule = self._rule(events[0].topic)
+            request = WriteRequest.for_event(events[0], arrived, deadline, rule.guarantee, rule.key_ttl_s, future)
+        else:
+            request = WriteRequest.for_atomic(events, whole, arrived, deadline, 0, future)
+        self._resolver.note(request, written)
+        return future
 
     def _admit(self, request: WriteRequest) -> None:
         """Put a request into the queue, and its deadline into the sweep. Raises Problem (503) and records it."""

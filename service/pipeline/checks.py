@@ -2,16 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from service.claims.redis_store import Found
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
 from service.contract import Rules
 from service.core.problems import (
     FORBIDDEN_TOPIC,
+    IN_PROGRESS,
     KEY_EXPIRED,
     NOT_WRITTEN,
+    OUTCOME_UNKNOWN,
     UNKNOWN_TOPIC,
     KafkaAway,
     KafkaForbids,
@@ -29,7 +32,11 @@ from service.events.key_time import made_at_ms
 from service.events.schemas import Schemas
 from service.kafka.admin import Topic
 from service.kafka.topics import InternalTopics, TopicMetadataCache
+from service.pipeline.request import Committed, WriteResult, result_of
 from service.slots.recovery import CurrentStore
+
+if TYPE_CHECKING:  # the packages of extras are imported only where they are asked for
+    from service.events.encoding import Encoder
 
 
 class KeyAge(NamedTuple):
@@ -60,7 +67,10 @@ class EventChecks:
         topics: InternalTopics,
         topic_metadata: TopicMetadataCache,
         now_ms: Callable[[], int] = now_ms,
+        encoder: "Encoder | None" = None,
     ) -> None:
+        """`encoder` is None without a Schema Registry."""
+        self._encoder = encoder
         self.now_ms = now_ms  # the brokers' time, ms since the Unix epoch
         self._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)  # by topic
         self._schemas = schemas
@@ -75,31 +85,41 @@ class EventChecks:
 
     def check_now(self, event: Event, age: KeyAge = UNTOLD) -> bool:
         """Check an event against its topic and schema. Raises Problem; False where only `check` can decide."""
+        if self._encoder is not None and self._encoder.concerns(event):
+            return False
         return self._topic_takes(event) and self._schemas.check_now(event) and not self._has_old_key(event, age)
 
-    async def check(self, event: Event, arrived: float, begun: float | None = None, age: KeyAge = UNTOLD) -> None:
-        """Check an event as `check_now` does, looking up its topic or an old key where that is needed. Raises Problem.
+    async def check(
+        self, event: Event, arrived: float, begun: float | None = None, age: KeyAge = UNTOLD
+    ) -> WriteResult | None:
+        """Check an event as `check_now` does, looking up its topic, its schemas or an old key where that is needed.
 
-        Other arguments are those of `check_content`.
+        Returns the result of an event that is written already and that a registry's schema refuses now, else None: the
+        event is to be submitted. Other arguments are those of `check_content`. Raises Problem.
         """
-        await self.check_content(event, arrived, begun)
+        encodes = self._encoder is not None and self._encoder.concerns(event)
+        try:
+            await self.check_content(event, arrived, begun)
+        except Problem as problem:
+            if encodes and problem.kind in REFUSED_BY_SCHEMA:
+                return await self._written_before(event, self._deadline(arrived, begun), problem)
+            raise
         await self._check_age(event, arrived, begun, age)
+        return None
 
     async def check_content(self, event: Event, arrived: float, begun: float | None = None) -> None:
-        """Check an event against its topic and schema, whatever its key. Raises Problem.
+        """Check an event against its topic and schema, whatever its key, and encode it. Raises Problem.
 
         `arrived` and `begun` are time.monotonic. Metadata from after `arrived` is fresh enough. All look-ups together
         have the request timeout, from `begun`, if given, else from `arrived`; afterwards none is begun.
         """
-        if not self._topic_takes(event):
-            deadline = self._deadline(arrived, begun)
-            topic = await self._topic(event.topic, arrived, deadline)
-            try:
-                check_topic(event, topic, self.now_ms)
-            except Problem:
-                check_topic(event, await self._topic(event.topic, arrived, deadline, after_arrival=True), self.now_ms)
+        deadline = self._deadline(arrived, begun)
+        await self._check_topic(event, arrived, deadline)
         if not self._schemas.check_now(event):
             await self._schemas.check(event)
+        if self._encoder is not None and self._encoder.concerns(event):
+            await self._encoder.encode(event, deadline)
+            await self._check_topic(event, arrived, deadline)  # it may be larger now
 
     async def check_batch_key(self, key: str, id: bytes, topics: Iterable[str], ttl_s: int, deadline: float) -> None:
         """Check the age of the key of an atomic batch, with the batch's id. Raises Problem (412, 503).
@@ -122,7 +142,11 @@ class EventChecks:
         NONE_IS_PLAIN if each event must be checked.
         """
         known = self._topic_metadata.cached(topic)
-        return NONE_IS_PLAIN if known is None or self._schemas.has_one_for(topic) else plain_bytes_max(known)
+        if known is None or self._schemas.has_one_for(topic):
+            return NONE_IS_PLAIN
+        if self._encoder is not None and self._encoder.has_rule_for(topic):
+            return NONE_IS_PLAIN
+        return plain_bytes_max(known)
 
     def _deadline(self, arrived: float, begun: float | None) -> float:
         return (arrived if begun is None else begun) + self._timeout_s
@@ -185,6 +209,16 @@ class EventChecks:
 
     # ------------------------------------------------------------------------------------------------------ topics
 
+    async def _check_topic(self, event: Event, arrived: float, deadline: float) -> None:
+        """Check an event against its topic, which is looked up if needed. Raises Problem."""
+        if self._topic_takes(event):
+            return
+        topic = await self._topic(event.topic, arrived, deadline)
+        try:
+            check_topic(event, topic, self.now_ms)
+        except Problem:
+            check_topic(event, await self._topic(event.topic, arrived, deadline, after_arrival=True), self.now_ms)
+
     def _topic_takes(self, event: Event) -> bool:
         """Whether the event's topic takes it, by the cached metadata; False if the topic is not cached.
 
@@ -214,6 +248,46 @@ class EventChecks:
         if topic is None:
             raise Problem(UNKNOWN_TOPIC, f"topic: {name} does not exist: make it, or correct its name")
         return topic
+
+    # ------------------------------------------------------------------------------------- schemas of a registry
+
+    async def _written_before(self, event: Event, deadline: float, problem: Problem) -> WriteResult:
+        """Find the result of an event that its schema refuses, as an older version may have taken it.
+
+        Raises the problem if the event was not written, and Problem (409, 503) if that is not known now.
+        """
+        found = await self._find(event.id, event.fp, deadline)
+        if isinstance(found, Delivered):
+            return result_of((event.id, found), replayed=True)
+        raise problem
+
+    async def batch_written_before(
+        self, events: Sequence[Event], whole: tuple[bytes, bytes], problem: Problem
+    ) -> Committed:
+        """Find the result of an atomic batch that `check_content` has refused with this problem, as `check` does.
+
+        `whole` is the batch's (id, fingerprint). Raises Problem.
+        """
+        if self._encoder is None or problem.kind not in REFUSED_BY_SCHEMA:
+            raise problem
+        deadline = time.monotonic() + self._timeout_s
+        found = await self._find(*whole, deadline)
+        if not isinstance(found, DeliveredBatch):
+            raise problem
+        members = [(event.id, await self._find(event.id, event.fp, deadline)) for event in events]
+        deliveries = tuple((id, state) for id, state in members if isinstance(state, Delivered))
+        if len(deliveries) < len(events):
+            raise Problem(OUTCOME_UNKNOWN, "Idempotency-Key: it is written; send it again to learn where")
+        return Committed(found.at, deliveries, replayed=True)
+
+    async def _find(self, id: bytes, fp: bytes, deadline: float) -> KeyState:
+        """Find what is written under an id by a request with this fingerprint. Raises Problem (409, 503)."""
+        found = await self._looked_up(id, deadline)
+        if found.state is None or found.dead or found.state.fp != fp:
+            return None
+        if isinstance(found.state, Claimed):
+            raise Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key")
+        return found.state
 
     # ---------------------------------------------------------------------------------------------------- old keys
 
@@ -264,19 +338,23 @@ class EventChecks:
         `id` is that of the event, or of the whole atomic batch; it is looked up until `deadline` (time.monotonic). A
         key that may be forgotten before it is claimed is refused too: its claim would find nothing.
         """
-        _check_time("Idempotency-Key: it", deadline)
-        try:
-            async with asyncio.timeout_at(deadline):
-                found = await self._store.find(id)
-        except (StoreLost, StoreAway, StoreUnanswered, TimeoutError) as error:
-            why = str(error) or "no answer"
-            raise Problem(NOT_WRITTEN, f"Idempotency-Key: it cannot be looked up now ({why}): send it again") from error
+        found = await self._looked_up(id, deadline)
         if self._expiry_ms(found.state, ttl_s) <= self.now_ms() + self._old_key_margin_ms:
             raise Problem(
                 KEY_EXPIRED,
                 f"Idempotency-Key: it tells that it is older than the {ttl_s} s for which it would be remembered, so "
                 "its event may have been written: to write it anyway, use a new key",
             )
+
+    async def _looked_up(self, id: bytes, deadline: float) -> Found:
+        """Read the state of a key until `deadline` (time.monotonic). Raises Problem (503)."""
+        _check_time("Idempotency-Key: it", deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._store.find(id)
+        except (StoreLost, StoreAway, StoreUnanswered, TimeoutError) as error:
+            why = str(error) or "no answer"
+            raise Problem(NOT_WRITTEN, f"Idempotency-Key: it cannot be looked up now ({why}): send it again") from error
 
 
 def _check_time(what: str, deadline: float) -> None:

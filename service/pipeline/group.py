@@ -101,9 +101,11 @@ def records_of(
                 accepted_at, same_for_all = at, stamp_end(at, writer)
             if event.topic != name:
                 name, most = event.topic, topic_of(event.topic).message_bytes_max
+            # The audit computes the fingerprint of each record, so its header has that of the encoded key and value.
+            fp = event.fp if event.encoded is None else event.encoded.fp
             headers = [
                 (KEY_HEADER, event.key.encode()),
-                (STAMP_HEADER, encode_stamp(event.id, event.fp, same_for_all)),
+                (STAMP_HEADER, encode_stamp(event.id, fp, same_for_all)),
             ]
             if event.traceparent is not None:
                 headers.append((TRACE_HEADER, event.traceparent))

@@ -62,6 +62,13 @@ class Quarantined(Problem):
 WriteResult = Committed | Problem
 
 
+def known(result: WriteResult) -> asyncio.Future[WriteResult]:
+    """Make the future of a request whose result is known without a write."""
+    future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
+    future.set_result(result)
+    return future
+
+
 def result_of(delivery: Delivery, *, replayed: bool) -> WriteResult:
     """Make the result of one event that is in Kafka: as itself, or as a dead letter."""
     state = delivery[1]

@@ -56,7 +56,8 @@ def test_every_setting_has_a_row() -> None:
     names = [line.split("`")[1] for line in lines]
     assert [name for name in names if not name.endswith("_FILE")] == [PREFIX + f.name.upper() for f in fields(Settings)]
     files = {name for name in names if name.endswith("_FILE")}
-    assert files == {"FENCEPOST_KAFKA_SASL_PASSWORD_FILE", "FENCEPOST_REDIS_FILE"}
+    secrets = ("KAFKA_SASL_PASSWORD", "REDIS", "REGISTRY_PASSWORD", "REGISTRY_TOKEN")
+    assert files == {f"FENCEPOST_{name}_FILE" for name in secrets}
     assert all(line.count(" | ") == 3 for line in lines)
     assert "| `FENCEPOST_PORT` | `8000` | port to listen on | service |" in lines
 

@@ -16,6 +16,7 @@ from service.contract.wire import event_id, fingerprint
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, Kind, Problem
 from service.core.settings import Settings
+from service.events.encoding import Encoder
 from service.events.event import Event, event_of
 from service.events.schemas import Schemas
 from service.kafka.admin import KafkaAdmin, Topic
@@ -30,6 +31,7 @@ from service.pipeline.queue import Queue
 from service.pipeline.request import WriteRequest, WriteResult
 from service.pipeline.resolver import Resolver
 from service.pipeline.writer import Writer
+from service.registry.client import RegistryClient
 from service.slots.recovery import CurrentStore
 from service.slots.slot import LedgerPosition, Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
@@ -283,10 +285,11 @@ class World:
     """Admission and Writer with all that they need, in memory. `slot` makes READY slots, `serve` serves them."""
 
     tracing: "Tracing | None" = None
+    registry = ""  # its URL; `client` is its client then, and must be closed
 
     def __init__(self, *rules: TopicRule, **settings: int) -> None:
         """Make a world with these rules before the usual ones, and settings other than the usual."""
-        usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2)
+        usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2, registry=self.registry)
         self.settings = replace(usual, **settings)  # type: ignore[arg-type]
         self.keys = FakeKeys()
         self.store = FakeStore(self.keys)
@@ -305,7 +308,16 @@ class World:
             )
         )
         self.schemas = Schemas(self.rules)
-        self.checks = EventChecks(self.settings, self.rules, self.schemas, self.store, self.topics, self.topic_metadata)
+        self.client = RegistryClient(self.settings, self.telemetry) if self.registry else None
+        self.checks = EventChecks(
+            self.settings,
+            self.rules,
+            self.schemas,
+            self.store,
+            self.topics,
+            self.topic_metadata,
+            encoder=Encoder(self.client, self.settings, self.rules, self.telemetry) if self.client else None,
+        )
         self.resolver = Resolver(self.settings, self.queue, self.journal, self.telemetry, self.tracing)
         self.admission = Admission(
             self.settings, self.rules, self.checks, self.store, self.queue, self.resolver, self.tracing
@@ -369,8 +381,8 @@ class World:
         return asyncio.create_task(self._write(event, asyncio.get_running_loop().time() - ago_s))
 
     async def _write(self, event: Event, arrived: float) -> WriteResult:
-        await self.checks.check(event, arrived)
-        return await self.admission.submit(event, arrived)
+        written = await self.checks.check(event, arrived)
+        return await self.admission.submit(event, arrived) if written is None else written
 
     def keys_written(self, n: int = 0) -> list[list[str]]:
         """List the idempotency keys of each group that a slot's present producers wrote."""

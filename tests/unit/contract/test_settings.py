@@ -342,3 +342,52 @@ def test_the_words_of_the_log() -> None:
     settings = read(log_format="json", log_keys="plain")
     assert (settings.log_format, settings.log_keys) == ("json", "plain")
     assert lines(log_keys="none") == ["FENCEPOST_LOG_KEYS='none' is wrong: set one of hashed, plain"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"registry": "http://127.0.0.1:8081/apis/ccompat/v7/"}, []),
+        ({"registry": "https://r", "registry_username": "a", "registry_password": "b"}, []),
+        ({"registry": "https://r", "registry_token": "a.b-c=="}, []),
+        ({"registry": "r:8081"}, ["FENCEPOST_REGISTRY='r:8081' is wrong: set http://host:port/path or https://…"]),
+        ({"registry": "ftp://r"}, ["FENCEPOST_REGISTRY='ftp://r' is wrong: set http://host:port/path"]),
+        ({"registry": "http://a:b@r"}, ["FENCEPOST_REGISTRY='http://a:b@r' is wrong: set http://host:port/path"]),
+        ({"registry": "http://r:0"}, ["FENCEPOST_REGISTRY='http://r:0' is wrong"]),
+        ({"registry": "http://r?a=b"}, ["FENCEPOST_REGISTRY='http://r?a=b' is wrong"]),
+        (
+            {"registry_username": "a"},
+            ["FENCEPOST_REGISTRY_USERNAME means nothing without FENCEPOST_REGISTRY: set", "F"],
+        ),
+        (
+            {"registry": "http://r", "registry_username": "a"},
+            ["FENCEPOST_REGISTRY_USERNAME and FENCEPOST_REG"],
+        ),
+        (
+            {"registry": "http://r", "registry_username": "a", "registry_password": "b", "registry_token": "c"},
+            ["FENCEPOST_REGISTRY_TOKEN and FENCEPOST_REGISTRY_PASSWORD are both set"],
+        ),
+        ({"registry": "http://r", "registry_token": "a b"}, ["FENCEPOST_REGISTRY_TOKEN is wrong: set letters"]),
+        (
+            {"registry": "http://r", "registry_cafile": "x"},
+            ["FENCEPOST_REGISTRY_CAFILE means nothing without TLS: set FENCEPOST_REGISTRY=https://…"],
+        ),
+        ({"registry": "https://r", "registry_cafile": "none"}, ["FENCEPOST_REGISTRY_CAFILE='none' cannot be used"]),
+        ({"registry_register": "no"}, ["FENCEPOST_REGISTRY_REGISTER='no' is wrong: set true or false"]),
+    ],
+)
+def test_settings_of_the_schema_registry(settings: dict[str, str], wrong: list[str]) -> None:
+    if not wrong:
+        assert not read(**settings).registry.endswith("/")
+        return
+    found = lines(**settings)
+    assert len(found) == len(wrong)
+    assert all(line.startswith(start) for line, start in zip(found, wrong, strict=True))
+
+
+def test_the_schema_registry_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.core.settings.find_spec", lambda name: None)
+    assert lines(registry="http://r") == [
+        "FENCEPOST_REGISTRY needs packages that are not here: install fencepost[registry]"
+    ]
+    assert read().registry == ""

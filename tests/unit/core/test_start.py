@@ -82,3 +82,17 @@ def test_mistakes_of_the_rules_are_reported_with_those_of_the_settings(
         f"{rules}:2:",
         f"{rules}:3:",
     ]
+
+
+def test_rules_with_schemas_of_a_registry_need_its_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "rules.toml").write_text('[[topics]]\npattern = "orders"\nregistry = { value = {} }\n')
+    monkeypatch.setenv("FENCEPOST_RULES", str(tmp_path / "rules.toml"))
+    monkeypatch.setattr(service.__main__, "build_app", Mock(side_effect=AssertionError("it was started")))
+    assert service.__main__.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"{tmp_path / 'rules.toml'}: the topics 'orders' have schemas of a registry, and FENCEPOST_REGISTRY is not "
+        "set: set the registry's URL"
+    )

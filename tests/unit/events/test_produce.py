@@ -28,7 +28,7 @@ KEY = RequestKey("k", "shop")
 
 
 async def v2(record: str, format: Format = Format.JSON, partition: int | None = None) -> Event:
-    (raw,) = await parse_v2(b'{"records":[%b]}' % record.encode())
+    (raw,), _ = await parse_v2(b'{"records":[%b]}' % record.encode(), Format.JSON)
     return v2_event(raw, 3, format, "orders", partition, KEY, None)
 
 
@@ -163,7 +163,7 @@ async def test_a_negative_partition_is_not_found() -> None:
 )
 async def test_a_body_without_records_is_unprocessable(body: bytes) -> None:
     with pytest.raises(ProduceProblem) as caught:
-        await parse_v2(body)
+        await parse_v2(body, Format.JSON)
     assert (caught.value.status, caught.value.error_code) == (422, 422)
 
 
@@ -181,7 +181,7 @@ async def test_a_body_without_records_is_unprocessable(body: bytes) -> None:
 )
 async def test_a_malformed_body_is_refused(body: bytes, status: int) -> None:
     with pytest.raises(Problem) as caught:
-        await parse_v2(body)
+        await parse_v2(body, Format.JSON)
     assert caught.value.kind.status == status
 
 
@@ -194,7 +194,7 @@ async def test_a_long_body_gives_the_same_records() -> None:
     value = json.dumps({"x": "y" * 1_000})
     body = b'{"value_schema_id":null,"records":[%b]}' % b",".join([b'{"value":%b}' % value.encode()] * 100)
     assert len(body) > LONG_BYTES
-    records = await parse_v2(body)
+    records, _ = await parse_v2(body, Format.JSON)
     events = [v2_event(raw, n, Format.JSON, "orders", None, KEY, None) for n, raw in enumerate(records)]
     assert [event.value for event in events] == [value.encode()] * 100
     assert [event.id for event in events] == [member_id("k", n, "shop") for n in range(100)]

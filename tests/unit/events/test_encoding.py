@@ -1,0 +1,396 @@
+"""Tests events with schemas of a registry: what is written, fingerprints, subjects, refusals and their problems."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from service.contract import RegistryRule, Rules, SchemaRule, TopicRule
+from service.contract.wire import event_id, fingerprint
+from service.core.metrics import Telemetry
+from service.core.problems import Problem
+from service.core.settings import Settings
+from service.events import encoding as module
+from service.events.encoding import Encoder
+from service.events.event import Event, event_of
+from service.events.schema_refs import Encoding, SchemaRef, UsedSchema
+from service.registry import client as client_module
+from service.registry.client import RegistryClient
+from service.registry.schema import Reference, Registered, Schema, SchemaType
+from tests.contract.fake_registry import FakeRegistry
+
+LATER = 1e9
+STRING = Schema(SchemaType.AVRO, '"string"')
+LONG = Schema(SchemaType.AVRO, '"long"')
+ORDER = Schema(
+    SchemaType.AVRO,
+    '{"type":"record","name":"Order","namespace":"shop","fields":[{"name":"lines","type":{"type":"array","items":"long"}}]}',
+)
+
+
+class Desk:
+    """An encoder, its client, and the registry."""
+
+    def __init__(self, registry: FakeRegistry, **settings: Any) -> None:
+        self.registry = registry
+        self.settings = Settings(registry=registry.url, **settings)
+        self.telemetry = Telemetry()
+        self.client = RegistryClient(self.settings, self.telemetry)
+
+    def encoder(self, key: SchemaRule | None = None, value: SchemaRule | None = None) -> Encoder:
+        rules = Rules((TopicRule("orders", registry=RegistryRule(key, value)),) if key or value else ())
+        return Encoder(self.client, self.settings, rules, self.telemetry)
+
+    async def put(self, subject: str, schema: Schema) -> Registered:
+        return await self.client.registered(subject, schema, register=True)
+
+    async def by(self, ref: SchemaRef, value: object, key: SchemaRef | None = None, record_key: str = "1") -> Event:
+        """Encode a value, and a JSON key, by schemas that the request names."""
+        event = an_event(value, None if key is None else record_key)
+        event.encoding = Encoding(key, ref, json_key=True)
+        await self.encoder().encode(event, LATER)
+        return event
+
+
+@pytest.fixture
+def registry() -> Iterator[FakeRegistry]:
+    with FakeRegistry() as fake:
+        yield fake
+
+
+@pytest.fixture
+async def desk(registry: FakeRegistry) -> AsyncIterator[Desk]:
+    desk = Desk(registry)
+    yield desk
+    await desk.client.close()
+
+
+def an_event(value: object, key: str | None = None, topic: str = "orders") -> Event:
+    content = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return event_of("k", event_id("k"), topic, None if key is None else key.encode(), content, [("a", b"b")], 2)
+
+
+async def problem_of(encoder: Encoder, event: Event, deadline: float = LATER) -> Problem:
+    with pytest.raises(Problem) as caught:
+        await encoder.encode(event, deadline)
+    assert event.encoded is None
+    return caught.value
+
+
+async def test_key_and_value_are_encoded_and_the_fingerprint_stays_that_of_what_was_sent(desk: Desk) -> None:
+    await desk.put("orders-key", STRING)
+    value = await desk.put("orders-value", ORDER)
+    encoder = desk.encoder(SchemaRule(), SchemaRule())
+    event = an_event({"lines": [1, -1]}, "customer-7")
+    sent = event.fp
+    assert encoder.concerns(event)
+    await encoder.encode(event, LATER)
+    assert (event.record_key, event.value) == (b"\0\0\0\0\1\x14customer-7", b"\0\0\0\0\2\x04\x02\x01\x00")
+    assert event.size == len(event.record_key or b"") + len(event.value or b"") + 2
+    assert event.encoded is not None
+    written = fingerprint("orders", 2, event.record_key, [("a", b"b")], event.value)
+    assert (event.fp, event.encoded.fp, sent == written) == (sent, written, False)
+    assert event.encoded.value == UsedSchema(SchemaType.AVRO, "orders-value", value.id, 1)
+    assert not encoder.concerns(event)
+
+
+async def test_a_newer_latest_version_leaves_the_request_the_same(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "FRESH_S", 0.0)
+    monkeypatch.setattr(client_module, "STALE_S", 0.0)
+    await desk.put("orders-value", ORDER)
+    encoder = desk.encoder(None, SchemaRule())
+    first, again = an_event({"lines": []}), an_event({"lines": []})
+    await encoder.encode(first, LATER)
+    fields = [*json.loads(ORDER.text)["fields"], {"name": "note", "type": "string", "default": "n"}]
+    await desk.put("orders-value", Schema(SchemaType.AVRO, json.dumps({**json.loads(ORDER.text), "fields": fields})))
+    await encoder.encode(again, LATER)
+    assert again.value == b"\0\0\0\0\2\0\x02n"
+    assert first.value == b"\0\0\0\0\1\0"
+    assert first.fp == again.fp
+
+
+async def test_tombstones_and_absent_keys_stay(desk: Desk) -> None:
+    await desk.put("orders-key", STRING)
+    encoder = desk.encoder(SchemaRule(), SchemaRule())
+    event = event_of("k", event_id("k"), "orders", b"a", None, [])
+    await encoder.encode(event, LATER)
+    assert (event.record_key, event.value) == (b"\0\0\0\0\1\x02a", None)
+    await desk.put("orders-value", LONG)
+    event = an_event(1)
+    await encoder.encode(event, LATER)
+    assert (event.record_key, event.value) == (None, b"\0\0\0\0\2\x02")
+
+
+@pytest.mark.parametrize(
+    ("schema", "json_key", "key", "content"),
+    [
+        ('"string"', False, "a", b"\x02a"),
+        ('"string"', False, '"a"', b'\x06"a"'),
+        ('"string"', True, '"a"', b"\x02a"),
+        ('"long"', False, "7", b"\x0e"),
+        ('"long"', True, "7", b"\x0e"),
+        ('["null", "string"]', False, '"a"', b"\x02\x02a"),
+    ],
+)
+async def test_a_key_is_a_string_where_its_schema_takes_strings_else_json(
+    desk: Desk, schema: str, json_key: bool, key: str, content: bytes
+) -> None:
+    await desk.put("orders-key", Schema(SchemaType.AVRO, schema))
+    event = an_event(1, key)
+    event.encoding = Encoding(json_key=json_key)
+    await desk.encoder(SchemaRule()).encode(event, LATER)
+    assert (event.record_key, event.value) == (b"\0\0\0\0\1" + content, b"1")
+
+
+async def test_a_key_that_is_no_text_is_refused(desk: Desk) -> None:
+    await desk.put("orders-key", STRING)
+    event = event_of("k", event_id("k"), "orders", b"\xff", b"1", [])
+    problem = await problem_of(desk.encoder(SchemaRule()), event)
+    assert (problem.kind.code, problem.detail) == (
+        "schema-mismatch",
+        "key: its schema takes strings, and it is not UTF-8",
+    )
+
+
+async def test_json_is_validated_and_stays_as_it_was_sent(desk: Desk) -> None:
+    text = json.dumps({"title": "shop.Order", "properties": {"lines": {"items": {"type": "number"}}}})
+    await desk.put("orders-value", Schema(SchemaType.JSON, text))
+    encoder = desk.encoder(None, SchemaRule())
+    event = an_event(b'{ "lines" : [1.50] }')
+    await encoder.encode(event, LATER)
+    assert event.value == b'\0\0\0\0\1{ "lines" : [1.50] }'
+    problem = await problem_of(encoder, an_event({"lines": [1, "a"]}))
+    assert problem.detail == ('value.lines[1]: "a" is not of type "number": see schema 1 (version 1 of orders-value)')
+
+
+async def test_json_schemas_refer_to_others(desk: Desk) -> None:
+    await desk.put("line", Schema(SchemaType.JSON, '{"type": "integer"}'))
+    text = '{"$schema": "http://json-schema.org/draft-07/schema#", "items": {"$ref": "line.json"}}'
+    await desk.put("orders-value", Schema(SchemaType.JSON, text, (Reference("line.json", "line", 1),)))
+    encoder = desk.encoder(None, SchemaRule())
+    await encoder.encode(an_event([1, 2]), LATER)
+    problem = await problem_of(encoder, an_event([1, "a"]))
+    assert problem.detail.startswith('value[1]: "a" is not of type "integer"')
+
+
+async def test_json_schemas_with_an_id_refer_relative_to_it(desk: Desk) -> None:
+    await desk.put("line", Schema(SchemaType.JSON, '{"$id": "http://shop.test/line.json", "type": "integer"}'))
+    text = '{"$id": "http://shop.test/order.json", "items": {"$ref": "line.json"}}'
+    reference = Reference("http://shop.test/line.json", "line", 1)
+    await desk.put("orders-value", Schema(SchemaType.JSON, text, (reference,)))
+    encoder = desk.encoder(None, SchemaRule())
+    await encoder.encode(an_event([1, 2]), LATER)
+    assert (await problem_of(encoder, an_event(["a"]))).kind.code == "schema-mismatch"
+
+
+async def test_patterns_of_json_schemas_take_linear_time(desk: Desk) -> None:
+    await desk.put("orders-value", Schema(SchemaType.JSON, '{"pattern": "^(a+)+$"}'))
+    encoder = desk.encoder(None, SchemaRule())
+    async with asyncio.timeout(5):
+        assert (await problem_of(encoder, an_event("a" * 50_000 + "b"))).kind.code == "schema-mismatch"
+    await desk.put("look", Schema(SchemaType.JSON, '{"pattern": "(?=a)"}'))
+    problem = await problem_of(desk.encoder(None, SchemaRule(subject="look")), an_event("a"))
+    assert problem.kind.code == "unusable-schema"
+
+
+async def test_protobuf_is_encoded_behind_the_messages_indexes(desk: Desk) -> None:
+    text = 'syntax = "proto3"; package shop; message Line { int64 n = 1; } message Order { repeated Line lines = 1; }'
+    await desk.put("orders-value", Schema(SchemaType.PROTOBUF, text))
+    by_rule = desk.encoder(None, SchemaRule(message="shop.Order"))
+    event = an_event({"lines": [{"n": 3}]})
+    await by_rule.encode(event, LATER)
+    assert event.value == b"\0\0\0\0\1\x02\x02\x0a\x02\x08\x03"
+    event = an_event({"n": 3})
+    await desk.encoder(None, SchemaRule()).encode(event, LATER)
+    assert event.value == b"\0\0\0\0\1\0\x08\x03"
+    problem = await problem_of(by_rule, an_event({"lines": [{"m": 3}]}))
+    assert problem.detail.startswith("value.lines[0].m: shop.Line has no such field: see schema 1 ")
+    problem = await problem_of(desk.encoder(None, SchemaRule(message="shop.None")), an_event({}))
+    assert (problem.kind.code, problem.detail.rpartition(": ")[2]) == ("unusable-schema", "it has no message shop.None")
+
+
+@pytest.mark.parametrize(
+    ("rule", "subject"),
+    [
+        (SchemaRule(), "orders-value"),
+        (SchemaRule("record", "shop.Order"), "shop.Order"),
+        (SchemaRule("topic-record", "shop.Order"), "orders-shop.Order"),
+        (SchemaRule(subject="any"), "any"),
+    ],
+)
+async def test_subjects_of_rules(desk: Desk, rule: SchemaRule, subject: str) -> None:
+    await desk.put(subject, LONG)
+    await desk.put(subject, STRING)
+    event = an_event("a")
+    await desk.encoder(None, rule).encode(event, LATER)
+    assert event.value == b"\0\0\0\0\2\x02a"
+    fixed = SchemaRule(rule.strategy, rule.record, rule.subject, version=1)
+    event = an_event(1)
+    await desk.encoder(None, fixed).encode(event, LATER)
+    assert event.value == b"\0\0\0\0\1\x02"
+
+
+async def test_schemas_that_a_request_names(desk: Desk) -> None:
+    await desk.put("orders-key", STRING)
+    order = await desk.put("orders-value", ORDER)
+    long = await desk.put("mine", LONG)
+    event = await desk.by(SchemaRef(id=order.id), {"lines": []}, SchemaRef(), '"a"')
+    assert (event.record_key, event.value) == (b"\0\0\0\0\1\x02a", b"\0\0\0\0\2\0")
+    event = await desk.by(SchemaRef(subject="mine", version=1), 1)
+    assert event.encoded is not None
+    assert event.encoded.value == UsedSchema(SchemaType.AVRO, "mine", long.id, 1)
+    event = await desk.by(SchemaRef(text=LONG.text, type=SchemaType.AVRO, subject="mine"), 1)
+    assert event.encoded is not None
+    assert event.encoded.value == UsedSchema(SchemaType.AVRO, "mine", long.id, 1)
+
+
+@pytest.mark.parametrize(("strategy", "subject"), [("record", "shop.Order"), ("topic-record", "orders-shop.Order")])
+async def test_strategies_by_the_name_of_the_schema(desk: Desk, strategy: str, subject: str) -> None:
+    registered = await desk.put(subject, ORDER)
+    for ref in (
+        SchemaRef(text=ORDER.text, type=SchemaType.AVRO, strategy=strategy),
+        SchemaRef(id=registered.id, strategy=strategy),
+    ):
+        event = await desk.by(ref, {"lines": []})
+        assert event.encoded is not None
+        assert event.encoded.value == UsedSchema(SchemaType.AVRO, subject, registered.id, 1)
+    event = an_event(1)
+    event.encoding = Encoding(value=SchemaRef(strategy=strategy))
+    assert (await problem_of(desk.encoder(), event)).kind.code == "unusable-schema"
+
+
+async def test_a_schema_that_a_request_brings_is_registered_if_that_is_allowed(
+    registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "ABSENT_S", 0.0)
+    desk, careful = Desk(registry), Desk(registry, registry_register=False)
+    event = an_event(1)
+    event.encoding = Encoding(value=SchemaRef(text=LONG.text, type=SchemaType.AVRO))
+    problem = await problem_of(careful.encoder(), event)
+    assert (problem.kind.code, problem.detail.partition(":")[0]) == ("unknown-schema", "value")
+    assert (await desk.by(event.encoding.value or SchemaRef(), 1)).value == b"\0\0\0\0\1\x02"
+    await careful.encoder().encode(event, LATER)
+    assert event.value == b"\0\0\0\0\1\x02"
+    await desk.client.close()
+    await careful.client.close()
+
+
+@pytest.mark.parametrize(
+    ("ref", "code", "detail"),
+    [
+        (SchemaRef(), "unknown-schema", "value: the latest version of the subject orders-value: Subject"),
+        (SchemaRef(version=4, subject="s"), "unknown-schema", "value: the version 4 of the subject s: Version 4"),
+        (SchemaRef(id=77), "unknown-schema", "value: schema 77: Schema 77 not found"),
+        (SchemaRef(id=1), "unknown-schema", "value: schema 1: Subject 'orders-value' not found"),
+        (
+            SchemaRef(text="{", type=SchemaType.AVRO),
+            "unusable-schema",
+            "value: the schema that was sent: the registry re",
+        ),
+        (
+            SchemaRef(text='"x"', type=SchemaType.AVRO),
+            "unusable-schema",
+            "value: the schema that was sent: it is no Avro",
+        ),
+    ],
+)
+async def test_schemas_that_are_not_there_or_cannot_be_used(desk: Desk, ref: SchemaRef, code: str, detail: str) -> None:
+    await desk.put("s", LONG)
+    event = an_event(1)
+    event.encoding = Encoding(value=ref)
+    problem = await problem_of(desk.encoder(), event)
+    assert (problem.kind.status, problem.kind.code) == (422, code)
+    assert problem.detail.startswith(detail)
+
+
+async def test_a_value_that_does_not_fit_names_the_path(desk: Desk) -> None:
+    await desk.put("orders-value", ORDER)
+    encoder = desk.encoder(None, SchemaRule())
+    problem = await problem_of(encoder, an_event({"lines": [1, None]}))
+    assert (problem.kind.status, problem.kind.code) == (422, "schema-mismatch")
+    assert problem.detail == ("value.lines[1]: an integer is wanted (long): see schema 1 (version 1 of orders-value)")
+    problem = await problem_of(encoder, an_event(b"no JSON"))
+    assert problem.detail.startswith("value: it has a schema, which takes JSON only: is not JSON")
+    problem = await problem_of(encoder, an_event(b'{"lines": [1%b]}' % (b"0" * 5_000)))
+    assert "more digits" in problem.detail
+
+
+async def test_a_registry_that_is_away_is_503_with_a_time(desk: Desk) -> None:
+    desk.registry.status = 503
+    encoder = desk.encoder(None, SchemaRule())
+    for _ in range(3):
+        problem = await problem_of(encoder, an_event(1))
+        assert (problem.kind.code, problem.retry_after_s) == ("not-written", 1)
+        assert problem.detail.startswith("value: the schema registry is away (")
+    assert len(desk.registry.requests) == 1
+    (metric,) = desk.telemetry.registry_unserved.collect()
+    assert metric.samples[0].value == 3
+
+
+async def test_a_silent_registry_is_waited_for_until_the_deadline(desk: Desk) -> None:
+    desk.registry.delay_s = 0.5
+    began = asyncio.get_running_loop().time()
+    problem = await problem_of(desk.encoder(None, SchemaRule()), an_event(1), began + 0.1)
+    assert (problem.kind.code, problem.detail) == (
+        "not-written",
+        "value: its schema was not found in time: send it again",
+    )
+    assert asyncio.get_running_loop().time() < began + 0.4
+
+
+async def test_long_values_are_encoded_off_the_event_loop(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[object] = []
+
+    async def in_thread(work: Any, *given: Any) -> Any:
+        threads.append(work)
+        return work(*given)
+
+    await desk.put("orders-value", ORDER)
+    encoder = desk.encoder(None, SchemaRule())
+    await encoder.encode(an_event({"lines": []}), LATER)
+    monkeypatch.setattr(module, "in_thread", in_thread)
+    await encoder.encode(an_event({"lines": []}), LATER)
+    assert threads == []
+    await encoder.encode(an_event({"lines": [1] * module.AT_ONCE_BYTES}), LATER)
+    assert len(threads) == 1
+
+
+async def test_an_encoded_event_is_bounded(desk: Desk) -> None:
+    await desk.put("orders-value", Schema(SchemaType.AVRO, '{"type": "array", "items": "double"}'))
+    problem = await problem_of(desk.encoder(None, SchemaRule()), an_event([1] * 200_000))
+    assert (problem.kind.status, problem.detail) == (
+        413,
+        "value: the event has 1600011 bytes; at most 1000000 are taken",
+    )
+
+
+async def test_schemas_that_are_ready_are_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "READY_MAX", 2)
+    encoder = desk.encoder()
+    for n in range(5):
+        event = an_event(1)
+        text = json.dumps({"type": "long", "doc": "x" * n})
+        event.encoding = Encoding(value=SchemaRef(text=text, type=SchemaType.AVRO))
+        await encoder.encode(event, LATER)
+    (metric,) = desk.telemetry.registry_schemas.collect()
+    assert metric.samples[0].value == 2
+
+
+async def test_a_schema_that_cannot_be_made_ready_is_not_tried_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await desk.put("orders-value", Schema(SchemaType.AVRO, '"none"'))
+    encoder = desk.encoder(None, SchemaRule())
+    tries: list[object] = []
+    made = module.AvroCodec
+
+    def counted(*given: Any) -> object:
+        tries.append(given)
+        return made(*given)
+
+    monkeypatch.setattr(module, "AvroCodec", counted)
+    for _ in range(3):
+        assert (await problem_of(encoder, an_event(1))).kind.code == "unusable-schema"
+    assert len(tries) == 1

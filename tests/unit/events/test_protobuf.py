@@ -1,0 +1,101 @@
+"""Tests JSON by Protobuf schemas: what is read back, the indexes of messages, and where a value does not fit."""
+
+import json
+
+import pytest
+
+from service.events.avro import Misfit
+from service.events.protobuf import ProtobufSchema
+from service.registry import protoc
+from service.registry.schema import Import, Schema, SchemaType, SchemaUnusable
+
+TEXT = """
+syntax = "proto3";
+package shop;
+import "line.proto";
+message Order {
+  message A { message B { string text = 1; } }
+  message C { int64 n = 1; }
+  double total = 1;
+  repeated Line lines = 2;
+  bytes raw = 3;
+  C c = 4;
+  map<string, C> by_name = 5;
+}
+message Other { string x = 1; }
+"""
+LINE = Import("line.proto", Schema(SchemaType.PROTOBUF, 'syntax = "proto3"; message Line { int32 count = 1; }'))
+
+
+async def test_messages_have_indexes_and_are_read_back() -> None:
+    compiled = await protoc.compiled(TEXT, [LINE])
+    for message, indexes, value, content in (
+        ("", b"\x00", {"total": 1.5}, b"\x09" + b"\x00" * 6 + b"\xf8\x3f"),
+        ("shop.Other", b"\x02\x02", {"x": "a"}, b"\x0a\x01a"),
+        ("shop.Order.C", b"\x04\x00\x02", {"n": "9007199254740993"}, b"\x08\x81\x80\x80\x80\x80\x80\x80\x10"),
+        ("shop.Order.A.B", b"\x06\x00\x00\x00", {"text": "t"}, b"\x0a\x01t"),
+    ):
+        schema = ProtobufSchema(compiled, message)
+        assert (schema.name, schema.indexes) == (message or "shop.Order", indexes)
+        assert schema.encode(json.loads(json.dumps(value))) == content
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "why"),
+    [
+        ({"lines": [{"count": 1}, {"count": 1.5}]}, ["lines", 1, "count"], "integer: 1.5"),
+        ({"lines": [{"count": "x"}]}, ["lines", "count"], "int"),
+        ({"totl": 1}, ["totl"], "shop.Order has no such field"),
+        ({"c": {"m": 1}}, ["c", "m"], "shop.Order.C has no such field"),
+        ({"lines": [{}, {"m": 1}]}, ["lines", 1, "m"], "Line has no such field"),
+        ({"raw": 1}, ["raw"], "int"),
+        ({"total": []}, ["total"], "list"),
+        ([], [], "an object is wanted, for shop.Order"),
+        (1, [], "an object is wanted"),
+        ({"c": []}, ["c"], "an object is wanted"),
+        ({"lines": {}}, ["lines"], "an array is wanted"),
+        ({"lines": [[]]}, ["lines", 0], "an object is wanted"),
+        ({"byName": []}, ["byName"], "for a map"),
+        ({"by_name": {"a": []}}, ["by_name", "a"], "an object is wanted"),
+    ],
+)
+async def test_a_value_that_does_not_fit_names_the_path(value: object, path: list[object], why: str) -> None:
+    with pytest.raises(Misfit, match=why) as caught:
+        ProtobufSchema(await protoc.compiled(TEXT, [LINE])).encode(value)
+    assert [*reversed(caught.value.path)] == path
+
+
+@pytest.mark.parametrize("message", ["shop.None", "Line"])
+async def test_messages_that_the_schema_does_not_have(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProtobufSchema(await protoc.compiled(TEXT, [LINE]), message)
+
+
+async def test_two_schemas_may_have_messages_of_one_name() -> None:
+    """Each has a pool of its own."""
+    older = ProtobufSchema(await protoc.compiled('syntax = "proto3"; message M { string a = 1; }', []))
+    newer = ProtobufSchema(await protoc.compiled('syntax = "proto3"; message M { int32 b = 1; }', []))
+    assert (older.encode({"a": "x"}), newer.encode({"b": 1})) == (b"\x0a\x01x", b"\x08\x01")
+
+
+@pytest.mark.parametrize(
+    ("text", "imports", "why"),
+    [
+        ("message {", [], "protoc refuses it: 1:9: "),
+        (TEXT, [], "line.proto"),
+        ("", [Import("../x.proto", LINE.schema)], "no Protobuf file with a relative path"),
+        ("", [Import("/x.proto", LINE.schema)], "no Protobuf file with a relative path"),
+        ("", [Import("a", LINE.schema), Import("a/b", LINE.schema)], "cannot be written"),
+        ("", [Import(protoc.MAIN, LINE.schema)], "reserved"),
+        ("", [Import("a", Schema(SchemaType.AVRO, ""))], "no Protobuf file"),
+    ],
+)
+async def test_schemas_that_cannot_be_compiled(text: str, imports: list[Import], why: str) -> None:
+    with pytest.raises(SchemaUnusable, match=why):
+        await protoc.compiled(text, imports)
+
+
+async def test_a_compiler_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protoc, "COMPILE_S", 0.001)
+    with pytest.raises(SchemaUnusable, match="did not compile it within"):
+        await protoc.compiled(TEXT, [LINE])
