@@ -317,17 +317,16 @@ class _Run:
             rows = deliveries.with_vanished(rows, self.lake.read_once("deliveries"), vanished, plan.run)
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
-        if self.last_plan is None or not self.lake.exists("deliveries"):
-            # There are no rows to merge into. Rebalanced by hour, so that a run over a long history writes few files.
-            with self.timer.step("read and write records"):
-                self.lake.append("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
-            return
         with self.timer.step("read records"):
-            # The rows are used twice. A checkpoint, not a cache, since Delta refuses to merge from a cached plan.
+            # A checkpoint, not a cache, since Delta refuses to merge from a cached plan.
             rows = lake.checkpointed(rows)
-            touched = hours.of(rows)
+            with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
+                planning.check_read(admin, plan)
         with self.timer.step("merge records"):
-            if touched:
+            if self.last_plan is None or not self.lake.exists("deliveries"):
+                # There are no rows to merge into. Rebalanced by hour: a run over a long history writes few files.
+                self.lake.append("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
+            elif touched := hours.of(rows):
                 self.lake.merge(rows, touched, plan.run)
 
     def _exact_hours(self, plan: Plan) -> tuple[int, int]:

@@ -284,6 +284,30 @@ def _has_rule(settings: Settings, name: str) -> bool:
     return any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)
 
 
+def check_read(admin: Admin, plan: Plan) -> None:
+    """Check, after a run has read its records, that the logs are those of the plan; CannotRun otherwise.
+
+    Spark reads a span of offsets from whatever log has the topic's name. If the topic was recreated, or a leader
+    without the planned records was elected, other records may have these offsets. Records that were deleted meanwhile,
+    and had been read, do no harm.
+    """
+    logs = [log for log in plan.logs if log.audited and log.start < log.end]
+    if not logs:
+        return
+    _check_topic_ids(admin, logs, "read it")
+    topics = {log.topic: Topic(log.topic, log.topic_id, 0) for log in logs}
+    ends = admin.ends([log.topic_partition for log in logs])
+    diverged = _diverged(admin, logs, topics, ends)
+    for log in logs:
+        found = ends[log.topic_partition]
+        intact = rule_table.intact_until(found.last_stable, diverged.get(log.topic_partition), log.end)
+        if rule_table.is_truncated(intact, log.end):
+            raise CannotRun(
+                f"partition {log.partition} of topic {log.topic!r} was truncated while the run read it; "
+                "start the run again"
+            )
+
+
 def _next_log(
     last_plan: Plan | None,
     role: str,
@@ -409,7 +433,7 @@ def _with_later_end(admin: Admin, logs: list[Log]) -> list[Log]:
     """
     partitions = [log.topic_partition for log in logs if log.role == DATA]
     ends = admin.ends(partitions) if partitions else {}
-    _check_topic_ids(admin, logs)
+    _check_topic_ids(admin, logs, "was planned")
 
     def later_end(log: Log) -> int:
         found = ends.get(log.topic_partition)
@@ -421,16 +445,16 @@ def _with_later_end(admin: Admin, logs: list[Log]) -> list[Log]:
     return [replace(log, later_end=later_end(log)) for log in logs]
 
 
-def _check_topic_ids(admin: Admin, logs: Sequence[Log]) -> None:
-    """Check that no topic was deleted or recreated while its ends were listed; CannotRun otherwise.
+def _check_topic_ids(admin: Admin, logs: Sequence[Log], step: str) -> None:
+    """Check that no topic was deleted or recreated during a step of the run; CannotRun otherwise.
 
-    Offsets of another topic would prove losses. Called after the last list of ends: a topic id does not come back.
+    Offsets of another topic would prove losses. Called after the last request: a topic id does not come back.
     """
     topic_ids = {log.topic: log.topic_id for log in logs}
     found = admin.describe(sorted(topic_ids))
     for name, topic_id in topic_ids.items():
         if name not in found or rule_table.is_recreated(topic_id, found[name].topic_id):
-            raise CannotRun(f"topic {name!r} was deleted or recreated while the run was planned; start the run again")
+            raise CannotRun(f"topic {name!r} was deleted or recreated while the run {step}; start the run again")
 
 
 def _with_caught_up_run(log: Log, run: int) -> Log:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -494,6 +495,35 @@ def test_a_first_record_whose_time_becomes_known_is_other_evidence(cluster: Fake
     assert run_plan.evidence_changed(third, second)
 
 
+@pytest.mark.parametrize(
+    ("now", "topic_id", "error"),
+    [
+        (ends(25), "one", None),
+        (ends(25, start=25), "one", None),
+        (ends(19), "one", "partition 0 of topic 'orders' was truncated while the run read it"),
+        (ends(25), "two", "topic 'orders' was deleted or recreated while the run read it"),
+        (None, "one", "topic 'orders' was deleted or recreated while the run read it"),
+    ],
+    ids=["more", "deleted after the read", "truncated", "recreated", "gone"],
+)
+def test_records_count_only_if_their_logs_are_those_of_the_plan_after_the_read(
+    cluster: FakeAdmin, now: Ends | None, topic_id: str, error: str | None
+) -> None:
+    first = freeze(cluster, named={"orders", "others"})
+    cluster.topics["orders"] = ends(20)
+    plan = freeze(cluster, first)
+    # A log that the plan does not read does not matter.
+    cluster.topics["others"] = ends(3)
+    del cluster.topics["orders"]
+    if now is not None:
+        cluster.topics["orders"], cluster.topic_ids["orders"] = now, topic_id
+    with nullcontext() if error is None else pytest.raises(CannotRun, match=error):
+        planning.check_read(cluster, plan)
+    # A run that reads nothing lists nothing.
+    idle = replace(plan, logs=tuple(replace(log, start=log.end) for log in plan.logs))
+    planning.check_read(cluster, idle)
+
+
 def test_a_truncated_log_has_a_truncation_gap(cluster: FakeAdmin) -> None:
     first = freeze(cluster, named={"orders"})
     cluster.topics["orders"] = ends(6)
@@ -521,6 +551,10 @@ def test_a_truncated_log_that_grew_again_is_read_from_where_it_diverged(cluster:
     last = freeze(cluster, plan, now_ms=NOW_MS + 3)
     assert (one(last, "orders").start, one(last, "orders").gaps) == (15, log.gaps)
     assert run_plan.vanished(last, plan) == {}
+    # A run that reads while a further leader is elected may have read other records.
+    cluster.topics["orders"], cluster.epochs["orders"] = ends(16, epoch=3), [6, 6, 9]
+    with pytest.raises(CannotRun, match="truncated while the run read it"):
+        planning.check_read(cluster, plan)
     # Retention may delete the new records unread too; a plan of an earlier version has no leader epoch.
     cluster.topics["orders"], cluster.epochs["orders"] = ends(25, start=20, epoch=3), [6, 6, 12]
     log = one(freeze(cluster, plan), "orders")

@@ -187,6 +187,7 @@ CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
     # The second of the two fences before a plan.
     (view, "of_topics", True, None),
     (planning, "freeze", False, None),
+    (planning, "check_read", False, None),
     (lake.Lake, "merge", True, None),
     (lake.Lake, "append", True, "rejects"),
     (lake.Lake, "replace", True, "findings"),
@@ -225,8 +226,8 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
             with pytest.raises(CannotRun, match="matches no topic"):
                 audit(history, lake="cut", topics=("mistyped",))
     again = audit(history, later_s=2 * LATER_S, lake="cut")
-    # Run 2 was interrupted before its merge, and replaced.
-    assert (again.document["run"]["resumed"], again.document["run"]["number"]) == (True, 3)
+    # Runs 2 and 3 were interrupted before their merge, and replaced.
+    assert (again.document["run"]["resumed"], again.document["run"]["number"]) == (True, 4)
     assert again.written() == whole.written()
     for name in ("rejects", "findings", "verdicts"):
         rows = [lake.Lake(spark, str(ran.lake)).read(name) for ran in (whole, again)]
