@@ -22,7 +22,7 @@ from spark.report.model import Document
 from spark.rules import cross_hour, current_findings
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
-from spark.rules.reconcile import carried_over, is_unchanged, reconcile
+from spark.rules.reconcile import carried_over, is_unchanged, reconcile, recount
 from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
 from spark.tables import deliveries, hours, lake, lock, verdict_history, view
@@ -143,7 +143,12 @@ class _Run:
         with self.timer.step("update views"):
             view.update(self.lake, self.settings.shared, plan, self.last_plan)
         balance = carried_over(plan, self.settings, last_run) if unchanged else self._reconcile(plan, last_run)
-        report = self._report(plan, balance, last_run, resumed)
+        recounted = not balance.closes(hours.text_of(run_plan.window_from(plan, self.settings)))
+        if recounted:
+            self.on_progress(f"run {plan.run}: the balance does not close; counting all hours of the lake again")
+            with self.timer.step("count again"):
+                balance = recount(self.lake, plan, self.settings, balance, self.kept_from)
+        report = self._report(plan, balance, last_run, resumed=resumed, recounted=recounted)
         self._finish(plan, balance, report, last_run)
         with self.timer.step("clean up the lake"):
             self._tidy(plan, last_run)
@@ -396,7 +401,9 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ done
 
-    def _report(self, plan: Plan, balance: Balance, last_run: dict[str, Any] | None, resumed: bool) -> document.Report:
+    def _report(
+        self, plan: Plan, balance: Balance, last_run: dict[str, Any] | None, *, resumed: bool, recounted: bool
+    ) -> document.Report:
         """Close the balance, publish the current findings, and write the report; CannotRun before that if the balance
         does not close."""
         window_from = run_plan.window_from(plan, self.settings)
@@ -421,6 +428,7 @@ class _Run:
                 last_run["reports"] if last_run else [],
                 verdict_history.counted(self.lake.read_once("verdicts"), window_from),
                 self.finished,
+                recounted=recounted,
             )
             self.lake.check_held()
             document.write(self.spark, self.settings.options.report, report)

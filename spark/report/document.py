@@ -54,16 +54,19 @@ def build(
     earlier_documents: Sequence[Mapping[str, Any]],
     revised: Mapping[str, Any],
     finished: int | None = None,
+    *,
+    recounted: bool = False,
 ) -> Report:
     """Build the document of a run.
 
     `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS),
     `earlier_documents` those of earlier runs (from the table `runs`), newest first, `revised` the changed verdicts
-    (verdict_history.counted), `finished` the number of an interrupted run with other options that was finished first.
+    (verdict_history.counted), `finished` the number of an interrupted run with other options that was finished first,
+    `recounted` whether all hours were counted again, since the balance did not close.
     """
     collected = _collect(by_hour, found, partitions=plan.partitions <= PARTITIONS_MAX)
     window = hours.text_of(run_plan.window_from(plan, settings)), hours.text_of(plan.frozen_ms)
-    run = _run(plan, settings, collected.number, resumed, finished)
+    run = _run(plan, settings, collected.number, resumed=resumed, finished=finished, recounted=recounted)
     cost: model.Cost = {
         "seconds": dict(seconds),
         "offsets": plan.unread,
@@ -124,7 +127,9 @@ def _collect(by_hour: DataFrame, found: DataFrame, *, partitions: bool) -> _Coll
     return _Collected(causes, by_kind, listed, [row.asDict() for row in counts.collect()])
 
 
-def _run(plan: Plan, settings: Settings, number: int, resumed: bool, finished: int | None) -> model.Run:
+def _run(
+    plan: Plan, settings: Settings, number: int, *, resumed: bool, finished: int | None, recounted: bool
+) -> model.Run:
     """Describe the run; `number` is the number of its findings."""
     return {
         "number": plan.run,
@@ -140,6 +145,7 @@ def _run(plan: Plan, settings: Settings, number: int, resumed: bool, finished: i
         "ids_pass": not settings.options.skip_ids,
         "resumed": resumed,
         "finished_first": finished,
+        "recounted": recounted,
     }
 
 

@@ -80,6 +80,10 @@ class Run(TypedDict):
         int | None,
         _about("Number of an interrupted run with other options that was finished first, with its own options."),
     ]
+    recounted: Annotated[
+        bool,
+        _about("Whether the balance did not close, and all hours were counted again: a fault of the audit."),
+    ]
 
 
 class Balance(TypedDict):

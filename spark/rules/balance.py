@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from spark.errors import CannotRun
 from spark.rules.classify import CATEGORIES
@@ -14,6 +14,8 @@ ByTopic = dict[str, Counts]
 ByHour = dict[str, ByTopic]
 RecordCounts = dict[str, dict[str, Counts]]
 """Records by hour, topic and partition (as text, for JSON)."""
+
+_PARTS: Final = ("accepted", *CATEGORIES)
 
 
 @dataclass
@@ -106,6 +108,10 @@ class Balance:
             for hour in [hour for hour in part if hour < first_hour]:
                 del part[hour]
 
+    def closes(self, first_hour: str) -> bool:
+        """Check whether the balance of `first_hour` and all later hours closes."""
+        return _closes(_line(by_topic(self.since(first_hour))))
+
     def close(self, first_hour: str) -> "Closed":
         """Drop the hours before `first_hour`, except those with open verdicts, and sum up the hours since.
 
@@ -116,7 +122,14 @@ class Balance:
         self.adjustment = {hour: topics for hour, topics in self.adjustment.items() if hour >= first_hour}
         self.record_counts = {hour: topics for hour, topics in self.record_counts.items() if hour >= first_hour}
         topics = by_topic(self.since(first_hour))
-        return Closed(topics, _line(topics), self.record_counts)
+        line = _line(topics)
+        if not _closes(line):
+            parts_text = ", ".join(f"{name} {line[name]}" for name in _PARTS)
+            raise CannotRun(
+                f"the balance does not close: {parts_text}; this is a fault of the audit: keep the lake as it is, open "
+                "an issue, and continue with --lake at a new folder"
+            )
+        return Closed(topics, line, self.record_counts)
 
 
 class Closed(NamedTuple):
@@ -137,19 +150,17 @@ def by_topic(hours: ByHour) -> ByTopic:
 
 
 def _line(topics: ByTopic) -> Counts:
-    """Return the balance over all topics (its line, `phantom` and `records`); CannotRun if the line does not close."""
+    """Return the balance over all topics: its line, `phantom` and `records`."""
     total: Counts = {}
     for counts in topics.values():
         _sum(total, counts)
-    line = {name: total.get(name, 0) for name in ("accepted", *CATEGORIES)}
-    parts = sum(line[name] for name in CATEGORIES)
-    if line["accepted"] != parts or min(line.values()) < 0:
-        parts_text = ", ".join(f"{name} {count}" for name, count in line.items())
-        raise CannotRun(
-            f"the balance does not close: {parts_text}; this is a fault of the audit: keep the lake as it is, open an "
-            "issue, and continue with --lake at a new folder"
-        )
-    return {**line, "phantom": total.get("phantom", 0), "records": total.get("records", 0)}
+    return {name: total.get(name, 0) for name in (*_PARTS, "phantom", "records")}
+
+
+def _closes(line: Counts) -> bool:
+    """Check whether the categories of a line add up to what was accepted, and none is negative."""
+    parts = [line[name] for name in CATEGORIES]
+    return line["accepted"] == sum(parts) and min(parts) >= 0
 
 
 def _add(into: ByHour, rows: Iterable[Any], sign: int) -> None:

@@ -1,6 +1,7 @@
 """Tests runs after one another: each counts once, also after interruptions."""
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from confluent_kafka import Producer
+from delta.tables import DeltaTable
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from deploy import places
 from deploy.stack import Kafka
@@ -30,7 +33,7 @@ from spark.reading.run_plan import Plan
 from spark.report import document, publish
 from spark.rules import balance
 from spark.settings import Options, Settings
-from spark.tables import lake, lock, view
+from spark.tables import hours, lake, lock, view
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
 from tests.kubernetes.rendering import HERE, Rendered, render
@@ -471,6 +474,20 @@ def test_a_run_whose_number_another_run_has_used_for_its_plan_stops(
     settings = Settings(shared=SharedSettings(kafka="127.0.0.1:1"), options=options)
     with pytest.raises(CannotRun, match=rf"run {ours.run} was taken over by another run on --lake {tmp_path}"):
         job.run(spark, settings, lambda line: None)
+
+
+def test_a_balance_that_does_not_close_is_counted_again(spark: SparkSession, stages: Stages, audit: Audit) -> None:
+    """The sums of earlier hours are carried over from the last run's summary."""
+    name = stages.lake("recounted")
+    runs = DeltaTable.forPath(spark, str(stages.clean.with_name(name) / "runs"))
+    summary = json.loads(runs.toDF().collect()[0]["summary"])
+    # An hour that this run does not classify.
+    summary["hours"][hours.text_of(stages.history.now_ms - 5 * HOUR_S * 1000)] = {"t": {"accepted": 1}}
+    runs.update(set={"summary": F.lit(json.dumps(summary))})
+    ran = audit(stages.history, later_s=LATER_S, lake=name)
+    assert ran.document["run"]["recounted"]
+    assert not stages.whole.document["run"]["recounted"]
+    assert ran.written() == stages.whole.written()
 
 
 @pytest.mark.long
