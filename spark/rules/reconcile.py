@@ -113,7 +113,9 @@ def reconcile(
             _write_findings(spark, tables, found, condition, balance.late_hours, window_from, plan.run)
         with timer.step("write verdicts"):
             _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
-            _mark_proven_lost(tables, classified)
+            of_other_hours = None if several_hours is None else several_hours.rows
+            recent = _recent(rows, window_from, evidence)
+            _mark_proven_lost(tables, classified, of_other_hours if over_hours else recent)
     balance.evidence_changed &= not over_hours
     return balance
 
@@ -343,24 +345,32 @@ def may_differ(judged: DataFrame, evidence_changed: bool) -> DataFrame:
     return not_clean.where(F.coalesce(unsettled, F.lit(False)) | F.col("phantom").isNotNull())
 
 
+def _recent(rows: DataFrame, window_from: int, evidence: LogEvidence) -> DataFrame:
+    """Filter rows to the hours of the window (from `window_from`, ms), and of the longest key retention before it."""
+    return rows.where(hours.since(hours.text_of(window_from - evidence.longest_ttl_ms)))
+
+
 def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence, cache: ExitStack) -> list[DataFrame]:
     """Return the findings (lake.FINDING) about requests that clients sent under several keys.
 
     `window_from` is the start of the window in ms. Rows older by the longest key retention are retries of no row in it.
     """
-    recent = rows.where(hours.since(hours.text_of(window_from - evidence.longest_ttl_ms)))
+    recent = _recent(rows, window_from, evidence)
     retried = _keep(cross_hour.retried(recent, evidence), cache)
     spans = cross_hour.spans_of(retried)
     return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
 
 
-def _mark_proven_lost(tables: Lake, classified: Classified) -> None:
+def _mark_proven_lost(tables: Lake, classified: Classified, other_rows: DataFrame | None) -> None:
     """Store which claims these rows prove to be lost: a log that is deleted or recreated later proves nothing more.
 
-    The last write of the classification, since a MERGE into `deliveries` drops the cached rows that were read from it.
+    `other_rows` (deliveries.ROW) are those that may have the record of a claim in another hour. The last write of the
+    classification, since a MERGE into `deliveries` drops the cached rows that were read from it.
     """
     if any(row[LOST] for row in classified.sums):
         newly_lost = lake.checkpointed(findings.newly_lost(classified.rows))
+        if other_rows is not None:
+            newly_lost = lake.checkpointed(findings.without_record(newly_lost, other_rows))
         if touched := hours.of(newly_lost):
             tables.mark_proven_lost(newly_lost, touched)
 

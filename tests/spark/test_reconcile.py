@@ -2,15 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, reads_nothing_new
-from spark.rules.reconcile import classifies_all, is_unchanged, may_differ
+from spark.rules.reconcile import classifies_all, is_unchanged, may_differ, reconcile
 from spark.settings import OFFSETS_MOST
-from tests.spark.test_classify import log
+from spark.step_timer import StepTimer
+from spark.tables.lake import Lake
+from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
+from tests.spark.test_classify import log, settings
+from tests.spark.test_classify import plan as a_plan
 
 LAST = Plan(1, 1000, "A", (log(DATA, "t", 0),))
 LAST_RUN: dict[str, Any] = {"run": 1, "options": LAST.options, "topics": LAST.topics}
@@ -63,6 +68,21 @@ def test_hours_are_classified_again_whose_ids_of_several_hours_may_have_had_anot
     ]
     judged = spark.createDataFrame(rows, "name string, category string, phantom string, is_clean int")
     assert "".join(row["name"] for row in may_differ(judged, evidence_changed).collect()) == again
+
+
+@pytest.mark.parametrize("skip_ids", [False, True])
+def test_a_loss_is_proven_only_if_the_record_counts_in_no_other_hour(
+    spark: SparkSession, tmp_path: Path, skip_ids: bool
+) -> None:
+    """A clock was a day ahead: the acceptance was plausible only when a replayed 201 was read, hours later."""
+    tables = Lake(spark, str(tmp_path))
+    replayed = answer(201, 5, at=NOW_MS - 2 * HOUR_MS, timestamp_ms=NOW_MS)
+    rows = reduced(spark, [copy(5), entry(5), replayed, answer(201, 6, id=b"l" * 16)])
+    tables.append("deliveries", rows, 1)
+    timer = StepTimer(lambda line: None)
+    reconcile(spark, tables, a_plan(), None, settings(skip_ids=skip_ids), timer, None, [], "")
+    found = {(row["offset"], row["count"]): row["proven_lost"] for row in tables.read("deliveries").collect()}
+    assert found == {(5, 1): None, (5, 0): None, (6, 0): True}
 
 
 READ = log(DATA, "t", 0, start=9, end=9)
