@@ -131,6 +131,12 @@ class _Run:
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, last_run)
             if self.settings.options.publish:
                 self.findings_topic = self._prepare_publishing()
+                publish.check_owner(
+                    self.lake,
+                    self.settings.shared,
+                    self.findings_topic,
+                    replaces=self.settings.options.replace_findings or (last_run or {}).get("published") is not None,
+                )
         if not resumed:
             self._merge(plan)
         self._release_claims()
@@ -236,7 +242,8 @@ class _Run:
         if names := sorted(name for name in read if last_identities.get(name) != identities.get(name)):
             self.on_progress(
                 f"--identity of {', '.join(names)} is another one than in the last run: it applies to what is read "
-                "from now on, and what was read before keeps its ids; a --lake at a new folder applies it to all"
+                "from now on, and what was read before keeps its ids; a --lake at a new folder, with "
+                "--replace-findings, applies it to all"
             )
 
     def _check_namespace(self, options: str) -> None:

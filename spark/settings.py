@@ -30,6 +30,7 @@ class Options:
     window_h: int = 168
     skip_ids: bool = False
     publish: bool = True
+    replace_findings: bool = False
     identity: Mapping[str, str] = field(default_factory=dict)
     keep_days: int | None = None
     optimize: bool = False
@@ -113,6 +114,11 @@ def parse(arguments: Sequence[str]) -> Options:
         "--no-publish", action="store_true", help="neither create nor write the topic {namespace}.findings"
     )
     parser.add_argument(
+        "--replace-findings",
+        action="store_true",
+        help="replace the findings in that topic that another lake has published, since this lake takes its place",
+    )
+    parser.add_argument(
         "--identity",
         action="append",
         type=_identity,
@@ -153,6 +159,7 @@ def parse(arguments: Sequence[str]) -> Options:
         optimize=parsed.optimize,
         vacuum_h=parsed.vacuum_h,
         publish=not parsed.no_publish,
+        replace_findings=parsed.replace_findings,
     )
 
 

@@ -4,6 +4,10 @@ The table `published` is an outbox with the value of each finding in the topic, 
 the changed values, sends them, and then marks them as sent. After an interruption the next run sends the unmarked ones
 again: the same key with the newest value, to a compacted topic. A finding that is no longer current gets a tombstone.
 
+The outbox belongs to a lake, the topic to a namespace. A lake without an outbox takes the records of the topic as its
+outbox, and so replaces the findings that another lake has published; unless an earlier run on the lake has seen the
+topic, this has to be asked for (`--replace-findings`).
+
 The outbox is right only while the topic keeps what was sent. Each run compares the topic with its state in the summary
 of the last run (PublishedTopic): if the topic was recreated, or has lost records, every current finding is sent again.
 """
@@ -17,6 +21,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
+from spark.errors import CannotRun
+from spark.reading import source
 from spark.reading.kafka_admin import KafkaAdmin, Topic, connection
 from spark.rules import current_findings
 from spark.tables.lake import Lake, checkpointed
@@ -41,6 +47,11 @@ class PublishedTopic:
             return None
         return cls(summary["topic_id"], tuple(summary["log_starts"]), tuple(summary["high_watermarks"]))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the topic has no record."""
+        return self.log_starts == self.high_watermarks
+
     def has_records_of(self, last: "PublishedTopic | None") -> bool:
         """Check whether the topic still has the records that it had in the state `last`.
 
@@ -58,6 +69,35 @@ def prepare(admin: KafkaAdmin, namespace: str) -> PublishedTopic:
     """Create the topic if needed, and return its state; CannotRun if the topic exists and is not compacted."""
     topic = admin.ensure_compacted(wire.findings_topic(namespace), "pass --no-publish")
     return _state(admin, topic)
+
+
+def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, *, replaces: bool) -> None:
+    """Take the topic's records as the outbox of a lake that has none; CannotRun if there are any, unless `replaces`."""
+    if lake.exists(TABLE) or topic.is_empty:
+        return
+    sent = _sent_by_others(lake, shared, topic)
+    if sent.isEmpty():
+        return
+    if not replaces:
+        raise CannotRun(
+            f"topic {wire.findings_topic(shared.namespace)!r} has findings that another lake has published: pass "
+            f"--replace-findings if --lake {lake.root} takes the place of that lake, else --no-publish"
+        )
+    lake.add(TABLE, sent)
+
+
+def _sent_by_others(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> DataFrame:
+    """Read the findings in the topic (PUBLISHED), without those with a tombstone."""
+    name = wire.findings_topic(shared.namespace)
+    spans = {
+        (name, partition): span
+        for partition, span in enumerate(zip(topic.log_starts, topic.high_watermarks, strict=True))
+    }
+    records = source.read(lake.spark, shared, spans, headers=False)
+    newest = records.groupBy(F.col("key").cast("string").alias("finding_id")).agg(
+        F.max_by(F.col("value").cast("string"), "offset").alias("value")
+    )
+    return checkpointed(newest.where("value IS NOT NULL").withColumn("sent", F.lit(True)))
 
 
 def _state(admin: KafkaAdmin, topic: Topic) -> PublishedTopic:

@@ -127,7 +127,7 @@ class Balance:
             parts_text = ", ".join(f"{name} {line[name]}" for name in _PARTS)
             raise CannotRun(
                 f"the balance does not close: {parts_text}; this is a fault of the audit: keep the lake as it is, open "
-                "an issue, and continue with --lake at a new folder"
+                "an issue, and continue with --lake at a new folder and --replace-findings"
             )
         return Closed(topics, line, self.record_counts)
 

@@ -39,7 +39,9 @@ class Audit(Process):
         super().__init__("audit", folder.absolute())
         self.lake = self.folder / "lake"
         self.report = self.folder / "report" / "report.json"
+        # Each audit of a namespace has a lake of its own.
         arguments = ["--lake", str(self.lake), "--report", str(self.report.parent), "--topics", ",".join(topics)]
+        arguments.append("--replace-findings")
         self._command = [sys.executable, "-m", "spark", *arguments, *options]
         self._environment = {
             **places.hermetic_environment(),

@@ -60,6 +60,9 @@ class Outbox:
         with closing(KafkaAdmin(self.spark, self.shared)) as broker:
             return publish.prepare(broker, self.history.namespace)
 
+    def own(self, *, replaces: bool) -> None:
+        publish.check_owner(self.lake, self.shared, self.prepare(), replaces=replaces)
+
     def publish(self, found: Found) -> None:
         fields = {name: kind for name, kind in lake.FINDING.items() if name in current_findings.FIELDS} | {
             "id": "string"
@@ -127,6 +130,26 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     written = len(records(history))
     outbox.publish({"lost:7": 5, "lost:8": 1})
     assert len(records(history)) == written == 2
+
+
+def test_a_lake_replaces_the_findings_of_another_lake_only_if_that_was_asked_for(
+    spark: SparkSession, history: History, tmp_path: Path
+) -> None:
+    before = Outbox(spark, history, tmp_path / "before")
+    before.publish({"lost:1": 1, "lost:2": 1, "lost:3": 1})
+    before.publish({"lost:1": 1, "lost:2": 1})
+    other = Outbox(spark, history, tmp_path / "other")
+    with pytest.raises(CannotRun, match=r"findings'.* --replace-findings if --lake .*other.*, else --no-publish"):
+        other.own(replaces=False)
+    assert before.counts() == other.counts() == {"lost:1": 1, "lost:2": 1}
+    other.own(replaces=True)
+    other.publish({"lost:2": 1, "lost:4": 1})
+    other.publish({"lost:2": 1, "lost:4": 1})
+    assert other.counts() == {"lost:2": 1, "lost:4": 1}
+    # From now on it is this lake's; and an empty topic is anybody's.
+    other.own(replaces=False)
+    other.publish({})
+    Outbox(spark, history, tmp_path / "third").own(replaces=False)
 
 
 def _finding(name: str, count: int) -> dict[str, Any]:
