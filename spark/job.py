@@ -476,7 +476,8 @@ class _Run:
             # An hour is compacted when it is over, and again after late rows.
             now = hours.text_of(plan.frozen_ms)
             late = hours.of(self.lake.read_once("deliveries").where(F.col("run") == plan.run))
-            self.lake.optimize(sorted({hour for hour in late if hour < now} | _ended(last_run, plan)))
+            some_hours = sorted({hour for hour in late if hour < now} | _ended(last_run, plan))
+            self.lake.optimize(some_hours, [*lake.COMPACTED, *view.of_topics(self.lake)])
         if options.vacuum_h is not None:
             self.lake.vacuum(options.vacuum_h, [*lake.SCHEMAS, publish.TABLE, lock.TABLE, *view.tables(self.lake)])
 

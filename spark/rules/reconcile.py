@@ -383,9 +383,11 @@ def _single_clean(rows: DataFrame, multi_row: MultiRow | None) -> DataFrame:
 
 def _write_verdicts(tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, touched: set[str]) -> None:
     """Append the ids whose verdict has changed to `verdicts`; `clean` are the clean rows of ids with a single row."""
-    last_verdicts = verdict_history.last_verdicts(tables.read_once("verdicts"), plan.run)
+    # No verdict of another hour is read: the table has the changes of all hours.
+    known = tables.read_once("verdicts").where(hours.within(touched))
+    last_verdicts = verdict_history.last_verdicts(known, plan.run)
     revisable = verdict_history.may_change(last_verdicts)
-    revised_hours = touched & set(hours.of(revisable))
+    revised_hours = hours.of(revisable)
     settled = None
     if revised_hours:
         in_hours = clean.where(hours.within(revised_hours))

@@ -132,6 +132,9 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
 WRITTEN_AFTER_MERGE: Final = ("rejects", "findings", "verdicts", "runs")
 """The tables that a run writes with its number after it has merged its records into `deliveries`, besides views."""
 
+COMPACTED: Final = ("findings", "progress", "published", "rejects", "verdicts")
+"""The tables that are compacted as a whole. Of `runs` only the newest rows are read, by their files' statistics."""
+
 PARTITIONS: Final = {"deliveries": ("accepted_hour", "is_clean")}
 """The few rows of an hour that are not clean lie in a partition of their own, since only they are read in full."""
 
@@ -252,7 +255,7 @@ class Lake:
         if not self.exists(name):
             return rows
         snapshot = snapshot_of(rows)
-        if not _is_small(snapshot) or snapshot.files is None or snapshot.files > SMALL_FILES:
+        if not _is_small(snapshot) or _is_scattered(snapshot):
             return rows
         kept = self._kept.get(name)
         if kept is None or kept[0] != snapshot.version:
@@ -409,10 +412,14 @@ class Lake:
             if self.exists(name):
                 self.table(name).delete(condition)
 
-    def optimize(self, some_hours: list[str]) -> None:
-        """Compact the small files of `deliveries` in these hours."""
+    def optimize(self, some_hours: list[str], names: Iterable[str]) -> None:
+        """Compact the small files of `deliveries` in these hours, and those of the tables `names` with many files."""
         if some_hours and self.exists("deliveries"):
             self.table("deliveries").optimize().where(hours.sql(some_hours)).executeCompaction()
+
+        for name in names:
+            if self.exists(name) and _is_scattered(snapshot_of(self.read(name))):
+                self.table(name).optimize().executeCompaction()
 
     def vacuum(self, last_h: int, names: Iterable[str] = SCHEMAS) -> None:
         """Delete the files of these tables that no version of the last `last_h` hours needs."""
@@ -444,6 +451,11 @@ class Lake:
         prefix = "spark.databricks.delta.write"
         with _session_settings(self.spark, {f"{prefix}.txnAppId": WRITER, f"{prefix}.txnVersion": str(run)}):
             yield
+
+
+def _is_scattered(snapshot: Snapshot) -> bool:
+    """Check whether a table has many files."""
+    return snapshot.files is None or snapshot.files > SMALL_FILES
 
 
 def _is_small(snapshot: Snapshot) -> bool:

@@ -107,7 +107,7 @@ def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
     assert small.read("findings").count() == 1
 
 
-def _reads(spark: SparkSession, lake: Path, table: str = "deliveries") -> Counter[str]:
+def reads(spark: SparkSession, lake: Path, table: str = "deliveries") -> Counter[str]:
     """Sum up Spark's metrics of every scan of a table in a lake so far: files, and their bytes."""
     context: Any = spark.sparkContext._jsc.sc()
     context.listenerBus().waitUntilEmpty()
@@ -159,8 +159,8 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
 ) -> None:
     """Of a table that is not small."""
     monkeypatch.setattr(lake, "SMALL_BYTES", 0)
-    reads = []
-    # `_reads` finds a scan by its folder, which Spark truncates to a short text by default.
+    costs = []
+    # `reads` finds a scan by its folder, which Spark truncates to a short text by default.
     with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         for length in (3, 30):
             history = History(kafka.bootstrap, f"long-{length}")
@@ -173,14 +173,14 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
             first = audit(history, later_s=3600)
             at = history.now_ms - 6 * HOUR_MS
             history.deliver(producer, writer, topic, ["new-1", "new-2", "old-1-1"], at=at)
-            before = _reads(spark, first.lake)
+            before = reads(spark, first.lake)
             second = audit(history, later_s=3600, skip_ids=True)
             assert second.document["balance"]["accepted"] == 4 * length + 2
             assert second.findings() == {("duplicate", "rewrite", "old-1-1")}
-            after = _reads(spark, first.lake)
-            reads.append({name: after[name] - before[name] for name in after})
-    assert reads[0]["number of files read"] == reads[1]["number of files read"] > 0
-    assert reads[0]["size of files read"] == pytest.approx(reads[1]["size of files read"], rel=0.02)
+            after = reads(spark, first.lake)
+            costs.append({name: after[name] - before[name] for name in after})
+    assert costs[0]["number of files read"] == costs[1]["number of files read"] > 0
+    assert costs[0]["size of files read"] == pytest.approx(costs[1]["size of files read"], rel=0.02)
 
 
 def test_the_readme_has_every_column_of_every_table_and_no_other() -> None:
@@ -370,7 +370,7 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
         lambda: tables.mark_past_end(ends, first, 2),
         lambda: tables.mark_proven_lost(rows, touched),
         lambda: tables.delete_before(hours.text_of(2**41), 2),
-        lambda: tables.optimize(touched),
+        lambda: tables.optimize(touched, []),
         lambda: tables.vacuum(1),
         tables.upgrade,
     ]
@@ -410,7 +410,7 @@ def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
         tables.append("runs", spark.createDataFrame(runs, lake.schema("runs")).repartitionByRange(length, "run"), first)
     with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         assert job.last_finished_run(tables) == {"run": 42, "n": 42, "reports": list(range(42, 23, -1))}
-    assert _reads(spark, tmp_path, "runs")["number of files read"] == job.HISTORY_RUNS
+    assert reads(spark, tmp_path, "runs")["number of files read"] == job.HISTORY_RUNS
     assert len(tables.read("runs").inputFiles()) >= 2 * job.HISTORY_RUNS
 
 
@@ -430,6 +430,19 @@ def test_the_pass_over_ids_finds_an_id_in_any_spread_of_hours(small: lake.Lake, 
     several = hour.withColumn("id", F.lit("id-3-7".ljust(16)).cast("binary"))
     found = cross_hour.rows_of(small.read("deliveries"), several, cross_hour.spans_of(several))
     assert [bytes(row["id"]) for row in found.collect()] == [b"id-3-7".ljust(16)]
+
+
+def test_a_table_with_many_files_is_compacted(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lake, "SMALL_FILES", 2)
+    tables = lake.Lake(spark, str(tmp_path))
+    verdict = spark.createDataFrame([{"run": 1, "verdict": "lost"}], lake.schema("verdicts")).coalesce(1)
+    for number, files in ((1, 1), (2, 2), (3, 1)):
+        tables.append("verdicts", verdict, number)
+        tables.optimize([], ["verdicts", "rejects"])
+        assert len(tables.read("verdicts").inputFiles()) == files
+    assert tables.read("verdicts").count() == 3
 
 
 def test_vacuum_uses_few_tasks(spark: SparkSession, tmp_path: Path) -> None:

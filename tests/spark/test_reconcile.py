@@ -12,10 +12,13 @@ from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, reads_nothin
 from spark.rules.reconcile import classifies_all, is_unchanged, may_differ, reconcile
 from spark.settings import OFFSETS_MOST
 from spark.step_timer import StepTimer
+from spark.tables import hours, lake
 from spark.tables.lake import Lake
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
+from tests.spark.runs import having
 from tests.spark.test_classify import log, settings
 from tests.spark.test_classify import plan as a_plan
+from tests.spark.test_lake import reads
 
 LAST = Plan(1, 1000, "A", (log(DATA, "t", 0),))
 LAST_RUN: dict[str, Any] = {"run": 1, "options": LAST.options, "topics": LAST.topics}
@@ -72,15 +75,21 @@ def test_hours_are_classified_again_whose_ids_of_several_hours_may_have_had_anot
 
 @pytest.mark.parametrize("skip_ids", [False, True])
 def test_a_loss_is_proven_only_if_the_record_counts_in_no_other_hour(
-    spark: SparkSession, tmp_path: Path, skip_ids: bool
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip_ids: bool
 ) -> None:
     """A clock was a day ahead: the acceptance was plausible only when a replayed 201 was read, hours later."""
     tables = Lake(spark, str(tmp_path))
     replayed = answer(201, 5, at=NOW_MS - 2 * HOUR_MS, timestamp_ms=NOW_MS)
     rows = reduced(spark, [copy(5), entry(5), replayed, answer(201, 6, id=b"l" * 16)])
     tables.append("deliveries", rows, 1)
+    # A verdict of another hour, which is not read, in a table that is not small.
+    monkeypatch.setattr(lake, "SMALL_BYTES", 0)
+    known = {"run": 0, "accepted_hour": hours.at("2020-01-01 00:00:00"), "id": b"o" * 16, "verdict": "lost"}
+    tables.append("verdicts", spark.createDataFrame([known], lake.schema("verdicts")), 0)
     timer = StepTimer(lambda line: None)
-    reconcile(spark, tables, a_plan(), None, settings(skip_ids=skip_ids), timer, None, [], "")
+    with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
+        reconcile(spark, tables, a_plan(), None, settings(skip_ids=skip_ids), timer, None, [], "")
+    assert reads(spark, tmp_path, "verdicts")["number of files read"] == 0
     found = {(row["offset"], row["count"]): row["proven_lost"] for row in tables.read("deliveries").collect()}
     assert found == {(5, 1): None, (5, 0): None, (6, 0): True}
 
