@@ -61,11 +61,10 @@ def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, foun
         yield from _row(row)
         writers.update({_coordinates(copy): _writer(copy) for copy in row["ordered"]})
     copies = {_coordinates(copy): _identity(row["key"], copy) for row in found_rows for copy in row["coordinates"]}
-    standing = current_findings.standing(_of(lake.read("findings"), [id]))
-    for row in standing.select("kind", "cause", "count").collect():
+    for row in _findings(lake, id, found_rows):
         yield f"finding    {row['kind']}{'/' + row['cause'] if row['cause'] else ''}, {row['count']} records"
     shown = list(writers)[:RECORDS_MAX]
-    records = {_coordinates(row.asDict()): row for row in _records(spark, shared, id, [copies[at] for at in shown])}
+    records = {_coordinates(row.asDict()): row for row in read_records(spark, shared, id, [copies[at] for at in shown])}
     for at in shown:
         yield f"record     {at[0]}[{at[1]}]@{at[2]}  {writers[at]}"
         if at not in records:
@@ -76,6 +75,20 @@ def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, foun
             yield "           is not in Kafka any more: another record has this offset now"
     if len(writers) > len(shown):
         yield f"           and {len(writers) - len(shown)} more"
+
+
+def _findings(lake: Lake, id: bytes, found_rows: Sequence[Row]) -> Iterator[Row]:
+    """Return the findings about an id with these rows (deliveries.GATHERED), also those that are stored under another
+    id with the same content (`client_duplicate`)."""
+    copies = {_coordinates(copy) for row in found_rows for copy in row["coordinates"]}
+    fingerprints = {bytes(copy["fingerprint"]) for row in found_rows for copy in row["fingerprints"]}
+    known = lake.read("findings")
+    of_id = current_findings.standing(_of(known, [id]))
+    of_content = known.where(F.col("fingerprint").isin([F.lit(bytearray(one)) for one in fingerprints]))
+    yield from of_id.collect()
+    for row in of_content.where(F.col("id") != F.lit(bytearray(id))).collect():
+        if any(_coordinates(copy) in copies for copy in row["coordinates"]):
+            yield row
 
 
 def _coordinates(record: Mapping[str, Any]) -> Coordinates:
@@ -127,7 +140,7 @@ def _record(row: Row) -> Iterator[str]:
     yield f"  value    {_shown(row['value'])}"
 
 
-def _records(
+def read_records(
     spark: SparkSession, shared: SharedSettings, id: bytes, copies: Sequence[Mapping[str, Any]]
 ) -> Iterator[Row]:
     """Read the records at the coordinates of these copies (_IDENTITY) of an id, one of each partition in a query.

@@ -197,6 +197,10 @@ def spans_of(logs: Iterable[Log], role: str) -> dict[TopicPartition, Span]:
     return {log.topic_partition: (log.start, log.end) for log in logs if log.role == role and log.audited}
 
 
+_RULE: Final = ("pattern", "guarantee", "derived", "client_duplicates", "key_ttl_s")
+"""The fields of a topic's rule that a plan stores, in this order; the later ones may be left out."""
+
+
 def options_of(settings: Settings) -> str:
     """Encode as JSON what a verdict depends on besides the records; if it changes, every hour is judged again.
 
@@ -265,10 +269,7 @@ def settings_of(options: str, now: Settings) -> Settings:
         now.shared, key_ttl_s=parsed["key_ttl_s"], request_timeout_ms=parsed["timeouts_ms"], transaction_timeout_ms=0
     )
     quarantine = parsed.get("quarantine", {})
-    topics = tuple(
-        replace(TopicRule(pattern, Guarantee(guarantee), "", *others), quarantine=quarantine.get(pattern, ""))
-        for pattern, guarantee, *others in parsed["rules"]
-    )
+    topics = tuple(_rule_of(rule, quarantine.get(rule[0], "")) for rule in parsed["rules"])
     # Of a source only what the audit needs is known.
     sources = tuple(
         SourceRule(
@@ -285,6 +286,12 @@ def settings_of(options: str, now: Settings) -> Settings:
     scopes = {source.scope for source in sources}
     callers = tuple(CallerRule(name, ()) for name in parsed.get("callers", now.rules.scopes[1:]) if name not in scopes)
     return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers, sources))
+
+
+def _rule_of(stored: Sequence[Any], quarantine: str) -> TopicRule:
+    """Restore a topic's rule from the fields that a plan stores (_RULE), and its topic of refused events."""
+    fields = dict(zip(_RULE, stored, strict=False))
+    return TopicRule(**{**fields, "guarantee": Guarantee(fields["guarantee"]), "quarantine": quarantine})
 
 
 def resumed_settings(plan: Plan, now: Settings) -> Settings:

@@ -71,7 +71,7 @@ def render(document: Document) -> Iterator[str]:
     seconds = document["cost"]["seconds"]
     longest = max(seconds.values(), default=0) or 1
     style, script = (_asset(name) for name in ("report.css", "report.js"))
-    bars, bar_keys = _timeline(document)
+    bars, bar_keys = timeline(document)
     chart: Mapping[str, Any] = document["map"]
     yield from _template().generate(
         {
@@ -170,8 +170,8 @@ def _subline(document: Document) -> str:
     return " ".join(parts) or "Every accepted event is accounted for."
 
 
-def _timeline(document: Document) -> tuple[Markup | str, list[tuple[str, str]]]:
-    """Draw the bars of surplus copies over time, and their legend; both empty without such copies."""
+def timeline(document: Document) -> tuple[Markup | str, list[tuple[str, str]]]:
+    """Draw the bars of surplus copies over time, and their legend; both empty without copies that have a cause."""
     chart: Mapping[str, Any] = document["map"]
     points = document["timeline"]
     if not points or not chart["columns"]:
@@ -186,7 +186,10 @@ def _timeline(document: Document) -> tuple[Markup | str, list[tuple[str, str]]]:
         if 0 <= nth < chart["columns"]:
             values[nth] += point["records"]
         totals[cause] += point["records"]
+    # A derived copy has no cause.
     present = [(f"c{nth}", cause) for nth, cause in enumerate(CAUSES, 1) if cause in columns]
+    if not present:
+        return "", []
     drawn = charts.stacked(chart, [(rule, cause, columns[cause]) for rule, cause in present])
     keys = [(rule, f"{cause}, {CAUSES[cause]}: {_count(totals[cause])}") for rule, cause in present]
     return Markup(drawn), keys  # noqa: S704 - stacked escapes its texts

@@ -15,7 +15,7 @@ from service.contract import SharedSettings
 from spark.reading import run_plan
 from spark.reading.run_plan import DATA, Log, Plan
 from spark.report import document, page
-from spark.report.model import Document, schema
+from spark.report.model import Document, TimelinePoint, schema
 from spark.rule_table import LOST
 from spark.rules import current_findings
 from spark.rules.balance import Balance
@@ -70,6 +70,16 @@ def _findings(tables: lake.Lake) -> None:
         *(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in lake.FINDING.items())
     )
     tables.append("findings", rows, 1)
+
+
+def test_no_bars_are_drawn_of_copies_without_a_cause() -> None:
+    """Derived copies are the only ones without."""
+    chart = {"columns": 2, "rows": [], "from": "2026-11-01T00:00:00Z", "hours_a_column": 1, "partitions_folded": False}
+    point = {"hour": "2026-11-01T01:00:00Z", "kind": "derived_copy", "cause": None, "records": 3}
+    found = cast(Document, {"map": chart, "timeline": [point]})
+    assert page.timeline(found) == ("", [])
+    found["timeline"].append(cast(TimelinePoint, {**point, "cause": "rewrite"}))
+    assert [key for _, key in page.timeline(found)[1]] == ["rewrite, the same producer wrote it again: 3"]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,29 @@ from service.contract import SharedSettings, wire
 from spark import show
 from spark.rules.findings import HOUR, IDS
 from spark.tables import lake
-from tests.spark.rows import HOUR_MS, NOW_MS, answer, reduced
+from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
+
+
+def test_a_finding_about_a_content_is_shown_of_each_id_with_a_record_in_it(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stored under the id of the first record."""
+    monkeypatch.setattr(show, "read_records", lambda *_: [])
+    tables = lake.Lake(spark, str(tmp_path))
+    keys = {key: wire.event_id(key) for key in ("first", "again", "apart")}
+    evidence = [one for nth, id in enumerate(keys.values()) for one in (copy(nth, id=id), entry(nth, id=id))]
+    tables.append("deliveries", reduced(spark, evidence), 1)
+    coordinates = [{"topic": "t", "partition": 0, "offset": offset} for offset in (0, 1)]
+    found = {"kind": "client_duplicate", "cause": "new_key", "scope": IDS, "run": 1, "last_ms": NOW_MS, "count": 2}
+    found |= {"id": keys["first"], "fingerprint": b"f" * 8, "coordinates": coordinates}
+    tables.append("findings", spark.createDataFrame([found], lake.schema("findings")), 1)
+
+    def shown(key: str) -> list[str]:
+        lines = show.show(spark, SharedSettings(), str(tmp_path), key)
+        return [line for line in lines if line.startswith("finding ")]
+
+    assert shown("first") == shown("again") == ["finding    client_duplicate/new_key, 2 records"]
+    assert shown("apart") == []
 
 
 @pytest.mark.parametrize(("of_hour_run", "shown"), [(1, ["504"]), (2, ["202", "504"])])
