@@ -21,7 +21,7 @@ _QUOTE: Final = ord('"')
 
 
 class JsonObjects:
-    """Finds where objects end by their brackets; whether an object is JSON is its parser's question.
+    """Finds where objects end by their brackets; their parser decides whether they are JSON.
 
     Between objects only blanks are allowed: behind anything else nothing is cut (`is_over`). An object may have `most`
     bytes; a longer one is a problem by itself.
@@ -54,7 +54,7 @@ class JsonObjects:
         self._data, self._start, self._at = data, 0, 0
 
     def next(self) -> bytes | Problem | None:
-        """Return the next object, or the problem that stands for it; None without a whole one."""
+        """Return the next object, or the problem that takes its place; None without a whole one."""
         is_within = self._depth > 0 or (not self.is_over and self._begin())
         if self._fault is not None:
             return self._stop(self._fault)

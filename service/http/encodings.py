@@ -17,20 +17,20 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# The most bytes of one piece, and of a body that are decoded in one step, which takes a fraction of a millisecond. What
-# a member leaves of a step is copied, so that a step must not be much longer than a member.
+# The most bytes of one decoded piece, and of the input of one step, which takes a fraction of a millisecond. The input
+# that a member leaves is copied, so that steps much longer than the members would be slow.
 PIECE_BYTES: Final = 32 * 1024
 STEP_BYTES: Final = 4 * 1024
-# A body may decode to RATIO_MAX times its bytes, beside the first bytes. JSON of equal events has 20 to 50.
+# A body may decode to RATIO_FREE_BYTES and RATIO_MAX times its own bytes. JSON of equal events has 20 to 50 times them.
 RATIO_MAX: Final = 100
 RATIO_FREE_BYTES: Final = 1024 * 1024
-# What a member (gzip) or frame (zstd) counts beside its bytes, because each takes time, also if it is empty.
+# Each member (gzip) or frame (zstd) counts as so many more decoded bytes, because also an empty one takes time.
 MEMBER_BYTES: Final = 4 * 1024
-# Of what a stream has used of RATIO_FREE_BYTES, it gets so much back in a second. Without that, one that sends nothing
-# but heartbeats, each a frame of some bytes, would use it up in an hour and a half.
+# What a stream has used of RATIO_FREE_BYTES is given back at this rate. Otherwise a stream of heartbeats alone, each a
+# frame of some bytes, would use them up in an hour and a half.
 RATIO_REFILL_BYTES_S: Final = 64 * 1024
-# The window that a zstd decoder has to take, at least and at most (RFC 9659): 8 MiB. A stream keeps its window while it
-# waits, so that it may have only the one of zstd's usual levels: 2 MiB.
+# The base-2 logarithms of the largest windows: 8 MiB, which RFC 9659 has a zstd decoder take, and no more. A stream
+# holds its window while it waits, so that its limit is that of zstd's usual levels: 2 MiB.
 _WINDOW_LOG: Final = 23
 STREAM_WINDOW_LOG: Final = 21
 _ZSTD_TOO_MUCH: Final = "too much memory"  # in libzstd's text of an error, for a window beyond the bound
@@ -108,8 +108,8 @@ class Decoder:
         self._part = memoryview(b"")
         self._at = 0  # the first byte of the part that is not decoded
         self._more = False  # the member's decoder may have more without input
-        self._coded = 0  # bytes that were decoded so far
-        self._decoded = 0  # bytes that they became
+        self._coded = 0  # bytes of the input that were decoded so far
+        self._decoded = 0  # bytes that were made of them
         self._now = now  # seconds
         self._refilled_at = now()
         self._refilled = 0.0  # bytes of RATIO_FREE_BYTES that a stream has got back

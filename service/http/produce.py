@@ -66,7 +66,7 @@ from service.pipeline.request import WriteResult
 log = structlog.get_logger(__name__)
 
 PARTITION_DIGITS: Final = 9
-# Memory of a refused record's problem: a record of three bytes may have one.
+# Bytes of memory of a record's problem, which a record of three bytes may have.
 PROBLEM_BYTES: Final = 512
 # Characters of a cluster's id in a path, which each answer repeats; Kafka's ids have 22.
 CLUSTER_CHARS_MAX: Final = 255
@@ -93,7 +93,7 @@ class RecordsRequest(NamedTuple):
 
 
 class StreamedRecord:
-    """A record of a stream, in the order of the body: what it was parsed to, None without an event."""
+    """What a record of a stream was parsed to, in `made`; None if no event could be made of it."""
 
     __slots__ = ("made",)
 
@@ -101,13 +101,13 @@ class StreamedRecord:
         self.made: V3Event | None = None
 
     async def take(self, parsed: Awaitable[V3Event]) -> Event:
-        """Await what the record is parsed to, and return its event."""
+        """Await the parsing of the record, and return its event."""
         self.made = await parsed
         return self.made.event
 
 
 class BySize:
-    """An ASGI endpoint that hands requests with a short body to an endpoint, and others, and streams, to another."""
+    """An ASGI endpoint that hands requests with a Content-Length up to LONG_BYTES to `whole`, others to `streamed`."""
 
     def __init__(self, whole: ASGIApp, streamed: ASGIApp) -> None:
         self._whole = whole
@@ -132,10 +132,13 @@ class PathEndpoint:
 
 
 class ProduceEndpoint:
-    """The handlers of the produce API. Checks of all requests are those of `posts`."""
+    """The handlers of the produce API. `posts` checks what holds for all requests."""
 
     def __init__(self, posts: EventsEndpoint, rules: Rules, retention_s: int, *, has_registry: bool = False) -> None:
-        """`retention_s` is that of keys without a retention by rule; `has_registry`: there is a schema registry."""
+        """`retention_s` is the retention, in seconds, of keys for which no rule sets one.
+
+        `has_registry`: there is a schema registry.
+        """
         self._posts = posts
         self._retention_s = retention_s
         self._schemas = SchemaUse(has_registry)
@@ -344,7 +347,7 @@ def _check_topic(name: str, caller: Caller) -> None:
 
 
 def _check_v3_path(path: PathParameters, caller: Caller) -> None:
-    """Raise what `_check_topic` raises, and Problem (404) for a cluster that is longer than any id of one."""
+    """Raise what `_check_topic` raises, and Problem (404) for a cluster's name that is longer than any id."""
     _check_topic(path["topic"], caller)
     if len(path["cluster"]) > CLUSTER_CHARS_MAX:
         raise Problem(NOT_FOUND, f"cluster: at most {CLUSTER_CHARS_MAX} characters are taken: send its id, or any word")
@@ -357,7 +360,7 @@ def _event_of(record: Event | V3Event | Problem) -> Event:
 
 
 def _of_record(index: int, problem: Problem) -> Problem:
-    """Name the record in a problem of one, unless it is about the request's header."""
+    """Add the record's index to its problem, unless the problem is about the request's header."""
     if problem.kind is MISSING_KEY:
         return problem
     detail = f"records[{index}].{problem.detail}"
@@ -377,7 +380,7 @@ def _partition_in(path: PathParameters) -> int | None:
 
 
 async def _objects_of(body: bytes) -> AsyncIterator[Text]:
-    """Yield the JSON objects of a body, in time slices; a problem stands for what is none."""
+    """Yield the JSON objects of a body, in time slices; a text that is no object is yielded as a problem."""
     cutter = JsonObjects()
     time_slice = TimeSlice()
     for start in range(0, len(body) + PIECE_BYTES, PIECE_BYTES):

@@ -55,16 +55,16 @@ WRITTEN: Final = 200
 NOT_RETRIABLE, RETRIABLE = 1, 2
 # Statuses after which a client sends the same request again.
 _RETRIABLE_STATUSES: Final = frozenset({408, 429, 500, 503, 504})
-# Follows the message of a record that may be not written. A record without a key of its own has its index in the body
-# for one (RequestKey): in a request of fewer records, it would be taken for another record.
+# The end of a message about a record that may be not written. The id of a record without a key of its own is made of
+# its index (RequestKey), so that in a request of fewer records it would be another record's.
 WHOLE_AGAIN: Final = " (send the whole request again, with its Idempotency-Key: a record's id depends on its index)"
 # The results of what is in Kafka, as itself or as a dead letter.
 IN_KAFKA: Final = (Committed, Quarantined)
 # What follows each answer of a v3 request.
 V3_SEPARATOR: Final = b"\r\n"
 
-# HTTP status and error code of each kind of problem that is not answered by its own status alone. A client that sends
-# the request again with its key finds out: such problems are retriable by status (408, 429, 5xx) and code (50003).
+# HTTP status and error code of each kind of problem that is not answered by its own status alone. Problems after which
+# the client should send the request again, with its key, are retriable by status (408, 429, 5xx) and by code.
 _CODES: Final = {
     MISSING_KEY: (400, 40001),
     INVALID_KEY: (400, 40001),
@@ -163,7 +163,7 @@ class ProduceResponder(Responder):
     """The answers to the produce requests of one API version, with its media type, or to one request with its key."""
 
     def __init__(self, telemetry: Telemetry, retention_s: int, media_type: bytes, key: str | None = None) -> None:
-        """`retention_s` is that of keys without a retention by rule."""
+        """`retention_s` is the retention, in seconds, of keys for which no rule sets one."""
         super().__init__(telemetry, lambda _: {} if key is None else {"key": key})
         self._retention_s = retention_s
         self._media_type = media_type
@@ -178,9 +178,9 @@ class ProduceResponder(Responder):
         return error.status, lines, render_error(error)
 
     def lines(self, results: Sequence[WriteResult] = ()) -> bytes:
-        """Render the header lines of an answer: type, the request's key, and what its results have in common.
+        """Render the header lines of an answer: its media type, and the request's key.
 
-        That is the time at which the first of the keys expires, and whether all results are replays.
+        With results, also the time at which the first of their keys expires, and whether all of them are replays.
         """
         return b"content-type: %b\r\n%b%b" % (self._media_type, self._key_line, self._lines_of(results))
 
@@ -246,7 +246,7 @@ def render_v3(cluster: str, answers: Iterable[tuple[V3Event | Problem | None, Wr
         if isinstance(result, Problem):
             lines.append(_v3_error(result, WHOLE_AGAIN if error_of(result).retriable else ""))
         else:
-            assert isinstance(record, V3Event)  # what is no event is not written
+            assert isinstance(record, V3Event)  # no record without an event is written
             lines.append(_v3_answer(cluster, record, result))
     return V3_SEPARATOR.join([*lines, b""])
 
@@ -267,7 +267,7 @@ def _v3_answer(cluster: str, record: V3Event, result: Committed) -> bytes:
 
 
 def _v3_error(problem: Problem, remedy: str) -> bytes:
-    """Render the answer to a v3 record that is not written. The peer has no finer codes than 422 there."""
+    """Render the answer to a v3 record that is not written; codes finer than 422 are in its text, as the peer's are."""
     status, code, message = error_of(problem)
     message += remedy
     if code // 100 == UNPROCESSABLE:

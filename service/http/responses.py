@@ -27,8 +27,8 @@ _UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
 def committed_lines(key: str, answer: Committed, retention_s: int) -> bytes:
     """Render the header lines of a 201. A replay has the same lines, and `idempotent-replayed`.
 
-    `retention_s` is that of keys without a retention by rule.
-    A key is printable ASCII, so it cannot end its line early.
+    `retention_s` is the retention, in seconds, of keys for which no rule sets one. A key is printable ASCII, so it
+    cannot end its line early.
     """
     return b"%blocation: %b\r\n%b" % (JSON_LINE, location_of(key), key_lines(key, answer, retention_s))
 

@@ -16,7 +16,7 @@ from service.http.responses import JSON_LINE, echo_of, key_lines, location_of, r
 from service.pipeline.admission import Admission
 from service.pipeline.request import Committed, Quarantined, WriteResult
 
-# Renders the header lines of a 201 from the key, the result, and the retention of keys without a rule, in seconds.
+# Renders the header lines of a 201 from the key, the result, and the retention of keys for which no rule sets one.
 LinesOf = Callable[[str, Committed, int], bytes]
 
 

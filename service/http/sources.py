@@ -84,9 +84,9 @@ class _SourceHandler:
             self._responder.fail(post, error)
 
     def _check(self, post: PostRequest) -> None:
-        """Check what needs no look at the body: its bounds, its coding, the rate. Raises Problem."""
+        """Check a request without reading its body: the body's size and coding, and the rate. Raises Problem."""
         post.check_body(self.body_bytes_max)
-        # No sender of the known schemes packs its deliveries, and none says which of the two bodies it would sign.
+        # No known scheme says whether a coded body would be signed before or after its coding.
         codings = {coding.strip(b" \t").lower() for coding in values(post.headers, "content-encoding")}
         if codings - {b"", b"identity"}:
             raise Problem(ENCODED_DELIVERY, "Content-Encoding: send the body as it is signed, without this header")

@@ -2,7 +2,7 @@
 
 A stream has the memory of one window of events, of one incomplete event, and of UNREAD_BYTES_MAX of results. It reads
 the next window when the events of the last one have their results, and stops reading while the client does not read.
-Each event has the deadlines that another request has as a whole.
+Each event has the deadlines of a request of its own.
 """
 
 import asyncio
@@ -42,20 +42,19 @@ WINDOW_S: Final = 0.01
 # Bytes of results that wait for a client that does not read: those of 10,000 events and more, so that a client that
 # reads nothing before it has sent all may send as many.
 UNREAD_BYTES_MAX: Final = 4 * 1024 * 1024
-# The longest pause of a stream whose caller is over its rate; only a rate of less than an event in it needs more.
+# The longest pause of a stream whose caller is over its rate. Only a rate of less than one event in it needs a longer.
 RATE_PAUSE_MAX_S: Final = 60.0
-# A stream waits for so long for a full queue to take events, before their result is 503.
+# The longest time that a stream waits while the queue is full; then its events get 503.
 OVERLOAD_WAIT_S: Final = 10.0
-OVERLOAD_LOOK_S: Final = 0.05
-
-# A stream whose decoder keeps a window in the memory of all bodies may bring no event for so long.
+OVERLOAD_PAUSE_S: Final = 0.05
+# The longest time without an event in a stream whose decoder holds a window, which counts in the memory of all bodies.
 IDLE_WINDOW_MAX_S: Final = 60.0
 
-# In the last line of a stream that is not read to its end. What to send then depends on the keys: `Exchange.render_end`
-# says it.
-UNREAD: Final = "what is behind the last result was not written"
+# In the last line of a stream whose body could not be read to its end. `Exchange.render_end` adds what to send then,
+# which depends on the keys.
+REST_NOT_WRITTEN: Final = "what is behind the last result was not written"
 
-# The text of one event, or why it has none.
+# The text of one event, or the problem that takes its place.
 Text = bytes | Problem
 
 
@@ -82,7 +81,7 @@ class Splitter(Protocol):
         """Take the next part of the body, after `next` has returned None and nothing is unread."""
 
     def next(self) -> Text | None:
-        """Return the next text, or the problem that stands for it; None without a whole one."""
+        """Return the next text, or the problem that takes its place; None without a whole one."""
 
     def drop(self, problem: Problem) -> None:
         """Drop the incomplete text, as far as it has come and what is still to come: `problem` is its result.
@@ -95,7 +94,7 @@ class Splitter(Protocol):
 
 
 async def next_text(splitter: Splitter, time_slice: TimeSlice) -> Text | None:
-    """Return the next text of what the splitter was fed, looked for in time slices; None without a whole one."""
+    """Search what the splitter was fed for the next text, in time slices; return None without a whole text."""
     while True:
         if time_slice.is_over:
             await time_slice.next()
@@ -118,8 +117,8 @@ class StreamHead:
 class Exchange:
     """What an API makes of one stream: how its body is cut, parsed and answered.
 
-    `parse` and `render` are called once for each text, in the order of the body. `render_end` renders what is behind
-    the last result if the body could not be read to its end, and says what to send then.
+    `parse` and `render` are called once for each text, in the order of the body. `render_end` renders the last line of
+    a stream whose body could not be read to its end, and says what to send then.
     """
 
     splitter: Splitter
@@ -160,7 +159,7 @@ class StreamEndpoint:
                 await self._write(head.caller, exchange, body, response)
             except Problem as problem:
                 if response.started:
-                    end = Problem(problem.kind, f"{problem.detail}: {UNREAD}", problem.retry_after_s)
+                    end = Problem(problem.kind, f"{problem.detail}: {REST_NOT_WRITTEN}", problem.retry_after_s)
                     response.write(exchange.render_end(end).encode())
                     await response.end()
                 else:
@@ -221,7 +220,7 @@ class StreamEndpoint:
         """Wait, for OVERLOAD_WAIT_S at most, until the queue takes events. Raises what StreamedBody.pause does."""
         until = time.monotonic() + OVERLOAD_WAIT_S
         while self._posts.admission.overload is not None and time.monotonic() < until:
-            await body.pause(OVERLOAD_LOOK_S)
+            await body.pause(OVERLOAD_PAUSE_S)
 
 
 async def _wait_for_rate(caller: Caller, events: int, body: "StreamedBody") -> None:
@@ -250,7 +249,7 @@ class ByContentType:
 
 
 class StreamedBody:
-    """The body of a request as it arrives, decoded. A message of the server is asked for when there is room for it."""
+    """The body of a request as it arrives, decoded. The server's next message is awaited when there is room for it."""
 
     def __init__(self, receive: Receive, stopping: StopSignal, bodies: Bodies) -> None:
         self._receive = receive
@@ -260,10 +259,10 @@ class StreamedBody:
         self._memory = Share(bodies)
         self._waited_s = 0.0  # for the text that is incomplete
         self._idle_s = 0.0  # waited since the last text
-        self._fault: Problem | None = None  # to raise after the window before it
+        self._fault: Problem | None = None  # of the body, raised after the window that was read before it
         self.decoder = Decoder("")  # for the content coding of the body
-        self._complete = False  # all of it has come
-        self._ended = False  # the splitter knows that
+        self._complete = False  # the server has sent all of it
+        self._ended = False  # decoder and splitter were told so
         self.begun = False  # a message was asked for: the client was told to send the body
 
     async def next_window(self, splitter: Splitter, events_max: int) -> list[Text]:
@@ -294,9 +293,9 @@ class StreamedBody:
                 return
 
     async def _feed(self, window: "_Window", splitter: Splitter) -> bool:
-        """Feed the splitter or the decoder with more of the body; return False if the window must do without.
+        """Feed the splitter or the decoder with more of the body; return False to write the window without more.
 
-        An empty window always gets more, until the body ends.
+        An empty window is fed until the body ends.
         """
         piece = self.decoder.next()
         if piece is not None:

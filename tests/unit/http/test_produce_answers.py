@@ -32,7 +32,7 @@ from service.http.produce_answers import (
     render_v3_end,
     rfc3339,
 )
-from service.http.streaming import UNREAD
+from service.http.streaming import REST_NOT_WRITTEN
 from service.pipeline.request import Committed, WriteResult
 
 THERE = Delivered(1_000, b"f" * 8, "orders", 2, 3, 4, 60)
@@ -59,8 +59,8 @@ def test_what_is_not_known_to_be_refused_is_retriable(kind: Kind) -> None:
 def test_a_stream_that_ends_early_is_sent_again_as_a_whole() -> None:
     """Its records' ids are by their index: the rest alone would get the ids of the first records."""
     for kind in (REQUEST_TIMEOUT, NOT_WRITTEN, TOO_LARGE):
-        line = render_v3_end(Problem(kind, f"body: why: {UNREAD}"))
-        assert json.loads(line)["message"] == f"body: why: {UNREAD}{WHOLE}"
+        line = render_v3_end(Problem(kind, f"body: why: {REST_NOT_WRITTEN}"))
+        assert json.loads(line)["message"] == f"body: why: {REST_NOT_WRITTEN}{WHOLE}"
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.code)

@@ -476,7 +476,9 @@ async def test_http_1_0_gets_no_more_than_fits_into_memory(monkeypatch: pytest.M
     assert wire.statuses[-2:] == [201, 413]
     detail = results[-1]["problem"]["detail"]
     assert "HTTP/1.0" in detail
-    assert detail.endswith(f"use HTTP/1.1: {module.UNREAD}: send the rest again"), "each line has a key of its own"
+    assert detail.endswith(f"use HTTP/1.1: {module.REST_NOT_WRITTEN}: send the rest again"), (
+        "each line has a key of its own"
+    )
 
 
 async def test_cutting_and_answering_many_lines_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
