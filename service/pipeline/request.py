@@ -161,17 +161,16 @@ class BatchChunk:
 
 
 def _totals_of(
-    events: Iterable[Event], to_claim: list[tuple[bytes, bytes]]
+    events: Sequence[Event], to_claim: list[tuple[bytes, bytes]]
 ) -> tuple[list[tuple[bytes, bytes]], bool, int, int, int]:
     """Return the fields of a request from `to_claim` to `size`; the events' own pairs follow those in `to_claim`."""
     atomic = bool(to_claim)
-    ledger_bytes = event_bytes = size = 0
+    ledger_bytes = event_bytes = 0
     for event in events:
         to_claim.append((event.id, event.fp))
         ledger_bytes += event.entry_bytes
         event_bytes += event.size
-        size += event.size + WAITING_BYTES
-    return to_claim, atomic, ledger_bytes, event_bytes, size
+    return to_claim, atomic, ledger_bytes, event_bytes, event_bytes + len(events) * WAITING_BYTES
 
 
 class WriteRequest(msgspec.Struct, eq=False):
