@@ -200,10 +200,12 @@ async def write_atomic(
     arrived: float,
     traceparent: bytes | None = None,
     caller: Caller = ANYBODY,
+    sent_ms: int | None = None,
 ) -> tuple[bytes, WriteResult]:
     """Write a batch in one transaction or not at all; return the id of the batch and its result.
 
-    Raises Problem for a batch that is refused before its key is claimed, also if no transaction could hold it.
+    `sent_ms`: when its request was first sent, ms since the Unix epoch, if it tells. Raises Problem for a batch that is
+    refused before its key is claimed, also if no transaction could hold it.
     """
     count = len(batch.events)
     if count > ATOMIC_EVENTS_MAX:
@@ -217,7 +219,7 @@ async def write_atomic(
     except Problem as problem:
         written = await admission.checks.batch_written_before(events, whole, problem)
         return id, admission.replay(events, written, arrived, whole).result()
-    return id, await admission.submit_atomic(events, whole, arrived)
+    return id, await admission.submit_atomic(events, whole, arrived, sent_ms)
 
 
 async def _parse_members(

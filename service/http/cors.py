@@ -21,6 +21,8 @@ REQUEST_HEADERS: Final = (
     "Content-Type",
     "Idempotency-Key",
     "Prefer",
+    "Repeatability-First-Sent",
+    "Repeatability-Request-ID",
     "Traceparent",
     *(
         f"ce-{name}"
@@ -44,6 +46,7 @@ EXPOSED_HEADERS: Final = (
     "Idempotent-Replayed",
     "Location",
     "Preference-Applied",
+    "Repeatability-Result",
     "Retry-After",
 )
 

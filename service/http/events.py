@@ -34,11 +34,14 @@ from service.http.encodings import Decoder, coding_of, decode
 from service.http.headers import (
     JSON,
     LINES,
+    REPEATABLE,
     UsedHeaders,
     check_message,
     essence,
     media_type,
     pick,
+    raw_key_of,
+    sent_at_ms,
     unsupported,
 )
 from service.http.prefer import parse_prefer
@@ -53,6 +56,7 @@ from service.http.responses import (
 )
 from service.http.single_event import SingleEventWriter
 from service.pipeline.admission import Admission
+from service.pipeline.checks import KeyAge
 from service.pipeline.request import WriteResult
 
 log = structlog.get_logger(__name__)
@@ -149,7 +153,7 @@ class EventsEndpoint:
             self._refuse(post, overload, self.admission.load_shedder)
             return
         traceparent = parse_traceparent(found.get(b"traceparent"))
-        key, scope = found.get(b"idempotency-key"), caller.scope
+        key, scope = raw_key_of(found), caller.scope
         content_type = found.get(b"content-type")
         event: Event | Awaitable[Event]
         if b"ce-specversion" in found and essence(content_type) not in cloudevents.WHOLE:
@@ -173,20 +177,23 @@ class EventsEndpoint:
         """Check the caller's topics and rate, then submit the event, after a look-up if needed. Raises Problem."""
         caller.check(event.topic)
         caller.spend(1, post.arrived)
-        self._single.write(post, event, caller.sender, parse_prefer(found.get(b"prefer")))
+        sender, preference = caller.sender, parse_prefer(found.get(b"prefer"))
+        if b"repeatability-request-id" in found or b"repeatability-first-sent" in found:
+            sender = sender._replace(age=KeyAge(sent_ms=sent_at_ms(found)))
+            preference = preference._replace(repeatable=REPEATABLE)
+        self._single.write(post, event, sender, preference)
 
     def _post_batch(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         """Write the batch of a `POST /events/batch` in a task. Raises Problem (415)."""
         kind = media_type(found.get(b"content-type"))
         traceparent = parse_traceparent(found.get(b"traceparent"))
         if kind == JSON:
-            key = found.get(b"idempotency-key")
-            post.run_in_task(self._or_fail(post, self._write_batch(post, key, traceparent, caller)))
+            post.run_in_task(self._or_fail(post, self._write_batch(post, found, traceparent, caller)))
         else:
             raise unsupported(JSON, LINES)
 
     async def _write_batch(
-        self, post: PostRequest, raw_key: str | None, traceparent: bytes | None, caller: Caller
+        self, post: PostRequest, found: UsedHeaders, traceparent: bytes | None, caller: Caller
     ) -> None:
         """Write a JSON batch: atomic (201), or each event by itself (207). Raises Problem."""
         if events := await read_batch(post.body, caller.scope, traceparent):
@@ -197,14 +204,17 @@ class EventsEndpoint:
             parse = by_length(member_of, long_member_of, traceparent=traceparent, scope=caller.scope)
             await self._write_each(post, batch.events, parse, caller)
             return
-        key = parse_key(raw_key)
+        key, sent_ms = parse_key(raw_key_of(found)), sent_at_ms(found)
         caller.spend(len(batch.events), post.arrived)
-        id, answer = await write_atomic(self.admission, batch, key, post.arrived, traceparent, caller)
+        id, answer = await write_atomic(self.admission, batch, key, post.arrived, traceparent, caller, sent_ms)
         if isinstance(answer, Problem):
             raise answer
         body = render_whole(id, answer)
         check_room(post, len(body))
-        self._answer(post, 201, committed_lines(key, answer, self._retention_s), body)
+        lines = committed_lines(key, answer, self._retention_s)
+        if b"repeatability-request-id" in found or sent_ms is not None:
+            lines += REPEATABLE
+        self._answer(post, 201, lines, body)
 
     async def _write_cloudevents(
         self, post: PostRequest, key: str | None, traceparent: bytes | None, caller: Caller
@@ -230,7 +240,7 @@ class EventsEndpoint:
         """Return the log fields of a request: its key, and the id of the key in the caller's scope."""
         try:
             found = post.found or pick(post.headers)
-            key, scope = parse_key(found.get(b"idempotency-key")), self._callers.of(found.get(b"authorization")).scope
+            key, scope = parse_key(raw_key_of(found)), self._callers.of(found.get(b"authorization")).scope
         except Problem:  # no key that is valid, or no caller that is known
             return {}
         return {"key": key, "id": event_id(key, scope).hex()}

@@ -11,7 +11,10 @@ from service.core.problems import (
     UNSUPPORTED_TYPE,
     Problem,
 )
+from service.events.key_time import parse_first_sent
 
+# Of an answer that is the same for each repetition of a request of Repeatable Requests.
+REPEATABLE: Final = b"repeatability-result: accepted\r\n"
 JSON: Final = "application/json"
 # A batch with each event on a line of its own (newline-delimited JSON).
 LINES: Final = "application/x-ndjson"
@@ -30,6 +33,8 @@ _WANTED: Final = OF_THE_MESSAGE | frozenset(
         b"content-type",
         b"content-encoding",
         b"idempotency-key",
+        b"repeatability-request-id",
+        b"repeatability-first-sent",
         b"traceparent",
         b"prefer",
         b"ce-specversion",
@@ -37,7 +42,12 @@ _WANTED: Final = OF_THE_MESSAGE | frozenset(
     }
 )
 # Headers that may come once: several lines joined to a list could pass for a valid value.
-_ONCE: Final = {b"idempotency-key": (INVALID_KEY, "Idempotency-Key"), b"host": (INVALID_HTTP, "Host")}
+_ONCE: Final = {
+    b"idempotency-key": (INVALID_KEY, "Idempotency-Key"),
+    b"repeatability-request-id": (INVALID_KEY, "Repeatability-Request-ID"),
+    b"repeatability-first-sent": (INVALID_KEY, "Repeatability-First-Sent"),
+    b"host": (INVALID_HTTP, "Host"),
+}
 
 
 def pick(headers: Iterable[tuple[bytes, bytes]]) -> UsedHeaders:
@@ -56,6 +66,21 @@ def pick(headers: Iterable[tuple[bytes, bytes]]) -> UsedHeaders:
                 text = f"{found[name]}, {text}"
             found[name] = text
     return found
+
+
+def raw_key_of(found: UsedHeaders) -> str | None:
+    """Return the idempotency key as it was sent; without one the id of OASIS' Repeatable Requests; None without both.
+
+    https://docs.oasis-open.org/odata/repeatable-requests/v1.0/repeatable-requests-v1.0.html
+    """
+    key = found.get(b"idempotency-key")
+    return found.get(b"repeatability-request-id") if key is None else key
+
+
+def sent_at_ms(found: UsedHeaders) -> int | None:
+    """Return when a request was first sent, as it tells, ms since the Unix epoch. Raises Problem (400)."""
+    raw = found.get(b"repeatability-first-sent")
+    return None if raw is None else parse_first_sent(raw)
 
 
 def check_message(found: UsedHeaders, host_needed: bool) -> None:

@@ -10,11 +10,16 @@ _SECONDS: Final = re.compile(r"[0-9]{1,9}")
 
 
 class Preference(NamedTuple):
-    """`wait_s`: seconds to wait for another request's write of the same key; `applied`: its Preference-Applied line."""
+    """`wait_s`: seconds to wait for another request's write of the same key; `applied`: its Preference-Applied line.
+
+    `repeatable` is the header line of an answer that each repetition of a request has, if it asks for one (OASIS
+    Repeatable Requests 1.0).
+    """
 
     wait_s: float = 0
     respond_async: bool = False
     applied: bytes = b""
+    repeatable: bytes = b""
 
 
 NONE: Final = Preference()

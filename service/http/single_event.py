@@ -61,7 +61,7 @@ class SingleEventWriter:
             self._submit(post, event, sender, preference)
         else:
             result = self._admission.replay((event,), written, post.arrived)
-            self._answer(post, event.key, preference.applied, result)
+            self._answer(post, event.key, preference, result)
 
     async def _quarantine(
         self, post: PostRequest, event: Event, sender: Sender, preference: Preference, problem: Problem
@@ -81,7 +81,7 @@ class SingleEventWriter:
     def _submit_letter(self, post: PostRequest, letter: DeadLetter, preference: Preference) -> None:
         """Submit a dead letter. Its client waits for its answer, also with `respond-async`: the refusal is known."""
         result = self._admission.submit(letter, post.arrived, preference.wait_s, ttl_s=letter.ttl_s, is_refused=True)
-        result.add_done_callback(partial(self._answer, post, letter.key, preference.applied))
+        result.add_done_callback(partial(self._answer, post, letter.key, preference))
 
     def _submit(self, post: PostRequest, event: Event, sender: Sender, preference: Preference) -> None:
         """Submit a checked event; its request is answered when it has a result, or its claim stands (202)."""
@@ -90,7 +90,7 @@ class SingleEventWriter:
             on_claim = asyncio.get_running_loop().create_future()
             on_claim.add_done_callback(partial(self._answer_202, post, event))
         result = self._admission.submit(event, post.arrived, preference.wait_s, on_claim, sender.age.ttl_s)
-        result.add_done_callback(partial(self._answer, post, event.key, preference.applied))
+        result.add_done_callback(partial(self._answer, post, event.key, preference))
 
     def _answer_202(self, post: PostRequest, event: Event, _: asyncio.Future[None]) -> None:
         """Answer 202 once the key is claimed (`respond-async`); the client asks for the outcome by the key."""
@@ -98,17 +98,19 @@ class SingleEventWriter:
         lines %= JSON_LINE, location_of(event.key), echo_of(event.key)
         self._responder.answer(post, 202, lines, b'{"id":"%b","state":"in_progress"}' % event.id.hex().encode())
 
-    def _answer(self, post: PostRequest, key: str, applied: bytes, result: asyncio.Future[WriteResult]) -> None:
-        """Answer with the result of an event: 201, or a problem. `applied` is its Preference-Applied line."""
+    def _answer(self, post: PostRequest, key: str, preference: Preference, result: asyncio.Future[WriteResult]) -> None:
+        """Answer with the result of an event: 201, or a problem."""
         if post.answered:  # with 202
             return
         try:
             answer = result.result()
-            if isinstance(answer, Problem):
-                of_key = key_lines(key, answer, self._retention_s) if isinstance(answer, Quarantined) else b""
-                self._responder.fail(post, answer, of_key + applied)
+            if isinstance(answer, Quarantined):
+                lines = key_lines(key, answer, self._retention_s) + preference.applied + preference.repeatable
+                self._responder.fail(post, answer, lines)
+            elif isinstance(answer, Problem):
+                self._responder.fail(post, answer, preference.applied)
             else:
-                lines = self._lines_of(key, answer, self._retention_s) + applied
+                lines = self._lines_of(key, answer, self._retention_s) + preference.applied + preference.repeatable
                 self._responder.succeed(post, lines, render_metadata(answer.deliveries[0]), replayed=answer.replayed)
         except Exception as error:
             self._responder.fail(post, error)

@@ -34,7 +34,8 @@ cdef void _set_lower() noexcept:
 _set_lower()
 
 cdef tuple WANTED = (
-    b"host", b"content-type", b"content-encoding", b"idempotency-key", b"traceparent", b"prefer", b"authorization"
+    b"host", b"content-type", b"content-encoding", b"idempotency-key", b"traceparent", b"prefer", b"authorization",
+    b"repeatability-request-id", b"repeatability-first-sent",
 )
 # A head with one of these, or with a header of CloudEvents, is left to httptools.
 cdef tuple OTHERS = (

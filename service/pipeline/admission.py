@@ -108,11 +108,13 @@ class Admission:
         )
         return future
 
-    async def submit_atomic(self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float) -> WriteResult:
+    async def submit_atomic(
+        self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float, sent_ms: int | None = None
+    ) -> WriteResult:
         """Write events of checked content in one transaction or not at all; `whole` is the batch's (id, fingerprint).
 
-        Its keys are remembered for the longest retention of its topics. `arrived` is time.monotonic. Raises Problem
-        where a topic is idempotent, or the batch is not admitted.
+        Its keys are remembered for the longest retention of its topics. `arrived` is time.monotonic, `sent_ms` that of
+        KeyAge. Raises Problem where a topic is idempotent, or the batch is not admitted.
         """
         for event in events:
             if self._rule(event.topic).guarantee is not Guarantee.EXACTLY_ONCE:
@@ -121,7 +123,7 @@ class Admission:
         topics = {event.topic for event in events}
         longest_s = max(self._rule(topic).key_ttl_s or self._key_ttl_s for topic in topics)
         deadline = arrived + self._timeout_s
-        await self.checks.check_batch_key(events[0].key, whole[0], topics, longest_s, deadline)
+        await self.checks.check_batch_key(events[0].key, whole[0], topics, longest_s, deadline, sent_ms)
         ttl_s = 0 if longest_s == self._key_ttl_s else longest_s
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
         self._admit(WriteRequest.for_atomic(events, whole, arrived, deadline, ttl_s, future))

@@ -121,12 +121,16 @@ class EventChecks:
             await self._encoder.encode(event, deadline)
             await self._check_topic(event, arrived, deadline)  # it may be larger now
 
-    async def check_batch_key(self, key: str, id: bytes, topics: Iterable[str], ttl_s: int, deadline: float) -> None:
+    async def check_batch_key(
+        self, key: str, id: bytes, topics: Iterable[str], ttl_s: int, deadline: float, sent_ms: int | None = None
+    ) -> None:
         """Check the age of the key of an atomic batch, with the batch's id. Raises Problem (412, 503).
 
-        `ttl_s` is the retention of the key, in seconds. An old key is taken if each of the topics takes such keys.
+        `ttl_s` is the retention of the key, in seconds; `sent_ms` is that of KeyAge. An old key is taken if each of the
+        topics takes such keys.
         """
-        if self._is_old(key, ttl_s) and not all(self._rule(topic).takes_old_keys for topic in topics):
+        is_old = self._is_old(key, ttl_s) and not all(self._rule(topic).takes_old_keys for topic in topics)
+        if is_old or (sent_ms is not None and self._was_before(sent_ms, ttl_s)):
             await self._check_old_key(id, ttl_s, deadline)
 
     def is_old(self, key: str, topic: str, ttl_s: int | None = None) -> bool:
@@ -302,6 +306,8 @@ class EventChecks:
 
         A topic that takes old keys takes them, but no request that was sent before the retention.
         """
+        if age is UNTOLD:  # the usual case
+            return self.is_old(event.key, event.topic)
         if age.sent_ms is not None and self._was_before(age.sent_ms, self._retention_s(event.topic, age.ttl_s)):
             return True
         return event.key != age.fresh_key and self.is_old(event.key, event.topic, age.ttl_s)

@@ -166,6 +166,15 @@ async def test_a_delivery_that_is_sent_again_is_written_once(
     assert dict(written[topic, event_id(key_of_form, "source:forms")].headers)["content-type"] == b"text/plain"
     await stage.assert_exactly_once()
 
+    # What was first sent before the retention of its key, and is unknown, is refused over each transport.
+    for process in services:
+        late = {"authorization": "Bearer token", "repeatability-request-id": f"late-{process.port}"}
+        for headers, status in (({"repeatability-first-sent": "Sun, 06 Nov 1994 08:49:37 GMT"}, 412), ({}, 201)):
+            body = {"topic": topic, "value": 1}
+            answer = await stage.client.http.post(f"{process.url}/events", json=body, headers=late | headers)
+            assert answer.status_code == status
+            assert answer.headers.get("repeatability-result") == ("accepted" if status == 201 else None)
+
     # A caller's key is another key, also if it has the same text.
     event = {"topic": topic, "value": 1}
     headers = {"authorization": "Bearer token", "idempotency-key": "evt_1"}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from service.events.key_time import made_at_ms
+from service.core.problems import Problem
+from service.events.key_time import made_at_ms, parse_first_sent
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,31 @@ def test_a_key_of_a_kind_with_a_time_tells_it(key: str, made_ms: int) -> None:
 )
 def test_any_other_key_tells_no_time(key: str) -> None:
     assert made_at_ms(key) is None
+
+
+def test_when_a_request_was_first_sent() -> None:
+    """RFC 9110, section 5.6.7."""
+    assert parse_first_sent("Sun, 06 Nov 1994 08:49:37 GMT") == parse_first_sent(" Sun, 06 Nov 1994 08:49:37 GMT\t")
+    assert parse_first_sent("Sun, 06 Nov 1994 08:49:37 GMT") == 784_111_777_000
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "",
+        "784111777",
+        "1994-11-06T08:49:37Z",
+        "Sunday, 06-Nov-94 08:49:37 GMT",
+        "Sun Nov  6 08:49:37 1994",
+        "Sun, 06 Nov 1994 08:49:37 +0100",
+        "Sun, 06 Foo 1994 08:49:37 GMT",
+        "Sun, 99 Nov 1994 08:49:37 GMT",
+        "Sun, 06 Nov 1994 25:49:37 GMT",
+        "Sun, 06 Nov 0000 08:49:37 GMT",
+        "Sun, 06 Nov 1994 08:49:37 GMT, Sun, 06 Nov 1994 08:49:37 GMT",
+        "Sun, ٠٦ Nov 1994 08:49:37 GMT",
+    ],
+)
+def test_another_form_of_time_is_refused(raw: str) -> None:
+    with pytest.raises(Problem, match="invalid-key: Repeatability-First-Sent: send when the request was first sent"):
+        parse_first_sent(raw)

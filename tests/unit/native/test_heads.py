@@ -77,6 +77,7 @@ def with_lines(*lines: bytes) -> bytes:
         PLAIN.replace(b"Content-Length: 4\r\n\r\nbody", b"Content-Length: 0\r\n\r\n"),
         with_lines(b"Connection: Keep-Alive", b"Accept: */*", b"User-Agent: x", b"!#$%&'*+-.^_`|~: 1"),
         with_lines(b"Prefer: wait=5", b"Authorization: Bearer x", b"Content-Encoding: identity", b"traceparent: 00"),
+        with_lines(b"Repeatability-Request-ID: a", b"repeatability-FIRST-sent: Sun, 06 Nov 1994 08:49:37 GMT"),
         with_lines(b"x-" + b"y" * 5_000 + b": " + b"z" * 5_000, b"Accept: 1", b"Accept: 2"),
     ],
 )
@@ -114,6 +115,7 @@ def test_a_plain_head_is_read_by_c_as_by_the_parser(data: bytes) -> None:
         with_lines(b"Expect: 100-continue"),
         with_lines(b"Host: another"),
         with_lines(b"Idempotency-Key: another"),
+        with_lines(b"Repeatability-Request-ID: a", b"Repeatability-Request-ID: a"),
         with_lines(b"Content-Type: text/plain"),
         with_lines(b"ce-specversion: 1.0"),
         with_lines(b" folded"),
