@@ -6,39 +6,23 @@ from urllib.parse import urljoin
 
 import httpx
 import pytest
-import uvicorn
 from jsonschema import Draft202012Validator
 
-from deploy.stack import free_port
-from service.app import build_app
-from service.contract import Rules
-from service.core.settings import Settings
-from service.events.schemas import Schemas
 from service.http.application import openapi_document
-from service.http.limits import GuardedProtocol
-from service.http.protocol import Posts, protocol_of
 from service.http.responses import location_of
+from tests.unit.http.whole_service import serving
 
 PROBES = ["/livez", "/readyz", "/startupz", "/metrics"]
 
 
 @pytest.fixture(params=["direct", "asgi"])
 async def http(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a whole service without Kafka and Redis; its POSTs go below ASGI, and through it."""
-    settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
-    app, posts = build_app(settings, Rules(), Schemas(Rules()), (), lambda _: None)
-    direct = protocol_of(Posts(posts.routes, posts.body_bytes_max, posts.bodies))
-    port, protocol = free_port(), direct if request.param == "direct" else GuardedProtocol
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=port, http=protocol, lifespan="on", log_config=None, access_log=False, loop="uvloop")
-    )
-    serving = asyncio.create_task(server._serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-        await asyncio.sleep(0.01)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10.0) as client:
+    """A client of a whole service without Kafka and Redis."""
+    async with (
+        serving(request.param) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10.0) as client,
+    ):
         yield client
-    server.should_exit = True
-    await serving
 
 
 def assert_problem(response: httpx.Response, status: int, code: str) -> None:
