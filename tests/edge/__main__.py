@@ -5,6 +5,7 @@ promises: status, headers, media type and body; no 5xx; within five seconds. Exi
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.edge.stack import edge
 
 
 def main() -> int:
+    # On SIGTERM, stop the stack and delete its folder.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = argparse.ArgumentParser(prog="python -m tests.edge", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--examples", type=int, default=200, help="random requests of each operation (200)")
     parser.add_argument("--seed", type=int, default=1)

@@ -23,7 +23,7 @@ KNOWN: Final = "known"
 ABSENT: Final = "absent"
 FORBIDDEN: Final = "forbidden"
 # By source: whether it is signed.
-SOURCES: Final = {"open": False, "github": True, "seldom": False}
+SOURCES: Final = {"open": False, "github": True, "pointer": False, "seldom": False}
 
 _KEY: Final = {"type": "string", "pattern": "^[!-~]{1,255}$"}
 _BASE64: Final = {"type": "string", "pattern": "^(?:[A-Za-z0-9+/]{4}){0,8}$"}
@@ -170,9 +170,15 @@ idempotency_key = {{ header = "X-GitHub-Delivery" }}
 signature = {{ scheme = "github", secret_files = ["secret"] }}
 
 [[sources]]
-name = "seldom"
+name = "pointer"
 topic = "{topic}"
 idempotency_key = {{ pointer = "/id" }}
+signature = "none"
+
+[[sources]]
+name = "seldom"
+topic = "{topic}"
+idempotency_key = {{ sha256 = "body" }}
 signature = "none"
 rate = 0.2
 """

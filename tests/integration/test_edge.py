@@ -119,7 +119,7 @@ async def test_answers_to_generated_requests_are_those_that_the_document_promise
 ) -> None:
     """A few random requests of each operation; `python -m tests.edge` makes many, with values at each bound too."""
     with edge(tmp_path, kafka, redis, SETTINGS | bytecode) as target:
-        plan = Plan(examples=4, seed=1, phases=("fuzzing",))
+        plan = Plan(examples=4, seed=1, phases=("fuzzing",), response_s=20.0)
         found = await asyncio.to_thread(run, target.service.url, target.world, tmp_path, plan)
         assert found.passed, found.output
         assert {200, 201, 207, 400, 404} <= found.total.keys()
