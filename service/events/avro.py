@@ -1,15 +1,16 @@
 """Encodes JSON by an Avro schema: the JSON encoding of Avro's specification in, its binary encoding out.
 
-fastavro parses schemas and writes binary data, from Python's values. This module makes those of JSON's, as the
-specification says, and tells where a value does not fit. https://avro.apache.org/docs/1.12.0/specification/
+fastavro parses the schemas. Values are checked and encoded here in one pass, which tells where a value does not fit,
+and lets other threads run: fastavro's writer holds the interpreter's lock for as long as a value takes, which may be a
+hundred milliseconds. https://avro.apache.org/docs/1.12.0/specification/
 """
 
 import json
 import math
+import struct
 import threading
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from io import BytesIO
 from typing import Any, Final
 
 import fastavro
@@ -18,18 +19,20 @@ from fastavro.schema import SchemaParseException, UnknownType
 _INTS: Final = {"int": (-(2**31), 2**31 - 1), "long": (-(2**63), 2**63 - 1)}
 _NAMED: Final = frozenset({"record", "error", "enum", "fixed"})
 _FLOAT_MOST: Final = 3.4028234663852886e38
+_FLOAT: Final = struct.Struct("<f")
+_DOUBLE: Final = struct.Struct("<d")
 _PRIMITIVES: Final = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
 # In place of a field's default that there is not.
 _NONE: Final = object()
 # Bytes of defaults for one value: so many, and so many times the bytes of its JSON, which must not become gigabytes. A
-# default counts with its JSON and a field's overhead.
+# default counts with a field's overhead.
 DEFAULTS_BYTES: Final = 4 * 1024
 DEFAULTS_RATIO: Final = 8
 _DEFAULT_BYTES: Final = 8
-_budget: Final = threading.local()  # `left`: bytes of defaults for the value that the thread converts
+_budget: Final = threading.local()  # `left`: bytes of defaults for the value that the thread encodes
 
-Convert = Callable[[Any], Any]
-"""Makes what fastavro writes of a value of JSON. Raises Misfit."""
+Encode = Callable[[Any, bytearray], None]
+"""Appends the binary encoding of a value of JSON. Raises Misfit."""
 
 
 class Misfit(ValueError):
@@ -51,20 +54,16 @@ class AvroSchema:
 
         Raises ValueError.
         """
-        # fastavro knows the named types of a record only. So the schema is the last field of one, behind an array of
-        # each import, which is always empty: one byte 0.
-        before = {f"import_{n}": each for n, each in enumerate(dict.fromkeys(imports))}
+        # In a record behind the imports, the schema finds their named types.
+        before = [{"type": "array", "items": json.loads(each)} for each in dict.fromkeys(imports)]
+        fields = [{"name": f"f{n}", "type": each} for n, each in enumerate([*before, json.loads(text)])]
         names: dict[str, Any] = {}
         try:
-            fields = [
-                {"name": name, "type": {"type": "array", "items": json.loads(each)}} for name, each in before.items()
-            ]
-            fields.append({"name": "value", "type": json.loads(text)})
-            wrapper = {"type": "record", "name": "fencepost_wrapper", "fields": fields}
-            parsed: Any = fastavro.parse_schema(wrapper, named_schemas=names)
-            self._before: dict[str, Any] = {name: [] for name in before}
-            self._schema, schema = parsed, parsed["fields"][-1]["type"]
-            self._convert = _Converters(names).of(schema)
+            parsed: Any = fastavro.parse_schema(
+                {"type": "record", "name": "fencepost_wrapper", "fields": fields}, named_schemas=names
+            )
+            schema = parsed["fields"][-1]["type"]
+            self._encode = _Encoders(names).of(schema)
         except (SchemaParseException, UnknownType, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no Avro schema: {str(error) or type(error).__name__}") from None
         kind = schema.get("type") if isinstance(schema, dict) else schema
@@ -75,9 +74,9 @@ class AvroSchema:
     def encode(self, value: Any, size: int) -> bytes:
         """Encode a value of JSON, whose text has `size` bytes. Raises Misfit."""
         _budget.left = DEFAULTS_BYTES + DEFAULTS_RATIO * size
-        buffer = BytesIO()
-        fastavro.schemaless_writer(buffer, self._schema, {**self._before, "value": self._convert(value)})
-        return buffer.getvalue()[len(self._before) :]
+        out = bytearray()
+        self._encode(value, out)
+        return bytes(out)
 
 
 def _name_of(schema: Any) -> str:
@@ -86,15 +85,15 @@ def _name_of(schema: Any) -> str:
     return schema if isinstance(schema, str) else "union"
 
 
-class _Converters:
-    """Makes the converters of a schema; named types may refer to themselves."""
+class _Encoders:
+    """Makes the encoders of a schema; named types may refer to themselves."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._names = names
-        self._made: dict[str, list[Convert]] = {}  # by name; empty while the converter is being made
+        self._made: dict[str, list[Encode]] = {}  # by name; empty while the encoder is being made
 
-    def of(self, schema: Any) -> Convert:
-        """Make the converter of a parsed schema."""
+    def of(self, schema: Any) -> Encode:
+        """Make the encoder of a parsed schema."""
         if isinstance(schema, list):
             return self._union(schema)
         if isinstance(schema, str):
@@ -110,7 +109,7 @@ class _Converters:
             return _map(self.of(schema["values"]))
         return self.of(kind)
 
-    def _named(self, schema: Any) -> Convert:
+    def _named(self, schema: Any) -> Encode:
         name = schema["name"]
         made = self._made.get(name)
         if made is None:
@@ -124,92 +123,92 @@ class _Converters:
                     made.append(self._record(schema))
         if made:
             return made[0]
-        return lambda value: made[0](value)  # a type that contains itself
+        return lambda value, out: made[0](value, out)  # a type that contains itself
 
-    def _record(self, schema: Any) -> Convert:
+    def _record(self, schema: Any) -> Encode:
         name = schema["name"]
-        converts = {each["name"]: self.of(each["type"]) for each in schema["fields"]}
+        encoders = {each["name"]: self.of(each["type"]) for each in schema["fields"]}
         default_of = self._defaults(schema)
 
-        def record(value: Any) -> dict[str, Any]:
+        def record(value: Any, out: bytearray) -> None:
             if not isinstance(value, dict):
                 raise Misfit(f"an object is wanted, for {name}")
-            made: dict[str, Any] = {}
-            for field, convert in converts.items():
+            for field, encode in encoders.items():
                 if field not in value:
-                    made[field] = default_of(field)
+                    out += default_of(field)
                     continue
                 try:
-                    made[field] = convert(value[field])
+                    encode(value[field], out)
                 except Misfit as misfit:
                     misfit.path.append(field)
                     raise
-            if unknown := next((field for field in value if field not in converts), None):
+            if unknown := next((field for field in value if field not in encoders), None):
                 raise Misfit(f"{name} has no such field", unknown)
-            return made
 
         return record
 
-    def _defaults(self, schema: Any) -> Convert:
-        """Make the function that returns a field's default, and counts it."""
+    def _defaults(self, schema: Any) -> Callable[[str], bytes]:
+        """Make the function that returns a field's encoded default, and counts it."""
         fields = {each["name"]: each for each in schema["fields"]}
-        known: dict[str, tuple[Any, int]] = {}  # converted when they are first needed, with their cost
+        known: dict[str, bytes] = {}  # encoded when they are first needed
 
-        def default_of(field: str) -> Any:
+        def default_of(field: str) -> bytes:
             if field not in known:
                 kind, default = fields[field]["type"], fields[field].get("default", _NONE)
                 if default is _NONE:
                     raise Misfit("it is missing", field)
-                # The default of a union is of its first branch, and stands without that one's name.
-                made = _tagged(kind[0], self.of(kind[0])(default)) if isinstance(kind, list) else self.of(kind)(default)
-                known[field] = made, _DEFAULT_BYTES + len(json.dumps(default))
-            made, cost = known[field]
-            _budget.left -= cost
+                made = bytearray()
+                if isinstance(kind, list):  # the default of a union is of its first branch, without that one's name
+                    made.append(0)
+                    kind = kind[0]
+                self.of(kind)(default, made)
+                known[field] = bytes(made)
+            encoded = known[field]
+            _budget.left -= len(encoded) + _DEFAULT_BYTES
             if _budget.left < 0:
                 raise Misfit("the defaults of fields that are left out make it much larger: send more of the fields")
-            return made
+            return encoded
 
         return default_of
 
-    def _union(self, schema: list[Any]) -> Convert:
-        branches = {_branch_name(each): (each, self.of(each)) for each in schema}
+    def _union(self, schema: list[Any]) -> Encode:
+        branches = {_branch_name(each): (index, self.of(each)) for index, each in enumerate(schema)}
         others = [branch for name, branch in branches.items() if name != "null"]
-        names = ", ".join(branches)
+        names, null = ", ".join(branches), branches.get("null")
 
-        def union(value: Any) -> Any:
-            if value is None and "null" in branches:
-                return None
+        def union(value: Any, out: bytearray) -> None:
+            if value is None and null is not None:
+                _put_long(null[0], out)
+                return
             if isinstance(value, dict) and len(value) == 1:
                 ((name, content),) = value.items()
                 if name in branches and name != "null":
-                    branch, convert = branches[name]
+                    index, encode = branches[name]
+                    _put_long(index, out)
                     try:
-                        return _tagged(branch, convert(content))
+                        encode(content, out)
                     except Misfit as misfit:
                         misfit.path.append(name)
                         raise
+                    return
             if len(others) != 1:
                 raise Misfit(f'send {{"TYPE": value}} with one of the types {names}')
             # An optional value may stand without its type.
-            branch, convert = others[0]
-            return _tagged(branch, convert(value))
+            index, encode = others[0]
+            _put_long(index, out)
+            encode(value, out)
 
         return union
 
 
 def _branch_name(schema: Any) -> str:
-    """Return the name by which JSON, and fastavro, tell a branch of a union."""
+    """Return the name by which JSON tells a branch of a union."""
     if isinstance(schema, str):
         return schema
     return str(schema["name"] if schema["type"] in _NAMED else schema["type"])
 
 
-def _tagged(branch: Any, value: Any) -> Any:
-    """Name the branch of a union for fastavro, which would else look for the first branch that fits."""
-    return None if value is None else (_branch_name(branch), value)
-
-
-def _primitive(kind: str) -> Convert:
+def _primitive(kind: str) -> Encode:
     match kind:
         case "null":
             return _null
@@ -217,114 +216,143 @@ def _primitive(kind: str) -> Convert:
             return _boolean
         case "int" | "long":
             return _integer(kind, *_INTS[kind])
-        case "float" | "double":
-            return _float if kind == "float" else _double
+        case "float":
+            return _float
+        case "double":
+            return _double
         case "bytes":
             return _bytes
     return _string
 
 
-def _null(value: Any) -> None:
+def _put_long(number: int, out: bytearray) -> None:
+    """Append an int or a long: zigzag, in 7 bits a byte."""
+    number = (number << 1) ^ (number >> 63)
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+
+
+def _null(value: Any, out: bytearray) -> None:
     if value is not None:
         raise Misfit("null is wanted")
 
 
-def _boolean(value: Any) -> bool:
+def _boolean(value: Any, out: bytearray) -> None:
     if not isinstance(value, bool):
         raise Misfit("true or false is wanted")
-    return value
+    out.append(value)
 
 
-def _integer(kind: str, least: int, most: int) -> Convert:
-    def integer(value: Any) -> int:
+def _integer(kind: str, least: int, most: int) -> Encode:
+    def integer(value: Any, out: bytearray) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             raise Misfit(f"an integer is wanted ({kind})")
         if not least <= value <= most:
             raise Misfit(f"the number is beyond the type {kind}")
-        return value
+        _put_long(value, out)
 
     return integer
 
 
-def _double(value: Any) -> float:
+def _number(value: Any, kind: str, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise Misfit("a number is wanted")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if math.isinf(number):
-        raise Misfit("the number is beyond the type double")
+    if abs(number) > most:
+        raise Misfit(f"the number is beyond the type {kind}")
     return number
 
 
-def _float(value: Any) -> float:
-    number = _double(value)
-    if abs(number) > _FLOAT_MOST:
-        raise Misfit("the number is beyond the type float")
-    return number
+def _double(value: Any, out: bytearray) -> None:
+    out += _DOUBLE.pack(_number(value, "double", 1.7976931348623157e308))
 
 
-def _string(value: Any) -> str:
+def _float(value: Any, out: bytearray) -> None:
+    out += _FLOAT.pack(_number(value, "float", _FLOAT_MOST))
+
+
+def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise Misfit("a string is wanted")
     return value
 
 
-def _bytes(value: Any) -> bytes:
+def _string(value: Any, out: bytearray) -> None:
+    content = _text(value).encode()
+    _put_long(len(content), out)
+    out += content
+
+
+def _latin(value: Any) -> bytes:
     try:
-        return _string(value).encode("latin-1")
+        return _text(value).encode("latin-1")
     except UnicodeEncodeError:
         raise Misfit("bytes are wanted, as a string of characters up to U+00FF, one for each byte") from None
 
 
-def _fixed(size: int) -> Convert:
-    def fixed(value: Any) -> bytes:
-        content = _bytes(value)
+def _bytes(value: Any, out: bytearray) -> None:
+    content = _latin(value)
+    _put_long(len(content), out)
+    out += content
+
+
+def _fixed(size: int) -> Encode:
+    def fixed(value: Any, out: bytearray) -> None:
+        content = _latin(value)
         if len(content) != size:
             raise Misfit(f"{size} bytes are wanted, and these are {len(content)}")
-        return content
+        out += content
 
     return fixed
 
 
-def _enum(symbols: list[str]) -> Convert:
-    known = frozenset(symbols)
+def _enum(symbols: list[str]) -> Encode:
+    indexes = {symbol: index for index, symbol in enumerate(symbols)}
 
-    def enum(value: Any) -> str:
-        if not isinstance(value, str) or value not in known:
+    def enum(value: Any, out: bytearray) -> None:
+        if not isinstance(value, str) or value not in indexes:
             raise Misfit(f"one of {', '.join(symbols[:20])} is wanted")
-        return value
+        _put_long(indexes[value], out)
 
     return enum
 
 
-def _array(convert: Convert) -> Convert:
-    def array(value: Any) -> list[Any]:
+def _array(encode: Encode) -> Encode:
+    def array(value: Any, out: bytearray) -> None:
         if not isinstance(value, list):
             raise Misfit("an array is wanted")
-        made: list[Any] = []
+        if value:
+            _put_long(len(value), out)
+        index = 0
         try:
-            made.extend(map(convert, value))
+            for index, item in enumerate(value):  # noqa: B007 - used where an item does not fit
+                encode(item, out)
         except Misfit as misfit:
-            misfit.path.append(len(made))
+            misfit.path.append(index)
             raise
-        return made
+        out.append(0)
 
     return array
 
 
-def _map(convert: Convert) -> Convert:
-    def mapping(value: Any) -> dict[str, Any]:
+def _map(encode: Encode) -> Encode:
+    def mapping(value: Any, out: bytearray) -> None:
         if not isinstance(value, dict):
             raise Misfit("an object is wanted")
-        made: dict[str, Any] = {}
+        if value:
+            _put_long(len(value), out)
         for name, content in value.items():
+            _string(name, out)
             try:
-                made[name] = convert(content)
+                encode(content, out)
             except Misfit as misfit:
                 misfit.path.append(name)
                 raise
-        return made
+        out.append(0)
 
     return mapping

@@ -6,6 +6,7 @@ https://docs.confluent.io/platform/current/schema-registry/fundamentals/serdes-d
 """
 
 import asyncio
+import gc
 import json
 import math
 import struct
@@ -41,7 +42,7 @@ from service.registry.schema import (
 
 MAGIC: Final = 0
 _PREFIX: Final = struct.Struct(">BI")
-# A longer key and value are encoded in a thread; shorter ones take 10 ms at most.
+# A longer key and value are encoded in a thread; shorter ones take some milliseconds at most.
 AT_ONCE_BYTES: Final = 2 * 1024
 # Schemas ready to encode. Each is counted with the bytes of its text and its references' texts, and takes some 20 times
 # as many.
@@ -156,7 +157,7 @@ class Encoder:
         parts = await self._parts_of(event, deadline)
         json_key = event.encoding is not None and event.encoding.json_key
         if len(event.value or b"") + len(event.record_key or b"") > AT_ONCE_BYTES:
-            key, value = await in_thread(_encoded, event, parts, json_key)
+            key, value = await in_thread(_encoded_long, event, parts, json_key)
         else:
             key, value = _encoded(event, parts, json_key)
         size = event.size - len(event.record_key or b"") - len(event.value or b"") + len(key or b"") + len(value or b"")
@@ -304,6 +305,17 @@ def _encoded(event: Event, parts: _Parts, json_key: bool) -> tuple[bytes | None,
     if parts.value is not None and value is not None:
         value = _part(VALUE, parts.value, value)
     return key, value
+
+
+def _encoded_long(event: Event, parts: _Parts, json_key: bool) -> tuple[bytes | None, bytes | None]:
+    """Encode the parts of an event of any length, with garbage collection off: it would traverse all of the value."""
+    pausing = gc.isenabled()
+    gc.disable()
+    try:
+        return _encoded(event, parts, json_key)
+    finally:
+        if pausing:
+            gc.enable()
 
 
 def _as_json(key: bytes) -> bytes:

@@ -5,6 +5,7 @@ protoc runs as a process of its own: it can be ended, and holds neither the even
 
 import asyncio
 import contextlib
+import os
 import re
 import sys
 import tempfile
@@ -12,12 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from service.registry.schema import Import, SchemaType, SchemaUnusable
+from service.registry.schema import Import, RegistryAway, SchemaType, SchemaUnusable
 
 # What the file of the schema itself is called; no reference may have this name.
 _LOGGED: Final = re.compile(r"WARNING: |[IW]\d{4} ")
 MAIN: Final = "fencepost_schema.proto"
 COMPILE_S: Final = 10.0
+PAUSE_S: Final = 5.0
+MEMORY: Final = "/dev/shm"  # noqa: S108 - the folder below it is made by tempfile
 DESCRIPTOR_BYTES_MAX: Final = 4 * 1024 * 1024
 _ERRORS_CHARS: Final = 300
 _NAME: Final = re.compile(r"(?!.*(^|/)\.\.?(/|$))[\w.-]+(/[\w.-]+){0,15}", re.ASCII)
@@ -26,15 +29,24 @@ _NAME: Final = re.compile(r"(?!.*(^|/)\.\.?(/|$))[\w.-]+(/[\w.-]+){0,15}", re.AS
 async def compiled(text: str, imports: Sequence[Import]) -> bytes:
     """Compile a schema with what it imports to a serialized FileDescriptorSet, whose last file is the schema's.
 
-    Raises SchemaUnusable with protoc's messages.
+    Raises SchemaUnusable with protoc's messages, and RegistryAway if protoc cannot run now.
     """
     for each in imports:
         if each.schema.type is not SchemaType.PROTOBUF or len(each.name) > 255 or _NAME.fullmatch(each.name) is None:
             raise SchemaUnusable(f"its reference {each.name!r} is no Protobuf file with a relative path")
         if each.name == MAIN:
             raise SchemaUnusable(f"its reference {MAIN!r} has a reserved name")
-    with tempfile.TemporaryDirectory(prefix="fencepost-protoc-") as folder:
-        return await _compile(Path(folder), text, imports)
+    try:
+        with tempfile.TemporaryDirectory(prefix="fencepost-protoc-", dir=_memory_folder()) as folder:
+            return await _compile(Path(folder), text, imports)
+    except OSError as error:  # the schema may be good
+        why = f"protoc cannot run: {error.strerror}: let the process write to {MEMORY} or /tmp"
+        raise RegistryAway(why, PAUSE_S, everywhere=False) from None
+
+
+def _memory_folder() -> str | None:
+    """Return a folder in memory that can be written, also where the image is read-only; None for the usual one."""
+    return MEMORY if os.access(MEMORY, os.W_OK) else None
 
 
 async def _compile(folder: Path, text: str, imports: Sequence[Import]) -> bytes:
@@ -58,12 +70,14 @@ async def _compile(folder: Path, text: str, imports: Sequence[Import]) -> bytes:
         async with asyncio.timeout(COMPILE_S):
             _, errors = await process.communicate()
     except TimeoutError:
-        raise SchemaUnusable(f"protoc did not compile it within {COMPILE_S:g} s") from None
+        raise RegistryAway(f"protoc did not compile it within {COMPILE_S:g} s", PAUSE_S, everywhere=False) from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+    if process.returncode is None or process.returncode < 0:  # the kernel may have ended it
+        raise RegistryAway(f"protoc ended with {process.returncode}", PAUSE_S, everywhere=False)
     if process.returncode:
         raise SchemaUnusable(_why(errors))
     if target.stat().st_size > DESCRIPTOR_BYTES_MAX:

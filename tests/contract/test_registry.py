@@ -65,7 +65,7 @@ def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         with FakeRegistry() as fake:
             yield Settings(registry=fake.url)
     else:
-        if not registry.WANTED:
+        if not registry.is_wanted():
             pytest.skip(registry.WHY_NOT)
         with Apicurio(tmp_path_factory.mktemp("apicurio")) as real:
             yield Settings(registry=real.url)

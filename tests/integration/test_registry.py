@@ -30,7 +30,7 @@ def registry_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         with FakeRegistry() as fake:
             yield fake.url
     else:
-        if not registry.WANTED:
+        if not registry.is_wanted():
             pytest.skip(registry.WHY_NOT)
         with Apicurio(tmp_path_factory.mktemp("apicurio")) as real:
             yield real.url

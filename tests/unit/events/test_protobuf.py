@@ -1,13 +1,16 @@
 """Tests JSON by Protobuf schemas: what is read back, the indexes of messages, and where a value does not fit."""
 
 import json
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from service.events.avro import Misfit
 from service.events.protobuf import ProtobufSchema
 from service.registry import protoc
-from service.registry.schema import Import, Schema, SchemaType, SchemaUnusable
+from service.registry.schema import Import, RegistryAway, Schema, SchemaType, SchemaUnusable
 
 TEXT = """
 syntax = "proto3";
@@ -97,5 +100,23 @@ async def test_schemas_that_cannot_be_compiled(text: str, imports: list[Import],
 
 async def test_a_compiler_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protoc, "COMPILE_S", 0.001)
-    with pytest.raises(SchemaUnusable, match="did not compile it within"):
+    with pytest.raises(RegistryAway, match="did not compile it within"):
+        await protoc.compiled(TEXT, [LINE])
+
+
+async def test_without_a_folder_that_can_be_written_the_schema_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(**_: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", none)
+    with pytest.raises(RegistryAway, match="protoc cannot run: No usable temporary directory found: let the process"):
+        await protoc.compiled(TEXT, [LINE])
+
+
+async def test_a_compiler_that_is_killed_refuses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(RegistryAway, match="protoc ended with -9"):
         await protoc.compiled(TEXT, [LINE])

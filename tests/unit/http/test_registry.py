@@ -29,7 +29,11 @@ ORDER = {
     "name": "Order",
     "fields": [{"name": "total", "type": "long"}, {"name": "note", "type": ["null", "string"], "default": None}],
 }
-RULES = (TopicRule("orders", registry=RegistryRule(SchemaRule(subject="key"), SchemaRule())),)
+RULES = (
+    TopicRule("orders", registry=RegistryRule(SchemaRule(subject="key"), SchemaRule())),
+    TopicRule("third", registry=RegistryRule(value=SchemaRule(subject="orders-value")), quarantine="other"),
+    TopicRule("kept", registry=RegistryRule(value=SchemaRule(subject="none")), quarantine="other"),
+)
 V3 = "/v3/clusters/c1/topics/{topic}/records"
 AVRO_V2 = "application/vnd.kafka.avro.v2+json"
 JSON = "application/json"
@@ -240,6 +244,27 @@ async def test_nothing_is_looked_up_for_a_topic_that_does_not_exist(proxy: Proxy
     proxy.registry.requests.clear()
     v2 = await proxy.v2({"value": 1}, topic="nowhere", value_schema='"long"')
     assert (v2.status_code, v2.json()["error_code"], proxy.registry.requests) == (404, 40401, [])
+
+
+async def test_what_a_schema_refuses_goes_to_the_quarantine_topic_as_it_was_sent(proxy: Proxy) -> None:
+    first = await proxy.event({"total": 1}, topic="third")
+    refused = await proxy.event({"total": "a"}, key="bad", topic="third")
+    unknown = await proxy.event({"total": 2}, key="unknown", topic="kept")
+    assert [(each.status_code, each.json().get("code")) for each in (first, refused, unknown)] == [
+        (201, None),
+        (422, "schema-mismatch"),
+        (422, "unknown-schema"),
+    ]
+    assert refused.json()["quarantined"] is unknown.json()["quarantined"] is True
+    assert proxy.written == [(None, order(1)), (None, b'{"total": "a"}'), (None, b'{"total": 2}')]
+    await proxy.put("orders-value", "string")
+    again = [
+        await proxy.event({"total": 1}, topic="third"),
+        await proxy.event({"total": "a"}, key="bad", topic="third"),
+    ]
+    assert [each.content for each in again] == [first.content, refused.content]
+    assert all(each.headers["idempotent-replayed"] == "true" for each in again)
+    assert len(proxy.written) == 3
 
 
 # ------------------------------------------------------------------------------------------------ v2 and v3 formats
