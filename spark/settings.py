@@ -130,7 +130,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--keep-days",
         type=_integer(1, DAYS_MOST),
-        help="delete from the lake what was accepted more days ago; default: keep all",
+        help="delete from the lake, but not from views, what was accepted more days ago; default: keep all",
     )
     parser.add_argument("--optimize", action="store_true", help="compact the small files of hours that are over")
     parser.add_argument(
