@@ -321,12 +321,13 @@ class _Run:
         copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
         exact = self._exact_hours(plan)
         arrived, later_ends = run_plan.arrived(plan, self.last_plan), run_plan.later_ends(plan)
-        rows = deliveries.reduce(copies, claims, plan.run, arrived, exact, later_ends)
+        rows = deliveries.reduce(copies, claims, plan.run, arrived, exact, later_ends, plan.topic_ids)
         if vanished:
             self.on_progress(
                 f"run {plan.run}: {len(vanished)} partitions were truncated; dropping the records that are gone"
             )
-            rows = deliveries.with_vanished(rows, self.lake.read_once("deliveries"), vanished, plan.run)
+            merged_rows = self.lake.read_once("deliveries")
+            rows = deliveries.with_vanished(rows, merged_rows, vanished, plan.topic_ids, plan.run)
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
         with self.timer.step("read records"):

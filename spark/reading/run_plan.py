@@ -141,6 +141,11 @@ class Plan:
         return sorted({log.topic for log in self.of(DATA)})
 
     @property
+    def topic_ids(self) -> dict[str, str]:
+        """The ids of the audited data topics."""
+        return {log.topic: log.topic_id for log in self.of(DATA)}
+
+    @property
     def partitions(self) -> int:
         """Number of audited partitions of data topics."""
         return sum(1 for log in self.logs if log.role == DATA and log.audited)

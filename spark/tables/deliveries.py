@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
 from spark import rule_table
-from spark.reading.decode import ENTERED, EVENT, REJECT, REJECTED
+from spark.reading.decode import ENTERED, EVENT, REJECT, REJECTED, hash_of
 from spark.reading.run_plan import by_partition
 
 # Enough to analyse a finding; an id with more copies was put on every record by a broken writer.
@@ -62,6 +62,7 @@ ROW: Final = {
     "was_past_end": "boolean",
     "elsewhere": "boolean",
     "proven_lost": "boolean",
+    "record_topic_id_hash": "bigint",
 }
 """Name and type of each column of `deliveries`, in order.
 
@@ -74,7 +75,9 @@ are clean, and of clean rows only counts are read again. Partition and offset ar
 `entry_seen_ms` and `answer_seen_ms` are when ledger and journal first named the offset, `in_doubt_ms` when the last
 202 or 504 was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows that 503.
 `timestamp_ms`, `record_accepted_ms` and the columns after them are those of the record; `record_key_hash` is a hash of
-its record key, `batch_hash` of the id of its atomic batch, `topic_id_hash` of its topic's id, both by the ledger entry.
+its record key, `batch_hash` of the id of its atomic batch, `topic_id_hash` of its topic's id, both by the ledger entry;
+`record_topic_id_hash` is the same hash of the id of the topic from which the record was read, null in lakes of an
+earlier version.
 `alternative_fingerprints`: with Fencepost's header the record's computed fingerprint, if the header has another one;
 without the header the other possible fingerprints of the record, 8 bytes each (`decode.deliveries`).
 `was_past_end`: the log's high watermark was not past the offset when all claims on it were read, or in a later run if
@@ -116,6 +119,8 @@ RECORD: Final = (
     "key",
     "reject",
 )
+
+_OF_RECORD: Final = (*RECORD, "record_topic_id_hash")
 
 COPY_FIELDS: Final = (
     "timestamp: bigint, topic: string, partition: int, offset: bigint, fingerprint: binary, "
@@ -190,12 +195,14 @@ def reduce(
     arrived: Mapping[tuple[str, int], int] | None = None,
     exact: tuple[int, int] | None = None,
     later_ends: Mapping[tuple[str, int], int] | None = None,
+    topic_ids: Mapping[str, str] | None = None,
 ) -> DataFrame:
     """Join copies (decode.COPIES) and claims (`summarize`) into ROW, a row for each ROW_KEY.
 
     `arrived`: the earliest time (ms) at which the copies of a partition can have been written, where known; `exact`:
     the time span (ms) in which a copy without Fencepost's header counts in the hour of its timestamp, see `_hour`;
-    `later_ends`: the end of each log, listed after all `claims` were written.
+    `later_ends`: the end of each log, listed after all `claims` were written; `topic_ids`: the ids of the topics of the
+    copies.
 
     Claims are aggregated as numbers only, so that Spark uses a hash aggregation. Records need no aggregation: they
     are joined. Both sides are partitioned by ROW_KEY, with one exchange each.
@@ -232,6 +239,7 @@ def reduce(
         ),
         "elsewhere": F.lit(None),
         "proven_lost": F.lit(None),
+        "record_topic_id_hash": F.when(F.col("timestamp_ms").isNotNull(), topic_id_hash(topic_ids or {})),
     }
     return joined.select(
         *(columns.get(name, F.col(name)).cast(data_type).alias(name) for name, data_type in ROW.items())
@@ -309,6 +317,17 @@ def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
     )
 
 
+def topic_id_hash(topic_ids: Mapping[str, str]) -> Column:
+    """Look up the hash of the id of a row's topic; null if there is none."""
+    constant = F.from_json(F.lit(json.dumps(dict(topic_ids))), "map<string, string>")
+    return hash_of(F.try_element_at(constant, F.col("topic")))
+
+
+def is_of_earlier_topic(topic_ids: Mapping[str, str]) -> Column:
+    """Check whether the record of a row was read from an earlier topic of this name; false if that is not known."""
+    return F.coalesce(F.col("record_topic_id_hash") != topic_id_hash(topic_ids), F.lit(False))
+
+
 def in_spans(spans: Mapping[tuple[str, int], tuple[int, int]]) -> Column:
     """Check whether the offset of a row lies in these spans of partitions (first offset, offset after the last)."""
     inside = F.lit(False)
@@ -319,13 +338,19 @@ def in_spans(spans: Mapping[tuple[str, int], tuple[int, int]]) -> Column:
 
 
 def with_vanished(
-    rows: DataFrame, merged_rows: DataFrame, spans: Mapping[tuple[str, int], tuple[int, int]], run: int
+    rows: DataFrame,
+    merged_rows: DataFrame,
+    spans: Mapping[tuple[str, int], tuple[int, int]],
+    topic_ids: Mapping[str, str],
+    run: int,
 ) -> DataFrame:
     """Add to ROWs that are to be merged the merged rows with records in these spans, marked as `vanished`.
 
-    Such a record is no longer in its log, since a leader without the record was elected. Claims on its offset stay.
+    Such a record is no longer in its log, since a leader without the record was elected. Claims on its offset stay, and
+    so do records of an earlier topic of the same name (`topic_ids` are those of the present topics).
     """
-    gone = merged_rows.where(in_spans(spans) & (F.col("count") > 0)).select(*ROW_KEY, F.lit(True).alias("gone"))
+    is_gone = in_spans(spans) & (F.col("count") > 0) & ~is_of_earlier_topic(topic_ids)
+    gone = merged_rows.where(is_gone).select(*ROW_KEY, F.lit(True).alias("gone"))
     joined = rows.join(gone, list(ROW_KEY), "full_outer")
     columns = {"run": F.lit(run), **{name: F.coalesce(name, F.lit(0)) for name in ("is_clean", *COUNTS)}}
     return joined.select(
@@ -349,9 +374,9 @@ def merged(*, vanished: bool = False) -> dict[str, Column]:
     columns |= {name: F.greatest(*pair(name)) for name in GREATEST}
     # If both rows have a record, the topic was recreated or truncated, and the log now has the later record.
     later = F.col("new.timestamp_ms").isNotNull()
-    columns |= {name: F.when(later, pair(name)[1]).otherwise(F.coalesce(*pair(name))) for name in RECORD}
+    columns |= {name: F.when(later, pair(name)[1]).otherwise(F.coalesce(*pair(name))) for name in _OF_RECORD}
     if vanished:
-        columns |= {name: F.col(f"new.{name}") for name in ("count", *RECORD)}
+        columns |= {name: F.col(f"new.{name}") for name in ("count", *_OF_RECORD)}
     columns["topic_id_hash"] = F.coalesce(F.col("new.topic_id_hash"), F.col("old.topic_id_hash"))
     freed, in_doubt = F.greatest(*pair("freed_ms")), columns["in_doubt_ms"]
     columns["freed_ms"] = F.when(in_doubt.isNull() | (freed >= in_doubt), freed)

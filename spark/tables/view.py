@@ -28,7 +28,7 @@ from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, Log, Plan
 from spark.reading.source import Span
 from spark.tables import lock
-from spark.tables.deliveries import in_spans
+from spark.tables.deliveries import in_spans, is_of_earlier_topic
 from spark.tables.lake import Lake, broadcast_if_small, checkpointed
 
 TABLE: Final = "views"
@@ -87,13 +87,15 @@ class View:
         present: dict[TopicPartition, Span],
         run: int,
         vanished: Mapping[TopicPartition, Span],
+        topic_ids: Mapping[str, str],
     ) -> None:
         """Update by the rows of `deliveries` written since the run `last_run`, and by the records in `spans`.
 
-        `present` is what the logs have now, `vanished` the offsets that were truncated since `last_run`.
+        `present` is what the logs have now, `vanished` the offsets that were truncated since `last_run`,
+        `topic_ids` the ids of the present topics.
         """
         touched, rows = deliveries.where(F.col("run") > last_run), self.rows()
-        stale = self._stale(deliveries, touched, vanished) if self.lake.exists(self.name) else None
+        stale = self._stale(deliveries, touched, vanished, topic_ids) if self.lake.exists(self.name) else None
         if stale is not None:
             # As if the view did not have these ids: their first copies may be rows that no run has touched since.
             touched = touched.unionByName(deliveries.join(broadcast_if_small(stale), "id", "left_semi"))
@@ -116,7 +118,11 @@ class View:
         changes.unpersist()
 
     def _stale(
-        self, deliveries: DataFrame, touched: DataFrame, vanished: Mapping[TopicPartition, Span]
+        self,
+        deliveries: DataFrame,
+        touched: DataFrame,
+        vanished: Mapping[TopicPartition, Span],
+        topic_ids: Mapping[str, str],
     ) -> DataFrame | None:
         """Find the ids whose row in the view has no record any more: → `id`; None if there are none.
 
@@ -125,7 +131,10 @@ class View:
         view = self.rows().select("id", "topic", "partition", "offset")
         found = []
         if vanished:
-            found.append(view.where(in_spans(vanished)).select("id"))
+            gone = checkpointed(view.where(in_spans(vanished)))
+            kept = _copies(deliveries, self.topic).where(in_spans(vanished) & is_of_earlier_topic(topic_ids))
+            kept = kept.join(broadcast_if_small(gone.select("id")), "id", "left_semi")
+            found.append(gone.join(kept, ["id", "partition", "offset"], "left_anti").select("id"))
         renamed = _copies(touched, self.topic).where(_is_renamed()).select("partition", "offset")
         if not renamed.isEmpty():
             moved = checkpointed(view.join(renamed, ["partition", "offset"], "left_semi"))
@@ -181,7 +190,7 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
             with closing(KafkaAdmin(spark, shared)) as admin:
                 present = _present(admin, logs)
             planned = {log.topic_partition: (0, log.end) for log in logs}
-            view.advance(lake.read("deliveries"), 0, _present_parts(planned, present), present, plan.run, {})
+            view.advance(lake.read("deliveries"), 0, _present_parts(planned, present), present, plan.run, {}, {})
             lake.add(
                 TABLE, wire_expressions.rows_of(spark, "topic string, run bigint", [{"topic": topic, "run": plan.run}])
             )
@@ -226,7 +235,9 @@ def update(lake: Lake, shared: SharedSettings, plan: Plan, last_plan: Plan | Non
             for spans in (present, all_vanished)
         )
         read = _present_parts(plan.spans(DATA), of_topic)
-        View(lake, shared, topic).advance(deliveries, last_runs.get(topic, 0), read, of_topic, plan.run, vanished)
+        View(lake, shared, topic).advance(
+            deliveries, last_runs.get(topic, 0), read, of_topic, plan.run, vanished, plan.topic_ids
+        )
 
 
 def _last_runs(lake: Lake, topics: set[str], plan: Plan, last_plan: Plan | None) -> dict[str, int]:

@@ -109,7 +109,7 @@ def test_a_doubt_is_open_again_when_the_record_that_settled_it_was_truncated(
     assert found is not None
     found = found.localCheckpoint()
     tables.settle_elsewhere(found, hours.of(found), 1)
-    rows = deliveries.with_vanished(reduced(spark, [], 2), tables.read("deliveries"), {("t", 0): (1, 4)}, 2)
+    rows = deliveries.with_vanished(reduced(spark, [], 2), tables.read("deliveries"), {("t", 0): (1, 4)}, {}, 2)
     rows = rows.localCheckpoint()
     tables.merge(rows, hours.of(rows), 2)
     for _ in range(2):

@@ -221,7 +221,7 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
     for name, rows in written.items():
         old = {present: first for first, present in lake.RENAMED[name].items()}
         # These are younger than the present names.
-        first = rows.withColumnsRenamed(old).drop("skip_ids", "keep_days", "proven_lost")
+        first = rows.withColumnsRenamed(old).drop("skip_ids", "keep_days", "proven_lost", "record_topic_id_hash")
         assert sorted(first.columns) == sorted(FIRST_VERSION[name].split())
         writer = first.write.format("delta").option("txnAppId", lake.WRITER)
         parts = [old.get(column, column) for column in lake.PARTITIONS.get(name, ())]
@@ -266,8 +266,8 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
     assert read(1) == known
     assert read(2) == {replace(log, **marks) for log in old.logs}
     deliveries = reduced(spark, [copy(1), entry(1)])
-    more = ("freed_ms", "record_key_hash", "batch_hash", "topic_id_hash", "was_past_end", "elsewhere", "proven_lost")
-    tables.append("deliveries", deliveries.drop(*more), 1)
+    more = ["freed_ms", "record_key_hash", "batch_hash", "topic_id_hash", "was_past_end", "elsewhere", "proven_lost"]
+    tables.append("deliveries", deliveries.drop(*more, "record_topic_id_hash"), 1)
     finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], lake.schema("findings"))
     tables.append("findings", finding.drop("run", "late_ms"), 1)
     tables.upgrade()
@@ -290,15 +290,20 @@ def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: Spark
     tables = lake.Lake(spark, str(tmp_path))
     other: dict[str, Any] = {"id": b"o" * 16}
     known = [copy(1), entry(1), copy(2), entry(2), copy(3), entry(3), copy(4, writer=None, **other), copy(5), entry(5)]
-    tables.append("deliveries", reduced(spark, known), 1)
+    # And of another topic of this name, before the present one.
+    earlier = reduced(spark, [copy(2, id=b"e" * 16)], topic_ids={"t": "earlier"})
+    present = {"t": "one"}
+    tables.append("deliveries", reduced(spark, known, topic_ids=present).unionByName(earlier), 1)
     # At the second offset the same id with another content; at the third another id.
     now = [copy(2, fingerprint=b"n" * 8), copy(3, **other)]
-    rows = deliveries_table.with_vanished(reduced(spark, now, 2), tables.read("deliveries"), {("t", 0): (2, 5)}, 2)
+    merged_rows, spans = tables.read("deliveries"), {("t", 0): (2, 5)}
+    rows = deliveries_table.with_vanished(reduced(spark, now, 2, topic_ids=present), merged_rows, spans, present, 2)
     rows = rows.localCheckpoint()
     tables.merge(rows, hours.of(rows), 2)
     found = {(bytes(row["id"])[:1], row["offset"]): row for row in tables.read("deliveries").collect()}
     counts = {at: (row["count"], row["entries_count"], row["is_clean"], row["run"]) for at, row in found.items()}
     assert counts == {
+        (b"e", 2): (1, 0, 0, 1),
         (b"i", 1): (1, 1, 1, 1),
         (b"i", 2): (1, 1, 1, 2),
         (b"i", 3): (0, 1, 0, 2),

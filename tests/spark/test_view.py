@@ -250,11 +250,10 @@ class _Log:
         within = [one for one in within if one[2] < spans[one[0], one[1]][1]]
         return self.spark.createDataFrame(within, source.SCHEMA)
 
-    def rows(self, spans: dict[tuple[str, int], tuple[int, int]], run: int) -> DataFrame:
+    def rows(self, spans: dict[tuple[str, int], tuple[int, int]], run: int, topic_id: str = "one") -> DataFrame:
         copies = decode.deliveries(self.read(spans), NOW_MS + HOUR_MS, {})
-        return deliveries.reduce(
-            copies, deliveries.summarize(self.spark.createDataFrame([], decode.CLAIMS)), run
-        ).localCheckpoint()
+        claims = deliveries.summarize(self.spark.createDataFrame([], decode.CLAIMS))
+        return deliveries.reduce(copies, claims, run, topic_ids={"t": topic_id}).localCheckpoint()
 
 
 def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
@@ -276,16 +275,23 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
     )
     monkeypatch.setattr(source, "read", lambda spark, shared, spans: log.read(spans))
     tables, shared = lake.Lake(spark, str(tmp_path)), SharedSettings()
-    tables.append("deliveries", log.rows(log.spans, 1), 1)
     a_view = view.View(tables, shared, "t")
-    a_view.advance(tables.read("deliveries"), 0, log.spans, log.spans, 1, {})
+    # An earlier topic of this name had another record at an offset that is truncated in the present one.
+    earlier = [_record(0, 2, "earlier", b"earlier", ts=-9)]
+    for run, (its_records, topic_id) in enumerate([(earlier, "earlier"), (log.records, "one")], 1):
+        log.records = its_records
+        tables.append("deliveries", log.rows(log.spans, run, topic_id), run)
+        a_view.advance(tables.read("deliveries"), run - 1, log.spans, log.spans, run, {}, {})
 
     def shown() -> dict[bytes, tuple[int, int, bytes]]:
         return {
             bytes(row["id"]): (row["partition"], row["offset"], bytes(row["value"])) for row in a_view.rows().collect()
         }
 
-    known = {key: wire.event_id(key) for key in ("kept", "twice", "gone", "rewritten", "named", "recreated", "new")}
+    known = {
+        key: wire.event_id(key)
+        for key in ("kept", "twice", "gone", "rewritten", "named", "recreated", "new", "earlier")
+    }
     of_caller = wire.event_id("named", "caller")
     assert shown().keys() == {*known.values(), of_caller} - {known["new"]}
 
@@ -295,14 +301,16 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
     log.records[-1] = _record(1, 3, "named", b"named", ts=22, ours=False)
     vanished = {("t", 0): (1, 4)}
     read = vanished | {("t", 1): (3, 4)}
-    rows = deliveries.with_vanished(log.rows(read, 2), tables.read("deliveries"), vanished, 2).localCheckpoint()
-    tables.merge(rows, hours.of(rows), 2)
-    copies = cross_hour.copies_of_other_ids(tables.read("deliveries"), 1)
+    topic_ids = {"t": "one"}
+    merged_rows = tables.read("deliveries")
+    rows = deliveries.with_vanished(log.rows(read, 3), merged_rows, vanished, topic_ids, 3).localCheckpoint()
+    tables.merge(rows, hours.of(rows), 3)
+    copies = cross_hour.copies_of_other_ids(tables.read("deliveries"), 2)
     assert copies is not None
     copies = copies.localCheckpoint()
-    tables.change_ids(copies, hours.of(copies), 2)
+    tables.change_ids(copies, hours.of(copies), 3)
     for _ in range(2):  # The second time as after an interruption.
-        a_view.advance(tables.read("deliveries"), 1, read, log.spans, 2, vanished)
+        a_view.advance(tables.read("deliveries"), 2, read, log.spans, 3, vanished, topic_ids)
         followed = shown()
         assert followed == {
             known["kept"]: (0, 0, b"kept"),
@@ -311,10 +319,11 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
             known["new"]: (0, 1, b"new"),
             of_caller: (1, 1, b"named"),
             known["recreated"]: (1, 3, b"old"),
+            known["earlier"]: (0, 2, b"earlier"),
         }
     shutil.rmtree(tmp_path / view.FOLDER)
-    a_view.advance(tables.read("deliveries"), 0, log.spans, log.spans, 2, {})
-    del followed[known["recreated"]]
+    a_view.advance(tables.read("deliveries"), 0, log.spans, log.spans, 3, {}, {})
+    del followed[known["recreated"]], followed[known["earlier"]]
     assert shown() == followed
 
 
