@@ -251,7 +251,7 @@ def _last_runs(lake: Lake, topics: set[str], plan: Plan, last_plan: Plan | None)
         audited = F.col("audited") & (F.col("role") == DATA) & F.col("topic").isin(missing)
         # A run that was interrupted before its merge has a plan, and has updated no view.
         finished = lake.read("progress").join(lake.read("runs").select("run"), "run", "left_semi")
-        runs = finished.where(audited).groupBy("topic").agg(F.max("run"))
+        runs = finished.where((F.col("run") < plan.run) & audited).groupBy("topic").agg(F.max("run"))
         found |= {row[0]: row[1] for row in runs.collect()}
     return found
 
