@@ -78,6 +78,10 @@ negative_data_rejection.expected-statuses = ["4xx"]
 
 # Each event of a batch has a result of its own.
 [[operations]]
+include-path = "/events"
+checks.negative_data_rejection.expected-statuses = ["4xx", 207]
+
+[[operations]]
 include-path = "/events/batch"
 checks.negative_data_rejection.expected-statuses = ["4xx", 207]
 # `batch` is a key too, whose state can be requested.

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -21,6 +22,7 @@ SECRET: Final = "s3cret"
 # topic that the caller may not write to.
 KNOWN: Final = "known"
 ABSENT: Final = "absent"
+LONG_AGO: Final = "Thu, 01 Jan 2026 00:00:00 GMT"  # before the retention of any key
 FORBIDDEN: Final = "forbidden"
 # By source: whether it is signed.
 SOURCES: Final = {"open": False, "github": True, "pointer": False, "seldom": False}
@@ -102,12 +104,14 @@ class World:
                 ("header", "ce-topic"): topic,
                 ("header", "ce-type"): topic,
                 ("header", "Idempotency-Key"): _KEY,
+                ("header", "Repeatability-Request-ID"): _KEY,
+                ("header", "Repeatability-First-Sent"): {"enum": [formatdate(usegmt=True), LONG_AGO]},
             },
         )
         # A batch that is not atomic ignores the header.
-        ignored = document["paths"]["/events/batch"]["post"]["parameters"]
-        assert [parameter["name"] for parameter in ignored] == ["Idempotency-Key"]
-        ignored[0]["schema"] = {"type": "string"}
+        for parameter in document["paths"]["/events/batch"]["post"]["parameters"]:
+            if parameter["name"] == "Idempotency-Key":
+                parameter["schema"] = {"type": "string"}
         # Each line has the schema of a result.
         lines = document["paths"]["/events/batch"]["post"]["responses"]["207"]["content"]["application/x-ndjson"]
         lines["schema"] = {"type": "array", "minItems": 1, "items": lines["schema"]}
