@@ -53,9 +53,9 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
     own.
 
     Each step after the merge that writes is idempotent for the run's number, or may be repeated. The order of the
-    tables is progress (the plan), deliveries, views, rejects, findings, verdicts, runs; the clean-up comes last. A step
-    reads the results of earlier steps from the lake, not from memory, so that the same code resumes a run that was
-    killed after its merge.
+    tables is progress (the plan), deliveries, views, rejects, findings, verdicts, published, runs; the clean-up comes
+    last. A step reads the results of earlier steps from the lake, not from memory, so that the same code resumes a run
+    that was killed after its merge.
     """
     decode.check_identities(spark, settings.options.identity)
     with lock.held(spark, settings.options.lake) as check_held, session.restored(spark):

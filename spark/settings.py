@@ -132,7 +132,11 @@ def parse(arguments: Sequence[str]) -> Options:
         type=_integer(1, DAYS_MOST),
         help="delete from the lake, but not from views, what was accepted more days ago; default: keep all",
     )
-    parser.add_argument("--optimize", action="store_true", help="compact the small files of hours that are over")
+    parser.add_argument(
+        "--optimize",
+        action="store_true",
+        help="compact the small files of hours that are over, and those of other tables and views that have many",
+    )
     parser.add_argument(
         "--vacuum-h",
         type=_integer(1, HOURS_MOST),

@@ -280,7 +280,10 @@ class HeldUp(TypedDict):
 
 
 class Gap(TypedDict):
-    """Offsets that were deleted before they were read."""
+    """Offsets whose records are gone: deleted before they were read, or read and truncated since.
+
+    For the cause `recreated` the offset up to which the earlier topic was read, and no record.
+    """
 
     topic: Topic
     partition: Partition
@@ -309,7 +312,7 @@ class Evidence(TypedDict):
 
     held_up: Annotated[list[HeldUp], _about("Partitions blocked by an open transaction.")]
     rejects: Undecoded
-    gaps: Annotated[list[Gap], _about("Offsets that were deleted before they were read.")]
+    gaps: Annotated[list[Gap], _about("Offsets whose records are gone: deleted unread, or truncated.")]
     logs: Annotated[list[LogRead], _about("How far each log was read.")]
 
 

@@ -44,7 +44,7 @@ MEANINGS: Final = {
     "client_duplicate": "Different ids with the same content and record key: a client made a new key for its retry.",
     "derived_copy": "A record of another topic, forwarded with its header. If intended, set derived in the rules.",
     "lost": "The ledger or a 201 names an offset that has another record, or none.",
-    "phantom": "A record with Fencepost's header whose id is not in the ledger.",
+    "phantom": "A record with Fencepost's header that neither the ledger nor a 201 names.",
     "unkeyed": "Records without an id: duplicates among them cannot be found.",
     "stuck": "Answered 202 or 504, and never settled.",
     "evidence_gap": "What would prove the delivery is missing. These events are not counted as lost.",

@@ -1,4 +1,7 @@
-"""The pass over all ids, for findings over several hours. Reads narrow columns only, over the whole history."""
+"""The pass over all ids, for findings over several hours.
+
+Narrow columns are read of every hour that the lake keeps, all columns only of the ids with several rows.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Final
