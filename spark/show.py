@@ -83,7 +83,7 @@ def _findings(lake: Lake, id: bytes, found_rows: Sequence[Row]) -> Iterator[Row]
     copies = {_coordinates(copy) for row in found_rows for copy in row["coordinates"]}
     fingerprints = {bytes(copy["fingerprint"]) for row in found_rows for copy in row["fingerprints"]}
     known = lake.read("findings")
-    of_id = current_findings.standing(_of(known, [id]))
+    of_id = current_findings.unrevoked(_of(known, [id]))
     of_content = known.where(F.col("fingerprint").isin([F.lit(bytearray(one)) for one in fingerprints]))
     yield from of_id.collect()
     for row in of_content.where(F.col("id") != F.lit(bytearray(id))).collect():

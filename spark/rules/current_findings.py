@@ -46,10 +46,10 @@ def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
     seen = F.col("last_ms") >= since_ms
     counted = F.col("accepted_hour") >= F.timestamp_millis(F.lit(since_ms))
     decided = F.col("late_ms") >= since_ms
-    return standing(findings).where(rule_table.is_in_window(seen, counted, decided))
+    return unrevoked(findings).where(rule_table.is_in_window(seen, counted, decided))
 
 
-def standing(findings: DataFrame) -> DataFrame:
+def unrevoked(findings: DataFrame) -> DataFrame:
     """Filter lake.FINDING to the findings that no pass over all ids has revoked, of any time.
 
     `findings` are all rows of the ids that any of them is about.

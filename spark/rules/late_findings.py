@@ -28,7 +28,7 @@ def with_late_ms(found: DataFrame, known: DataFrame, late_hours: Mapping[str, in
     late = found.where((F.col("scope") == HOUR) & (F.col("last_ms") < since_ms))
     decided = late.groupBy(subject).agg(F.max(_decided_ms(late_hours)).alias("decided_ms"))
     before = (
-        current_findings.standing(known)
+        current_findings.unrevoked(known)
         .groupBy(subject)
         .agg(F.lit(True).alias("known"), F.max("late_ms").alias("known_late_ms"))
     )

@@ -73,8 +73,8 @@ def test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_
     for name, run, passed in (("before", 3, 4), ("same run", 4, 4), ("since", 5, 4), ("old lake", None, None)):
         rows.append(_found(name, HOUR, last=0, hour=0, run=run))
         rows.append(_found(name, IDS, last=0, hour=0, run=passed, kind=None))
-    standing = current_findings.by_hour(spark.createDataFrame(rows, lake.schema("findings")), SINCE_MS)
-    names = {row["topic"] for row in standing.collect()}
+    current = current_findings.by_hour(spark.createDataFrame(rows, lake.schema("findings")), SINCE_MS)
+    names = {row["topic"] for row in current.collect()}
     assert names == {"in", "replayed", "clock behind", "gap", "decided late", "all ids", "since"}
 
 
