@@ -37,7 +37,7 @@ def _multi_row(rows: DataFrame, name: str) -> DataFrame:
     return counted.where("rows > 1").select(name, "first_hour", "last_hour")
 
 
-def spans_of(multi_row_ids: DataFrame) -> list[tuple[str, str]]:
+def hour_spans(multi_row_ids: DataFrame) -> list[tuple[str, str]]:
     """Collect the spans of hours (`yyyy-MM-dd HH:mm:ss`) of rows of `repeated` or `retried`, overlaps joined."""
     ends_as_text = [hours.as_text(F.col(end)).alias(end) for end in ("first_hour", "last_hour")]
     found = multi_row_ids.select(*ends_as_text).distinct().limit(SPANS_MAX).collect()

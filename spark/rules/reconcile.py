@@ -202,7 +202,7 @@ def carried_over(plan: Plan, settings: Settings, last_run: Mapping[str, Any] | N
 def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow | None:
     """Find the ids with several of these rows; None, which keeps the plans of most runs small, if there are none."""
     ids = _keep(cross_hour.repeated(rows), cache)
-    spans = cross_hour.spans_of(ids)
+    spans = cross_hour.hour_spans(ids)
     if not spans:
         return None
     several_hours = any(first_hour < last_hour for first_hour, last_hour in spans)
@@ -357,7 +357,7 @@ def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence,
     """
     recent = _recent(rows, window_from, evidence)
     retried = _keep(cross_hour.retried(recent, evidence), cache)
-    spans = cross_hour.spans_of(retried)
+    spans = cross_hour.hour_spans(retried)
     return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
 
 

@@ -105,7 +105,7 @@ def found(spark: SparkSession, some: Sequence[Sequenced]) -> dict[bytes, list[in
     seen = gather_evidence(plan(), settings_with_rules())
     rows = reduced(spark, [row for one in some for row in one.rows])
     retried = cross_hour.retried(rows, seen)
-    found = cross_hour.client_duplicates(rows, retried, cross_hour.spans_of(retried), seen).collect()
+    found = cross_hour.client_duplicates(rows, retried, cross_hour.hour_spans(retried), seen).collect()
     assert all(row["count"] == len(row["coordinates"]) for row in found)
     return {bytes(row["fingerprint"]): [copy["offset"] for copy in row["coordinates"]] for row in found}
 

@@ -433,7 +433,7 @@ def test_the_pass_over_ids_finds_an_id_in_any_spread_of_hours(small: lake.Lake, 
     first = F.timestamp_millis(F.lit(NOW_MS // HOUR_MS * HOUR_MS) - F.col("id") * 3 * HOUR_MS)
     hour = small.spark.range(1000).select(first.alias("first_hour")).withColumn("last_hour", F.expr(last))
     several = hour.withColumn("id", F.lit("id-3-7".ljust(16)).cast("binary"))
-    found = cross_hour.rows_of(small.read("deliveries"), several, cross_hour.spans_of(several))
+    found = cross_hour.rows_of(small.read("deliveries"), several, cross_hour.hour_spans(several))
     assert [bytes(row["id"]) for row in found.collect()] == [b"id-3-7".ljust(16)]
 
 
