@@ -318,7 +318,7 @@ class _Run:
             claims = self.claims[1]
         else:
             claims = deliveries.summarize(self._read_claims(spans, plan.frozen_ms))
-        copies = decode.deliveries(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
+        copies = decode.copies(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
         exact = self._exact_hours(plan)
         arrived, later_ends = run_plan.arrived(plan, self.last_plan), run_plan.later_ends(plan)
         rows = deliveries.reduce(copies, claims, plan.run, arrived, exact, later_ends, plan.topic_ids)

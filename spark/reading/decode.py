@@ -72,7 +72,7 @@ REQUESTS_SCHEMA: Final = (
 )
 
 
-def deliveries(records: DataFrame, frozen_ms: int, identities: Mapping[str, str] | None = None) -> DataFrame:
+def copies(records: DataFrame, frozen_ms: int, identities: Mapping[str, str] | None = None) -> DataFrame:
     """Decode data records (source.SCHEMA) into COPIES, a row for each record.
 
     With a fencepost header, id and fingerprint are the header's. If the record itself has another fingerprint (a

@@ -79,7 +79,7 @@ its record key, `batch_hash` of the id of its atomic batch, `topic_id_hash` of i
 `record_topic_id_hash` is the same hash of the id of the topic from which the record was read, null in lakes of an
 earlier version.
 `alternative_fingerprints`: with Fencepost's header the record's computed fingerprint, if the header has another one;
-without the header the other possible fingerprints of the record, 8 bytes each (`decode.deliveries`).
+without the header the other possible fingerprints of the record, 8 bytes each (`decode.copies`).
 `was_past_end`: the log's high watermark was not past the offset when all claims on it were read, or in a later run if
 the log was blocked then, so that the log never had the record. `elsewhere`: another row of the id, of any hour, settles
 this 202 or 504 without offset; a row of the same hour also counts the id as accepted. `proven_lost`: a run has

@@ -140,7 +140,7 @@ def test_records_without_id_have_a_row_each(spark: SparkSession) -> None:
         {"topic": "t", "partition": 1, "offset": offset, "timestamp_ms": NOW_MS, "value": b"x"}
         for offset in (3, block - 1, block)
     ]
-    copies = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS)
+    copies = decode.copies(spark.createDataFrame(records, source.SCHEMA), NOW_MS)
     rows = deliveries.reduce(copies, deliveries.summarize(spark.createDataFrame([], decode.CLAIMS)), 1).collect()
     found = {(bytes(row["id"]).decode(), row["offset"], row["count"], row["is_clean"]) for row in rows}
     assert found == {("t/1/0", 3, 1, 0), ("t/1/0", block - 1, 1, 0), ("t/1/1", block, 1, 0)}
@@ -211,7 +211,7 @@ def test_an_implausible_timestamp_counts_as_the_time_of_the_run(spark: SparkSess
         }
         for nth, ms in enumerate((-1, 0, 10**17, NOW_MS - HOUR_MS))
     ]
-    rows = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS).orderBy("offset").collect()
+    rows = decode.copies(spark.createDataFrame(records, source.SCHEMA), NOW_MS).orderBy("offset").collect()
     assert [row["accepted_ms"] for row in rows] == [NOW_MS, NOW_MS, NOW_MS, NOW_MS - HOUR_MS]
 
 

@@ -49,7 +49,7 @@ def _record(nth: int, name: str) -> dict[str, Any]:
 
 def test_an_implausible_time_is_replaced(spark: SparkSession) -> None:
     records = spark.createDataFrame([_record(nth, name) for nth, name in enumerate(TIMES)], source.SCHEMA)
-    rows = decode.deliveries(records, NOW_MS).orderBy("offset").collect()
+    rows = decode.copies(records, NOW_MS).orderBy("offset").collect()
     found = {
         name: (row["accepted_ms"], row["timestamp_ms"], row["observed_ms"])
         for name, row in zip(TIMES, rows, strict=True)
@@ -80,7 +80,7 @@ def test_a_record_and_its_claims_have_the_same_acceptance_whatever_it_is(spark: 
     def acceptances(decoded: DataFrame) -> list[int]:
         return [row["accepted_ms"] for row in decoded.orderBy("id").collect()]
 
-    copies = acceptances(decode.deliveries(records(*(b"" for _ in times), timestamp_ms=ts), frozen_ms))
+    copies = acceptances(decode.copies(records(*(b"" for _ in times), timestamp_ms=ts), frozen_ms))
     # An entry has the timestamp of its record, an answer does not.
     ledger = records(wire.LedgerRecord(0, 1, 0, "a:1", entries).encode(), timestamp_ms=NOW_MS + HOUR_MS)
     assert acceptances(decode.ledger(ledger, frozen_ms)) == copies
@@ -97,7 +97,7 @@ def test_an_entry_and_its_record_have_the_same_acceptance_also_if_no_time_is_pla
     header = {"key": wire.STAMP_HEADER, "value": stamp.encode()}
     record = {**common, "timestamp_ms": FAR_FUTURE_MS, "headers": [header]}
     ledger = {**common, "timestamp_ms": NOW_MS, "value": wire.LedgerRecord(0, 1, 0, "a:1", [entry]).encode()}
-    (copied,) = decode.deliveries(spark.createDataFrame([record], source.SCHEMA), frozen_ms).collect()
+    (copied,) = decode.copies(spark.createDataFrame([record], source.SCHEMA), frozen_ms).collect()
     (entered,) = decode.ledger(spark.createDataFrame([ledger], source.SCHEMA), frozen_ms).collect()
     assert copied["accepted_ms"] == entered["accepted_ms"] == frozen_ms
 

@@ -251,7 +251,7 @@ class _Log:
         return self.spark.createDataFrame(within, source.SCHEMA)
 
     def rows(self, spans: dict[tuple[str, int], tuple[int, int]], run: int, topic_id: str = "one") -> DataFrame:
-        copies = decode.deliveries(self.read(spans), NOW_MS + HOUR_MS, {})
+        copies = decode.copies(self.read(spans), NOW_MS + HOUR_MS, {})
         claims = deliveries.summarize(self.spark.createDataFrame([], decode.CLAIMS))
         return deliveries.reduce(copies, claims, run, topic_ids={"t": topic_id}).localCheckpoint()
 

@@ -65,7 +65,7 @@ def test_record_headers_are_decoded_and_invalid_ones_count_as_missing(spark: Spa
         }
         for nth, text in enumerate(texts)
     ]
-    rows = decode.deliveries(spark.createDataFrame(records, source.SCHEMA), NOW_MS).orderBy("offset").collect()
+    rows = decode.copies(spark.createDataFrame(records, source.SCHEMA), NOW_MS).orderBy("offset").collect()
     for row, vector in zip(rows, good, strict=False):
         fields = vector["fields"]
         assert (row["kind"], bytes(row["id"]).hex(), bytes(row["fingerprint"]).hex()) == (
