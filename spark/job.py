@@ -73,7 +73,7 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
 
     The newest number is read first, from Delta's statistics; by that number Delta prunes the files of older runs.
     """
-    runs = tables.read_once("runs")
+    runs = tables.read_cached("runs")
     newest = runs.agg(F.max("run")).collect()[0][0]
     if newest is None:
         return None
@@ -164,7 +164,7 @@ class _Run:
         """Upgrade a lake of an earlier version; CannotRun, with the lake as it was, if it is another namespace's."""
         if not self.lake.is_outdated():
             return
-        newest = self.lake.read_once("progress").orderBy(F.desc("run")).select("options").first()
+        newest = self.lake.read_cached("progress").orderBy(F.desc("run")).select("options").first()
         if newest is not None:
             self._check_namespace(newest["options"])
         self.lake.upgrade()
@@ -174,7 +174,7 @@ class _Run:
     def _plan(self, last_run: dict[str, Any] | None) -> tuple[Plan, bool]:
         """Return this run's plan, and whether the plan is that of an interrupted run."""
         last_number = last_run["run"] if last_run else 0
-        plans = _plans_of(self.lake.read_once("progress").where(F.col("run") >= last_number).collect())
+        plans = _plans_of(self.lake.read_cached("progress").where(F.col("run") >= last_number).collect())
         self.last_plan = plans.pop(last_number, None)
         if self.last_plan is not None:
             self._check_namespace(self.last_plan.options)
@@ -214,7 +214,7 @@ class _Run:
 
     def _has_merged(self, plan: Plan) -> bool:
         """Check whether an interrupted run has merged its records."""
-        return not self.lake.read_once("deliveries").where(F.col("run") == plan.run).isEmpty()
+        return not self.lake.read_cached("deliveries").where(F.col("run") == plan.run).isEmpty()
 
     def _use_options_of(self, interrupted: Plan) -> None:
         """Use the options of an interrupted run's plan for the rest of that run."""
@@ -284,7 +284,7 @@ class _Run:
 
     def _topics_in_lake(self) -> set[str]:
         """Return the topics that ledger or journal name, from what earlier runs have merged."""
-        return _topics(self.lake.read_once("deliveries").where(deliveries.WRITTEN))
+        return _topics(self.lake.read_cached("deliveries").where(deliveries.WRITTEN))
 
     def _expect(self, unread: int) -> None:
         """Let Spark interpret the run's plans, until the lake or the records to read are found to be large."""
@@ -326,7 +326,7 @@ class _Run:
             self.on_progress(
                 f"run {plan.run}: {len(vanished)} partitions were truncated; dropping the records that are gone"
             )
-            merged_rows = self.lake.read_once("deliveries")
+            merged_rows = self.lake.read_cached("deliveries")
             rows = deliveries.with_vanished(rows, merged_rows, vanished, plan.topic_ids, plan.run)
         if self.kept_from:
             rows = rows.where(hours.since(self.kept_from))
@@ -391,7 +391,7 @@ class _Run:
 
     def _recent(self, plan: Plan) -> DataFrame:
         """Return the rows (deliveries.ROW) of the recent hours."""
-        return self.lake.read_once("deliveries").where(hours.since(self._recent_from(plan)))
+        return self.lake.read_cached("deliveries").where(hours.since(self._recent_from(plan)))
 
     def _recent_from(self, plan: Plan) -> str:
         """Return the first recent hour: the report's window begins the longest key retention later."""
@@ -416,7 +416,7 @@ class _Run:
         does not close."""
         window_from = run_plan.window_from(plan, self.settings)
         closed = balance.close(hours.text_of(window_from))
-        by_hour = current_findings.by_hour(self.lake.read_once("findings"), window_from).persist()
+        by_hour = current_findings.by_hour(self.lake.read_cached("findings"), window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
         if self.findings_topic is not None:
             with self.timer.step("publish findings"):
@@ -434,7 +434,7 @@ class _Run:
                 self.timer.seconds,
                 resumed,
                 last_run["reports"] if last_run else [],
-                verdict_history.counted(self.lake.read_once("verdicts"), window_from),
+                verdict_history.counted(self.lake.read_cached("verdicts"), window_from),
                 self.finished,
                 recounted=recounted,
             )
@@ -476,7 +476,7 @@ class _Run:
         if options.optimize:
             # An hour is compacted when it is over, and again after late rows.
             now = hours.text_of(plan.frozen_ms)
-            late = hours.of(self.lake.read_once("deliveries").where(F.col("run") == plan.run))
+            late = hours.of(self.lake.read_cached("deliveries").where(F.col("run") == plan.run))
             some_hours = sorted({hour for hour in late if hour < now} | _ended(last_run, plan))
             self.lake.optimize(some_hours, [*lake.COMPACTED, *view.of_topics(self.lake)])
         if options.vacuum_h is not None:

@@ -142,7 +142,7 @@ def recount(tables: Lake, plan: Plan, settings: Settings, balance: Balance, kept
 
 def _kept_rows(tables: Lake, kept_from: str) -> DataFrame:
     """Read the rows (deliveries.ROW) of the hours that the lake keeps."""
-    rows = tables.read_once("deliveries")
+    rows = tables.read_cached("deliveries")
     return rows.where(hours.since(kept_from)) if kept_from else rows
 
 
@@ -311,7 +311,7 @@ def _write_findings(
     Nothing is written if there are none, before and now. `late_hours` is Balance.late_hours, `window_from` the start of
     the window in ms.
     """
-    known = tables.read_once("findings")
+    known = tables.read_cached("findings")
     if found:
         united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
         rows = late_findings.with_late_ms(united, known, late_hours, window_from)
@@ -384,7 +384,7 @@ def _single_clean(rows: DataFrame, multi_row: MultiRow | None) -> DataFrame:
 def _write_verdicts(tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, touched: set[str]) -> None:
     """Append the ids whose verdict has changed to `verdicts`; `clean` are the clean rows of ids with a single row."""
     # No verdict of another hour is read: the table has the changes of all hours.
-    known = tables.read_once("verdicts").where(hours.within(touched))
+    known = tables.read_cached("verdicts").where(hours.within(touched))
     last_verdicts = verdict_history.last_verdicts(known, plan.run)
     revisable = verdict_history.may_change(last_verdicts)
     revised_hours = hours.of(revisable)

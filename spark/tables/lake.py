@@ -174,7 +174,7 @@ _EXTENDED: Final = frozenset({"deliveries", "findings", "progress"})
 # Some ten thousand rows, which fit into memory many times over.
 SMALL_BYTES: Final = 4 << 20
 SMALL_FILES: Final = 32
-"""Up to this size, in this many files, `Lake.read_once` keeps a table in memory."""
+"""Up to this size, in this many files, `Lake.read_cached` keeps a table in memory."""
 
 # Delta collects file statistics (for data skipping) of these columns only.
 _STATISTICS_OF: Final = {"deliveries": "run"}
@@ -244,7 +244,7 @@ class Lake:
             return wire_expressions.rows_of(self.spark, schema(name), [])
         return self.spark.read.format("delta").load(self.path(name))
 
-    def read_once(self, name: str) -> DataFrame:
+    def read_cached(self, name: str) -> DataFrame:
         """Read the current rows of a table, those of a small table of few files only once for each version.
 
         For each query on a table Delta first runs a query on its log, for the files to read. Of a small table both are

@@ -134,17 +134,17 @@ def test_a_small_table_is_read_once_for_each_of_its_versions(
 ) -> None:
     tables = lake.Lake(spark, str(tmp_path))
     assert tables.is_small("deliveries")
-    assert tables.read_once("deliveries").isEmpty()
+    assert tables.read_cached("deliveries").isEmpty()
     _filled(spark, tmp_path, 2)
-    rows = tables.read_once("deliveries")
+    rows = tables.read_cached("deliveries")
     assert (rows.count(), _scanned(rows)) == (20, {""})
-    assert tables.read_once("deliveries") is rows
+    assert tables.read_cached("deliveries") is rows
     _merge(tables, 2)
     assert rows.count() == 20
-    assert tables.read_once("deliveries").count() == 40
+    assert tables.read_cached("deliveries").count() == 40
     monkeypatch.setattr(lake, "SMALL_BYTES", 0)
     assert not tables.is_small("deliveries")
-    assert "" not in _scanned(tables.read_once("deliveries"))
+    assert "" not in _scanned(tables.read_cached("deliveries"))
 
 
 def _metric_value(text: str) -> int:
