@@ -207,7 +207,7 @@ class _Run:
         """Store the plan; CannotRun if another run has stored a plan under this number, since Delta skips the second
         commit of a number."""
         rows = wire_expressions.rows_of(self.spark, lake.schema("progress"), plan.rows())
-        self.lake.append("progress", rows, plan.run)
+        self.lake.append_once("progress", rows, plan.run)
         stored = _plans_of(self.lake.read("progress").where(F.col("run") == plan.run).collect()).get(plan.run)
         if stored is None or not stored.is_same_as(plan):
             raise self.lake.fenced(plan.run)
@@ -338,7 +338,7 @@ class _Run:
         with self.timer.step("merge records"):
             if self.last_plan is None or not self.lake.exists("deliveries"):
                 # There are no rows to merge into. Rebalanced by hour: a run over a long history writes few files.
-                self.lake.append("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
+                self.lake.append_once("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
             elif touched := hours.of(rows):
                 self.lake.merge(rows, touched, plan.run)
 
@@ -466,7 +466,7 @@ class _Run:
         }
         with self.timer.step("finish the run"):
             rows = wire_expressions.rows_of(self.spark, lake.schema("runs"), [row])
-            self.lake.append("runs", rows, plan.run)
+            self.lake.append_once("runs", rows, plan.run)
 
     def _tidy(self, plan: Plan, last_run: dict[str, Any] | None) -> None:
         """Delete old rows, compact and vacuum the lake, as the options say."""

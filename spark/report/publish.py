@@ -83,7 +83,7 @@ def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, *, re
             f"topic {wire.findings_topic(shared.namespace)!r} has findings that another lake has published: pass "
             f"--replace-findings if --lake {lake.root} takes the place of that lake, else --no-publish"
         )
-    lake.add(TABLE, sent)
+    lake.append(TABLE, sent)
 
 
 def _sent_by_others(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> DataFrame:
@@ -160,7 +160,7 @@ def _store_changes(lake: Lake, found: DataFrame) -> None:
         .select("finding_id", "value", F.lit(False).alias("sent"))
     )
     if not lake.exists(TABLE):
-        lake.add(TABLE, changed)
+        lake.append(TABLE, changed)
     elif not changed.isEmpty():
         outbox = lake.table(TABLE).alias("old")
         merge = outbox.merge(changed.alias("new"), "old.finding_id = new.finding_id")

@@ -252,7 +252,7 @@ def _write_rejects(tables: Lake, rows: DataFrame, run: int) -> None:
     """Append this run's undecoded records, and parts of records, to `rejects`."""
     rejected = rows.where((F.col("run") == run) & (F.col("kind") == REJECT) & (F.col("is_clean") == 0))
     columns = rejected.withColumn("seen_ms", F.col("last_ms")).select("*", "reject.*").select(*lake.REJECT)
-    tables.append("rejects", columns.coalesce(1), run)
+    tables.append_once("rejects", columns.coalesce(1), run)
 
 
 def _findings_of_hours(classified: Classified, rows: DataFrame, evidence: LogEvidence) -> list[DataFrame]:
@@ -320,7 +320,7 @@ def _write_findings(
         return
     else:
         rows = wire_expressions.rows_of(spark, lake.schema("findings"), [])
-    tables.replace("findings", rows, replaced, run)
+    tables.replace_once("findings", rows, replaced, run)
 
 
 def _hours_to_classify_again(several_hours: SeveralHours | None, balance: Balance) -> set[str]:
@@ -394,4 +394,4 @@ def _write_verdicts(tables: Lake, plan: Plan, classified: DataFrame, clean: Data
         settled = in_hours.join(revisable, ["accepted_hour", "id"], "left_semi")
     changes = lake.checkpointed(verdict_history.changed(classified, settled, last_verdicts, plan.run, plan.frozen_ms))
     if not changes.isEmpty():
-        tables.append("verdicts", changes.coalesce(1), plan.run)
+        tables.append_once("verdicts", changes.coalesce(1), plan.run)

@@ -306,21 +306,21 @@ class Lake:
         writer = renamed_rows.write.format("delta").mode("overwrite").option("overwriteSchema", True)
         writer.partitionBy(*PARTITIONS.get(name, ())).save(self.path(name))
 
-    def append(self, name: str, rows: DataFrame, run: int) -> None:
+    def append_once(self, name: str, rows: DataFrame, run: int) -> None:
         """Append rows; skipped if this run has appended to the table before."""
         self._writer(name, rows, "append", run).save(self.path(name))
 
     def fence(self, names: Iterable[str], run: int) -> None:
         """Let Delta skip what this run has not yet written to these tables: an empty commit with its number in each."""
         for name in names:
-            self.append(name, self.read(name).limit(0), run)
+            self.append_once(name, self.read(name).limit(0), run)
 
-    def add(self, name: str, rows: DataFrame) -> None:
+    def append(self, name: str, rows: DataFrame) -> None:
         """Append rows, at every call."""
         self.check_held()
         rows.write.format("delta").mode("append").save(self.path(name))
 
-    def replace(self, name: str, rows: DataFrame, where: str, run: int) -> None:
+    def replace_once(self, name: str, rows: DataFrame, where: str, run: int) -> None:
         """Replace the rows that meet the condition `where` by `rows`, which must meet it too.
 
         Skipped if this run has replaced rows of the table before.
@@ -328,7 +328,7 @@ class Lake:
         if self.exists(name):
             self._writer(name, rows, "overwrite", run).option("replaceWhere", where).save(self.path(name))
         else:
-            self.append(name, rows, run)
+            self.append_once(name, rows, run)
 
     def merge(self, rows: DataFrame, touched: list[str], run: int) -> None:
         """Merge ROWs, one for each deliveries.ROW_KEY, into `deliveries`; CannotRun if this run's number was fenced.

@@ -112,7 +112,7 @@ class View:
         filled = _with_records(changes, records)
         if found == {_NEW} and stale is None:
             fresh = filled.select(*COLUMNS).hint("rebalance")
-            self.lake.append(self.name, fresh, run)
+            self.lake.append_once(self.name, fresh, run)
         else:
             self._merge(filled, stale, run)
         changes.unpersist()
@@ -191,7 +191,7 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
                 present = _present(admin, logs)
             planned = {log.topic_partition: (0, log.end) for log in logs}
             view.advance(lake.read("deliveries"), 0, _present_parts(planned, present), present, plan.run, {}, {})
-            lake.add(
+            lake.append(
                 TABLE, wire_expressions.rows_of(spark, "topic string, run bigint", [{"topic": topic, "run": plan.run}])
             )
         return view.rows().count()

@@ -372,7 +372,7 @@ def logs_that_change_between_runs(stage: ChangingStage) -> Story:
     history.deliver(producer, writer, fresh, ["fresh"])
     written = history.deliver(producer, writer, eaten, [f"eaten-{n}" for n in range(4)])
     # A run that was interrupted before all this: its planned records do not exist when it is resumed.
-    with pytest.MonkeyPatch.context() as patch, cut(patch, lake.Lake, "append", after=True, only="progress"):
+    with pytest.MonkeyPatch.context() as patch, cut(patch, lake.Lake, "append_once", after=True, only="progress"):
         stage.audit(history, later_s=LATER_S, rules=str(stage.rules))
     history.delete_before(eaten, 0, written[2].offset)
     history.deliver(producer, writer, anew, ["old"])

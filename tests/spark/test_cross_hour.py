@@ -66,7 +66,7 @@ def test_a_settled_answer_is_not_looked_up_again(spark: SparkSession, tmp_path: 
     """A run that reads no other answer is not the slower for those that its history has."""
     tables = lake.Lake(spark, str(tmp_path))
     known = {"here": [answer(202), copy(1), entry(1)], "there": [answer(202), copy(2, at=EARLY), entry(2, at=EARLY)]}
-    tables.append("deliveries", reduced(spark, ids(known)), 1)
+    tables.append_once("deliveries", reduced(spark, ids(known)), 1)
     found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
     assert found is not None
     found = found.localCheckpoint()
@@ -78,7 +78,7 @@ def test_evidence_of_other_hours_is_noted_once_and_revoked_by_a_later_answer(
     spark: SparkSession, tmp_path: Any
 ) -> None:
     tables = lake.Lake(spark, str(tmp_path))
-    tables.append("deliveries", reduced(spark, ids({name: case[0] for name, case in CASES.items()})), 1)
+    tables.append_once("deliveries", reduced(spark, ids({name: case[0] for name, case in CASES.items()})), 1)
     found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
     assert found is not None
     found = found.localCheckpoint()
@@ -104,7 +104,7 @@ def test_a_doubt_is_open_again_when_the_record_that_settled_it_was_truncated(
         "kept": [copy(8, at=EARLY), answer(504)],
         "same hour": [copy(1), answer(504)],
     }
-    tables.append("deliveries", reduced(spark, ids(known)), 1)
+    tables.append_once("deliveries", reduced(spark, ids(known)), 1)
     found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
     assert found is not None
     found = found.localCheckpoint()

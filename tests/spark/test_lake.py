@@ -42,7 +42,9 @@ def _rows(spark: SparkSession, run: int, span: range, *, prefix: str = "id") -> 
 
 def _filled(spark: SparkSession, root: Path, length: int) -> lake.Lake:
     tables = lake.Lake(spark, str(root))
-    tables.append("deliveries", _rows(spark, 1, range(length)).hint("rebalance", *lake.PARTITIONS["deliveries"]), 1)
+    tables.append_once(
+        "deliveries", _rows(spark, 1, range(length)).hint("rebalance", *lake.PARTITIONS["deliveries"]), 1
+    )
     return tables
 
 
@@ -100,10 +102,10 @@ def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
     assert small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0] == merged
     finding = small.spark.createDataFrame([{"scope": "log", "kind": "k"}], lake.schema("findings"))
     for _ in range(2):
-        small.append("findings", finding, 1)
+        small.append_once("findings", finding, 1)
     assert small.read("findings").count() == 1
     for _ in range(2):
-        small.replace("findings", finding, "scope = 'log'", 2)
+        small.replace_once("findings", finding, "scope = 'log'", 2)
     assert small.read("findings").count() == 1
 
 
@@ -234,7 +236,7 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
         assert tables.read(name).columns == rows.columns
         assert tables.read(name).exceptAll(rows).isEmpty()
         assert tables.read(name).count() == rows.count()
-        tables.append(name, rows, 1)
+        tables.append_once(name, rows, 1)
         assert tables.read(name).count() == rows.count()
     versions = DeltaTable.forPath(spark, tables.path("deliveries")).history().count()
     tables.upgrade()
@@ -248,7 +250,7 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
     rows = spark.createDataFrame(old.rows(), lake.schema("progress"))
     new = ("guarantees", "later_end", "caught_up_run", "behind_run", "behind_end", "first_record_ms", "leader_epoch")
     # A column that the present version does not read.
-    tables.append("progress", rows.drop(*new).withColumn("proven_ms", F.lit(7).cast("bigint")), 1)
+    tables.append_once("progress", rows.drop(*new).withColumn("proven_ms", F.lit(7).cast("bigint")), 1)
 
     def read(run: int) -> set[Log]:
         found = tables.read("progress").where(F.col("run") == run).collect()
@@ -262,14 +264,14 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
     assert read(1) == known
     marks: dict[str, Any] = {"behind_run": 1, "behind_end": 7, "first_record_ms": 8, "leader_epoch": 0}
     marked = [{**row, "run": 2, **marks} for row in old.rows()]
-    tables.append("progress", spark.createDataFrame(marked, lake.schema("progress")), 2)
+    tables.append_once("progress", spark.createDataFrame(marked, lake.schema("progress")), 2)
     assert read(1) == known
     assert read(2) == {replace(log, **marks) for log in old.logs}
     deliveries = reduced(spark, [copy(1), entry(1)])
     more = ["freed_ms", "record_key_hash", "batch_hash", "topic_id_hash", "was_past_end", "elsewhere", "proven_lost"]
-    tables.append("deliveries", deliveries.drop(*more, "record_topic_id_hash"), 1)
+    tables.append_once("deliveries", deliveries.drop(*more, "record_topic_id_hash"), 1)
     finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], lake.schema("findings"))
-    tables.append("findings", finding.drop("run", "late_ms"), 1)
+    tables.append_once("findings", finding.drop("run", "late_ms"), 1)
     tables.upgrade()
     tables.upgrade()
     assert set(tables.read("deliveries").columns) == set(deliveries_table.ROW)
@@ -280,9 +282,9 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
     assert (merged[1]["entries_count"], merged[1]["freed_ms"]) == (1, None)
     assert merged[None]["freed_ms"] is not None
     assert (merged[1]["was_past_end"], merged[7]["was_past_end"]) == (None, True)
-    tables.append("runs", spark.createDataFrame([], lake.schema("runs")), 1)
+    tables.append_once("runs", spark.createDataFrame([], lake.schema("runs")), 1)
     with pytest.raises(AnalysisException, match="schema"):
-        tables.append("runs", spark.createDataFrame([], lake.schema("runs")).withColumn("more", F.lit(1)), 2)
+        tables.append_once("runs", spark.createDataFrame([], lake.schema("runs")).withColumn("more", F.lit(1)), 2)
 
 
 def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: SparkSession, tmp_path: Path) -> None:
@@ -293,7 +295,7 @@ def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: Spark
     # And of another topic of this name, before the present one.
     earlier = reduced(spark, [copy(2, id=b"e" * 16)], topic_ids={"t": "earlier"})
     present = {"t": "one"}
-    tables.append("deliveries", reduced(spark, known, topic_ids=present).unionByName(earlier), 1)
+    tables.append_once("deliveries", reduced(spark, known, topic_ids=present).unionByName(earlier), 1)
     # At the second offset the same id with another content; at the third another id.
     now = [copy(2, fingerprint=b"n" * 8), copy(3, **other)]
     merged_rows, spans = tables.read("deliveries"), {("t", 0): (2, 5)}
@@ -321,7 +323,7 @@ def test_a_claim_past_the_end_of_a_log_that_was_blocked_is_marked_once(spark: Sp
     hour_ago: dict[str, Any] = {"at": NOW_MS - HOUR_MS}
     known = [copy(1), entry(1), entry(99), entry(100), answer(201, 120), answer(504), entry(100, topic="u")]
     blocked = {("t", 0): OFFSETS_MOST}
-    tables.append("deliveries", reduced(spark, [*known, entry(101, **hour_ago)], later_ends=blocked), 1)
+    tables.append_once("deliveries", reduced(spark, [*known, entry(101, **hour_ago)], later_ends=blocked), 1)
     since = hours.text_of(NOW_MS)
     tables.mark_past_end({("t", 0): 100}, since, 2)
     found = {(row["topic"], row["offset"]): row for row in tables.read("deliveries").collect()}
@@ -337,15 +339,15 @@ def test_a_fenced_run_writes_no_deliveries_any_more(spark: SparkSession, tmp_pat
     """The next run has planned the same records again, under another number."""
     tables = lake.Lake(spark, str(tmp_path))
     if not is_new:
-        tables.append("deliveries", reduced(spark, [copy(1), entry(1)]), 1)
+        tables.append_once("deliveries", reduced(spark, [copy(1), entry(1)]), 1)
     tables.fence(["deliveries", "findings"], 2)
     stale = reduced(spark, [entry(1), copy(2), entry(2)], 2).localCheckpoint()
     if is_new:
-        tables.append("deliveries", stale, 2)
+        tables.append_once("deliveries", stale, 2)
     with pytest.raises(CannotRun, match="run 2 was taken over"):
         tables.merge(stale, hours.of(stale), 2)
     finding = spark.createDataFrame([{"scope": "log", "kind": "k"}], lake.schema("findings"))
-    tables.replace("findings", finding, "scope = 'log'", 2)
+    tables.replace_once("findings", finding, "scope = 'log'", 2)
     assert tables.read("findings").isEmpty()
     rows = reduced(spark, [entry(1), copy(2), entry(2)], 3).localCheckpoint()
     tables.merge(rows, hours.of(rows), 3)
@@ -365,9 +367,9 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
     rows, ends, first = _rows(spark, 2, range(1)), {("t", 0): 1}, hours.text_of(0)
     touched = hours.of(rows)
     commits: list[Callable[[], object]] = [
-        lambda: tables.append("deliveries", rows, 2),
-        lambda: tables.add("deliveries", rows),
-        lambda: tables.replace("deliveries", rows, "true", 2),
+        lambda: tables.append_once("deliveries", rows, 2),
+        lambda: tables.append("deliveries", rows),
+        lambda: tables.replace_once("deliveries", rows, "true", 2),
         lambda: tables.fence(["deliveries"], 2),
         lambda: tables.merge(rows, touched, 2),
         lambda: tables.change_ids(rows, touched, 2),
@@ -392,7 +394,7 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
 def test_a_proven_loss_is_marked_without_a_new_run_and_stays_so(spark: SparkSession, tmp_path: Path) -> None:
     tables = lake.Lake(spark, str(tmp_path))
     rows = reduced(spark, [copy(1), entry(1), entry(99), entry(100)])
-    tables.append("deliveries", rows, 1)
+    tables.append_once("deliveries", rows, 1)
     lost = rows.where("offset = 99").select("accepted_hour", "id", "topic", "partition", "offset").localCheckpoint()
     for _ in range(2):
         tables.mark_proven_lost(lost, hours.of(lost))
@@ -412,7 +414,9 @@ def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
             {"run": run, "frozen_ms": NOW_MS, "verdict": "clean", "summary": f'{{"n": {run}}}', "report": f"{run}"}
             for run in range(first, first + length)
         ]
-        tables.append("runs", spark.createDataFrame(runs, lake.schema("runs")).repartitionByRange(length, "run"), first)
+        tables.append_once(
+            "runs", spark.createDataFrame(runs, lake.schema("runs")).repartitionByRange(length, "run"), first
+        )
     with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         assert job.last_finished_run(tables) == {"run": 42, "n": 42, "reports": list(range(42, 23, -1))}
     assert reads(spark, tmp_path, "runs")["number of files read"] == job.HISTORY_RUNS
@@ -444,7 +448,7 @@ def test_a_table_with_many_files_is_compacted(
     tables = lake.Lake(spark, str(tmp_path))
     verdict = spark.createDataFrame([{"run": 1, "verdict": "lost"}], lake.schema("verdicts")).coalesce(1)
     for number, files in ((1, 1), (2, 2), (3, 1)):
-        tables.append("verdicts", verdict, number)
+        tables.append_once("verdicts", verdict, number)
         tables.optimize([], ["verdicts", "rejects"])
         assert len(tables.read("verdicts").inputFiles()) == files
     assert tables.read("verdicts").count() == 3

@@ -81,11 +81,11 @@ def test_a_loss_is_proven_only_if_the_record_counts_in_no_other_hour(
     tables = Lake(spark, str(tmp_path))
     replayed = answer(201, 5, at=NOW_MS - 2 * HOUR_MS, timestamp_ms=NOW_MS)
     rows = reduced(spark, [copy(5), entry(5), replayed, answer(201, 6, id=b"l" * 16)])
-    tables.append("deliveries", rows, 1)
+    tables.append_once("deliveries", rows, 1)
     # A verdict of another hour, which is not read, in a table that is not small.
     monkeypatch.setattr(lake, "SMALL_BYTES", 0)
     known = {"run": 0, "accepted_hour": hours.at("2020-01-01 00:00:00"), "id": b"o" * 16, "verdict": "lost"}
-    tables.append("verdicts", spark.createDataFrame([known], lake.schema("verdicts")), 0)
+    tables.append_once("verdicts", spark.createDataFrame([known], lake.schema("verdicts")), 0)
     timer = StepTimer(lambda line: None)
     with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         reconcile(spark, tables, a_plan(), None, settings(skip_ids=skip_ids), timer, None, [], "")

@@ -69,7 +69,7 @@ def _findings(tables: lake.Lake) -> None:
     rows = tables.spark.range(MANY).select(
         *(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in lake.FINDING.items())
     )
-    tables.append("findings", rows, 1)
+    tables.append_once("findings", rows, 1)
 
 
 def test_no_bars_are_drawn_of_copies_without_a_cause() -> None:

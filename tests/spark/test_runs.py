@@ -186,17 +186,17 @@ def test_a_run_of_nothing_new_skips_steps_and_ends_with_the_same_report(spark: S
 
 # In this order: one lake goes through all of them, run after run.
 CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
-    (lake.Lake, "append", True, "progress"),
+    (lake.Lake, "append_once", True, "progress"),
     # The second of the two fences before a plan.
     (view, "of_topics", True, None),
     (planning, "freeze", False, None),
     (planning, "check_read", False, None),
     (lake.Lake, "merge", True, None),
-    (lake.Lake, "append", True, "rejects"),
-    (lake.Lake, "replace", True, "findings"),
-    (lake.Lake, "append", True, "verdicts"),
+    (lake.Lake, "append_once", True, "rejects"),
+    (lake.Lake, "replace_once", True, "findings"),
+    (lake.Lake, "append_once", True, "verdicts"),
     (document, "write", True, None),
-    (lake.Lake, "append", False, "runs"),
+    (lake.Lake, "append_once", False, "runs"),
 )
 
 
@@ -224,7 +224,7 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     for owner, step, after, only in CUTS:
         with cut(monkeypatch, owner, step, after=after, only=only):
             audit(history, later_s=LATER_S, lake="cut")
-        if step == "append" and only == "progress":
+        if step == "append_once" and only == "progress":
             # This run has fenced the interrupted one, when it finds that it cannot make a plan.
             with pytest.raises(CannotRun, match="matches no topic"):
                 audit(history, lake="cut", topics=("mistyped",))
@@ -249,7 +249,7 @@ def test_a_run_that_replaces_interrupted_runs_writes_its_own_rows(
     assert first.document["balance"]["pending"] == 1
     # Without new records, so that nothing is merged: interrupted twice, with other options each time.
     for grace_s in (7200, 7201):
-        with cut(monkeypatch, lake.Lake, "replace", after=True, only="findings"):
+        with cut(monkeypatch, lake.Lake, "replace_once", after=True, only="findings"):
             audit(history, later_s=LATER_S, grace_s=grace_s)
     last = audit(history, later_s=LATER_S)
     assert last.findings() == {("lost", "answer", None)}
@@ -466,7 +466,7 @@ def test_a_run_whose_number_another_run_has_used_for_its_plan_stops(
 
     def freeze(*_: Any) -> Plan:
         theirs = dataclasses.replace(ours, frozen_ms=ours.frozen_ms - 1)
-        tables.append("progress", spark.createDataFrame(theirs.rows(), lake.schema("progress")), ours.run)
+        tables.append_once("progress", spark.createDataFrame(theirs.rows(), lake.schema("progress")), ours.run)
         return ours
 
     monkeypatch.setattr(planning, "freeze", freeze)

@@ -280,7 +280,7 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
     earlier = [_record(0, 2, "earlier", b"earlier", ts=-9)]
     for run, (its_records, topic_id) in enumerate([(earlier, "earlier"), (log.records, "one")], 1):
         log.records = its_records
-        tables.append("deliveries", log.rows(log.spans, run, topic_id), run)
+        tables.append_once("deliveries", log.rows(log.spans, run, topic_id), run)
         a_view.advance(tables.read("deliveries"), run - 1, log.spans, log.spans, run, {}, {})
 
     def shown() -> dict[bytes, tuple[int, int, bytes]]:
