@@ -54,10 +54,10 @@ def _cells(chart: Mapping[str, Any], row: Mapping[str, Any], name: str, y: float
         title = f"{name}, {column_name(chart, nth)}: {count:,} records"
         if of_findings:
             title += f", {of_findings:,} in trouble"
-        rule = "bad" if of_findings else f"h{shade(count, most)}"
+        css_class = "bad" if of_findings else f"h{shade(count, most)}"
         dot = f'<circle cx="{x + wide / 2:.1f}" cy="{y + tall / 2:.1f}" r="2.2"/>' if of_findings else ""
         yield (
-            f'<g class="{rule}"><title>{escape(title)}</title>'
+            f'<g class="{css_class}"><title>{escape(title)}</title>'
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" rx="2"/>{dot}</g>'
         )
 
@@ -78,17 +78,17 @@ def stacked(chart: Mapping[str, Any], series: Sequence[tuple[str, str, Sequence[
     shapes = [
         f'<text x="{left - 8:g}" y="12" text-anchor="end">{most:,}</text>',
         f'<text x="{left - 8:g}" y="{height:g}" text-anchor="end">0</text>',
-        f'<path class="rule" d="M{left:g} {height:g}H{left + columns * step:.1f}"/>',
+        f'<path class="baseline" d="M{left:g} {height:g}H{left + columns * step:.1f}"/>',
     ]
     for nth in range(columns):
         y = height
-        for rule, name, values in series:
+        for css_class, name, values in series:
             if count := values[nth]:
                 # A single record among thousands must be visible.
                 tall = max(2.5, (height - 6) * count / most)
                 y -= tall
                 shapes.append(
-                    f'<rect class="{rule}" x="{left + nth * step:.1f}" y="{max(y, 0):.1f}" '
+                    f'<rect class="{css_class}" x="{left + nth * step:.1f}" y="{max(y, 0):.1f}" '
                     f'width="{max(step - 1.5, step * 0.75):.1f}" height="{tall:.1f}" rx="1.5">'
                     f"<title>{escape(column_name(chart, nth))}: {count:,} {escape(name)}</title></rect>"
                 )

@@ -60,7 +60,7 @@ CAUSES: Final = {
 }
 """Causes of copies in the order of their colours, with their meanings."""
 
-_CATEGORY_RULES: Final = {"delivered_once": "good", "pending": "wait", "unprovable": "wait"}
+_CATEGORY_CLASSES: Final = {"delivered_once": "good", "pending": "wait", "unprovable": "wait"}
 """The style class of a category of the balance; `bad` for all other categories."""
 _TOPIC_COUNTS: Final = ("records", "ids", "copies_extra", "accepted", "unrequested", "unkeyed", "rejects")
 _PAST_COUNTS: Final = ("findings", "accepted", "delivered_once", "pending", "records", "offsets")
@@ -84,7 +84,7 @@ def render(document: Document) -> Iterator[str]:
             "script_hash": _hash(script),
             "headline": _headline(document),
             "subline": _subline(document),
-            "categories": [(name, _CATEGORY_RULES.get(name, "bad")) for name in CATEGORIES],
+            "categories": [(name, _CATEGORY_CLASSES.get(name, "bad")) for name in CATEGORIES],
             "heat_map": Markup(charts.heat_map(chart)) if chart["rows"] else "",  # noqa: S704 - heat_map escapes its texts
             "heat_keys": [
                 ("h1", "few records"),
@@ -190,8 +190,8 @@ def timeline(document: Document) -> tuple[Markup | str, list[tuple[str, str]]]:
     present = [(f"c{nth}", cause) for nth, cause in enumerate(CAUSES, 1) if cause in columns]
     if not present:
         return "", []
-    drawn = charts.stacked(chart, [(rule, cause, columns[cause]) for rule, cause in present])
-    keys = [(rule, f"{cause}, {CAUSES[cause]}: {_count(totals[cause])}") for rule, cause in present]
+    drawn = charts.stacked(chart, [(css_class, cause, columns[cause]) for css_class, cause in present])
+    keys = [(css_class, f"{cause}, {CAUSES[cause]}: {_count(totals[cause])}") for css_class, cause in present]
     return Markup(drawn), keys  # noqa: S704 - stacked escapes its texts
 
 

@@ -162,9 +162,9 @@ def _key_ttl_ms(plan: Plan, settings: Settings) -> Callable[[Column], Column]:
     return key_ttl_ms
 
 
-def _has_property(plan: Plan, rule: Callable[[str], bool]) -> Callable[[Column], Column]:
-    """Return a condition on a topic of the plan: the rules have the property `rule` for the topic's name."""
-    names = [name for name in sorted({log.topic for log in plan.logs}) if rule(name)]
+def _has_property(plan: Plan, holds: Callable[[str], bool]) -> Callable[[Column], Column]:
+    """Return a condition on a topic of the plan: the rules give the topic's name a property (`holds`)."""
+    names = [name for name in sorted({log.topic for log in plan.logs}) if holds(name)]
     return lambda topic: topic.isin(names) if names else F.lit(False)
 
 
