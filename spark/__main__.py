@@ -44,7 +44,7 @@ def main() -> int:
         sys.stderr.write(f"cannot run: {error}\n")
         return EXIT_CANNOT_RUN
     except (PySparkException, Py4JError):
-        # Spark, Delta or a disk failed, or the JVM has died: there is no outcome.
+        # Spark, Delta or a disk failed, or the JVM has died: there is no report.
         traceback.print_exc()
         sys.stderr.write("cannot run: Spark failed, see above; start the run again\n")
         return EXIT_CANNOT_RUN
@@ -57,9 +57,9 @@ def _run(arguments: Sequence[str]) -> int:
     settings = Settings(shared=shared, options=options, rules=Rules.read(shared.rules))
     session = open_session()
     with console.watching(session):
-        outcome = job.run(session, settings, console)
-    sys.stdout.write(job.summary(outcome, options.report))
-    return outcome.status
+        report = job.run(session, settings, console)
+    sys.stdout.write(job.terminal_text(report, options.report))
+    return report.status
 
 
 def _view(arguments: Sequence[str]) -> int:

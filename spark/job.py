@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ from spark.reading import decode, planning, run_plan, source, wire_expressions
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan
 from spark.report import document, publish
-from spark.report.model import Document
 from spark.rules import cross_hour, current_findings
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
@@ -33,16 +32,8 @@ Spans = dict[TopicPartition, source.Span]
 HISTORY_RUNS: Final = 19
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a run: the document of the report, and the exit status (0 clean, 3 any finding)."""
-
-    document: Document
-    status: int
-
-
-def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms: int | None = None) -> Outcome:
-    """Carry out one run, or the rest of an interrupted run; CannotRun if that is not possible.
+def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms: int | None = None) -> document.Report:
+    """Carry out one run, or the rest of an interrupted run, and return its report; CannotRun if that is not possible.
 
     `now_ms` replaces the clock, which each run reads when it makes its plan.
 
@@ -61,11 +52,11 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
     with lock.held(spark, settings.options.lake) as check_held, session.restored(spark):
         tables = lake.Lake(spark, settings.options.lake, check_held)
         first_run = _Run(tables, settings, on_progress, now_ms)
-        outcome = first_run.carry_out()
+        report = first_run.carry_out()
         if first_run.settings == settings:
-            return outcome
+            return report
         # The interrupted run is finished with the options of its plan; now a run with those of this command line.
-        return _Run(tables, settings, on_progress, now_ms, finished=outcome.document["run"]["number"]).carry_out()
+        return _Run(tables, settings, on_progress, now_ms, finished=report.document["run"]["number"]).carry_out()
 
 
 def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
@@ -121,7 +112,7 @@ class _Run:
         # The claims of ledger and journal (deliveries.summarize) that were read for the plan, with their spans.
         self.claims: tuple[tuple[Spans, Spans], DataFrame] | None = None
 
-    def carry_out(self) -> Outcome:
+    def carry_out(self) -> document.Report:
         """Carry out the steps that are not yet done."""
         with self.timer.step("plan the run"):
             self._expect(0)
@@ -158,7 +149,7 @@ class _Run:
         self._finish(plan, balance, report, last_run)
         with self.timer.step("clean up the lake"):
             self._tidy(plan, last_run)
-        return Outcome(report.document, report.status)
+        return report
 
     def _upgrade(self) -> None:
         """Upgrade a lake of an earlier version; CannotRun, with the lake as it was, if it is another namespace's."""
@@ -511,17 +502,16 @@ def _ended(last_run: dict[str, Any] | None, plan: Plan) -> set[str]:
     return {hours.text_of(hour * HOUR_MS) for hour in range(max(last_run_hour, current_hour - 24), current_hour)}
 
 
-def summary(outcome: Outcome, folder: str) -> str:
-    """Format the outcome in a few lines for a terminal; `folder` is that of the report."""
-    document = outcome.document
-    balance = document["balance"]
+def terminal_text(report: document.Report, folder: str) -> str:
+    """Format a report in a few lines for a terminal; `folder` is that of the report."""
+    of_run, balance = report.document["run"], report.document["balance"]
     parts = "  ".join(f"{name} {balance[name]}" for name in CATEGORIES if balance[name] or name == "delivered_once")
     lines = [
-        f"verdict    {document['run']['verdict']}, {document['run']['findings']} findings",
+        f"verdict    {of_run['verdict']}, {of_run['findings']} findings",
         f"balance    accepted {balance['accepted']} = {parts}",
         f"records    {balance['records']} delivered, {balance['phantom']} phantom",
     ]
-    for row in document["causes"]:
+    for row in report.document["causes"]:
         name = f"{row['kind']}{'/' + row['cause'] if row['cause'] else ''}"
         lines.append(f"finding    {name} in {row['topic']}: {row['findings']} findings, {row['records']} records")
     lines.append(f"report     {folder}/report.html")

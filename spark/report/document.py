@@ -90,8 +90,8 @@ def build(
             "requests": _requests(topics),
             "cost": cost,
             "history": [
-                _summary({"run": run, "balance": balance.line, "cost": cost}),
-                *map(_summary, earlier_documents),
+                _past_run({"run": run, "balance": balance.line, "cost": cost}),
+                *map(_past_run, earlier_documents),
             ],
         }
     )
@@ -149,7 +149,7 @@ def _run(
     }
 
 
-def _summary(document: Mapping[str, Any]) -> model.PastRun:
+def _past_run(document: Mapping[str, Any]) -> model.PastRun:
     """Summarise a run in one line, from its document or from its row in `runs`."""
     run, balance, cost = document["run"], document["balance"], document["cost"]
     return {

@@ -22,6 +22,7 @@ from service.contract import SharedSettings, wire
 from spark import job
 from spark.reading import decode, source
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
+from spark.report.document import Report
 from spark.session import open_session
 from spark.settings import Options, Settings
 from spark.tables import deliveries, lake
@@ -58,7 +59,7 @@ def _written(spark: SparkSession, kafka: Kafka, count: int) -> Records:
     return records
 
 
-def _run(spark: SparkSession, kafka: Kafka, namespace: str, folder: Path, now_ms: int, **options: Any) -> job.Outcome:
+def _run(spark: SparkSession, kafka: Kafka, namespace: str, folder: Path, now_ms: int, **options: Any) -> Report:
     given = Options(lake=str(folder / "lake"), report=str(folder / "report"), **options)
     shared = SharedSettings(kafka=kafka.bootstrap, namespace=namespace)
     return job.run(spark, Settings(shared=shared, options=given), lambda line: None, now_ms)
@@ -73,16 +74,16 @@ def _first(spark: SparkSession, stage: Stage, records: Records) -> list[Row]:
     bytes_s = [_bare_s(spark, shared, records, decoded=False) for _ in rounds]
     folder = stage.folder / records.namespace
     started = time.monotonic()
-    outcome = _run(spark, stage.kafka, records.namespace, folder, records.now_ms + LATER_MS)
+    report = _run(spark, stage.kafka, records.namespace, folder, records.now_ms + LATER_MS)
     took_s = time.monotonic() - started
     files = list((folder / "lake" / "deliveries").rglob("*.parquet"))
     stored = sum(file.stat().st_size for file in files)
     shutil.rmtree(folder)
-    balance = outcome.document["balance"]
+    balance = report.document["balance"]
     sound = (records.count - records.copies, records.copies, records.count + records.copies)
     if (balance["delivered_once"], balance["duplicated"], balance["records"]) != sound:
         raise NotRealWork(f"the run's balance is {balance}")
-    seconds: dict[str, float] = outcome.document["cost"]["seconds"]
+    seconds: dict[str, float] = report.document["cost"]["seconds"]
     return [
         Row(f"{count}: bare read and count by id", "s", bare_s),
         Row(f"{count}: bare read, count by id of the data alone", "s", bytes_s),
@@ -143,8 +144,8 @@ def _with_history(spark: SparkSession, stage: Stage) -> list[Row]:
             started = time.monotonic()
             _run(spark, stage.kafka, records.namespace, copy, records.now_ms + LATER_MS, skip_ids=True)
             took[length].append(time.monotonic() - started)
-        outcome = _run(spark, stage.kafka, records.namespace, folder, records.now_ms + LATER_MS)
-        ids_s[length] = outcome.document["cost"]["seconds"]["compare ids"]
+        report = _run(spark, stage.kafka, records.namespace, folder, records.now_ms + LATER_MS)
+        ids_s[length] = report.document["cost"]["seconds"]["compare ids"]
     short, long = hours
     new_ids = (long - short) * IDS_AN_HOUR
     return [
@@ -188,10 +189,10 @@ def _strangers_s(spark: SparkSession, stage: Stage, count: int, apart_ms: int, h
     producer.flush(60)
     started = time.monotonic()
     folder = stage.folder / namespace
-    outcome = _run(spark, stage.kafka, namespace, folder, now_ms + LATER_MS, topics=(topic,), publish=False)
+    report = _run(spark, stage.kafka, namespace, folder, now_ms + LATER_MS, topics=(topic,), publish=False)
     took_s = time.monotonic() - started
-    if outcome.document["cost"]["offsets"] != count:
-        raise NotRealWork(f"the run read {outcome.document['cost']['offsets']} offsets, not {count}")
+    if report.document["cost"]["offsets"] != count:
+        raise NotRealWork(f"the run read {report.document['cost']['offsets']} offsets, not {count}")
     shutil.rmtree(folder)
     return took_s
 

@@ -105,7 +105,7 @@ class Trial:
 
     def _run(self, lake: str, **options: Any) -> Score:
         ran = self._ran(lake, **options)
-        return compare(self._world.plants(), self._stage, ran.document, ran.outcome.status)
+        return compare(self._world.plants(), self._stage, ran.document, ran.made.status)
 
 
 @contextmanager

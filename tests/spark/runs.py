@@ -17,6 +17,7 @@ from deploy import places
 from service.contract import Rules, SharedSettings
 from spark import job, session
 from spark.reading.jvm import jvm
+from spark.report.document import Report
 from spark.session import INTERPRETED, open_session
 from spark.settings import Options, Settings
 from spark.tables import lake
@@ -92,13 +93,13 @@ def _set(spark: SparkSession, settings: Mapping[str, str | None]) -> None:
 class Ran:
     """A run in this process."""
 
-    outcome: job.Outcome
+    made: Report
     lake: Path
     report: Path
 
     @property
     def document(self) -> dict[str, Any]:
-        return dict(self.outcome.document)
+        return dict(self.made.document)
 
     def findings(self, *topics: str) -> set[tuple[str, str | None, str | None]]:
         """Return kind, cause and key (or partition) of each finding; if topics are given, of these only."""
@@ -135,5 +136,5 @@ def run(
     options = Options(lake=str(root / lake), report=str(report), **({"publish": False} | given))
     shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace, rules=rules, **shared_given)
     settings = Settings(shared=shared, options=options, rules=Rules.read(rules))
-    outcome = job.run(spark, settings, lambda line: None, now_ms)
-    return Ran(outcome, root / lake, report)
+    made = job.run(spark, settings, lambda line: None, now_ms)
+    return Ran(made, root / lake, report)

@@ -250,7 +250,7 @@ def test_each_planted_fault_is_found_with_its_cause_and_nothing_else(ran: Ran, f
     names = {"first-key": "either-key", "second-key": "either-key"}
     found = {(kind, cause, names.get(key or "", key)) for kind, cause, key in ran.findings()}
     assert found == faults.expected
-    assert ran.outcome.status == 3
+    assert ran.made.status == 3
 
 
 def test_the_balance_closes_over_the_ids_that_were_accepted(ran: Ran, faults: Faults) -> None:

@@ -310,8 +310,8 @@ def test_the_job_runs_under_spark_submit_on_a_cluster_with_a_remote_lake(
     done = subprocess.run(
         command, env=environment, cwd=places.ROOT, capture_output=True, text=True, timeout=240, check=False
     )
-    assert done.returncode == here.outcome.status == 3, done.stderr[-3000:]
-    there = Ran(here.outcome, tmp_path / "lake", tmp_path / "report")
+    assert done.returncode == here.made.status == 3, done.stderr[-3000:]
+    there = Ran(here.made, tmp_path / "lake", tmp_path / "report")
     assert there.written() == here.written()
     # spark-submit writes both outputs of a driver in Python to standard output.
     lines = [line for line in done.stdout.splitlines() if " INFO run 1: " in line]

@@ -156,8 +156,8 @@ def test_a_changed_identity_is_reported_once(
             lake=str(first.lake), report=str(tmp_path / "r"), topics=(topic,), identity=given, publish=False
         )
         shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace)
-        outcome = job.run(spark, Settings(shared=shared, options=options), lines.append, now_ms)
+        report = job.run(spark, Settings(shared=shared, options=options), lines.append, now_ms)
         expected = [line for line in lines if line.startswith(f"--identity of {topic} is another one")]
         assert (len(expected), all("keeps its ids" in line for line in expected)) == (count, True)
-    kinds = sorted((one["kind"], one["count"]) for one in outcome.document["findings"])
-    assert kinds == [("duplicate", 2), ("unkeyed", 1)], json.dumps(outcome.document["findings"])
+    kinds = sorted((one["kind"], one["count"]) for one in report.document["findings"])
+    assert kinds == [("duplicate", 2), ("unkeyed", 1)], json.dumps(report.document["findings"])

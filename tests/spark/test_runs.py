@@ -112,7 +112,7 @@ def stages(kafka: Kafka, audit: Audit) -> Stages:
     history = History(kafka.bootstrap, f"t-{uuid.uuid4().hex[:12]}")
     _two_stages(history)
     first = audit(history, later_s=LATER_S)
-    assert first.outcome.status == 0
+    assert first.made.status == 0
     clean = first.lake.with_name("clean")
     shutil.copytree(first.lake, clean)
     again = _again(audit, history, clean)
@@ -216,7 +216,7 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
         "phantom": 0,
         "records": 50 + 7 + 15 + 3,
     }
-    text = job.summary(whole.outcome, "somewhere")
+    text = job.terminal_text(whole.made, "somewhere")
     assert "accepted 60 = delivered_once 46  duplicated 9  conflicted 5" in text
     assert "duplicate/foreign_writer" in text
     assert "somewhere/report.html" in text
@@ -388,7 +388,7 @@ def test_a_lake_is_of_one_namespace(
     # Before its merge a run leaves nothing that belongs to its namespace.
     with cut(monkeypatch, job._Run, "_merge", after=False):
         run(spark, other, tmp_path, now_ms, topics=(topic,))
-    assert run(spark, history, tmp_path, now_ms).outcome.status == 0
+    assert run(spark, history, tmp_path, now_ms).made.status == 0
     with pytest.raises(CannotRun, match=rf"of namespace '{history.namespace}', not '{other.namespace}'"):
         run(spark, other, tmp_path, now_ms)
 
