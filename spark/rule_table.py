@@ -125,8 +125,8 @@ def is_below(offset: Column, first: Column) -> Column:
     return offset < first
 
 
-def is_in_gap(offset: Column, first: Column, end: Column) -> Column:
-    """Check whether an offset is in a gap (`end` is exclusive)."""
+def is_within(offset: Column, first: Column, end: Column) -> Column:
+    """Check whether an offset lies in a span (`end` is exclusive)."""
     return (offset >= first) & (offset < end)
 
 
@@ -233,11 +233,6 @@ def complete_since(oldest_ms: int, of_topic_ms: Iterable[int], *, has_first_reco
     record in any log of the topic, since the topic existed then; older records were of an earlier topic.
     """
     return min(of_topic_ms) if has_first_record else oldest_ms
-
-
-def is_within(offset: Column, first: Column, end: Column) -> Column:
-    """Check whether an offset lies in a span (`end` is exclusive)."""
-    return (offset >= first) & (offset < end)
 
 
 # ---------------------------------------------------------------------------------------- acceptance and balance

@@ -22,7 +22,7 @@ CATEGORIES: Final = (DELIVERED_ONCE, "duplicated", "conflicted", LOST, PENDING, 
 _BOUND: Final = (
     "struct<first: bigint, end: bigint, later_end: bigint, recreated_at_ms: bigint, compacted: boolean, "
     "topic_id: string, first_record_ms: bigint, "
-    "gaps: array<struct<first: bigint, last: bigint, cause: string>>>"
+    "gaps: array<struct<first: bigint, end: bigint, cause: string>>>"
 )
 _SLOT: Final = "struct<complete_since_ms: bigint, caught_up_run: bigint>"
 
@@ -113,7 +113,7 @@ def _bounds_of(log: Log) -> dict[str, Any]:
         "compacted": log.compacted,
         "topic_id": log.topic_id,
         "first_record_ms": log.first_record_ms,
-        "gaps": [{"first": gap.first, "last": gap.last, "cause": gap.cause} for gap in log.gaps_of_topic],
+        "gaps": [{"first": gap.first, "end": gap.last, "cause": gap.cause} for gap in log.gaps_of_topic],
     }
 
 
@@ -269,7 +269,7 @@ def _outcome(claim: Column, evidence: LogEvidence) -> Column:
     has_copy = F.exists("coordinates", lambda copy: deliveries.same_coordinates(copy, claim))
     # Copies beyond the cap have no coordinates, and the claimed record may be one of them.
     capped = F.col("count") > F.size("coordinates")
-    gaps = F.filter(bound["gaps"], lambda gap: rule_table.is_in_gap(offset, gap["first"], gap["last"]))
+    gaps = F.filter(bound["gaps"], lambda gap: rule_table.is_within(offset, gap["first"], gap["end"]))
     return rule_table.outcome(
         present=has_copy | capped | ~evidence.audited(claim["topic"]),
         proven_lost=claim["proven_lost"],

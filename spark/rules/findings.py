@@ -214,8 +214,8 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
             claim["outcome"].alias("cause"),
             claim["topic"].alias("topic"),
             claim["partition"].alias("partition"),
-            claim["offset"].alias("first"),
-            claim["offset"].alias("last"),
+            claim["offset"].alias("first_offset"),
+            claim["offset"].alias("last_offset"),
             # Records that were deleted unread are counted by `of_logs`, whether or not they were claimed.
             rule_table.gap_count(claim["outcome"].isin(RETENTION, TRUNCATED)).alias("count"),
         ),
@@ -227,8 +227,8 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
             F.lit("ledger_gone").alias("cause"),
             copy["topic"].alias("topic"),
             copy["partition"].alias("partition"),
-            copy["offset"].alias("first"),
-            copy["offset"].alias("last"),
+            copy["offset"].alias("first_offset"),
+            copy["offset"].alias("last_offset"),
             F.lit(1).cast("bigint").alias("count"),
         ),
     )
@@ -251,8 +251,8 @@ def without_id(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     columns = {
         "kind": F.when(is_reject, EVIDENCE_GAP).otherwise(UNKEYED),
         "cause": F.when(is_reject, UNDECODED),
-        "first": F.col("offset"),
-        "last": F.col("offset"),
+        "first_offset": F.col("offset"),
+        "last_offset": F.col("offset"),
     }
     return _by_partition(records.withColumns(columns), HOUR)
 
@@ -260,12 +260,12 @@ def without_id(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
 def _by_partition(each: DataFrame, scope: str) -> DataFrame:
     """Sum up rows by hour and partition:
 
-    `accepted_hour, kind, cause, topic, partition, first, last (offsets), count, last_ms` → lake.FINDING.
+    `accepted_hour, kind, cause, topic, partition, first_offset, last_offset, count, last_ms` → lake.FINDING.
     """
     grouped = each.groupBy("accepted_hour", "kind", "cause", "topic", "partition").agg(
         F.sum("count").alias("count"),
-        F.min("first").alias("first_offset"),
-        F.max("last").alias("last_offset"),
+        F.min("first_offset").alias("first_offset"),
+        F.max("last_offset").alias("last_offset"),
         F.max("last_ms").alias("last_ms"),
     )
     return as_findings(grouped, scope, {name: F.col(name) for name in grouped.columns})
@@ -274,8 +274,8 @@ def _by_partition(each: DataFrame, scope: str) -> DataFrame:
 def gaps_type() -> str:
     """Return the type of the array of a row's gaps in `of_partitions`."""
     return (
-        "array<struct<kind: string, cause: string, topic: string, partition: int, first: bigint, last: bigint, "
-        "count: bigint>>"
+        "array<struct<kind: string, cause: string, topic: string, partition: int, first_offset: bigint, "
+        "last_offset: bigint, count: bigint>>"
     )
 
 

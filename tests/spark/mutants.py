@@ -196,12 +196,6 @@ MUTANTS: Final = (
     # ------------------------------------------------------------------------------------------------------ gaps
     Mutant(rule_table.is_below, "at the start", lambda offset, first: offset <= first, VERDICTS),
     Mutant(rule_table.is_below, _NO, _never, VERDICTS),
-    Mutant(
-        rule_table.is_in_gap, "not its first", lambda offset, first, last: (offset > first) & (offset < last), VERDICTS
-    ),
-    Mutant(
-        rule_table.is_in_gap, "one more", lambda offset, first, last: (offset >= first) & (offset <= last), VERDICTS
-    ),
     Mutant(rule_table.is_of_earlier_topic, _NO, _never, VERDICTS),
     *(
         Mutant(rule_table.is_of_earlier_topic, change, _given(rule_table.is_of_earlier_topic, nth, other), VERDICTS)
