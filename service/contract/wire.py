@@ -137,7 +137,10 @@ def batch_fingerprint(members: Iterable[bytes]) -> bytes:
 
 
 class Stamp(NamedTuple):
-    """The `fencepost` header of an event: its claim, and its producer. `accepted_at` is in ms since the Unix epoch."""
+    """The `fencepost` header of an event: its claim, and its producer. `accepted_at` is in ms since the Unix epoch.
+
+    `fingerprint` is that of the claim; where a schema of a registry encoded key and value, that of the encoded record.
+    """
 
     id: bytes
     fingerprint: bytes

@@ -539,3 +539,110 @@ V3: Final = (
         {"kind": "KafkaPartitionList", "metadata": _COLLECTION, "data": [_PARTITION] * 3},
     ),
 )
+
+
+# ------------------------------------------------------------------------------------------- with a schema registry
+
+_AVRO_PRODUCER: Final = "kafka-rest integration/AvroProducerTest."
+_INT_KEY: Final = '{"name":"int","type": "int"}'
+_FIELD: Final = '{"type": "record", "name":"test","fields":[{  "name":"field",   "type": "int"}]}'
+# The peer's test sends it without `$schema`: Apicurio Registry takes that for Avro.
+_STRING_SCHEMA: Final = '{"$schema": "http://json-schema.org/draft-07/schema#", "type": "string"}'
+_MISFIT: Final = "a value that does not fit its schema is 422 here, as one that the rules' schema refuses"
+
+
+def _raw(format: str, data: object, **fields: object) -> dict[str, object]:
+    return {"type": format, "schema": _STRING_SCHEMA, "data": data, **fields}
+
+
+def _encoded(format: str, size: int, subject: str) -> dict[str, Any]:
+    return {"type": format, "size": size, "subject": subject, "schema_id": int, "schema_version": 1}
+
+
+def _with_ids(offsets: dict[str, Any], **ids: object) -> dict[str, Any]:
+    return {**offsets, **ids}
+
+
+WITH_REGISTRY: Final = (
+    Compared(
+        "v2: Avro with keys",
+        f"{_AVRO_PRODUCER}testProduceToTopicWithPartitionsAndKeys",
+        "/topics/{topic}",
+        _AVRO,
+        [
+            {
+                "key_schema": _INT_KEY,
+                "value_schema": _FIELD,
+                "records": [{"key": n, "value": {"field": n}, "partition": n - 1} for n in (1, 2, 3)],
+            }
+        ],
+        200,
+        _with_ids(_offsets(0, 1, 2), key_schema_id=int, value_schema_id=int),
+    ),
+    Compared(
+        "v2: Avro without keys",
+        f"{_AVRO_PRODUCER}testProduceToPartitionOnlyValues",
+        "/topics/{topic}/partitions/0",
+        _AVRO,
+        [{"value_schema": _FIELD, "records": [{"value": {"field": n}} for n in (1, 2, 3, 4)]}],
+        200,
+        _with_ids(_offsets(0, 0, 0, 0), value_schema_id=int),
+    ),
+    Compared(
+        "v2: keys without their schema",
+        "kafka-rest Errors.keySchemaMissingException",
+        "/topics/{topic}",
+        _AVRO,
+        [{"value_schema": _FIELD, "records": [{"key": 1, "value": {"field": 1}}]}],
+        422,
+        _error(42201),
+    ),
+    Compared(
+        "v2: values without their schema",
+        "kafka-rest Errors.valueSchemaMissingException",
+        "/topics/{topic}",
+        _AVRO,
+        [{"records": [{"value": {"field": 1}}]}],
+        422,
+        _error(42202),
+    ),
+    _v3(
+        "JSON Schema, raw, of a subject",
+        f"{_V3_PRODUCE}produceJsonschemaWithRawSchemaAndSubject",
+        {
+            "key": _raw("JSONSCHEMA", "foo", subject="my-key-subject"),
+            "value": _raw("JSONSCHEMA", "bar", subject="my-value-subject"),
+        },
+        answer=[
+            _written(
+                key=_encoded("JSONSCHEMA", 10, "my-key-subject"), value=_encoded("JSONSCHEMA", 10, "my-value-subject")
+            )
+        ],
+    ),
+    _v3(
+        "Avro, the latest, by a strategy",
+        f"{_V3_PRODUCE}produceAvroWithLatestSchemaAndSubjectStrategy",
+        {"value": {"subject_name_strategy": "TOPIC_NAME", "data": {"field": 1}}},
+        answer=[_written(value=_encoded("AVRO", 6, "{topic}-value"))],
+    ),
+    _v3(
+        "JSON Schema, invalid data",
+        f"{_V3_PRODUCE}produceJsonschemaWithRawSchemaAndInvalidData_throwsBadRequest",
+        {"key": _raw("JSONSCHEMA", 1), "value": _raw("JSONSCHEMA", 2)},
+        answer=[_error(400)],
+        differs={"/0/error_code": 422},
+        why=_MISFIT,
+    ),
+    _v3(
+        "a subject for bytes",
+        f"{_V3_PRODUCE}produceBinaryWithSchemaSubject_returnsBadRequest",
+        {"value": {**_data("BINARY", _FOO), "subject": "foobar"}},
+        answer=[_error(400)],
+    ),
+    _v3(
+        "a schema that is not there",
+        "kafka-rest controllers/SchemaManagerImpl.getSchemaFromSchemaId (Errors.messageSerializationException)",
+        {"value": {"schema_id": 1_000_000, "data": "foobar"}},
+        answer=[_error(422)],
+    ),
+)

@@ -17,6 +17,8 @@ from tests import registry
 from tests.contract.fake_registry import FakeRegistry
 from tests.integration.conftest import Stage
 from tests.integration.judge import Delivered, ledger_faults, read_committed
+from tests.integration.peers import WITH_REGISTRY
+from tests.integration.test_produce import differing
 from tests.registry import Apicurio
 
 ORDER = {"type": "record", "name": "Order", "fields": [{"name": "total", "type": "double"}]}
@@ -126,3 +128,15 @@ async def test_while_the_registry_is_away_schemas_that_are_known_go_on(
                 await asyncio.sleep(0.2)
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
     assert sorted(record.idempotency_key or "" for record in records) == ["a", "b", "c-1"]
+
+
+async def test_answers_are_those_of_the_peers_but_for_what_the_table_says(
+    stage: Stage, topic: str, registry_url: str
+) -> None:
+    service = await stage.started(registry=registry_url)
+    async with httpx.AsyncClient(base_url=service.url, timeout=20.0) as proxy:
+        cluster = (await proxy.get("/v3/clusters")).json()["data"][0]["cluster_id"]
+        for asked in WITH_REGISTRY:
+            found = await differing(proxy, asked, {"topic": topic, "cluster": cluster})
+            assert found == asked.differs, f"{asked.name} ({asked.origin})"
+            assert bool(asked.differs) == bool(asked.why), asked.name
