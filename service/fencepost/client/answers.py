@@ -1,14 +1,15 @@
 """Requests to the service, and what its answers say of each event. No I/O.
 
 Sources: RFC 9457 (problems), draft-ietf-httpapi-idempotency-key-header-07 (keys), RFC 9110, section 10.2.3
-(Retry-After), and the tables of answers in README.md and service/README.md.
+(Retry-After), OASIS Repeatable Requests 1.0 (Repeatability-First-Sent), and the tables of answers in README.md and
+service/README.md.
 """
 
 import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
+from email.utils import formatdate, parsedate_to_datetime
 from typing import Any, Final
 
 import httpx
@@ -114,6 +115,8 @@ def request_of(events: Sequence[Pending]) -> dict[str, Any]:
     (event,) = events
     quoted = event.key.replace("\\", "\\\\").replace('"', '\\"')
     headers = {"Content-Type": "application/json", "Idempotency-Key": f'"{quoted}"'}
+    if event.stored_ms is not None:  # the service tells by it that a key of any form may be forgotten
+        headers["Repeatability-First-Sent"] = formatdate(event.stored_ms / 1000, usegmt=True)
     return {"method": "POST", "url": "/events", "headers": headers, "content": event.body}
 
 

@@ -58,7 +58,7 @@ class _Sender(Generic[H]):
             url: the service's address, such as https://fencepost.example.com.
             token: of the caller (`Authorization: Bearer`).
             spool: keeps the events that are not settled over a crash; a Spool, or the path of its file.
-            deadline_s: the time for a call with all its attempts (of `resume`: for each of its requests), in seconds.
+            deadline_s: the time for a call with all its attempts (of `resume`: for each event), in seconds.
             options: of httpx's client, such as `verify` (an ssl.SSLContext, which may have a certificate for mutual
                 TLS), `proxy`, `transport`, and `timeout`, which limits each step of an attempt.
 
@@ -96,23 +96,22 @@ class _Sender(Generic[H]):
         yield from self._close_events(results)
         return results
 
-    def _resume_page(self, backlog: "Backlog") -> Flow[list[Result]]:
-        """Send the next page of events that are open since before; [] at the end, or behind a page with an open event.
+    def _resume_next(self, backlog: "Backlog") -> Flow[Result | None]:
+        """Send the next event that is open since before; None at the end, or behind one that stays open.
 
-        The events stay in the spool until `_close_events`, so that a result that nobody has taken comes again.
+        The event stays in the spool until `_close_events`, so that a result that nobody has taken comes again.
         """
-        page: list[tuple[int, Pending]] = []
+        found: tuple[int, Pending] | None = None
         if self._spool is not None and not backlog.is_over:
             backlog.until = backlog.until or (yield self._spool.newest)
-            page = yield partial(self._spool.read, backlog.after, backlog.until, PAGE_EVENTS, PAGE_BYTES)
-        if not page:
+            found = yield partial(self._spool.next_after, backlog.after, backlog.until)
+        if found is None:
             self._has_resumed = True
-            return []
-        backlog.after = page[-1][0]
-        stop_at = time.monotonic() + self._deadline_s
-        results = yield from self._settle([event for _, event in page], stop_at, in_doubt=True)
-        backlog.is_over = any(isinstance(result, Unsettled) for result in results)
-        return results
+            return None
+        backlog.after, event = found
+        (result,) = yield from self._settle([event], time.monotonic() + self._deadline_s, in_doubt=True)
+        backlog.is_over = isinstance(result, Unsettled)
+        return result
 
     def _close_events(self, results: Sequence[Result]) -> Flow[None]:
         """Remove events that are settled from the spool."""
@@ -221,14 +220,14 @@ class Client(_Sender[httpx.Client]):
     def resume(self) -> Iterator[Result]:
         """Send the events that are open in the spool, with their keys, and yield the results.
 
-        A result is kept until the next one is asked for: if the program ends before, it comes again. The iteration ends
-        behind the events of a request of which one stays open. Call it at start, and again when the service is back.
+        Each is sent by itself, with the time at which it was stored. A result is kept until the next one is asked for:
+        if the program ends before, it comes again. The iteration ends behind an event that stays open. Call it at
+        start, and again when the service is back.
         """
         backlog = Backlog()
-        while results := self._run(self._resume_page(backlog)):
-            for result in results:
-                yield result
-                self._run(self._close_events([result]))
+        while result := self._run(self._resume_next(backlog)):
+            yield result
+            self._run(self._close_events([result]))
 
     def _run(self, flow: Flow[T]) -> T:
         reply: Any = None
@@ -288,10 +287,9 @@ class AsyncClient(_Sender[httpx.AsyncClient]):
     async def resume(self) -> AsyncIterator[Result]:
         """As `Client.resume`."""
         backlog = Backlog()
-        while results := await self._run(self._resume_page(backlog)):
-            for result in results:
-                yield result
-                await self._run(self._close_events([result]))
+        while result := await self._run(self._resume_next(backlog)):
+            yield result
+            await self._run(self._close_events([result]))
 
     async def _run(self, flow: Flow[T]) -> T:
         reply: Any = None

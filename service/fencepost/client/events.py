@@ -53,10 +53,14 @@ class Event:
 
 
 class Pending(NamedTuple):
-    """An event that is to be sent: its idempotency key, and the body of its `POST /events`."""
+    """An event that is to be sent: its idempotency key, and the body of its `POST /events`.
+
+    `stored_ms`: when the spool has stored it, in ms since the Unix epoch; None unless it comes from the spool.
+    """
 
     key: str
     body: bytes
+    stored_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import contextlib
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Self
@@ -18,7 +19,12 @@ PAGE_BYTES: Final = 4096
 # Room for the pages of the file itself, and for a few events.
 BYTES_LEAST: Final = 64 * 1024
 
-_TABLE: Final = "CREATE TABLE IF NOT EXISTS open (n INTEGER PRIMARY KEY, key TEXT UNIQUE NOT NULL, body BLOB NOT NULL)"
+_TABLE: Final = (
+    "CREATE TABLE IF NOT EXISTS open "
+    "(n INTEGER PRIMARY KEY, key TEXT UNIQUE NOT NULL, body BLOB NOT NULL, stored_ms INTEGER NOT NULL)"
+)
+_INSERT: Final = "INSERT INTO open (key, body, stored_ms) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+_NEXT: Final = "SELECT n, key, body, stored_ms FROM open WHERE n > ? AND n <= ? ORDER BY n LIMIT 1"
 
 
 class SpoolError(Exception):
@@ -89,7 +95,8 @@ class Spool:
             SpoolFull: they do not fit.
             SpoolError: the disk does not take them.
         """
-        self._write("FULL", "INSERT INTO open (key, body) VALUES (?, ?) ON CONFLICT DO NOTHING", events)
+        now_ms = time.time_ns() // 1_000_000
+        self._write("FULL", _INSERT, [(event.key, event.body, now_ms) for event in events])
 
     def close_events(self, keys: Sequence[str]) -> None:
         """Remove settled events. A power failure may bring back the last ones: they are then sent again, as replays."""
@@ -107,17 +114,11 @@ class Spool:
             (newest,) = self._db.execute("SELECT max(n) FROM open").fetchone()
         return newest or 0
 
-    def read(self, after: int, until: int, count: int, bytes_most: int) -> list[tuple[int, Pending]]:
-        """Read events with numbers above `after` and up to `until`, at most `count` or `bytes_most` of them."""
-        found: list[tuple[int, Pending]] = []
-        query = "SELECT n, key, body FROM open WHERE n > ? AND n <= ? ORDER BY n LIMIT ?"
-        with self._lock, self._errors(), contextlib.closing(self._db.execute(query, (after, until, count))) as rows:
-            for n, key, body in rows:
-                found.append((n, Pending(key, body)))
-                bytes_most -= len(body)
-                if bytes_most <= 0:
-                    break
-        return found
+    def next_after(self, number: int, until: int) -> tuple[int, Pending] | None:
+        """Read the first event with a number above `number` and up to `until`, and its number; None without one."""
+        with self._lock, self._errors():
+            row = self._db.execute(_NEXT, (number, until)).fetchone()
+        return None if row is None else (row[0], Pending(*row[1:]))
 
     def close(self) -> None:
         """Close the file, and let another program open it. Open events stay in it."""

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -26,14 +27,16 @@ CUT_AMID = "cut amid the answer"
 FATES = [CONNECT, LOST, CUT, CUT_AMID, UNKNOWN, "503", "429", "409", "ok"]
 REFUSED: dict[str, Kind] = {"503": NOT_WRITTEN, "429": RATE_LIMITED, "409": IN_PROGRESS, "401": UNAUTHORIZED}
 
+RETENTION_S = 86_400
 EXPIRED, UNKNOWN_NAME = "expired", "unknown"  # a key, and a topic, that are refused
 
 
 class FakeService:
-    """`written` has the values of the records, in their order."""
+    """`written` has the values of the records, in their order. It keeps keys for RETENTION_S, by its `clock`."""
 
-    def __init__(self, fates: Iterable[str] = ()) -> None:
+    def __init__(self, fates: Iterable[str] = (), clock: "FakeTime | None" = None) -> None:
         self.fates = iter(fates)
+        self.clock = clock or FakeTime()
         self.requests: list[httpx.Request] = []
         self.written: list[Any] = []
         self.places: dict[str, tuple[bytes, dict[str, object]]] = {}
@@ -59,11 +62,16 @@ class FakeService:
 
     def _single(self, request: httpx.Request) -> httpx.Response:
         key = json.loads(request.headers["idempotency-key"])  # quoted
-        result = self._write(key, request.content)
+        first_sent = request.headers.get("repeatability-first-sent")
+        is_old = first_sent is not None and self._age_s(first_sent) > RETENTION_S
+        result = result_of(KEY_EXPIRED) if is_old and key not in self.places else self._write(key, request.content)
         if "problem" in result:
             return httpx.Response(result["status"], json=result["problem"])
         headers = {"idempotent-replayed": "true"} if result.pop("replayed") else {}
         return httpx.Response(result.pop("status"), json=result, headers=headers)
+
+    def _age_s(self, first_sent: str) -> float:
+        return self.clock.now - parsedate_to_datetime(first_sent).timestamp()
 
     def _batch(self, request: httpx.Request, fate: str) -> httpx.Response:
         assert request.headers["content-type"] == "application/x-ndjson"

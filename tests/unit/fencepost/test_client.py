@@ -43,6 +43,7 @@ from tests.unit.fencepost.fakes import (
     EXPIRED,
     FATES,
     LOST,
+    RETENTION_S,
     UNKNOWN,
     UNKNOWN_NAME,
     FakeService,
@@ -62,6 +63,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     clock = FakeTime()
     monkeypatch.setattr("service.fencepost.client.client.time", clock)
     monkeypatch.setattr("service.fencepost.client.answers.time", clock)
+    monkeypatch.setattr("service.fencepost.client.spool.time", clock)
     monkeypatch.setattr(asyncio, "sleep", clock.asyncio_sleep)
     return clock
 
@@ -446,20 +448,34 @@ async def test_a_result_of_resume_that_was_not_taken_comes_again_to_asyncio_too(
                 taken.append(result.idempotency_key)
                 break
     assert taken[0] == taken[1]
-    assert fake.written == [1, 2]
+    assert fake.written == [1]
 
 
 def test_resume_ends_behind_an_open_event_and_the_client_may_go_on(clock: FakeTime, tmp_path: Path) -> None:
-    count = PAGE_EVENTS + 10
-    Threads(FakeService([LOST] * 9), spool=tmp_path / "s", deadline_s=0.1).send_many(
-        *[Event("t", n) for n in range(count)]
-    )
-    fake = FakeService([LOST, LOST])
+    lost = [Event("t", n) for n in range(5)]
+    Threads(FakeService([LOST] * 9), spool=tmp_path / "s", deadline_s=0.1).send_many(*lost)
+    fake = FakeService(["ok", LOST, LOST])
     with Client(URL, transport=transport(fake), spool=tmp_path / "s", deadline_s=0.1) as client:
-        assert [type(each) for each in client.resume()] == [Unsettled] * PAGE_EVENTS
-        assert client.send(Event("t", "new")).offset == 0
-        assert [type(each) for each in client.resume()] == [Written] * count
-    assert fake.copies == Counter({json.dumps("new"): 1, **{f"{n}": 1 for n in range(count)}})
+        assert [type(each) for each in client.resume()] == [Written, Unsettled]
+        assert client.send(Event("t", "new")).offset == 1
+        assert [type(each) for each in client.resume()] == [Written] * 4
+    assert fake.copies == Counter({json.dumps("new"): 1, **{f"{n}": 1 for n in range(5)}})
+
+
+def test_a_key_of_any_form_that_is_older_than_its_retention_is_told(kind: Any, clock: FakeTime, tmp_path: Path) -> None:
+    """The spool tells when it has stored the event, because a key such as an order's number does not."""
+    fake = FakeService(clock=clock)
+    orders = [Event("t", n, idempotency_key=f"order-{n}") for n in range(3)]
+    fake.fates = iter([CUT])
+    kind(fake, spool=tmp_path / "s", deadline_s=0.01).send_many(orders[0])
+    clock.now += RETENTION_S - 1_000
+    with Spool(tmp_path / "s") as spool:
+        spool.add([Pending(order.idempotency_key, order.encode()) for order in orders[1:]])
+    del fake.places["order-0"]  # forgotten
+    clock.now += 2_000
+    results = kind(fake, spool=tmp_path / "s").resume()
+    assert [type(each) for each in results] == [KeyExpired, Written, Written]
+    assert fake.written == [0, 1, 2]
 
 
 async def test_a_cancelled_call_leaves_its_event_in_the_spool(clock: FakeTime, tmp_path: Path) -> None:

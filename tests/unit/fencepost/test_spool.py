@@ -12,6 +12,7 @@ import pytest
 from deploy.places import ROOT
 from service.fencepost.client import Spool, SpoolError, SpoolFull, SpoolInUse
 from service.fencepost.client.events import Pending
+from tests.unit.fencepost.fakes import FakeTime
 
 
 def pending(*numbers: int, size: int = 0) -> list[Pending]:
@@ -19,17 +20,26 @@ def pending(*numbers: int, size: int = 0) -> list[Pending]:
 
 
 def keys(spool: Spool) -> list[str]:
-    return [event.key for _, event in spool.read(0, spool.newest(), 1_000, 1 << 30)]
+    found, number = list[str](), 0
+    while row := spool.next_after(number, spool.newest()):
+        number = row[0]
+        found.append(row[1].key)
+    return found
 
 
-def test_open_events_are_read_in_order_and_in_parts(tmp_path: Path) -> None:
+def test_open_events_are_read_in_order_with_the_time_at_which_they_were_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeTime()
+    monkeypatch.setattr("service.fencepost.client.spool.time", clock)
     with Spool(tmp_path / "s") as spool:
-        spool.add(pending(3, 1, 2, size=10))
+        spool.add(pending(3, 1, 2))
+        clock.now += 1.5
         spool.add(pending(1, 4, size=20))  # 1 is open already, and stays as it is
         assert keys(spool) == ["k-3", "k-1", "k-2", "k-4"]
-        assert [n for n, _ in spool.read(0, 3, 10, 1 << 20)] == [1, 2, 3]
-        assert [event for _, event in spool.read(1, 9, 1, 1 << 20)] == pending(1, size=10)
-        assert [event.key for _, event in spool.read(0, 9, 10, 12)] == ["k-3", "k-1"]
+        assert spool.next_after(1, 9) == (2, Pending("k-1", b"1", 1_000_000))
+        assert spool.next_after(3, 9) == (4, Pending("k-4", b"4" + b"x" * 20, 1_001_500))
+        assert spool.next_after(3, 3) is None
         spool.close_events(["k-3", "k-4", "none"])
         assert (keys(spool), len(spool), spool.newest()) == (["k-1", "k-2"], 2, 3)
         spool.close_events(["k-1", "k-2"])
