@@ -188,22 +188,30 @@ async def test_a_program_that_is_killed_amid_its_calls_has_each_event_written_on
 
 
 async def test_a_spool_that_is_older_than_its_keys_is_told_and_not_written(
-    served: Service, kafka: Kafka, topic: str, tmp_path: Path
+    served: Service, kafka: Kafka, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A key of version 7 tells its age, any other one that of its event in the spool."""
     two_days_ago_ms = time.time_ns() // 1_000_000 - 2 * 86_400_000
     digits = f"{two_days_ago_ms:012x}"
     old = Event(topic, "old", idempotency_key=f"{digits[:8]}-{digits[8:]}-7000-8000-000000000000")
-    new = Event(topic, "new")
+    new, order = Event(topic, "new"), Event(topic, "order", idempotency_key=f"order-{topic}")
+
+    def store(spool: Spool, *events: Event) -> None:
+        spool.add([Pending(event.idempotency_key, event.encode()) for event in events])
 
     def resume() -> list[object]:
         with Spool(tmp_path / "s") as spool:
-            spool.add([Pending(event.idempotency_key, event.encode()) for event in (old, new)])
+            store(spool, old, new)
+            with monkeypatch.context() as earlier:
+                earlier.setattr(time, "time_ns", lambda: two_days_ago_ms * 1_000_000)
+                store(spool, order)
         with Client(served.url, spool=tmp_path / "s") as client:
             return list(client.resume())
 
-    first, second = await asyncio.to_thread(resume)
-    assert isinstance(first, KeyExpired)
-    assert first.may_be_written
+    first, second, third = await asyncio.to_thread(resume)
     assert isinstance(second, Written)
+    for each in (first, third):
+        assert isinstance(each, KeyExpired)
+        assert each.may_be_written
     records = await asyncio.to_thread(read_committed, kafka.bootstrap, [topic])
     assert [record.value for record in records] == [b'"new"']
