@@ -16,6 +16,7 @@ from service.contract import wire
 from spark import rule_table
 from spark.reading.decode import ENTERED, EVENT, REJECT, REJECTED, hash_of
 from spark.reading.run_plan import by_partition
+from spark.settings import HOUR_MS
 
 # Enough to analyse a finding; an id with more copies was put on every record by a broken writer.
 COORDINATES_MAX: Final = 128
@@ -162,15 +163,13 @@ them in topics to which the id was not written. `settled_elsewhere` is the colum
 fingerprints differ, stay exact.
 """
 
-HOUR_S: Final = 3600
-
 # A time in ms and a position in a record are packed into one number; a record of 1 MB has fewer than 16,000 answers.
 _POSITION_BITS: Final = 16
 
 
 def hour_of(ms: Column) -> Column:
     """Return the hour of a time (ms), as a timestamp."""
-    return F.timestamp_seconds(F.floor(ms / (HOUR_S * 1000)) * HOUR_S)
+    return F.timestamp_millis(F.floor(ms / HOUR_MS) * HOUR_MS)
 
 
 def in_doubt(row: str = "") -> str:
