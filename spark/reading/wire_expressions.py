@@ -28,6 +28,11 @@ def rows_of(spark: SparkSession, schema: str | StructType, items: Sequence[Mappi
     return spark.range(1).select(F.inline(parsed)).select(*(F.col(f"`{field.name}`") for field in fields))
 
 
+def at_partition(constant: Column, topic: Column, partition: Column) -> Column:
+    """Look up the value of a partition in a map<string, array<…>> (run_plan.by_partition); null if there is none."""
+    return F.get(F.try_element_at(constant, topic), partition)
+
+
 def literal(content: bytes) -> Column:
     """Return a binary constant."""
     return F.lit(bytearray(content))

@@ -10,6 +10,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Guarantee
 from spark import rule_table
+from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, REJECT, hash_of
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, by_partition
 from spark.rule_table import DELIVERED_ONCE, LOST, PENDING, PRESENT
@@ -260,7 +261,7 @@ def _missing(evidence: LogEvidence) -> Column:
 def _outcome(claim: Column, evidence: LogEvidence) -> Column:
     """Return the outcome of a claim: PRESENT, LOST, PENDING, or the cause of a gap (`topic_gone`, `below_start`,
     `retention`, `truncated`, `recreated`, `compacted`)."""
-    bound = F.get(F.try_element_at(evidence.bounds, claim["topic"]), claim["partition"])
+    bound = wire_expressions.at_partition(evidence.bounds, claim["topic"], claim["partition"])
     offset = claim["offset"]
     settled_at_ms = evidence.settled_at_ms(claim["accepted_ms"], claim["seen_ms"])
     settled = rule_table.is_settled(settled_at_ms, evidence.frozen_ms)
@@ -299,7 +300,7 @@ def _phantom(evidence: LogEvidence) -> Column:
     with_header = F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["is_derived_copy"])
     first_copy = F.get(with_header, F.lit(0))
     slot = F.get(evidence.slots, first_copy["slot"])
-    spans = F.get(F.try_element_at(evidence.idempotent, first_copy["topic"]), first_copy["partition"])
+    spans = wire_expressions.at_partition(evidence.idempotent, first_copy["topic"], first_copy["partition"])
     inside = F.exists(spans, lambda span: rule_table.is_within(first_copy["offset"], span["first"], span["end"]))
     idempotent = F.coalesce(inside, F.lit(False))
     has_201 = F.exists(

@@ -14,6 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
 from spark import rule_table
+from spark.reading import wire_expressions
 from spark.reading.decode import ENTERED, EVENT, REJECT, REJECTED, hash_of
 from spark.reading.run_plan import by_partition
 from spark.settings import HOUR_MS
@@ -276,7 +277,7 @@ def is_unwritten(ends: Mapping[tuple[str, int], int]) -> Column:
 def _by_partition(values: Mapping[tuple[str, int], int]) -> Column:
     """Look up the value of a row's topic and partition; null if there is none."""
     constant = F.from_json(F.lit(json.dumps(by_partition(values))), "map<string, array<bigint>>")
-    return F.get(F.try_element_at(constant, F.col("topic")), F.col("partition"))
+    return wire_expressions.at_partition(constant, F.col("topic"), F.col("partition"))
 
 
 def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
