@@ -64,6 +64,12 @@ def unrevoked(findings: DataFrame) -> DataFrame:
     return made.where(over_hours).unionByName(of_hours)
 
 
+def subject() -> Column:
+    """Return what a finding (lake.FINDING) is about, as hexadecimal digits: the content of a client's duplicates, else
+    an id; null for a finding about a partition."""
+    return F.lower(F.hex(F.coalesce("fingerprint", "id")))
+
+
 def by_finding(current: DataFrame) -> DataFrame:
     """Convert current findings (`by_hour`) to FIELDS, one row a finding: those about partitions are summed over hours.
 
@@ -74,7 +80,7 @@ def by_finding(current: DataFrame) -> DataFrame:
     of_partitions = F.col("kind").isin(*_OF_PARTITIONS)
     single = (
         current.where(~of_partitions)
-        .groupBy("kind", F.coalesce("fingerprint", "id").alias("subject"))
+        .groupBy("kind", subject().alias("subject"))
         .agg(F.max_by(F.struct(*current.columns), F.struct("accepted_hour", "last_ms")).alias("newest"))
         .select("newest.*")
     )
@@ -93,9 +99,7 @@ def by_finding(current: DataFrame) -> DataFrame:
     severity = F.create_map(*(F.lit(word) for pair in SEVERITIES.items() for word in pair))
     partition_key = F.concat_ws(":", *(F.coalesce(F.col(name).cast("string"), F.lit("")) for name in _PARTITION_KEY))
     return rows.select(
-        F.when(F.col("id").isNull(), partition_key)
-        .otherwise(F.concat_ws(":", "kind", F.coalesce(fingerprint, shown_id)))
-        .alias("finding_id"),
+        F.when(F.col("id").isNull(), partition_key).otherwise(F.concat_ws(":", "kind", subject())).alias("finding_id"),
         *_PARTITION_KEY[:2],
         severity[F.col("kind")].alias("severity"),
         shown_id.alias("id"),

@@ -54,4 +54,4 @@ def _subject() -> Column:
         F.coalesce(F.col(name).cast("string"), F.lit("")) for name in ("cause", "topic", "partition", "count")
     )
     records = F.concat_ws(":", hour, *of_partition)
-    return F.concat_ws(":", "kind", F.coalesce(F.hex("fingerprint"), F.hex("id"), records)).alias("subject")
+    return F.concat_ws(":", "kind", F.coalesce(current_findings.subject(), records)).alias("subject")
