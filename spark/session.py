@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -92,18 +92,26 @@ def interpret(spark: SparkSession, *, interprets: bool) -> None:
 
 
 @contextmanager
-def restored(spark: SparkSession) -> Iterator[None]:
-    """Restore the settings that `interpret` and `size_for` change, at the end of the context."""
-    before = {name: spark.conf.get(name, None) for name in INTERPRETED}
+def settings(spark: SparkSession, values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set settings of the session, and restore their former values at the end of the context; None unsets one."""
+    with restored(spark, values):
+        _set(spark, values)
+        yield
+
+
+@contextmanager
+def restored(spark: SparkSession, names: Iterable[str] = INTERPRETED) -> Iterator[None]:
+    """Restore settings of the session at the end of the context; by default those of `interpret` and `size_for`."""
+    before = {name: spark.conf.get(name, None) for name in names}
     try:
         yield
     finally:
         _set(spark, before)
 
 
-def _set(spark: SparkSession, settings: Mapping[str, str | None]) -> None:
+def _set(spark: SparkSession, values: Mapping[str, str | None]) -> None:
     """Set settings of the session; None unsets one."""
-    for name, value in settings.items():
+    for name, value in values.items():
         if value is None:
             spark.conf.unset(name)
         else:

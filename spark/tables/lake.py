@@ -9,6 +9,7 @@ from pyspark.sql import Column, DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
+from spark import session
 from spark.errors import CannotRun
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT
@@ -430,7 +431,7 @@ class Lake:
                 2 * self.spark.sparkContext.defaultParallelism
             ),
         }
-        with _session_settings(self.spark, settings):
+        with session.settings(self.spark, settings):
             for name in names:
                 if self.exists(name):
                     self.table(name).vacuum(last_h)
@@ -449,7 +450,7 @@ class Lake:
     def once(self, run: int) -> Iterator[None]:
         """Make a MERGE in the context idempotent for the run: Delta reads `txnVersion` from the session's settings."""
         prefix = "spark.databricks.delta.write"
-        with _session_settings(self.spark, {f"{prefix}.txnAppId": WRITER, f"{prefix}.txnVersion": str(run)}):
+        with session.settings(self.spark, {f"{prefix}.txnAppId": WRITER, f"{prefix}.txnVersion": str(run)}):
             yield
 
 
@@ -461,15 +462,3 @@ def _is_scattered(snapshot: Snapshot) -> bool:
 def _is_small(snapshot: Snapshot) -> bool:
     """Check the size in bytes of a table."""
     return snapshot.size is not None and snapshot.size <= SMALL_BYTES
-
-
-@contextmanager
-def _session_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
-    """Set settings of the session, and unset them at the end."""
-    for name, value in settings.items():
-        spark.conf.set(name, value)
-    try:
-        yield
-    finally:
-        for name in settings:
-            spark.conf.unset(name)

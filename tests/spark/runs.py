@@ -5,7 +5,7 @@ import json
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -53,20 +53,9 @@ def _look_up_once(session: SparkSession) -> None:
         setattr(packages, name, getattr(packages, name))
 
 
-@contextmanager
-def having(spark: SparkSession, settings: Mapping[str, str | None]) -> Iterator[None]:
-    """Set settings of the session in the context; None for Spark's default."""
-    before = {name: spark.conf.get(name, None) for name in settings}
-    _set(spark, settings)
-    try:
-        yield
-    finally:
-        _set(spark, before)
-
-
 def interpreted(spark: SparkSession) -> AbstractContextManager[None]:
     """Let Spark interpret expressions in the context, as in most tests."""
-    return having(spark, INTERPRETED)
+    return session.settings(spark, INTERPRETED)
 
 
 @contextmanager
@@ -74,19 +63,11 @@ def as_large(spark: SparkSession) -> Iterator[None]:
     """Let runs in the context do as over many records: compile their plans, and read large tables for each query."""
     opened = spark.sparkContext.getConf()
     with (
-        having(spark, {name: opened.get(name) for name in INTERPRETED}),
+        session.settings(spark, {name: opened.get(name) for name in INTERPRETED}),
         patch.object(session, "INTERPRETED_RECORDS", -1),
         patch.object(lake, "SMALL_BYTES", -1),
     ):
         yield
-
-
-def _set(spark: SparkSession, settings: Mapping[str, str | None]) -> None:
-    for name, value in settings.items():
-        if value is None:
-            spark.conf.unset(name)
-        else:
-            spark.conf.set(name, value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
+from spark import session
 from spark.rules import cross_hour
 from spark.tables import deliveries, hours, lake
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
-from tests.spark.runs import having
 
 EARLY, LATE = NOW_MS - 3 * HOUR_MS, NOW_MS - HOUR_MS
 
@@ -51,7 +51,7 @@ def test_many_unsettled_answers_are_joined_without_a_broadcast(
     for a broadcast."""
     rows = reduced(spark, ids({name: case[0] for name, case in CASES.items()}))
     settled = _settled(rows)
-    with having(spark, {"spark.sql.autoBroadcastJoinThreshold": "-1"}):
+    with session.settings(spark, {"spark.sql.autoBroadcastJoinThreshold": "-1"}):
         few = cross_hour.settled_elsewhere(rows, 1)
         monkeypatch.setattr(lake, "BROADCAST_MAX", 2)
         many = cross_hour.settled_elsewhere(rows, 1)

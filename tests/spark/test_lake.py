@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
-from spark import job
+from spark import job, session
 from spark.errors import CannotRun
 from spark.reading.run_plan import Log, Plan
 from spark.rules import cross_hour
@@ -26,7 +26,6 @@ from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
 from tests.spark.rows import ids as named
-from tests.spark.runs import having
 from tests.spark.test_classify import plan, settings
 
 
@@ -163,7 +162,7 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
     monkeypatch.setattr(lake, "SMALL_BYTES", 0)
     costs = []
     # `reads` finds a scan by its folder, which Spark truncates to a short text by default.
-    with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
+    with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         for length in (3, 30):
             history = History(kafka.bootstrap, f"long-{length}")
             writer = Writer(0, 100)
@@ -417,7 +416,7 @@ def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
         tables.append_once(
             "runs", spark.createDataFrame(runs, lake.schema("runs")).repartitionByRange(length, "run"), first
         )
-    with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
+    with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         assert job.last_finished_run(tables) == {"run": 42, "n": 42, "reports": list(range(42, 23, -1))}
     assert reads(spark, tmp_path, "runs")["number of files read"] == job.HISTORY_RUNS
     assert len(tables.read("runs").inputFiles()) >= 2 * job.HISTORY_RUNS

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from spark import session
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, reads_nothing_new
 from spark.rules.reconcile import classifies_all, is_unchanged, may_differ, reconcile
 from spark.settings import OFFSETS_MOST
@@ -15,7 +16,6 @@ from spark.step_timer import StepTimer
 from spark.tables import hours, lake
 from spark.tables.lake import Lake
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
-from tests.spark.runs import having
 from tests.spark.test_classify import log, settings
 from tests.spark.test_classify import plan as a_plan
 from tests.spark.test_lake import reads
@@ -87,7 +87,7 @@ def test_a_loss_is_proven_only_if_the_record_counts_in_no_other_hour(
     known = {"run": 0, "accepted_hour": hours.at("2020-01-01 00:00:00"), "id": b"o" * 16, "verdict": "lost"}
     tables.append_once("verdicts", spark.createDataFrame([known], lake.schema("verdicts")), 0)
     timer = StepTimer(lambda line: None)
-    with having(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
+    with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         reconcile(spark, tables, a_plan(), None, settings(skip_ids=skip_ids), timer, None, [], "")
     assert reads(spark, tmp_path, "verdicts")["number of files read"] == 0
     found = {(row["offset"], row["count"]): row["proven_lost"] for row in tables.read("deliveries").collect()}

@@ -1,6 +1,7 @@
 """Tests the settings of the session that the job opens."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -9,6 +10,7 @@ from pyspark.sql.types import StructType
 
 from spark import session
 from spark.reading import decode, source
+from spark.tables.lake import Lake
 
 
 @pytest.mark.parametrize("decoded", [decode.ledger, decode.answers])
@@ -46,3 +48,16 @@ def test_plans_are_interpreted_or_compiled_until_the_settings_are_restored(spark
         assert {name: spark.conf.get(name) for name in session.INTERPRETED} == session.INTERPRETED
         session.interpret(spark, interprets=False)
     assert {name: spark.conf.get(name) for name in session.INTERPRETED} == before
+
+
+def test_settings_get_their_former_values_back(spark: SparkSession, tmp_path: Path) -> None:
+    """Not those of Spark: spark-submit may have set others."""
+    name = "spark.sql.sources.parallelPartitionDiscovery.parallelism"
+    opened = spark.conf.get(name)
+    with session.settings(spark, {name: "77"}):
+        Lake(spark, str(tmp_path)).vacuum(24, [])
+        assert spark.conf.get(name) == "77"
+        with session.settings(spark, {name: None}):
+            assert spark.conf.get(name) == opened
+        assert spark.conf.get(name) == "77"
+    assert spark.conf.get(name) == opened
