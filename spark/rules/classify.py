@@ -17,7 +17,9 @@ from spark.rule_table import DELIVERED_ONCE, LOST, PENDING, PRESENT
 from spark.settings import OFFSETS_MOST, Settings, glob_regex
 from spark.tables import deliveries
 
-CATEGORIES: Final = (DELIVERED_ONCE, "duplicated", "conflicted", LOST, PENDING, "stuck", "unprovable")
+STUCK: Final = "stuck"
+
+CATEGORIES: Final = (DELIVERED_ONCE, "duplicated", "conflicted", LOST, PENDING, STUCK, "unprovable")
 """Categories of accepted ids in the balance."""
 
 _BOUND: Final = (
@@ -176,7 +178,8 @@ def classify(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     `accepted boolean`, `category string` (of CATEGORIES; null if not accepted),
     `missing array<struct<outcome, topic, partition, offset, source, proven_lost>>` (claims without a present record),
     `phantom string` (`phantom`, `evidence_gap`, `pending` or null),
-    `open boolean` (the verdict may change by time alone).
+    `open boolean` (the verdict may change by time alone),
+    `suspicious boolean` (there is a finding or a pending verdict: few rows in a healthy system).
     """
     classified = (
         rows.where(_names_audited_topic(evidence))
@@ -188,11 +191,21 @@ def classify(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     )
     with_category = classified.withColumn("category", F.when(F.col("accepted"), _category(evidence)))
     has_pending_claim = F.coalesce(F.exists("missing", lambda claim: claim["outcome"] == PENDING), F.lit(False))
-    return with_category.withColumn(
-        "open",
+    may_change = (
         F.coalesce(F.col("category") == PENDING, F.lit(False))
         | F.coalesce(F.col("phantom") == PENDING, F.lit(False))
-        | has_pending_claim,
+        | has_pending_claim
+    )
+    return with_category.withColumns({"open": may_change, "suspicious": _is_suspicious()})
+
+
+def _is_suspicious() -> Column:
+    """Check whether a classified row has a finding or a pending verdict."""
+    return (
+        (F.col("count") > 1)
+        | F.coalesce(F.size("missing") > 0, F.lit(False))
+        | F.col("phantom").isNotNull()
+        | F.coalesce(F.col("category") == STUCK, F.lit(False))
     )
 
 
@@ -211,6 +224,7 @@ def classify_clean(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
         category.alias("category"),
         F.lit(None).cast("string").alias("phantom"),
         F.lit(False).alias("open"),
+        F.lit(False).alias("suspicious"),
     )
 
 

@@ -12,7 +12,7 @@ from spark.reading.decode import EVENT, REJECT, UNKEYED
 from spark.reading.run_plan import RETENTION, TRUNCATED, UNWANTED, Plan
 from spark.rule_table import LOST, PENDING
 from spark.rules import causes
-from spark.rules.classify import CATEGORIES, LogEvidence
+from spark.rules.classify import CATEGORIES, STUCK, LogEvidence
 from spark.tables import lake
 
 HOUR: Final = "hour"
@@ -23,7 +23,6 @@ LOG: Final = "log"
 DUPLICATE: Final = "duplicate"
 CONFLICT: Final = "conflict"
 PHANTOM: Final = "phantom"
-STUCK: Final = "stuck"
 EVIDENCE_GAP: Final = "evidence_gap"
 CLIENT_DUPLICATE: Final = "client_duplicate"
 DERIVED_COPY: Final = "derived_copy"
@@ -75,28 +74,9 @@ ledger nor answers name, as in topics with other writers."""
 
 
 def sums(classified: DataFrame) -> DataFrame:
-    """Sum up classified rows by hour and topic: → `accepted_hour, topic`, SUMS, and the number of `suspicious` rows.
-
-    Rows of classify.classify_clean are never suspicious.
-    """
-    is_suspicious = _is_suspicious() if "missing" in classified.columns else F.lit(False)
-    counts = {name: F.expr(sql) for name, sql in SUMS.items()} | {"suspicious": F.count_if(is_suspicious)}
+    """Sum up classified rows by hour and topic: → `accepted_hour, topic`, SUMS, and the number of `suspicious` rows."""
+    counts = {name: F.expr(sql) for name, sql in SUMS.items()} | {"suspicious": F.count_if("suspicious")}
     return classified.groupBy("accepted_hour", "topic").agg(*(count.alias(name) for name, count in counts.items()))
-
-
-def suspicious(classified: DataFrame) -> DataFrame:
-    """Filter classified rows to those with a finding or a pending verdict: few rows in a healthy system."""
-    return classified.where(_is_suspicious())
-
-
-def _is_suspicious() -> Column:
-    """Check whether a classified row has a finding or a pending verdict."""
-    return (
-        (F.col("count") > 1)
-        | (F.size("missing") > 0)
-        | F.col("phantom").isNotNull()
-        | F.coalesce(F.col("category") == STUCK, F.lit(False))
-    )
 
 
 _CLAIM: Final = ("id", "topic", "partition", "offset")

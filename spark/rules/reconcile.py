@@ -259,7 +259,7 @@ def _findings_of_hours(classified: Classified, rows: DataFrame, evidence: LogEvi
     """Return the findings (lake.FINDING) of single hours. The sums say whether there can be any: plans stay small."""
     found = []
     if any(row["suspicious"] for row in classified.sums):
-        suspicious = findings.suspicious(classified.rows)
+        suspicious = classified.rows.where("suspicious")
         found += [
             findings.of_ids(suspicious, evidence, findings.HOUR),
             findings.of_partitions(suspicious, findings.HOUR),
@@ -283,7 +283,7 @@ def _judge_per_id(
     judged_per_id = _keep(classify.classify(gathered, evidence), cache)
     per_id, per_hour = _collect_sums([judged_per_id], [several_hours.judged_per_hour])
     balance.adjust(per_hour, per_id)
-    suspicious = findings.suspicious(judged_per_id)
+    suspicious = judged_per_id.where("suspicious")
     return [findings.of_ids(suspicious, evidence, findings.IDS), cross_hour.superseded(judged_per_id)]
 
 
@@ -341,7 +341,7 @@ def may_differ(judged: DataFrame, evidence_changed: bool) -> DataFrame:
     not_clean = judged.where("is_clean = 0")
     if evidence_changed:
         return not_clean
-    unsettled = F.col("category").isin(LOST, PENDING, findings.STUCK, "unprovable")
+    unsettled = F.col("category").isin(LOST, PENDING, classify.STUCK, "unprovable")
     return not_clean.where(F.coalesce(unsettled, F.lit(False)) | F.col("phantom").isNotNull())
 
 

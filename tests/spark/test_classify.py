@@ -368,7 +368,7 @@ def found_of(rows: DataFrame, seen: LogEvidence) -> dict[str, set[tuple[str, str
     """The findings of classified rows, for the cases of FOUND."""
     found: dict[str, set[tuple[str, str | None, int]]] = {name: set() for name in FOUND}
     some = rows.where(F.col("id").isin([bytearray(name.ljust(16).encode()) for name in FOUND]))
-    suspects = findings.suspicious(some)
+    suspects = some.where("suspicious")
     for row in findings.of_ids(suspects, seen, findings.HOUR).collect():
         found[name_of(row["id"])].add((row["kind"], row["cause"], row["count"]))
     for name in ("in-gap", "below-start", "phantom-no-claim", "other-id", "unlocated"):
@@ -422,7 +422,7 @@ def test_a_dead_letter_is_delivered_once_and_no_copy_of_a_later_event(spark: Spa
         name: category for name, (_, category, _) in LETTERS.items()
     }
     found: dict[str, set[tuple[str, str | None]]] = {name: set() for name in LETTERS}
-    for row in findings.of_ids(findings.suspicious(classified), seen, findings.HOUR).collect():
+    for row in findings.of_ids(classified.where("suspicious"), seen, findings.HOUR).collect():
         found[name_of(row["id"])].add((row["kind"], row["cause"]))
     assert found == {name: wanted for name, (_, _, wanted) in LETTERS.items()}
 
@@ -548,7 +548,7 @@ def test_every_finding_has_its_kind_cause_and_count(spark: SparkSession) -> None
         "both": [copy(1), copy(2, fingerprint=b"x" * 8)],
         "fine": [copy(5), entry(5)],
     }
-    rows = findings.suspicious(classify(states(spark, named), seen))
+    rows = classify(states(spark, named), seen).where("suspicious")
     finding_rows = findings.of_ids(rows, seen, findings.HOUR).collect()
     found = {(name_of(row["id"]), row["kind"], row["cause"], row["count"]) for row in finding_rows}
     assert found == {
