@@ -16,12 +16,12 @@ from spark import session
 from spark.errors import CannotRun
 from spark.reading import decode, planning, run_plan, source, wire_expressions
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
-from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
 from spark.report import document, publish
 from spark.rules import cross_hour, current_findings
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
-from spark.rules.reconcile import carried_over, is_unchanged, reconcile, recount
+from spark.rules.reconcile import reconcile, recount, unchanged_balance
 from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
 from spark.tables import deliveries, hours, lake, lock, verdict_history, view
@@ -131,21 +131,20 @@ class _Run:
         if not resumed:
             self._merge(plan)
         self._release_claims()
-        over_hours = not self.settings.options.skip_ids
-        unchanged = not resumed and is_unchanged(
-            plan, self.last_plan, last_run, self.replaced, self.kept_from, over_hours=over_hours
-        )
-        if not unchanged:
+        context = RunContext(plan, self.settings, self.last_plan, last_run, self.replaced, self.kept_from)
+        balance = None if resumed else unchanged_balance(context)
+        if balance is None:
             self._complete_rows(plan, last_run)
         with self.timer.step("update views"):
             view.update(self.lake, self.settings.shared, plan, self.last_plan)
-        balance = carried_over(plan, self.settings, last_run) if unchanged else self._reconcile(plan, last_run)
-        recounted = not balance.closes(hours.text_of(run_plan.window_from(plan, self.settings)))
+        if balance is None:
+            balance = reconcile(self.lake, context, self.timer)
+        recounted = not balance.closes(hours.text_of(context.window_from))
         if recounted:
             self.on_progress(f"run {plan.run}: the balance does not close; counting all hours of the lake again")
             with self.timer.step("count again"):
-                balance = recount(self.lake, plan, self.settings, balance, self.kept_from)
-        report = self._report(plan, balance, last_run, resumed=resumed, recounted=recounted)
+                balance = recount(self.lake, context, balance)
+        report = self._report(context, balance, document.RunKind(resumed, self.finished, recounted))
         self._finish(plan, balance, report, last_run)
         with self.timer.step("clean up the lake"):
             self._tidy(plan, last_run)
@@ -351,19 +350,6 @@ class _Run:
             self._mark_past_end(plan)
             self._settle_by_other_rows(plan)
 
-    def _reconcile(self, plan: Plan, last_run: dict[str, Any] | None) -> Balance:
-        return reconcile(
-            self.spark,
-            self.lake,
-            plan,
-            self.last_plan,
-            self.settings,
-            self.timer,
-            last_run,
-            self.replaced,
-            self.kept_from,
-        )
-
     def _change_ids(self, plan: Plan, last_pass: int) -> None:
         """Give copies with only a key, read since the run `last_pass`, the id of the event that they are copies of."""
         self._update(cross_hour.copies_of_other_ids(self._recent(plan), last_pass), self.lake.change_ids, plan.run)
@@ -400,18 +386,16 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ done
 
-    def _report(
-        self, plan: Plan, balance: Balance, last_run: dict[str, Any] | None, *, resumed: bool, recounted: bool
-    ) -> document.Report:
+    def _report(self, context: RunContext, balance: Balance, kind: document.RunKind) -> document.Report:
         """Close the balance, publish the current findings, and write the report; CannotRun before that if the balance
         does not close."""
-        window_from = run_plan.window_from(plan, self.settings)
+        window_from = context.window_from
         closed = balance.close(hours.text_of(window_from))
         by_hour = current_findings.by_hour(self.lake.read_cached("findings"), window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
         if self.findings_topic is not None:
             with self.timer.step("publish findings"):
-                published = publish.PublishedTopic.of((last_run or {}).get("published"))
+                published = publish.PublishedTopic.of(context.of_last_run("published"))
                 self.findings_topic = publish.publish(
                     self.lake, self.settings.shared, found, self.findings_topic, published
                 )
@@ -419,15 +403,11 @@ class _Run:
             report = document.build(
                 by_hour,
                 found,
-                plan,
-                self.settings,
+                context,
                 closed,
                 self.timer.seconds,
-                resumed,
-                last_run["reports"] if last_run else [],
                 verdict_history.counted(self.lake.read_cached("verdicts"), window_from),
-                self.finished,
-                recounted=recounted,
+                kind,
             )
             self.lake.check_held()
             document.write(self.spark, self.settings.options.report, report)

@@ -313,6 +313,37 @@ def resumed_settings(plan: Plan, now: Settings) -> Settings:
     return replace(settings, options=options)
 
 
+@dataclass(frozen=True)
+class RunContext:
+    """What the steps of a run have in common once it has its plan.
+
+    `last_plan` and `last_run` are the plan and the summary of the last finished run (None: there is none), `replaced`
+    the plans of later runs that were interrupted before their merge, `kept_from` the first hour that the lake keeps
+    ("" for all).
+    """
+
+    plan: Plan
+    settings: Settings
+    last_plan: Plan | None = None
+    last_run: Mapping[str, Any] | None = None
+    replaced: Sequence[Plan] = ()
+    kept_from: str = ""
+
+    @property
+    def window_from(self) -> int:
+        """The start of the report's window in ms, a whole hour."""
+        return window_from(self.plan, self.settings)
+
+    @property
+    def over_hours(self) -> bool:
+        """Whether the run makes the pass over all ids, which finds copies in other hours."""
+        return not self.settings.options.skip_ids
+
+    def of_last_run(self, name: str, default: Any = None) -> Any:
+        """Return a value of the last run's summary."""
+        return (self.last_run or {}).get(name, default)
+
+
 Value = TypeVar("Value")
 
 

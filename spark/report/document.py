@@ -1,22 +1,20 @@
 """The report of a run: one document, written as JSON, as a page and as metrics."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, cast
 
 from pyspark.sql import DataFrame, SparkSession
 
-from spark.reading import run_plan
 from spark.reading.decode import PLAUSIBLE_MS
-from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
 from spark.report import heatmap, metrics, model, page
 from spark.rules import current_findings
 from spark.rules.balance import ByTopic, Closed
 from spark.rules.findings import CLIENT_DUPLICATE, DERIVED_COPY, KINDS
 from spark.rules.record_counts import PARTITIONS_MAX
-from spark.settings import Settings
 from spark.tables import files, hours
 
 # Further findings are counted, and stay in the lake: the report must fit into the driver's memory.
@@ -43,37 +41,39 @@ class Report:
         return EXIT_CLEAN if self.document["run"]["verdict"] == CLEAN else EXIT_FINDINGS
 
 
+class RunKind(NamedTuple):
+    """How a run came about: whether it was `resumed` after its merge, the number of an interrupted run with other
+    options that was finished first, whether all hours were `recounted`, since the balance did not close."""
+
+    resumed: bool = False
+    finished_first: int | None = None
+    recounted: bool = False
+
+
 def build(
     by_hour: DataFrame,
     found: DataFrame,
-    plan: Plan,
-    settings: Settings,
+    context: RunContext,
     balance: Closed,
     seconds: Mapping[str, float],
-    resumed: bool,
-    earlier_documents: Sequence[Mapping[str, Any]],
     revised: Mapping[str, Any],
-    finished: int | None = None,
-    *,
-    recounted: bool = False,
+    kind: RunKind,
 ) -> Report:
     """Build the document of a run.
 
-    `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS),
-    `earlier_documents` those of earlier runs (from the table `runs`), newest first, `revised` the changed verdicts
-    (verdict_history.counted), `finished` the number of an interrupted run with other options that was finished first,
-    `recounted` whether all hours were counted again, since the balance did not close.
+    `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS), `seconds` the
+    time of each step, `revised` the changed verdicts (verdict_history.counted).
     """
+    plan, topics = context.plan, balance.topics
     collected = _collect(by_hour, found, partitions=plan.partitions <= PARTITIONS_MAX)
-    window = hours.text_of(run_plan.window_from(plan, settings)), hours.text_of(plan.frozen_ms)
-    run = _run(plan, settings, collected.number, resumed=resumed, finished=finished, recounted=recounted)
+    window = hours.text_of(context.window_from), hours.text_of(plan.frozen_ms)
+    run = _run(context, collected.number, kind)
     cost: model.Cost = {
         "seconds": dict(seconds),
         "offsets": plan.unread,
     }
     by_cause = heatmap.timeline(collected.counts, _KINDS_OF_COPIES, *window)
     drawn = heatmap.drawn(balance.record_counts, collected.counts, plan.topics, *window)
-    topics = balance.topics
     return Report(
         {
             "run": run,
@@ -91,7 +91,7 @@ def build(
             "cost": cost,
             "history": [
                 _past_run({"run": run, "balance": balance.line, "cost": cost}),
-                *map(_past_run, earlier_documents),
+                *map(_past_run, context.of_last_run("reports", [])),
             ],
         }
     )
@@ -127,25 +127,24 @@ def _collect(by_hour: DataFrame, found: DataFrame, *, partitions: bool) -> _Coll
     return _Collected(causes, by_kind, listed, [row.asDict() for row in counts.collect()])
 
 
-def _run(
-    plan: Plan, settings: Settings, number: int, *, resumed: bool, finished: int | None, recounted: bool
-) -> model.Run:
+def _run(context: RunContext, number: int, kind: RunKind) -> model.Run:
     """Describe the run; `number` is the number of its findings."""
+    plan, settings = context.plan, context.settings
     return {
         "number": plan.run,
         "verdict": FINDINGS if number else CLEAN,
         "findings": number,
         "frozen_at": _iso(plan.frozen_ms),
-        "window_from": _iso(run_plan.window_from(plan, settings)),
+        "window_from": _iso(context.window_from),
         "namespace": settings.shared.namespace,
         "kafka": settings.shared.kafka,
         "lake": settings.options.lake,
         "topics": plan.topics,
         "caught_up": all(log.end == log.last_stable for log in plan.logs if log.audited),
-        "ids_pass": not settings.options.skip_ids,
-        "resumed": resumed,
-        "finished_first": finished,
-        "recounted": recounted,
+        "ids_pass": context.over_hours,
+        "resumed": kind.resumed,
+        "finished_first": kind.finished_first,
+        "recounted": kind.recounted,
     }
 
 

@@ -10,18 +10,17 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 from pyspark import StorageLevel
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark.reading import run_plan, wire_expressions
 from spark.reading.decode import EVENT, REJECT
-from spark.reading.run_plan import Plan
+from spark.reading.run_plan import Plan, RunContext
 from spark.rule_table import LOST, PENDING
 from spark.rules import classify, cross_hour, findings, late_findings
 from spark.rules.balance import Balance
 from spark.rules.classify import LogEvidence
 from spark.rules.record_counts import PARTITIONS_MAX, record_counts
-from spark.settings import Settings
 from spark.step_timer import StepTimer
 from spark.tables import deliveries as deliveries_table
 from spark.tables import hours, lake, verdict_history
@@ -61,35 +60,22 @@ def _keep(rows: DataFrame, until: ExitStack) -> DataFrame:
     return rows
 
 
-def reconcile(
-    spark: SparkSession,
-    tables: Lake,
-    plan: Plan,
-    last_plan: Plan | None,
-    settings: Settings,
-    timer: StepTimer,
-    last_run: dict[str, Any] | None,
-    replaced: Sequence[Plan],
-    kept_from: str,
-) -> Balance:
+def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
     """Classify the hours that a run touched, and the ids of several hours; write the findings; return the balance.
 
-    `last_plan` is the last finished run's plan, `last_run` the summary of that run, `replaced` the plans of later runs
-    that were interrupted before their merge, `kept_from` the first hour that the lake keeps, or "". Writes the tables
-    `rejects`, `findings` and `verdicts`, each idempotently for the run's number, and marks proven losses in
-    `deliveries`.
+    Writes the tables `rejects`, `findings` and `verdicts`, each idempotently for the run's number, and marks proven
+    losses in `deliveries`.
     """
-    evidence = classify.gather_evidence(plan, settings)
-    balance = Balance.of(last_run)
-    balance.delete_before(kept_from)
-    balance.evidence_changed |= run_plan.evidence_changed(plan, last_plan)
-    window_from = run_plan.window_from(plan, settings)
+    plan, over_hours, window_from = context.plan, context.over_hours, context.window_from
+    evidence = classify.gather_evidence(plan, context.settings)
+    balance = Balance.of(context.last_run)
+    balance.delete_before(context.kept_from)
+    balance.evidence_changed |= run_plan.evidence_changed(plan, context.last_plan)
     balance.note_late_hours(window_from, plan.frozen_ms)
-    rows = _kept_rows(tables, kept_from)
-    over_hours = not settings.options.skip_ids
+    rows = _kept_rows(tables, context.kept_from)
     with ExitStack() as cache:
         with timer.step("classify ids"):
-            touched = hours_to_classify(rows, last_run, replaced, plan, balance)
+            touched = hours_to_classify(rows, context, balance)
         with timer.step("compare ids"):
             multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
             several_hours = _several_hours(multi_row, evidence, cache) if over_hours else None
@@ -103,14 +89,14 @@ def reconcile(
         with timer.step("count records"):
             counts = record_counts(in_hours, partitions=plan.partitions <= PARTITIONS_MAX)
             balance.replace_record_counts(touched, counts.collect() if touched else [])
-        found = findings.of_logs(spark, plan) + _findings_of_hours(classified, in_hours, evidence)
+        found = findings.of_logs(tables.spark, plan) + _findings_of_hours(classified, in_hours, evidence)
         if over_hours:
             with timer.step("compare ids"):
                 found += _client_duplicates(rows, window_from, evidence, cache)
                 found += _judge_per_id(several_hours, evidence, balance, cache)
         with timer.step("write findings"):
             condition = _replaced_findings(touched, over_hours)
-            _write_findings(spark, tables, found, condition, balance.late_hours, window_from, plan.run)
+            _write_findings(tables, context, found, condition, balance.late_hours)
         with timer.step("write verdicts"):
             _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
             of_other_hours = None if several_hours is None else several_hours.rows
@@ -120,21 +106,21 @@ def reconcile(
     return balance
 
 
-def recount(tables: Lake, plan: Plan, settings: Settings, balance: Balance, kept_from: str) -> Balance:
+def recount(tables: Lake, context: RunContext, balance: Balance) -> Balance:
     """Count all hours of the lake anew, in place of a balance that does not close; writes nothing.
 
     The sums of most hours are carried over from run to run, and with them a fault of any earlier run.
     """
-    evidence = classify.gather_evidence(plan, settings)
+    evidence = classify.gather_evidence(context.plan, context.settings)
     counted = Balance(late_hours=balance.late_hours, evidence_changed=balance.evidence_changed)
-    rows = _kept_rows(tables, kept_from)
+    rows = _kept_rows(tables, context.kept_from)
     all_hours = set(hours.of(rows))
     with ExitStack() as cache:
         multi_row = _multi_row(rows, cache)
         several_hours = _several_hours(multi_row, evidence, cache)
         classified = _classify_hours(rows, multi_row, all_hours, evidence, cache)
         counted.replace(all_hours, classified.sums, classified.double_counted)
-        counts = record_counts(rows, partitions=plan.partitions <= PARTITIONS_MAX)
+        counts = record_counts(rows, partitions=context.plan.partitions <= PARTITIONS_MAX)
         counted.replace_record_counts(all_hours, counts.collect() if all_hours else [])
         _judge_per_id(several_hours, evidence, counted, cache)
     return counted
@@ -146,56 +132,44 @@ def _kept_rows(tables: Lake, kept_from: str) -> DataFrame:
     return rows.where(hours.since(kept_from)) if kept_from else rows
 
 
-def hours_to_classify(
-    rows: DataFrame, last_run: dict[str, Any] | None, replaced: Sequence[Plan], plan: Plan, balance: Balance
-) -> set[str]:
+def hours_to_classify(rows: DataFrame, context: RunContext, balance: Balance) -> set[str]:
     """Return the hours that this run wrote to, and those with verdicts that may change by time alone; all hours if
     `classifies_all`."""
-    if classifies_all(last_run, replaced, plan):
+    if classifies_all(context):
         return set(hours.of(rows))
-    return set(hours.of(rows.where(F.col("run") == plan.run))) | balance.open_hours()
+    return set(hours.of(rows.where(F.col("run") == context.plan.run))) | balance.open_hours()
 
 
-def classifies_all(last_run: Mapping[str, Any] | None, replaced: Sequence[Plan], plan: Plan) -> bool:
+def classifies_all(context: RunContext) -> bool:
     """Check whether a run classifies all hours: the options or the topics are others than in the last run, or than in a
     run since that was interrupted and `replaced`.
 
     If nothing was to be merged, a replaced run may have replaced the findings of any hour by those under its options.
     """
+    plan, last_run = context.plan, context.last_run
     if last_run is None or (last_run["options"], last_run["topics"]) != (plan.options, plan.topics):
         return True
     judged = (plan.options, plan.topics, plan.skip_ids)
-    return any((other.options, other.topics, other.skip_ids) != judged for other in replaced)
+    return any((other.options, other.topics, other.skip_ids) != judged for other in context.replaced)
 
 
-def is_unchanged(
-    plan: Plan,
-    last_plan: Plan | None,
-    last_run: Mapping[str, Any] | None,
-    replaced: Sequence[Plan],
-    kept_from: str,
-    *,
-    over_hours: bool,
-) -> bool:
-    """Check whether a run would compute the last run's balance again, and no finding.
+def unchanged_balance(context: RunContext) -> Balance | None:
+    """Return the balance of a run that would compute the last run's balance again, and no finding; None of any other.
 
-    The last run was clean, with the same options and the same pass over all ids (`over_hours`). Since then nothing was
-    written, no log proves anything else, and no hour was deleted. No verdict can change by time alone: none is open,
-    and no id has rows in several hours, which are judged in each pass.
+    The last run was clean, with the same options and the same pass over all ids. Since then nothing was written, no log
+    proves anything else, and no hour was deleted. No verdict can change by time alone: none is open, and no id has rows
+    in several hours, which are judged in each pass.
     """
-    if last_run is None or classifies_all(last_run, replaced, plan) or not run_plan.reads_nothing_new(plan, last_plan):
-        return False
+    plan, last_run = context.plan, context.last_run
+    if last_run is None or classifies_all(context) or not run_plan.reads_nothing_new(plan, context.last_plan):
+        return None
     balance = Balance.of(last_run)
-    if balance.evidence_changed or balance.open_hours() or kept_from != last_run.get("kept_from", ""):
-        return False
+    if balance.evidence_changed or balance.open_hours() or context.kept_from != last_run.get("kept_from", ""):
+        return None
     was_compared = last_run.get("last_pass") == last_run["run"] and not balance.adjustment
-    return last_run["reports"][0]["run"]["findings"] == 0 and (was_compared or not over_hours)
-
-
-def carried_over(plan: Plan, settings: Settings, last_run: Mapping[str, Any] | None) -> Balance:
-    """Return the balance of a run that `is_unchanged`: that of the last run, at the time of this one."""
-    balance = Balance.of(last_run)
-    balance.note_late_hours(run_plan.window_from(plan, settings), plan.frozen_ms)
+    if last_run["reports"][0]["run"]["findings"] or (context.over_hours and not was_compared):
+        return None
+    balance.note_late_hours(context.window_from, plan.frozen_ms)
     return balance
 
 
@@ -298,29 +272,22 @@ def _replaced_findings(touched: set[str], over_hours: bool) -> str:
 
 
 def _write_findings(
-    spark: SparkSession,
-    tables: Lake,
-    found: Sequence[DataFrame],
-    replaced: str,
-    late_hours: Mapping[str, int],
-    window_from: int,
-    run: int,
+    tables: Lake, context: RunContext, found: Sequence[DataFrame], replaced: str, late_hours: Mapping[str, int]
 ) -> None:
     """Replace the findings that meet the condition `replaced` by those of this run (lake.FINDING without `run`).
 
-    Nothing is written if there are none, before and now. `late_hours` is Balance.late_hours, `window_from` the start of
-    the window in ms.
+    Nothing is written if there are none, before and now. `late_hours` is Balance.late_hours.
     """
     known = tables.read_cached("findings")
     if found:
         united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
-        rows = late_findings.with_late_ms(united, known, late_hours, window_from)
-        rows = rows.withColumn("run", F.lit(run).cast("bigint"))
+        rows = late_findings.with_late_ms(united, known, late_hours, context.window_from)
+        rows = rows.withColumn("run", F.lit(context.plan.run).cast("bigint"))
     elif tables.exists("findings") and known.where(replaced).isEmpty():
         return
     else:
-        rows = wire_expressions.rows_of(spark, lake.schema("findings"), [])
-    tables.replace_once("findings", rows, replaced, run)
+        rows = wire_expressions.rows_of(tables.spark, lake.schema("findings"), [])
+    tables.replace_once("findings", rows, replaced, context.plan.run)
 
 
 def _hours_to_classify_again(several_hours: SeveralHours | None, balance: Balance) -> set[str]:

@@ -9,8 +9,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from spark import session
-from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, reads_nothing_new
-from spark.rules.reconcile import classifies_all, is_unchanged, may_differ, reconcile
+from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, RunContext, reads_nothing_new
+from spark.rules.reconcile import classifies_all, may_differ, reconcile, unchanged_balance
 from spark.settings import OFFSETS_MOST
 from spark.step_timer import StepTimer
 from spark.tables import hours, lake
@@ -51,7 +51,7 @@ LAST_RUN: dict[str, Any] = {"run": 1, "options": LAST.options, "topics": LAST.to
 def test_a_run_classifies_all_hours_if_findings_may_be_those_of_other_options(
     last_run: dict[str, Any] | None, replaced: list[Plan], plan: Plan, all_hours: bool
 ) -> None:
-    assert classifies_all(last_run, replaced, plan) is all_hours
+    assert classifies_all(RunContext(plan, settings(), LAST, last_run, replaced)) is all_hours
 
 
 @pytest.mark.parametrize(("evidence_changed", "again"), [(False, "LPSUF"), (True, "DLPSUFN")])
@@ -88,7 +88,7 @@ def test_a_loss_is_proven_only_if_the_record_counts_in_no_other_hour(
     tables.append_once("verdicts", spark.createDataFrame([known], lake.schema("verdicts")), 0)
     timer = StepTimer(lambda line: None)
     with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
-        reconcile(spark, tables, a_plan(), None, settings(skip_ids=skip_ids), timer, None, [], "")
+        reconcile(tables, RunContext(a_plan(), settings(skip_ids=skip_ids)), timer)
     assert reads(spark, tmp_path, "verdicts")["number of files read"] == 0
     found = {(row["offset"], row["count"]): row["proven_lost"] for row in tables.read("deliveries").collect()}
     assert found == {(5, 1): None, (5, 0): None, (6, 0): True}
@@ -156,6 +156,9 @@ def test_a_run_is_unchanged_if_no_verdict_can_be_another_one(
     changes: Mapping[str, Any], over_hours: bool, unchanged: bool
 ) -> None:
     plan, last_run = replace(IDLE_LAST, run=2), {**IDLE_RUN, **changes}
-    assert is_unchanged(plan, IDLE_LAST, last_run, [], "", over_hours=over_hours) is unchanged
+    context = RunContext(plan, settings(skip_ids=not over_hours), IDLE_LAST, last_run)
+    balance = unchanged_balance(context)
+    assert (balance is not None) is unchanged
+    assert balance is None or balance.hours == last_run["hours"]
     read = replace(plan, logs=(replace(READ, end=10), LEDGER_READ))
-    assert not is_unchanged(read, IDLE_LAST, last_run, [], "", over_hours=over_hours)
+    assert unchanged_balance(replace(context, plan=read)) is None

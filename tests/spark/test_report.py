@@ -12,8 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.console import StackError
 from service.contract import SharedSettings
-from spark.reading import run_plan
-from spark.reading.run_plan import DATA, Log, Plan
+from spark.reading.run_plan import DATA, Log, Plan, RunContext
 from spark.report import document, page
 from spark.report.model import Document, TimelinePoint, schema
 from spark.rule_table import LOST
@@ -93,12 +92,18 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
     logs += (Log(DATA, TOPIC, 39, "topic_id", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
     settings = Settings(shared=SharedSettings(), options=Options(lake=str(root / "lake"), report=str(root / "report")))
-    since_ms = run_plan.window_from(plan, settings)
-    held = current_findings.by_hour(tables.read("findings"), since_ms)
-    closed = Balance().close(hours.text_of(since_ms))
+    context = RunContext(plan, settings)
+    held = current_findings.by_hour(tables.read("findings"), context.window_from)
+    closed = Balance().close(hours.text_of(context.window_from))
     revised = {"revised": 1, "changes": [{"before": "lost", "after": None, "ids": 1}]}
     made = document.build(
-        held, current_findings.by_finding(held), plan, settings, closed, {"plan": 1.5}, False, [], revised
+        held,
+        current_findings.by_finding(held),
+        context,
+        closed,
+        {"plan": 1.5},
+        revised,
+        document.RunKind(),
     )
     document.write(spark, settings.options.report, made)
     return dict(made.document), root / "report"

@@ -134,7 +134,7 @@ def _again(audit: Audit, history: History, clean: Path) -> tuple[Ran, Ran]:
         shutil.copytree(clean, clean.with_name(name))
     shortened = audit(history, now_ms=now_ms, lake="shortened")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "is_unchanged", lambda *arguments, **options: False)
+        patch.setattr(job, "unchanged_balance", lambda context: None)
         return shortened, audit(history, now_ms=now_ms, lake="every-step")
 
 
