@@ -69,11 +69,6 @@ def is_undecided(settled_at_ms: Column, decided_until_ms: Column | int) -> Colum
 # -------------------------------------------------------------------------------------------------------- claims
 
 
-def is_also_entered(entered: Column) -> Column:
-    """Check whether a 201 names an offset that the ledger names too: both are one claim."""
-    return entered
-
-
 def all_claims(entered: Column, answered: Column) -> Column:
     """Concatenate the claims of the ledger and of the answers."""
     return F.concat(entered, answered)
@@ -217,11 +212,11 @@ def is_undecided_at_freeze(decided_until_ms: int, frozen_ms: int) -> bool:
     return decided_until_ms < frozen_ms
 
 
-def is_before_evidence(complete_since_ms: Column, accepted_at: Column, timestamp: Column) -> Column:
+def is_before_evidence(complete_since_ms: Column, accepted_at: Column) -> Column:
     """Check whether a copy was accepted before the time from which on its ledger is complete.
 
     `complete_since_ms` is null without a ledger for the slot: the header is of another namespace, or the ledger is
-    gone. `timestamp` does not count, since a client may set it.
+    gone. The copy's timestamp does not count, since a client may set it.
     """
     return complete_since_ms.isNull() | (complete_since_ms > accepted_at)
 
@@ -343,18 +338,15 @@ def rank(entered: Column) -> Column:
     return F.when(entered, IN_LEDGER).otherwise(NOT_IN_LEDGER)
 
 
-def order() -> tuple[str, ...]:
-    """Return the fields by which copies of one rank are ordered."""
-    return ("timestamp", "topic", "partition", "offset")
+ORDER: Final = ("timestamp", "topic", "partition", "offset")
+"""The fields by which copies of one rank are ordered."""
 
 
 PRODUCER: Final = ("slot", "pid", "epoch", "instance")
 """The fields of a producer in Fencepost's header, in the ledger, and in copies and coordinates."""
 
-
-def producer() -> tuple[str, ...]:
-    """Return the fields that identify a producer."""
-    return PRODUCER
+PRODUCER_IDENTITY: Final = PRODUCER
+"""The fields in which two copies of the same producer are equal."""
 
 
 def is_foreign(has_header: Column, same_producer: Column, ledger_rank: Column) -> Column:
@@ -400,11 +392,6 @@ def has_cause(nth: Column) -> Column:
 def is_same_request(fingerprints: Column, other: Column) -> Column:
     """Check whether a possible fingerprint of a copy without header (`other`) is among those of copies with header."""
     return F.array_contains(fingerprints, other)
-
-
-def trusts_header(claimed: Column) -> Column:
-    """Check whether the header's fingerprint counts, not the record's own: ledger or a 201 names this very record."""
-    return claimed
 
 
 def is_derived_copy(has_header: Column, claimed: Column, written_elsewhere: Column) -> Column:

@@ -33,7 +33,7 @@ def ordered() -> Column:
                 rule_table.rank(pair["entered"]).alias("ledger_rank"),
                 *(
                     pair["copy"][name].alias(name)
-                    for name in (*rule_table.order(), *rule_table.PRODUCER, "accepted_at", "has_fencepost_header")
+                    for name in (*rule_table.ORDER, *rule_table.PRODUCER, "accepted_at", "has_fencepost_header")
                 ),
             ),
         )
@@ -64,7 +64,7 @@ def _cause(copy: Column, earlier: Column, key_ttl_ms: Callable[[Column], Column]
             equal = equal & (other[name] == copy[name])
         return equal
 
-    same_producer = F.exists(with_header, lambda other: same(other, *rule_table.producer()))
+    same_producer = F.exists(with_header, lambda other: same(other, *rule_table.PRODUCER_IDENTITY))
     ttl_ms = key_ttl_ms(copy["topic"])
     past_retention = F.forall(
         with_header, lambda other: rule_table.is_past_retention(copy["accepted_at"], other["accepted_at"], ttl_ms)

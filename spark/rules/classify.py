@@ -252,10 +252,7 @@ def _missing(evidence: LogEvidence) -> Column:
             ),
         )
 
-    def is_also_entered(answer: Column) -> Column:
-        return rule_table.is_also_entered(F.exists("entries", lambda entry: deliveries.same_coordinates(answer, entry)))
-
-    unentered = F.filter("answered", lambda answer: ~is_also_entered(answer))
+    unentered = F.filter("answered", lambda answer: ~_is_also_entered(answer))
     claimed = rule_table.all_claims(claims("entries", "ledger"), claims(unentered, "answer"))
     missing = F.filter(F.array_distinct(claimed), lambda claim: claim["outcome"] != PRESENT)
     without_coordinates = rule_table.is_without_coordinates(
@@ -270,6 +267,11 @@ def _missing(evidence: LogEvidence) -> Column:
         F.lit(False).alias("proven_lost"),
     )
     return F.when(without_coordinates, F.array(unlocated)).otherwise(missing)
+
+
+def _is_also_entered(answer: Column) -> Column:
+    """Check whether the ledger names the offset of a 201 too: both are one claim."""
+    return F.exists("entries", lambda entry: deliveries.same_coordinates(answer, entry))
 
 
 def _outcome(claim: Column, evidence: LogEvidence) -> Column:
@@ -337,7 +339,7 @@ def _phantom(evidence: LogEvidence) -> Column:
         (F.col("with_header") > 0) & unclaimed,
         F.when(ledger_behind | rule_table.is_undecided(settled_at_ms, decided_until_ms), PENDING)
         .when(
-            rule_table.is_before_evidence(complete_since_ms, first_copy["accepted_at"], first_copy["timestamp"]),
+            rule_table.is_before_evidence(complete_since_ms, first_copy["accepted_at"]),
             "evidence_gap",
         )
         .otherwise("phantom"),

@@ -523,13 +523,14 @@ def possible_fingerprints() -> Column:
     return F.when(~F.col("has_fencepost_header"), F.col("alternative_fingerprints"))
 
 
-def _fingerprint() -> list[Column]:
-    """Return the FINGERPRINT_FIELDS of a row's record.
+def _has_distrusted_header() -> Column:
+    """Check whether the record's computed fingerprint counts, not the header's: neither ledger nor a 201 names it."""
+    return _computed_fingerprint().isNotNull() & ~claimed()
 
-    For a copy that neither the ledger nor a 201 names, the record's computed fingerprint counts, not the header's.
-    """
-    distrusted = _computed_fingerprint().isNotNull() & ~rule_table.trusts_header(claimed())
-    counting = F.when(distrusted, _computed_fingerprint()).otherwise(F.col("fingerprint"))
+
+def _fingerprint() -> list[Column]:
+    """Return the FINGERPRINT_FIELDS of a row's record."""
+    counting = F.when(_has_distrusted_header(), _computed_fingerprint()).otherwise(F.col("fingerprint"))
     return [counting.alias("fingerprint"), possible_fingerprints().alias("possible_fingerprints")]
 
 

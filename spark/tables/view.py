@@ -52,7 +52,7 @@ COLUMNS: Final = {
 """Name and type of a view's columns. `accepted_at` is from Fencepost's header, without that header the timestamp;
 `in_ledger`: the ledger names this very record."""
 
-_ORDER: Final = ("ledger_rank", *(name for name in rule_table.order() if name != "topic"))
+_ORDER: Final = ("ledger_rank", *(name for name in rule_table.ORDER if name != "topic"))
 _NEW, _BETTER, _ENTERED, _GONE = "new", "better", "entered", "gone"
 """Changes of an id in a view: its first copy; a copy that comes before the present copy, or another record at the same
 offset; a ledger entry for the present copy; no copy any more."""

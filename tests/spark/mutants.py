@@ -19,8 +19,10 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark import rule_table
 from spark.reading import decode, planning, run_plan
 from spark.reading.run_plan import Log
+from spark.rules import classify
 from spark.rules.balance import Balance
 from spark.settings import Settings
+from spark.tables import deliveries
 
 VERDICTS, CAUSES, CLIENTS, STATES, PLANS, BALANCES = "verdicts", "causes", "clients", "states", "plans", "balances"
 WINDOWS, LATE, TIMES, HOURS = "windows", "late", "times", "hours"
@@ -29,7 +31,10 @@ VIEWS = "views"
 
 @dataclass(frozen=True)
 class Mutant:
-    """A `rule` of the module or class `owner`, its `replacement`, and the `change` in words."""
+    """A `rule` of the module or class `owner`, its `replacement`, and the `change` in words.
+
+    A rule that is a constant is given by its name.
+    """
 
     rule: Any
     change: str
@@ -43,7 +48,7 @@ class Mutant:
     @property
     def name(self) -> str:
         """The rule's name in its owner; for a property the name of its function."""
-        return str(getattr(self.rule, "fget", self.rule).__name__)
+        return self.rule if isinstance(self.rule, str) else str(getattr(self.rule, "fget", self.rule).__name__)
 
 
 @contextmanager
@@ -128,13 +133,13 @@ _NO: Final = "is never asked"
 MUTANTS: Final = (
     # ------------------------------------------------------------------------------------------ order and causes
     Mutant(rule_table.rank, "entered last", lambda entered: F.when(entered, 1).otherwise(0), CAUSES),
-    Mutant(rule_table.order, "topic before time", lambda: ("topic", "timestamp", "partition", "offset"), STATES),
-    Mutant(rule_table.order, "offset before partition", lambda: ("timestamp", "topic", "offset", "partition"), STATES),
+    Mutant("ORDER", "topic before time", ("topic", "timestamp", "partition", "offset"), STATES),
+    Mutant("ORDER", "offset before partition", ("timestamp", "topic", "offset", "partition"), STATES),
     Mutant(rule_table.is_foreign, "only bare", lambda has_header, same, late: ~has_header, CAUSES),
     Mutant(rule_table.is_foreign, "not the bare", lambda has_header, same, late: same & (late == 1), CAUSES),
     Mutant(rule_table.is_foreign, "also in the ledger", lambda has_header, same, late: ~has_header | same, CAUSES),
-    Mutant(rule_table.producer, "without instance", lambda: ("slot", "pid", "epoch"), CAUSES),
-    Mutant(rule_table.producer, "without number", lambda: ("slot", "instance"), CAUSES),
+    Mutant("PRODUCER_IDENTITY", "without instance", ("slot", "pid", "epoch"), CAUSES),
+    Mutant("PRODUCER_IDENTITY", "without number", ("slot", "instance"), CAUSES),
     Mutant(rule_table.cause, "rewrite is a restart", _cause_as(rewrite="producer_restart"), CAUSES),
     Mutant(rule_table.cause, "dual is a restart", _cause_as(dual_producer="producer_restart"), CAUSES),
     Mutant(rule_table.is_past_retention, "more than", lambda at, other, ttl: F.abs(at - other) > ttl, CAUSES),
@@ -190,7 +195,7 @@ MUTANTS: Final = (
     Mutant(planning._with_later_end, "as listed before", _as_listed, PLANS, planning),
     Mutant(planning._with_caught_up_run, "at once", lambda log, run: replace(log, caught_up_run=run), PLANS, planning),
     Mutant(planning._with_caught_up_run, "when it stands still", _caught_up_only_at_the_end, PLANS, planning),
-    Mutant(rule_table.is_also_entered, _NO, _never, VERDICTS),
+    Mutant(classify._is_also_entered, _NO, _never, VERDICTS, classify),
     Mutant(rule_table.all_claims, "the ledger's", lambda entered, answered: entered, VERDICTS),
     Mutant(rule_table.all_claims, "the journal's", lambda entered, answered: answered, VERDICTS),
     # ------------------------------------------------------------------------------------------------------ gaps
@@ -257,17 +262,9 @@ MUTANTS: Final = (
         PLANS,
     ),
     # -------------------------------------------------------------------------------------------------- phantoms
-    Mutant(
-        rule_table.is_before_evidence, "after", lambda complete, at, ts: complete.isNull() | (complete < at), VERDICTS
-    ),
+    Mutant(rule_table.is_before_evidence, "after", lambda complete, at: complete.isNull() | (complete < at), VERDICTS),
     Mutant(rule_table.is_before_evidence, _NO, _never, VERDICTS),
-    Mutant(rule_table.is_before_evidence, "no slot", lambda complete, at, ts: complete > at, VERDICTS),
-    Mutant(
-        rule_table.is_before_evidence,
-        "by timestamp",
-        lambda complete, at, ts: complete.isNull() | (complete > ts),
-        VERDICTS,
-    ),
+    Mutant(rule_table.is_before_evidence, "no slot", lambda complete, at: complete > at, VERDICTS),
     Mutant(
         rule_table.is_unclaimed,
         "idempotent never",
@@ -348,8 +345,14 @@ MUTANTS: Final = (
     Mutant(rule_table.is_same_request, _NO, _never, VERDICTS),
     Mutant(rule_table.is_same_request, "any", _always, VERDICTS),
     Mutant(rule_table.copies_kind, "all the same", lambda conflicting: F.lit("duplicate"), VERDICTS),
-    Mutant(rule_table.trusts_header, "whatever it says", _always, VERDICTS),
-    Mutant(rule_table.trusts_header, "not even of the ledger", _never, VERDICTS),
+    Mutant(deliveries._has_distrusted_header, _NO, _never, VERDICTS, deliveries),
+    Mutant(
+        deliveries._has_distrusted_header,
+        "even of the ledger",
+        lambda: deliveries._computed_fingerprint().isNotNull(),
+        VERDICTS,
+        deliveries,
+    ),
     Mutant(rule_table.is_derived_copy, _NO, _never, VERDICTS),
     Mutant(
         rule_table.is_derived_copy,
