@@ -49,8 +49,8 @@ async def test_the_audit_names_the_copies_that_a_kill_under_load_left(
     assert twice, "the kill was to come between a write and its mark"
     shared = SharedSettings(kafka=stage.kafka.bootstrap, namespace=stage.namespace)
     options = Options(lake=str(tmp_path / "lake"), report=str(tmp_path / "report"), topics=(plain, exact))
-    report = job.run(spark, Settings(shared=shared, options=options), lambda line: None)
-    assert report.status == FINDINGS
+    made = job.run(spark, Settings(shared=shared, options=options), lambda line: None)
+    assert made.status == FINDINGS
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     named = {finding["key"]: (finding["kind"], finding["cause"], finding["topic"]) for finding in report["findings"]}
     assert named == dict.fromkeys(twice, ("duplicate", "producer_restart", plain))

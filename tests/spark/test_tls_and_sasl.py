@@ -70,8 +70,8 @@ async def test_a_posted_event_has_a_clean_report_in_a_secured_cluster(
     shared = SharedSettings.from_env({**environment, "FENCEPOST_KAFKA_SASL_USERNAME": "audit"})
     options = Options(lake=str(tmp_path / "lake"), report=str(tmp_path / "report"))
     lines: list[str] = []
-    report = job.run(spark, Settings(shared=shared, options=options), lines.append)
-    assert report.status == 0
+    made = job.run(spark, Settings(shared=shared, options=options), lines.append)
+    assert made.status == 0
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert (report["run"]["verdict"], report["findings"], report["evidence"]["rejects"]) == ("clean", [], 0)
     assert (report["balance"]["accepted"], report["balance"]["delivered_once"]) == (EVENTS, EVENTS)
