@@ -313,7 +313,7 @@ async def test_a_value_that_does_not_fit_names_the_path(desk: Desk) -> None:
     assert problem.detail == ("value.lines[1]: an integer is wanted (long): see schema 1 (version 1 of orders-value)")
     problem = await problem_of(encoder, an_event(b"no JSON"))
     assert problem.detail.startswith("value: it has a schema, which takes JSON only: is not JSON")
-    problem = await problem_of(encoder, an_event(b'{"lines": [1%b]}' % (b"0" * 5_000)))
+    problem = await problem_of(encoder, an_event(b'{"lines": [1e99999]}'))
     assert "more digits" in problem.detail
 
 
