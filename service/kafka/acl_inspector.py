@@ -9,11 +9,11 @@ from typing import Any, Final
 from aiokafka import errors
 from aiokafka.protocol.admin import ApiVersionRequest, CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.api import Request, RequestStruct, Response
-from aiokafka.protocol.transaction import EndTxnRequest
 from aiokafka.protocol.types import Array, Boolean, Int16, Int32, Schema, String
 
 from service.core.problems import KafkaAway
 from service.kafka.admin import KafkaAdmin, coordinator
+from service.kafka.protocol import EndTxnRequest
 
 BROKER_RESOURCE: Final = 4
 # No producer has this id. A request under this id is refused, but Kafka checks the caller's ACLs first.

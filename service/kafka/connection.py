@@ -45,6 +45,18 @@ TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, 
 class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
     """AIOKafkaClient that never auto-creates topics and closes its connections at once."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.tracked_topics: set[str] = set()  # whose metadata is kept up to date
+
+    def add_topic(self, topic: str) -> asyncio.Future[bool]:
+        self.tracked_topics.add(topic)
+        return super().add_topic(topic)  # type: ignore[no-any-return]
+
+    def set_topics(self, topics: Collection[str]) -> asyncio.Future[bool]:
+        self.tracked_topics = set(topics)
+        return super().set_topics(topics)  # type: ignore[no-any-return]
+
     async def _metadata_update(self, cluster_metadata: ClusterMetadata, topics: Collection[str] | None) -> bool:
         """Fetch the metadata of these topics from any broker; of no topics where `topics` is empty.
 
@@ -116,8 +128,10 @@ class Consumer(AIOKafkaConsumer):  # type: ignore[misc]
 class Client(BaseClient):
     """BaseClient with a fast path for transaction requests, whose time limit is set by their caller."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, client_id: str, request_timeout_ms: int, **options: Any) -> None:
+        super().__init__(client_id=client_id, request_timeout_ms=request_timeout_ms, **options)
+        self._own_id = client_id
+        self._probe_timeout_s = min(PROBE_TIMEOUT_S, request_timeout_ms / 1000 / PROBE_SHARE)
         self.has_lost_connection = False  # a connection has ended that this client did not close
         self._probes: dict[AIOKafkaConnection, asyncio.Task[None]] = {}  # under way
 
@@ -157,7 +171,7 @@ class Client(BaseClient):
             return None
         codec = CODECS[type(request)]
         least, most = connection._versions.get(codec.api_key, (0, -1))
-        return _send(connection, codec, request) if least <= codec.version <= most else None
+        return _send(connection, codec, request, self._own_id) if least <= codec.version <= most else None
 
     async def _get_conn(
         self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
@@ -185,7 +199,7 @@ class Client(BaseClient):
         """Close a connection on which no response comes in time. Concurrent callers share one probe."""
         probe = self._probes.get(connection)
         if probe is None:
-            probe = self._probes[connection] = asyncio.create_task(_ask_for_versions(connection))
+            probe = self._probes[connection] = asyncio.create_task(_ask_for_versions(connection, self._probe_timeout_s))
             probe.add_done_callback(lambda _: self._probes.pop(connection, None))
         await shared(probe)
 
@@ -195,10 +209,10 @@ def _is_open(connection: AIOKafkaConnection) -> bool:
     return connection.connected() and not connection._writer.is_closing()
 
 
-async def _ask_for_versions(connection: AIOKafkaConnection) -> None:
+async def _ask_for_versions(connection: AIOKafkaConnection, timeout_s: float) -> None:
     """Close a connection that does not answer an ApiVersions request in time."""
     try:
-        async with asyncio.timeout(min(PROBE_TIMEOUT_S, connection._request_timeout / PROBE_SHARE)):
+        async with asyncio.timeout(timeout_s):
             await connection.send(ApiVersionRequest())
     except (errors.KafkaError, OSError) as error:  # TimeoutError is an OSError
         connection.close(CloseReason.IDLE_DROP, error)
@@ -213,10 +227,10 @@ def _enable_keepalive(connection: AIOKafkaConnection) -> None:
             transport.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _send(connection: AIOKafkaConnection, codec: ApiCodec, request: Any) -> asyncio.Future[Any]:
+def _send(connection: AIOKafkaConnection, codec: ApiCodec, request: Any, client_id: str) -> asyncio.Future[Any]:
     """Write a request to a connection; returns a future of its response."""
     correlation_id = connection._next_correlation_id()
-    size, pieces = codec.frame(request, correlation_id, connection._client_id)
+    size, pieces = codec.frame(request, correlation_id, client_id)
     if size <= _JOINED_MOST_BYTES:
         connection._writer.write(b"".join(pieces))
     else:

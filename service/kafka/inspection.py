@@ -18,6 +18,7 @@ from aiokafka.record.control_record import ControlRecord
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.structs import TopicPartition
 
+from service.kafka.connection import BaseClient
 from service.kafka.hanging import ActiveProducer, Marker
 from service.kafka.metadata import Partition
 
@@ -162,15 +163,15 @@ class Producers(NamedTuple):
     failed: dict[Partition, int]
 
 
-async def active_producers(client: AIOKafkaClient, partitions: Collection[Partition], timeout_s: float) -> Producers:
+async def active_producers(client: BaseClient, partitions: Collection[Partition], timeout_s: float) -> Producers:
     """Ask the leaders for the active producers of partitions, until each has answered or `timeout_s` is over.
 
     Error codes in FINAL are not retried. A partition without a response is in neither part of the result.
     """
     found = Producers({}, {})
     left = set(partitions)
-    if unknown := {topic for topic, _ in left} - client._topics:
-        client.set_topics({*client._topics, *unknown})
+    if unknown := {topic for topic, _ in left} - client.tracked_topics:
+        client.set_topics({*client.tracked_topics, *unknown})
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while left := {p for p in left if p not in found.active and found.failed.get(p) not in FINAL}:

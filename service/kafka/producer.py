@@ -7,7 +7,6 @@ from typing import Any, Final
 import structlog
 from aiokafka import errors
 from aiokafka.client import AIOKafkaClient
-from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest
 
 from service.core.identity_enum import IdentityEnum
 from service.core.logs import Incident
@@ -29,6 +28,7 @@ from service.kafka.outcomes import (
     TransactionFailed,
     TransactionOutcome,
 )
+from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnRequest
 from service.kafka.session import (
     METADATA_TIMEOUT_S,
     NOT_SENT,

@@ -3,13 +3,12 @@
 https://kafka.apache.org/protocol: Produce 7, AddPartitionsToTxn 0 and EndTxn 0, the versions that aiokafka uses too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
-from aiokafka.protocol.produce import ProduceRequest
-from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest
+from aiokafka.protocol import produce, transaction
 
 _INT16, _INT32 = Struct(">h"), Struct(">i")
 _HEAD = Struct(">ihhih")  # size, api key, version, correlation id, length of the client id
@@ -21,6 +20,40 @@ _ERROR = Struct(">ih")  # partition, error code
 _ENDED = Struct(">ih")  # throttle time in ms, error code
 
 _AFTER_CORRELATION_ID: Final = 4
+
+Topics = Sequence[tuple[str, Sequence[Any]]]
+
+
+# The requests are aiokafka's, which sends them itself where a broker lacks a codec's version, with the fields that the
+# codecs read. `topics` are pairs of a name and its rows.
+
+
+class ProduceRequest(produce.ProduceRequest):  # type: ignore[misc]  # aiokafka ships no types
+    """Produce request. Rows are (partition, record batch); `timeout` is in ms."""
+
+    def __init__(self, transactional_id: str | None, required_acks: int, timeout: int, topics: Topics) -> None:
+        super().__init__(transactional_id, required_acks, timeout, topics)
+        self.transactional_id, self.timeout, self.topics = transactional_id, timeout, topics
+
+
+class AddPartitionsToTxnRequest(transaction.AddPartitionsToTxnRequest):  # type: ignore[misc]
+    """AddPartitionsToTxn request. Rows are partitions."""
+
+    def __init__(self, transactional_id: str | None, producer_id: int, producer_epoch: int, topics: Topics) -> None:
+        super().__init__(transactional_id, producer_id, producer_epoch, topics)
+        self.transactional_id, self.producer_id, self.producer_epoch = transactional_id, producer_id, producer_epoch
+        self.topics = topics
+
+
+class EndTxnRequest(transaction.EndTxnRequest):  # type: ignore[misc]
+    """EndTxn request; `transaction_result` is whether to commit."""
+
+    def __init__(
+        self, transactional_id: str | None, producer_id: int, producer_epoch: int, transaction_result: bool
+    ) -> None:
+        super().__init__(transactional_id, producer_id, producer_epoch, transaction_result)
+        self.transactional_id, self.producer_id, self.producer_epoch = transactional_id, producer_id, producer_epoch
+        self.transaction_result = transaction_result
 
 
 class Produced(NamedTuple):
@@ -71,9 +104,9 @@ def _string(text: str | None) -> bytes:
 
 
 def _produce(request: ProduceRequest) -> list[bytes]:
-    topics = request._topics
-    acks = _ACKS.pack(request._required_acks, request._timeout, len(topics))
-    pieces = [_string(request._transactional_id) + acks]
+    topics = request.topics
+    acks = _ACKS.pack(request.required_acks, request.timeout, len(topics))
+    pieces = [_string(request.transactional_id) + acks]
     for topic, payloads in topics:
         pieces.append(_string(topic) + _INT32.pack(len(payloads)))
         for partition, payload in payloads:
@@ -82,17 +115,17 @@ def _produce(request: ProduceRequest) -> list[bytes]:
 
 
 def _add(request: AddPartitionsToTxnRequest) -> list[bytes]:
-    topics = request._topics
-    producer = _PRODUCER.pack(request._producer_id, request._producer_epoch)
-    pieces = [_string(request._transactional_id), producer, _INT32.pack(len(topics))]
+    topics = request.topics
+    producer = _PRODUCER.pack(request.producer_id, request.producer_epoch)
+    pieces = [_string(request.transactional_id), producer, _INT32.pack(len(topics))]
     for topic, partitions in topics:
         pieces += (_string(topic), _INT32.pack(len(partitions)), *map(_INT32.pack, partitions))
     return pieces
 
 
 def _end(request: EndTxnRequest) -> list[bytes]:
-    producer = _PRODUCER.pack(request._producer_id, request._producer_epoch)
-    return [_string(request._transactional_id), producer, b"\1" if request._transaction_result else b"\0"]
+    producer = _PRODUCER.pack(request.producer_id, request.producer_epoch)
+    return [_string(request.transactional_id), producer, b"\1" if request.transaction_result else b"\0"]
 
 
 def _topics(frame: bytes, at: int, row: Struct) -> tuple[list[tuple[str, list[Any]]], int]:

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import msgspec
 from aiokafka import errors
-from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.structs import TopicPartition
 
@@ -25,6 +24,7 @@ from service.kafka.deadline import within
 from service.kafka.inspection import open_partitions
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import RECORD_ERRORS, PartitionUnknown, RecordError
+from service.kafka.protocol import ProduceRequest
 from service.kafka.record_batch import BatchBuilder, builder_of
 
 # The size of a batch that fits every topic with the default max.message.bytes (1,048,588).
@@ -307,7 +307,7 @@ class ProducerSession:
         """
         unknown = {partition[0] for partition in partitions if self.leader(partition) is None}
         if unknown:
-            known = self.client._topics & self.client.cluster.topics(exclude_internal_topics=False)
+            known = self.client.tracked_topics & self.client.cluster.topics(exclude_internal_topics=False)
             self.client.set_topics(known | unknown)
 
     async def find_leader(self, partition: Partition) -> int:

@@ -274,7 +274,7 @@ class HangingRecovery:
                 except (errors.KafkaError, OSError) as error:
                     if not getattr(error, "retriable", True):
                         raise
-                if partition[0] not in client._topics:
-                    client.set_topics({*client._topics, partition[0]})
+                if partition[0] not in client.tracked_topics:
+                    client.set_topics({*client.tracked_topics, partition[0]})
                 await asyncio.sleep(RETRY_PAUSE_S)
                 await client.force_metadata_update()

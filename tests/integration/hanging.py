@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from aiokafka import errors
-from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest
 from confluent_kafka.admin import (  # type: ignore[attr-defined] # its stubs forget them
     AlterConfigOpType,
     ConfigEntry,
@@ -36,6 +35,7 @@ from service.kafka.admin import KafkaAdmin
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import TransactionalProducer, own_record
+from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnRequest
 from service.kafka.session import ProducerSession, Record, RecordMetadata
 from tests.integration.client import Asked
 

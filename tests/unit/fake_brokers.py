@@ -62,7 +62,7 @@ class FakeClient:
         self.unknown: set[str] = set()  # topics without any partition
         self.leaderless: set[str] = set()
         self.unauthorized_topics: set[str] = set()
-        self._topics: set[str] = set()
+        self.tracked_topics: set[str] = set()
         self.asked: list[set[str]] = []  # topics that were looked up together
         self.produced: Callable[[str, int], Met] = lambda topic, partition: RecordMetadata(4, -1)
         self.added: Callable[[str, int], int] = lambda topic, partition: 0
@@ -88,14 +88,14 @@ class FakeClient:
         return None if topic in self.unknown else {0, 1, 2}
 
     def topics(self, exclude_internal_topics: bool) -> set[str]:
-        return self._topics - self.unknown
+        return self.tracked_topics - self.unknown
 
     def add_topic(self, topic: str) -> None:
-        self._topics.add(topic)
+        self.tracked_topics.add(topic)
 
     def set_topics(self, topics: set[str]) -> None:
-        self.asked.append(topics - self._topics)
-        self._topics = set(topics)
+        self.asked.append(topics - self.tracked_topics)
+        self.tracked_topics = set(topics)
 
     async def force_metadata_update(self) -> bool:
         return True

@@ -1,4 +1,12 @@
-"""Pins the private names of aiokafka that service/kafka uses."""
+"""Pins the private names of aiokafka that the service uses.
+
+Five are of clients: `_get_conn`, `_metadata_update`, `_conns`, `_on_connection_closed`, and `_client` of a consumer. No
+public method lets a subclass open connections, ask for metadata or hear of a connection's end.
+
+Seven are of connections: `_writer`, `_protocol`, `_requests`, `_versions`, `_last_action`, `_handle_frame` and
+`_next_correlation_id`. The requests of a transaction go over the connections that aiokafka has logged in, between its
+own requests: connections of the service's own would need the logins (SASL, TLS), which are not public either.
+"""
 
 import asyncio
 import importlib.metadata
@@ -33,6 +41,7 @@ def test_the_pinned_version_is_installed() -> None:
         "close",
         "bootstrap",
         "add_topic",
+        "set_topics",
         "force_metadata_update",
         "get_random_node",
         "coordinator_lookup",
@@ -46,8 +55,11 @@ def test_the_client_has_the_methods_that_are_called(name: str) -> None:
 
 
 async def test_the_client_keeps_topics_and_leaders_where_they_are_read() -> None:
-    client = AIOKafkaClient(bootstrap_servers="127.0.0.1:1")
-    assert isinstance(client._topics, set)
+    client = BaseClient(bootstrap_servers="127.0.0.1:1")
+    client.set_topics(["a", "c"])
+    client.set_topics(["a"])
+    client.add_topic("b")
+    assert client.tracked_topics == client._topics == {"a", "b"}
     assert client.cluster.partitions_for_topic("none") is None
     assert client.cluster.topics(exclude_internal_topics=False) == set()
     assert client.cluster.unauthorized_topics == set()
@@ -61,9 +73,8 @@ async def test_a_connection_has_the_private_names_that_are_used() -> None:
     assert connection._writer is None
     assert connection._protocol is None
     assert not connection._requests
-    assert (connection._versions, connection._client_id, connection._next_correlation_id()) == ({}, "aiokafka", 1)
+    assert (connection._versions, connection._next_correlation_id()) == ({}, 1)
     assert isinstance(connection._last_action, float)
-    assert connection._request_timeout == 1.0
     assert callable(connection._handle_frame)
     connection.close()
 

@@ -15,20 +15,15 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.protocol.admin import ApiVersionResponse_v0
 from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.protocol.produce import ProduceRequest, ProduceResponse_v7
-from aiokafka.protocol.transaction import (
-    AddPartitionsToTxnRequest,
-    AddPartitionsToTxnResponse_v0,
-    EndTxnRequest,
-    EndTxnResponse_v0,
-)
+from aiokafka.protocol.produce import ProduceResponse_v7
+from aiokafka.protocol.transaction import AddPartitionsToTxnResponse_v0, EndTxnResponse_v0
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service.kafka import connection as module
 from service.kafka.admin import RETRIABLE
 from service.kafka.connection import Client, ResponseReader
-from service.kafka.protocol import CODECS
+from service.kafka.protocol import CODECS, AddPartitionsToTxnRequest, EndTxnRequest, ProduceRequest
 
 VERSIONS = {0: (3, 11), 3: (0, 5), 18: (0, 0), 24: (0, 5), 26: (0, 5)}
 NODE = 1
@@ -154,7 +149,7 @@ async def connect() -> AsyncIterator[Connect]:
         broker = Broker(versions.get("versions", VERSIONS))
         server = await asyncio.start_server(broker.talk, "127.0.0.1", 0)
         broker.port = server.sockets[0].getsockname()[1]
-        client = Client(bootstrap_servers=f"127.0.0.1:{broker.port}", request_timeout_ms=2_000)
+        client = Client(bootstrap_servers=f"127.0.0.1:{broker.port}", client_id="test", request_timeout_ms=2_000)
         made.append((client, server))
         connection = await create_conn("127.0.0.1", broker.port, client_id="c", on_close=client._on_connection_closed)
         ResponseReader.of(connection)
@@ -390,7 +385,7 @@ async def test_an_unreferenced_connection_is_closed_with_a_warning(connect: Conn
 
 
 async def test_try_send_without_a_connection_sends_nothing_and_an_unknown_node_is_not_ready() -> None:
-    client = Client(bootstrap_servers="127.0.0.1:1")
+    client = Client(bootstrap_servers="127.0.0.1:1", client_id="test", request_timeout_ms=2_000)
     assert client.try_send(NODE, END) is None
     with pytest.raises(errors.NodeNotReadyError):
         await client.send(NODE, END)

@@ -58,7 +58,7 @@ async def test_a_batch_follows_its_partition_to_a_new_leader_whatever_hangs_ther
 
     kafka.produced = moves
     assert await write(producer, record("a")) == [RecordMetadata(5, 5)]
-    assert [request._transaction_result for request in kafka.sent(EndTxnRequest)] == [True, True]
+    assert [request.transaction_result for request in kafka.sent(EndTxnRequest)] == [True, True]
 
 
 async def test_a_missing_permission_to_describe_is_logged_once_and_events_are_written(

@@ -51,7 +51,7 @@ async def test_every_send_waits_for_all_replicas_and_belongs_to_the_transaction(
     sends = kafka.sent(ProduceRequest)
     assert len(sends) == 2
     for request in sends:
-        assert (request._transactional_id, request._required_acks, request._timeout) == (
+        assert (request.transactional_id, request.required_acks, request.timeout) == (
             "ns.slot.0",
             -1,
             ACKS_TIMEOUT_MS,
@@ -59,15 +59,15 @@ async def test_every_send_waits_for_all_replicas_and_belongs_to_the_transaction(
         for batch in batches_of(request):
             assert (batch.is_transactional, batch.producer_id, batch.producer_epoch) == (True, 7, 0)
     for request in (*kafka.sent(AddPartitionsToTxnRequest), *kafka.sent(EndTxnRequest)):
-        assert (request._transactional_id, request._producer_id, request._producer_epoch) == ("ns.slot.0", 7, 0)
+        assert (request.transactional_id, request.producer_id, request.producer_epoch) == ("ns.slot.0", 7, 0)
 
 
 async def test_an_idempotent_producer_waits_for_all_replicas_and_is_in_no_transaction() -> None:
     producer, kafka = idempotent(TIMEOUT_MS)
     await producer.write([record("a", 0)])
     (request,) = kafka.sent(ProduceRequest)
-    assert (request._transactional_id, request._required_acks) == (None, -1)
-    assert request._timeout < 1000 * producer._cluster.timeout_s / SENDS_SHARE
+    assert (request.transactional_id, request.required_acks) == (None, -1)
+    assert request.timeout < 1000 * producer._cluster.timeout_s / SENDS_SHARE
     (batch,) = batches_of(request)
     assert (batch.is_transactional, batch.producer_id, batch.producer_epoch) == (False, 7, 0)
 

@@ -80,7 +80,7 @@ async def test_a_transaction_that_is_open_is_not_begun_again() -> None:
         [("a", [0]), ("ns.ledger", [0])],
         [("a", [1])],
     ]
-    assert [request._transaction_result for request in kafka.sent(EndTxnRequest)] == [True, True]
+    assert [request.transaction_result for request in kafka.sent(EndTxnRequest)] == [True, True]
 
 
 async def test_open_without_a_connection_leaves_the_begin_to_the_write() -> None:
@@ -119,7 +119,7 @@ async def test_an_opened_transaction_that_is_abandoned_is_aborted() -> None:
     assert not kafka.requests
     producer.begin_early([("a", 0), LEDGER])
     await producer.abandon()
-    assert [request._transaction_result for request in kafka.sent(EndTxnRequest)] == [False]
+    assert [request.transaction_result for request in kafka.sent(EndTxnRequest)] == [False]
 
 
 async def test_a_refused_open_is_left_to_the_write_and_needs_no_abort() -> None:

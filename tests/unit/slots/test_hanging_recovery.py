@@ -212,7 +212,7 @@ async def test_a_partition_that_does_not_answer_ends_the_recovery(log: Log, monk
         await asyncio.sleep(0)
 
     monkeypatch.setattr(module, "fetch", fetch)
-    client = SimpleNamespace(_topics={LEDGER[0]}, force_metadata_update=refresh)
+    client = SimpleNamespace(tracked_topics={LEDGER[0]}, force_metadata_update=refresh)
     monkeypatch.setattr(log, "client", client)
     log.hang(X, NOW_MS)
     with pytest.raises(AssertionError, match="hanging transactions cannot be determined: TimeoutError"):
