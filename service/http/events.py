@@ -44,7 +44,7 @@ from service.http.headers import (
     sent_at_ms,
     unsupported,
 )
-from service.http.prefer import parse_prefer
+from service.http.prefer import NONE, parse_prefer
 from service.http.request import Bodies, Handler, PostRequest, StopSignal
 from service.http.responder import Responder, check_room, rendered
 from service.http.responses import (
@@ -159,7 +159,7 @@ class EventsEndpoint:
         if b"ce-specversion" in found and essence(content_type) not in cloudevents.WHOLE:
             event = cloudevents.from_binary(post.headers, post.body, key, traceparent, scope)
         else:
-            kind = media_type(content_type)
+            kind = JSON if content_type == JSON else media_type(content_type)
             if kind == cloudevents.BATCHED:
                 post.run_in_task(self._or_fail(post, self._write_cloudevents(post, key, traceparent, caller)))
                 return
@@ -177,7 +177,7 @@ class EventsEndpoint:
         """Check the caller's topics and rate, then submit the event, after a look-up if needed. Raises Problem."""
         caller.check(event.topic)
         caller.spend(1, post.arrived)
-        sender, preference = caller.sender, parse_prefer(found.get(b"prefer"))
+        sender, preference = caller.sender, parse_prefer(found[b"prefer"]) if b"prefer" in found else NONE
         if b"repeatability-request-id" in found or b"repeatability-first-sent" in found:
             sender = sender._replace(age=KeyAge(sent_ms=sent_at_ms(found)))
             preference = preference._replace(repeatable=REPEATABLE)
