@@ -116,8 +116,10 @@ def environment(version: str) -> Path:
 def passes(version: str) -> bool:
     """Run the tests on a version; returns whether all have passed."""
     say(f"Python {version} ...")
-    command = [str(environment(version)), "-m", "pytest", "--quiet", "-p", "no:cacheprovider", *TESTS]
-    variables = {**os.environ, "CPATH": headers_of(python(version))}  # a test builds a wheel
+    program = str(environment(version))
+    command = [program, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", *TESTS]
+    # A test builds a wheel; Spark's workers have to be of the same version.
+    variables = {**os.environ, "CPATH": headers_of(python(version)), "PYSPARK_PYTHON": program}
     return subprocess.run(command, cwd=places.ROOT, env=variables, check=False).returncode == 0
 
 
