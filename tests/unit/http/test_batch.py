@@ -246,7 +246,7 @@ async def test_an_event_is_parsed_when_its_chunk_is_made_up() -> None:
 
 
 async def test_a_batch_for_a_topic_that_is_not_there_asks_two_brokers_for_it_once() -> None:
-    world = World(request_timeout_ms=300)
+    world = World(request_timeout_ms=30_000)
     serving = world.serve(await world.slot())
     answers = await written(world, batch_of(*(one(str(n), topic="nowhere") for n in range(2_000))))
     assert {kind_of(answer) for answer in answers} == {UNKNOWN_TOPIC}
