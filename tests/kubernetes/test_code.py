@@ -329,12 +329,13 @@ def test_the_audit_and_the_runbook_say_the_same_of_a_balance_that_does_not_close
     with pytest.raises(CannotRun) as raised:
         Balance({hour: {"orders": {"accepted": 2, "delivered_once": 1}}}).close(hour)
     runbook = " ".join((HERE / "RUNBOOK.md").read_text().split())
-    told = runbook.split("A balance that does not close is a fault of the audit: ")[1].split("## ")[0]
+    told = runbook.split("A balance that does not close is a fault of the audit. ")[1].split("## ")[0]
     for text in (str(raised.value), told):
         assert "keep the lake" in text
         assert "open an issue" in text
         assert "--lake" in text
         assert "a new folder" in text
+        assert "--replace-findings" in text
 
 
 def test_the_alert_for_a_late_audit_waits_for_two_turns(prod: Rendered) -> None:
