@@ -12,7 +12,7 @@ from promql_parser import MatrixSelector, VectorSelector
 
 from deploy.places import ROOT
 from service.claims.states import SlotState
-from service.core.metrics import FastHistogram, Telemetry
+from service.core.metrics import SOURCE_OUTCOMES, FastHistogram, Telemetry
 from service.slots.recovery import STORE_STATES
 from spark.report import metrics
 from spark.rules.causes import CAUSES
@@ -126,8 +126,9 @@ def test_the_readmes_table_names_every_metric_of_the_service_and_no_other(known:
     of_service = {name for name in families if not name.startswith("fencepost_audit_")}
     labels = {f"fencepost_{label}" for having in known.values() for label in having}
     stages = {f"fencepost_{stage}" for stage in ("queue", "claim", "kafka", "mark")}
+    outcomes = {f"fencepost_{outcome}" for outcome in SOURCE_OUTCOMES}
     assert of_service - named == set()
-    assert named - families - labels - stages == set()
+    assert named - families - labels - stages - outcomes == set()
 
 
 @pytest.mark.parametrize(
