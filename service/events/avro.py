@@ -142,7 +142,8 @@ class _Encoders:
                 except Misfit as misfit:
                     misfit.path.append(field)
                     raise
-            if unknown := next((field for field in value if field not in encoders), None):
+            unknown = next((field for field in value if field not in encoders), None)
+            if unknown is not None:  # the empty name is unknown too
                 raise Misfit(f"{name} has no such field", unknown)
 
         return record

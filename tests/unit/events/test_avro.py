@@ -91,6 +91,7 @@ def test_values_are_read_back(schema: object, value: Any, found: Any) -> None:
         (["null", "long"], {"long": "a"}, ["long"], "an integer is wanted"),
         (record({"name": "a", "type": "int"}), {}, ["a"], "it is missing"),
         (record({"name": "a", "type": "int"}), {"a": 1, "b": 2}, ["b"], "n.R has no such field"),
+        (record({"name": "a", "type": "int"}), {"a": 1, "": 2, "b": 3}, [""], "n.R has no such field"),
         (record({"name": "a", "type": "int"}), [], [], "an object is wanted, for n.R"),
         (
             record({"name": "a", "type": {"type": "array", "items": TREE}}),
