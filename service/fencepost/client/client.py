@@ -12,8 +12,8 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 import httpx
 
-from .answers import PAGE_BYTES, PAGE_EVENTS, UNSENT, Answer, Problem, request_of, verdicts
-from .events import Event, Pending, Result, SendError, Unsettled, Written
+from .answers import NO_ANSWER, PAGE_BYTES, PAGE_EVENTS, UNSENT, Answer, Problem, request_of, verdicts
+from .events import KEY, KEY_RULE, Event, Pending, Refused, Result, SendError, Unsettled, Written
 from .spool import Spool, SpoolError
 
 T = TypeVar("T")
@@ -109,6 +109,8 @@ class _Sender(Generic[H]):
             self._has_resumed = True
             return None
         backlog.after, event = found
+        if not KEY.fullmatch(event.key):  # it cannot be sent, and must not keep the events behind it
+            return Refused(event, NO_ANSWER, "invalid-key", KEY_RULE, may_be_written=False)
         (result,) = yield from self._settle([event], time.monotonic() + self._deadline_s, in_doubt=True)
         backlog.is_over = isinstance(result, Unsettled)
         return result

@@ -2,12 +2,17 @@
 
 import base64
 import json
+import re
 import secrets
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+# The keys that the service accepts.
+KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
+KEY_RULE: Final = "idempotency_key: use 1 to 255 printable ASCII characters"
 
 
 def new_key() -> str:
@@ -28,6 +33,9 @@ class Event:
     `value` is what the module `json` encodes, or bytes, which are written as they are. None writes a tombstone, which
     needs a `key` (the record's). `timestamp` is in ms since the Unix epoch. Without `partition` and `timestamp`, the
     service chooses them.
+
+    Raises:
+        ValueError: `idempotency_key` is not 1 to 255 printable ASCII characters.
     """
 
     topic: str
@@ -37,6 +45,11 @@ class Event:
     partition: int | None = None
     timestamp: int | None = None
     idempotency_key: str = field(default_factory=new_key)
+
+    def __post_init__(self) -> None:
+        """Check the key, which an HTTP header has to carry, before a spool has it."""
+        if not KEY.fullmatch(self.idempotency_key):
+            raise ValueError(f"{KEY_RULE}, not {self.idempotency_key[:300]!r}")
 
     def encode(self) -> bytes:
         """Encode the body of `POST /events`. Raises TypeError or ValueError for a value that JSON does not have."""

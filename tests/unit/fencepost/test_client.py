@@ -170,6 +170,13 @@ def test_any_key_arrives_as_it_is(kind: Any, clock: FakeTime, key: str) -> None:
     assert fake.written == [1, 2]
 
 
+@pytest.mark.parametrize("key", ["commande-é", "a\nb", "a\n", "", "\x7f", "\ud800", "k" * 256])
+def test_a_key_that_the_service_does_not_take_is_refused_before_it_is_stored(key: str) -> None:
+    with pytest.raises(ValueError, match="idempotency_key: use 1 to 255 printable ASCII characters, not '"):
+        Event("t", 1, idempotency_key=key)
+    assert Event("t", 1, idempotency_key="k" * 255).idempotency_key == "k" * 255
+
+
 def test_the_caller_s_token_and_options_reach_httpx(kind: Any, clock: FakeTime) -> None:
     fake = FakeService()
     kind(fake, token="secret", headers={"X-Trace": "1"}).send(Event("t", 1))
@@ -476,6 +483,23 @@ def test_a_key_of_any_form_that_is_older_than_its_retention_is_told(kind: Any, c
     results = kind(fake, spool=tmp_path / "s").resume()
     assert [type(each) for each in results] == [KeyExpired, Written, Written]
     assert fake.written == [0, 1, 2]
+
+
+def test_a_stored_key_that_cannot_be_sent_is_refused_and_resume_goes_on(
+    kind: Any, clock: FakeTime, tmp_path: Path
+) -> None:
+    """A spool of a program that has stored such keys."""
+    keys = ["commande-é", "order-1", "a\nb", "order-2"]
+    with Spool(tmp_path / "s") as spool:
+        spool.add([Pending(key, Event("t", n).encode()) for n, key in enumerate(keys)])
+    fake = FakeService()
+    results = kind(fake, spool=tmp_path / "s").resume()
+    assert [type(each) for each in results] == [Refused, Written, Refused, Written]
+    assert [each.idempotency_key for each in results] == keys
+    assert (results[0].status, results[0].code, results[0].may_be_written) == (0, "invalid-key", False)
+    assert fake.written == [1, 3]
+    assert clock.pauses == []
+    assert kind(fake, spool=tmp_path / "s").send(Event("t", 4)).offset == 2  # and the client sends again
 
 
 async def test_a_cancelled_call_leaves_its_event_in_the_spool(clock: FakeTime, tmp_path: Path) -> None:
