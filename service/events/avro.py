@@ -54,11 +54,11 @@ class AvroSchema:
 
         Raises ValueError.
         """
-        # In a record behind the imports, the schema finds their named types.
-        before = [{"type": "array", "items": json.loads(each)} for each in dict.fromkeys(imports)]
-        fields = [{"name": f"f{n}", "type": each} for n, each in enumerate([*before, json.loads(text)])]
         names: dict[str, Any] = {}
         try:
+            # In a record behind the imports, the schema finds their named types.
+            before = [{"type": "array", "items": json.loads(each)} for each in dict.fromkeys(imports)]
+            fields = [{"name": f"f{n}", "type": each} for n, each in enumerate([*before, json.loads(text)])]
             parsed: Any = fastavro.parse_schema(
                 {"type": "record", "name": "fencepost_wrapper", "fields": fields}, named_schemas=names
             )
@@ -158,12 +158,7 @@ class _Encoders:
                 kind, default = fields[field]["type"], fields[field].get("default", _NONE)
                 if default is _NONE:
                     raise Misfit("it is missing", field)
-                made = bytearray()
-                if isinstance(kind, list):  # the default of a union is of its first branch, without that one's name
-                    made.append(0)
-                    kind = kind[0]
-                self.of(kind)(default, made)
-                known[field] = bytes(made)
+                known[field] = self._default(field, kind, default)
             encoded = known[field]
             _budget.left -= len(encoded) + _DEFAULT_BYTES
             if _budget.left < 0:
@@ -171,6 +166,23 @@ class _Encoders:
             return encoded
 
         return default_of
+
+    def _default(self, field: str, kind: Any, default: Any) -> bytes:
+        """Encode a field's default. Raises Misfit, also where a record's default needs that record's default again."""
+        made = bytearray()
+        if isinstance(kind, list):  # the default of a union is of its first branch, without that one's name
+            made.append(0)
+            kind = kind[0]
+        try:
+            self.of(kind)(default, made)
+        except Misfit as misfit:  # the fields within the default are not in the value
+            misfit.path = [field]
+            raise
+        except RecursionError:
+            raise Misfit("its default contains itself without end: send the field", field) from None
+        except UnicodeEncodeError:  # a schema's text is not checked for lone surrogates, as values are
+            raise Misfit("its default is no text in UTF-8: send the field", field) from None
+        return bytes(made)
 
     def _union(self, schema: list[Any]) -> Encode:
         branches = {_branch_name(each): (index, self.of(each)) for index, each in enumerate(schema)}

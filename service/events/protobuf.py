@@ -60,12 +60,18 @@ class ProtobufSchema:
     def encode(self, value: Any) -> bytes:
         """Encode a value of JSON; the message's indexes are not part of it. Raises Misfit."""
         message = self._class()
-        _check(value, message.DESCRIPTOR)
         try:
+            _check(value, message.DESCRIPTOR)
             json_format.ParseDict(_plain(value), message, descriptor_pool=self._pool)
             encoded: bytes = message.SerializeToString(deterministic=True)
         except json_format.ParseError as error:
             raise _misfit_of(str(error)) from None
+        except Misfit:
+            raise
+        except OverflowError:  # an integer of more digits than a double holds
+            raise Misfit("a number is beyond the type of its field") from None
+        except RecursionError:
+            raise Misfit("it nests too deeply") from None
         except (EncodeError, ValueError, TypeError, AttributeError) as error:  # a required field of proto2, for one
             raise Misfit(str(error) or type(error).__name__) from None
         return encoded

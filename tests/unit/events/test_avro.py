@@ -113,7 +113,9 @@ def test_schemas_refer_to_others() -> None:
     assert schema.encode([{"sku": "a"}], 10) == b"\x02\x02a\x00"
 
 
-@pytest.mark.parametrize("text", ["{", '"shop.Line"', '{"type": "recor"}', "1", "[]x", '{"type": "record"}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, '"shop.Line"', '{"type": "recor"}', "1", "[]x", '{"type": "record"}']
+)
 def test_a_schema_that_is_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         AvroSchema(text, [])
@@ -124,6 +126,26 @@ def test_names_by_which_strategies_call_schemas() -> None:
     assert AvroSchema('"string"', []).name == "string"
     assert AvroSchema('{"type": "string", "x": 1}', []).takes_text
     assert not AvroSchema('"long"', []).takes_text
+
+
+SELF = record({"name": "next", "type": "n.R", "default": {}}, {"name": "a", "type": "int"})
+INNER = {"type": "record", "name": "S", "fields": [{"name": "r", "type": "R", "default": {}}]}
+MUTUAL = record({"name": "s", "type": INNER, "default": {}})
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "path", "why"),
+    [
+        (SELF, {"a": 1}, ["next"], "contains itself without end: send the field"),
+        (SELF, {"a": 1, "next": {"a": 2}}, ["next", "next"], "contains itself without end"),
+        (MUTUAL, {"s": {}}, ["s", "r"], "contains itself without end"),
+        (record({"name": "a", "type": "string", "default": "\ud800"}), {}, ["a"], "no text in UTF-8: send the field"),
+    ],
+)
+def test_defaults_that_cannot_be_encoded(schema: object, value: Any, path: list[Any], why: str) -> None:
+    with pytest.raises(Misfit, match=why) as caught:
+        encoded(schema, value)
+    assert [*reversed(caught.value.path)] == path
 
 
 def test_defaults_do_not_multiply_a_short_value() -> None:

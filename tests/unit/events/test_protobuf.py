@@ -53,6 +53,7 @@ async def test_messages_have_indexes_and_are_read_back() -> None:
         ({"lines": [{}, {"m": 1}]}, ["lines", 1, "m"], "Line has no such field"),
         ({"raw": 1}, ["raw"], "int"),
         ({"total": []}, ["total"], "list"),
+        ({"total": 10**310}, [], "a number is beyond the type of its field"),
         ([], [], "an object is wanted, for shop.Order"),
         (1, [], "an object is wanted"),
         ({"c": []}, ["c"], "an object is wanted"),
