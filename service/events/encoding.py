@@ -38,6 +38,7 @@ from service.registry.schema import (
     SchemaAbsent,
     SchemaType,
     SchemaUnusable,
+    digest_of,
 )
 
 MAGIC: Final = 0
@@ -49,6 +50,8 @@ AT_ONCE_BYTES: Final = 2 * 1024
 READY_MAX: Final = 500
 READY_BYTES_MAX: Final = 2 * 1024 * 1024
 READY_ENTRY_BYTES: Final = 500
+# Characters that are kept, and told, of why a schema cannot be made ready: fastavro's messages quote the schema.
+WHY_CHARS: Final = 300
 RETRY_MOST_S: Final = 60
 
 
@@ -137,7 +140,7 @@ class Encoder:
         self._telemetry = telemetry
         self._rule = lru_cache(maxsize=TOPICS_MAX)(lambda topic: _encoding_of(rules.rule(topic).registry, topic))
         self._codecs: Bounded[Codec] = Bounded(READY_MAX, READY_BYTES_MAX)
-        self._unusable: Bounded[str] = Bounded(READY_MAX, READY_MAX)  # why a schema cannot be made ready
+        self._unusable: Bounded[str] = Bounded(READY_MAX, READY_BYTES_MAX)  # why a schema cannot be made ready
 
     def has_rule_for(self, topic: str) -> bool:
         """Whether a rule names schemas for the events of a topic."""
@@ -214,7 +217,7 @@ class Encoder:
 
     async def _codec(self, id: int | None, schema: Schema, message: str) -> Codec:
         """Make a schema ready; `id` is None while it is not registered. Raises ValueError if it cannot be used."""
-        key = schema if id is None else id, message
+        key = digest_of(schema) if id is None else id, message
         codec = self._codecs.get(key)
         if codec is not None:
             return codec
@@ -223,8 +226,9 @@ class Encoder:
         try:
             codec, size = await self._made(id, schema, message)
         except ValueError as error:
-            self._unusable.put(key, str(error), 1)
-            raise
+            why = str(error)[:WHY_CHARS]
+            self._unusable.put(key, why, READY_ENTRY_BYTES + len(why) + len(message))
+            raise ValueError(why) from None
         self._codecs.put(key, codec, READY_ENTRY_BYTES + size)
         self._telemetry.registry_schemas.set(len(self._codecs))
         self._telemetry.registry_schema_bytes.set(self._codecs.bytes)

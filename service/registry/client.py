@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import math
 import time
@@ -29,6 +28,7 @@ from service.registry.schema import (
     SchemaAbsent,
     SchemaType,
     SchemaUnusable,
+    digest_of,
 )
 
 log = structlog.get_logger(__name__)
@@ -49,6 +49,8 @@ STALE_S: Final = 60.0
 ABSENT_S: Final = 1.0
 REFUSED_S: Final = 5.0
 REFUSALS_MAX: Final = 1_000
+# Characters of the registry's own messages that errors have.
+MESSAGE_CHARS: Final = 300
 # Pauses after failures in a row. In a pause nothing is sent; after it, one request at a time until one succeeds.
 PAUSE_S: Final = 1.0
 PAUSE_MOST_S: Final = 30.0
@@ -136,7 +138,7 @@ class RegistryClient:
 
     async def registered(self, subject: str, schema: Schema, *, register: bool) -> Registered:
         """Find the version of a subject that has this schema; `register` it if there is none."""
-        key = ("schema", subject, register, _digest(schema))
+        key = ("schema", subject, register, digest_of(schema))
         return _registered(await self._look_up(key, lambda: self._registered(subject, schema, register)))
 
     async def imports(self, schema: Schema) -> list[Import]:
@@ -175,7 +177,7 @@ class RegistryClient:
             async with self._compiles:
                 return await protoc.compiled(schema.text, imports)
 
-        found: bytes = await self._ask(("descriptors", id, _digest(schema)), work)
+        found: bytes = await self._ask(("descriptors", id, digest_of(schema)), work)
         return found
 
     async def types(self) -> list[str]:
@@ -241,7 +243,7 @@ class RegistryClient:
             return running
         until, refusal = self._refused.get(key) or (0.0, None)
         if refusal is not None and until > time.monotonic():
-            raise refusal.with_traceback(None)
+            raise _anew(refusal)
         if len(self._under_way) >= UNDER_WAY_MAX:
             raise RegistryAway(f"{UNDER_WAY_MAX} look-ups are under way", everywhere=False)
         task = self._under_way[key] = asyncio.create_task(self._noted(key, work()))
@@ -254,14 +256,14 @@ class RegistryClient:
         try:
             return await work
         except SchemaAbsent as refusal:
-            self._refused.put(key, (time.monotonic() + ABSENT_S, refusal), 1)
+            self._refused.put(key, (time.monotonic() + ABSENT_S, _anew(refusal)), 1)
             raise
         except SchemaUnusable as refusal:
-            self._refused.put(key, (time.monotonic() + REFUSED_S, refusal), 1)
+            self._refused.put(key, (time.monotonic() + REFUSED_S, _anew(refusal)), 1)
             raise
         except RegistryAway as refusal:
             if not refusal.everywhere:
-                self._refused.put(key, (time.monotonic() + REFUSED_S, refusal), 1)
+                self._refused.put(key, (time.monotonic() + REFUSED_S, _anew(refusal)), 1)
             raise
 
     async def _request(self, method: str, path: str, body: object = None) -> _Answer:
@@ -360,17 +362,25 @@ class Breaker:
         self._telemetry.registry_away.set(0)
 
 
+def _anew(refusal: Refusal) -> Refusal:
+    """Make a refusal again, to be kept or raised: the traceback of one that was raised holds its callers' events."""
+    if isinstance(refusal, RegistryAway):
+        return RegistryAway(str(refusal), refusal.retry_after_s, everywhere=refusal.everywhere)
+    return type(refusal)(str(refusal))
+
+
 def refusal_of(status: int, retry_after: str, body: bytes, path: str) -> Refusal:
     """Make the error of an answer that is not 200; the registry's own errors have an `error_code`."""
     try:
         error = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         error = _Answer()
+    message = error.message[:MESSAGE_CHARS]
     if status == 404 and error.error_code in _ABSENT_CODES:
-        return SchemaAbsent(error.message or "not found")
+        return SchemaAbsent(message or "not found")
     if status in (409, 422) and error.error_code is not None:
-        return SchemaUnusable(f"the registry refuses it: {error.message}")
-    why = f"it answers {status} to {path[:100]}{f': {error.message}' if error.message else ''}"
+        return SchemaUnusable(f"the registry refuses it: {message}")
+    why = f"it answers {status} to {path[:100]}{f': {message}' if message else ''}"
     if status in (429, 502, 503, 504):
         return RegistryAway(why, float(retry_after) if retry_after.isdecimal() and len(retry_after) < 5 else PAUSE_S)
     # 401 and a 404 that is not the registry's: the address or the credentials are wrong for all schemas.
@@ -402,10 +412,6 @@ def _version_of(answer: _Answer, subject: str) -> Registered:
 def _registered(found: Any) -> Registered:
     assert isinstance(found, Registered)
     return found
-
-
-def _digest(schema: Schema) -> bytes:
-    return hashlib.sha256(msgspec.json.encode(schema)).digest()
 
 
 def _quoted(subject: str) -> str:

@@ -1,5 +1,6 @@
 """What a Schema Registry stores, and the errors of its client."""
 
+import hashlib
 from enum import Enum
 from typing import NamedTuple
 
@@ -28,6 +29,11 @@ class Schema(msgspec.Struct, frozen=True):
     type: SchemaType
     text: str
     references: tuple[Reference, ...] = ()
+
+
+def digest_of(schema: Schema) -> bytes:
+    """Return 32 bytes (SHA-256) that stand for a schema as the key of a cache, in place of its text."""
+    return hashlib.sha256(msgspec.json.encode(schema)).digest()
 
 
 class Registered(msgspec.Struct, frozen=True):

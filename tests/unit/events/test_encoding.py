@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from service.events.encoding import Encoder
 from service.events.event import Event, event_of
 from service.events.schema_refs import Encoding, SchemaRef, UsedSchema
 from service.registry import client as client_module
+from service.registry.bounded import Bounded
 from service.registry.client import RegistryClient
 from service.registry.schema import Reference, Registered, Schema, SchemaType
 from tests.contract.fake_registry import FakeRegistry
@@ -376,6 +377,30 @@ async def test_schemas_that_are_ready_are_bounded(desk: Desk, monkeypatch: pytes
         await encoder.encode(event, LATER)
     (metric,) = desk.telemetry.registry_schemas.collect()
     assert metric.samples[0].value == 2
+
+
+async def test_what_is_kept_of_a_schema_that_cannot_be_made_ready_is_short_and_counted(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[int, int]] = []  # characters of the key and of why, and the bytes that count
+    put = Bounded.put
+
+    def noted(self: Bounded[Any], key: Hashable, entry: Any, size: int) -> None:
+        kept.append((len(repr(key)) + len(entry), size))
+        put(self, key, entry, size)
+
+    monkeypatch.setattr(Bounded, "put", noted)
+    encoder = desk.encoder()
+    for _ in range(2):
+        event = an_event(1)
+        event.encoding = Encoding(
+            value=SchemaRef(text=json.dumps("x" * 100_000), type=SchemaType.AVRO, strategy="record")
+        )
+        detail = (await problem_of(encoder, event)).detail
+        assert detail.startswith("value: the schema that was sent: it is no Avro schema: ")
+        assert len(detail) < 400
+    ((chars, size),) = kept
+    assert chars < size < 1_000
 
 
 async def test_a_schema_that_cannot_be_made_ready_is_not_tried_again(

@@ -1,8 +1,10 @@
 """Tests the client of the Schema Registry: caches and their bounds, single flight, pauses, and wrong answers."""
 
 import asyncio
+import gc
 import json
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -191,6 +193,42 @@ def test_the_registry_tells_how_long_to_wait() -> None:
         refusal = refusal_of(429, text, b"", "/")
         assert isinstance(refusal, RegistryAway)
         assert refusal.retry_after_s == seconds
+
+
+class Held:
+    """Stands for the event of a caller."""
+
+
+@pytest.mark.parametrize("answer", [b"", b"{}", b'{"schema": "' + b"x" * (module.SCHEMA_BYTES_MAX + 1) + b'"}'])
+async def test_a_refusal_that_is_kept_holds_nothing_of_its_callers(
+    registry: FakeRegistry, client: RegistryClient, answer: bytes
+) -> None:
+    if answer:  # else there is no such schema
+        registry.answers["/schemas/ids/7"] = answer
+    callers: list[weakref.ref[Held]] = []
+    texts: list[str] = []
+
+    async def refused() -> None:
+        held = Held()
+        callers.append(weakref.ref(held))
+        await client.by_id(7)
+
+    for _ in range(2):
+        try:
+            await refused()
+        except (SchemaAbsent, SchemaUnusable, RegistryAway) as refusal:
+            texts.append(f"{type(refusal)} {refusal} {getattr(refusal, 'everywhere', '')}")
+    gc.collect()
+    assert registry.requests == ["GET /schemas/ids/7"]
+    assert len(texts) == 2
+    assert texts[0] == texts[1]
+    assert [caller() for caller in callers] == [None, None]
+
+
+@pytest.mark.parametrize(("status", "code"), [(404, 40401), (422, 42201), (500, 50001)])
+def test_messages_of_the_registry_are_cut(status: int, code: int) -> None:
+    body = json.dumps({"error_code": code, "message": "x" * 100_000}).encode()
+    assert module.MESSAGE_CHARS <= len(str(refusal_of(status, "", body, "/subjects/s"))) < 400
 
 
 async def test_wrong_credentials_are_a_failure(registry: FakeRegistry) -> None:
