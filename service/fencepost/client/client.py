@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import os
 import random
 import time
@@ -15,6 +16,8 @@ import httpx
 from .answers import NO_ANSWER, PAGE_BYTES, PAGE_EVENTS, UNSENT, Answer, Problem, request_of, verdicts
 from .events import KEY, KEY_RULE, Event, Pending, Refused, Result, SendError, Unsettled, Written
 from .spool import Spool, SpoolError
+
+LOG: Final = logging.getLogger(__name__)
 
 T = TypeVar("T")
 H = TypeVar("H", httpx.Client, httpx.AsyncClient)
@@ -119,7 +122,7 @@ class _Sender(Generic[H]):
         """Remove events that are settled from the spool."""
         settled = [result.idempotency_key for result in results if not isinstance(result, Unsettled)]
         if self._spool is not None and settled:
-            yield partial(self._spool.close_events, settled)
+            yield partial(_remove, self._spool, settled)
 
     def _settle(self, page: Sequence[Pending], stop_at: float, *, in_doubt: bool = False) -> Flow[list[Result]]:
         """Send the events of a page until each is settled or the deadline comes; results in the order of the events."""
@@ -172,6 +175,14 @@ def pages(events: Sequence[Pending]) -> Iterator[list[Pending]]:
         size += len(event.body)
     if page:
         yield page
+
+
+def _remove(spool: Spool, settled: Sequence[str]) -> None:
+    """Remove settled events. What the disk does not take (it is full) is a warning: the results must not be lost."""
+    try:
+        spool.close_events(settled)
+    except SpoolError as error:
+        LOG.warning("%d settled events stay in the spool, and resume() sends them again: %s", len(settled), error)
 
 
 def backoff_s(attempt: int) -> float:

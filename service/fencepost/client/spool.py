@@ -32,7 +32,7 @@ class SpoolError(Exception):
 
 
 class SpoolFull(SpoolError):
-    """The spool or its disk has no room for the events of this call. None of them was stored or sent."""
+    """The spool or its disk has no room. Raised by a client: none of the events of this call was stored or sent."""
 
 
 class SpoolInUse(SpoolError):
@@ -99,7 +99,11 @@ class Spool:
         self._write("FULL", _INSERT, [(event.key, event.body, now_ms) for event in events])
 
     def close_events(self, keys: Sequence[str]) -> None:
-        """Remove settled events. A power failure may bring back the last ones: they are then sent again, as replays."""
+        """Remove settled events. A power failure may bring back the last ones: they are then sent again, as replays.
+
+        Raises:
+            SpoolError: the disk does not take it (SpoolFull: it is full); all of them stay.
+        """
         self._write("NORMAL", "DELETE FROM open WHERE key = ?", [(key,) for key in keys])
 
     def _write(self, synchronous: str, statement: str, rows: Sequence[tuple[object, ...]]) -> None:

@@ -29,6 +29,7 @@ from service.fencepost.client import (
     SendError,
     Spool,
     SpoolError,
+    SpoolFull,
     Unsettled,
     Written,
     new_key,
@@ -500,6 +501,32 @@ def test_a_stored_key_that_cannot_be_sent_is_refused_and_resume_goes_on(
     assert fake.written == [1, 3]
     assert clock.pauses == []
     assert kind(fake, spool=tmp_path / "s").send(Event("t", 4)).offset == 2  # and the client sends again
+
+
+@pytest.mark.parametrize("remedied", [True, False])
+def test_a_disk_that_is_full_at_the_end_of_a_call_takes_no_result(
+    kind: Any,
+    clock: FakeTime,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    remedied: bool,
+) -> None:
+    def full(*_: object) -> None:
+        raise SpoolFull("s: no room for more events")
+
+    fake = FakeService()
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "close_events", full)
+        results = kind(fake, spool=tmp_path / "s").send_many(Event("t", 1), Event("t", 2), Event(UNKNOWN_NAME, 3))
+        assert [type(each) for each in results] == [Written, Written, Refused]
+        assert "3 settled events stay in the spool, and resume() sends them again: s: no room" in caplog.text
+        if not remedied:
+            assert [type(each) for each in kind(fake, spool=tmp_path / "s").resume()] == [Written, Written, Refused]
+    again = kind(fake, spool=tmp_path / "s").resume()
+    assert [getattr(each, "replayed", None) for each in again] == [True, True, None]
+    assert fake.written == [1, 2]
+    assert kind(fake, spool=tmp_path / "s").resume() == []
 
 
 async def test_a_cancelled_call_leaves_its_event_in_the_spool(clock: FakeTime, tmp_path: Path) -> None:
