@@ -96,7 +96,7 @@ class _Sender(Generic[H]):
         results: list[Result] = []
         for page in pages(pending):
             results += yield from self._settle(page, stop_at)
-        yield from self._close_events(results)
+        yield from self._close_events(pending, results)
         return results
 
     def _resume_next(self, backlog: "Backlog") -> Flow[Result | None]:
@@ -112,17 +112,23 @@ class _Sender(Generic[H]):
             self._has_resumed = True
             return None
         backlog.after, event = found
+        backlog.event = event
         if not KEY.fullmatch(event.key):  # it cannot be sent, and must not keep the events behind it
             return Refused(event, NO_ANSWER, "invalid-key", KEY_RULE, may_be_written=False)
         (result,) = yield from self._settle([event], time.monotonic() + self._deadline_s, in_doubt=True)
         backlog.is_over = isinstance(result, Unsettled)
         return result
 
-    def _close_events(self, results: Sequence[Result]) -> Flow[None]:
-        """Remove events that are settled from the spool."""
-        settled = [result.idempotency_key for result in results if not isinstance(result, Unsettled)]
+    def _close_events(self, events: Sequence[Pending], results: Sequence[Result]) -> Flow[None]:
+        """Remove the events that are settled from the spool."""
+        settled = [event for event, result in zip(events, results, strict=True) if not isinstance(result, Unsettled)]
         if self._spool is not None and settled:
             yield partial(_remove, self._spool, settled)
+
+    def _close_last(self, backlog: "Backlog", result: Result) -> Flow[None]:
+        """Remove the last event of `resume` from the spool, if it is settled."""
+        if backlog.event is not None:
+            yield from self._close_events([backlog.event], [result])
 
     def _settle(self, page: Sequence[Pending], stop_at: float, *, in_doubt: bool = False) -> Flow[list[Result]]:
         """Send the events of a page until each is settled or the deadline comes; results in the order of the events."""
@@ -156,8 +162,9 @@ class _Sender(Generic[H]):
 
 @dataclass(slots=True)
 class Backlog:
-    """How far `resume` has come: the numbers of its last event, and of the newest one when it began."""
+    """How far `resume` has come: its last event with its number, and the number of the newest one when it began."""
 
+    event: Pending | None = None
     after: int = 0
     until: int = 0
     is_over: bool = False
@@ -177,7 +184,7 @@ def pages(events: Sequence[Pending]) -> Iterator[list[Pending]]:
         yield page
 
 
-def _remove(spool: Spool, settled: Sequence[str]) -> None:
+def _remove(spool: Spool, settled: Sequence[Pending]) -> None:
     """Remove settled events. What the disk does not take (it is full) is a warning: the results must not be lost."""
     try:
         spool.close_events(settled)
@@ -221,7 +228,7 @@ class Client(_Sender[httpx.Client]):
         Raises:
             Refused: the service refuses the event.
             Unsettled: the deadline came first; the event stays in the spool.
-            SpoolError: the spool cannot take the event, which was not sent.
+            SpoolError: the spool cannot take the event, which was not sent (another one is open under its key).
         """
         (result,) = self.send_many([event])
         return written_or_raise(result)
@@ -240,7 +247,7 @@ class Client(_Sender[httpx.Client]):
         backlog = Backlog()
         while result := self._run(self._resume_next(backlog)):
             yield result
-            self._run(self._close_events([result]))
+            self._run(self._close_last(backlog, result))
 
     def _run(self, flow: Flow[T]) -> T:
         reply: Any = None
@@ -302,7 +309,7 @@ class AsyncClient(_Sender[httpx.AsyncClient]):
         backlog = Backlog()
         while result := await self._run(self._resume_next(backlog)):
             yield result
-            await self._run(self._close_events([result]))
+            await self._run(self._close_last(backlog, result))
 
     async def _run(self, flow: Flow[T]) -> T:
         reply: Any = None

@@ -24,6 +24,7 @@ _TABLE: Final = (
     "(n INTEGER PRIMARY KEY, key TEXT UNIQUE NOT NULL, body BLOB NOT NULL, stored_ms INTEGER NOT NULL)"
 )
 _INSERT: Final = "INSERT INTO open (key, body, stored_ms) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+_DELETE: Final = "DELETE FROM open WHERE key = ? AND body = ?"
 _NEXT: Final = "SELECT n, key, body, stored_ms FROM open WHERE n > ? AND n <= ? ORDER BY n LIMIT 1"
 
 
@@ -93,24 +94,38 @@ class Spool:
 
         Raises:
             SpoolFull: they do not fit.
-            SpoolError: the disk does not take them.
+            SpoolError: the disk does not take them, or another event is open under the key of one.
         """
         now_ms = time.time_ns() // 1_000_000
-        self._write("FULL", _INSERT, [(event.key, event.body, now_ms) for event in events])
+        with self._writing("FULL"):
+            for event in events:
+                if self._db.execute(_INSERT, (event.key, event.body, now_ms)).rowcount == 0:
+                    self._check_same(event)
 
-    def close_events(self, keys: Sequence[str]) -> None:
-        """Remove settled events. A power failure may bring back the last ones: they are then sent again, as replays.
+    def _check_same(self, event: Pending) -> None:
+        (body,) = self._db.execute("SELECT body FROM open WHERE key = ?", (event.key,)).fetchone()
+        if body != event.body:
+            remedy = "give each event its own key, or iterate over resume() first, which settles the open one"
+            raise SpoolError(f"{self.path}: idempotency_key {event.key!r}: another event is open under it: {remedy}")
+
+    def close_events(self, events: Sequence[Pending]) -> None:
+        """Remove settled events, but none that is open under the same key with another body.
+
+        A power failure may bring back the last ones: they are then sent again, as replays.
 
         Raises:
             SpoolError: the disk does not take it (SpoolFull: it is full); all of them stay.
         """
-        self._write("NORMAL", "DELETE FROM open WHERE key = ?", [(key,) for key in keys])
+        with self._writing("NORMAL"):
+            self._db.executemany(_DELETE, [(event.key, event.body) for event in events])
 
-    def _write(self, synchronous: str, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+    @contextlib.contextmanager
+    def _writing(self, synchronous: str) -> Iterator[None]:
+        """A transaction."""
         with self._lock, self._errors(), self._db:  # the last one commits, or rolls back
             self._db.execute(f"PRAGMA synchronous={synchronous}")
             self._db.execute("BEGIN")
-            self._db.executemany(statement, rows)
+            yield
 
     def newest(self) -> int:
         """Return the number of the newest open event; 0 if there is none."""

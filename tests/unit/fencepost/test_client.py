@@ -529,6 +529,23 @@ def test_a_disk_that_is_full_at_the_end_of_a_call_takes_no_result(
     assert kind(fake, spool=tmp_path / "s").resume() == []
 
 
+def test_another_event_under_an_open_key_is_not_sent(clock: FakeTime, tmp_path: Path) -> None:
+    first, other = (Event("t", n, idempotency_key="order-1") for n in range(2))
+    fake = FakeService([LOST, LOST])
+    with Client(URL, transport=transport(fake), spool=tmp_path / "s", deadline_s=0.1) as client:
+        with pytest.raises(Unsettled):
+            client.send(first)
+        sent = len(fake.requests)
+        with pytest.raises(SpoolError, match="idempotency_key 'order-1': another event is open under it"):
+            client.send_many([Event("t", 2), other])
+        assert len(fake.requests) == sent
+        fake.fates = iter(())
+        assert [type(each) for each in client.resume()] == [Written]
+        with pytest.raises(KeyReused):
+            client.send(other)
+    assert fake.written == [0]
+
+
 async def test_a_cancelled_call_leaves_its_event_in_the_spool(clock: FakeTime, tmp_path: Path) -> None:
     begun = asyncio.Event()
 
@@ -583,9 +600,9 @@ class CrashingSpool(Spool):
         self.stored |= {event.key for event in events}
         self._steps.passed()
 
-    def close_events(self, keys: Sequence[str]) -> None:
+    def close_events(self, events: Sequence[Pending]) -> None:
         self._steps.passed()
-        super().close_events(keys)
+        super().close_events(events)
         self._steps.passed()
 
 

@@ -35,14 +35,14 @@ def test_open_events_are_read_in_order_with_the_time_at_which_they_were_stored(
     with Spool(tmp_path / "s") as spool:
         spool.add(pending(3, 1, 2))
         clock.now += 1.5
-        spool.add(pending(1, 4, size=20))  # 1 is open already, and stays as it is
+        spool.add([*pending(1), *pending(4, size=20)])  # 1 is open already, and stays as it is
         assert keys(spool) == ["k-3", "k-1", "k-2", "k-4"]
         assert spool.next_after(1, 9) == (2, Pending("k-1", b"1", 1_000_000))
         assert spool.next_after(3, 9) == (4, Pending("k-4", b"4" + b"x" * 20, 1_001_500))
         assert spool.next_after(3, 3) is None
-        spool.close_events(["k-3", "k-4", "none"])
+        spool.close_events([*pending(3, 5), *pending(4, size=20)])
         assert (keys(spool), len(spool), spool.newest()) == (["k-1", "k-2"], 2, 3)
-        spool.close_events(["k-1", "k-2"])
+        spool.close_events(pending(1, 2))
         assert (keys(spool), spool.newest()) == ([], 0)
     assert [file.name for file in tmp_path.iterdir()] == ["s"]
 
@@ -51,7 +51,7 @@ def test_what_is_stored_is_there_after_the_program_and_for_its_user_only(tmp_pat
     with Spool(tmp_path / "s") as spool:
         assert spool.inherited == 0
         spool.add(pending(1, 2))
-        spool.close_events(["k-1"])
+        spool.close_events(pending(1))
     assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
     with Spool(tmp_path / "s") as spool:
         assert (spool.inherited, keys(spool)) == (1, ["k-2"])
@@ -85,12 +85,28 @@ def test_a_full_spool_takes_nothing_of_a_call_and_then_goes_on(tmp_path: Path) -
             spool.add(pending(*range(10, 40), size=5_000))
         assert len(spool) == 10
         for n in range(10, 200):  # the room of settled events is used again
-            spool.close_events([f"k-{n - 10}"])
+            spool.close_events(pending(n - 10, size=5_000))
             spool.add(pending(n, size=5_000))
         assert len(spool) == 10
     assert (tmp_path / "s").stat().st_size <= 128 * 1024
     with pytest.raises(ValueError, match="bytes_max: a spool needs 65536 bytes or more, not 1000"):
         Spool(tmp_path / "s", bytes_max=1_000)
+
+
+def test_another_event_under_an_open_key_is_not_taken_and_does_not_remove_the_open_one(tmp_path: Path) -> None:
+    with Spool(tmp_path / "s") as spool:
+        spool.add(pending(1))
+        spool.close_events([Pending("k-1", b"other")])
+        with pytest.raises(
+            SpoolError, match="s: idempotency_key 'k-1': another event is open under it: give each event"
+        ):
+            spool.add([*pending(2), Pending("k-1", b"other")])
+        assert keys(spool) == ["k-1"]  # nothing of the call
+        row = spool.next_after(0, 9)
+        assert row is not None
+        assert row[1].body == b"1"
+        spool.add(pending(1, 2))
+        assert keys(spool) == ["k-1", "k-2"]
 
 
 HOLD = """
