@@ -91,7 +91,7 @@ class _Sender(Generic[H]):
             )
         pending = [Pending(event.idempotency_key, event.encode()) for event in events]
         if self._spool is not None and pending:
-            yield partial(self._spool.add, pending)
+            pending = yield partial(self._spool.add, pending)
         stop_at = time.monotonic() + self._deadline_s
         results: list[Result] = []
         for page in pages(pending):
@@ -115,7 +115,7 @@ class _Sender(Generic[H]):
         backlog.event = event
         if not KEY.fullmatch(event.key):  # it cannot be sent, and must not keep the events behind it
             return Refused(event, NO_ANSWER, "invalid-key", KEY_RULE, may_be_written=False)
-        (result,) = yield from self._settle([event], time.monotonic() + self._deadline_s, in_doubt=True)
+        (result,) = yield from self._settle([event], time.monotonic() + self._deadline_s)
         backlog.is_over = isinstance(result, Unsettled)
         return result
 
@@ -130,11 +130,11 @@ class _Sender(Generic[H]):
         if backlog.event is not None:
             yield from self._close_events([backlog.event], [result])
 
-    def _settle(self, page: Sequence[Pending], stop_at: float, *, in_doubt: bool = False) -> Flow[list[Result]]:
+    def _settle(self, page: Sequence[Pending], stop_at: float) -> Flow[list[Result]]:
         """Send the events of a page until each is settled or the deadline comes; results in the order of the events."""
         results: dict[int, Result] = {}
         left: dict[int, Problem] = dict.fromkeys(range(len(page)), UNSENT)  # with the last problem of each
-        doubtful = set(left) if in_doubt else set[int]()
+        doubtful = {n for n, event in enumerate(page) if event.stored_ms is not None}  # by an earlier call
         for attempt in itertools.count():
             if (left_s := stop_at - time.monotonic()) <= 0:
                 break
@@ -171,11 +171,12 @@ class Backlog:
 
 
 def pages(events: Sequence[Pending]) -> Iterator[list[Pending]]:
-    """Divide events into pages, each of which is one request."""
+    """Divide events into pages, each of which is one request. A batch has no header for the age of an open event."""
     page: list[Pending] = []
     size = 0
     for event in events:
-        if page and (len(page) == PAGE_EVENTS or size + len(event.body) > PAGE_BYTES):
+        is_alone = bool(page) and (event.stored_ms is not None or page[-1].stored_ms is not None)
+        if page and (is_alone or len(page) == PAGE_EVENTS or size + len(event.body) > PAGE_BYTES):
             yield page
             page, size = [], 0
         page.append(event)

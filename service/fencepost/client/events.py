@@ -68,7 +68,7 @@ class Event:
 class Pending(NamedTuple):
     """An event that is to be sent: its idempotency key, and the body of its `POST /events`.
 
-    `stored_ms`: when the spool has stored it, in ms since the Unix epoch; None unless it comes from the spool.
+    `stored_ms`: when the spool has stored it, in ms since the Unix epoch; None unless an earlier call has.
     """
 
     key: str

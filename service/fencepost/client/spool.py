@@ -89,8 +89,11 @@ class Spool:
             (count,) = self._db.execute("SELECT count(*) FROM open").fetchone()
         return int(count)
 
-    def add(self, events: Sequence[Pending]) -> None:
+    def add(self, events: Sequence[Pending]) -> list[Pending]:
         """Store events, all or none; when it returns, they are on the disk. An event that is open already stays.
+
+        Returns:
+            The events; one that was open already has its `stored_ms`.
 
         Raises:
             SpoolFull: they do not fit.
@@ -98,15 +101,16 @@ class Spool:
         """
         now_ms = time.time_ns() // 1_000_000
         with self._writing("FULL"):
-            for event in events:
-                if self._db.execute(_INSERT, (event.key, event.body, now_ms)).rowcount == 0:
-                    self._check_same(event)
+            return [self._add_one(event, now_ms) for event in events]
 
-    def _check_same(self, event: Pending) -> None:
-        (body,) = self._db.execute("SELECT body FROM open WHERE key = ?", (event.key,)).fetchone()
+    def _add_one(self, event: Pending, now_ms: int) -> Pending:
+        if self._db.execute(_INSERT, (event.key, event.body, now_ms)).rowcount:
+            return event
+        body, stored_ms = self._db.execute("SELECT body, stored_ms FROM open WHERE key = ?", (event.key,)).fetchone()
         if body != event.body:
             remedy = "give each event its own key, or iterate over resume() first, which settles the open one"
             raise SpoolError(f"{self.path}: idempotency_key {event.key!r}: another event is open under it: {remedy}")
+        return event._replace(stored_ms=stored_ms)
 
     def close_events(self, events: Sequence[Pending]) -> None:
         """Remove settled events, but none that is open under the same key with another body.

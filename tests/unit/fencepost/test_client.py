@@ -546,6 +546,36 @@ def test_another_event_under_an_open_key_is_not_sent(clock: FakeTime, tmp_path: 
     assert fake.written == [0]
 
 
+def test_the_same_object_sent_again_tells_its_age(clock: FakeTime, tmp_path: Path) -> None:
+    fake = FakeService([CUT, CUT], clock=clock)
+    order = Event("t", 0, idempotency_key="order-1")
+    with Client(URL, transport=transport(fake), spool=tmp_path / "s", deadline_s=0.1) as client:
+        with pytest.raises(Unsettled):
+            client.send(order)
+        fake.fates = iter(())
+        fake.places.clear()  # forgotten
+        clock.now += RETENTION_S + 3_600
+        first, expired, *last = client.send_many([Event("t", 1), order, Event("t", 2), Event("t", 3)])
+        assert (type(first), type(expired)) == (Written, KeyExpired)
+        assert raised(expired).may_be_written
+        assert [type(each) for each in last] == [Written] * 2
+        assert [type(each) for each in client.resume()] == []  # it was told
+    assert fake.written == [0, 1, 2, 3]
+    assert [request.url.path for request in fake.requests[-3:]] == ["/events", "/events", "/events/batch"]
+
+
+def test_an_open_event_that_is_sent_again_and_refused_may_have_been_written(clock: FakeTime, tmp_path: Path) -> None:
+    fake = FakeService([CUT, CUT], clock=clock)
+    event = Event(UNKNOWN_NAME, 0)
+    with Client(URL, transport=transport(fake), spool=tmp_path / "s", deadline_s=0.1) as client:
+        with pytest.raises(Unsettled):
+            client.send(event)
+        fake.fates = iter(())
+        with pytest.raises(Refused) as caught:
+            client.send(event)
+    assert caught.value.may_be_written
+
+
 async def test_a_cancelled_call_leaves_its_event_in_the_spool(clock: FakeTime, tmp_path: Path) -> None:
     begun = asyncio.Event()
 
@@ -594,11 +624,12 @@ class CrashingSpool(Spool):
         self._steps = steps
         self.stored: set[str] = set()
 
-    def add(self, events: Sequence[Pending]) -> None:
+    def add(self, events: Sequence[Pending]) -> list[Pending]:
         self._steps.passed()
-        super().add(events)
+        added = super().add(events)
         self.stored |= {event.key for event in events}
         self._steps.passed()
+        return added
 
     def close_events(self, events: Sequence[Pending]) -> None:
         self._steps.passed()
