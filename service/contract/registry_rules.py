@@ -9,7 +9,7 @@ from service.contract.faults import Faults, Table
 LATEST: Final = "latest"
 STRATEGIES: Final = ("topic", "record", "topic-record")
 SUBJECT_CHARS_MAX: Final = 500
-_SUBJECT: Final = re.compile(rf"[^\x00-\x1f\x7f]{{1,{SUBJECT_CHARS_MAX}}}")
+_SUBJECT: Final = re.compile(rf"(?!\.\.?\Z)[^\x00-\x1f\x7f]{{1,{SUBJECT_CHARS_MAX}}}")
 _RECORD: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 _VERSION_MOST: Final = 2**31 - 1
 _NAMES: Final = ("strategy", "record", "subject", "version", "message")
@@ -90,7 +90,7 @@ def _schema_faults(table: Table) -> list[str]:
     if "subject" in table and ("strategy" in table or "record" in table):
         wrong.append("subject: write it, or strategy and record")
     if not _matches(_SUBJECT, table.get("subject", "-")):
-        wrong.append(f"subject: write 1 to {SUBJECT_CHARS_MAX} characters without control characters")
+        wrong.append(f"subject: write 1 to {SUBJECT_CHARS_MAX} characters without control characters, not . or ..")
     if ("record" in table) != (strategy in STRATEGIES[1:]) or not _matches(_RECORD, table.get("record", "a")):
         wrong.append('record: the strategies record and topic-record, only, need it: write as in "shop.Order"')
     version = table.get("version", LATEST)

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import structlog
 
+from service.contract.registry_rules import SUBJECT_CHARS_MAX
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
@@ -109,6 +110,7 @@ class RegistryClient:
 
     async def by_version(self, subject: str, version: int | None) -> Registered:
         """Look up a version of a subject; None for the latest."""
+        _check_subject(subject)
         if version is not None:
             key = ("version", subject, str(version))
             return _registered(await self._look_up(key, lambda: self._version(subject, str(version))))
@@ -138,6 +140,7 @@ class RegistryClient:
 
     async def registered(self, subject: str, schema: Schema, *, register: bool) -> Registered:
         """Find the version of a subject that has this schema; `register` it if there is none."""
+        _check_subject(subject)
         key = ("schema", subject, register, digest_of(schema))
         return _registered(await self._look_up(key, lambda: self._registered(subject, schema, register)))
 
@@ -412,6 +415,16 @@ def _version_of(answer: _Answer, subject: str) -> Registered:
 def _registered(found: Any) -> Registered:
     assert isinstance(found, Registered)
     return found
+
+
+def _check_subject(subject: str) -> None:
+    """Check a subject, which a client or a schema's title may have made, before it is in a path or a cache's key.
+
+    Dot segments would be resolved: the request would go to another path. Raises SchemaUnusable.
+    """
+    if not 0 < len(subject) <= SUBJECT_CHARS_MAX or subject in (".", ".."):
+        why = f"{subject[:20]!r} is no subject: use 1 to {SUBJECT_CHARS_MAX} characters, not . or .."
+        raise SchemaUnusable(why)
 
 
 def _quoted(subject: str) -> str:

@@ -46,6 +46,7 @@ def test_schemas_of_rules(registry: str, key: SchemaRule | None, value: SchemaRu
         ('{ value = { strategy = "record", record = "a-b" } }', "value: record: the strategies"),
         ('{ value = { strategy = "record", record = 1 } }', "value: record: the strategies"),
         ('{ value = { subject = "a", strategy = "topic" } }', "value: subject: write it, or strategy and record"),
+        ('{ value = { subject = ".." } }', "value: subject: write 1 to 500"),
         ('{ value = { subject = "" } }', "value: subject: write 1 to 500"),
         ('{ value = { subject = "a\\n" } }', "value: subject: write 1 to 500"),
         ("{ value = { subject = 1 } }", "value: subject: write 1 to 500"),

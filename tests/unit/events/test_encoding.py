@@ -262,6 +262,22 @@ async def test_strategies_by_the_name_of_the_schema(desk: Desk, strategy: str, s
     assert (await problem_of(desk.encoder(), event)).kind.code == "unusable-schema"
 
 
+@pytest.mark.parametrize(
+    "ref",
+    [
+        SchemaRef(subject=".."),
+        SchemaRef(text='{"title": ".."}', type=SchemaType.JSON, strategy="record"),
+        SchemaRef(text=json.dumps({"title": "x" * 501}), type=SchemaType.JSON, strategy="record"),
+    ],
+)
+async def test_subjects_that_would_change_the_path_are_refused(desk: Desk, ref: SchemaRef) -> None:
+    event = an_event(1)
+    event.encoding = Encoding(value=ref)
+    problem = await problem_of(desk.encoder(), event)
+    assert (problem.kind.code, "is no subject: use 1 to 500" in problem.detail) == ("unusable-schema", True)
+    assert desk.registry.requests == []
+
+
 async def test_a_schema_that_a_request_brings_is_registered_if_that_is_allowed(
     registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,24 @@ def test_the_registry_tells_how_long_to_wait() -> None:
         assert refusal.retry_after_s == seconds
 
 
+@pytest.mark.parametrize("subject", [".", "..", "", "x" * 501])
+async def test_subjects_that_would_change_the_path_are_refused_unsent(
+    registry: FakeRegistry, client: RegistryClient, subject: str
+) -> None:
+    schema = Schema(SchemaType.AVRO, "", (Reference("a", subject, 1),))
+    for look_up in (
+        client.by_version(subject, None),
+        client.by_version(subject, 1),
+        client.registered(subject, STRING, register=False),
+        client.registered(subject, STRING, register=True),
+        client.imports(schema),
+    ):
+        with pytest.raises(SchemaUnusable, match="is no subject: use 1 to 500 characters"):
+            await look_up
+    assert registry.requests == []
+    assert (await client.registered("x" * 500, STRING, register=True)).version == 1  # nothing is paused
+
+
 class Held:
     """Stands for the event of a caller."""
 
