@@ -94,14 +94,15 @@ class EventChecks:
     ) -> WriteResult | None:
         """Check an event as `check_now` does, looking up its topic, its schemas or an old key where that is needed.
 
-        Returns the result of an event that is written already and that a registry's schema refuses now, else None: the
-        event is to be submitted. Other arguments are those of `check_content`. Raises Problem.
+        Returns the result of an event that is written already and that is refused now, where a registry's schema
+        encodes it: another version made another record of it. Else None: the event is to be submitted. Other arguments
+        are those of `check_content`. Raises Problem.
         """
         encodes = self._encoder is not None and self._encoder.concerns(event)
         try:
             await self.check_content(event, arrived, begun)
         except Problem as problem:
-            if encodes and problem.kind in REFUSED_BY_SCHEMA:
+            if encodes and problem.kind.status < 500:
                 return await self._written_before(event, self._deadline(arrived, begun), problem)
             raise
         await self._check_age(event, arrived, begun, age)
@@ -256,7 +257,7 @@ class EventChecks:
     # ------------------------------------------------------------------------------------- schemas of a registry
 
     async def _written_before(self, event: Event, deadline: float, problem: Problem) -> WriteResult:
-        """Find the result of an event that its schema refuses, as an older version may have taken it.
+        """Find the result of an event that is refused now, though a record by an older version was taken.
 
         Raises the problem if the event was not written, and Problem (409, 503) if that is not known now.
         """
@@ -272,7 +273,7 @@ class EventChecks:
 
         `whole` is the batch's (id, fingerprint). Raises Problem.
         """
-        if self._encoder is None or problem.kind not in REFUSED_BY_SCHEMA:
+        if self._encoder is None or problem.kind.status >= 500:
             raise problem
         deadline = time.monotonic() + self._timeout_s
         found = await self._find(*whole, deadline)

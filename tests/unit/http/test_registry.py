@@ -19,6 +19,7 @@ from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.produce import ProduceEndpoint
 from service.http.sources import SourcesEndpoint
+from service.kafka.admin import Topic
 from service.registry import client
 from service.registry.schema import Schema, SchemaType
 from tests.contract.fake_registry import FakeRegistry
@@ -213,6 +214,23 @@ async def test_a_retry_that_the_newest_version_refuses_has_the_answer_of_its_eve
     assert [(each["status"], each.get("replayed")) for each in results] == [(422, None), (201, True), (201, False)]
     for key, value in (("none", {"total": 1}), ("k", {"total": 9})):
         assert problem(await proxy.event(value, key=key))[:2] == (422, "schema-mismatch")
+
+
+async def test_a_retry_whose_newest_record_is_too_large_has_the_answer_of_its_event(proxy: Proxy) -> None:
+    """The default of a field that a newer version adds makes each record larger than its topic takes."""
+    proxy.world.cluster.topics["orders"] = Topic("orders", 3, {"max.message.bytes": "2000"})
+    first = await proxy.event({"total": 1})
+    batch = {"atomic": True, "events": [{"topic": "orders", "value": {"total": n}} for n in (2, 3)]}
+    whole = await proxy.post("/events/batch", batch, idempotency_key="whole")
+    assert [first.status_code, whole.status_code] == [201, 201]
+    padded = {"name": "more", "type": "string", "default": "x" * 3000}
+    await proxy.put("orders-value", {**ORDER, "fields": [*ORDER["fields"], padded]})
+    again = await proxy.event({"total": 1})
+    assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (201, first.content, "true")
+    again = await proxy.post("/events/batch", batch, idempotency_key="whole")
+    assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (201, whole.content, "true")
+    for key, value in (("none", {"total": 1}), ("k", {"total": 9})):
+        assert problem(await proxy.event(value, key=key))[:2] == (413, "too-large")
 
 
 async def test_refusals_use_up_no_key(proxy: Proxy) -> None:
