@@ -87,7 +87,11 @@ class EventChecks:
         """Check an event against its topic and schema. Raises Problem; False where only `check` can decide."""
         if self._encoder is not None and self._encoder.concerns(event):
             return False
-        return self._topic_takes(event) and self._schemas.check_now(event) and not self._has_old_key(event, age)
+        return (
+            self._topic_takes(event)
+            and self._schemas.check_now(event)
+            and not self._has_old_key(event, age, self._old_key_margin_ms)
+        )
 
     async def check(
         self, event: Event, arrived: float, begun: float | None = None, age: KeyAge = UNTOLD
@@ -95,8 +99,8 @@ class EventChecks:
         """Check an event as `check_now` does, looking up its topic, its schemas or an old key where that is needed.
 
         Returns the result of an event that is written already and that is refused now, where a registry's schema
-        encodes it: another version made another record of it. Else None: the event is to be submitted. Other arguments
-        are those of `check_content`. Raises Problem.
+        encodes it: another version made another record of it; and of one whose key is old and forgotten soon. Else
+        None: the event is to be submitted. Other arguments are those of `check_content`. Raises Problem.
         """
         encodes = self._encoder is not None and self._encoder.concerns(event)
         try:
@@ -105,8 +109,7 @@ class EventChecks:
             if encodes and problem.kind.status < 500:
                 return await self._written_before(event, self._deadline(arrived, begun), problem)
             raise
-        await self._check_age(event, arrived, begun, age)
-        return None
+        return await self._check_age(event, arrived, begun, age)
 
     async def check_content(self, event: Event, arrived: float, begun: float | None = None) -> None:
         """Check an event against its topic and schema, whatever its key, and encode it. Raises Problem.
@@ -130,9 +133,13 @@ class EventChecks:
         `ttl_s` is the retention of the key, in seconds; `sent_ms` is that of KeyAge. An old key is taken if each of the
         topics takes such keys.
         """
-        is_old = self._is_old(key, ttl_s) and not all(self._rule(topic).takes_old_keys for topic in topics)
-        if is_old or (sent_ms is not None and self._was_before(sent_ms, ttl_s)):
-            await self._check_old_key(id, ttl_s, deadline)
+        made_ms = None if all(self._rule(topic).takes_old_keys for topic in topics) else made_at_ms(key)
+        told_ms = min((ms for ms in (made_ms, sent_ms) if ms is not None), default=None)
+        if told_ms is None or not self._was_before(told_ms, ttl_s, self._old_key_margin_ms):
+            return
+        found = await self._looked_up(id, deadline)
+        if (found.state is not None or self._was_before(told_ms, ttl_s)) and self._ends_soon(found.state, ttl_s):
+            raise _expired(ttl_s)
 
     def is_old(self, key: str, topic: str, ttl_s: int | None = None) -> bool:
         """Whether a key tells that it was made before its retention, and the topic takes no such keys.
@@ -180,7 +187,7 @@ class EventChecks:
             quarantine = self._rule(event.topic).quarantine
         if not quarantine:
             raise problem
-        await self._check_age(event, arrived, begun, age)
+        await self._check_age_of_letter(event, arrived, begun, age)
         ttl_s = self._rule(event.topic).key_ttl_s if age.ttl_s is None else age.ttl_s
         letter = dead_letters.of_event(event, problem, quarantine, caller, ttl_s)
         await self._check_quarantine(letter, arrived, begun)
@@ -191,7 +198,7 @@ class EventChecks:
 
         Raises Problem (412, 503).
         """
-        await self._check_age(letter, arrived, None, KeyAge(sent_ms=sent_ms, ttl_s=letter.ttl_s))
+        await self._check_age_of_letter(letter, arrived, None, KeyAge(sent_ms=sent_ms, ttl_s=letter.ttl_s))
         await self._check_quarantine(letter, arrived, None)
 
     async def _check_quarantine(self, letter: DeadLetter, arrived: float, begun: float | None) -> None:
@@ -296,30 +303,48 @@ class EventChecks:
 
     # ---------------------------------------------------------------------------------------------------- old keys
 
-    async def _check_age(self, event: Event, arrived: float, begun: float | None, age: KeyAge) -> None:
-        """Look up an event's key if it is old. Raises Problem (412, 503)."""
-        if self._has_old_key(event, age):
-            retention_s = self._retention_s(event.topic, age.ttl_s)
-            await self._check_old_key(event.id, retention_s, self._deadline(arrived, begun))
+    async def _check_age(self, event: Event, arrived: float, begun: float | None, age: KeyAge) -> WriteResult | None:
+        """Look up an event's key if it is old, or may be before it is claimed. Raises Problem (412, 503).
 
-    def _has_old_key(self, event: Event, age: KeyAge) -> bool:
-        """Whether the event's key was made before its retention, as it or the request tells.
-
-        A topic that takes old keys takes them, but no request that was sent before the retention.
+        Returns the result of an event that is written and whose key is forgotten soon: its claim may find nothing.
         """
-        if age is UNTOLD:  # the usual case
-            return self.is_old(event.key, event.topic)
-        if age.sent_ms is not None and self._was_before(age.sent_ms, self._retention_s(event.topic, age.ttl_s)):
+        if not self._has_old_key(event, age, self._old_key_margin_ms):
+            return None
+        retention_s = self._retention_s(event.topic, age.ttl_s)
+        found = await self._looked_up(event.id, self._deadline(arrived, begun))
+        if found.state is None and not self._has_old_key(event, age):
+            return None  # nothing that was written under it is forgotten yet
+        if not self._ends_soon(found.state, retention_s):
+            return None
+        if isinstance(found.state, Delivered) and found.state.fp == event.fp:
+            return result_of((event.id, found.state), replayed=True)
+        raise _expired(retention_s)
+
+    async def _check_age_of_letter(self, event: Event, arrived: float, begun: float | None, age: KeyAge) -> None:
+        """Check the age of a key as `_check_age` does, and refuse one that is forgotten soon. Raises Problem."""
+        if await self._check_age(event, arrived, begun, age) is not None:
+            raise _expired(self._retention_s(event.topic, age.ttl_s))
+
+    def _has_old_key(self, event: Event, age: KeyAge, margin_ms: int = 0) -> bool:
+        """Whether the event's key was made before its retention, or will have been in `margin_ms`.
+
+        The key or the request tells it. A topic that takes old keys takes them, but no request that was sent before the
+        retention.
+        """
+        ttl_s = self._retention_s(event.topic, age.ttl_s)
+        if age.sent_ms is not None and self._was_before(age.sent_ms, ttl_s, margin_ms):
             return True
-        return event.key != age.fresh_key and self.is_old(event.key, event.topic, age.ttl_s)
+        if event.key == age.fresh_key or not self._is_old(event.key, ttl_s, margin_ms):
+            return False
+        return not self._rule(event.topic).takes_old_keys
 
-    def _is_old(self, key: str, ttl_s: int) -> bool:
+    def _is_old(self, key: str, ttl_s: int, margin_ms: int = 0) -> bool:
         made_ms = made_at_ms(key)
-        return made_ms is not None and self._was_before(made_ms, ttl_s)
+        return made_ms is not None and self._was_before(made_ms, ttl_s, margin_ms)
 
-    def _was_before(self, at_ms: int, ttl_s: int) -> bool:
-        """Whether a time is so long ago that a key from then is forgotten."""
-        return at_ms + 1000 * ttl_s <= self.now_ms()
+    def _was_before(self, at_ms: int, ttl_s: int, margin_ms: int = 0) -> bool:
+        """Whether a time is so long ago that a key from then is forgotten, or will be in `margin_ms`."""
+        return at_ms + 1000 * ttl_s <= self.now_ms() + margin_ms
 
     def _retention_s(self, topic: str, ttl_s: int | None) -> int:
         """Return the retention of a key, in seconds; `ttl_s` is that of KeyAge."""
@@ -339,19 +364,9 @@ class EventChecks:
             case Delivered(at=at, ttl_s=own_s) | DeliveredBatch(at=at, ttl_s=own_s):
                 return at + 1000 * (own_s or self._key_ttl_s)
 
-    async def _check_old_key(self, id: bytes, ttl_s: int, deadline: float) -> None:
-        """Refuse an old key that is forgotten: its event may have been written. Raises Problem (412, 503).
-
-        `id` is that of the event, or of the whole atomic batch; it is looked up until `deadline` (time.monotonic). A
-        key that may be forgotten before it is claimed is refused too: its claim would find nothing.
-        """
-        found = await self._looked_up(id, deadline)
-        if self._expiry_ms(found.state, ttl_s) <= self.now_ms() + self._old_key_margin_ms:
-            raise Problem(
-                KEY_EXPIRED,
-                f"Idempotency-Key: it tells that it is older than the {ttl_s} s for which it would be remembered, so "
-                "its event may have been written: to write it anyway, use a new key",
-            )
+    def _ends_soon(self, state: KeyState, ttl_s: int) -> bool:
+        """Whether a state may be forgotten before its key is claimed; `ttl_s` is that of a claim."""
+        return self._expiry_ms(state, ttl_s) <= self.now_ms() + self._old_key_margin_ms
 
     async def _looked_up(self, id: bytes, deadline: float) -> Found:
         """Read the state of a key until `deadline` (time.monotonic). Raises Problem (503)."""
@@ -368,3 +383,12 @@ def _check_time(what: str, deadline: float) -> None:
     """Raise Problem (503) if the time for look-ups is over: earlier events of the chunk have used it up."""
     if time.monotonic() >= deadline:
         raise Problem(NOT_WRITTEN, f"{what} was not looked up, because earlier look-ups took too long: send it again")
+
+
+def _expired(ttl_s: int) -> Problem:
+    """Make the problem of an old key whose event may have been written."""
+    return Problem(
+        KEY_EXPIRED,
+        f"Idempotency-Key: it tells that it is older than the {ttl_s} s for which it would be remembered, or will be "
+        "soon, so its event may have been written: to write it anyway, use a new key",
+    )

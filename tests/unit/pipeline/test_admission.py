@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from structlog.testing import capture_logs
 
-from service.claims.states import Claimed, Delivered, RequestEvent
+from service.claims.states import Claimed, Delivered, DeliveredBatch, RequestEvent
 from service.contract.wire import event_id, member_id
 from service.core.problems import (
     FORBIDDEN_TOPIC,
@@ -21,6 +21,7 @@ from service.core.problems import (
 from service.events.event import event_of
 from service.kafka.admin import Topic
 from service.pipeline import admission as module
+from service.pipeline.checks import UNTOLD, KeyAge
 from service.pipeline.request import Committed
 from tests.unit.fakes import NOW_MS, World, count_of, ended, kind_of, make_event, until
 
@@ -257,7 +258,7 @@ DAY_MS = 86_400_000
 @pytest.mark.parametrize(
     ("topic", "age_ms", "refused"),
     [
-        ("orders", DAY_MS - 1, False),
+        ("orders", DAY_MS - 30_001, False),
         ("orders", DAY_MS, True),
         ("kept", 2 * DAY_MS, False),
         ("kept", 3 * DAY_MS, True),
@@ -294,11 +295,39 @@ async def test_an_old_key_that_is_remembered_beyond_the_request_goes_on(
     world.keys.server.keys[event.id] = state
     await world.topic_metadata.get("orders", time.monotonic())
     assert not world.checks.check_now(event)
-    if taken:
-        await world.checks.check(event, time.monotonic())
+    if taken or delivered:
+        written = await world.checks.check(event, time.monotonic())
+        assert (written is None) is taken
     else:
         with pytest.raises(Problem, match="key-expired"):
             await world.checks.check(event, time.monotonic())
+
+
+@pytest.mark.parametrize("told", ["by the key", "by the request"])
+async def test_a_key_that_grows_old_while_its_event_waits_is_looked_up(told: str) -> None:
+    """Else its claim finds nothing, after the key has expired, and the event is written again."""
+    world, made_ms = world_of_now(), NOW_MS - DAY_MS + 30_000
+    age = KeyAge(sent_ms=made_ms) if told == "by the request" else UNTOLD
+    event = make_event("k" if told == "by the request" else old_key(NOW_MS - made_ms))
+    await world.topic_metadata.get("orders", time.monotonic())
+    assert not world.checks.check_now(event, age)
+    assert await world.checks.check(event, time.monotonic(), age=age) is None, "nothing is written under it"
+    world.keys.server.keys[event.id] = Delivered(made_ms, event.fp, "orders", 0, 7, made_ms)
+    written = await world.checks.check(event, time.monotonic(), age=age)
+    assert isinstance(written, Committed)
+    assert (written.replayed, written.deliveries[0][1].offset) == (True, 7)
+    world.keys.server.keys[event.id] = Delivered(made_ms, b"another.", "orders", 0, 7, made_ms)
+    with pytest.raises(Problem, match="key-expired"):
+        await world.checks.check(event, time.monotonic(), age=age)
+
+
+async def test_an_atomic_batch_whose_key_grows_old_while_it_waits_is_looked_up() -> None:
+    world, made_ms = world_of_now(), NOW_MS - DAY_MS + 30_000
+    id, deadline = event_id("k"), time.monotonic() + 5
+    await world.checks.check_batch_key("k", id, ["orders"], DAY_MS // 1000, deadline, made_ms)
+    world.keys.server.keys[id] = DeliveredBatch(made_ms, b"f" * 8, 2)
+    with pytest.raises(Problem, match="key-expired"):
+        await world.checks.check_batch_key("k", id, ["orders"], DAY_MS // 1000, deadline, made_ms)
 
 
 @pytest.mark.parametrize(("age_ms", "refused"), [(2 * DAY_MS, False), (3 * DAY_MS, True)])
