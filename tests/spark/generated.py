@@ -110,11 +110,16 @@ class Trial:
 
 @contextmanager
 def _diverging(where: Mapping[TopicPartition, int]) -> Iterator[None]:
-    """Patch `KafkaAdmin.diverged`: these logs diverge from these offsets on, besides the broker's own answer."""
-    whole = KafkaAdmin.diverged
+    """Patch `KafkaAdmin.diverged`: these logs diverge from these offsets on, besides the broker's own answer.
+
+    Only for its first call, which is that of the run's plan: later the run asks whether its own reads diverged.
+    """
+    whole, before_the_run = KafkaAdmin.diverged, dict(where)
 
     def diverged(self: KafkaAdmin, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]:
-        return {**whole(self, positions), **where}
+        found = {**whole(self, positions), **before_the_run}
+        before_the_run.clear()
+        return found
 
     setattr(KafkaAdmin, "diverged", diverged)  # noqa: B010
     try:
