@@ -6,7 +6,6 @@ https://docs.confluent.io/platform/current/schema-registry/fundamentals/serdes-d
 """
 
 import asyncio
-import gc
 import json
 import math
 import struct
@@ -27,7 +26,7 @@ from service.events.event import Event, too_large
 from service.events.protobuf import ProtobufSchema
 from service.events.schema_refs import KEY, VALUE, Encoded, Encoding, SchemaRef, UsedSchema
 from service.events.schemas import JsonValidator, parse_schema, parse_value, path_of
-from service.events.strict_json import in_thread
+from service.events.strict_json import in_thread, without_collections
 from service.registry.bounded import Bounded
 from service.registry.client import RegistryClient
 from service.registry.schema import (
@@ -50,7 +49,7 @@ AT_ONCE_BYTES: Final = 2 * 1024
 READY_MAX: Final = 500
 READY_BYTES_MAX: Final = 2 * 1024 * 1024
 READY_ENTRY_BYTES: Final = 500
-# Characters that are kept, and told, of why a schema cannot be made ready: fastavro's messages quote the schema.
+# Characters of the reason why a schema cannot be made ready, kept and answered: fastavro's messages quote the schema.
 WHY_CHARS: Final = 300
 RETRY_MOST_S: Final = 60
 
@@ -312,14 +311,9 @@ def _encoded(event: Event, parts: _Parts, json_key: bool) -> tuple[bytes | None,
 
 
 def _encoded_long(event: Event, parts: _Parts, json_key: bool) -> tuple[bytes | None, bytes | None]:
-    """Encode the parts of an event of any length, with garbage collection off: it would traverse all of the value."""
-    pausing = gc.isenabled()
-    gc.disable()
-    try:
+    """Encode the parts of an event of any length."""
+    with without_collections():
         return _encoded(event, parts, json_key)
-    finally:
-        if pausing:
-            gc.enable()
 
 
 def _as_json(key: bytes) -> bytes:

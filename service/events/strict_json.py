@@ -7,8 +7,9 @@ service.native without the GIL, so that it does not delay other requests.
 import asyncio
 import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
@@ -94,21 +95,28 @@ def _problem_of(body: bytes, fault: int, offset: int, name: bytes) -> Problem:
     return not_json(f"is not JSON (byte {offset})")
 
 
-def _parse(body: bytes) -> None:
-    """Check a body by jiter, which refuses integers of more than 4,300 digits. Raises Problem (400)."""
-    pausing = len(body) > COLLECTED_BYTES and gc.isenabled()
-    if pausing:
-        gc.disable()
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Turn garbage collection off: each one would traverse all of a long value that is being made."""
+    pausing = gc.isenabled()
+    gc.disable()
     try:
-        # Fractions stay text: converting one like 1e-320 is slow.
-        jiter.from_json(
-            body, allow_inf_nan=False, cache_mode="none", catch_duplicate_keys=True, float_mode="lossless-float"
-        )
-    except ValueError as error:
-        raise _explained(body, str(error)) from None
+        yield
     finally:
         if pausing:
             gc.enable()
+
+
+def _parse(body: bytes) -> None:
+    """Check a body by jiter, which refuses integers of more than 4,300 digits. Raises Problem (400)."""
+    try:
+        with without_collections() if len(body) > COLLECTED_BYTES else nullcontext():
+            # Fractions stay text: converting one like 1e-320 is slow.
+            jiter.from_json(
+                body, allow_inf_nan=False, cache_mode="none", catch_duplicate_keys=True, float_mode="lossless-float"
+            )
+    except ValueError as error:
+        raise _explained(body, str(error)) from None
     if _is_deep(body):
         raise not_json(TOO_DEEP)
 

@@ -146,7 +146,10 @@ class EventChecks:
 
         `ttl_s` is that of KeyAge.
         """
-        return self._is_old(key, self._retention_s(topic, ttl_s)) and not self._rule(topic).takes_old_keys
+        made_ms = made_at_ms(key)
+        if made_ms is None or not self._was_before(made_ms, self._retention_s(topic, ttl_s)):
+            return False
+        return not self._rule(topic).takes_old_keys
 
     def plain_bytes_max(self, topic: str) -> int:
         """Return the size (bytes) up to which `check_now` passes each plain event of a topic, in this turn of the loop.
@@ -331,16 +334,15 @@ class EventChecks:
         The key or the request tells it. A topic that takes old keys takes them, but no request that was sent before the
         retention.
         """
+        made_ms = None if event.key == age.fresh_key else made_at_ms(event.key)
+        if made_ms is None and age.sent_ms is None:  # the usual case
+            return False
         ttl_s = self._retention_s(event.topic, age.ttl_s)
         if age.sent_ms is not None and self._was_before(age.sent_ms, ttl_s, margin_ms):
             return True
-        if event.key == age.fresh_key or not self._is_old(event.key, ttl_s, margin_ms):
+        if made_ms is None or not self._was_before(made_ms, ttl_s, margin_ms):
             return False
         return not self._rule(event.topic).takes_old_keys
-
-    def _is_old(self, key: str, ttl_s: int, margin_ms: int = 0) -> bool:
-        made_ms = made_at_ms(key)
-        return made_ms is not None and self._was_before(made_ms, ttl_s, margin_ms)
 
     def _was_before(self, at_ms: int, ttl_s: int, margin_ms: int = 0) -> bool:
         """Whether a time is so long ago that a key from then is forgotten, or will be in `margin_ms`."""

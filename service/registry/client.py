@@ -258,15 +258,10 @@ class RegistryClient:
         """Do the work of a key; note a refusal, so that it is not asked for again at once."""
         try:
             return await work
-        except SchemaAbsent as refusal:
-            self._refused.put(key, (time.monotonic() + ABSENT_S, _anew(refusal)), 1)
-            raise
-        except SchemaUnusable as refusal:
-            self._refused.put(key, (time.monotonic() + REFUSED_S, _anew(refusal)), 1)
-            raise
-        except RegistryAway as refusal:
-            if not refusal.everywhere:
-                self._refused.put(key, (time.monotonic() + REFUSED_S, _anew(refusal)), 1)
+        except (SchemaAbsent, SchemaUnusable, RegistryAway) as refusal:
+            if not isinstance(refusal, RegistryAway) or not refusal.everywhere:  # else the breaker pauses all requests
+                hold_s = ABSENT_S if isinstance(refusal, SchemaAbsent) else REFUSED_S
+                self._refused.put(key, (time.monotonic() + hold_s, _anew(refusal)), 1)
             raise
 
     async def _request(self, method: str, path: str, body: object = None) -> _Answer:

@@ -115,7 +115,7 @@ def request_of(events: Sequence[Pending]) -> dict[str, Any]:
     (event,) = events
     quoted = event.key.replace("\\", "\\\\").replace('"', '\\"')
     headers = {"Content-Type": "application/json", "Idempotency-Key": f'"{quoted}"'}
-    if event.stored_ms is not None:  # the service tells by it that a key of any form may be forgotten
+    if event.stored_ms is not None:  # by this time the service finds that a key of any form may be forgotten
         headers["Repeatability-First-Sent"] = formatdate(event.stored_ms / 1000, usegmt=True)
     return {"method": "POST", "url": "/events", "headers": headers, "content": event.body}
 
@@ -129,39 +129,39 @@ def verdicts(events: Sequence[Pending], answer: Answer) -> list[Written | Proble
         return found + [missing] * (len(events) - len(found))
     if answer.failure is not None:
         return [answer.failure] * len(events)
-    told = _parsed(answer.body)
+    content = _parsed(answer.body)
     if len(events) == 1:
         replayed = answer.headers.get("idempotent-replayed") == "true"
-        return [_verdict(events[0], answer.status, told, replayed)]
-    return [replace(_problem(answer.status, told), of_batch=True)] * len(events)
+        return [_verdict(events[0], answer.status, content, replayed)]
+    return [replace(_problem(answer.status, content), of_batch=True)] * len(events)
 
 
-def _of_line(event: Pending, told: Any) -> Written | Problem:
+def _of_line(event: Pending, content: Any) -> Written | Problem:
     """Read the result of one event of a batch."""
-    if not isinstance(told, dict) or not isinstance(told.get("status"), int):
-        return Problem(NO_ANSWER, "no-answer", f"no result of an event: {told}"[:_DETAIL_CHARS_MAX])
-    return _verdict(event, told["status"], told.get("problem", told), told.get("replayed") is True)
+    if not isinstance(content, dict) or not isinstance(content.get("status"), int):
+        return Problem(NO_ANSWER, "no-answer", f"no result of an event: {content}"[:_DETAIL_CHARS_MAX])
+    return _verdict(event, content["status"], content.get("problem", content), content.get("replayed") is True)
 
 
-def _verdict(event: Pending, status: int, told: Any, replayed: bool) -> Written | Problem:
+def _verdict(event: Pending, status: int, content: Any, replayed: bool) -> Written | Problem:
     """Read where an event was written, or why it was not."""
     if status != CREATED:
-        return _problem(status, told)
+        return _problem(status, content)
     try:
-        place = told["topic"], told["partition"], told["offset"], told["timestamp"]
-        return Written(event.key, told["id"], *place, replayed)
+        coordinates = content["topic"], content["partition"], content["offset"], content["timestamp"]
+        return Written(event.key, content["id"], *coordinates, replayed)
     except (KeyError, TypeError):
-        return _problem(status, told)
+        return _problem(status, content)
 
 
-def _problem(status: int, told: Any) -> Problem:
+def _problem(status: int, content: Any) -> Problem:
     """Read a problem; one without a code if the answer is not the service's, but that of a proxy."""
     try:
-        if told["type"] == f"/problems/{told['code']}":
-            return Problem(status, told["code"], told["detail"])
+        if content["type"] == f"/problems/{content['code']}":
+            return Problem(status, content["code"], content["detail"])
     except (KeyError, TypeError):
         pass
-    return Problem(status, "", f"not an answer of Fencepost: {told}"[:_DETAIL_CHARS_MAX])
+    return Problem(status, "", f"not an answer of Fencepost: {content}"[:_DETAIL_CHARS_MAX])
 
 
 def _parsed(text: bytes | bytearray) -> Any:

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +44,7 @@ Step = Exchange | float | Callable[[], Any]
 Flow = Generator[Step, Any, T]
 
 
-class _Sender(Generic[H]):
+class _Sender(ABC, Generic[H]):
     """Decides what is sent and when, for both clients."""
 
     def __init__(
@@ -79,8 +80,9 @@ class _Sender(Generic[H]):
         self._deadline_s = deadline_s
         self._has_resumed = self._spool is None or self._spool.inherited == 0
 
+    @abstractmethod
     def _make_http(self, **arguments: Any) -> H:
-        raise NotImplementedError
+        """Make httpx's client."""
 
     def _send(self, events: Sequence[Event]) -> Flow[list[Result]]:
         """Store events in the spool, send them page by page, and remove from the spool what is settled."""
