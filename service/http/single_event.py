@@ -80,7 +80,7 @@ class SingleEventWriter:
 
     def _submit_letter(self, post: PostRequest, letter: DeadLetter, preference: Preference) -> None:
         """Submit a dead letter. Its client waits for its answer, also with `respond-async`: the refusal is known."""
-        result = self._admission.submit(letter, post.arrived, preference.wait_s, ttl_s=letter.ttl_s, is_refused=True)
+        result = self._admission.submit(letter, post.arrived, preference.wait_s, ttl_s=letter.ttl_s)
         result.add_done_callback(partial(self._answer, post, letter.key, preference))
 
     def _submit(self, post: PostRequest, event: Event, sender: Sender, preference: Preference) -> None:

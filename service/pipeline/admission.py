@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
 
@@ -37,6 +37,15 @@ log = structlog.get_logger(__name__)
 DRAIN_MARGIN_S: Final = 1.0
 # A request that waits for another's write is answered (201 or 409) so long before its deadline.
 ANSWERED_BEFORE_DEADLINE_S: Final = 0.5
+
+
+class _EventQueue(NamedTuple):
+    """What the events of one request have in common: `ttl_s` is as in WriteRequest, `is_refused`: for dead letters."""
+
+    quarantined_topic: str | None  # None: its topic is not in quarantine
+    guarantee: Guarantee
+    ttl_s: int
+    is_refused: bool
 
 
 class Admission:
@@ -85,15 +94,12 @@ class Admission:
         wait_s: float = 0.0,
         on_claim: asyncio.Future[None] | None = None,
         ttl_s: int | None = None,
-        *,
-        is_refused: bool = False,
     ) -> asyncio.Future[WriteResult]:
         """Write a checked event; the future gets its result within the request timeout.
 
         `arrived` is time.monotonic. If another request writes the same key, this one waits up to `wait_s` for it.
         `on_claim` is set when the claim stands. `ttl_s` is the retention of its key as WriteRequest has it; None for
-        that of the topic. `is_refused`: the event is a dead letter. Raises Problem (503) where the request is not
-        admitted.
+        that of the topic. Raises Problem (503) where the request is not admitted.
         """
         rule = self._rule(event.topic)
         deadline = arrived + self._timeout_s
@@ -102,9 +108,7 @@ class Admission:
         if ttl_s is None:
             ttl_s = rule.key_ttl_s
         self._admit(
-            WriteRequest.for_event(
-                event, arrived, deadline, rule.guarantee, ttl_s, future, wait_deadline, on_claim, is_refused
-            )
+            WriteRequest.for_event(event, arrived, deadline, rule.guarantee, ttl_s, future, wait_deadline, on_claim)
         )
         return future
 
@@ -228,50 +232,28 @@ class Admission:
         return failed
 
     def _split_by_queue(self, request: WriteRequest) -> list[WriteRequest]:
-        """Split a chunk by guarantee, retention and quarantined topic, the parts without a quarantined topic first.
-
-        Dead letters have parts of their own.
-        """
-        topics = request.topics
-        if not self._quarantine_topics.isdisjoint(topics):
-            return self._split_by_event(request)
-        queues = {topic: (self._queue.is_quarantined((topic,)), *self._rules_of(topic)) for topic in topics}
-        if len(topics) == 1 or len(set(queues.values())) == 1:
+        """Split a chunk by the queues of its events, the parts without a quarantined topic first."""
+        queues = {topic: self._queue_of(topic) for topic in request.topics}
+        if len(set(queues.values())) == 1 and self._quarantine_topics.isdisjoint(queues):
             return [request]
-        indexes: dict[tuple[bool, Guarantee, int, str], list[int]] = {}
+        indexes: dict[_EventQueue, list[int]] = {}
         for index, event in enumerate(request.events):
             queue = queues[event.topic]
-            indexes.setdefault((*queue, event.topic if queue[0] else ""), []).append(index)
-        parts = [
-            request.part(indexes[queue], guarantee=queue[1], ttl_s=queue[2])
-            for queue in sorted(indexes, key=lambda queue: queue[0])
-        ]
-        request.move(RequestEvent.SPLIT)
-        return parts
-
-    def _split_by_event(self, request: WriteRequest) -> list[WriteRequest]:
-        """Split a chunk that may have dead letters, whose retention is not that of their topic."""
-        indexes: dict[tuple[bool, str, Guarantee, int, bool], list[int]] = {}
-        for index, event in enumerate(request.events):
-            is_quarantined = self._queue.is_quarantined((event.topic,))
-            guarantee, ttl_s = self._rules_of(event.topic)
-            is_refused = isinstance(event, DeadLetter)
-            if isinstance(event, DeadLetter):
-                ttl_s = event.ttl_s
-            queue = (is_quarantined, event.topic if is_quarantined else "", guarantee, ttl_s, is_refused)
+            if isinstance(event, DeadLetter):  # its retention is that of the event for which it stands
+                queue = queue._replace(ttl_s=event.ttl_s, is_refused=True)
             indexes.setdefault(queue, []).append(index)
         parts = [
-            request.part(indexes[queue], guarantee=queue[2], ttl_s=queue[3], is_refused=queue[4])
-            for queue in sorted(indexes, key=lambda queue: queue[0])
+            request.part(indexes[queue], guarantee=queue.guarantee, ttl_s=queue.ttl_s)
+            for queue in sorted(indexes, key=lambda queue: queue.quarantined_topic is not None)
         ]
         if len(parts) > 1:
             request.move(RequestEvent.SPLIT)
         return parts
 
-    def _rules_of(self, topic: str) -> tuple[Guarantee, int]:
-        """Find the guarantee of a topic's events, and the retention of their keys by a rule, in seconds, or 0."""
+    def _queue_of(self, topic: str) -> "_EventQueue":
         rule = self._rule(topic)
-        return rule.guarantee, rule.key_ttl_s
+        quarantined_topic = topic if self._queue.is_quarantined((topic,)) else None
+        return _EventQueue(quarantined_topic, rule.guarantee, rule.key_ttl_s, is_refused=False)
 
     def _halves(self, request: WriteRequest) -> list[WriteRequest]:
         """Split a chunk that failed by its queues, or if all its events have one queue, in halves."""

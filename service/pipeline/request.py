@@ -10,7 +10,7 @@ from service.claims.states import FINISHED, REQUEST, Delivered, RequestEvent, Re
 from service.contract import Guarantee
 from service.core.problems import Problem
 from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES
-from service.events.dead_letters import problem_of
+from service.events.dead_letters import DeadLetter, problem_of
 from service.events.event import Event
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
@@ -199,7 +199,6 @@ class WriteRequest(msgspec.Struct, eq=False):
     waits: bool = False  # whether another request writes its key
     on_claim: asyncio.Future[None] | None = None  # set when the request's claim stands
     ttl_s: int = 0  # retention of its keys by a rule, in seconds; 0 for the service's own
-    is_refused: bool = False  # its events are dead letters; none of another request is
     accepted_at: int = 0
     claimants: tuple[tuple[int, int], ...] = ()  # (slot, ended term) pairs in which a claim of the request may stand
     failures: int = 0  # groups with this request that one of its topics failed
@@ -219,7 +218,6 @@ class WriteRequest(msgspec.Struct, eq=False):
         future: asyncio.Future[WriteResult] | None = None,
         wait_deadline: float = 0.0,
         on_claim: asyncio.Future[None] | None = None,
-        is_refused: bool = False,
     ) -> "WriteRequest":
         """Make the request of one event."""
         return cls(
@@ -236,7 +234,6 @@ class WriteRequest(msgspec.Struct, eq=False):
             future=future,
             wait_deadline=wait_deadline,
             on_claim=on_claim,
-            is_refused=is_refused,
         )
 
     @classmethod
@@ -283,6 +280,11 @@ class WriteRequest(msgspec.Struct, eq=False):
         return [id for id, _ in self.to_claim]
 
     @property
+    def is_refused(self) -> bool:
+        """Whether its events are dead letters: all are, or none, once a chunk is split by its queues."""
+        return isinstance(self.events[0], DeadLetter)
+
+    @property
     def is_chunk(self) -> bool:
         """Whether each of several events has a result of its own."""
         return len(self.events) > 1 and not self.atomic
@@ -297,8 +299,6 @@ class WriteRequest(msgspec.Struct, eq=False):
         indexes: Sequence[int],
         guarantee: Guarantee | None = None,
         ttl_s: int | None = None,
-        *,
-        is_refused: bool | None = None,
     ) -> "WriteRequest":
         """Make a request for some events of a chunk, in the state of the chunk, by default under the same rules."""
         events = [self.events[index] for index in indexes]
@@ -308,7 +308,6 @@ class WriteRequest(msgspec.Struct, eq=False):
             events=events,
             guarantee=guarantee or self.guarantee,
             ttl_s=self.ttl_s if ttl_s is None else ttl_s,
-            is_refused=self.is_refused if is_refused is None else is_refused,
             to_claim=to_claim,
             atomic=atomic,
             ledger_bytes=ledger_bytes,

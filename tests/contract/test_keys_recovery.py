@@ -370,7 +370,7 @@ async def test_the_answer_of_a_dead_letter_survives_a_store_recovery(bench: Benc
     event = event_of("k", ID, "orders", None, b"{}", [])
     problem = Problem(SCHEMA_MISMATCH, 'value.n: "é" is not of type "number": see the schema of orders')
     letter = dead_letters.of_event(event, problem, "letters", "shop", 7_200)
-    request = WriteRequest.for_event(letter, 0.0, 1.0, Guarantee.EXACTLY_ONCE, letter.ttl_s, is_refused=True)
+    request = WriteRequest.for_event(letter, 0.0, 1.0, Guarantee.EXACTLY_ONCE, letter.ttl_s)
     pair = (letter.id, letter.fp)
     (claim,) = await bench.keys.claim(generation, 0, 10, [pair], [request.ttl_s])
     at = claim.state.at
