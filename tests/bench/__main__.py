@@ -73,8 +73,11 @@ def _compare(arguments: Sequence[str]) -> int:
     plan = against.Plan.of(arguments)
     with stack(plan.folder, plan.depth) as stage:
         other = against.checkout(plan.revision, stage.folder / "other")
+        this = against.this_tree(stage.folder / "this")
         about = {"against": other.commit, "ours": " ".join(plan.described)}
-        good = run(stage, plan.name, partial(against.measure, other=other, plan=plan), against.__doc__ or "", about)
+        good = run(
+            stage, plan.name, partial(against.measure, this=this, other=other, plan=plan), against.__doc__ or "", about
+        )
     report.write(plan.folder, NAMES)
     return 0 if good else 1
 

@@ -1,9 +1,11 @@
 """Compares this tree's service with that of another revision: `python -m tests.bench against REV`.
 
-The revision is unpacked into a temporary folder, with its own virtual environment and compiled modules. Both services
-run at the same time, each in its own namespace, on one warm broker and one warm Redis. They are loaded in turn, so that
-a change of the machine's speed affects both. Each ratio is this tree's figure over the revision's, round by round. The
-goals are the floors for a change of the service.
+The revision is unpacked into a temporary folder, and this tree's files are copied into another one. Each has its own
+virtual environment and compiled modules, made in the same way. Both services run at the same time, each in its own
+namespace, on one warm broker and one warm Redis. They are loaded in turn, so that a change of the machine's speed
+affects both; and they are started anew several times, in turn first, because two processes of the same code differ by
+their places in memory. Each ratio is this tree's figure over the revision's, round by round. The goals are the floors
+for a change of the service.
 """
 
 import argparse
@@ -54,7 +56,8 @@ class Plan:
 
     revision: str
     loads: Sequence[str] = tuple(LOADS)
-    rounds: int = 0  # 0: the number of the depth
+    rounds: int = 0  # after each start; 0: the number of the depth
+    starts: int = 0  # of both services; 0: the number of the depth
     depth: str = "standard"
     settings: dict[str, Any] = field(default_factory=dict)  # for this tree's side
     folder: Path = results.KEPT
@@ -75,7 +78,8 @@ class Plan:
         parser = argparse.ArgumentParser(prog="python -m tests.bench against", description=(__doc__ or "").strip())
         parser.add_argument("revision", metavar="REV", help="a commit, a tag or a branch of this repository")
         parser.add_argument("--rows", default=",".join(LOADS), help=f"of {','.join(LOADS)}")
-        parser.add_argument("--rounds", type=int, default=0, help="of each row (9)")
+        parser.add_argument("--rounds", type=int, default=0, help="of each row after each start (3)")
+        parser.add_argument("--starts", type=int, default=0, help="of both services (5)")
         parser.add_argument("--quick", action="store_const", dest="depth", const="quick", default="standard")
         parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of this tree's")
         parser.add_argument("--name", default="against", help="of the result that is kept")
@@ -88,7 +92,15 @@ class Plan:
         folder = found.results or (ROOT / "build" / "bench" if found.depth == "quick" else results.KEPT)
         settings = dict(setting.split("=", 1) for setting in found.set)
         return cls(
-            found.revision, loads, found.rounds, found.depth, settings, folder.absolute(), found.name, found.least
+            revision=found.revision,
+            loads=loads,
+            rounds=found.rounds,
+            starts=found.starts,
+            depth=found.depth,
+            settings=settings,
+            folder=folder.absolute(),
+            name=found.name,
+            least=found.least,
         )
 
 
@@ -107,8 +119,27 @@ def checkout(revision: str, folder: Path) -> Checkout:
         StackError: git does not know it, or it could not be installed.
     """
     found = unpack(revision, folder)
-    _run(_uv(), "sync", "--quiet", "--frozen", "--no-dev", "--extra=service", cwd=folder)
+    _install(folder)
     return found
+
+
+def this_tree(folder: Path) -> Checkout:
+    """Copy this tree's files, as they are, into a folder, and create a virtual environment there.
+
+    Raises:
+        StackError: it could not be installed.
+    """
+    listed = _run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():  # a file that is deleted here may still be in the index
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    _install(folder)
+    return Checkout(folder, "this tree")
+
+
+def _install(folder: Path) -> None:
+    _run(_uv(), "sync", "--quiet", "--frozen", "--no-dev", "--extra=service", cwd=folder)
 
 
 def unpack(revision: str, folder: Path) -> Checkout:
@@ -150,89 +181,108 @@ def _compiled(root: Path) -> str:
     return compiled
 
 
+@dataclass
+class _Figures:
+    """The figures of one service for one load, a round each."""
+
+    measured: list[float] = field(default_factory=list)  # answers a second; for one client, its p50 in ms
+    p99_ms: list[float] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)  # for a request; not measured for one client
+
+
 class _Side:
-    """One of the two services, and its figures for one load."""
+    """One of the two services: its code and its settings, and its figures for each load."""
 
-    def __init__(self, target: Target, known: dict[str, Any]) -> None:
-        self.target = target
-        self.figures: list[float] = []  # answers a second; for one client, its p50 in ms
-        self.p99_ms: list[float] = []
-        self.cpu_us: list[float] = []  # for a request; not measured for one client
-        self._known = known
+    def __init__(self, root: Path, settings: dict[str, Any], loads: Sequence[str]) -> None:
+        self.root = root
+        self.settings = settings
+        self.figures = {name: _Figures() for name in loads}
 
-    def begin(self) -> None:
-        """Reset the figures for the next load."""
-        self.figures, self.p99_ms, self.cpu_us = [], [], []
+    @contextmanager
+    def started(self, stage: Stage) -> Iterator["_Running"]:
+        """Run a process of the service."""
+        with stage.target(root=self.root, **self.settings) as target:
+            target.warm(stage.pick(2, 4), 64)  # the first answers of a cold broker are slow
+            yield _Running(self, target, replay.write_known(target, stage.pick(200, 2_000)))
 
-    def run(self, load: Load, seconds: float, count: int) -> None:
-        """Run one round: `seconds` long, or `requests` of one client."""
+
+@dataclass(frozen=True)
+class _Running:
+    """A running process of a side."""
+
+    side: _Side
+    target: Target
+    known: dict[str, Any]  # arguments of load.lua that send known keys again
+
+    def run(self, name: str, seconds: float, count: int) -> None:
+        """Run one round of a load: `seconds` long, or `count` requests of one client."""
+        load, figures = LOADS[name], self.side.figures[name]
         if load.connections == 1:
             with OneClient(self.target.service.port) as client:
                 took_ms = one_by_one(self.target, client, count)
             self.target.answered += count
-            self.figures.append(quantile(took_ms, 0.5))
-            self.p99_ms.append(quantile(took_ms, 0.99))
+            figures.measured.append(quantile(took_ms, 0.5))
+            figures.p99_ms.append(quantile(took_ms, 0.99))
             return
         if load.replays:
-            loaded, replayed = replay.run(self.target, seconds, load.connections, self._known)
+            loaded, replayed = replay.run(self.target, seconds, load.connections, self.known)
             if replayed < loaded.requests or not loaded.requests:
                 raise NotRealWork(f"{replayed:.0f} of {loaded.requests} answers were replays")
         else:
             loaded = self.target.load(seconds, load.connections, batch=load.batch)
-        self.figures.append(loaded.rate)
-        self.p99_ms.append(loaded.p99_ms)
-        self.cpu_us.append(self.target.cpu_us)
+        figures.measured.append(loaded.rate)
+        figures.p99_ms.append(loaded.p99_ms)
+        figures.cpu_us.append(self.target.cpu_us)
 
 
-def measure(stage: Stage, other: Checkout, plan: Plan) -> list[Row]:
+def measure(stage: Stage, this: Checkout, other: Checkout, plan: Plan) -> list[Row]:
     """Run all loads of a plan on both services.
 
     Raises:
         NotRealWork: a side's work was not real, or one of them only is compiled.
     """
-    compiled = [_compiled(root) for root in (ROOT, other.root)]
+    compiled = [_compiled(root) for root in (this.root, other.root)]
     if compiled[0] != compiled[1]:
         raise NotRealWork(f"compiled: this tree {compiled[0]}, {other.commit} {compiled[1]}")
-    rounds = plan.rounds or stage.pick(1, 9)
-    with _side(stage, ROOT, plan.settings) as ours, _side(stage, other.root, {}) as theirs:
-        _warm_up(stage, ours.target, theirs.target)
-        rows = [row for name in plan.loads for row in _compare(stage, plan, LOADS[name], (ours, theirs), rounds)]
-        for side in (ours, theirs):
-            side.target.check()
-    return rows
+    ours, theirs = _Side(this.root, plan.settings, plan.loads), _Side(other.root, {}, plan.loads)
+    for number in range(plan.starts or stage.pick(1, 5)):
+        _run_once(stage, plan, (theirs, ours) if number % 2 else (ours, theirs), number)
+    return [row for name in plan.loads for row in _rows(plan, name, ours, theirs)]
 
 
-@contextmanager
-def _side(stage: Stage, root: Path, settings: dict[str, Any]) -> Iterator[_Side]:
-    with stage.target(root=root, **settings) as target:
-        target.warm(stage.pick(2, 4), 64)  # the first answers of a cold broker are slow
-        yield _Side(target, replay.write_known(target, stage.pick(200, 2_000)))
-
-
-def _warm_up(stage: Stage, ours: Target, theirs: Target) -> None:
-    if stage.depth != "quick":
-        ours.warm_up(3, 256)
-        theirs.warm_up(3, 256)
-        for target in (ours, theirs):
-            target.warm(3, 16, batch=100)
-
-
-def _compare(stage: Stage, plan: Plan, load: Load, sides: tuple[_Side, _Side], rounds: int) -> list[Row]:
+def _run_once(stage: Stage, plan: Plan, sides: tuple[_Side, _Side], number: int) -> None:
+    """Start both services, in this order, and run all rounds of all loads."""
     seconds, count = stage.pick(1, 3), stage.pick(50, 600)
-    for side in sides:
-        side.begin()
-    for number in range(rounds):
-        for side in sides[:: -1 if number % 2 else 1]:
-            side.run(load, seconds, count)
-    ours, theirs = sides
+    with sides[0].started(stage) as first, sides[1].started(stage) as second:
+        running = (first, second)
+        _warm_up(stage, running, broker_is_cold=number == 0)
+        for name in plan.loads:
+            for turn in range(plan.rounds or stage.pick(1, 3)):
+                for side in running[:: -1 if turn % 2 else 1]:
+                    side.run(name, seconds, count)
+        for side in running:
+            side.target.check()
+
+
+def _warm_up(stage: Stage, running: Sequence[_Running], broker_is_cold: bool) -> None:
+    if stage.depth == "quick":
+        return
+    for side in running:
+        if broker_is_cold:
+            side.target.warm_up(3, 256)
+        side.target.warm(3, 16, batch=100)
+
+
+def _rows(plan: Plan, name: str, ours: _Side, theirs: _Side) -> list[Row]:
+    load, mine, other = LOADS[name], ours.figures[name], theirs.figures[name]
     what, unit = ("p50", "ms") if load.connections == 1 else ("requests", "/s")
     rows = [
-        Row(f"{load.of}: {what} over the revision's", "x", ratios(ours.figures, theirs.figures), plan.goal_of(load)),
-        Row(f"{load.of}: {what}", unit, ours.figures),
-        Row(f"{load.of}: {what}, the revision", unit, theirs.figures),
-        Row(f"{load.of}: p99 over the revision's", "x", ratios(ours.p99_ms, theirs.p99_ms)),
+        Row(f"{load.of}: {what} over the revision's", "x", ratios(mine.measured, other.measured), plan.goal_of(load)),
+        Row(f"{load.of}: {what}", unit, mine.measured),
+        Row(f"{load.of}: {what}, the revision", unit, other.measured),
+        Row(f"{load.of}: p99 over the revision's", "x", ratios(mine.p99_ms, other.p99_ms)),
     ]
-    if ours.cpu_us:
-        rows.append(Row(f"{load.of}: CPU a request over the revision's", "x", ratios(ours.cpu_us, theirs.cpu_us)))
-        rows.append(Row(f"{load.of}: CPU a request", "µs", ours.cpu_us))
+    if mine.cpu_us:
+        rows.append(Row(f"{load.of}: CPU a request over the revision's", "x", ratios(mine.cpu_us, other.cpu_us)))
+        rows.append(Row(f"{load.of}: CPU a request", "µs", mine.cpu_us))
     return rows
