@@ -1,6 +1,7 @@
 """`python -m service`: serve until SIGTERM or SIGINT.
 
-Exit code 0 after a clean stop, 2 for a wrong setting, 3 (uvicorn's) if the address cannot be bound.
+Exit code 0 after a clean stop, 2 for a wrong setting or for data that only a newer release reads, 3 (uvicorn's) if the
+address cannot be bound.
 """
 
 import signal

@@ -17,6 +17,7 @@ from service.claims.redis_requirements import POLICY_CHANGE
 from service.claims.redis_store import Identity, RedisKeys, check_url
 from service.claims.states import SlotState
 from service.contract import PREFIX, Rules, SettingsError
+from service.contract.wire import NewerVersion
 from service.core.logs import Incident, configure_logging
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed, StoreAway, StoreUnanswered
@@ -225,9 +226,12 @@ class Service:
         await self.pool.keep()
 
     async def _watch(self) -> None:
-        """Measure Redis and Kafka for the metrics, for ever, because a scrape must not wait for them."""
+        """Measure Redis and Kafka for the metrics, because a scrape must not wait for them.
+
+        Ends the process where Kafka or Redis has what only a newer release can read.
+        """
         looked_at = time.monotonic()
-        while True:
+        while self.newer is None:
             if self.topics.limits and time.monotonic() >= looked_at + LIMITS_S:
                 looked_at = time.monotonic()
                 with contextlib.suppress(KafkaAway, KafkaForbids):
@@ -239,6 +243,16 @@ class Service:
                 self.telemetry.redis_memory.set(used)
                 self.telemetry.redis_memory_limit.set(limit)
             await asyncio.sleep(WATCH_S)
+        self.telemetry.ready.set(False)
+        self._give_up(SettingsError(str(self.newer)))
+        # Another ASGI server than that of `python -m service` goes on, and the process writes nothing: it has no slots.
+        await self.admission.drain()
+        await self.pool.stop()
+
+    @property
+    def newer(self) -> NewerVersion | None:
+        """What was found that only a newer release can read, so that this process must not write; None for nothing."""
+        return self.store.newer or self.pool.newer
 
     def _keep_to_limits(self) -> None:
         """Apply the limits of the own topics to groups and to the journal, and show them."""
@@ -285,7 +299,7 @@ class Service:
             "slots_ready": slots,
             "redis": redis,
             "kafka": kafka,
-            "store": self.store.status,
+            "store": self.store.status if self.newer is None else str(self.newer),
             "generation": None if generation is None else generation.number,
             # This machine's clock, relative to theirs.
             "clock_ahead_s": {whose: self._ahead_s(clock) for whose, clock in self._clocks.items()},
@@ -298,13 +312,13 @@ class Service:
         try:
             async with asyncio.timeout(READINESS_TIMEOUT_S):
                 return await shared(self._redis_check)
-        except (StoreAway, StoreUnanswered) as error:
+        except (StoreAway, StoreUnanswered, NewerVersion) as error:
             return str(error)
         except TimeoutError:
             return f"Redis does not answer within {READINESS_TIMEOUT_S} s"
 
     async def _check_redis(self) -> str:
-        """Return `ok`, or what is wrong with the server that answers. Raises StoreAway, StoreUnanswered.
+        """Return `ok`, or what is wrong with the server that answers. Raises StoreAway, StoreUnanswered, NewerVersion.
 
         The reply may be old when it comes, so it is compared with the generation of the time of the request.
         """

@@ -49,7 +49,11 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
     that was killed after its merge.
     """
     decode.check_identities(spark, settings.options.identity)
-    with lock.held(spark, settings.options.lake) as check_held, session.restored(spark):
+    with (
+        decode.newer_versions_refused(),
+        lock.held(spark, settings.options.lake) as check_held,
+        session.restored(spark),
+    ):
         tables = lake.Lake(spark, settings.options.lake, check_held)
         first_run = _Run(tables, settings, on_progress, now_ms)
         report = first_run.carry_out()

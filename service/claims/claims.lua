@@ -1,7 +1,9 @@
 -- Claims and results in Redis. Kafka is the source of truth: all keys may vanish, and are replayed from the ledger.
 --
 -- The keys. KEYS[1] = P is the hash tag of the namespace, "{<ns>:0}", the prefix of every key.
---   P "g"         the generation and its store: "<offset> <run_id>/<master_replid>"
+--   P "g"         the generation and its store: "<offset> <run_id>/<master_replid>". This is layout 1 of these keys. A
+--                 later layout has "v<layout> " before the offset: each script compares the whole key with the one
+--                 that its process knows, so that a process never writes into a layout that it does not know
 --   P "c"         number of calls that claimed something. It only grows: a smaller one is that of an older copy
 --   P "n"         nonce of the store recovery in progress, expires
 --   P "b"         evicted_keys of the server (INFO) when the last store recovery began

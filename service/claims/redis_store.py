@@ -33,7 +33,7 @@ from service.claims.redis_connections import Connections
 from service.claims.redis_requirements import NO_EVICTION, SECTIONS, unmet_demands
 from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
 from service.contract import PREFIX, SettingsError
-from service.contract.wire import ID_BYTES, TOPIC_CHARS_MAX
+from service.contract.wire import ID_BYTES, TOPIC_CHARS_MAX, newer_version
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, StoreAway, StoreBug, StoreIncomplete, StoreLost, StoreUnanswered
@@ -41,6 +41,8 @@ from service.core.shared_timeout import SharedTimeout
 
 log = structlog.get_logger(__name__)
 
+# The version of the keys' layout, which is part of the generation's key from 2 on (claims.lua).
+LAYOUT: Final = 1
 # Entries in one script call of a replay: some 10 ms of Redis's time, between which other calls are served.
 REPLAY_CHUNK: Final = 2_000
 # Entries that the script unpacks and writes at once, see AT_ONCE in claims.lua.
@@ -144,7 +146,7 @@ class Keys(Protocol):
     """
 
     async def who(self) -> Identity:
-        """Ask which server answers, and which generation it holds."""
+        """Ask which server answers, and which generation it holds. Raises NewerVersion for keys of a later layout."""
 
     async def clock_ms(self) -> int:
         """Read the store's clock, ms since the Unix epoch, by which accepted_at and expiry are set."""
@@ -306,8 +308,10 @@ class RedisKeys:
         evicts = "" if policy == NO_EVICTION else policy
         if not held:
             return Identity(store, None, evicts=evicts)
-        number, _, named = held.partition(" ")
-        generation = StoreGeneration(int(number), named)
+        first, _, rest = held.partition(" ")
+        if first.startswith("v"):
+            raise newer_version("Redis holds keys", first[1:], (LAYOUT,))
+        generation = StoreGeneration(int(first), rest)
         return Identity(store, generation, generation == self._incomplete, evicts)
 
     async def clock_ms(self) -> int:

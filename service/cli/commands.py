@@ -16,7 +16,7 @@ from service.cli import doctor as doctors
 from service.cli import look, show
 from service.cli.finding import Level, worst
 from service.contract import Rules, SettingsError
-from service.contract.wire import ledger_topic
+from service.contract.wire import NewerVersion, ledger_topic
 from service.core.problems import KafkaAway, Problem, StoreAway, StoreLost, StoreUnanswered
 from service.core.settings import Settings
 from service.events.event import parse_key
@@ -146,6 +146,8 @@ def run(looking: Coroutine[Any, Any, T]) -> T:
     logging.disable()
     try:
         return asyncio.run(looking)
+    except NewerVersion as error:
+        give_up(str(error))
     except (KafkaAway, StoreAway, StoreUnanswered, StoreLost) as error:
         give_up(f"{error}; run `fencepost doctor` for details")
 

@@ -1,6 +1,5 @@
 """`fencepost slots` and `fencepost key`: show what Redis and the ledger hold now."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,7 +8,16 @@ from service.claims.redis_store import Found
 from service.claims.states import Claimed, Delivered, DeliveredBatch
 from service.cli.parts import acl_inspector, keys_view
 from service.cli.redis_view import SlotView
-from service.contract.wire import Begin, Entry, LedgerRecord, WireError, decode_ledger, event_id, ledger_topic
+from service.contract.wire import (
+    Begin,
+    Entry,
+    LedgerRecord,
+    NewerVersion,
+    WireError,
+    decode_ledger,
+    event_id,
+    ledger_topic,
+)
 from service.core.settings import Settings
 from service.kafka.acl_inspector import AclInspector
 from service.kafka.reader import high_watermarks, offsets_since, read_between
@@ -85,11 +93,20 @@ async def _begins(
     found: dict[int, tuple[Begin, int]] = {}
     async for items in read_between(kafka, ledger, spans, kafka.timeout_s):
         for item in items:
-            with contextlib.suppress(WireError):
-                record = decode_ledger(item.value)
-                if isinstance(record, Begin):
-                    found[item.partition] = record, item.offset
+            record = _decoded(item.value)
+            if isinstance(record, Begin):
+                found[item.partition] = record, item.offset
     return found
+
+
+def _decoded(value: bytes | None) -> Begin | LedgerRecord | None:
+    """Decode a ledger record; None for one that is not Fencepost's. Raises NewerVersion."""
+    try:
+        return decode_ledger(value)
+    except NewerVersion:
+        raise
+    except WireError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +229,7 @@ async def _written(
 
 
 def _entries_of(slot: int, offset: int, value: bytes, id: bytes) -> list[CommittedAt]:
-    try:
-        record = decode_ledger(value)
-    except WireError:
-        return []
+    record = _decoded(value)
     if not isinstance(record, LedgerRecord):
         return []
     return [

@@ -2,13 +2,14 @@
 
 Standard library only: the job and the tests read with these functions. The service writes with them too, except for
 ledger entries and answers: tests compare the bytes of its faster encoders with those of this module. Test vectors with
-the exact bytes are in `tests/vectors/v1`. A change here is a new version of the contract.
+the exact bytes are in `tests/vectors/v1`. A change here is a new version of the contract: a program that reads a newer
+version than it knows refuses (NewerVersion). A field that older programs may ignore is no change.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 from types import MappingProxyType
@@ -18,8 +19,8 @@ VERSION: Final = 1
 LEDGER_VERSIONS: Final = frozenset({VERSION, 2})
 """Versions of a ledger record that are read. Version 2, of some releases, is version 1 with `topic_ids`.
 
-The service writes version 1 with that field: a process of an earlier release skips records of an unknown version, and
-would write their events a second time.
+The service writes version 1 with that field: a process of release 0.1.0 skips records of an unknown version, and would
+write their events a second time.
 """
 KEY_HEADER: Final = "idempotency-key"
 STAMP_HEADER: Final = "fencepost"
@@ -38,6 +39,11 @@ FINGERPRINT_BYTES: Final = 8
 ABSENT: Final = b"\xff\xff\xff\xff"
 _LENGTH: Final = Struct(">I")
 _VERSION: Final = str(VERSION)  # to format a text takes less than to format a number
+VERSION_MOST: Final = 9_999
+"""Of a later version. A greater number is no version, but garbage."""
+STAMP_VERSION: Final = r"([1-9][0-9]{0,3});"
+"""The begin of a `fencepost` header of any version: a regular expression for Python, Java and Spark."""
+_STAMP_VERSION: Final = re.compile(STAMP_VERSION.encode())
 
 INSTANCE: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 # Kafka's rule for topic names, which need no escaping in JSON.
@@ -52,6 +58,31 @@ Header = tuple[str, bytes]
 
 class WireError(ValueError):
     """Bytes that do not follow this version of the wire contract; the text says why."""
+
+
+class NewerVersion(WireError):
+    """Data of a version that only a newer release writes. A program that skipped the data would miss evidence."""
+
+
+def is_newer(version: object, known: Collection[int]) -> bool:
+    """Whether a version is one that a newer release may have introduced; no other value is a version."""
+    return type(version) is int and max(known) < version <= VERSION_MOST
+
+
+def newer_version(what: str, version: object, known: Collection[int]) -> NewerVersion:
+    """Make the error that names the data, e.g. "a ledger record", its version, and the remedy."""
+    return NewerVersion(
+        f"{what} of version {version}, which a newer release has written: this one reads version {max(known)} at most; "
+        "run the newer release"
+    )
+
+
+def _check_version(version: object, known: Collection[int], what: str) -> None:
+    """Raise NewerVersion for a version that only a newer release writes, WireError for another unknown one."""
+    if is_newer(version, known):
+        raise newer_version(what, version, known)
+    if version not in known:
+        raise WireError(f"{what} of version {version!r}; this release reads {sorted(known)}")
 
 
 # ---------------------------------------------------------------------------------------------- names of topics
@@ -157,7 +188,10 @@ class Stamp(NamedTuple):
 
     @classmethod
     def decode(cls, raw: bytes) -> "Stamp":
-        """Decode a header. Raises WireError if it is not one of this version."""
+        """Decode a header. Raises WireError if it is not one of this version, NewerVersion for one of a later."""
+        found = _STAMP_VERSION.match(raw)
+        if found is not None and is_newer(int(found[1]), (VERSION,)):
+            raise newer_version(f"a {STAMP_HEADER} header", int(found[1]), (VERSION,))
         try:
             version, id_hex, fp_hex, at, slot, pid, epoch, instance = raw.decode("ascii").split(";")
             stamp = cls(
@@ -296,16 +330,17 @@ def encode_ledger(
 
 
 def decode_ledger(raw: bytes | None) -> Begin | LedgerRecord:
-    """Decode a record of the ledger topic. Raises WireError if it is not one of these versions."""
+    """Decode a record of the ledger topic. Raises WireError if it is not one of LEDGER_VERSIONS, or NewerVersion."""
     try:
         body = json.loads(raw or b"")
-        if body["v"] not in LEDGER_VERSIONS:
-            raise WireError(f"ledger record of version {body['v']!r}; this program reads {sorted(LEDGER_VERSIONS)}")
+        _check_version(body["v"], LEDGER_VERSIONS, "a ledger record")
         head = (_int(body["slot"]), _int(body["pid"]), _int(body["epoch"]), _str(body["instance"]))
         if body.get("begin"):
             return Begin(*head, generation=_int(body["generation"]), at=_int(body["at"]))
         topic_ids = {name: _str(topic_id) for name, topic_id in body.get("topic_ids", {}).items()}
         return LedgerRecord(*head, entries=[_entry(entry) for entry in body["entries"]], topic_ids=topic_ids)
+    except NewerVersion:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise WireError(f"no ledger record: {(raw or b'')[:200]!r} ({error})") from error
 
@@ -389,11 +424,13 @@ class Generation:
 
     @classmethod
     def decode(cls, raw: bytes | None) -> "Generation":
+        """Decode a generation record. Raises WireError if it is not one of this version, NewerVersion for a later."""
         try:
             body = json.loads(raw or b"")
-            if body["v"] != VERSION:
-                raise WireError(f"generation record of version {body['v']!r}; this program reads {VERSION}")
+            _check_version(body["v"], (VERSION,), "a generation record")
             return cls(body["store"], body["instance"], body["at"])
+        except NewerVersion:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"no generation record: {(raw or b'')[:200]!r} ({error})") from error
 

@@ -27,7 +27,18 @@ if TYPE_CHECKING:
         Written,
         new_key,
     )
-    from .reader import BOUNDS, Bounds, Overtaken, Reader, ReaderPosition, ReaderStore, Record, Saved, id_of
+    from .reader import (
+        BOUNDS,
+        Bounds,
+        NewerVersion,
+        Overtaken,
+        Reader,
+        ReaderPosition,
+        ReaderStore,
+        Record,
+        Saved,
+        id_of,
+    )
 
 __all__ = [
     "BOUNDS",
@@ -37,6 +48,7 @@ __all__ = [
     "Event",
     "KeyExpired",
     "KeyReused",
+    "NewerVersion",
     "NotAccepted",
     "Overtaken",
     "Reader",
@@ -60,6 +72,7 @@ __all__ = [
 _READER: Final = {
     "BOUNDS",
     "Bounds",
+    "NewerVersion",
     "Overtaken",
     "Reader",
     "ReaderPosition",

@@ -17,6 +17,7 @@ their own do not share ids. All records without an id are passed on.
 """
 
 import hashlib
+import re
 import struct
 import time
 from collections import OrderedDict
@@ -28,7 +29,18 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import ConsumerRecord as Record
 from aiokafka.structs import TopicPartition
 
-__all__ = ["BOUNDS", "Bounds", "Overtaken", "Reader", "ReaderPosition", "ReaderStore", "Record", "Saved", "id_of"]
+__all__ = [
+    "BOUNDS",
+    "Bounds",
+    "NewerVersion",
+    "Overtaken",
+    "Reader",
+    "ReaderPosition",
+    "ReaderStore",
+    "Record",
+    "Saved",
+    "id_of",
+]
 
 R = TypeVar("R")
 Stored = TypeVar("Stored", contravariant=True)
@@ -38,6 +50,7 @@ KEY_HEADER: Final = "idempotency-key"
 STAMP_HEADER: Final = "fencepost"
 ID_BYTES: Final = 16
 FINGERPRINT_BYTES: Final = 8
+_STAMP_VERSION: Final = re.compile(rb"([1-9][0-9]{0,3});")
 
 POLL_MS: Final = 500
 # A new partition is found within this time.
@@ -90,6 +103,10 @@ class ReaderStore(Protocol[Stored]):
 
 class Overtaken(Exception):
     """Another reader has stored its position since: this reader must stop."""
+
+
+class NewerVersion(Exception):
+    """A record has a `fencepost` header of a later version than 1: its id is not known. Update this package."""
 
 
 @dataclass
@@ -185,6 +202,7 @@ class Reader(Generic[R]):
 
         Raises:
             Overtaken: another reader has continued from this position.
+            NewerVersion: a newer release of Fencepost has written the next records; nothing was skipped.
             aiokafka.errors.OffsetOutOfRangeError: Kafka no longer has the next record; nothing was skipped.
             Exception: whatever `work`, the store or Kafka raise.
         """
@@ -231,7 +249,10 @@ async def _look_up(consumer: AIOKafkaConsumer, topic: str) -> set[int]:
 
 
 def id_of(record: Record) -> bytes | None:
-    """Return the event id of a record: from the `fencepost` header, else from its idempotency key, else None."""
+    """Return the event id of a record: from the `fencepost` header, else from its idempotency key, else None.
+
+    Raises NewerVersion.
+    """
     headers: dict[str, bytes | None] = {}  # a header's value may be null in Kafka
     for name, content in record.headers:
         headers.setdefault(name, content)
@@ -242,7 +263,10 @@ def id_of(record: Record) -> bytes | None:
 
 
 def _stamped_id(stamp: bytes) -> bytes | None:
-    """Return the id in a `fencepost` header; None if it is not one of version 1."""
+    """Return the id in a `fencepost` header; None if it is none of version 1. Raises NewerVersion for a later one."""
+    found = _STAMP_VERSION.match(stamp)
+    if found is not None and int(found[1]) > 1:
+        raise NewerVersion(f"a {STAMP_HEADER} header of version {int(found[1])}: update the package fencepost")
     try:
         version, id_hex, fingerprint_hex, *numbers, _instance = stamp.decode("ascii").split(";")
         id, fingerprint = bytes.fromhex(id_hex), bytes.fromhex(fingerprint_hex)

@@ -13,7 +13,7 @@ import structlog
 
 from service.claims.redis_store import DEAD, FREE, MINE, Heartbeat, Keys, StoreGeneration
 from service.claims.states import SlotEvent, SlotState
-from service.contract.wire import transactional_id
+from service.contract.wire import NewerVersion, transactional_id
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, KafkaAway, StoreAway, StoreBug, StoreLost, StoreUnanswered
@@ -56,12 +56,13 @@ ENDS: Final[dict[type[Exception], str]] = {
     StoreAway: "store-away",
     KafkaAway: "kafka-away",
     Fenced: "fenced",
+    NewerVersion: "newer-release",
 }
 BUG: Final = "bug"
 
 
 def _cause_of(error: Exception) -> str:
-    """Return why a term ended: one of ENDS, or BUG for an error that neither Kafka nor Redis can cause."""
+    """Return why a term ended: one of ENDS, or BUG for an error that has none of these causes."""
     if isinstance(error, StoreBug) or (isinstance(error, TransactionFailed) and error.is_bug):
         return BUG
     return next((name for kind, name in ENDS.items() if isinstance(error, kind)), BUG)
@@ -133,6 +134,7 @@ class Pool:
         self._serve = serve
         self._recovered = recovered
         self.token = f"{settings.name}/{secrets.token_hex(6)}"
+        self.newer: NewerVersion | None = None  # what only a newer release can read: this process must end
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._last_heartbeat: tuple[StoreGeneration, float] | None = None  # its generation and time (monotonic)
@@ -400,6 +402,8 @@ class Pool:
         self._telemetry.terms_ended.labels(why).inc()
         if why == ENDS[TransactionFailed]:
             self._telemetry.kafka_errors.labels("transaction").inc()
+        if isinstance(error, NewerVersion):
+            self.newer = error
         fields = {"slot": slot.n, "term": slot.term, "in_doubt": slot.in_doubt, "cause": why}
         self._trouble_of(slot).add(error, bug=why == BUG, **fields)
         if slot.state is not SlotState.DOUBT:

@@ -14,7 +14,7 @@ from service.kafka.reader import Span, read_through
 
 
 class Control:
-    """Appends to `{ns}.control` and reads it through barriers. Every call may raise KafkaAway."""
+    """Appends to `{ns}.control` and reads it through barriers. Every call may raise KafkaAway, reads NewerVersion."""
 
     def __init__(self, cluster: KafkaAdmin, topic: str, instance: str) -> None:
         self._cluster = cluster

@@ -13,7 +13,7 @@ import structlog
 from aiokafka import errors
 from prometheus_client import Counter
 
-from service.contract.wire import STAMP_HEADER, Stamp, WireError
+from service.contract.wire import STAMP_HEADER, NewerVersion, Stamp, WireError
 from service.core.time_slice import TimeSlice
 from service.kafka.admin import KafkaAdmin
 from service.kafka.hanging import (
@@ -61,13 +61,13 @@ class LedgerTail:
     awaits_marker: bool = False
 
     def add(self, ledger: Partition, entry: LogEntry) -> None:
-        """Add a record or a marker of the ledger's partition."""
+        """Add a record or a marker of the ledger's partition. Raises NewerVersion."""
         if entry.marker is not None:
             if self.awaits_marker:
                 self.markers.append((entry.offset, entry.marker))
                 self.awaits_marker = False
             return
-        partitions = lowest_offsets(entry.value)
+        partitions = lowest_offsets(entry.value, ledger[1], entry.offset)
         if partitions is None:
             self.begun.add(entry.epoch)
         transaction = Transaction({**(partitions or {}), ledger: entry.offset})
@@ -113,7 +113,7 @@ class HangingRecovery:
 
         `applied`: the ledger offset up to which records are marked, None if unknown. Returns the partitions whose
         leaders did not answer. Raises KafkaAway where the evidence cannot be read: `timeout_s` is the time for one
-        response, because a long ledger takes more.
+        response, because a long ledger takes more. Raises NewerVersion for evidence that a newer release has written.
         """
         try:
             return await self._run(applied, maybe_hanging)
@@ -225,7 +225,7 @@ class HangingRecovery:
         return tail, proven
 
     async def _first_of(self, partition: Partition, offset: int) -> FirstRecord | None:
-        """Read the first record of an open transaction; None if it cannot be read."""
+        """Read the first record of an open transaction; None if it cannot be read. Raises NewerVersion."""
         try:
             entries, _, _ = await self._fetch(partition, offset)
         except UNREADABLE:
@@ -234,6 +234,8 @@ class HangingRecovery:
             headers = dict(entry.headers)
             try:
                 return FirstRecord(entry.epoch, Stamp.decode(headers.get(STAMP_HEADER, b"")).accepted_at)
+            except NewerVersion:
+                raise
             except WireError:
                 return None
         return None

@@ -14,8 +14,11 @@ from service.contract.wire import (
     ID_BYTES,
     LEDGER_VERSIONS,
     TOPIC_CHARS_MAX,
+    NewerVersion,
     WireError,
     batch_fingerprint,
+    is_newer,
+    newer_version,
 )
 from service.events.event import PARTITION_MOST
 from service.kafka.reader import Item
@@ -55,8 +58,15 @@ class _Record(msgspec.Struct):
     entries: list[LedgerEntry] | None = None
 
 
+class _Versioned(msgspec.Struct):
+    """Any record of the ledger: its other fields may be those of a later version."""
+
+    v: int
+
+
 # Faster than wire.decode_ledger: a store recovery decodes millions of entries.
 _decode = msgspec.json.Decoder(_Record).decode
+_decode_version = msgspec.json.Decoder(_Versioned).decode
 _encode = msgspec.json.Encoder().encode
 _bytes = bytes.fromhex
 
@@ -67,28 +77,38 @@ def encode_entries(entries: Sequence[LedgerEntry]) -> str:
 
 
 def rows_of(items: Sequence[Item]) -> list[Row]:
-    """Convert ledger records to (id, state) rows. Records that are not Fencepost's are logged and skipped."""
+    """Convert ledger records to (id, state) rows. Records that are not Fencepost's are logged and skipped.
+
+    Raises NewerVersion: without the rows of such a record, its events would be written a second time.
+    """
     rows: list[Row] = []
     for item in items:
         try:
             record = _decode(item.value or b"")
             if record.v not in LEDGER_VERSIONS:
-                raise WireError(f"ledger record of version {record.v}; this program reads {sorted(LEDGER_VERSIONS)}")
+                raise WireError(f"ledger record of version {record.v}; this release reads {sorted(LEDGER_VERSIONS)}")
             if not record.begin:
                 rows += _rows_of(record)
         except (ValueError, RecursionError) as error:  # msgspec's errors and WireError are the former
+            if (newer := _newer_version(item.value, item.partition, item.offset)) is not None:
+                raise newer from None
             log.error("foreign record in the ledger", partition=item.partition, offset=item.offset, why=str(error))
     return rows
 
 
-def lowest_offsets(value: bytes | None) -> dict[tuple[str, int], int] | None:
+def lowest_offsets(value: bytes | None, slot: int, at: int) -> dict[tuple[str, int], int] | None:
     """Find the partitions of a ledger record's entries, and the lowest offset in each; None for a begin record.
 
-    Empty for a record that is not Fencepost's.
+    `at` is the record's own offset in the slot's partition of the ledger. Empty for a record that is not Fencepost's.
+    Raises NewerVersion.
     """
     try:
         record = _decode(value or b"")
+        if record.v not in LEDGER_VERSIONS:
+            raise WireError(f"ledger record of version {record.v}")
     except (ValueError, RecursionError):
+        if (newer := _newer_version(value, slot, at)) is not None:
+            raise newer from None
         return {}
     if record.begin:
         return None
@@ -97,6 +117,17 @@ def lowest_offsets(value: bytes | None) -> dict[tuple[str, int], int] | None:
         partition = entry.topic, entry.partition
         found[partition] = min(entry.offset, found.get(partition, entry.offset))
     return found
+
+
+def _newer_version(value: bytes | None, slot: int, offset: int) -> NewerVersion | None:
+    """Make the error for a record, not decoded, of a version that only a newer release writes; None for others."""
+    try:
+        version = _decode_version(value or b"").v
+    except (ValueError, RecursionError):
+        return None
+    if not is_newer(version, LEDGER_VERSIONS):
+        return None
+    return newer_version(f"the ledger of slot {slot} has, at offset {offset}, a record", version, LEDGER_VERSIONS)
 
 
 def _rows_of(record: _Record) -> list[Row]:

@@ -20,7 +20,7 @@ from service.claims.redis_requirements import POLICY_CHANGE
 from service.claims.redis_store import REPLAY_CHUNK, Found, Identity, Keys, Row, StoreGeneration, chunks
 from service.claims.states import SlotEvent
 from service.contract import PREFIX
-from service.contract.wire import LedgerRecord, transactional_id
+from service.contract.wire import LedgerRecord, NewerVersion, transactional_id
 from service.core import time_of_day
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
@@ -101,7 +101,7 @@ class SlotRecovery:
         """Fence the older producers, end what hangs, begin a term, check the generation, replay and free.
 
         Raises StoreLost, Fenced, TransactionFailed, KafkaAway, StoreAway and others. Then the slot is in DOUBT, its
-        producer is closed, and the recovery must be run again.
+        producer is closed, and the recovery must be run again; after NewerVersion, by a newer release.
         """
         try:
             await self._fence(slot, generation)
@@ -178,6 +178,7 @@ class CurrentStore:
     ) -> None:
         self.generation: StoreGeneration | None = None  # None until the store is settled, and after its loss
         self.status = "starting"
+        self.newer: NewerVersion | None = None  # what only a newer release can read: this process must end
         self._last: StoreGeneration | None = None  # the last settled one, which may be lost
         self._cluster = cluster
         self._keys = keys
@@ -239,6 +240,10 @@ class CurrentStore:
         while True:
             try:
                 generation = await self._attempt()
+            except NewerVersion as error:
+                self.newer = error
+                self.status = f"store-away: {error}"
+                trouble.add(error)
             except (NotYet, StoreAway, StoreUnanswered, StoreLost, KafkaAway) as error:
                 self.status = f"{error.state if isinstance(error, NotYet) else 'store-away'}: {error}"
                 trouble.add(error)

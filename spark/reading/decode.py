@@ -4,7 +4,9 @@ COPIES is the schema of delivered records, CLAIMS the schema of ledger entries a
 `event`, or a record without id: `unkeyed` (neither of Fencepost's headers) or `reject` (not decodable).
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 from pyspark.errors import PySparkException
@@ -15,7 +17,7 @@ from service.contract import wire
 from spark import rule_table
 from spark.errors import CannotRun
 from spark.reading import source, wire_expressions
-from spark.reading.jvm import is_deterministic
+from spark.reading.jvm import Py4JError, is_deterministic
 
 EVENT: Final = "event"
 UNKEYED: Final = "unkeyed"
@@ -58,6 +60,9 @@ PLAUSIBLE_MS: Final = (946_684_800_000, 4_102_444_800_000)  # 2000-01-01 to 2100
 BLOCK_OFFSETS: Final = 1 << 20
 
 _COORDINATES: Final = ("topic", "partition", "offset", "timestamp_ms")
+
+# Around the reason in the error of a task that has met a record of a later version.
+_NEWER: Final = re.compile(r"<newer-version>(.+?)</newer-version>")
 
 LEDGER_SCHEMA: Final = (
     "v int, begin boolean, slot int, pid bigint, epoch int, instance string, topic_ids map<string, string>, "
@@ -106,6 +111,36 @@ def copies(records: DataFrame, frozen_ms: int, identities: Mapping[str, str] | N
         "reject": F.when(kind == REJECT, unparsed),
     }
     return read.select(*(column.alias(name) for name, column in columns.items()))
+
+
+@contextmanager
+def newer_versions_refused() -> Iterator[None]:
+    """Raise CannotRun where Spark fails because a record is of a version that only a newer release writes.
+
+    By a job that cannot decode a ledger, every event of that ledger would be a phantom.
+    """
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        reason = _NEWER.search(str(error))
+        if reason is None:
+            raise
+        raise CannotRun(reason[1]) from error
+
+
+def _refuse(what: str, version: Column, known: Collection[int], remedy: str = "") -> Column:
+    """Fail the run, with a reason for `newer_versions_refused` that names the record (source.SCHEMA) and the remedy."""
+    reason = F.format_string(
+        f"<newer-version>%s[%s]@%s is {what} of version %s, which a newer release has written: this job reads version "
+        f"{max(known)} at most; run the job of that release{remedy}</newer-version>",
+        *(column.cast("string") for column in (F.col("topic"), F.col("partition"), F.col("offset"), version)),
+    )
+    return F.raise_error(reason)
+
+
+def _is_newer(version: Column, known: Collection[int]) -> Column:
+    """Check whether a version is one that a newer release may have introduced, as wire.is_newer does."""
+    return version.between(max(known) + 1, wire.VERSION_MOST)
 
 
 def _with_headers(records: DataFrame, identities: Mapping[str, str]) -> DataFrame:
@@ -219,11 +254,15 @@ def _parse_headers(read: DataFrame) -> DataFrame:
     """Add the fields of `fencepost_header`, and `has_fencepost_header`: whether that header is valid.
 
     Each field is checked by itself: a regular expression over the whole header takes as long as the rest of the
-    decoding.
+    decoding. A header of a later version fails the run: its id, and so all verdicts about it, are not known.
     """
-    parts = read.withColumn(
-        "parts", F.when(F.col("fencepost_header").startswith(f"{wire.VERSION};"), F.split("fencepost_header", ";", 9))
-    )
+    header, known = F.col("fencepost_header"), (wire.VERSION,)
+    version = F.substring_index(header, ";", 1).try_cast("int")
+    is_newer = header.rlike(f"^{wire.STAMP_VERSION}") & _is_newer(version, known)
+    unless = "; or, if no release of Fencepost has written it, leave its topic out with --topics"
+    newer = _refuse(f"a record with a {wire.STAMP_HEADER} header", version, known, unless)
+    split = F.when(header.startswith(f"{wire.VERSION};"), F.split(header, ";", 9)).when(is_newer, newer)
+    parts = read.withColumn("parts", split)
     part = [F.get("parts", F.lit(nth)) for nth in range(8)]
     with_fields = parts.withColumns(
         {
@@ -271,12 +310,17 @@ def check_identities(spark: SparkSession, identities: Mapping[str, str]) -> None
 
 
 def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
-    """Decode ledger records (source.SCHEMA) into CLAIMS, a row for each entry; begin and empty records have none."""
+    """Decode ledger records (source.SCHEMA) into CLAIMS, a row for each entry; begin and empty records have none.
+
+    A record of a later version fails the run.
+    """
     read = _bodies(records, LEDGER_SCHEMA, frozen_ms)
     body = F.col("body")
     is_valid = body["v"].isin(*sorted(wire.LEDGER_VERSIONS)) & _has_all(body, *rule_table.PRODUCER)
+    known = wire.LEDGER_VERSIONS
     entries = (
-        F.when(is_valid & F.coalesce(body["begin"], F.lit(False)), F.array().cast(_array_type(LEDGER_SCHEMA)))
+        F.when(_is_newer(body["v"], known), _refuse("a ledger record", body["v"], known))
+        .when(is_valid & F.coalesce(body["begin"], F.lit(False)), F.array().cast(_array_type(LEDGER_SCHEMA)))
         .when(is_valid & body["entries"].isNotNull(), body["entries"])
         .otherwise(F.array(F.lit(None)).cast(_array_type(LEDGER_SCHEMA)))
     )
@@ -308,12 +352,18 @@ def hash_of(id: Column) -> Column:
 def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
     """Decode journal records (source.SCHEMA) into CLAIMS, a row for each answer; `timestamp_ms` is the record's.
 
-    Only a 201 has a partition and an offset.
+    Only a 201 has a partition and an offset. A record of a later version fails the run.
     """
     read = _bodies(records, REQUESTS_SCHEMA, frozen_ms)
     body = F.col("body")
     is_valid = (body["v"] == wire.VERSION) & body["answers"].isNotNull()
-    listed = F.when(is_valid, body["answers"]).otherwise(F.array(F.lit(None)).cast(_array_type(REQUESTS_SCHEMA)))
+    known = (wire.VERSION,)
+    newer = _refuse("a record of the journal", body["v"], known)
+    listed = (
+        F.when(_is_newer(body["v"], known), newer)
+        .when(is_valid, body["answers"])
+        .otherwise(F.array(F.lit(None)).cast(_array_type(REQUESTS_SCHEMA)))
+    )
     rows = _each(read, listed, "answer")
     answer = F.col("answer")
     valid = _identified(answer) & _has_all(answer, "at", "status", "topic")

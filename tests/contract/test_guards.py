@@ -13,6 +13,7 @@ import pytest
 from deploy.stack import Redis
 from service.claims.redis_store import Keys, RedisKeys, StoreGeneration
 from service.claims.states import Claimed
+from service.contract.wire import NewerVersion
 from service.core.problems import Fenced, StoreLost
 from tests.contract.modelled import (
     ELSEWHERE,
@@ -94,6 +95,29 @@ async def test_an_operation_for_another_generation_or_store_is_refused(held: Mod
                 await call
             assert held.read(1) == before
     assert refused == 15  # of 16: only one generation of one store, and a caller with both, is accepted
+
+
+async def test_keys_of_a_later_layout_are_neither_read_nor_written(redis: Redis, namespace: str) -> None:
+    """A later layout has its version before the generation, which every script compares."""
+    with redis.client() as client:
+        store = InRedis(redis, namespace, client)
+        assert isinstance(store.keys, RedisKeys)
+        try:
+            store.write(STORE)
+            generation = generation_of(5, THIS, store.server)
+            seen = await store.keys.who()
+            later = f"v2 5 {store.server}".encode()
+            client.set(f"{{{namespace}:0}}g", later)
+            before = {key: client.dump(key) for key in client.keys(f"{{{namespace}:0}}*")}
+            with pytest.raises(NewerVersion, match="Redis holds keys of version 2, which a newer release has written"):
+                await store.keys.who()
+            for call in GUARDED.values():
+                with pytest.raises(StoreLost):
+                    await call(store.keys, generation)
+            assert not await store.keys.recover(seen, "mine")
+            assert {key: client.dump(key) for key in client.keys(f"{{{namespace}:0}}*")} == before
+        finally:
+            await store.keys.close()
 
 
 @pytest.mark.parametrize("freed", [NONE, TERM - 1, TERM, TERM + 1])

@@ -8,6 +8,7 @@ import time
 
 import httpx
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports them from here
     AlterConfigOpType,
     ConfigEntry,
@@ -18,7 +19,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.stack import Kafka, Redis, Service, StackError
-from service.contract.wire import event_id
+from service.contract.wire import event_id, ledger_topic
 from service.pipeline.load_shedding import ANSWERS_EACH, ANSWERS_MAX
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Attempt, events
@@ -192,18 +193,30 @@ async def test_partitions_that_are_added_may_be_written_to_at_once(stage: Stage,
         assert written.place == (topic, partition, 0)
 
 
-async def test_slots_max_is_never_lowered(stage: Stage) -> None:
-    first = await stage.started(slots_max=4)
+async def test_a_ledger_that_a_newer_release_has_written_ends_the_start_with_a_line(stage: Stage, topic: str) -> None:
+    """Without the rows of its records, their events would be written a second time."""
+    first = await stage.started(slots=1, slots_max=1)
+    assert (await stage.client.post(first.url, Asked("k", topic, b"1"))).status == 201
     first.stop()
-    lower = stage.service(slots_max=3)
+    offsets: list[int | None] = []
+    newer = Producer({"bootstrap.servers": stage.kafka.bootstrap})
+    newer.produce(
+        ledger_topic(stage.namespace),
+        b'{"v":3,"slot":0}',
+        partition=0,
+        on_delivery=lambda _, message: offsets.append(message.offset()),
+    )
+    newer.flush(30)
+    older = stage.service(slots=1, slots_max=1)
     with pytest.raises(StackError):
-        await stage.start(lower)
-    assert lower.exit_code == 2
-    lines = [line for line in lower.log.read_text().splitlines() if "FENCEPOST_SLOTS_MAX" in line]
-    assert lines == [
-        f"FENCEPOST_SLOTS_MAX=3 is less than the 4 partitions of {stage.namespace}.ledger: "
-        "set FENCEPOST_SLOTS_MAX to 4 or more"
+        await stage.start(older)
+    assert older.exit_code == 2
+    text = older.log.read_text()
+    assert [line for line in text.splitlines() if line.startswith("the ledger")] == [
+        f"the ledger of slot 0 has, at offset {offsets[0]}, a record of version 3, which a newer release has written: "
+        "this one reads version 2 at most; run the newer release"
     ]
+    assert "Traceback" not in text
 
 
 async def test_wrong_settings_end_the_start_with_a_line_each(stage: Stage) -> None:

@@ -499,7 +499,7 @@ class Script(Copies):
             (self.orders, 0, b"x", ((wire.STAMP_HEADER, b"1;nonsense"),)),
             (self.orders, 1, b"x", ((wire.STAMP_HEADER, b""),)),
             (self.ledger, self.slot, b"{", ()),
-            (self.ledger, self.slot, b'{"v":3,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', ()),
+            (self.ledger, self.slot, b'{"v":0,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', ()),
             (requests, 0, b"\xff\xfe", ()),
             (requests, 1, b'{"v":1,"instance":"x","answers":[{"id":"12","fp":"","at":1,"status":201}]}', ()),
         ]

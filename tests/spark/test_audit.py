@@ -214,7 +214,7 @@ class Faults:
     def unreadable(self) -> None:
         history = self.history
         ledger, requests = wire.ledger_topic(history.namespace), wire.requests_topic(history.namespace)
-        for value in (b"", b"{", b"\xff\xfe", b'{"v":3,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', None):
+        for value in (b"", b"{", b"\xff\xfe", b'{"v":0,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', None):
             history.raw(history.plain, ledger, value)
             history.raw(history.plain, requests, value)
         history.raw(

@@ -1,5 +1,6 @@
 """Tests a lake over time: revised verdicts, kept rejects, dropped hours; its file systems, and its lock."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -65,6 +66,23 @@ def test_foreign_records_get_ids_and_undecodable_records_are_kept(
         ),
     }
     assert ran.document["evidence"]["rejects"] == 3
+
+
+@pytest.mark.parametrize("part", ["ledger", "header"])
+def test_an_older_job_refuses_the_records_of_a_newer_service_and_merges_nothing(
+    spark: SparkSession, history: History, audit: Audit, tmp_path: Path, part: str
+) -> None:
+    topic = history.topic(f"{history.namespace}-t")
+    history.send(history.plain, topic, ["own"], None)
+    if part == "ledger":
+        history.raw(history.plain, wire.ledger_topic(history.namespace), b'{"v":3}')
+        what = f"{wire.ledger_topic(history.namespace)}[0]@0 is a ledger record of version 3"
+    else:
+        history.raw(history.plain, topic, b"x", headers=[(wire.STAMP_HEADER, b"2;x"), (wire.KEY_HEADER, b"k")])
+        what = f"{topic}[0]@1 is a record with a fencepost header of version 2"
+    with pytest.raises(CannotRun, match=f"^{re.escape(what)}, which a newer release has written: "):
+        audit(history, topics=(topic,), lake=str(tmp_path / "lake"))
+    assert not lake.Lake(spark, str(tmp_path / "lake")).exists("deliveries")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """Ids, fingerprints and decoded headers in Spark are those of the wire contract's vectors, byte for byte."""
 
 import json
+import re
 from collections import Counter
+from collections.abc import Callable
 
-from pyspark.sql import SparkSession
+import pytest
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
+from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
 from tests.unit.contract.test_wire import content, vectors
 
@@ -115,6 +119,29 @@ def test_ledger_records_are_decoded_and_invalid_ones_are_rejected(spark: SparkSe
         for one in vector["fields"]["entries"]
     )
     assert sum(row["reject"] is not None for row in rows) == len(bad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoded", "what"),
+    [
+        ("stamp", decode.copies, "a record with a fencepost header"),
+        ("ledger", decode.ledger, "a ledger record"),
+        ("answers", decode.answers, "a record of the journal"),
+    ],
+)
+def test_a_record_of_a_later_version_stops_the_run_and_is_named(
+    spark: SparkSession, kind: str, decoded: Callable[[DataFrame, int], DataFrame], what: str
+) -> None:
+    """Whatever its other fields are. Else every event of a newer service would be a phantom."""
+    texts = vectors("records", f"{kind}_newer")
+    assert texts
+    for text in texts:
+        headers = [{"key": wire.STAMP_HEADER, "value": text.encode()}] if kind == "stamp" else []
+        record = {"topic": "t.x", "partition": 4, "offset": 7, "timestamp_ms": NOW_MS, "value": text.encode()}
+        (version,) = re.findall(r"^[^0-9]*([0-9]+)", text)
+        named = f"t.x[4]@7 is {what} of version {version}, which a newer release has written: "
+        with pytest.raises(CannotRun, match=f"^{re.escape(named)}"), decode.newer_versions_refused():
+            decoded(spark.createDataFrame([{**record, "headers": headers}], source.SCHEMA), NOW_MS).collect()
 
 
 def test_the_answers_of_the_vectors_are_decoded(spark: SparkSession) -> None:

@@ -12,11 +12,12 @@ import service.app
 from service.app import Service
 from service.claims.redis_store import Identity, StoreGeneration
 from service.contract import Rules, SettingsError
+from service.contract.wire import NewerVersion
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaLoginFailed
 from service.core.settings import Settings
 from service.events.schemas import Schemas
-from tests.unit.fakes import steps, until
+from tests.unit.fakes import ended, steps, until
 from tests.unit.scrape import sample
 
 BACKGROUND = ("sweep", "watch", "bring-up", "lso-watch", "clocks")
@@ -71,6 +72,35 @@ async def test_a_background_task_that_fails_is_logged_and_restarted(monkeypatch:
         assert [line["task"] for line in logged if line["event"] == "task failed"] == [task]
         assert sample(whole.telemetry, "fencepost_task_failures_total", task=task) == 1
     finally:
+        await whole.stop()
+
+
+@pytest.mark.parametrize("part", ["store", "pool"])
+async def test_data_that_only_a_newer_release_reads_end_the_process_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Under another ASGI server the process stays, and accepts no request."""
+    monkeypatch.setattr(service.app, "WATCH_S", 0.001)
+    given_up: list[SettingsError] = []
+    rules = Rules()
+    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), given_up.append)
+    who = AsyncMock(side_effect=NewerVersion("keys of version 2"))
+    monkeypatch.setattr(whole.keys, "who", who)
+    monkeypatch.setattr(whole.keys, "memory", AsyncMock(return_value=(0, 0)))
+    monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
+    watching = asyncio.create_task(whole._watch())
+    try:
+        await until(lambda: who.await_count > 2)
+        assert (await whole.readiness())["redis"] == "keys of version 2"
+        assert given_up == []
+        (whole.store if part == "store" else whole.pool).newer = NewerVersion("a record of version 3")
+        await watching
+        assert [str(error) for error in given_up] == ["a record of version 3"]
+        found = await whole.readiness()
+        assert (found["ready"], found["store"]) == (False, "a record of version 3")
+        assert not whole.admission.is_accepting
+    finally:
+        await ended(watching)
         await whole.stop()
 
 

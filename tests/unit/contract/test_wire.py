@@ -1,6 +1,7 @@
 """Tests that service.contract.wire writes and reads the exact bytes of `tests/vectors/v1`."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,31 @@ def test_a_generation_record_is_written_and_read_as_its_vector(vector: dict[str,
 @pytest.mark.parametrize("vector", vectors("records", "barrier"))
 def test_a_barrier_is_written_as_its_vector(vector: dict[str, Any]) -> None:
     assert wire.encode_barrier(**vector["fields"]) == vector["text"].encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "decode", "known"),
+    [
+        ("stamp", wire.Stamp.decode, "version 1"),
+        ("ledger", wire.decode_ledger, "version 2"),
+        ("generation", wire.Generation.decode, "version 1"),
+    ],
+)
+def test_data_of_a_later_version_are_refused_by_name_whatever_they_hold(
+    kind: str, decode: Callable[[bytes], object], known: str
+) -> None:
+    texts = vectors("records", f"{kind}_newer")
+    assert texts
+    for text in texts:
+        with pytest.raises(wire.NewerVersion, match=f"a newer release has written: this one reads {known} at most"):
+            decode(text.encode())
+
+
+@pytest.mark.parametrize("text", vectors("records", "ledger_refused"))
+def test_data_of_no_version_are_not_taken_for_those_of_a_later_one(text: str) -> None:
+    with pytest.raises(wire.WireError) as raised:
+        wire.decode_ledger(text.encode())
+    assert not isinstance(raised.value, wire.NewerVersion)
 
 
 def test_topics_ids_and_headers_are_named_as_in_the_vectors() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.contract import wire
-from service.fencepost import Bounds, Reader, ReaderPosition, id_of, reader
+from service.fencepost import Bounds, NewerVersion, Reader, ReaderPosition, id_of, reader
+from tests.unit.contract.test_wire import vectors
 
 AGE = Bounds(ids=3, age_s=10)
 
@@ -79,9 +80,20 @@ def test_a_stamp_is_decoded_as_the_wire_contract_decodes_it(at: int, cut: int, p
     changed = STAMP[:at] + put + STAMP[at + cut :]
     try:
         expected = wire.Stamp.decode(changed).id
+    except wire.NewerVersion:
+        with pytest.raises(NewerVersion):
+            id_of(_Record((wire.STAMP_HEADER, changed)))
+        return
     except wire.WireError:
         expected = None
     assert id_of(_Record((wire.STAMP_HEADER, changed))) == expected
+
+
+@pytest.mark.parametrize("text", vectors("records", "stamp_newer"))
+def test_a_stamp_of_a_later_version_is_refused_also_beside_a_key(text: str) -> None:
+    """The id of the key would be another one, where the event has a caller: a copy would pass for a new event."""
+    with pytest.raises(NewerVersion, match="update the package fencepost"):
+        id_of(_Record((wire.STAMP_HEADER, text.encode()), (wire.KEY_HEADER, b"k")))
 
 
 @pytest.mark.parametrize("name", ["auto_offset_reset", "enable_auto_commit", "group_id", "isolation_level"])

@@ -9,6 +9,7 @@ import pytest
 from aiokafka.errors import KafkaConnectionError
 
 from service.claims.states import SlotState
+from service.contract.wire import NewerVersion
 from service.core.problems import Fenced, KafkaAway, StoreAway, StoreBug, StoreLost, StoreUnanswered
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import pool as module
@@ -45,6 +46,7 @@ def failed_by(error: Exception) -> TransactionFailed:
         (StoreAway("OOM"), "store-away"),
         (KafkaAway("no leader"), "kafka-away"),
         (Fenced("another"), "fenced"),
+        (NewerVersion("a record of version 3"), "newer-release"),
         (StoreBug("what no script says"), "bug"),
         (KeyError(0), "bug"),
         (failed_by(KeyError(0)), "bug"),
@@ -67,6 +69,7 @@ async def test_the_end_of_a_term_is_counted_by_its_cause(error: Exception, name:
             name
         }
         assert bool(held.world.store.losses) == (name == "store-lost")
+        assert held.pool.newer is (error if name == "newer-release" else None)
 
 
 @pytest.mark.parametrize("lost", [True, False])

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from service.claims.redis_store import StoreGeneration
-from service.contract.wire import GENERATION_KEY, Generation
+from service.contract.wire import GENERATION_KEY, Generation, NewerVersion
 from service.kafka.reader import Span
 from service.slots import generation_log as module
 from service.slots.generation_log import Control
+from tests.unit.contract.test_wire import vectors
 from tests.unit.fakes import FakeCluster
 
 
@@ -86,3 +87,15 @@ async def test_a_recreated_control_topic_is_read_from_its_beginning(topic: _Topi
     assert await control.newest_generation() == StoreGeneration(0, "run/new")
     topic.records.clear()
     assert await control.newest_generation() is None
+
+
+@pytest.mark.parametrize("text", vectors("records", "generation_newer"))
+async def test_a_generation_of_a_later_version_is_refused_by_each_read(
+    topic: _Topic, control: Control, text: str
+) -> None:
+    """The store that it names is not known: another one must not be taken for it."""
+    await control.append("run/repl")
+    topic.records.append((GENERATION_KEY, text.encode()))
+    for _ in range(2):
+        with pytest.raises(NewerVersion):
+            await control.newest_generation()

@@ -11,9 +11,9 @@ from structlog.testing import capture_logs
 from service.claims.redis_store import Row
 from service.claims.states import Delivered, DeliveredBatch
 from service.contract.settings import KEY_TTL_MOST_S
-from service.contract.wire import Entry, LedgerRecord, batch_fingerprint, decode_ledger
+from service.contract.wire import Entry, LedgerRecord, NewerVersion, batch_fingerprint, decode_ledger
 from service.kafka.reader import Item
-from service.slots.ledger_rows import LedgerEntry, encode_entries, rows_of
+from service.slots.ledger_rows import LedgerEntry, encode_entries, lowest_offsets, rows_of
 from tests.unit.contract.test_wire import vectors
 
 ENTRY = Entry(b"\x01" * 16, b"\x02" * 8, 3, "orders", 4, 5, 6)
@@ -72,6 +72,20 @@ def test_a_begin_record_delivers_nothing(vector: dict[str, Any]) -> None:
 def test_an_invalid_ledger_record_is_counted_as_foreign_and_skipped(text: str) -> None:
     rows, foreign = read(changed(), text, changed())
     assert (len(rows), foreign) == (2, 1)
+
+
+@pytest.mark.parametrize("text", vectors("records", "ledger_newer"))
+def test_a_ledger_record_of_a_later_version_ends_the_replay(text: str) -> None:
+    """Without its rows, its events would be written a second time."""
+    with pytest.raises(NewerVersion, match=r"slot 0 has, at offset 1, a record of version \d+, which a newer release"):
+        read(changed(), text, changed())
+    with pytest.raises(NewerVersion, match="slot 3 has, at offset 7, a record"):
+        lowest_offsets(text.encode(), 3, 7)
+
+
+@pytest.mark.parametrize("text", vectors("records", "ledger_refused"))
+def test_a_foreign_record_names_no_partition(text: str) -> None:
+    assert lowest_offsets(text.encode(), 0, 0) == {}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from service.claims.redis_store import REPLAY_CHUNK, Identity, Row, StoreGeneration
 from service.claims.states import Delivered, SlotEvent, SlotState
-from service.contract.wire import Entry, LedgerRecord, decode_ledger
+from service.contract.wire import Entry, LedgerRecord, NewerVersion, decode_ledger
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.metadata import Partition
@@ -293,6 +293,23 @@ async def test_a_ledger_that_ends_before_its_applied_offset_frees_no_slot(
     with pytest.raises(KafkaAway, match="applied it up to 13, and it ends at 12"):
         await bed.recover(slot)
     assert (slot.state, bed.keys.server.freed[1]) == (SlotState.DOUBT, 5)
+
+
+async def test_neither_slot_nor_store_is_freed_past_a_record_of_a_later_version(bed: Bed) -> None:
+    newer = Item(1, 9, None, b'{"v":3}')
+    bed.kafka.ledger[1] = [item(1, 8, 1), newer, item(1, 12)]
+    slot = bed.slot()
+    with pytest.raises(NewerVersion, match="the ledger of slot 1 has, at offset 9, a record of version 3"):
+        await bed.recover(slot)
+    assert (slot.state, bed.producers[0].closed, bed.keys.server.freed[1]) == (SlotState.DOUBT, True, 5)
+
+    bed.keys.server.flush()
+    settling = asyncio.create_task(bed.store.wait_until_settled())
+    await until(lambda: bed.store.newer is not None)
+    await ended(settling)
+    assert bed.store.status == f"store-away: {bed.store.newer}"
+    assert bed.keys.server.held is None
+    await bed.store.close()
 
 
 async def test_a_slot_that_another_has_had_since_is_not_ready(bed: Bed) -> None:
