@@ -19,6 +19,7 @@ from deploy.places import ROOT
 from tests.bench import against, report, results
 from tests.bench.rows import NotRealWork, Row
 from tests.bench.stage import Stage, stack
+from tests.revisions import checkout, this_tree
 
 # In the order of the report. Each is a module with a function `measure(stage)` that returns rows.
 NAMES = (
@@ -72,8 +73,8 @@ def _compare(arguments: Sequence[str]) -> int:
     """Run `against REV`. Returns the exit status: 0, or 1 without a number."""
     plan = against.Plan.of(arguments)
     with stack(plan.folder, plan.depth) as stage:
-        other = against.checkout(plan.revision, stage.folder / "other")
-        this = against.this_tree(stage.folder / "this")
+        other = checkout(plan.revision, stage.folder / "other")
+        this = this_tree(stage.folder / "this")
         about = {"against": other.commit, "ours": " ".join(plan.described)}
         good = run(
             stage, plan.name, partial(against.measure, this=this, other=other, plan=plan), against.__doc__ or "", about

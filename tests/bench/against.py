@@ -9,9 +9,6 @@ for a change of the service.
 """
 
 import argparse
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,14 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from deploy import places
-from deploy.console import StackError
 from deploy.places import ROOT
 from tests.bench import replay, results
 from tests.bench.client import OneClient
 from tests.bench.rows import Goal, NotRealWork, Row, quantile, ratios
 from tests.bench.single import one_by_one
 from tests.bench.stage import Stage, Target
+from tests.revisions import Checkout, output_of
 
 
 @dataclass(frozen=True)
@@ -104,78 +100,11 @@ class Plan:
         )
 
 
-@dataclass(frozen=True)
-class Checkout:
-    """A project to run: its folder and its commit."""
-
-    root: Path
-    commit: str
-
-
-def checkout(revision: str, folder: Path) -> Checkout:
-    """Unpack a revision into a folder, and create its virtual environment there.
-
-    Raises:
-        StackError: git does not know it, or it could not be installed.
-    """
-    found = unpack(revision, folder)
-    _install(folder)
-    return found
-
-
-def this_tree(folder: Path) -> Checkout:
-    """Copy this tree's files, as they are, into a folder, and create a virtual environment there.
-
-    Raises:
-        StackError: it could not be installed.
-    """
-    listed = _run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():  # a file that is deleted here may still be in the index
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    _install(folder)
-    return Checkout(folder, "this tree")
-
-
-def _install(folder: Path) -> None:
-    _run(_uv(), "sync", "--quiet", "--frozen", "--no-dev", "--extra=service", cwd=folder)
-
-
-def unpack(revision: str, folder: Path) -> Checkout:
-    """Read the files of a revision. Raises StackError if git does not know it."""
-    commit = _run("git", "rev-parse", "--verify", "--short=12", f"{revision}^{{commit}}", cwd=ROOT).strip()
-    folder.mkdir(parents=True)
-    archive = folder.with_suffix(".tar")
-    _run("git", "archive", "--format=tar", f"--output={archive}", commit, cwd=ROOT)
-    _run("tar", "-xf", str(archive), cwd=folder)
-    archive.unlink()
-    return Checkout(folder, commit)
-
-
-def _uv() -> str:
-    """Find uv: on PATH, or where the local stack has installed it."""
-    found = shutil.which("uv") or str(places.cache() / "uv" / "bin" / "uv")
-    if not Path(found).exists():
-        raise StackError("no uv here, which installs the other revision: run ./tests/run once, or install uv")
-    return found
-
-
-def _run(*command: str, cwd: Path) -> str:
-    # These variables would make uv use another environment than the folder's own .venv.
-    left_out = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise StackError(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
-    return done.stdout
-
-
 def _compiled(root: Path) -> str:
     """Check whether a project's inner loops are compiled. Raises NotRealWork if the project imports another service."""
     told = "import service, service.native; print(service.__file__, service.native.COMPILED)"
     python = Path(sys.executable) if root == ROOT else root / ".venv" / "bin" / "python"
-    file, _, compiled = _run(str(python), "-c", told, cwd=root).strip().rpartition(" ")
+    file, _, compiled = output_of(str(python), "-c", told, cwd=root).strip().rpartition(" ")
     if not Path(file).is_relative_to(root):
         raise NotRealWork(f"the service of {root} is {file}")
     return compiled

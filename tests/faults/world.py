@@ -172,9 +172,10 @@ class World:
         redis: str = "",
         env: Mapping[str, str] | None = None,
         argv_prefix: Sequence[str] = (),
+        project: Path | None = None,
         **settings: object,
     ) -> Service:
-        """Make a process, which is not started yet. `settings` as in `lease_ttl_ms=500`."""
+        """Make a process, which is not started yet. `settings` as in `lease_ttl_ms=500`; `project`: another tree's."""
         name = f"service-{self._made}"
         self._made += 1
         environment = {
@@ -199,7 +200,7 @@ class World:
             module=MODULE if wrapped else "service",
             argv_prefix=argv_prefix,
             name=name,
-            project=self.project,
+            project=project or self.project,
         )
         self.services.append(service)
         return service
