@@ -25,13 +25,17 @@ def jars(kind: str) -> Path:
     return cache() / "jars" / kind
 
 
+# Prefixes of the variables by which a caller chooses other servers, or another Spark than the one in .venv.
+OTHERS = ("FENCEPOST_", "SPARK_", "PYSPARK_", "HADOOP_")
+
+
 def hermetic_environment() -> dict[str, str]:
-    """Return the caller's environment without any setting of Fencepost.
+    """Return the caller's environment without any setting of Fencepost, Spark and Hadoop.
 
     Processes of a stack get their settings from the stack alone: a test or a demo must never connect to the Kafka of
-    the caller's FENCEPOST_KAFKA.
+    the caller's FENCEPOST_KAFKA, or run on the Spark of the caller's SPARK_HOME.
     """
-    return {name: value for name, value in os.environ.items() if not name.startswith("FENCEPOST_")}
+    return {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class MakeTopic(Protocol):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Remove the caller's settings from the environment, and let Spark use the stack's Java.
+    """Remove the caller's settings from the environment, and let Spark use the stack's Java and this Python.
 
     Brokers run with the options of the fastest start, because tests start dozens of them. Requests to local servers use
     no proxy.
@@ -59,8 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))
     for name in list(os.environ):
-        if name.startswith("FENCEPOST_") and name not in _KEPT:
+        if name.startswith((*places.OTHERS, "OTEL_")) and name not in _KEPT:
             del os.environ[name]
+    os.environ["PYSPARK_PYTHON"] = sys.executable
     if home := java.find():
         os.environ["JAVA_HOME"] = str(home)
         class_data.use()

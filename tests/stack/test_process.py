@@ -127,7 +127,10 @@ def _wait_until_gone(pid: int) -> None:
 
 
 def test_no_setting_of_the_caller_reaches_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FENCEPOST_KAFKA", "somebody.elses:9092")
+    """Nor does another Spark: an installed one has set SPARK_HOME, and the job runs on the one in .venv."""
+    theirs = ("FENCEPOST_KAFKA", "SPARK_HOME", "SPARK_CONF_DIR", "PYSPARK_DRIVER_PYTHON", "HADOOP_CONF_DIR")
+    for name in theirs:
+        monkeypatch.setenv(name, "somebody.elses:9092")
     environment = places.hermetic_environment()
-    assert not any(name.startswith("FENCEPOST_") for name in environment)
+    assert environment.keys().isdisjoint(theirs)
     assert environment["PATH"] == os.environ["PATH"]

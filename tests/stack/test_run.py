@@ -38,5 +38,5 @@ def test_every_package_that_uses_service_native_is_tested_without_it_too() -> No
 def test_the_results_that_a_run_keeps_are_ignored_by_git() -> None:
     kept = [word for word in RUN.split() if word.endswith(".xml")]
     assert len(kept) == 2
-    done = subprocess.run(["git", "check-ignore", *kept], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == kept
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {f"{name.partition('/')[0]}/" for name in kept} <= set(ignored)
