@@ -50,7 +50,8 @@ def test_post_is_measured_checked_and_shown(stage: Stage, make_topic: MakeTopic)
 
 def test_two_services_are_measured_in_turn_and_held_to_the_floors(stage: Stage) -> None:
     plan = against.Plan.of(["HEAD", "--quick", "--rows", "one,replay", "--rounds", "2"])
-    found = against.measure(stage, *[Checkout(ROOT, "itself")] * 2, plan)
+    itself = Checkout(ROOT, "itself")
+    found = against.measure(stage, itself, itself, plan)
     assert {row.name.partition(":")[0]: str(row.goal) for row in found if row.goal} == {
         "one client": "≤ 1.08",
         "replays, 256 connections": "≥ 0.9",
