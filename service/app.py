@@ -34,6 +34,7 @@ from service.http.produce import ProduceEndpoint
 from service.http.produce_listing import ProduceListing
 from service.http.routes import routes
 from service.http.sources import SourcesEndpoint
+from service.http.token_callers import TokenCallers
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
 from service.kafka.listing import TopicLister
@@ -53,6 +54,7 @@ from service.slots.recovery import STORE_STATES, CurrentStore, SlotRecovery
 
 if TYPE_CHECKING:
     from service.events.encoding import Encoder
+    from service.identity.tokens import Issuers
     from service.pipeline.tracing import Tracing
     from service.registry.client import RegistryClient
 
@@ -85,6 +87,7 @@ class Service:
         self.settings = settings
         self.telemetry = telemetry
         self.registry, encoder = _registry_of(settings, rules, telemetry)
+        self.issuers = _issuers_of(rules, telemetry)
         self.tracing = _tracing_of(settings)
         self._give_up = give_up
         timeouts_ms = settings.request_timeout_ms + settings.transaction_timeout_ms
@@ -190,6 +193,8 @@ class Service:
         telemetry = self.telemetry
         log_loop_errors(asyncio.get_running_loop(), telemetry)
         self.journal.start()
+        if self.issuers is not None:
+            self.issuers.start()
         self._tasks += [
             supervise("bring-up", self._bring_up, telemetry),
             supervise("sweep", self.resolver.sweep, telemetry),
@@ -283,6 +288,8 @@ class Service:
         self.topic_lister.close()
         if self.registry is not None:
             await self.registry.close()
+        if self.issuers is not None:
+            await self.issuers.close()
         await self.cluster.close()
 
     async def readiness(self) -> dict[str, object]:
@@ -355,6 +362,24 @@ def _registry_of(
     return client, Encoder(client, settings, rules, telemetry)
 
 
+def _issuers_of(rules: Rules, telemetry: Telemetry) -> "Issuers | None":
+    """Make the issuers of tokens if the rules name some; else the libraries for their keys are not imported."""
+    if not rules.issuers:
+        return None
+    from service.identity.tokens import Issuers
+
+    return Issuers(rules.issuers, telemetry)
+
+
+def _issuer_faults(rules: Rules) -> list[str]:
+    """Find the files of issuers that cannot be used: a line for each."""
+    if not rules.issuers:
+        return []
+    from service.identity.tokens import file_faults
+
+    return [*file_faults(rules)]
+
+
 def _tracing_of(settings: Settings) -> "Tracing | None":
     """Make the tracing if the settings switch it on; else OpenTelemetry is not imported."""
     if settings.tracing == "off":
@@ -411,6 +436,7 @@ def read_configuration() -> tuple[Settings, Rules, Schemas, tuple[Source, ...]]:
         sources = read_sources(rules)
     except SettingsError as error:
         wrong.append(str(error))
+    wrong += _issuer_faults(rules)
     if not wrong:
         wrong += rules.conflicts(settings)
         if not settings.registry and (named := [rule.pattern for rule in rules.topics if rule.registry is not None]):
@@ -442,7 +468,8 @@ def build_app(
             await service.stop()
 
     app = Application(rules.cors, lifespan)
-    callers = Callers(rules.callers, with_sources=bool(rules.sources))
+    tokens = None if service.issuers is None else TokenCallers(service.issuers)
+    callers = Callers(rules.callers, tokens=tokens, with_sources=bool(rules.sources))
     endpoint = EventsEndpoint(service.admission, settings, callers, service.telemetry)
     routes(app, service, callers, endpoint)
     produce = ProduceEndpoint(endpoint, rules, settings.key_ttl_s, has_registry=bool(settings.registry))

@@ -77,7 +77,9 @@ def slots(as_json: AsJson = False) -> None:
 @app.command()
 def key(
     text: Annotated[str, typer.Argument(metavar="KEY", help="The idempotency key, quoted or bare.")],
-    scope: Annotated[str, typer.Option(help="The caller's name, where callers have one.")] = "",
+    scope: Annotated[
+        str, typer.Option(help="The caller's name, source:NAME, or issuer:NAME:CALLER, where callers have one.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show a key's entries in Redis and in the ledger. Exit code 1 if there are none, which proves nothing."""

@@ -1,4 +1,4 @@
-"""`fencepost doctor`: checks brokers, ACLs, topics, Redis, clocks and the Schema Registry, and says what to change.
+"""`fencepost doctor`: checks brokers, ACLs, topics, Redis, clocks, Schema Registry and issuers; says what to change.
 
 It writes nothing but MEASUREMENTS records of the journal without answers, whose timestamps are the broker's clock.
 """
@@ -8,7 +8,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
-from service.cli import check_access, check_brokers, check_clocks, check_redis, check_registry, check_topics
+from service.cli import (
+    check_access,
+    check_brokers,
+    check_clocks,
+    check_issuers,
+    check_redis,
+    check_registry,
+    check_topics,
+)
 from service.cli.check_clocks import ClockOffset
 from service.cli.check_redis import Rate
 from service.cli.finding import Finding, Level
@@ -45,7 +53,7 @@ async def examine(settings: Settings, rules: Rules, rate: float | None = None, n
         findings, measured = await _kafka(kafka, settings, rules, now)
         known = Rate(rate, "as given") if rate is not None else measured
         findings += await _redis(keys, settings, known, now)
-    return findings + await check_registry.examine(settings, rules)
+    return findings + await check_registry.examine(settings, rules) + await check_issuers.examine(rules)
 
 
 # ----------------------------------------------------------------------------------------------------------- Kafka

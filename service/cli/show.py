@@ -28,6 +28,7 @@ AREAS: Final = {
     "redis": "Redis",
     "clocks": "Clocks",
     "registry": "Schema Registry",
+    "issuers": "Issuers of tokens",
 }
 
 

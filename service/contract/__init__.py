@@ -4,6 +4,7 @@ Standard library only. The job imports nothing else of the service.
 """
 
 from service.contract.cors_rules import CorsRule
+from service.contract.issuer_rules import IssuerRule
 from service.contract.registry_rules import RegistryRule, SchemaRule
 from service.contract.rules import CallerRule, Guarantee, Rules, TopicRule
 from service.contract.settings import (
@@ -24,6 +25,7 @@ __all__ = [
     "CallerRule",
     "CorsRule",
     "Guarantee",
+    "IssuerRule",
     "KeyPlace",
     "RegistryRule",
     "Rules",

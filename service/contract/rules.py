@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from service.contract.cors_rules import CorsRule, cors_faults, cors_rule
 from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, quarantine_faults, rate_faults, ttl_faults
+from service.contract.issuer_rules import IssuerRule, issuer_faults, issuer_rule
 from service.contract.registry_rules import RegistryRule, registry_faults, registry_rule
 from service.contract.settings import PREFIX, SettingsError, SharedSettings
 from service.contract.source_rules import SourceRule, source_faults, source_rule
@@ -78,11 +79,16 @@ class Rules:
     callers: tuple[CallerRule, ...] = ()
     sources: tuple[SourceRule, ...] = ()
     cors: tuple[CorsRule, ...] = ()
+    issuers: tuple[IssuerRule, ...] = ()
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """The scopes of keys: the empty one, that of each caller, and that of each source."""
-        return ("", *(caller.name for caller in self.callers), *(source.scope for source in self.sources))
+        """The scopes of keys that the rules tell: the empty one, that of each caller, and that of each source.
+
+        Of the callers whom tokens name, only those are known that an issuer's rule lists without a glob.
+        """
+        named = (scope for issuer in self.issuers for scope in issuer.known_scopes)
+        return ("", *(caller.name for caller in self.callers), *(source.scope for source in self.sources), *named)
 
     def guarantee(self, topic: str) -> Guarantee:
         """Find the guarantee of a topic's events; exactly_once if no rule matches."""
@@ -211,6 +217,7 @@ class Rules:
             tuple(map(_caller_rule, found["callers"])),
             tuple(source_rule(table, folder) for table in found["sources"]),
             tuple(map(cors_rule, found["cors"])),
+            tuple(issuer_rule(table, folder) for table in found["issuers"]),
         )
 
 
@@ -301,6 +308,7 @@ _FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {
     "callers": _caller_faults,
     "sources": source_faults,
     "cors": cors_faults,
+    "issuers": issuer_faults,
 }
 _SECTIONS: Final = " or ".join(f"[[{section}]]" for section in _FAULTS)
 

@@ -163,6 +163,9 @@ class Telemetry:
         )
         self.registry_schemas = self._gauge("registry_schemas", "Schemas in memory, ready to encode")
         self.registry_schema_bytes = self._gauge("registry_schema_bytes", "Bytes of the texts of schemas in memory")
+        self.issuer_fetches = self._counter(
+            "issuer_fetches", "Reads of the keys of an issuer of tokens, by its name and outcome", "issuer", "outcome"
+        )
         self.kafka_errors = self._counter("kafka_errors", "Failed requests to Kafka, by operation", "operation")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -22,6 +22,7 @@ INVALID_JSON: Final = Kind(400, "invalid-json", "The body is not JSON by RFC 825
 INVALID_EVENT: Final = Kind(400, "invalid-event", "The event is malformed")
 INVALID_ENCODING: Final = Kind(400, "invalid-encoding", "The body is not in its content coding")
 UNAUTHORIZED: Final = Kind(401, "unauthorized", "The caller is not known")
+INVALID_TOKEN: Final = Kind(401, "invalid-token", "The token is not taken")
 BAD_SIGNATURE: Final = Kind(401, "bad-signature", "The delivery is not signed as the source's rule says")
 FORBIDDEN_TOPIC: Final = Kind(403, "forbidden-topic", "The topic may not be written to")
 FORBIDDEN_CALLER: Final = Kind(403, "forbidden-caller", "The caller may not write")

@@ -17,6 +17,7 @@ import jsonschema_rs
 from service.contract import RegistryRule, Rules, SchemaRule
 from service.contract.registry_rules import subject_by
 from service.contract.wire import fingerprint
+from service.core.bounded import Bounded
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, SCHEMA_MISMATCH, UNKNOWN_SCHEMA, UNUSABLE_SCHEMA, Problem
 from service.core.settings import EVENT_BYTES_MAX, TOPICS_MAX, Settings
@@ -27,7 +28,6 @@ from service.events.protobuf import ProtobufSchema
 from service.events.schema_refs import KEY, VALUE, Encoded, Encoding, SchemaRef, UsedSchema
 from service.events.schemas import JsonValidator, parse_schema, parse_value, path_of
 from service.events.strict_json import in_thread, without_collections
-from service.registry.bounded import Bounded
 from service.registry.client import RegistryClient
 from service.registry.schema import (
     Import,

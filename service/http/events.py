@@ -55,6 +55,7 @@ from service.http.responses import (
     render_whole,
 )
 from service.http.single_event import SingleEventWriter
+from service.identity.refusals import KeysWanted
 from service.pipeline.admission import Admission
 from service.pipeline.checks import KeyAge
 from service.pipeline.request import WriteResult
@@ -110,8 +111,15 @@ class EventsEndpoint:
                 self._decode(post, coding, partial(step, post, found, caller), fail)
             else:
                 step(post, found, caller)
+        except KeysWanted as wanted:
+            post.run_in_task(self._take_later(wanted, step, fail, post))
         except Exception as error:
             fail(post, error, b"")
+
+    async def _take_later(self, wanted: KeysWanted, step: AfterChecks, fail: Fail, post: PostRequest) -> None:
+        """Take a request once the keys are read that its token may be signed with."""
+        await wanted.fetched()
+        self.take(step, fail, post)
 
     def _decode(self, post: PostRequest, coding: str, step: Callable[[], None], fail: Fail) -> None:
         """Decode a body, a long one in a thread, then do the step of its request. Raises Problem (400, 413, 503)."""
@@ -136,11 +144,19 @@ class EventsEndpoint:
             fail(post, error, b"")
 
     def caller_of(self, client: str | None, found: UsedHeaders, *, host_needed: bool) -> Caller:
-        """Return the caller of a request from an address. Raises Problem (400, 401, 403, 501)."""
+        """Return the caller of a request from an address. Raises Problem (400, 401, 403, 501, 503) and KeysWanted."""
         self._check_address(client)
         if b"host" not in found or b"transfer-encoding" in found:
             check_message(found, host_needed)  # HTTP/1.0 has neither
         return self._callers.of(found.get(b"authorization"))
+
+    async def find_caller(self, client: str | None, found: UsedHeaders, *, host_needed: bool) -> Caller:
+        """Return the caller as caller_of does; wait for the keys of an issuer if need be. Raises Problem."""
+        try:
+            return self.caller_of(client, found, host_needed=host_needed)
+        except KeysWanted as wanted:
+            await wanted.fetched()
+        return self.caller_of(client, found, host_needed=host_needed)
 
     def _check_address(self, client: str | None) -> None:
         """Raise Problem (403) for an address other than loopback, if the rules do not say who may write."""
@@ -251,7 +267,10 @@ def _why_loopback_only(rules_path: str, callers: Callers) -> str:
     if not rules_path:
         return f"{PREFIX}RULES is not set, so only callers on this machine may write: set it"
     if callers.are_missing:
-        return "the rules name sources and no callers, so only callers on this machine may write: add [[callers]]"
+        return (
+            "the rules name sources and no callers, so only callers on this machine may write: "
+            "add [[callers]] or [[issuers]]"
+        )
     return ""
 
 

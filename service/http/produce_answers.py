@@ -18,6 +18,7 @@ from service.core.problems import (
     INCOMPLETE,
     INTERNAL,
     INVALID_KEY,
+    INVALID_TOKEN,
     MISSING_KEY,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
@@ -44,7 +45,7 @@ from service.events.produce import (
 )
 from service.events.schema_refs import UsedSchema
 from service.http.responder import Responder
-from service.http.responses import echo_of, expiry_s, imf_fixdate
+from service.http.responses import CHALLENGES, echo_of, expiry_s, imf_fixdate
 from service.pipeline.request import Committed, Quarantined, WriteResult
 
 V2_TYPE: Final = b"application/vnd.kafka.v2+json"
@@ -69,6 +70,7 @@ _CODES: Final = {
     MISSING_KEY: (400, 40001),
     INVALID_KEY: (400, 40001),
     UNAUTHORIZED: (401, 40101),
+    INVALID_TOKEN: (401, 40101),
     FORBIDDEN_TOPIC: (403, 40301),
     FORBIDDEN_CALLER: (403, 40301),
     UNKNOWN_TOPIC: (404, 40401),
@@ -156,7 +158,9 @@ def lines_of_error(problem: Problem, media_type: bytes) -> bytes:
     lines = b"content-type: %b\r\n" % media_type
     if problem.retry_after_s is not None:
         lines += b"retry-after: %d\r\n" % problem.retry_after_s
-    return lines + b"www-authenticate: Bearer\r\n" if problem.kind is UNAUTHORIZED else lines
+    if problem.kind in CHALLENGES:
+        lines += b"www-authenticate: %b\r\n" % CHALLENGES[problem.kind]
+    return lines
 
 
 class ProduceResponder(Responder):

@@ -204,7 +204,7 @@ class ProduceListing:
                 found = pick(request.headers.raw)
                 address = request.client.host if request.client else None
                 needs_host = request.scope["http_version"] != "1.0"
-                caller = self._posts.caller_of(address, found, host_needed=needs_host)
+                caller = await self._posts.find_caller(address, found, host_needed=needs_host)
                 caller.spend(1, time.monotonic())
                 body = await answer(ListRequest(request, caller, self._parts, self._lists))
                 return _Whole(media_type, body)

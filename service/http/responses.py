@@ -10,7 +10,15 @@ from urllib.parse import quote
 
 import msgspec
 
-from service.core.problems import BAD_SIGNATURE, ENCODED_DELIVERY, UNAUTHORIZED, UNSUPPORTED_ENCODING, Kind, Problem
+from service.core.problems import (
+    BAD_SIGNATURE,
+    ENCODED_DELIVERY,
+    INVALID_TOKEN,
+    UNAUTHORIZED,
+    UNSUPPORTED_ENCODING,
+    Kind,
+    Problem,
+)
 from service.core.time_of_day import LAST_SECOND
 from service.http.headers import CODINGS
 from service.pipeline.request import Committed, Delivery, Quarantined, WriteResult
@@ -175,8 +183,13 @@ def render_problem(problem: Problem) -> tuple[int, Headers, bytes]:
 
 # By kind of problem, the codings that the service takes (RFC 9110, section 12.5.3).
 _ACCEPTED_CODINGS: Final = {UNSUPPORTED_ENCODING: ", ".join(CODINGS).encode(), ENCODED_DELIVERY: b"identity"}
-# A 401 names a scheme (RFC 9110, section 15.5.2). That of signatures is not registered: each sender has its own.
-_CHALLENGES: Final = {UNAUTHORIZED: b"Bearer", BAD_SIGNATURE: b"Signature"}
+# A 401 names a scheme (RFC 9110, section 15.5.2), and what is wrong with a token (RFC 6750, section 3.1). The scheme of
+# signatures is not registered: each sender has its own.
+CHALLENGES: Final = {
+    UNAUTHORIZED: b"Bearer",
+    INVALID_TOKEN: b'Bearer error="invalid_token"',
+    BAD_SIGNATURE: b"Signature",
+}
 
 
 @lru_cache(maxsize=256)  # a fault gives thousands of requests the same problem
@@ -184,8 +197,8 @@ def _rendered(kind: Kind, detail: str, retry_after_s: int | None) -> tuple[tuple
     headers: Headers = [(b"content-type", PROBLEM_TYPE)]
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % retry_after_s))
-    if kind in _CHALLENGES:
-        headers.append((b"www-authenticate", _CHALLENGES[kind]))
+    if kind in CHALLENGES:
+        headers.append((b"www-authenticate", CHALLENGES[kind]))
     if kind in _ACCEPTED_CODINGS:
         headers.append((b"accept-encoding", _ACCEPTED_CODINGS[kind]))
     return tuple(headers), json.dumps(Problem(kind, detail).body()).encode()

@@ -87,7 +87,7 @@ def _add_keys(app: FastAPI, service: Parts, callers: Callers) -> None:
         query_key: Annotated[str, Query(alias="key")] = "",
         authorization: Annotated[list[str] | None, Header()] = None,
     ) -> dict[str, Any]:
-        caller = callers.of(None if authorization is None else ", ".join(authorization))
+        caller = await callers.find(None if authorization is None else ", ".join(authorization))
         id = event_id(check_key(key or query_key, "key"), caller.scope)
         try:
             found = await service.store.find(id)

@@ -60,7 +60,7 @@ class _SourceHandler:
     def __init__(self, source: Source, admission: Admission, settings: Settings, telemetry: Telemetry) -> None:
         self._source = source
         self._admission = admission
-        self._caller = Caller(CallerRule(source.rule.scope, (), rate=source.rule.rate))
+        self._caller = Caller.of_rule(CallerRule(source.rule.scope, (), rate=source.rule.rate))
         self.body_bytes_max = min(settings.body_bytes_max, EVENT_BYTES_MAX)  # no record holds more
         # A sender takes 409 for a failure, so the copy of a delivery that is being written waits for its result.
         self._preference = Preference(wait_s=settings.request_timeout_ms / 1000)

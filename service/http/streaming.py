@@ -149,7 +149,7 @@ class StreamEndpoint:
         response = StreamedResponse(send, scope["http_version"], self._posts.bodies)
         try:
             try:
-                head = self._head(scope)
+                head = await self._head(scope)
                 body.decoder = Decoder(coding_of(head.found))
                 exchange = self._begin(head)
             except Problem as problem:
@@ -174,11 +174,12 @@ class StreamEndpoint:
             await response.close()
             await body.close()
 
-    def _head(self, scope: Scope) -> StreamHead:
-        """Check the head of a request. Raises Problem (400, 401, 403, 429, 501)."""
+    async def _head(self, scope: Scope) -> StreamHead:
+        """Check the head of a request. Raises Problem (400, 401, 403, 429, 501, 503)."""
         found = pick(scope["headers"])
         client = scope.get("client")
-        caller = self._posts.caller_of(client and client[0], found, host_needed=scope["http_version"] != "1.0")
+        host_needed = scope["http_version"] != "1.0"
+        caller = await self._posts.find_caller(client and client[0], found, host_needed=host_needed)
         caller.spend(0, time.monotonic())
         traceparent = parse_traceparent(found.get(b"traceparent"))
         return StreamHead(found, scope.get("path_params", {}), caller, traceparent)
@@ -203,6 +204,7 @@ class StreamEndpoint:
         admission = self._posts.admission
         events_max = min(WINDOW_EVENTS, caller.burst or WINDOW_EVENTS)
         while window := await body.next_window(exchange.splitter, events_max):
+            caller.check_validity()
             await _wait_for_rate(caller, len(window), body)
             await self._wait_for_queue(body)
             if not response.started:

@@ -14,12 +14,12 @@ import msgspec
 import structlog
 
 from service.contract.registry_rules import SUBJECT_CHARS_MAX
+from service.core.bounded import Bounded
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.kafka.deadline import shared, unwaited
 from service.registry import protoc
-from service.registry.bounded import Bounded
 from service.registry.schema import (
     Import,
     Reference,

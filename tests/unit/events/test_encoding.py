@@ -9,6 +9,7 @@ import pytest
 
 from service.contract import RegistryRule, Rules, SchemaRule, TopicRule
 from service.contract.wire import event_id, fingerprint
+from service.core.bounded import Bounded
 from service.core.metrics import Telemetry
 from service.core.problems import Problem
 from service.core.settings import Settings
@@ -17,7 +18,6 @@ from service.events.encoding import Encoder
 from service.events.event import Event, event_of
 from service.events.schema_refs import Encoding, SchemaRef, UsedSchema
 from service.registry import client as client_module
-from service.registry.bounded import Bounded
 from service.registry.client import RegistryClient
 from service.registry.schema import Reference, Registered, Schema, SchemaType
 from tests.contract.fake_registry import FakeRegistry

@@ -434,7 +434,7 @@ async def test_a_batch_that_is_written_is_not_waited_for_where_no_store_is_settl
 
 async def test_an_atomic_batch_has_its_caller_s_scope_and_is_refused_for_a_forbidden_topic() -> None:
     world = World()
-    shop = Caller(CallerRule("shop", ("00" * 32,), ("orders",)))
+    shop = Caller.of_rule(CallerRule("shop", ("00" * 32,), ("orders",)))
     serving = world.serve(await world.slot())
     arrived = asyncio.get_running_loop().time()
     id, answer = await write_atomic(world.admission, batch_of(one(None, 1), atomic=True), "whole", arrived, TRACE, shop)

@@ -45,7 +45,7 @@ def test_without_rules_every_request_has_the_same_unlimited_caller() -> None:
 
 
 def test_a_caller_writes_to_its_topics_only() -> None:
-    caller = Caller(CallerRule("shop", (DIGEST,), ("orders.*", "audit")))
+    caller = Caller.of_rule(CallerRule("shop", (DIGEST,), ("orders.*", "audit")))
     caller.check("orders.eu")
     caller.check("audit")
     with pytest.raises(Problem, match="shop") as caught:
@@ -63,14 +63,14 @@ def spent(caller: Caller, events: int, now: float) -> int | None:
 
 
 def test_a_rate_lets_a_second_of_events_through_at_once_and_then_as_many_a_second() -> None:
-    caller = Caller(CallerRule("shop", (DIGEST,), rate=10))
+    caller = Caller.of_rule(CallerRule("shop", (DIGEST,), rate=10))
     assert [spent(caller, 1, 100.0) for _ in range(12)] == [0] * 10 + [1, 1]
     assert [spent(caller, 1, 100.35) for _ in range(4)] == [0, 0, 0, 1]
     assert [spent(caller, 1, 500.0) for _ in range(11)] == [0] * 10 + [1]
 
 
 def test_a_batch_above_the_rate_passes_and_the_next_event_waits_for_it() -> None:
-    caller = Caller(CallerRule("shop", (DIGEST,), rate=10))
+    caller = Caller.of_rule(CallerRule("shop", (DIGEST,), rate=10))
     assert spent(caller, 40, 100.0) == 0
     assert spent(caller, 1, 100.0) == 4  # the time of 31 events
     assert spent(caller, 1, 103.0) == 1
@@ -78,13 +78,13 @@ def test_a_batch_above_the_rate_passes_and_the_next_event_waits_for_it() -> None
 
 
 def test_a_rate_of_less_than_one_a_second() -> None:
-    caller = Caller(CallerRule("shop", (DIGEST,), rate=0.5))
+    caller = Caller.of_rule(CallerRule("shop", (DIGEST,), rate=0.5))
     assert [spent(caller, 1, now) for now in (10.0, 10.0, 11.0, 12.0)] == [0, 2, 1, 0]
 
 
 def test_an_event_that_arrived_earlier_is_counted_at_the_time_of_the_latest() -> None:
     """It may have been pipelined behind a slow response."""
-    caller = Caller(CallerRule("shop", (DIGEST,), rate=10))
+    caller = Caller.of_rule(CallerRule("shop", (DIGEST,), rate=10))
     assert spent(caller, 1, 104.5) == 0
     assert spent(caller, 1, 100.0) == 0
     assert [spent(caller, 1, 104.5) for _ in range(9)] == [0] * 8 + [1]

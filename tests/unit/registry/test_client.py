@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from prometheus_client import Counter
 
+from service.core.bounded import Bounded
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.registry import client as module
-from service.registry.bounded import Bounded
 from service.registry.client import Breaker, RegistryClient, refusal_of
 from service.registry.schema import Reference, RegistryAway, Schema, SchemaAbsent, SchemaType, SchemaUnusable
 from tests.contract.fake_registry import FakeRegistry

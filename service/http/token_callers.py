@@ -1,0 +1,86 @@
+"""Callers whom JSON Web Tokens name. Verified tokens are kept, so that a caller's next request costs a look-up."""
+
+import time
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from service.contract import IssuerRule
+from service.core.bounded import Bounded
+from service.http.callers import Caller
+from service.http.rates import TokenBucket
+from service.identity.refusals import invalid_token
+
+if TYPE_CHECKING:
+    from service.identity.tokens import Globs, Identity, Issuers
+
+# Verified tokens in memory, by digest, and their bytes.
+TOKENS_MAX: Final = 10_000
+TOKENS_BYTES_MAX: Final = 16 * 1024 * 1024
+# Bytes of one beside its texts: the objects of a caller.
+TOKEN_BYTES: Final = 1_000
+# Callers whose rate is counted; beyond it, the bucket of the caller that was idle for longest leaves.
+BUCKETS_MAX: Final = 10_000
+# Topics whose check is cached, of all these callers together: an entry may have 16 KiB of globs.
+TOPICS_CACHED: Final = 1_000
+
+
+class TokenCaller(Caller):
+    """A caller with its token."""
+
+    def __init__(self, identity: "Identity", bucket: TokenBucket | None, now: Callable[[], float]) -> None:
+        topics = identity.topics
+        super().__init__(identity.scope, lambda topic: _is_in_all(topics, topic), bucket)
+        self.expires_s = identity.expires_s
+        self._now = now
+
+    def check_validity(self) -> None:
+        """Raise Problem (401) if the token has expired."""
+        if self._now() >= self.expires_s:
+            raise invalid_token("exp: the token has expired: send a new one")
+
+
+class TokenCallers:
+    """The callers whom the tokens of some issuers name. All tokens of one caller share its keys and its rate."""
+
+    def __init__(self, issuers: "Issuers", now: Callable[[], float] = time.time) -> None:
+        self._issuers = issuers
+        self._now = now
+        self._known: Bounded[tuple[TokenCaller, int]] = Bounded(TOKENS_MAX, TOKENS_BYTES_MAX)
+        self._buckets: Bounded[TokenBucket] = Bounded(BUCKETS_MAX, BUCKETS_MAX)
+
+    def __len__(self) -> int:
+        """The number of verified tokens that are kept."""
+        return len(self._known)
+
+    def of(self, token: str, digest: bytes) -> Caller:
+        """Return the caller whom a token names; `digest` is that of the token. Raises what Issuers.verify raises."""
+        version = self._issuers.version
+        known = self._known.get(digest)
+        if known is not None:
+            caller, verified_with = known
+            if verified_with == version and self._now() < caller.expires_s:
+                return caller
+            self._known.drop(digest)
+        identity = self._issuers.verify(token)
+        caller = TokenCaller(identity, self._bucket_of(identity.scope, identity.rule), self._now)
+        size = TOKEN_BYTES + sum(len(glob) for globs in identity.topics[1:] for glob in globs)
+        self._known.put(digest, (caller, version), size)
+        return caller
+
+    def _bucket_of(self, scope: str, rule: IssuerRule) -> TokenBucket | None:
+        """Return the bucket of a caller, which all its tokens share."""
+        if rule.rate is None:
+            return None
+        bucket = self._buckets.get(scope)
+        if bucket is None:
+            bucket = TokenBucket(rule.rate)
+            self._buckets.put(scope, bucket, 1)
+        return bucket
+
+
+@lru_cache(maxsize=TOPICS_CACHED)
+def _is_in_all(topics: "tuple[Globs, ...]", topic: str) -> bool:
+    """Whether a topic matches one glob of each list."""
+    return all(any(fnmatchcase(topic, glob) for glob in globs) for globs in topics)

@@ -1,0 +1,191 @@
+"""The public keys of an issuer (JWK Set, RFC 7517): parsed, and read from a URL or a file."""
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from joserfc.errors import JoseError
+from joserfc.jwk import ECKey, JWKRegistry, OKPKey, RSAKey
+from joserfc.jws import JWSRegistry
+
+from service.contract import IssuerRule, tls_context
+
+# Bytes of a JWK Set, and its keys: those of Keycloak and of Kubernetes have a few, Google's three.
+JWKS_BYTES_MAX: Final = 256 * 1024
+KEYS_MAX: Final = 100
+KID_CHARS_MAX: Final = 256
+# Bits of an RSA key: NIST SP 800-131A forbids fewer, and a verification with more takes milliseconds.
+RSA_BITS: Final = (2048, 4096)
+# The deadline of one fetch as a whole. A request whose token names an unknown key waits for no longer.
+FETCH_TIMEOUT_S: Final = 3.0
+
+PublicKey = RSAKey | ECKey | OKPKey
+
+
+class KeysUnreadable(Exception):
+    """The keys cannot be read, or are none; the text says why."""
+
+
+class JwkSet:
+    """The keys of a JWK Set that can verify signatures."""
+
+    def __init__(self, content: bytes) -> None:
+        """Parse a set, without the keys that cannot be used (RFC 7517, section 5). Raises KeysUnreadable for no key."""
+        try:
+            document = json.loads(content)
+            listed = document["keys"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise KeysUnreadable('it is no JWK Set, a JSON object with the list "keys" (RFC 7517)') from None
+        if not isinstance(listed, list) or len(listed) > KEYS_MAX:
+            raise KeysUnreadable(f'"keys" is no list of at most {KEYS_MAX} keys')
+        self.left_out: list[str] = []
+        self._keys: list[PublicKey] = []
+        for index, jwk in enumerate(listed):
+            try:
+                self._keys.append(_public_key(jwk))
+            except (JoseError, ValueError, TypeError, KeyError) as error:
+                self.left_out.append(f"keys[{index}]: {str(error)[:200]}")
+        if not self._keys:
+            raise KeysUnreadable(f"it has no key that can be used ({'; '.join(self.left_out[:5]) or 'it is empty'})")
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, kid: str | None, algorithm: str) -> PublicKey | None:
+        """Find the key of an id that is for signatures by the algorithm; without an id, the only key that is.
+
+        A key is for one type of algorithms: an RSA key is never the secret of an HMAC.
+        """
+        fitting = [key for key in self._keys if (kid is None or key.kid == kid) and _fits(key, algorithm)]
+        return fitting[0] if len(fitting) == 1 or (fitting and kid is not None) else None
+
+
+def _public_key(jwk: Any) -> PublicKey:
+    """Import a key. Raises ValueError with why it cannot be used, and joserfc's errors."""
+    if not isinstance(jwk, dict):
+        raise ValueError("is no object")
+    if "d" in jwk or jwk.get("kty") == "oct":
+        raise ValueError("is a secret, which must not be published: no token that it signs is taken")
+    kid = jwk.get("kid")
+    if kid is not None and (not isinstance(kid, str) or len(kid) > KID_CHARS_MAX):
+        raise ValueError(f"has no `kid` of at most {KID_CHARS_MAX} characters")
+    if jwk.get("use", "sig") != "sig" or "verify" not in jwk.get("key_ops", ["verify"]):
+        raise ValueError("is not for signatures")
+    if jwk.get("kty") == "RSA" and not RSA_BITS[0] <= len(str(jwk.get("n"))) * 6 // 8 * 8 <= RSA_BITS[1]:
+        raise ValueError(f"is no RSA key of {RSA_BITS[0]} to {RSA_BITS[1]} bits")
+    key = JWKRegistry.import_key(jwk)
+    assert isinstance(key, RSAKey | ECKey | OKPKey)  # the only other type is refused above
+    return key
+
+
+def _fits(key: PublicKey, algorithm: str) -> bool:
+    """Whether a key is for signatures by an algorithm: its type, its curve, and its `alg` if it has one."""
+    try:
+        JWSRegistry.algorithms[algorithm].check_key(key)
+    except JoseError:
+        return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------- sources
+
+
+class Source(ABC):
+    """Where the keys of an issuer are. `period_s` is the time between two reads, in seconds."""
+
+    period_s: float
+
+    async def keys(self) -> tuple[bytes, JwkSet]:
+        """Read the JWK Set; return it as it was read, and parsed. Raises KeysUnreadable, after FETCH_TIMEOUT_S too."""
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                content = await self.read()
+                return content, await asyncio.to_thread(JwkSet, content)
+        except TimeoutError:
+            raise KeysUnreadable(f"no answer within {FETCH_TIMEOUT_S:g} s") from None
+
+    @abstractmethod
+    async def read(self) -> bytes:
+        """Read the JWK Set. Raises KeysUnreadable."""
+
+    async def close(self) -> None:  # noqa: B027 - a file has nothing to close
+        """Close connections."""
+
+
+class FileSource(Source):
+    """A file. Kubernetes and other tools replace it while the service runs."""
+
+    period_s = 10.0
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    async def read(self) -> bytes:
+        return await asyncio.to_thread(self.read_now)
+
+    def read_now(self) -> bytes:
+        """Read the file. Raises KeysUnreadable."""
+        try:
+            with self._path.open("rb") as file:
+                content = file.read(JWKS_BYTES_MAX + 1)
+        except OSError as error:
+            raise KeysUnreadable(error.strerror or str(error)) from None
+        return _bounded(content)
+
+
+class UrlSource(Source):
+    """A URL, such as `jwks_uri` in an issuer's OpenID configuration. Redirects are not followed."""
+
+    period_s = 300.0
+
+    def __init__(self, rule: IssuerRule, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`transport` is in place of connections. Raises OSError for authorities that cannot be read."""
+        self._url = rule.jwks_url
+        self._token_file = rule.jwks_token_file
+        tls = tls_context(rule.jwks_cafile, "", "") if rule.jwks_url.startswith("https:") else False
+        self._http = httpx.AsyncClient(
+            headers={"accept": "application/json", "accept-encoding": "identity"},
+            verify=tls,
+            transport=transport,
+            timeout=FETCH_TIMEOUT_S,
+            limits=httpx.Limits(max_connections=1, max_keepalive_connections=0),
+            trust_env=False,
+        )
+
+    async def read(self) -> bytes:
+        received = bytearray()
+        try:
+            headers = await self._authorization()
+            async with self._http.stream("GET", self._url, headers=headers) as response:
+                if response.status_code != 200:
+                    raise KeysUnreadable(f"the URL answers {response.status_code}")
+                async for piece in response.aiter_raw():
+                    received += piece
+                    _bounded(received)
+        except (httpx.HTTPError, OSError, UnicodeDecodeError) as error:
+            raise KeysUnreadable(f"{type(error).__name__}: {error}") from None
+        return bytes(received)
+
+    async def _authorization(self) -> dict[str, str]:
+        """Read the bearer token for the URL, anew for each fetch: a projected token is replaced every hour."""
+        if not self._token_file:
+            return {}
+        token = await asyncio.to_thread(Path(self._token_file).read_text, "ascii")
+        return {"authorization": f"Bearer {token.strip()}"}
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def source_of(rule: IssuerRule) -> Source:
+    """Make the source that a rule names. Raises OSError for authorities that cannot be read."""
+    return FileSource(rule.jwks_file) if rule.jwks_file else UrlSource(rule)
+
+
+def _bounded(content: bytes | bytearray) -> bytes:
+    if len(content) > JWKS_BYTES_MAX:
+        raise KeysUnreadable(f"it has more than {JWKS_BYTES_MAX} bytes")
+    return bytes(content)

@@ -1,0 +1,305 @@
+"""Tests how the keys of an issuer are kept: rotation, an issuer that is away, and tokens that anybody can make."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from joserfc.jwk import OctKey
+
+from service.contract import IssuerRule
+from service.core.metrics import Telemetry
+from service.core.problems import INVALID_TOKEN, NOT_WRITTEN, Problem
+from service.identity import jwks as jwks_module
+from service.identity.issuer_keys import FAILED_PAUSE_S, KEPT_S, REFETCH_LEAST_S, IssuerKeys
+from service.identity.jwks import JWKS_BYTES_MAX, FileSource, JwkSet, KeysUnreadable, PublicKey, Source, UrlSource
+from service.identity.refusals import KeysWanted
+from tests.unit.identity.signing import ISSUER, Published, Signer, key_set
+from tests.unit.scrape import sample
+
+FIRST, SECOND, THIRD = Signer.new("k1"), Signer.new("k2"), Signer.new("k3")
+RULE = IssuerRule("corp", ISSUER, ("fencepost",), jwks_url="https://id.example/certs")
+
+
+class World:
+    """The keys of one issuer, at a time that the test chooses."""
+
+    def __init__(self, source: Source) -> None:
+        self.now = 1_000.0
+        self.telemetry = Telemetry()
+        self.keys = IssuerKeys(RULE, source, self.telemetry, now=lambda: self.now)
+
+    async def look(self, kid: str) -> PublicKey:
+        """Look for a key as a request does."""
+        try:
+            return self.keys.find(kid, "ES256")
+        except KeysWanted as wanted:
+            await wanted.fetched()
+        return self.keys.find(kid, "ES256")
+
+    async def refused(self, kid: str) -> tuple[str, int | None]:
+        with pytest.raises(Problem) as caught:
+            await self.look(kid)
+        assert not isinstance(caught.value, KeysWanted)
+        return caught.value.kind.code, caught.value.retry_after_s
+
+
+@pytest.fixture
+def source() -> Published:
+    return Published(key_set(FIRST))
+
+
+@pytest.fixture
+async def world(source: Published) -> AsyncIterator[World]:
+    world = World(source)
+    yield world
+    await world.keys.close()
+
+
+async def test_a_new_key_is_found_by_one_read_for_all_who_ask(world: World, source: Published) -> None:
+    await world.look("k1")
+    version = world.keys.version
+    world.now += REFETCH_LEAST_S
+    source.content = key_set(FIRST, SECOND)
+    found = await asyncio.gather(*(world.look("k2") for _ in range(50)))
+    assert {key.kid for key in found} == {"k2"}
+    assert source.reads == 2
+    assert world.keys.version == version + 1
+    assert (await world.look("k1")).kid == "k1"
+
+
+async def test_unknown_keys_are_looked_for_at_intervals_only(world: World, source: Published) -> None:
+    await world.look("k1")
+    world.now += REFETCH_LEAST_S
+    assert await world.refused("x0") == (INVALID_TOKEN.code, None)
+    assert source.reads == 2
+    for n in range(100):  # of tokens that anybody can make: the key may be newer than the last read
+        assert await world.refused(f"y{n}") == (NOT_WRITTEN.code, REFETCH_LEAST_S)
+    assert await world.refused("x0") == (INVALID_TOKEN.code, None)  # was looked for
+    assert source.reads == 2
+    source.content = key_set(FIRST, SECOND)
+    world.now += REFETCH_LEAST_S
+    assert await world.refused("y7") == (INVALID_TOKEN.code, None)
+    assert source.reads == 3
+    await world.look("k2")
+    assert source.reads == 3
+
+
+async def test_a_key_that_the_issuer_has_withdrawn_is_not_taken(world: World, source: Published) -> None:
+    await world.look("k1")
+    version = world.keys.version
+    source.content = key_set(SECOND)
+    world.now += REFETCH_LEAST_S
+    await world.look("k2")
+    assert world.keys.version > version  # tokens that were verified with it are verified again
+    assert (await world.refused("k1"))[0] == NOT_WRITTEN.code
+    world.now += REFETCH_LEAST_S
+    assert await world.refused("k1") == (INVALID_TOKEN.code, None)
+
+
+async def test_while_the_issuer_is_away_known_keys_are_used_and_unknown_ones_answered_503(
+    world: World, source: Published
+) -> None:
+    await world.look("k1")
+    version = world.keys.version
+    source.content = "no route"
+    world.now += REFETCH_LEAST_S
+    assert await world.refused("k2") == (NOT_WRITTEN.code, FAILED_PAUSE_S)
+    for _ in range(100):
+        assert await world.refused("k3") == (NOT_WRITTEN.code, FAILED_PAUSE_S)
+    assert source.reads == 2
+    with pytest.raises(Problem, match="the keys of the issuer corp cannot be read: no route"):
+        await world.look("k2")
+    assert (await world.look("k1")).kid == "k1"
+    assert world.keys.version == version
+    source.content = key_set(FIRST, SECOND)
+    world.now += FAILED_PAUSE_S
+    await world.look("k2")
+
+
+async def test_keys_that_cannot_be_read_anew_are_trusted_for_a_day(world: World, source: Published) -> None:
+    await world.look("k1")
+    version = world.keys.version
+    source.content = "no route"
+    world.now += KEPT_S
+    await world.refused("k2")
+    await world.look("k1")
+    world.now += FAILED_PAUSE_S
+    await world.refused("k2")
+    assert await world.refused("k1") == (NOT_WRITTEN.code, FAILED_PAUSE_S)
+    assert world.keys.version > version
+
+
+async def test_a_process_that_never_had_the_keys_answers_503() -> None:
+    world = World(Published("no route"))
+    assert await world.refused("k1") == (NOT_WRITTEN.code, FAILED_PAUSE_S)
+    assert sample(world.telemetry, "fencepost_issuer_fetches_total", issuer="corp", outcome="failed") == 1
+
+
+async def test_a_bug_of_a_read_leaves_nobody_waiting(world: World, source: Published) -> None:
+    async def fail() -> bytes:
+        raise RuntimeError("bug")
+
+    source.read = fail  # type: ignore[method-assign]
+    assert await world.refused("k1") == (NOT_WRITTEN.code, FAILED_PAUSE_S)
+
+
+async def test_the_keys_are_read_at_once_and_at_intervals(world: World, source: Published) -> None:
+    source.period_s = 0.01
+    keeping = asyncio.create_task(world.keys.keep())
+    async with asyncio.timeout(5.0):
+        while source.reads < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    keeping.cancel()
+    assert world.keys.version == 1  # the content is the same
+
+
+# ----------------------------------------------------------------------------------------------------- JWK Sets
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"keys": {}}',
+        b'{"keys": []}',
+        b'{"keys": [1, null, {}, {"kty": "x"}, {"kty": ["RSA"]}]}',
+        b"[" * 100_000,
+        json.dumps({"keys": [FIRST.jwk] * 101}).encode(),
+        json.dumps({"keys": [{**FIRST.jwk, "use": "enc"}]}).encode(),
+        json.dumps({"keys": [{**FIRST.jwk, "key_ops": ["encrypt"]}]}).encode(),
+        json.dumps({"keys": [{**FIRST.jwk, "kid": 1}]}).encode(),
+        json.dumps({"keys": [{**FIRST.jwk, "x": "AA"}]}).encode(),
+        json.dumps({"keys": [{**FIRST.jwk, "crv": "P-1"}]}).encode(),
+        json.dumps({"keys": [{"kty": "RSA", "n": "AQAB" * 20, "e": "AQAB"}]}).encode(),
+        json.dumps({"keys": [{"kty": "RSA", "n": "_" * 1000, "e": "AQAB"}]}).encode(),
+        json.dumps({"keys": [{"kty": "RSA", "n": [1], "e": "AQAB"}]}).encode(),
+        json.dumps({"keys": [FIRST.key.as_dict(private=True)]}).encode(),
+        json.dumps({"keys": [OctKey.generate_key(256).as_dict(private=True)]}).encode(),
+    ],
+)
+def test_what_has_no_public_key_for_signatures_is_unreadable(content: bytes) -> None:
+    with pytest.raises(KeysUnreadable):
+        JwkSet(content)
+
+
+def test_a_key_that_cannot_be_used_is_left_out() -> None:
+    encryption = {**SECOND.jwk, "use": "enc"}
+    unknown: dict[str, Any] = {"kty": "AKP", "kid": "pq", "alg": "ML-DSA-44", "pub": "AA"}
+    keys = JwkSet(json.dumps({"keys": [unknown, encryption, FIRST.jwk]}).encode())
+    assert [line.partition(":")[0] for line in keys.left_out] == ["keys[0]", "keys[1]"]
+    assert keys.find("k1", "ES256") is not None
+    assert keys.find("k2", "ES256") is None
+
+
+def test_a_key_is_for_its_own_algorithms_only() -> None:
+    without_alg = {name: value for name, value in FIRST.jwk.items() if name != "alg"}
+    rsa = Signer.new("r", "RS256")
+    keys = JwkSet(json.dumps({"keys": [without_alg, rsa.jwk]}).encode())
+    assert [keys.find("k1", algorithm) is not None for algorithm in ("ES256", "ES384", "RS256", "HS256")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert [keys.find("r", algorithm) is not None for algorithm in ("RS256", "PS256", "RS512", "ES256", "HS256")] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_two_keys_with_one_id_are_told_apart_by_their_types() -> None:
+    rsa = Signer.new("k1", "RS256")
+    keys = JwkSet(key_set(rsa, FIRST))
+    assert [type(keys.find("k1", algorithm)).__name__ for algorithm in ("RS256", "ES256")] == ["RSAKey", "ECKey"]
+    assert keys.find(None, "ES256") is not None
+    assert JwkSet(key_set(FIRST, SECOND)).find(None, "ES256") is None
+
+
+# ------------------------------------------------------------------------------------------------------- sources
+
+
+async def test_a_file_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_bytes(key_set(FIRST))
+    world = World(FileSource(str(path)))
+    await world.look("k1")
+    path.write_bytes(key_set(SECOND))
+    world.now += REFETCH_LEAST_S
+    await world.look("k2")
+    path.write_bytes(b" " * (JWKS_BYTES_MAX + 1))
+    world.now += REFETCH_LEAST_S
+    with pytest.raises(Problem, match=f"it has more than {JWKS_BYTES_MAX} bytes"):
+        await world.look("k3")
+    path.unlink()
+    world.now += FAILED_PAUSE_S
+    with pytest.raises(Problem, match="No such file"):
+        await world.look("k3")
+    await world.look("k2")
+
+
+def url_source(answer: Any, **changes: Any) -> UrlSource:
+    return UrlSource(
+        IssuerRule("corp", ISSUER, ("f",), "http://127.0.0.1:1/certs", **changes), httpx.MockTransport(answer)
+    )
+
+
+async def test_a_url_is_read_with_the_token_that_its_file_has_now(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["authorization"])
+        return httpx.Response(200, content=_once(key_set(FIRST)))
+
+    source = url_source(answer, jwks_token_file=str(path))
+    for token in ("t1\n", "t2"):
+        path.write_text(token)
+        await source.keys()
+    assert seen == ["Bearer t1", "Bearer t2"]
+    path.unlink()
+    with pytest.raises(KeysUnreadable, match="No such file"):
+        await source.keys()
+    await source.close()
+
+
+async def _once(content: bytes) -> AsyncIterator[bytes]:
+    yield content
+
+
+async def _endless() -> AsyncIterator[bytes]:
+    while True:
+        yield b" " * 10_000
+
+
+async def _never() -> AsyncIterator[bytes]:
+    yield b"{"
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (httpx.Response(302, headers={"location": "http://127.0.0.1:2/"}), "the URL answers 302"),
+        (httpx.Response(503), "the URL answers 503"),
+        (httpx.Response(200, content=_once(b"<html>")), "no JWK Set"),
+        (httpx.Response(200, content=_endless()), "more than 262144 bytes"),
+        (httpx.Response(200, content=_never()), "no answer within 0.05 s"),
+    ],
+)
+async def test_a_url_that_has_no_keys_is_unreadable(
+    answer: httpx.Response, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jwks_module, "FETCH_TIMEOUT_S", 0.05)
+    source = url_source(lambda _: answer)
+    with pytest.raises(KeysUnreadable, match=why):
+        await source.keys()
+    await source.close()
