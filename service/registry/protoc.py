@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from service.registry import well_known
 from service.registry.schema import Import, RegistryAway, SchemaType, SchemaUnusable
 
 # What the file of the schema itself is called; no reference may have this name.
@@ -50,17 +51,18 @@ def _memory_folder() -> str | None:
 
 
 async def _compile(folder: Path, text: str, imports: Sequence[Import]) -> bytes:
-    source, target = folder / "source", folder / "descriptors"
+    source, known, target = folder / "source", folder / "known", folder / "descriptors"
+    for name, content in well_known.FILES.items():
+        _write(known / name, content)
     for name, content in [(MAIN, text), *((each.name, each.schema.text) for each in imports)]:
-        path = source / name
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content, encoding="utf-8")
+            _write(source / name, content)
         except OSError as error:  # a name that is a file and a folder
             raise SchemaUnusable(f"its reference {name!r} cannot be written: {error.strerror}") from None
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-m", "grpc_tools.protoc"),
-        *("-I.", "--include_imports", f"--descriptor_set_out={target}", MAIN),
+        # A reference precedes a well-known file of its name.
+        *("-I.", f"-I{known}", "--include_imports", f"--descriptor_set_out={target}", MAIN),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
@@ -83,6 +85,11 @@ async def _compile(folder: Path, text: str, imports: Sequence[Import]) -> bytes:
     if target.stat().st_size > DESCRIPTOR_BYTES_MAX:
         raise SchemaUnusable(f"its descriptors have more than {DESCRIPTOR_BYTES_MAX} bytes")
     return target.read_bytes()
+
+
+def _write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
 
 
 def _why(errors: bytes) -> str:

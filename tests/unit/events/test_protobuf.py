@@ -1,15 +1,21 @@
 """Tests JSON by Protobuf schemas: what is read back, the indexes of messages, and where a value does not fit."""
 
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from confluent_kafka.schema_registry.confluent import meta_pb2
+from confluent_kafka.schema_registry.confluent.type import decimal_pb2, variant_pb2
+from google.protobuf import message_factory
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
 from service.events.avro import Misfit
 from service.events.protobuf import ProtobufSchema
-from service.registry import protoc
+from service.registry import protoc, well_known
 from service.registry.schema import Import, RegistryAway, Schema, SchemaType, SchemaUnusable
 
 TEXT = """
@@ -73,6 +79,59 @@ async def test_a_value_that_does_not_fit_names_the_path(value: object, path: lis
 async def test_messages_that_the_schema_does_not_have(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ProtobufSchema(await protoc.compiled(TEXT, [LINE]), message)
+
+
+PRICED = """
+syntax = "proto3";
+package shop;
+import "confluent/meta.proto";
+import "confluent/type/decimal.proto";
+import "google/protobuf/timestamp.proto";
+option (confluent.file_meta).doc = "prices";
+message Price {
+  option (confluent.message_meta) = { params: [{ key: "a", value: "b" }] };
+  confluent.type.Decimal amount = 1 [(confluent.field_meta) = { tags: ["PII"], rules: [{ name: "r", expr: "true" }] }];
+  map<string, confluent.type.Decimal> by_currency = 2;
+  google.protobuf.Timestamp at = 3;
+}
+"""
+
+
+async def test_the_files_that_confluent_s_registry_brings_are_imported() -> None:
+    """They are read by the library that their own vendor's files are compiled for."""
+    schema = ProtobufSchema(await protoc.compiled(PRICED, []))
+    amount = {"value": "MDk=", "precision": 5, "scale": 2}
+    encoded = schema.encode({"amount": amount, "by_currency": {"EUR": amount}, "at": "1970-01-01T00:00:01Z"})
+    assert encoded[:2] == b"\x0a\x08"
+    theirs: Any = message_factory.GetMessageClass(decimal_pb2.DESCRIPTOR.message_types_by_name["Decimal"])
+    decimal = theirs.FromString(encoded[2:10])
+    assert (decimal.value, decimal.precision, decimal.scale) == (b"09", 5, 2)
+    with pytest.raises(Misfit, match="no such field") as caught:
+        schema.encode({"amount": {"unscaled": 1}})
+    assert [*reversed(caught.value.path)] == ["amount", "unscaled"]
+
+
+@pytest.mark.parametrize("module", [meta_pb2, decimal_pb2, variant_pb2])
+async def test_a_well_known_file_is_its_vendor_s(module: Any) -> None:
+    """But for the options that only generated code needs, and the names of fields in JSON, which follow from others."""
+    name = module.DESCRIPTOR.name
+    compiled = await protoc.compiled(well_known.FILES[name], [])
+    ours = FileDescriptorSet.FromString(compiled).file[-1]
+    ours.name = name
+    theirs = FileDescriptorProto()
+    module.DESCRIPTOR.CopyToProto(theirs)
+    theirs.ClearField("options")
+    without_json_names = re.sub(r" *json_name: .*\n", "", str(ours))
+    assert without_json_names == str(theirs)
+
+
+async def test_a_reference_precedes_a_well_known_file_of_its_name() -> None:
+    own = 'syntax = "proto3"; package confluent.type; message Decimal { string text = 1; }'
+    compiled = await protoc.compiled(
+        'syntax = "proto3"; import "confluent/type/decimal.proto"; message M { confluent.type.Decimal d = 1; }',
+        [Import("confluent/type/decimal.proto", Schema(SchemaType.PROTOBUF, own))],
+    )
+    assert ProtobufSchema(compiled).encode({"d": {"text": "1"}}) == b"\x0a\x03\x0a\x011"
 
 
 async def test_two_schemas_may_have_messages_of_one_name() -> None:
