@@ -131,8 +131,8 @@ def header_event_id(key: bytes) -> bytes:
     return hashlib.sha256(b"\0" + key).digest()[:ID_BYTES]
 
 
-def member_id(key: str, index: int, scope: str = "") -> bytes:
-    """Make the 16-byte id of member `index` (from 0) of the atomic batch with this key."""
+def member_id(key: str, index: int | str, scope: str = "") -> bytes:
+    """Make the 16-byte id of a member of the request with this key: by its index (from 0), or by a name of its own."""
     return hashlib.sha256(f"{scope}\0{key}\0{index}".encode()).digest()[:ID_BYTES]
 
 

@@ -5,6 +5,7 @@ Where these differ, the tables in tests/integration/peers.py say which one is fo
 """
 
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Annotated, Final, NamedTuple
@@ -69,7 +70,10 @@ KEY_SCHEMA_MISSING: Final = 42201
 VALUE_SCHEMA_MISSING: Final = 42202
 INVALID_SCHEMA: Final = 42205
 INVALID_PAYLOAD: Final = 42206
+INVALID_BATCH: Final = 42208
 UNPROCESSABLE: Final = 422
+# Entries of a v3 batch: kafka-rest's default (api.v3.produce.batch.maximum.entries).
+ENTRIES_MAX: Final = 10
 # Characters of a schema that a request brings.
 SCHEMA_CHARS_MAX: Final = 256 * 1024
 # Ids and versions of schemas are integers of 4 bytes.
@@ -86,6 +90,8 @@ _STRATEGIES: Final = {"TOPIC_NAME": "topic", "RECORD_NAME": "record", "TOPIC_REC
 JSON_KEY: Final = Encoding(json_key=True)
 _NULL: Final = msgspec.Raw(b"null")
 _NUMBER: Final = re.compile(rb"-?[0-9]")
+_ENTRY_ID: Final = re.compile(r"[0-9A-Za-z_-]{1,80}")
+_ENTRY_ID_BYTES: Final = 2 + 6 * 80  # in JSON, each character escaped
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -101,7 +107,8 @@ class ProduceProblem(Problem):
 class RequestKey(msgspec.Struct, frozen=True):
     """The idempotency key of a produce request in its scope; record i has the id of member i of an atomic batch.
 
-    So a request is sent again as a whole: in one with fewer records, a record would get the id of another.
+    So a request is sent again as a whole: in one with fewer records, a record would get the id of another. The entries
+    of a v3 batch have ids of their own instead of an index: some of them can be sent again alone.
     `key` is the request's, else one that the service has made. It is None where a rule refuses that: then each record
     needs a key of its own. `is_old`: when the request began, the key was older than its retention.
     """
@@ -115,8 +122,11 @@ class RequestKey(msgspec.Struct, frozen=True):
         """The key, if it was not old when the request began; else ""."""
         return "" if self.key is None or self.is_old else self.key
 
-    def id_of(self, index: int, own: bytes | None) -> tuple[str, bytes]:
-        """Return the key and the id of record `index`, from 0; `own` is the record's own key. Raises Problem (400)."""
+    def id_of(self, index: int | str, own: bytes | None) -> tuple[str, bytes]:
+        """Return the key and the id of a record; `own` is the record's own key. Raises Problem (400).
+
+        `index` is the record's, from 0, or the id of an entry.
+        """
         if own is not None:
             key = check_key(own.decode("latin-1"), f"headers.{KEY_HEADER}")
             return key, event_id(key, self.scope)
@@ -369,7 +379,7 @@ def parse_v3(
 
 
 def _v3_event(
-    fields: V3Record, index: int, topic: str, key: RequestKey, traceparent: bytes | None, use: SchemaUse
+    fields: V3Record, index: int | str, topic: str, key: RequestKey, traceparent: bytes | None, use: SchemaUse
 ) -> V3Event:
     if fields.partition_id is not None:
         _partition_of(fields.partition_id)
@@ -382,6 +392,98 @@ def _v3_event(
     )
     event.encoding = _encoding_of(key_schema, value_schema, key_format, use)
     return V3Event(event, key_format, value_format)
+
+
+class V3Batch(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a v3 batch."""
+
+    entries: list[msgspec.Raw] | None = None
+
+
+class V3Entry(V3Record, forbid_unknown_fields=True):
+    """One record of a v3 batch. `id` is a string that no other entry of the batch has."""
+
+    id: str | None = None
+
+
+class _EntryId(msgspec.Struct):
+    """The id of an entry, whatever else it has."""
+
+    id: msgspec.Raw = _NULL
+
+
+_decode_v3_batch = msgspec.json.Decoder(V3Batch).decode
+_decode_v3_entry = msgspec.json.Decoder(V3Entry, strict=False).decode
+_decode_entry_id = msgspec.json.Decoder(_EntryId).decode
+
+
+async def parse_v3_batch(body: bytes) -> list[tuple[str, msgspec.Raw]]:
+    """Parse the entries of a v3 batch, which a thread checks if the body is long: the id and the JSON of each.
+
+    Raises Problem (400, 413, 422).
+    """
+    if body.strip() in (b"", b"null"):
+        raise ProduceProblem(422, INVALID_BATCH, "body: is empty: send entries")
+    if len(body) > LONG_BYTES:
+        frame, texts = await in_thread(cut_batch, body, "entries")
+        entries = decode(_decode_v3_batch, frame).entries
+        entries = texts or entries
+    else:
+        entries = strictly(body, lambda body: decode(_decode_v3_batch, body)).entries
+    if not entries:
+        raise ProduceProblem(422, INVALID_BATCH, "entries: send at least one entry")
+    if len(entries) > ENTRIES_MAX:
+        detail = f"entries: there are {len(entries)}; at most {ENTRIES_MAX} are taken: send several batches, or records"
+        raise ProduceProblem(422, INVALID_BATCH, detail)
+    return [*zip(_ids_of(entries), entries, strict=True)]
+
+
+def _ids_of(entries: Sequence[msgspec.Raw]) -> list[str]:
+    """Read the ids of the entries of a batch. Raises Problem (400, 422)."""
+    ids: list[str] = []
+    for number, raw in enumerate(entries):
+        try:
+            text = decode(_decode_entry_id, raw).id
+        except Problem:  # it is JSON, but no object
+            raise invalid(f"entries[{number}]", "send an object") from None
+        id = _entry_id_of(text)
+        if id is None:
+            remedy = "send a string of 1 to 80 letters, digits, '-' and '_'"
+            raise ProduceProblem(422, INVALID_BATCH, f"entries[{number}].id: {remedy}")
+        if id in ids:
+            raise ProduceProblem(422, INVALID_BATCH, f"entries[{number}].id: another entry has {id}: use each id once")
+        ids.append(id)
+    return ids
+
+
+def _entry_id_of(text: msgspec.Raw) -> str | None:
+    """Read the id of an entry from its JSON; None for what is no id."""
+    if len(text) > _ENTRY_ID_BYTES:
+        return None
+    try:
+        id = _decode_text(text)
+    except msgspec.ValidationError:
+        return None
+    return id if _ENTRY_ID.fullmatch(id) else None
+
+
+async def parse_v3_entry(raw: msgspec.Raw) -> V3Entry:
+    """Parse an entry, whose JSON a thread checks if it is long. Raises Problem (400, 413)."""
+    if len(raw) > LONG_BYTES:
+        await check_text(raw, b"headers", HEADERS_MAX)
+    return decode(_decode_v3_entry, raw)
+
+
+def v3_entry_event(
+    entry: V3Entry,
+    id: str,
+    topic: str,
+    key: RequestKey,
+    traceparent: bytes | None,
+    use: SchemaUse = NO_SCHEMAS,
+) -> V3Event:
+    """Make the event of an entry, which has this id. Raises Problem (400, 404, 413, 422)."""
+    return _v3_event(entry, id, topic, key, traceparent, use)
 
 
 def _v3_data(given: V3Data | None, field: str, use: SchemaUse) -> tuple[Format | None, bytes | None, SchemaRef | None]:

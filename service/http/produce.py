@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
+from msgspec import Raw
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -34,8 +35,11 @@ from service.events.produce import (
     parse_long_v3,
     parse_v2,
     parse_v3,
+    parse_v3_batch,
+    parse_v3_entry,
     v2_event,
     v2_format,
+    v3_entry_event,
 )
 from service.events.strict_json import LONG_BYTES
 from service.http.asgi import AsgiEndpoint
@@ -55,6 +59,7 @@ from service.http.produce_answers import (
     render_offsets,
     render_v2,
     render_v3,
+    render_v3_batch,
     render_v3_end,
 )
 from service.http.request import PostRequest
@@ -70,6 +75,9 @@ PARTITION_DIGITS: Final = 9
 PROBLEM_BYTES: Final = 512
 # Characters of a cluster's id in a path, which each answer repeats; Kafka's ids have 22.
 CLUSTER_CHARS_MAX: Final = 255
+
+# What is before /v3 in the paths of the API: nothing at the REST Proxy, /kafka at Confluent Server and Confluent Cloud.
+V3_PREFIXES: Final = ("", "/kafka")
 
 PathParameters = Mapping[str, str]
 
@@ -87,9 +95,13 @@ class RecordsRequest(NamedTuple):
     traceparent: bytes | None
     responder: ProduceResponder
 
-    def answer(self, results: Sequence[WriteResult], body: bytes) -> None:
-        """Answer 200 with the body that was rendered of these results."""
-        self.responder.answer(self.post, 200, self.responder.lines(results), body)
+    def answer(self, results: Sequence[WriteResult], body: bytes, status: int = 200) -> None:
+        """Answer with the body that was rendered of these results."""
+        self.responder.answer(self.post, status, self.responder.lines(results), body)
+
+
+# Writes the records of a v3 request, and answers it; the text is the cluster of its path.
+V3Writer = Callable[[RecordsRequest, str], Coroutine[Any, Any, None]]
 
 
 class StreamedRecord:
@@ -149,18 +161,25 @@ class ProduceEndpoint:
         """Make the routes of the API's POSTs."""
         v2 = PathEndpoint(self._take_v2, self._posts)
         stream = StreamEndpoint(self._posts, self._stream_v3, _v3_refusal)
-        v3 = BySize(PathEndpoint(self._take_v3, self._posts), stream)
-        return [
+        v3 = BySize(PathEndpoint(partial(self._take_v3, self._write_v3), self._posts), stream)
+        batch = PathEndpoint(partial(self._take_v3, self._write_batch), self._posts)
+        of_v2 = [
             Route("/topics/{topic}", v2, methods=["POST"]),
             Route("/topics/{topic}/partitions/{partition}", v2, methods=["POST"]),
-            Route("/v3/clusters/{cluster}/topics/{topic}/records", v3, methods=["POST"]),
         ]
+        records = "/v3/clusters/{cluster}/topics/{topic}/records"
+        of_v3 = [
+            Route(f"{prefix}{path}", endpoint, methods=["POST"], include_in_schema=not prefix)
+            for prefix in V3_PREFIXES
+            for path, endpoint in ((records, v3), (f"{records}:batch", batch))
+        ]
+        return of_v2 + of_v3
 
     def _take_v2(self, path: PathParameters, post: PostRequest) -> None:
         self._posts.take(partial(self._post_v2, path), self._responder(V2_TYPE).fail, post)
 
-    def _take_v3(self, path: PathParameters, post: PostRequest) -> None:
-        self._posts.take(partial(self._post_v3, path), self._responder(V3_TYPE).fail, post)
+    def _take_v3(self, write: V3Writer, path: PathParameters, post: PostRequest) -> None:
+        self._posts.take(partial(self._post_v3, write, path), self._responder(V3_TYPE).fail, post)
 
     # -------------------------------------------------------------------------------------------------------------- v2
 
@@ -199,7 +218,7 @@ class ProduceEndpoint:
                 )
             except Problem as problem:
                 if problem.kind is not TOO_LARGE:  # malformed: none of the records is written
-                    raise _of_record(index, problem) from None
+                    raise _of_record(f"records[{index}]", problem) from None
                 events.append(problem.as_result())
         results = await self._results(request, events)
         if failure := failure_of(results):
@@ -209,18 +228,18 @@ class ProduceEndpoint:
 
     # -------------------------------------------------------------------------------------------------------------- v3
 
-    def _post_v3(self, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
+    def _post_v3(
+        self, write: V3Writer, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller
+    ) -> None:
         _check_v3_path(path, caller)
         if essence(found.get(b"content-type")) != JSON:
             raise unsupported(JSON)
         request = self._request(V3_TYPE, path, post, found, caller)
-        self._begin(request, self._write_v3(request, path["cluster"]))
+        self._begin(request, write(request, path["cluster"]))
 
     async def _write_v3(self, request: RecordsRequest, cluster: str) -> None:
         records = await self._parse_v3(request)
-        for record in records:
-            if isinstance(record, Problem) and record.kind is MISSING_KEY:
-                raise record  # the request is refused as a whole, before any of its records is written
+        _check_keys(records)
         request.caller.spend(len(records), request.post.arrived)
         results = await self._results(request, records)
         answers = _in_slices([*zip(records, results, strict=True)])
@@ -246,6 +265,40 @@ class ProduceEndpoint:
                     raise Problem(NOT_WRITTEN, TOO_MANY_RESPONSES) from None
         if not records:
             raise ProduceProblem(422, UNPROCESSABLE, "body: is empty: send a record")
+        return records
+
+    async def _write_batch(self, request: RecordsRequest, cluster: str) -> None:
+        """Write the entries of a batch, each for itself; answer 207 with those that are written, and the others."""
+        entries = await parse_v3_batch(request.post.body)
+        ids = [id for id, _ in entries]
+        records = await self._parse_entries(request, entries)
+        _check_keys(records)
+        request.caller.spend(len(records), request.post.arrived)
+        results = await self._results(request, records)
+        body = render_v3_batch(cluster, ids, records, results)
+        check_room(request.post, len(body))
+        request.answer(results, body, 207)
+
+    async def _parse_entries(
+        self, request: RecordsRequest, entries: Sequence[tuple[str, Raw]]
+    ) -> list[V3Event | Problem]:
+        """Parse the entries of a batch. Raises Problem (400, 413) for one that has not the form of an entry."""
+        parsed = []
+        for index, (_, raw) in enumerate(entries):
+            try:
+                parsed.append(await parse_v3_entry(raw))
+            except Problem as problem:  # as with the peer: none of the entries is written
+                raise _of_record(f"entries[{index}]", problem) from None
+        records: list[V3Event | Problem] = []
+        use = self._schema_use(request.topic)
+        time_slice = TimeSlice()
+        for (id, _), entry in zip(entries, parsed, strict=True):
+            if time_slice.is_over:
+                await time_slice.next()
+            try:
+                records.append(v3_entry_event(entry, id, request.topic, request.key, request.traceparent, use))
+            except Problem as problem:
+                records.append(problem.as_result())
         return records
 
     def _stream_v3(self, head: StreamHead) -> Exchange:
@@ -359,11 +412,18 @@ def _event_of(record: Event | V3Event | Problem) -> Event:
     return record.event if isinstance(record, V3Event) else record
 
 
-def _of_record(index: int, problem: Problem) -> Problem:
-    """Add the record's index to its problem, unless the problem is about the request's header."""
+def _check_keys(records: Sequence[V3Event | Problem]) -> None:
+    """Raise Problem (400) if a record lacks a key that the rule demands: the request is refused as a whole."""
+    for record in records:
+        if isinstance(record, Problem) and record.kind is MISSING_KEY:
+            raise record
+
+
+def _of_record(place: str, problem: Problem) -> Problem:
+    """Add the place of a record in the request to its problem, unless the problem is about the request's header."""
     if problem.kind is MISSING_KEY:
         return problem
-    detail = f"records[{index}].{problem.detail}"
+    detail = f"{place}.{problem.detail}"
     if isinstance(problem, ProduceProblem):
         return ProduceProblem(problem.status, problem.error_code, detail)
     return Problem(problem.kind, detail, problem.retry_after_s)

@@ -59,6 +59,8 @@ _RETRIABLE_STATUSES: Final = frozenset({408, 429, 500, 503, 504})
 # The end of a message about a record that may be not written. The id of a record without a key of its own is made of
 # its index (RequestKey), so that in a request of fewer records it would be another record's.
 WHOLE_AGAIN: Final = " (send the whole request again, with its Idempotency-Key: a record's id depends on its index)"
+# The same for an entry of a batch, whose id is made of the entry's own.
+ENTRY_AGAIN: Final = " (send the entry again, with its id and the request's Idempotency-Key)"
 # The results of what is in Kafka, as itself or as a dead letter.
 IN_KAFKA: Final = (Committed, Quarantined)
 # What follows each answer of a v3 request.
@@ -143,6 +145,28 @@ class _V3Answer(msgspec.Struct, gc=False, omit_defaults=True):
     timestamp: str
     key: _Data | None = None
     value: _Data | None = None
+
+
+class _Success(msgspec.Struct, gc=False, omit_defaults=True):
+    id: str
+    cluster_id: str
+    topic_name: str
+    partition_id: int
+    offset: int
+    timestamp: str
+    key: _Data | None = None
+    value: _Data | None = None
+
+
+class _Failure(msgspec.Struct, gc=False):
+    id: str
+    error_code: int
+    message: str
+
+
+class _Batch(msgspec.Struct, gc=False):
+    successes: list[_Success]
+    failures: list[_Failure]
 
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -260,24 +284,50 @@ def render_v3_end(problem: Problem) -> bytes:
     return _v3_error(problem, WHOLE_AGAIN) + V3_SEPARATOR
 
 
+def render_v3_batch(
+    cluster: str, ids: Sequence[str], records: Sequence[V3Event | Problem], results: Sequence[WriteResult]
+) -> bytes:
+    """Render the answer to a v3 batch: the entries that are written, and the others, each in the batch's order."""
+    successes: list[_Success] = []
+    failures: list[_Failure] = []
+    for id, record, result in zip(ids, records, results, strict=True):
+        if isinstance(result, Problem):
+            again = ENTRY_AGAIN if error_of(result).retriable else ""
+            failures.append(_Failure(id, *_code_and_message(result, again)))
+        else:
+            assert isinstance(record, V3Event)  # no entry without an event is written
+            successes.append(_Success(id, cluster, *_written(record, result)))
+    return _encode(_Batch(successes, failures))
+
+
 def _v3_answer(cluster: str, record: V3Event, result: Committed) -> bytes:
+    return _encode(_V3Answer(WRITTEN, cluster, *_written(record, result)))
+
+
+def _written(record: V3Event, result: Committed) -> tuple[str, int, int, str, _Data | None, _Data | None]:
+    """Return what the answer to a written record says: topic, partition, offset, time, key and value."""
     _, there = result.deliveries[0]
     event = record.event
     encoded = event.encoded
     key = _data_of(record.key_format, event.record_key, None if encoded is None else encoded.key)
     value = _data_of(record.value_format, event.value, None if encoded is None else encoded.value)
-    place = there.partition, there.offset, rfc3339(there.ts)
-    return _encode(_V3Answer(WRITTEN, cluster, there.topic, *place, key, value))
+    return there.topic, there.partition, there.offset, rfc3339(there.ts), key, value
 
 
 def _v3_error(problem: Problem, remedy: str) -> bytes:
-    """Render the answer to a v3 record that is not written; codes finer than 422 are in its text, as the peer's are."""
+    return _encode(_Error(*_code_and_message(problem, remedy)))
+
+
+def _code_and_message(problem: Problem, remedy: str) -> tuple[int, str]:
+    """Return what the answer to a v3 record that is not written says.
+
+    Codes finer than 422 are in the text, as the peer's are.
+    """
     status, code, message = error_of(problem)
     message += remedy
     if code // 100 == UNPROCESSABLE:
-        message = f"Error: {code} : {message}"
-        code = status
-    return _encode(_Error(code, message))
+        return status, f"Error: {code} : {message}"
+    return code, message
 
 
 def _data_of(format: Format | None, content: bytes | None, schema: UsedSchema | None) -> _Data | None:

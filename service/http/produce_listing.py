@@ -23,6 +23,7 @@ from service.http.asgi import send_whole
 from service.http.callers import Caller
 from service.http.events import EventsEndpoint
 from service.http.headers import pick
+from service.http.produce import V3_PREFIXES
 from service.http.produce_answers import V2_TYPE, V3_TYPE, error_of, lines_of_error, render_error
 from service.http.responses import headers_of
 from service.kafka.deadline import shared
@@ -38,9 +39,10 @@ HOST_CHARS_MAX: Final = 261
 # The code of a GET of v2, and that of v3, which is the same for topics and partitions.
 TOPIC_NOT_FOUND, UNKNOWN_TOPIC_OR_PARTITION = 40401, 40403
 _WHERE_TO_GO: Final = (
-    "Fencepost writes records (POST /topics/{topic}, POST /v3/clusters/{cluster_id}/topics/{topic_name}/records) and "
-    "lists topics. For consumers, use a Kafka client with isolation.level=read_committed, or Fencepost's reader; for "
-    "topics, groups, ACLs and configs, use Kafka's own tools, or a REST proxy beside this service"
+    "Fencepost writes records (POST /topics/{topic}, POST /v3/clusters/{cluster_id}/topics/{topic_name}/records, "
+    "records:batch) and lists topics. For consumers, use a Kafka client with isolation.level=read_committed, or "
+    "Fencepost's reader; for topics, groups, ACLs and configs, use Kafka's own tools, or a REST proxy beside this "
+    "service"
 )
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -86,8 +88,9 @@ class ListRequest:
         if len(request.url.netloc) > HOST_CHARS_MAX:
             raise invalid("Host", f"at most {HOST_CHARS_MAX} characters are taken")
         self.path: Mapping[str, str] = request.path_params
-        self._is_v3 = request.url.path.startswith("/v3")
-        self.base = f"{request.url.scheme}://{request.url.netloc}"
+        prefix = _v3_prefix_of(request.url.path)
+        self._is_v3 = prefix is not None
+        self.base = f"{request.url.scheme}://{request.url.netloc}{prefix or ''}"  # of the URLs in answers of v3
         self._caller = caller
         self._parts = parts
         self._lists = lists
@@ -194,11 +197,13 @@ class ProduceListing:
             f"{cluster}/topics/{{topic}}/partitions/{{partition}}": _v3_partition,
         }
         served = [self._route(path, answer, V2_TYPE) for path, answer in v2.items()]
-        served += [self._route(path, answer, V3_TYPE) for path, answer in v3.items()]
-        others = ("/topics", "/topics/{rest:path}", "/consumers/{rest:path}", "/brokers", "/v3", "/v3/{rest:path}")
+        others = ["/topics", "/topics/{rest:path}", "/consumers/{rest:path}", "/brokers"]
+        for prefix in V3_PREFIXES:
+            served += [self._route(path, answer, V3_TYPE, prefix) for path, answer in v3.items()]
+            others += [f"{prefix}/v3", f"{prefix}/v3/{{rest:path}}"]
         return served + [Route(path, _NotHere(path), include_in_schema=False) for path in others]
 
-    def _route(self, path: str, answer: ListHandler, media_type: bytes) -> Route:
+    def _route(self, path: str, answer: ListHandler, media_type: bytes, prefix: str = "") -> Route:
         async def get(request: Request) -> ASGIApp:
             try:
                 found = pick(request.headers.raw)
@@ -215,18 +220,23 @@ class ProduceListing:
             except (KafkaAway, TimeoutError) as error:
                 return _failed(Problem(INCOMPLETE, f"Kafka does not answer: {error}"), media_type)
 
-        return Route(path, get, methods=["GET"])
+        return Route(f"{prefix}{path}", get, methods=["GET"], include_in_schema=not prefix)
 
 
 class _NotHere:
     """Answers requests for the parts of the API that are not served, with any method."""
 
     def __init__(self, path: str) -> None:
-        self._media_type = V3_TYPE if path.startswith("/v3") else V2_TYPE
+        self._media_type = V2_TYPE if _v3_prefix_of(path) is None else V3_TYPE
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         problem = Problem(NOT_FOUND, f"{scope['method']} {scope['path'][:100]} is not served here. {_WHERE_TO_GO}")
         await _failed(problem, self._media_type)(scope, receive, send)
+
+
+def _v3_prefix_of(path: str) -> str | None:
+    """Return what is before /v3 in a path; None for a path of v2."""
+    return next((prefix for prefix in V3_PREFIXES if path.startswith(f"{prefix}/v3")), None)
 
 
 def _failed(problem: Problem, media_type: bytes) -> Response:

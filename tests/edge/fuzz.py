@@ -98,6 +98,10 @@ checks.negative_data_rejection.enabled = false
 include-path = "/v3/clusters/{{cluster}}/topics/{{topic}}/records"
 checks.negative_data_rejection.expected-statuses = ["4xx", 200]
 
+[[operations]]
+include-path = "/v3/clusters/{{cluster}}/topics/{{topic}}/records:batch"
+checks.negative_data_rejection.expected-statuses = ["4xx", 207]
+
 # Every other part of Confluent's API is answered 404, by whatever method.
 [[operations]]
 include-path-regex = "^/(topics|v3)"

@@ -58,24 +58,28 @@ def before_call(_: Any, case: Any, kwargs: dict[str, Any]) -> None:
 def _obey_rules(case: Any, number: int) -> None:
     """Make a request one that is written, to a topic that exists.
 
-    The headers of a binary-mode CloudEvent would make one of every request to /events. A batch of CloudEvents has no
-    key.
+    The headers of a binary-mode CloudEvent would make one of every request to /events. A batch has no key, unless it is
+    atomic: its events have.
     """
+    body = case.body if isinstance(case.body, dict) else {}
     case.headers["Idempotency-Key"] = f"edge-{number}"
     if case.media_type != "*/*":
         for name in [name for name in case.headers if name.lower().startswith("ce-")]:
             del case.headers[name]
-    if case.media_type == "application/cloudevents-batch+json":
+    is_of_own_keys = case.path == "/events/batch" and not body.get("atomic")
+    if is_of_own_keys or case.media_type == "application/cloudevents-batch+json":
         del case.headers["Idempotency-Key"]
+        case.headers.pop("Repeatability-Request-ID", None)
     if "topic" in case.path_parameters:
         case.path_parameters["topic"] = _WORLD.topic
-    body = case.body if isinstance(case.body, dict) else {}
     value = {"type": "STRING", "data": "a"} if case.path.startswith("/v3") else "AAAA"
-    for event in body.get("events") or body.get("records") or [body]:
+    for event in body.get("events") or body.get("records") or body.get("entries") or [body]:
         if isinstance(event, dict) and "specversion" not in event:
             _obey_rules_of_events(event, value, number)
             if "events" in body:
                 event["idempotency_key"] = None if body.get("atomic") else f"edge-{next(_NUMBERS)}"
+            if "entries" in body:
+                event["id"] = f"entry-{next(_NUMBERS)}"
 
 
 def _obey_rules_of_events(event: dict[str, Any], value: object, number: int) -> None:

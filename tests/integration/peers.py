@@ -16,6 +16,7 @@ _BINARY: Final = "application/vnd.kafka.binary.v2+json"
 _JSON_V2: Final = "application/vnd.kafka.json.v2+json"
 _AVRO: Final = "application/vnd.kafka.avro.v2+json"
 _V3: Final = "/v3/clusters/{cluster}/topics/{topic}/records"
+_BATCH: Final = f"{_V3}:batch"
 
 # The origins of answers.
 _PRODUCER: Final = "kafka-rest integration/ProducerTest."
@@ -23,6 +24,9 @@ _JSON_PRODUCER: Final = "kafka-rest integration/JsonProducerTest."
 _NO_SCHEMA: Final = "kafka-rest integration/v3/ProduceActionNoSchemaIntegrationTest."
 _V3_PRODUCE: Final = "kafka-rest integration/v3/ProduceActionIntegrationTest."
 _V3_GETS: Final = "kafka-rest integration/v3/"
+_BATCHES: Final = "kafka-rest integration/v3/ProduceBatchActionIntegrationTest."
+_BATCH_UNIT: Final = "kafka-rest resources/v3/ProduceBatchActionTest."
+_CLOUD: Final = "Confluent Cloud, documentation of "
 _OPENAPI: Final = "kafka-rest api/v3/openapi.yaml: "
 _KARAPACE: Final = "Karapace tests/integration/kafka_rest_apis/test_rest.py: "
 
@@ -102,6 +106,29 @@ def _v2(name: str, origin: str, content_type: str, records: object, **fields: An
 def _v3(name: str, origin: str, *records: object, **fields: Any) -> Compared:
     fields = {"path": _V3, "status": 200, "content_type": JSON, **fields}
     return Compared(name, origin, body=records, **fields)
+
+
+def _batch(name: str, origin: str, *entries: object, **fields: Any) -> Compared:
+    fields = {"path": _BATCH, "status": 207, "content_type": JSON, "body": [{"entries": entries}], **fields}
+    return Compared(name, origin, **fields)
+
+
+def _entries(successes: Sequence[object] = (), failures: Sequence[object] = ()) -> dict[str, Any]:
+    return {"successes": [*successes], "failures": [*failures]}
+
+
+def _entry(id: object, text: str = "bob") -> dict[str, Any]:
+    return {"id": id, "key": _data("STRING", text)}
+
+
+def _success(id: str, **fields: Any) -> dict[str, Any]:
+    written = _written(**fields)
+    del written["error_code"]
+    return {"id": id, **written}
+
+
+def _failure(id: str, error_code: int) -> dict[str, Any]:
+    return {"id": id, **_error(error_code)}
 
 
 def _get(name: str, origin: str, path: str, answer: Any, status: int = 200, **fields: Any) -> Compared:
@@ -542,6 +569,91 @@ V3: Final = (
 
 
 # ------------------------------------------------------------------------------------------- with a schema registry
+
+_MALFORMED_BATCH: Final = {"status": 422, "answer": _error(42208)}
+
+BATCH: Final = (
+    _batch(
+        "entries with keys",
+        f"{_BATCHES}produceJsonBatch",
+        *(
+            {"id": f"{n}", "partition_id": 0, "key": _data("JSON", f"key-{n}"), "value": _data("JSON", f"value-{n}")}
+            for n in range(10)
+        ),
+        answer=_entries(
+            [_success(f"{n}", key=_size("JSON", 7), value=_size("JSON", 9), partition_id=0) for n in range(10)]
+        ),
+    ),
+    _batch(
+        "a timestamp",
+        f"{_BATCHES}produceStringWithTimestamp",
+        {"id": "1", "timestamp": "1970-01-01T00:00:01Z", "key": _data("STRING", "foo")},
+        answer=_entries([_success("1", key=_size("STRING", 3), timestamp="1970-01-01T00:00:01Z")]),
+    ),
+    _batch(
+        "nothing",
+        f"{_BATCHES}produceNothing",
+        {"id": "1"},
+        answer=_entries([_success("1")]),
+        differs={"/successes": [], "/failures": list},
+        why=_TOMBSTONE,
+    ),
+    _batch(
+        "entries that are malformed",
+        f"{_BATCHES}produceBinaryBatchWithInvalidData_throwsMultipleBadRequests",
+        *({"id": f"{n}", "key": _data("BINARY", n), "value": _data("BINARY", n)} for n in range(10)),
+        answer=_entries(failures=[_failure(f"{n}", 400) for n in range(10)]),
+    ),
+    _batch(
+        "an entry that is malformed",
+        f"{_BATCH_UNIT}testProduceBatchPartialFailure",
+        _entry("0"),
+        {"id": "1", "key": _data("BINARY", "fooba")},
+        answer=_entries([_success("0", key=_size("STRING", 3))], [_failure("1", 400)]),
+    ),
+    _batch(
+        "ids of all characters",
+        f"{_BATCH_UNIT}testProduceBatchNonnumericIds",
+        _entry("entry-1"),
+        _entry("0-9_a-z_A-Z"),
+        answer=_entries([_success(id, key=_size("STRING", 3)) for id in ("entry-1", "0-9_a-z_A-Z")]),
+    ),
+    _batch(
+        "a negative partition",
+        f"{_BATCH_UNIT}testProduceNegativePartitionId",
+        {"id": "1", "partition_id": -1, "key": {**_data("AVRO", "bob"), "schema": "bob"}},
+        answer=_entries(failures=[_failure("1", 40402)]),
+    ),
+    _batch(
+        "a format that needs a schema",
+        f"{_BATCH_UNIT}testProduceNoSchemaRegistryDefined",
+        {"id": "1", "key": {**_data("AVRO", "bob"), "schema": "bob"}},
+        answer=_entries(failures=[_failure("1", 422)]),
+    ),
+    _batch("no entries", f"{_BATCH_UNIT}testProduceBatchEmptyRequest", **_MALFORMED_BATCH),
+    _batch("no body", f"{_BATCH_UNIT}testProduceBatchNullRequest", body="", **_MALFORMED_BATCH),
+    _batch(
+        "too many entries",
+        f"{_BATCH_UNIT}testProduceBatchOversizeRequest",
+        *(_entry(f"{n}") for n in range(11)),
+        **_MALFORMED_BATCH,
+    ),
+    _batch(
+        "an id twice", f"{_BATCH_UNIT}testProduceBatchWithDuplicateId", _entry("0"), _entry("0"), **_MALFORMED_BATCH
+    ),
+    _batch("an id of null", f"{_BATCH_UNIT}testProduceBatchNullIdFailure", _entry(None), **_MALFORMED_BATCH),
+    _batch("a number as id", f"{_BATCH_UNIT}testProduceBatchIntegerIdFailure", _entry(0), **_MALFORMED_BATCH),
+    _batch("an empty id", f"{_BATCH_UNIT}testProduceBatchEmptyStringIdFailure", _entry(""), **_MALFORMED_BATCH),
+    _batch("a long id", f"{_BATCH_UNIT}testProduceBatchLongStringIdFailure", _entry("0" * 81), **_MALFORMED_BATCH),
+    _batch("an odd id", f"{_BATCH_UNIT}testProduceBatchInvalidStringIdFailure", _entry("€#£"), **_MALFORMED_BATCH),
+    _v3(
+        "a record by the path of Confluent Cloud",
+        f"{_CLOUD}produceRecord",
+        {"value": _data("JSON", "bar")},
+        path=f"/kafka{_V3}",
+        answer=[_written(None, _size("JSON", 5))],
+    ),
+)
 
 _AVRO_PRODUCER: Final = "kafka-rest integration/AvroProducerTest."
 _INT_KEY: Final = '{"name":"int","type": "int"}'

@@ -12,7 +12,7 @@ from deploy.stack import Kafka, Service
 from service.contract.wire import event_id, member_id
 from tests.integration.conftest import Stage
 from tests.integration.judge import ledger_faults, read_committed
-from tests.integration.peers import ANSWER_V2, JSON, V2, V3, Compared, differences
+from tests.integration.peers import ANSWER_V2, BATCH, JSON, V2, V3, Compared, differences
 
 JSON_V2 = "application/vnd.kafka.json.v2+json"
 
@@ -43,7 +43,7 @@ async def differing(http: httpx.AsyncClient, asked: Compared, names: dict[str, s
     headers = {"content-type": asked.content_type} if asked.method == "POST" else {}
     path = filled(asked.path, names)
     response = await http.request(asked.method, path, content=asked.content.encode(), headers=headers)
-    wanted = JSON if path.startswith("/v3") else ANSWER_V2
+    wanted = ANSWER_V2 if path.startswith("/topics") else JSON
     assert response.headers["content-type"] == wanted, asked.name
     found = dict(differences(filled(asked.answer, names), answer_of(response, asked)))
     if response.status_code != asked.status:
@@ -58,7 +58,7 @@ async def test_answers_are_those_of_the_peers_but_for_what_the_tables_say(served
     async with httpx.AsyncClient(base_url=served.url, timeout=20.0) as http:
         cluster = (await http.get("/v3/clusters")).json()["data"][0]["cluster_id"]
         names = {"topic": topic, "cluster": cluster}
-        for asked in (*V2, *V3):
+        for asked in (*V2, *V3, *BATCH):
             assert await differing(http, asked, names) == asked.differs, f"{asked.name} ({asked.origin})"
             assert bool(asked.differs) == bool(asked.why), asked.name
 
@@ -74,10 +74,13 @@ async def test_records_are_written_once_also_across_a_crash(stage: Stage, topic:
 
     v2 = json.dumps({"records": [{"key": {"n": 1}, "value": {"n": [1, 2]}}, {"value": "x"}]}).encode()
     v3_path = f"/v3/clusters/any/topics/{topic}/records"
+    each = [{"id": id, "value": {"type": "JSON", "data": id}} for id in ("first", "second")]
+    entries = json.dumps({"entries": each}).encode()
     requests = {
         "keyed": (f"/topics/{topic}", v2, {"content-type": JSON_V2, "idempotency-key": "request-1"}),
         "made": (f"/topics/{topic}/partitions/1", v2, {"content-type": JSON_V2}),
         "records": (v3_path, v3("a", "a 1") + v3("b", "b 1"), {"content-type": JSON}),
+        "batch": (f"/kafka{v3_path}:batch", entries, {"content-type": JSON, "idempotency-key": "batch"}),
         "many": (
             v3_path,
             b"".join(v3(f"{n}") for n in range(1_500)),
@@ -88,7 +91,7 @@ async def test_records_are_written_once_also_across_a_crash(stage: Stage, topic:
     async with httpx.AsyncClient(base_url=first.url, timeout=20.0) as http:
         for name, (path, body, headers) in requests.items():
             answers[name] = await http.post(path, content=body, headers=headers)
-            assert answers[name].status_code == 200
+            assert answers[name].status_code == (207 if name == "batch" else 200)
     made = answers["made"].headers["idempotency-key"]
     first.kill()
     async with httpx.AsyncClient(base_url=second.url, timeout=20.0) as http:
@@ -96,10 +99,11 @@ async def test_records_are_written_once_also_across_a_crash(stage: Stage, topic:
             again = await http.post(path, content=body, headers={"idempotency-key": made, **headers})
             assert again.content == answers[name].content, name
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
-    assert len(records) == 2 + 2 + 2 + 1_500
+    assert len(records) == 2 + 2 + 2 + 2 + 1_500
     ids = {record.idempotency_key for record in records}
-    assert ids == {"request-1", made, "a 1", "b 1", "many"}
+    assert ids == {"request-1", made, "a 1", "b 1", "batch", "many"}
     written = {member_id("request-1", 0), member_id("request-1", 1), member_id(made, 0), event_id("a 1")}
+    written |= {member_id("batch", "first"), member_id("batch", "second")}
     stamps = {dict(record.headers)["fencepost"].split(b";")[1] for record in records}
     assert {id.hex().encode() for id in written} <= stamps
     assert len(stamps) == len(records)

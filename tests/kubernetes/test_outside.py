@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from deploy.places import ROOT
+from service.http.produce import V3_PREFIXES
 from tests import go_tools
 from tests.kubernetes.rendering import HERE, Object, Rendered, render_with
 from tests.kubernetes.test_code import container_of, selects
@@ -40,7 +41,9 @@ def passes(path: str, allowed: set[str]) -> bool:
 
 @pytest.mark.parametrize("kind", ["Ingress", "HTTPRoute"])
 def test_every_path_of_the_api_is_passed_on_and_no_other(outside: Rendered, kind: str) -> None:
-    paths = set(json.loads((ROOT / "service" / "http" / "openapi.json").read_text())["paths"]) | INTERNAL
+    documented = set(json.loads((ROOT / "service" / "http" / "openapi.json").read_text())["paths"])
+    of_v3 = {path for path in documented if path.startswith("/v3")}
+    paths = documented | {f"{prefix}{path}" for prefix in V3_PREFIXES for path in of_v3} | INTERNAL
     allowed = prefixes(outside, kind)
     assert {path for path in paths if not passes(path, allowed)} == INTERNAL
     assert all(any(passes(path, {prefix}) for path in paths) for prefix in allowed)

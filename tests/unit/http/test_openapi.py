@@ -18,12 +18,31 @@ from service.core.problems import KINDS, NOT_WRITTEN, Problem
 from service.core.settings import Settings
 from service.events.cloudevents import BATCHED, STRUCTURED, VERSION, CloudEvent
 from service.events.event import BATCH_EVENTS_MAX, EventBody
-from service.events.produce import V2_FORMATS, RequestKey, V2Body, V2Header, V2Record, V3Header, V3Record, parse_v3
+from service.events.produce import (
+    ENTRIES_MAX,
+    V2_FORMATS,
+    RequestKey,
+    V2Body,
+    V2Header,
+    V2Record,
+    V3Batch,
+    V3Entry,
+    V3Header,
+    V3Record,
+    parse_v3,
+)
 from service.events.schemas import Schemas
 from service.http.application import openapi_document
 from service.http.batch import BatchBody, MemberBody
 from service.http.headers import LINES
-from service.http.produce_answers import error_of, render_error, render_offsets, render_v2, render_v3
+from service.http.produce_answers import (
+    error_of,
+    render_error,
+    render_offsets,
+    render_v2,
+    render_v3,
+    render_v3_batch,
+)
 from service.http.responses import (
     PROBLEM_TYPE,
     committed_lines,
@@ -212,6 +231,9 @@ def test_the_produce_api_is_documented_as_it_is_parsed_and_answered() -> None:
     assert SCHEMAS["V2Record"]["properties"].keys() == set(V2Record.__struct_fields__)
     assert SCHEMAS["V2Header"]["properties"].keys() == set(V2Header.__struct_fields__)
     assert SCHEMAS["V3Header"]["properties"].keys() == set(V3Header.__struct_fields__)
+    entries = SCHEMAS["V3Batch"]["properties"]
+    assert (list(entries), entries["entries"]["maxItems"]) == ([*V3Batch.__struct_fields__], ENTRIES_MAX)
+    assert list(SCHEMAS["V3Entry"]["properties"]) == [*V3Entry.__struct_fields__]
     formats = {media_type for media_type, format in V2_FORMATS.items() if not format.needs_schema}
     for path, operations in PRODUCE.items():
         for operation in (operations[method] for method in operations if method == "post"):
@@ -224,3 +246,7 @@ def test_the_produce_api_is_documented_as_it_is_parsed_and_answered() -> None:
     answer, error, _ = render_v3("c", [(record, COMMITTED), (record, problem)]).split(b"\r\n")
     check("V3Answer", answer)
     check("ProduceError", error)
+    batch = json.loads(render_v3_batch("c", ["a", "b"], [record, record], [COMMITTED, problem]))
+    check("V3BatchAnswer", json.dumps(batch))
+    check("V3Success", json.dumps(batch["successes"][0]))
+    check("V3Failure", json.dumps(batch["failures"][0]))

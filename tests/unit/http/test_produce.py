@@ -28,6 +28,7 @@ JSON_V2 = "application/vnd.kafka.json.v2+json"
 BINARY_V2 = "application/vnd.kafka.binary.v2+json"
 ANSWER_V2 = "application/vnd.kafka.v2+json"
 V3 = "/v3/clusters/c1/topics/orders/records"
+BATCH = f"{V3}:batch"
 EXPIRES = imf_fixdate(NOW_MS // 1000 + 86_400).decode()
 DAY_MS = 86_400_000
 TOKEN_SHA256 = "3c469e9d6c5875d37a43f353d4f88e61fcf812c66eee3457465a40b0da4153e0"  # of "token"
@@ -49,6 +50,9 @@ class Proxy:
 
     async def v3(self, *records: dict[str, Any], path: str = V3, **headers: str) -> httpx.Response:
         return await self.post(path, b"\n".join(json.dumps(record).encode() for record in records), **headers)
+
+    async def batch(self, *entries: object, path: str = BATCH, **headers: str) -> httpx.Response:
+        return await self.post(path, json.dumps({"entries": entries}).encode(), **headers)
 
     async def post(self, path: str, body: bytes, type: str = JSON, **headers: str) -> httpx.Response:
         named = {name.replace("_", "-"): text for name, text in headers.items()}
@@ -92,6 +96,16 @@ def answers(response: httpx.Response) -> list[dict[str, Any]]:
 
 def string(text: str) -> dict[str, Any]:
     return {"value": {"type": "STRING", "data": text}}
+
+
+def entry(id: object, text: str = "a", **more: object) -> dict[str, Any]:
+    return {"id": id, **string(text), **more}
+
+
+def keyed(text: str) -> dict[str, Any]:
+    """Make a record with a key of its own, its text."""
+    own = base64.b64encode(text.encode()).decode()
+    return {"headers": [{"name": "idempotency-key", "value": own}], **string(text)}
 
 
 def assert_error(response: httpx.Response, status: int, error_code: int) -> str:
@@ -385,10 +399,6 @@ async def test_v3_requests_are_replayed_byte_for_byte(proxy: Proxy) -> None:
 
 
 async def test_a_record_with_a_key_of_its_own_is_written_once_in_any_request(proxy: Proxy) -> None:
-    def keyed(text: str) -> dict[str, Any]:
-        own = base64.b64encode(text.encode()).decode()
-        return {"headers": [{"name": "idempotency-key", "value": own}], **string(text)}
-
     first = answers(await proxy.v3(keyed("a"), keyed("b")))
     again = answers(await proxy.v3(string("x"), keyed("b"), keyed("a"), keyed("a"), idempotency_key="q"))
     assert again[1:] == [first[1], first[0], first[0]]
@@ -430,6 +440,141 @@ async def test_a_response_for_which_there_is_no_room_is_a_timeout_that_names_the
         assert len(response.content) > OWN_BYTES
         assert posts.bodies.unread == 1
     await ended(serving)
+
+
+# ----------------------------------------------------------------------------------------------------------- v3 batch
+
+
+async def test_the_entries_of_a_batch_are_written_and_answered_each_for_itself(proxy: Proxy) -> None:
+    bad = {"id": "b", "key": {"type": "BINARY", "data": 1}}
+    schema = {"id": "c", "value": {"type": "AVRO", "schema": "{}", "data": 1}}
+    full: dict[str, Any] = entry("0-9_a-z_A-Z", partition_id=2, timestamp="2023-11-14T22:13:20Z")
+    full["key"] = {"type": "JSON", "data": {"n": 1}}
+    entries = [entry("a", "x" * 70_000), bad, schema, full, entry("e", partition_id=7)]
+    response = await proxy.batch(*entries, {"id": "f"}, idempotency_key="q")
+    assert (response.status_code, response.headers["content-type"]) == (207, "application/json")
+    assert (response.headers["idempotency-key"], response.headers["idempotency-key-expires"]) == ("q", EXPIRES)
+    told = response.json()
+    assert told["successes"] == [
+        {
+            "id": "a",
+            "cluster_id": "c1",
+            "topic_name": "orders",
+            "partition_id": told["successes"][0]["partition_id"],
+            "offset": 12,
+            "timestamp": told["successes"][0]["timestamp"],
+            "value": {"type": "STRING", "size": 70_000},
+        },
+        {
+            "id": "0-9_a-z_A-Z",
+            "cluster_id": "c1",
+            "topic_name": "orders",
+            "partition_id": 2,
+            "offset": 13,
+            "timestamp": "2023-11-14T22:13:20Z",
+            "key": {"type": "JSON", "size": 7},
+            "value": {"type": "STRING", "size": 1},
+        },
+    ]
+    assert [(each["id"], each["error_code"]) for each in told["failures"]] == [
+        ("b", 400),
+        ("c", 422),
+        ("e", 40402),
+        ("f", 400),
+    ]
+    assert all(each.keys() == {"id", "error_code", "message"} for each in told["failures"])
+    assert told["failures"][1]["message"].startswith("Error: 42206 : ")
+    assert [(key, value) for _, key, value in proxy.written] == [(None, b"x" * 70_000), (b'{"n":1}', b"a")]
+
+
+async def test_a_batch_is_replayed_byte_for_byte_and_its_entries_also_alone(proxy: Proxy) -> None:
+    """A client that sends only the failures again must find its entry, not the one that had its index before."""
+    entries = entry("a", "x"), entry("b", "x"), entry("c", "x")
+    first = await proxy.batch(*entries, idempotency_key="q")
+    again = await proxy.batch(*entries, path=f"/kafka{BATCH}", idempotency_key="q")
+    assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (207, first.content, "true")
+    alone = await proxy.batch(entries[2], entry("d"), idempotency_key="q")
+    assert "idempotent-replayed" not in alone.headers
+    assert [each["offset"] for each in alone.json()["successes"]] == [14, 17]  # 15 and 16 are the markers
+    assert alone.json()["successes"][0] == first.json()["successes"][2]
+    assert set(proxy.world.keys.server.keys) == {member_id("q", id) for id in "abcd"}
+    conflict = await proxy.batch(entry("a", "y"), idempotency_key="q")
+    assert [(each["id"], each["error_code"]) for each in conflict.json()["failures"]] == [("a", 422)]
+    assert len(proxy.written) == 4
+
+
+async def test_keys_of_a_batch_are_made_or_of_its_entries_as_those_of_records(proxy: Proxy) -> None:
+    made = (await proxy.batch(entry("a"))).headers["idempotency-key"]
+    assert uuid.UUID(made).version == 7
+    assert (await proxy.batch(entry("a"), idempotency_key=made)).headers["idempotent-replayed"] == "true"
+    (record,) = answers(await proxy.v3(keyed("own")))
+    (success,) = (await proxy.batch({"id": "z", **keyed("own")})).json()["successes"]
+    assert success["offset"] == record["offset"]
+    path = BATCH.replace("orders", "other")
+    assert_error(await proxy.batch({"id": "z", **keyed("o")}, entry("a"), path=path), 400, 40001)
+    assert (await proxy.batch({"id": "z", **keyed("o")}, path=path)).status_code == 207
+    assert len(proxy.written) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error_code", "message"),
+    [
+        (b"", 422, 42208, "body: is empty"),
+        (b"null", 422, 42208, "body: is empty"),
+        (b"{}", 422, 42208, "entries: send at least one"),
+        ({"entries": []}, 422, 42208, "entries: send at least one"),
+        ({"entries": [entry(f"{n}") for n in range(11)]}, 422, 42208, "entries: there are 11; at most 10"),
+        ({"entries": [entry("a"), entry("b"), entry("a")]}, 422, 42208, "entries[2].id: another entry has a"),
+        ({"entries": [entry("a"), string("b")]}, 422, 42208, "entries[1].id: send a string of 1 to 80"),
+        ({"entries": [entry(0)]}, 422, 42208, "entries[0].id: "),
+        ({"entries": [entry(None)]}, 422, 42208, "entries[0].id: "),
+        ({"entries": [entry("")]}, 422, 42208, "entries[0].id: "),
+        ({"entries": [entry("a" * 81)]}, 422, 42208, "entries[0].id: "),
+        ({"entries": [entry("€")]}, 422, 42208, "entries[0].id: "),
+        ({"entries": [entry("a" * 100_000)]}, 422, 42208, "entries[0].id: "),
+        ({"entries": [entry("a"), 1]}, 400, 400, "entries[1]: send an object"),
+        ({"entries": [entry("a"), entry("b", valur=1)]}, 400, 400, "entries[1]."),
+        ({"entries": [entry("a"), {"id": "b", "value": {"type": "XML", "data": 1}}]}, 400, 400, "entries[1].value"),
+        ({"entries": [entry("a"), entry("b", "x" * 2_000_001)]}, 413, 413, "entries[1].body: the event's JSON has"),
+        ({"records": [string("a")]}, 400, 400, ""),
+        (b'{"entries":[{"id":"a","value":{"type":"JSON","data":NaN}}]}', 400, 400, ""),
+        (b"foobar", 400, 400, ""),
+    ],
+)
+async def test_a_malformed_batch_writes_nothing(
+    proxy: Proxy, body: object, status: int, error_code: int, message: str
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    assert assert_error(await proxy.post(BATCH, content), status, error_code).startswith(message)
+    assert proxy.written == []
+
+
+async def test_a_batch_is_refused_as_other_requests_are(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_error(await proxy.post(BATCH, b"{}", "text/plain"), 415, 415)
+    assert_error(await proxy.batch(entry("a"), idempotency_key="x" * 256), 400, 40001)
+    assert_error(await proxy.batch(entry("a"), path=BATCH.replace("c1", "c" * 256)), 404, 404)
+    nowhere = (await proxy.batch(entry("a"), path=BATCH.replace("orders", "nowhere"))).json()
+    assert [each["error_code"] for each in nowhere["failures"]] == [40401]
+    proxy.world.store.generation = None
+    (failure,) = (await proxy.batch(entry("a"))).json()["failures"]
+    assert (failure["error_code"], "send the entry again, with its id" in failure["message"]) == (50003, True)
+    full = Problem(NOT_WRITTEN, "the queue is full")
+    monkeypatch.setattr(type(proxy.world.admission), "overload", property(lambda _: full))
+    assert_error(await proxy.batch(entry("a"), idempotency_key="q"), 503, 50003)
+    assert proxy.written == []
+
+
+async def test_the_paths_of_confluent_server_are_served(proxy: Proxy) -> None:
+    record = json.dumps(string("a")).encode()
+    first = await proxy.post(f"/kafka{V3}", record, idempotency_key="q")
+    stream = await proxy.client.post(
+        f"/kafka{V3}", content=streamed(record), headers={"content-type": JSON, "idempotency-key": "q"}
+    )
+    assert first.content == stream.content == (await proxy.v3(string("a"), idempotency_key="q")).content
+    assert len(proxy.written) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- both
 
 
 async def test_bodies_may_be_compressed(proxy: Proxy) -> None:

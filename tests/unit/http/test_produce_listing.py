@@ -1,6 +1,7 @@
 """Tests what clients of Confluent's API ask before they write: cluster, topics, partitions; and what is not served."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -82,7 +83,7 @@ async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 async def read(http: httpx.AsyncClient, path: str, **headers: str) -> Any:
     response = await http.get(path, headers=headers)
-    media_type = "application/json" if path.startswith("/v3") else ANSWER_V2
+    media_type = "application/json" if "/v3" in path else ANSWER_V2
     assert (response.status_code, response.headers["content-type"]) == (200, media_type)
     return response.json()
 
@@ -102,6 +103,15 @@ async def test_v2_lists_of_topics_have_the_peer_s_form(http: httpx.AsyncClient) 
     assert await read(http, "/topics/orders") == described
     assert await read(http, "/topics/orders/partitions") == [first, second]
     assert await read(http, "/topics/orders/partitions/1") == second
+
+
+async def test_the_paths_of_confluent_server_have_answers_with_its_paths(http: httpx.AsyncClient) -> None:
+    for path in ("", "/c1", "/c1/topics", "/c1/topics/orders", "/c1/topics/orders/partitions/0"):
+        of_proxy = await read(http, f"/v3/clusters{path}")
+        of_server = await read(http, f"/kafka/v3/clusters{path}")
+        assert json.dumps(of_server) == json.dumps(of_proxy).replace("http://test/v3", "http://test/kafka/v3")
+    assert_error(await http.get("/kafka/v3/clusters/c1/topics/nowhere"), 404, 40403)
+    assert (await http.get("/kafka/topics")).status_code == 404
 
 
 async def test_a_topic_that_is_read_is_none_to_write_to(http: httpx.AsyncClient, cluster: Cluster) -> None:
@@ -288,13 +298,14 @@ async def test_kafka_that_does_not_answer_is_retriable(http: httpx.AsyncClient, 
         ("DELETE", "/v3/clusters/c1/topics/orders"),
         ("PATCH", "/v3/clusters/c1/topics/orders"),
         ("PUT", "/v3/clusters/c1/topics/orders/configs/retention.ms"),
-        ("POST", "/v3/clusters/c1/topics/orders/records:batch"),
+        ("POST", "/v3/clusters/c1/topics/orders/records:batches"),
         ("GET", "/v3/clusters/c1/acls"),
         ("GET", "/v3"),
+        ("GET", "/kafka/v3/clusters/c1/consumer-groups"),
     ],
 )
 async def test_a_part_that_is_not_served_says_where_to_go(http: httpx.AsyncClient, method: str, path: str) -> None:
     response = await http.request(method, path)
     message = assert_error(response, 404, 404)
     assert message.startswith(f"{method} {path} is not served here. Fencepost writes records")
-    assert response.headers["content-type"] == ("application/json" if path.startswith("/v3") else ANSWER_V2)
+    assert response.headers["content-type"] == ("application/json" if "/v3" in path else ANSWER_V2)
