@@ -37,6 +37,7 @@ from service.http.headers import (
     REPEATABLE,
     UsedHeaders,
     check_message,
+    check_no_key,
     essence,
     media_type,
     pick,
@@ -213,10 +214,12 @@ class EventsEndpoint:
     ) -> None:
         """Write a JSON batch: atomic (201), or each event by itself (207). Raises Problem."""
         if events := await read_batch(post.body, caller.scope, traceparent):
+            check_no_key(found)
             await self._write_each(post, events, _as_it_is, caller)
             return
         batch = await parse_long_batch(post.body) if post.size > LONG_BYTES else parse_batch(post.body)
         if not batch.atomic:
+            check_no_key(found)
             parse = by_length(member_of, long_member_of, traceparent=traceparent, scope=caller.scope)
             await self._write_each(post, batch.events, parse, caller)
             return

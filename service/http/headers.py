@@ -48,6 +48,10 @@ _ONCE: Final = {
     b"repeatability-first-sent": (INVALID_KEY, "Repeatability-First-Sent"),
     b"host": (INVALID_HTTP, "Host"),
 }
+_KEYS_OF_REQUESTS: Final = {
+    b"idempotency-key": "Idempotency-Key",
+    b"repeatability-request-id": "Repeatability-Request-ID",
+}
 
 
 def pick(headers: Iterable[tuple[bytes, bytes]]) -> UsedHeaders:
@@ -75,6 +79,21 @@ def raw_key_of(found: UsedHeaders) -> str | None:
     """
     key = found.get(b"idempotency-key")
     return found.get(b"repeatability-request-id") if key is None else key
+
+
+def check_no_key(found: UsedHeaders) -> None:
+    """Raise Problem (400) for a request with a key whose events have keys of their own.
+
+    A key that is ignored would promise too much: that the request is one transaction, or that its repetition under this
+    key writes nothing, whatever the keys of its events are.
+    """
+    for name, header in _KEYS_OF_REQUESTS.items():
+        if name in found:
+            raise Problem(
+                INVALID_KEY,
+                f"{header}: each event of this batch has a key of its own, as idempotency_key: leave this header out, "
+                'or send JSON with "atomic": true, which is written in one transaction under this key',
+            )
 
 
 def sent_at_ms(found: UsedHeaders) -> int | None:

@@ -11,7 +11,7 @@ from service.events.incomplete_text import IncompleteText
 from service.events.strict_json import strictly
 from service.http.batch import long_member_of, member_of
 from service.http.events import by_length
-from service.http.headers import LINES, media_type, unsupported
+from service.http.headers import LINES, check_no_key, media_type, unsupported
 from service.http.responses import render_lines
 from service.http.streaming import Exchange, StreamHead, Text
 from service.pipeline.request import WriteResult
@@ -77,9 +77,10 @@ def line_of(line: bytes, traceparent: bytes | None = None, scope: str = "") -> E
 
 
 def lines_exchange(head: StreamHead) -> Exchange:
-    """Begin a batch of lines. Raises Problem (415) for a charset other than UTF-8."""
+    """Begin a batch of lines. Raises Problem (400) for a key of the request, (415) for a charset other than UTF-8."""
     if media_type(head.found.get(b"content-type")) != LINES:
         raise unsupported(LINES)
+    check_no_key(head.found)
     parse_line = by_length(line_of, long_member_of, traceparent=head.traceparent, scope=head.caller.scope)
 
     def parse(line: Text) -> Event | Awaitable[Event]:

@@ -77,6 +77,20 @@ async def test_a_batch_is_posted_through_the_app(http: httpx.AsyncClient) -> Non
     assert (response.status_code, len(response.json()["results"])) == (207, 1)
 
 
+@pytest.mark.parametrize("header", ["Idempotency-Key", "Repeatability-Request-ID"])
+async def test_a_key_of_a_request_whose_events_have_keys_is_refused(http: httpx.AsyncClient, header: str) -> None:
+    """A client that repeats its request would rely on it, also if it makes the keys of the events anew."""
+    plain = {"topic": "orders", "value": 1, "idempotency_key": "k"}
+    for content_type, body in (
+        ("application/x-ndjson", LINES),
+        ("application/json", json.dumps({"events": [plain]}).encode()),
+        ("application/json", json.dumps({"events": [{**plain, "headers": {"é": "a"}}], "atomic": False}).encode()),
+    ):
+        response = await http.post("/events/batch", content=body, headers={"content-type": content_type, header: "q"})
+        assert (response.status_code, response.json()["code"]) == (400, "invalid-key")
+        assert response.json()["detail"].startswith(f"{header}: each event of this batch has a key of its own")
+
+
 @pytest.mark.parametrize(
     ("content", "headers", "status", "code"),
     [
