@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from service.contract import PREFIX, KeyPlace, Rules, SettingsError, SourceRule
 from service.contract.source_rules import INDEX_MOST, pointer_steps
@@ -165,6 +166,16 @@ class Source:
             event = self._dead_letter(headers, body, problem)
         return Delivery(event, None if sent_s is None else 1000 * sent_s)
 
+    def without_key(self, event: Event) -> Event | None:
+        """Return a delivery's event under the key that it had while the rule did not find its key; else None.
+
+        So only if the key is in the body: then it is one delivery. Deliveries with other headers may share a body.
+        """
+        if not self.rule.quarantine or self._key is None:
+            return None
+        key = _key_of_body(event.value or b"")
+        return replace(event, key=key, id=event_id(key, self.rule.scope))
+
     def _event_of(self, headers: Headers, body: bytes) -> Event:
         """Make the event of a delivery that is signed as the rule says. Raises Problem (400, 413, 422)."""
         if self._needs_json:
@@ -192,7 +203,7 @@ class Source:
                 check_json(body)
             key = self._key_of(headers, body)
         except Problem:
-            key = hashlib.sha256(body).hexdigest()
+            key = _key_of_body(body)
         rule = self.rule
         of_body = event_of(
             key,
@@ -208,7 +219,7 @@ class Source:
     def _key_of(self, headers: Headers, body: bytes) -> str:
         """Find the idempotency key. Raises Problem (400) that names the header or the pointer."""
         if self.rule.key_place is KeyPlace.SHA256:
-            return hashlib.sha256(body).hexdigest()
+            return _key_of_body(body)
         if self._key is not None:
             key = self._key.find(body)
             if not key:
@@ -239,6 +250,10 @@ class Source:
         names = (CONTENT_TYPE, *self.rule.keep_headers)
         contents = ((name, values(headers, name)) for name in names)
         return [(name, b", ".join(found)) for name, found in contents if found]
+
+
+def _key_of_body(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
 
 
 _TYPE: Final = Pointer("/type")

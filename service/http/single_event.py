@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from copy import copy
 from functools import partial
 from typing import Any
 
-from service.core.problems import Problem
+from service.core.problems import RECORD_REFUSED, Problem
 from service.events.dead_letters import DeadLetter
 from service.events.event import Event
 from service.http.callers import Sender
@@ -34,6 +35,9 @@ class SingleEventWriter:
 
         If the event is refused and the rules name a quarantine topic for it, its dead letter is submitted.
         """
+        if sender.quarantine:
+            self._run(post, self._write_or_quarantine(post, event, sender, preference))
+            return
         try:
             is_checked = self._admission.checks.check_now(event, sender.age)
         except Problem as problem:
@@ -43,6 +47,11 @@ class SingleEventWriter:
             self._submit(post, event, sender, preference)
         else:
             self._run(post, self._look_up_first(post, event, sender, preference))
+
+    def replay(self, post: PostRequest, event: Event, written: WriteResult, preference: Preference) -> None:
+        """Answer with the result of an event that was written before."""
+        result = self._admission.replay((event,), written, post.arrived)
+        self._answer(post, event.key, preference, result)
 
     def write_letter(self, post: PostRequest, letter: DeadLetter, sender: Sender, preference: Preference) -> None:
         """Submit the dead letter of a body from which no event could be made, in a task."""
@@ -60,7 +69,29 @@ class SingleEventWriter:
         if written is None:
             self._submit(post, event, sender, preference)
         else:
-            result = self._admission.replay((event,), written, post.arrived)
+            self.replay(post, event, written, preference)
+
+    async def _write_or_quarantine(
+        self, post: PostRequest, event: Event, sender: Sender, preference: Preference
+    ) -> None:
+        """Write the event of a source with a quarantine topic, or its dead letter, also if a broker refuses the event.
+
+        Raises Problem.
+        """
+        asked = copy(event)  # before a schema of a registry encodes it
+        try:
+            written = await self._admission.checks.check(event, post.arrived, age=sender.age)
+        except Problem as problem:
+            await self._quarantine(post, asked, sender, preference, problem)
+            return
+        if written is not None:
+            self.replay(post, event, written, preference)
+            return
+        result = self._admission.submit(event, post.arrived, preference.wait_s, ttl_s=sender.age.ttl_s)
+        answer = await result
+        if isinstance(answer, Problem) and answer.kind is RECORD_REFUSED and not isinstance(answer, Quarantined):
+            await self._quarantine(post, asked, sender, preference, answer)
+        else:
             self._answer(post, event.key, preference, result)
 
     async def _quarantine(

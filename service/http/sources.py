@@ -12,6 +12,7 @@ from service.core.problems import BAD_SIGNATURE, ENCODED_DELIVERY, UNKNOWN_SOURC
 from service.core.settings import EVENT_BYTES_MAX, Settings
 from service.events.dead_letters import DeadLetter
 from service.events.deliveries import Challenge, Delivery, Source
+from service.events.event import Event
 from service.events.signatures import values
 from service.events.strict_json import LONG_BYTES, in_thread
 from service.http.asgi import AsgiEndpoint
@@ -115,8 +116,18 @@ class _SourceHandler:
         if isinstance(event, DeadLetter):
             event.ttl_s = self._admission.checks.ttl_of_source(rule.key_ttl_s, rule.all_topics)
             self._single.write_letter(post, event, sender, self._preference)
+        elif (without_key := self._source.without_key(event)) is not None:
+            self._run(post, self._write_unless_refused(post, event, without_key, sender))
         else:
             self._single.write(post, event, sender, self._preference)
+
+    async def _write_unless_refused(self, post: PostRequest, event: Event, without_key: Event, sender: Sender) -> None:
+        """Write a delivery, unless its body was quarantined when the rule did not find the key. Raises Problem."""
+        letter = await self._admission.checks.letter_of_body(without_key, post.arrived)
+        if letter is None:
+            self._single.write(post, event, sender, self._preference)
+        else:
+            self._single.replay(post, without_key, letter, self._preference)
 
 
 class SourceResponder(Responder):

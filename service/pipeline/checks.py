@@ -214,6 +214,16 @@ class EventChecks:
         except Problem as problem:
             raise Problem(NOT_WRITTEN, f"quarantine: {problem.detail}") from None
 
+    async def letter_of_body(self, event: Event, arrived: float) -> WriteResult | None:
+        """Find the dead letter of a body under the key of an event with this body, if one was made of it.
+
+        The arguments are those of `check`. Raises Problem (409, 503).
+        """
+        found = await self._find(event.id, dead_letters.body_fingerprint(event.value), self._deadline(arrived, None))
+        if isinstance(found, Delivered) and found.refused:
+            return result_of((event.id, found), replayed=True)
+        return None
+
     def ttl_of_source(self, own_s: int, topics: Iterable[str]) -> int:
         """Return the retention of a source's keys as WriteRequest has it.
 

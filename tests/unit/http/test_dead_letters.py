@@ -17,14 +17,16 @@ from service.claims.states import Delivered
 from service.contract import Rules, TopicRule
 from service.contract.wire import event_id
 from service.core.metrics import Telemetry
+from service.core.problems import RECORD_REFUSED
 from service.events.deliveries import Source, read_sources
 from service.http.produce import ProduceEndpoint
 from service.http.request import Bodies
 from service.http.routes import describe
 from service.http.sources import SourcesEndpoint
 from service.kafka.admin import Topic
+from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
-from tests.unit.fakes import NOW_MS, World, count_of, until
+from tests.unit.fakes import NOW_MS, World, count_of, ended, until
 from tests.unit.http.test_asgi import app_and_posts
 from tests.unit.http.test_events import Commits
 
@@ -325,6 +327,14 @@ async def test_a_record_of_the_produce_api_is_quarantined(client: Client) -> Non
     assert [answer.status_code for answer in alone] == [422, 422]
     assert alone[0].json()["error_code"] == 42207
     assert (alone[1].content, alone[1].headers["idempotent-replayed"]) == (alone[0].content, "true")
+    entries = [{"id": f"e{n}", "value": {"type": "JSON", "data": value}} for n, value in enumerate((GOOD, BAD))]
+    path = "/v3/clusters/c/topics/ordered/records:batch"
+    batches = [
+        await client.http.post(path, json={"entries": entries}, headers={"idempotency-key": "b"}) for _ in range(2)
+    ]
+    (failure,) = batches[0].json()["failures"]
+    assert (failure["id"], failure["error_code"], "(quarantined: letters, " in failure["message"]) == ("e1", 422, True)
+    assert (batches[1].content, batches[1].headers["idempotent-replayed"]) == (batches[0].content, "true")
 
 
 # ------------------------------------------------------------------------------------------------------- deliveries
@@ -369,6 +379,54 @@ async def test_a_delivery_is_the_same_after_its_rule_was_mended(client: Client, 
         other = await later.deliver("shop", b'{"id": "u", "type": "x", "n": 1}')
         assert other.json()["code"] == "fingerprint-mismatch"
         assert "letters" in other.json()["detail"]
+
+
+async def test_a_delivery_without_a_key_is_the_same_after_its_rule_has_found_it(client: Client, tmp_path: Path) -> None:
+    """Its dead letter may have been dealt with under the key of its body."""
+    body = b'{"key": "u", "type": "b"}'
+    first = await client.deliver("shop", body)
+    assert (first.json()["code"], first.json()["quarantined"]) == ("missing-key", True)
+    mended = Rules.parse(SOURCES.replace("/id", "/key", 1), str(tmp_path / "rules.toml"))
+    async with connected(client.world, read_sources(mended)) as later:
+        again = await later.deliver("shop", body)
+        assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (400, first.content, "true")
+        assert again.headers["idempotency-key"] == first.headers["idempotency-key"]
+        assert later.outcomes("shop") == {"duplicate": 1}
+        assert (await later.deliver("shop", b'{"key": "u", "type": "b", "n": 1}')).status_code == 201
+        client.world.store.generation = None
+        assert (await later.deliver("shop", body)).status_code == 503
+    assert [record.topic for record in client.written] == ["letters", "other"]
+
+
+async def test_a_delivery_with_a_key_in_its_header_is_another_one_than_that_without(
+    client: Client, tmp_path: Path
+) -> None:
+    """Two deliveries may have one body, and no more tells them apart."""
+    quarantined = SOURCES.replace('name = "plain"', 'name = "plain"\nquarantine = "letters"')
+    async with connected(client.world, read_sources(Rules.parse(quarantined, str(tmp_path / "r.toml")))) as mended:
+        assert (await mended.deliver("plain", GOOD)).json()["quarantined"] is True
+        assert (await mended.deliver("plain", GOOD, x_id="a")).status_code == 201
+
+
+async def test_a_delivery_that_the_broker_refuses_is_written_once_into_the_quarantine(client: Client) -> None:
+    world = client.world
+    refused = RecordError(RECORD_REFUSED, "the record violates the broker's policy")
+    failed = TransactionFailed(TransactionOutcome.ABORTED, "refused", {"other": refused})
+    world.producers[0].trouble.before["write"].append(failed)
+    delivering = asyncio.create_task(client.deliver("shop", {"id": "1", "type": "b"}))
+    await world.producers[0].trouble.reached["write"].wait()
+    serving = world.serve(await world.slot(1))
+    first = await delivering
+    assert (first.status_code, first.json()["code"]) == (422, "record-refused")
+    assert (first.json()["quarantined"], first.json()["topic"]) == (True, "letters")
+    assert first.json()["detail"] == "topic: other: the record violates the broker's policy"
+    again = await client.deliver("shop", {"id": "1", "type": "b"})
+    assert (again.content, again.headers["idempotent-replayed"]) == (first.content, "true")
+    ((record,),) = world.producers[1].written
+    assert (record.topic, record.value) == ("letters", b'{"id": "1", "type": "b"}')
+    assert dict(record.headers)["fencepost-topic"] == b"other"
+    assert client.outcomes("shop") == {"quarantined": 1, "duplicate": 1}
+    await ended(serving)
 
 
 async def test_a_source_without_a_quarantine_uses_that_of_its_topic(client: Client) -> None:
