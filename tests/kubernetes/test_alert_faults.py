@@ -25,6 +25,7 @@ from service.contract.wire import ledger_topic, requests_topic, transactional_id
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from tests.conftest import MakeTopic
+from tests.contract.fake_registry import FakeRegistry
 from tests.faults.clock import Clock, lacking
 from tests.faults.proxy import Proxy
 from tests.integration.hanging import Rig
@@ -298,6 +299,34 @@ async def _hang(kafka: SecuredKafka, namespace: str, topic: str) -> None:
     rig = Rig(cluster, transactional_id(namespace, 0), (ledger_topic(namespace), 0))
     await rig.write([((topic, 0), b"i" * 16)], marked=[], commit=None, with_record=False)
     await cluster.close()
+
+
+def test_a_schema_registry_that_is_away(
+    serve: Serve, rules: Rules, make_topic: MakeTopic, namespace: str, tmp_path: Path
+) -> None:
+    known, unknown = make_topic(), make_topic()
+    file = tmp_path / "rules.toml"
+    of_topics = (f'[[topics]]\npattern = "{topic}"\n[topics.registry]\nvalue = {{}}\n' for topic in (known, unknown))
+    file.write_text("\n".join(of_topics))
+    with FakeRegistry() as registry:
+        registry.answer("POST", f"/subjects/{known}-value/versions", {"schema": '"string"'}, "")
+        served = serve(FENCEPOST_RULES=str(file), FENCEPOST_REGISTRY=registry.url)
+        healthy = in_use(served, known)
+        registry.status = 503
+
+        def is_away(found: Scrape) -> bool:
+            return found.value("fencepost_registry_away") == 1
+
+        assert served.post(unknown, "a") == 503
+        first = served.when(is_away)
+        time.sleep(1.1)  # the pause after a failure: it is asked again
+        assert served.post(unknown, "b") == 503
+        assert served.post(known, "c") == 201, "its schema is in memory"
+        fault = first, served.when(is_away)
+    rules.assert_firing(["FencepostRegistryAway", "FencepostRegistryUnserved"], healthy, fault, 12 * MINUTE_S)
+    rules.assert_firing([], healthy, fault, 3 * MINUTE_S)
+    unasked = fault[1], fault[1]
+    rules.assert_firing([], healthy, unasked, 30 * MINUTE_S)
 
 
 @pytest.mark.skipif(bool(lacking()), reason=lacking())

@@ -18,7 +18,15 @@ from tests.kubernetes.test_schemas import VERSIONS, check
 
 EXAMPLES: Final = ("dev", "prod", "full")
 # The components of the overlay `prod` that `full` has in addition.
-COMPONENTS: Final = ("kafka-sasl-tls", "redis-tls", "tracing", "ingress", "gateway")
+COMPONENTS: Final = (
+    "kafka-sasl-tls",
+    "redis-tls",
+    "schema-registry",
+    "schema-registry-tls",
+    "tracing",
+    "ingress",
+    "gateway",
+)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +159,11 @@ def test_a_release_with_the_longest_name_has_valid_names() -> None:
             "autoscaling.maxReplicas is less than minReplicas: set it to 13 or more",
         ),
         ({"redis": {"tls": True, "url": "redis://a:6379/0"}}, "redis.tls needs a redis.url that begins with rediss://"),
+        (
+            {"registry": {"enabled": True, "tls": {"enabled": True}}},
+            "registry.tls needs a registry.url that begins with https://",
+        ),
+        ({"settings": {"FENCEPOST_REGISTRY_PASSWORD": "secret"}}, "FENCEPOST_REGISTRY_PASSWORD"),
         ({"monitoring": {"enabled": True}, "audit": {"enabled": False}}, "monitoring.enabled needs audit.enabled"),
         ({"setings": {}}, "setings"),
         ({"settings": {"FENCEPOST_REDIS": "redis://:secret@a:6379/0"}}, "FENCEPOST_REDIS"),

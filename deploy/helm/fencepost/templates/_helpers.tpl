@@ -85,6 +85,14 @@ capabilities:
 {{- $_ := set $settings "FENCEPOST_KAFKA_SSL_CAFILE" "/etc/fencepost-kafka/ca.crt" -}}
 {{- end }}{{ end }}
 {{- if .Values.redis.tls }}{{ $_ := set $settings "FENCEPOST_REDIS_CAFILE" "/etc/fencepost-redis/ca.crt" }}{{ end }}
+{{- with .Values.registry }}{{ if .enabled }}
+{{- $_ := set $settings "FENCEPOST_REGISTRY" .url -}}
+{{- if .tls.enabled }}
+{{- $_ := set $settings "FENCEPOST_REGISTRY_USERNAME" .tls.username -}}
+{{- $_ := set $settings "FENCEPOST_REGISTRY_PASSWORD_FILE" "/etc/fencepost-registry/password" -}}
+{{- $_ := set $settings "FENCEPOST_REGISTRY_CAFILE" "/etc/fencepost-registry/ca.crt" -}}
+{{- end }}
+{{- end }}{{ end }}
 {{- if .Values.tracing.enabled }}
 {{- $_ := set $settings "FENCEPOST_TRACING" "otlp" -}}
 {{- $_ := set $settings "OTEL_EXPORTER_OTLP_ENDPOINT" .Values.tracing.endpoint -}}
@@ -101,7 +109,7 @@ capabilities:
 
 {{/* Paths of the API that callers outside the cluster may reach: not health, metrics and documentation. */}}
 {{- define "fencepost.paths" -}}
-[/events, /sources, /topics, /v3, /problems]
+[/events, /sources, /topics, /v3, /kafka, /problems]
 {{- end }}
 
 {{/* Stops the installation where values contradict each other; each text says what to set. */}}
@@ -118,6 +126,9 @@ capabilities:
 {{- end -}}
 {{- if and .Values.redis.tls .Values.redis.url (not (hasPrefix "rediss://" .Values.redis.url)) -}}
 {{- fail "redis.tls needs a redis.url that begins with rediss://" -}}
+{{- end -}}
+{{- if and .Values.registry.enabled .Values.registry.tls.enabled (not (hasPrefix "https://" .Values.registry.url)) -}}
+{{- fail "registry.tls needs a registry.url that begins with https://" -}}
 {{- end -}}
 {{- if and .Values.monitoring.enabled (not .Values.audit.enabled) -}}
 {{- fail "monitoring.enabled needs audit.enabled: its alerts are about the audit too" -}}
