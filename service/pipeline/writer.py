@@ -27,7 +27,7 @@ from service.core.problems import (
 from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
 from service.core.time_of_day import now_ms
-from service.core.time_slice import yield_after
+from service.core.time_slice import after_responses, yield_after
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
@@ -286,6 +286,8 @@ class Writer:
         if not attempt.claimed:
             if exactly_once:
                 await attempt.slot.abandon()
+            # The clients' next requests then come together, into one group instead of two.
+            await after_responses()
             return
         started = time.perf_counter()
         events = sum(len(request.events) for request, _ in attempt.claimed)

@@ -20,6 +20,7 @@ from service.core.problems import (
     StoreUnanswered,
 )
 from service.pipeline import resolver
+from service.pipeline.group import Group
 from service.pipeline.load_shedding import ANSWERS_EACH, ANSWERS_MAX
 from service.pipeline.request import Committed
 from service.slots import slot as slot_module
@@ -98,6 +99,28 @@ async def test_the_answers_of_a_group_go_out_together(known: bool) -> None:
     results[0].add_done_callback(lambda _: known_then.append(results[1].done()))
     await asyncio.wait(results)
     assert known_then == [True], "each was told in a step of the loop of its own, which wakes its client"
+    await ended(serving)
+
+
+async def test_a_group_of_replays_is_answered_before_the_next_group_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clients of its responses send their next requests together, which a group taken meanwhile would part."""
+    world = World()
+    serving = world.serve(await world.slot())
+    await world.submit("a")
+    await world.checks.check(make_event("a"), time.monotonic())
+    order: list[str] = []
+    done = world.queue.done
+
+    def record_done(group: Group) -> None:
+        order.append("group done")
+        done(group)
+
+    monkeypatch.setattr(world.queue, "done", record_done)
+    result = world.admission.submit(make_event("a"), time.monotonic())
+    # Rendered in the callback of its future, and written in the turn after that.
+    result.add_done_callback(lambda _: asyncio.get_running_loop().call_soon(order.append, "written"))
+    await until(lambda: len(order) == 2)
+    assert order == ["written", "group done"]
     await ended(serving)
 
 
