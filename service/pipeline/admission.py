@@ -42,7 +42,7 @@ ANSWERED_BEFORE_DEADLINE_S: Final = 0.5
 class _EventQueue(NamedTuple):
     """What the events of one request have in common: `ttl_s` is as in WriteRequest, `is_refused`: for dead letters."""
 
-    quarantined_topic: str | None  # None: its topic is not in quarantine
+    isolated_topic: str | None  # None: its topic is not isolated
     guarantee: Guarantee
     ttl_s: int
     is_refused: bool
@@ -193,7 +193,7 @@ class Admission:
         """Write the checked events of a chunk, in their order; returns the result of each.
 
         The events are written together. If they cannot be, they are written in parts, one after the other, which keeps
-        their order: one part for each quarantined topic, for each guarantee and for each retention of keys. A part that
+        their order: one part for each isolated topic, for each guarantee and for each retention of keys. A part that
         fails is split in halves, so that an event that the broker refuses is found in log₂ n transactions.
         """
         results: list[WriteResult | None] = [None] * len(chunk.events)
@@ -232,7 +232,7 @@ class Admission:
         return failed
 
     def _split_by_queue(self, request: WriteRequest) -> list[WriteRequest]:
-        """Split a chunk by the queues of its events, the parts without a quarantined topic first."""
+        """Split a chunk by the queues of its events, the parts without an isolated topic first."""
         queues = {topic: self._queue_of(topic) for topic in request.topics}
         if len(set(queues.values())) == 1 and self._quarantine_topics.isdisjoint(queues):
             return [request]
@@ -244,7 +244,7 @@ class Admission:
             indexes.setdefault(queue, []).append(index)
         parts = [
             request.part(indexes[queue], guarantee=queue.guarantee, ttl_s=queue.ttl_s)
-            for queue in sorted(indexes, key=lambda queue: queue.quarantined_topic is not None)
+            for queue in sorted(indexes, key=lambda queue: queue.isolated_topic is not None)
         ]
         if len(parts) > 1:
             request.move(RequestEvent.SPLIT)
@@ -252,8 +252,8 @@ class Admission:
 
     def _queue_of(self, topic: str) -> "_EventQueue":
         rule = self._rule(topic)
-        quarantined_topic = topic if self._queue.is_quarantined((topic,)) else None
-        return _EventQueue(quarantined_topic, rule.guarantee, rule.key_ttl_s, is_refused=False)
+        isolated_topic = topic if self._queue.is_isolated((topic,)) else None
+        return _EventQueue(isolated_topic, rule.guarantee, rule.key_ttl_s, is_refused=False)
 
     def _halves(self, request: WriteRequest) -> list[WriteRequest]:
         """Split a chunk that failed by its queues, or if all its events have one queue, in halves."""

@@ -235,7 +235,7 @@ class FailureDecision:
 
     All requests are in doubt unless `is_aborted` (no commit was requested) and their claims are released. Then the
     requests in `at_once`, `later` (after a pause) and `split` (in parts) are sent again. `failed_topics`, which were
-    refused or did not answer, are to be quarantined; `failed` are the requests with one of them. `aborting` are the
+    refused or did not answer, are to be isolated; `failed` are the requests with one of them. `aborting` are the
     requests that may have caused the abort.
     """
 

@@ -34,7 +34,7 @@ class Group:
     requests: list[WriteRequest]
     number: int
     started: float
-    quarantined: bool = False  # whether its topic has failed a group
+    isolated: bool = False  # whether its topic has failed a group
 
     @property
     def guarantee(self) -> Guarantee:

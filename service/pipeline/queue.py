@@ -18,8 +18,8 @@ GROUPS_AT_ONCE: Final = 2
 # A group that takes longer is stuck on something, and does not count as in flight.
 GROUP_QUICK_S: Final = 0.05
 
-# Topics in quarantine without a waiting request that are remembered. One that was deleted never commits again.
-QUARANTINED_TOPICS_MAX: Final = 1_000
+# Isolated topics without a waiting request that are remembered. One that was deleted never commits again.
+ISOLATED_TOPICS_MAX: Final = 1_000
 
 
 class GroupConsumer(Protocol):
@@ -34,8 +34,8 @@ class Queue:
     """Requests that wait for a slot, first in first out, within bounds of events and bytes.
 
     The bounds count all requests without an answer, also those in a transaction. A topic that failed a group is
-    quarantined until one of its events commits: its requests go into groups of their own, and those that were in the
-    failed group go one at a time. While other requests wait too, quarantined groups get at most half of the time, one
+    isolated until one of its events commits: its requests go into groups of their own, and those that were in the
+    failed group go one at a time. While other requests wait too, isolated groups get at most half of the time, one
     topic after the other, because such a group may hang for seconds.
     """
 
@@ -44,15 +44,15 @@ class Queue:
         self._events_max = settings.queue_events_max
         self._bytes_max = settings.queue_bytes_max
         self._waiting: dict[Guarantee, deque[WriteRequest]] = {guarantee: deque() for guarantee in Guarantee}
-        self._quarantine: deque[WriteRequest] = deque()
-        self._quarantined_topics: dict[str, None] = {}  # in the order of their first failure
-        self._quarantined_group: Group | None = None  # in flight
-        self._quarantine_order: dict[str, int] = {}  # by quarantined topic: the number of its last group
-        self._next_quarantined_at = 0.0  # time.monotonic before which no quarantined group is taken
+        self._isolated: deque[WriteRequest] = deque()
+        self._isolated_topics: dict[str, None] = {}  # in the order of their first failure
+        self._isolated_group: Group | None = None  # in flight
+        self._isolated_order: dict[str, int] = {}  # by isolated topic: the number of its last group
+        self._next_isolated_at = 0.0  # time.monotonic before which no isolated group is taken
         self._idle_slots: deque[asyncio.Future[None]] = deque()
         self._in_flight: dict[Group, None] = {}
         self._groups_taken = 0
-        self._last_group_size = 0  # requests of the last group that was not quarantined
+        self._last_group_size = 0  # requests of the last group that was not isolated
         self._making_room: asyncio.TimerHandle | None = None
         self.events = 0
         self.bytes = 0
@@ -102,7 +102,7 @@ class Queue:
 
     def forget_answered(self) -> None:
         """Drop requests that were answered while they waited; without a slot nobody takes them out."""
-        for requests in (*self._waiting.values(), self._quarantine):
+        for requests in (*self._waiting.values(), self._isolated):
             while requests and requests[0].finished:
                 requests.popleft()
             if len(requests) > 2 * self.events + 1_000:
@@ -118,47 +118,47 @@ class Queue:
         self.notify()
 
     def _queue_of(self, request: WriteRequest) -> deque[WriteRequest]:
-        if self._quarantined_topics and self.is_quarantined(event.topic for event in request.events):
-            return self._quarantine
+        if self._isolated_topics and self.is_isolated(event.topic for event in request.events):
+            return self._isolated
         return self._waiting[request.guarantee]
 
-    # ------------------------------------------------------------------------------------------------- quarantine
+    # -------------------------------------------------------------------------------------------------- isolation
 
-    def quarantine(self, topics: Iterable[str]) -> None:
-        """Quarantine topics that failed a group: their requests, also those that wait, go into groups of their own."""
-        if new := [topic for topic in topics if topic not in self._quarantined_topics]:
-            self._quarantined_topics |= dict.fromkeys(new)
-            self._bound_quarantined_topics()
+    def isolate_topics(self, topics: Iterable[str]) -> None:
+        """Isolate topics that failed a group: their requests, also those that wait, go into groups of their own."""
+        if new := [topic for topic in topics if topic not in self._isolated_topics]:
+            self._isolated_topics |= dict.fromkeys(new)
+            self._bound_isolated_topics()
             for guarantee, requests in list(self._waiting.items()):
                 self._waiting[guarantee] = deque()
                 for request in requests:
                     self._queue_of(request).append(request)
 
-    def end_quarantine(self, topics: Iterable[str]) -> None:
-        """End the quarantine of topics with committed events."""
-        if self._quarantined_topics and (released := self._quarantined_topics.keys() & set(topics)):
+    def release_topics(self, topics: Iterable[str]) -> None:
+        """Release the topics of committed events."""
+        if self._isolated_topics and (released := self._isolated_topics.keys() & set(topics)):
             for topic in released:
                 self._release_topic(topic)
-            requests, self._quarantine = self._quarantine, deque()
+            requests, self._isolated = self._isolated, deque()
             for request in requests:
                 self._queue_of(request).append(request)
             self.notify()
 
-    def is_quarantined(self, topics: Iterable[str]) -> bool:
-        """Whether one of these topics is quarantined."""
-        return any(topic in self._quarantined_topics for topic in topics)
+    def is_isolated(self, topics: Iterable[str]) -> bool:
+        """Whether one of these topics is isolated."""
+        return any(topic in self._isolated_topics for topic in topics)
 
-    def _bound_quarantined_topics(self) -> None:
-        """End the quarantine of the first topics beyond QUARANTINED_TOPICS_MAX that no quarantined request has."""
-        if len(self._quarantined_topics) > QUARANTINED_TOPICS_MAX:
-            waiting = {topic for request in self._quarantine for topic in request.topics}
-            idle = [topic for topic in self._quarantined_topics if topic not in waiting]
-            for topic in idle[: len(self._quarantined_topics) - QUARANTINED_TOPICS_MAX]:
+    def _bound_isolated_topics(self) -> None:
+        """Release the first topics beyond ISOLATED_TOPICS_MAX that no isolated request has."""
+        if len(self._isolated_topics) > ISOLATED_TOPICS_MAX:
+            waiting = {topic for request in self._isolated for topic in request.topics}
+            idle = [topic for topic in self._isolated_topics if topic not in waiting]
+            for topic in idle[: len(self._isolated_topics) - ISOLATED_TOPICS_MAX]:
                 self._release_topic(topic)
 
     def _release_topic(self, topic: str) -> None:
-        del self._quarantined_topics[topic]
-        self._quarantine_order.pop(topic, None)
+        del self._isolated_topics[topic]
+        self._isolated_order.pop(topic, None)
 
     # ------------------------------------------------------------------------------------------------- for slots
 
@@ -175,14 +175,14 @@ class Queue:
         if self._at_capacity():
             return None
         now = time.monotonic()
-        requests, quarantined = self._take_requests(now)
+        requests, isolated = self._take_requests(now)
         group = None
         if requests:
             self._groups_taken += 1
-            group = Group(requests, self._groups_taken, now, quarantined)
+            group = Group(requests, self._groups_taken, now, isolated)
             self._in_flight[group] = None
-            if quarantined:
-                self._quarantined_group = group
+            if isolated:
+                self._isolated_group = group
             else:
                 self._last_group_size = len(requests)
             for request in requests:
@@ -193,10 +193,10 @@ class Queue:
     def done(self, group: Group) -> None:
         """End a group, successful or not, so that another may be taken."""
         self._in_flight.pop(group, None)
-        if self._quarantined_group is group:
-            self._quarantined_group = None
+        if self._isolated_group is group:
+            self._isolated_group = None
             now = time.monotonic()
-            self._next_quarantined_at = now + (now - group.started)
+            self._next_isolated_at = now + (now - group.started)
         self._notify_if_any_waits()
 
     def notify(self) -> None:
@@ -215,12 +215,12 @@ class Queue:
                 waiter.set_result(None)
 
     def _notify_if_any_waits(self) -> None:
-        if self._quarantine or any(self._waiting.values()):
+        if self._isolated or any(self._waiting.values()):
             self.notify()
 
     async def _wait(self) -> None:
         """Wait until there may be a group to take."""
-        can_take = any(self._waiting.values()) or (self._quarantine and self._quarantined_group is None)
+        can_take = any(self._waiting.values()) or (self._isolated and self._isolated_group is None)
         if not can_take or self._at_capacity():
             waiter = asyncio.get_running_loop().create_future()
             self._idle_slots.append(waiter)
@@ -235,8 +235,8 @@ class Queue:
         if not self._in_flight:
             return False
         waiting = sum(map(len, self._waiting.values()))
-        if self._quarantined_group is None:
-            waiting += len(self._quarantine)
+        if self._isolated_group is None:
+            waiting += len(self._isolated)
         most = self._groups_at_once if waiting >= self._last_group_size else 1
         if len(self._in_flight) < most:
             return False
@@ -254,27 +254,27 @@ class Queue:
         self.notify()
 
     def _take_requests(self, now: float) -> tuple[list[WriteRequest], bool]:
-        """Take the requests of the next group. Returns them, and whether they are quarantined."""
-        if now >= self._next_quarantined_at and (requests := self._take_quarantined()):
+        """Take the requests of the next group. Returns them, and whether they are isolated."""
+        if now >= self._next_isolated_at and (requests := self._take_isolated()):
             return requests, True
         oldest = min(self._waiting.values(), key=_head_arrived)
         if requests := take_requests(oldest, self.ledger_bytes_max):
             return requests, False
-        return self._take_quarantined(), True
+        return self._take_isolated(), True
 
-    def _take_quarantined(self) -> list[WriteRequest]:
-        """Take a request that was in a failed group, alone, or else all requests of one quarantined topic.
+    def _take_isolated(self) -> list[WriteRequest]:
+        """Take a request that was in a failed group, alone, or else all requests of one isolated topic.
 
-        Empty while a quarantined group is in flight. Requests that failed alone come after the others of their topic:
+        Empty while an isolated group is in flight. Requests that failed alone come after the others of their topic:
         one of those may commit, which releases the topic.
         """
-        if self._quarantined_group is not None:
+        if self._isolated_group is not None:
             return []
-        waiting = [request for request in self._quarantine if not request.finished]
+        waiting = [request for request in self._isolated if not request.finished]
         if not waiting:
-            self._quarantine.clear()
+            self._isolated.clear()
             return []
-        first = min(waiting, key=lambda one: (self._quarantine_order.get(one.topic, 0), max(one.failures, 1)))
+        first = min(waiting, key=lambda one: (self._isolated_order.get(one.topic, 0), max(one.failures, 1)))
         topic = first.topic
 
         def alike(request: WriteRequest) -> bool:
@@ -282,9 +282,9 @@ class Queue:
 
         together = [first] if first.failures else [one for one in waiting if one is first or alike(one)]
         taken = take_requests(deque(together), self.ledger_bytes_max)
-        self._quarantine_order[topic] = self._groups_taken + 1
+        self._isolated_order[topic] = self._groups_taken + 1
         left = set(waiting).difference(taken)
-        self._quarantine = deque(request for request in waiting if request in left)
+        self._isolated = deque(request for request in waiting if request in left)
         return taken
 
 

@@ -153,7 +153,7 @@ class Writer:
         waited_s = time.monotonic() - group.requests[0].arrived
         for request in group.requests:
             request.move(RequestEvent.CLAIM)
-        if group.quarantined:
+        if group.isolated:
             await self._topic_metadata.refresh({topic for request in group.requests for topic in request.topics})
         partitions, left_out = route(group.requests, self._topic_metadata.last_known)
         if partitions and group.guarantee is Guarantee.EXACTLY_ONCE:
@@ -403,7 +403,7 @@ class Writer:
                 self._store.lost(position.generation)
         finally:  # a bug in the mark changes nothing of the commit either
             self._telemetry.stages.observe(time.perf_counter() - started, "mark")
-            self._queue.end_quarantine(state.topic for _, committed in delivered for _, state in committed.deliveries)
+            self._queue.release_topics(state.topic for _, committed in delivered for _, state in committed.deliveries)
             for request, committed in delivered:
                 self._resolver.resolve(request, committed)
 
@@ -458,11 +458,11 @@ class Writer:
         return True
 
     def _note_failures(self, requests: Iterable[WriteRequest], topics: Iterable[str]) -> None:
-        """Quarantine topics that failed a group, and count the failure of the requests that had one of them."""
+        """Isolate topics that failed a group, and count the failure of the requests that had one of them."""
         for request in requests:
             request.failures += 1
         topics = set(topics)
-        self._queue.quarantine(topics)
+        self._queue.isolate_topics(topics)
         for topic in topics:
             self._topic_metadata.invalidate(topic)
 

@@ -486,12 +486,12 @@ async def test_a_chunk_from_a_failed_group_is_tried_alone_before_it_is_split(
     await ended(serving)
 
 
-@pytest.mark.parametrize("why", ["a quarantined topic", "another guarantee"])
-async def test_events_of_a_quarantined_topic_or_another_guarantee_are_split_from_their_chunk(why: str) -> None:
+@pytest.mark.parametrize("why", ["an isolated topic", "another guarantee"])
+async def test_events_of_an_isolated_topic_or_another_guarantee_are_split_from_their_chunk(why: str) -> None:
     world = World()
-    topic = {"a quarantined topic": "other", "another guarantee": "plain.a"}[why]
-    if why == "a quarantined topic":
-        world.queue.quarantine({"other"})
+    topic = {"an isolated topic": "other", "another guarantee": "plain.a"}[why]
+    if why == "an isolated topic":
+        world.queue.isolate_topics({"other"})
     submitted = await on_its_way(world, make_event("b", topic), make_event("a"), make_event("c", topic))
     serving = world.serve(await world.slot())
     answers = await submitted

@@ -241,15 +241,15 @@ async def test_a_request_from_groups_that_failed_for_another_topic_is_retried_wi
         await steps()
         stuck = TransactionFailed(TransactionOutcome.ABORTED, "NotEnoughReplicas", stuck={topic})
         world.producers[n].trouble.before["write"].append(stuck)
-        world.queue._quarantine.clear()
+        world.queue._isolated.clear()
         await end_of_term(world.serve(slots[n]))
-    world.queue._quarantine.clear()
+    world.queue._isolated.clear()
     serving = world.serve(slots[2])
     assert isinstance(await asyncio.wait_for(fine, 0.1), Committed)
     await ended(serving)
 
 
-async def test_a_stuck_topic_is_quarantined_and_the_other_topics_are_written_by_another_slot() -> None:
+async def test_a_stuck_topic_is_isolated_and_the_other_topics_are_written_by_another_slot() -> None:
     world = World()
     slot = await world.slot()
     hangs, fine = world.submit("hangs", "orders"), world.submit("fine", "other")

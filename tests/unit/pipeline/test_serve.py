@@ -81,13 +81,13 @@ async def test_a_stop_waits_for_the_marks_that_are_in_flight() -> None:
 
 
 @pytest.mark.parametrize("topic", ["orders", "plain.a"])
-async def test_a_commit_releases_its_topics_from_quarantine(topic: str) -> None:
+async def test_a_commit_releases_its_topics_from_isolation(topic: str) -> None:
     world = World()
     for each in (topic, "other"):
-        world.queue.quarantine({each})
+        world.queue.isolate_topics({each})
     serving = world.serve(await world.slot())
     assert isinstance(await world.submit("a", topic), Committed)
-    assert list(world.queue._quarantined_topics) == ["other"]
+    assert list(world.queue._isolated_topics) == ["other"]
     await ended(serving)
 
 
@@ -156,10 +156,10 @@ async def test_a_record_names_the_producer_that_wrote_it(topic: str, producer_id
 
 
 @pytest.mark.parametrize(
-    ("results", "quarantined"), [([RecordMetadata(3, NOW_MS), None], {"plain.b"}), ([None, None], set())]
+    ("results", "isolated"), [([RecordMetadata(3, NOW_MS), None], {"plain.b"}), ([None, None], set())]
 )
-async def test_a_topic_without_answer_is_quarantined_if_others_in_its_group_were_written(
-    results: list[RecordResult], quarantined: set[str]
+async def test_a_topic_without_answer_is_isolated_if_others_in_its_group_were_written(
+    results: list[RecordResult], isolated: set[str]
 ) -> None:
     """If nothing was written, the broker may be at fault."""
     world = World()
@@ -169,8 +169,8 @@ async def test_a_topic_without_answer_is_quarantined_if_others_in_its_group_were
     world.idempotents[0].results.append(results)
     serving = world.serve(slot)
     assert kind_of(await answers[1]) is OUTCOME_UNKNOWN
-    assert set(world.queue._quarantined_topics) == quarantined
-    assert (kind_of(await answers[0]) is OUTCOME_UNKNOWN) is (not quarantined)
+    assert set(world.queue._isolated_topics) == isolated
+    assert (kind_of(await answers[0]) is OUTCOME_UNKNOWN) is (not isolated)
     await ended(serving)
 
 

@@ -250,27 +250,27 @@ async def test_an_idempotent_event_that_was_not_sent_is_requeued_and_not_in_doub
 
 
 @pytest.mark.parametrize(("itself", "blamed"), [(True, ["plain.a"]), (False, ["plain.a", "plain.b"])])
-async def test_a_topic_that_was_not_sent_for_its_own_fault_is_quarantined(
+async def test_a_topic_that_was_not_sent_for_its_own_fault_is_isolated(
     itself: bool, blamed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If only the time ran out, all are quarantined; otherwise they would delay each other until their deadlines."""
+    """If only the time ran out, all are isolated; otherwise they would delay each other until their deadlines."""
     world = World()
     slot = await world.slot()
     answers = [world.submit("ill", "plain.a"), world.submit("well", "plain.b")]
     await steps()
     world.idempotents[0].results.append([NotSent(itself), NOT_SENT])
-    quarantined: list[str] = []
-    quarantine = world.queue.quarantine
+    isolated: list[str] = []
+    isolate_topics = world.queue.isolate_topics
 
     def note(topics: Iterable[str]) -> None:
-        quarantined.extend(sorted(topics))
-        quarantine(topics)
+        isolated.extend(sorted(topics))
+        isolate_topics(topics)
 
-    monkeypatch.setattr(world.queue, "quarantine", note)
+    monkeypatch.setattr(world.queue, "isolate_topics", note)
     serving = world.serve(slot)
     for answer in answers:
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
-    assert quarantined == blamed
+    assert isolated == blamed
     await ended(serving)
 
 
