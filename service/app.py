@@ -22,7 +22,8 @@ from service.core.logs import Incident, configure_logging
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed, StoreAway, StoreUnanswered
 from service.core.settings import Settings
-from service.core.supervision import log_loop_errors, supervise
+from service.core.shared_task import shared
+from service.core.supervision import Cancelled, log_loop_errors, supervise
 from service.core.task_dump import dump_on_signal
 from service.events.deliveries import Source, read_sources
 from service.events.schemas import Schemas
@@ -36,7 +37,6 @@ from service.http.routes import routes
 from service.http.sources import SourcesEndpoint
 from service.http.token_callers import TokenCallers
 from service.kafka.admin import KafkaAdmin
-from service.kafka.deadline import shared
 from service.kafka.listing import TopicLister
 from service.kafka.security import security_of
 from service.kafka.topics import InternalTopics, TopicMetadataCache
@@ -319,7 +319,7 @@ class Service:
         try:
             async with asyncio.timeout(READINESS_TIMEOUT_S):
                 return await shared(self._redis_check)
-        except (StoreAway, StoreUnanswered, NewerVersion) as error:
+        except (StoreAway, StoreUnanswered, NewerVersion, Cancelled) as error:
             return str(error)
         except TimeoutError:
             return f"Redis does not answer within {READINESS_TIMEOUT_S} s"

@@ -1,10 +1,13 @@
-"""Timeouts for coroutines that swallow cancellations or raise their own, as aiokafka's `close` and `stop` do."""
+"""Waits for Kafka's tasks, in which a cancellation by others is a failure of Kafka; aiokafka's `stop` cancels its own."""
 
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from service.core import shared_task
 from service.core.problems import KafkaAway
+from service.core.shared_task import result_of, unwaited
+from service.core.supervision import Cancelled
 
 T = TypeVar("T")
 
@@ -21,14 +24,16 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
 
     `asyncio.timeout` cancels once and then waits, for ever where the work swallows the cancellation. A CancelledError
     that the work raises by itself (aiokafka's consumer cancels its fetches in `stop` and awaits them) becomes
-    Abandoned: as CancelledError it would end the caller's task silently.
+    Abandoned.
     """
     task = asyncio.create_task(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():
             raise TimeoutError
-        return _result(task)
+        return result_of(task)
+    except Cancelled as error:
+        raise Abandoned(str(error)) from error
     finally:
         if not task.done():
             _given_up.add(task)
@@ -37,25 +42,11 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def shared(task: asyncio.Task[T]) -> T:
-    """Await a task that several callers share; a caller's cancellation leaves it running. Raises Abandoned."""
+    """Await a task that several callers share, as `shared_task.shared` does. Raises Abandoned for its Cancelled."""
     try:
-        await asyncio.wait({task})
-    except asyncio.CancelledError:
-        task.add_done_callback(_ended)
-        raise
-    return _result(task)
-
-
-def _result(task: asyncio.Task[T]) -> T:
-    if task.cancelled():
-        raise Abandoned(f"{task.get_name()} was cancelled by another than its waiter")
-    return task.result()
-
-
-def unwaited(task: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of a finished future that may have no waiter, so that the event loop does not log it."""
-    if not task.cancelled():
-        task.exception()
+        return await shared_task.shared(task)
+    except Cancelled as error:
+        raise Abandoned(str(error)) from error
 
 
 def _ended(task: asyncio.Task[Any]) -> None:

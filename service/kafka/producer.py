@@ -11,13 +11,13 @@ from aiokafka.client import AIOKafkaClient
 from service.core.identity_enum import IdentityEnum
 from service.core.logs import Incident
 from service.core.problems import KafkaAway
+from service.core.shared_task import unwaited
 from service.core.shared_timeout import SharedTimeout
 from service.core.supervision import failure_of
 from service.core.time_of_day import now_ms
 from service.core.time_slice import yield_after
 from service.kafka import outcomes
 from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
-from service.kafka.deadline import unwaited
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (

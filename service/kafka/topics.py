@@ -11,8 +11,9 @@ from service.contract import PREFIX, SettingsError
 from service.contract.wire import control_topic, findings_topic, ledger_topic, requests_topic
 from service.core.problems import KafkaAway, KafkaForbids
 from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
+from service.core.shared_task import unwaited
 from service.kafka.admin import MESSAGE_BYTES_DEFAULT, KafkaAdmin, Topic
-from service.kafka.deadline import shared, unwaited
+from service.kafka.deadline import shared
 
 REQUESTS_PARTITIONS: Final = 8
 WEEK_S: Final = 168 * 3600

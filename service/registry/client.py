@@ -18,7 +18,8 @@ from service.core.bounded import Bounded
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
-from service.kafka.deadline import shared, unwaited
+from service.core.shared_task import shared, unwaited
+from service.core.supervision import Cancelled
 from service.registry import protoc
 from service.registry.schema import (
     Import,
@@ -238,7 +239,10 @@ class RegistryClient:
 
     async def _ask(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Await the work that all callers with this key share."""
-        return await shared(self._start(key, work))
+        try:
+            return await shared(self._start(key, work))
+        except Cancelled as error:  # by `close`
+            raise RegistryAway(str(error), everywhere=False) from None
 
     def _start(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
         """Start the work of a key, unless it is under way. Raises what it raised a moment ago, without new work."""

@@ -59,23 +59,6 @@ async def test_a_cancellation_from_within_raises_abandoned() -> None:
             await shared(task)
 
 
-async def test_a_cancelled_caller_of_a_shared_task_leaves_it_to_the_others() -> None:
-    go_on = asyncio.Event()
-
-    async def work() -> int:
-        await go_on.wait()
-        return 7
-
-    task = asyncio.create_task(work())
-    first, second = asyncio.create_task(shared(task)), asyncio.create_task(shared(task))
-    await asyncio.sleep(0)
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    go_on.set()
-    assert await second == 7
-
-
 class _Keys:
     async def who(self) -> Identity:
         return Identity(GENERATION.store, GENERATION)

@@ -306,6 +306,17 @@ async def test_look_ups_under_way_are_bounded(
     assert [type(result) for result in results] == [SchemaAbsent] * 3 + [RegistryAway] * 7
 
 
+async def test_a_look_up_that_the_close_cancels_is_a_failure_of_the_registry(
+    registry: FakeRegistry, client: RegistryClient
+) -> None:
+    registry.delay_s = 0.5
+    asked = asyncio.create_task(client.by_id(1))
+    await asyncio.sleep(0.05)
+    await client.close()
+    with pytest.raises(RegistryAway, match="was cancelled"):
+        await asked
+
+
 async def test_metrics(registry: FakeRegistry) -> None:
     telemetry = Telemetry()
     client = RegistryClient(
