@@ -352,35 +352,29 @@ class V3Event(msgspec.Struct, frozen=True):
 _decode_v3_record = msgspec.json.Decoder(V3Record, strict=False).decode
 
 
-async def parse_long_v3(
-    text: bytes,
-    index: int,
-    topic: str,
-    key: RequestKey,
-    traceparent: bytes | None,
-    use: SchemaUse = NO_SCHEMAS,
-) -> V3Event:
-    """Make the event of a v3 record of any length, which a thread checks to be JSON. Raises as `parse_v3`."""
+def decode_v3(text: bytes) -> V3Record:
+    """Check and decode a v3 record of at most LONG_BYTES. Raises Problem (400, 413)."""
+    return strictly(text, lambda text: decode(_decode_v3_record, text))
+
+
+async def decode_long_v3(text: bytes) -> V3Record:
+    """Check in a thread and decode a v3 record of any length. Raises as `decode_v3`."""
     await check_text(text, b"headers", HEADERS_MAX)
-    return _v3_event(decode(_decode_v3_record, text), index, topic, key, traceparent, use)
+    return decode(_decode_v3_record, text)
 
 
-def parse_v3(
-    text: bytes,
-    index: int,
+def v3_event(
+    fields: V3Record,
+    index: int | str,
     topic: str,
     key: RequestKey,
     traceparent: bytes | None,
     use: SchemaUse = NO_SCHEMAS,
 ) -> V3Event:
-    """Make the event of record `index` of a v3 request, of at most LONG_BYTES. Raises Problem (400, 404, 413, 422)."""
-    fields = strictly(text, lambda text: decode(_decode_v3_record, text))
-    return _v3_event(fields, index, topic, key, traceparent, use)
+    """Make the event of record `index` of a v3 request, or of the entry of a batch with this id.
 
-
-def _v3_event(
-    fields: V3Record, index: int | str, topic: str, key: RequestKey, traceparent: bytes | None, use: SchemaUse
-) -> V3Event:
+    Raises Problem (400, 404, 413, 422).
+    """
     if fields.partition_id is not None:
         _partition_of(fields.partition_id)
     headers, own = _headers_of([(header.name, header.value) for header in fields.headers or []])
@@ -472,18 +466,6 @@ async def parse_v3_entry(raw: msgspec.Raw) -> V3Entry:
     if len(raw) > LONG_BYTES:
         await check_text(raw, b"headers", HEADERS_MAX)
     return decode(_decode_v3_entry, raw)
-
-
-def v3_entry_event(
-    entry: V3Entry,
-    id: str,
-    topic: str,
-    key: RequestKey,
-    traceparent: bytes | None,
-    use: SchemaUse = NO_SCHEMAS,
-) -> V3Event:
-    """Make the event of an entry, which has this id. Raises Problem (400, 404, 413, 422)."""
-    return _v3_event(entry, id, topic, key, traceparent, use)
 
 
 def _v3_data(given: V3Data | None, field: str, use: SchemaUse) -> tuple[Format | None, bytes | None, SchemaRef | None]:

@@ -31,15 +31,16 @@ from service.events.produce import (
     RequestKey,
     SchemaUse,
     V3Event,
+    V3Record,
     check_long_v2,
-    parse_long_v3,
+    decode_long_v3,
+    decode_v3,
     parse_v2,
-    parse_v3,
     parse_v3_batch,
     parse_v3_entry,
     v2_event,
     v2_format,
-    v3_entry_event,
+    v3_event,
 )
 from service.events.strict_json import LONG_BYTES
 from service.http.asgi import AsgiEndpoint
@@ -112,9 +113,9 @@ class StreamedRecord:
     def __init__(self) -> None:
         self.made: V3Event | None = None
 
-    async def take(self, parsed: Awaitable[V3Event]) -> Event:
-        """Await the parsing of the record, and return its event."""
-        self.made = await parsed
+    async def take(self, fields: Awaitable[V3Record], make: Callable[[V3Record], V3Event]) -> Event:
+        """Await the fields of the record, and make its event."""
+        self.made = make(await fields)
         return self.made.event
 
 
@@ -255,9 +256,10 @@ class ProduceEndpoint:
             try:
                 if isinstance(text, Problem):
                     raise text
-                parse = parse_long_v3 if len(text) > LONG_BYTES else parse_v3  # a coded body may be long
-                parsed = parse(text, len(records), request.topic, request.key, request.traceparent, use)
-                records.append(parsed if isinstance(parsed, V3Event) else await parsed)
+                # A coded body may be long.
+                fields = await decode_long_v3(text) if len(text) > LONG_BYTES else decode_v3(text)
+                index = len(records)
+                records.append(v3_event(fields, index, request.topic, request.key, request.traceparent, use))
             except Problem as problem:
                 records.append(problem.as_result())
                 problems += 1
@@ -296,7 +298,7 @@ class ProduceEndpoint:
             if time_slice.is_over:
                 await time_slice.next()
             try:
-                records.append(v3_entry_event(entry, id, request.topic, request.key, request.traceparent, use))
+                records.append(v3_event(entry, id, request.topic, request.key, request.traceparent, use))
             except Problem as problem:
                 records.append(problem.as_result())
         return records
@@ -312,13 +314,16 @@ class ProduceEndpoint:
         count = itertools.count()
 
         def parse(text: Text) -> Event | Awaitable[Event]:
-            record, index = StreamedRecord(), next(count)
+            record = StreamedRecord()
             parsed.append(record)
+            make = partial(
+                v3_event, index=next(count), topic=topic, key=of_request, traceparent=head.traceparent, use=use
+            )
             if isinstance(text, Problem):
                 raise text
             if len(text) > LONG_BYTES:
-                return record.take(parse_long_v3(text, index, topic, of_request, head.traceparent, use))
-            record.made = parse_v3(text, index, topic, of_request, head.traceparent, use)
+                return record.take(decode_long_v3(text), make)
+            record.made = make(decode_v3(text))
             return record.made.event
 
         def render(result: WriteResult) -> str:

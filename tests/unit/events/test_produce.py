@@ -16,11 +16,12 @@ from service.events.produce import (
     ProduceProblem,
     RequestKey,
     V3Event,
-    parse_long_v3,
+    decode_long_v3,
+    decode_v3,
     parse_v2,
-    parse_v3,
     v2_event,
     v2_format,
+    v3_event,
 )
 from service.events.strict_json import LONG_BYTES
 
@@ -33,7 +34,7 @@ async def v2(record: str, format: Format = Format.JSON, partition: int | None = 
 
 
 def v3(key: RequestKey = KEY, /, **fields: Any) -> V3Event:
-    return parse_v3(json.dumps(fields).encode(), 3, "orders", key, None)
+    return v3_event(decode_v3(json.dumps(fields).encode()), 3, "orders", key, None)
 
 
 def data(type: str, content: object) -> dict[str, object]:
@@ -338,8 +339,7 @@ def test_a_record_is_bounded() -> None:
 
 async def test_a_long_record_is_parsed_as_a_short_one() -> None:
     text = json.dumps({"key": data("STRING", "a"), "value": data("STRING", "x" * LONG_BYTES)}).encode()
-    record = await parse_long_v3(text, 3, "orders", KEY, None)
-    assert record.event.fp == parse_v3(text, 3, "orders", KEY, None).event.fp
+    assert await decode_long_v3(text) == decode_v3(text)
     many = json.dumps({"headers": [{"name": "a", "value": "x" * 800}] * 101}).encode()
     with pytest.raises(Problem, match="headers: at most 100"):
-        await parse_long_v3(many, 0, "orders", KEY, None)
+        await decode_long_v3(many)

@@ -29,7 +29,8 @@ from service.events.produce import (
     V3Entry,
     V3Header,
     V3Record,
-    parse_v3,
+    decode_v3,
+    v3_event,
 )
 from service.events.schemas import Schemas
 from service.http.application import openapi_document
@@ -242,7 +243,8 @@ def test_the_produce_api_is_documented_as_it_is_parsed_and_answered() -> None:
     problem = Problem(NOT_WRITTEN, "why")
     check("V2Offsets", render_v2([render_offsets([COMMITTED, problem])]))
     check("ProduceError", render_error(error_of(problem)))
-    record = parse_v3(b'{"key":{"type":"STRING","data":"a"},"value":{"type":"JSON","data":1}}', 0, "topic", KEY, None)
+    fields = decode_v3(b'{"key":{"type":"STRING","data":"a"},"value":{"type":"JSON","data":1}}')
+    record = v3_event(fields, 0, "topic", KEY, None)
     answer, error, _ = render_v3("c", [(record, COMMITTED), (record, problem)]).split(b"\r\n")
     check("V3Answer", answer)
     check("ProduceError", error)
