@@ -246,12 +246,17 @@ def _quarantine_of(rules: Rules) -> dict[str, str]:
     return {rule.pattern: rule.quarantine for rule in rules.topics if rule.quarantine}
 
 
-def _sources_of(rules: Rules) -> list[tuple[str, Sequence[str], int, str]]:
-    """Return of each source its name, topics, retention and quarantine; nothing if no source has one of the latter."""
+def _sources_of(rules: Rules) -> list[dict[str, Any]]:
+    """Return what the audit needs of each source; nothing if no source has a retention or a quarantine of its own."""
     if not any(source.key_ttl_s or source.quarantine for source in rules.sources):
         return []
     return [
-        (source.name, tuple(dict.fromkeys(source.all_topics)), source.key_ttl_s, source.quarantine)
+        {
+            "name": source.name,
+            "topics": [*dict.fromkeys(source.all_topics)],
+            "key_ttl_s": source.key_ttl_s,
+            "quarantine": source.quarantine,
+        }
         for source in rules.sources
     ]
 
@@ -275,19 +280,7 @@ def settings_of(options: str, now: Settings) -> Settings:
     )
     quarantine = parsed.get("quarantine", {})
     topics = tuple(_rule_of(rule, quarantine.get(rule[0], "")) for rule in parsed["rules"])
-    # Of a source only what the audit needs is known.
-    sources = tuple(
-        SourceRule(
-            name,
-            KeyPlace.SHA256,
-            "body",
-            None,
-            topics={topic: topic for topic in of},
-            key_ttl_s=ttl_s,
-            quarantine=of_refused,
-        )
-        for name, of, ttl_s, of_refused in parsed.get("sources", [])
-    )
+    sources = tuple(map(_source_of, parsed.get("sources", [])))
     scopes = {source.scope for source in sources}
     callers = tuple(CallerRule(name, ()) for name in parsed.get("callers", now.rules.scopes[1:]) if name not in scopes)
     return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers, sources))
@@ -297,6 +290,13 @@ def _rule_of(stored: Sequence[Any], quarantine: str) -> TopicRule:
     """Restore a topic's rule from the fields that a plan stores (_RULE), and its topic of refused events."""
     fields = dict(zip(_RULE, stored, strict=False))
     return TopicRule(**{**fields, "guarantee": Guarantee(fields["guarantee"]), "quarantine": quarantine})
+
+
+def _source_of(stored: Mapping[str, Any]) -> SourceRule:
+    """Restore what the audit needs of a source (`_sources_of`); the rest of the rule stands for nothing."""
+    topics = {topic: topic for topic in stored["topics"]}
+    own = {name: stored[name] for name in ("key_ttl_s", "quarantine")}
+    return SourceRule(stored["name"], KeyPlace.SHA256, "body", None, topics=topics, **own)
 
 
 def resumed_settings(plan: Plan, now: Settings) -> Settings:
