@@ -6,13 +6,10 @@ import re
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib.resources import files
 from itertools import groupby
 from operator import itemgetter
-from struct import Struct
-from struct import error as StructError  # noqa: N812 - the module's own name says nothing
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 import structlog
 from hiredis import pack_command
@@ -31,9 +28,10 @@ from redis.exceptions import (
 
 from service.claims.redis_connections import Connections
 from service.claims.redis_requirements import NO_EVICTION, SECTIONS, unmet_demands
-from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome
+from service.claims.state_codec import AT, CorruptState, RowPacker, unpack, unpack_claim
+from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome, Row
 from service.contract import PREFIX, SettingsError
-from service.contract.wire import ID_BYTES, TOPIC_CHARS_MAX, newer_version
+from service.contract.wire import newer_version
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, StoreAway, StoreBug, StoreIncomplete, StoreLost, StoreUnanswered
@@ -45,8 +43,6 @@ log = structlog.get_logger(__name__)
 LAYOUT: Final = 1
 # Entries in one script call of a replay: some 10 ms of Redis's time, between which other calls are served.
 REPLAY_CHUNK: Final = 2_000
-# Entries that the script unpacks and writes at once, see AT_ONCE in claims.lua.
-UNPACKED_AT_ONCE: Final = 100
 # Replay calls of a store recovery at once: enough to keep Redis busy while the event loop decodes records.
 REPLAYS_AT_ONCE: Final = 8
 # Look-ups of single keys at once, so that connections are left for claims, marks and the heartbeat.
@@ -68,17 +64,6 @@ _NO_DATABASE: Final = ("DB index is out of range", "SELECT is not allowed")
 _TAKES_NO_WRITES: Final = re.compile(
     r"(?:^|@user_script: ?\d+: -)(?:OOM|BUSY|NOREPLICAS|READONLY|LOADING|MASTERDOWN|MISCONF)\b|^command not allowed"
 )
-
-_AT = Struct(">Q")
-_CLAIMED = Struct(">cHQQ8s")
-_DELIVERED = Struct(">cQ8sIQQ")
-_BATCH = Struct(">cQ8sI")
-# The same with a retention by rule, in seconds.
-_DELIVERED_TTL = Struct(">cQ8sIQQI")
-_BATCH_TTL = Struct(">cQ8sII")
-
-Row = tuple[bytes, Delivered | DeliveredBatch]
-
 
 @dataclass(frozen=True, slots=True)
 class StoreGeneration:
@@ -255,8 +240,7 @@ class RedisKeys:
         """Connect to nothing yet. Raises SettingsError as `check_url` does."""
         self._connections = Connections(_pool_of(url, timeout_s), timeout_s, tls)
         self._prefix = f"{{{namespace}:0}}"
-        self._key = f"{self._prefix}k".encode()
-        self._entry = lru_cache(maxsize=TOPIC_CHARS_MAX)(self._entry_format)  # by the length of the topic
+        self._rows = RowPacker(f"{self._prefix}k".encode(), retention_ms)
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
         self._lease_ttl_ms = lease_ttl_ms
@@ -336,7 +320,7 @@ class RedisKeys:
         self._note_claims(generation, count)
         if b"E" in answers:
             self._errors.labels(ERRORS[StoreAway]).inc()
-        at_of, new = _AT.unpack_from, Outcome.NEW
+        at_of, new = AT.unpack_from, Outcome.NEW
         return [
             Claim(new, Claimed(slot, term, at_of(answer, 1)[0], fp))  # the usual case, without a call
             if answer.startswith(b"N")
@@ -364,34 +348,16 @@ class RedisKeys:
     def _claim(self, answer: bytes, slot: int, term: int, id: bytes, fp: bytes) -> Claim:
         """Decode a script's reply to one claim; UNREADABLE, logged and counted, for a state that cannot be decoded."""
         try:
-            return self._claim_of(answer, slot, term, fp)
+            return unpack_claim(answer, slot, term, fp)
         except CorruptState as error:
             self._bug(f"claim of {id.hex()}: {error}")
             return Claim(Outcome.UNREADABLE, Claimed(slot, term, 0, fp))
-
-    @staticmethod
-    def _claim_of(answer: bytes, slot: int, term: int, fp: bytes) -> Claim:
-        """Decode a reply to one claim, whose first byte is as in `claim` of claims.lua. Raises CorruptState."""
-        match answer[:1]:
-            case b"N":
-                return Claim(Outcome.NEW, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
-            case b"T":
-                return Claim(Outcome.TAKEN_OVER, Claimed(slot, term, _AT.unpack_from(answer, 1)[0], fp))
-            case b"D" | b"B" | b"d" | b"b" | b"q":
-                return Claim(Outcome.DELIVERED, unpack(answer))
-            case b"X":
-                return Claim(Outcome.CONFLICT, unpack(answer[1:]))
-            case b"E":
-                return Claim(Outcome.NOT_CLAIMED, Claimed(slot, term, 0, fp))
-            case b"0" | b"1" as leased:
-                return Claim(Outcome.IN_PROGRESS, unpack(answer[1:]), leased=leased == b"1")
-        raise CorruptState.of(answer)
 
     async def mark(
         self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
     ) -> int:
         head = ("mark", slot, term, previous, offset)
-        (untouched,) = await self._call_in(generation, *head, *self._delivered(rows))
+        (untouched,) = await self._call_in(generation, *head, *self._rows.packed(rows))
         return int(untouched)
 
     async def release(self, generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
@@ -429,8 +395,8 @@ class RedisKeys:
     ) -> None:
         *others, last = chunks(rows)
         for chunk in others:
-            await self._call_in(generation, "replay", "", "", *self._delivered(chunk))
-        await self._call_in(generation, "replay", *(free or ("", "")), *self._delivered(last))
+            await self._call_in(generation, "replay", "", "", *self._rows.packed(chunk))
+        await self._call_in(generation, "replay", *(free or ("", "")), *self._rows.packed(last))
 
     async def take(self, generation: StoreGeneration, slot: int, token: str) -> bool:
         (mine,) = await self._call_in(generation, "take", slot, token, self._lease_ttl_ms)
@@ -462,7 +428,7 @@ class RedisKeys:
         return [None if offset < 0 else int(offset) for offset in offsets]
 
     async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
-        packed = self._delivered(rows)
+        packed = self._rows.packed(rows)
         del rows  # packed rows take a fifth of the memory while they wait
         async with self._replaying:
             await self._call("recover_replay", store, nonce, self._nonce_ttl_ms, *packed)
@@ -473,44 +439,6 @@ class RedisKeys:
 
     async def recover_abandon(self, store: str, nonce: str) -> None:
         await self._call("recover_abandon", store, nonce)
-
-    def _delivered(self, rows: Sequence[Row]) -> list[int | str | bytes]:
-        """Pack rows as claims.lua takes them: (expiry, struct format, packed keys and states) for each run of rows with
-        one expiry and one length.
-        """
-        groups: list[int | str | bytes] = []
-        entries: list[bytes] = []
-        expires = size = 0
-        key = self._key
-
-        def close() -> None:
-            if entries:
-                of_one = f"c{len(key) + ID_BYTES}c{size - len(key) - ID_BYTES}"
-                groups.extend((expires, len(entries) * of_one, b"".join(entries)))
-                entries.clear()
-
-        topic, encoded, pack_entry = "", b"", self._entry(0).pack  # of the last row
-        for id, state in rows:
-            # As `pack` does, in one call: a store recovery has millions of rows.
-            if isinstance(state, Delivered) and not (state.ttl_s or state.refused):
-                if state.topic != topic:
-                    topic, encoded = state.topic, state.topic.encode()
-                    pack_entry = self._entry(len(encoded)).pack
-                entry = pack_entry(key, id, b"D", state.at, state.fp, state.partition, state.offset, state.ts, encoded)
-                ends = state.at + self._retention_ms
-            else:
-                entry = key + id + pack(state)
-                ends = state.at + self._ttl_ms(state.ttl_s)
-            if ends != expires or len(entry) != size or len(entries) == UNPACKED_AT_ONCE:
-                close()
-                expires, size = ends, len(entry)
-            entries.append(entry)
-        close()
-        return groups
-
-    def _entry_format(self, topic_bytes: int) -> Struct:
-        """Make the format of a key and its delivered state, whose topic has so many bytes."""
-        return Struct(f">{len(self._key)}s{ID_BYTES}s{_DELIVERED.format.removeprefix('>')}{topic_bytes}s")
 
     def _ttl_ms(self, ttl_s: int) -> int:
         """Return a key's retention in ms; the service's own for 0."""
@@ -649,57 +577,6 @@ def _pool_of(url: str, connect_timeout_s: float | None) -> ConnectionPool:
     # Set after the URL's own options: no command is sent twice, and replies are bytes.
     pool.connection_kwargs |= {"retry_on_error": [], "retry_on_timeout": False, "decode_responses": False}
     return pool
-
-
-def pack(state: Claimed | Delivered | DeliveredBatch) -> bytes:
-    """Encode a key's state in the format of claims.lua."""
-    match state:
-        case Claimed(slot, term, at, fp):
-            return _CLAIMED.pack(b"C", slot, term, at, fp)
-        case Delivered(at, fp, topic, partition, offset, ts, ttl_s, refused) if refused:
-            tail = f"{topic}\0{refused}".encode()
-            return _DELIVERED_TTL.pack(b"q", at, fp, partition, offset, ts, ttl_s) + tail
-        case Delivered(at, fp, topic, partition, offset, ts, 0):
-            return _DELIVERED.pack(b"D", at, fp, partition, offset, ts) + topic.encode()
-        case Delivered(at, fp, topic, partition, offset, ts, ttl_s):
-            return _DELIVERED_TTL.pack(b"d", at, fp, partition, offset, ts, ttl_s) + topic.encode()
-        case DeliveredBatch(at, fp, count, 0):
-            return _BATCH.pack(b"B", at, fp, count)
-        case DeliveredBatch(at, fp, count, ttl_s):
-            return _BATCH_TTL.pack(b"b", at, fp, count, ttl_s)
-
-
-class CorruptState(ValueError):
-    """The value of a key is none of the states that claims.lua writes."""
-
-    @classmethod
-    def of(cls, raw: bytes) -> Self:
-        return cls(f"the state of a key is {raw[:40]!r} ({len(raw)} bytes), which this version does not write")
-
-
-def unpack(raw: bytes) -> Claimed | Delivered | DeliveredBatch:
-    """Decode what `pack` makes. Raises CorruptState for anything else."""
-    try:
-        match raw[:1]:
-            case b"C":
-                return Claimed(*_CLAIMED.unpack(raw)[1:])
-            case b"B":
-                return DeliveredBatch(*_BATCH.unpack(raw)[1:])
-            case b"b":
-                return DeliveredBatch(*_BATCH_TTL.unpack(raw)[1:])
-            case b"D":
-                _, at, fp, partition, offset, ts = _DELIVERED.unpack_from(raw)
-                return Delivered(at, fp, raw[_DELIVERED.size :].decode(), partition, offset, ts)
-            case b"d":
-                _, at, fp, partition, offset, ts, ttl_s = _DELIVERED_TTL.unpack_from(raw)
-                return Delivered(at, fp, raw[_DELIVERED_TTL.size :].decode(), partition, offset, ts, ttl_s)
-            case b"q":
-                _, at, fp, partition, offset, ts, ttl_s = _DELIVERED_TTL.unpack_from(raw)
-                topic, _, refused = raw[_DELIVERED_TTL.size :].decode().partition("\0")
-                return Delivered(at, fp, topic, partition, offset, ts, ttl_s, refused)
-    except (StructError, UnicodeDecodeError) as error:
-        raise CorruptState.of(raw) from error
-    raise CorruptState.of(raw)
 
 
 def _is_bug(error: str) -> bool:

@@ -56,6 +56,8 @@ class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 KeyState = Claimed | Delivered | DeliveredBatch | None
+# An id, and what was delivered under it.
+Row = tuple[bytes, Delivered | DeliveredBatch]
 
 
 class Outcome(IdentityEnum):

@@ -7,8 +7,7 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from service.claims.redis_store import Row
-from service.claims.states import Delivered, DeliveredBatch
+from service.claims.states import Delivered, DeliveredBatch, Row
 from service.contract import Guarantee
 from service.contract.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_stamp, stamp_end
 from service.events.dead_letters import DeadLetter

@@ -6,8 +6,7 @@ from typing import Annotated, Final
 import msgspec
 import structlog
 
-from service.claims.redis_store import Row
-from service.claims.states import Delivered, DeliveredBatch
+from service.claims.states import Delivered, DeliveredBatch, Row
 from service.contract.settings import KEY_TTL_MOST_S
 from service.contract.wire import (
     FINGERPRINT_BYTES,

@@ -17,8 +17,8 @@ from typing import Any, Final
 import structlog
 
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import REPLAY_CHUNK, Found, Identity, Keys, Row, StoreGeneration, chunks
-from service.claims.states import SlotEvent
+from service.claims.redis_store import REPLAY_CHUNK, Found, Identity, Keys, StoreGeneration, chunks
+from service.claims.states import Row, SlotEvent
 from service.contract import PREFIX
 from service.contract.wire import LedgerRecord, NewerVersion, transactional_id
 from service.core import time_of_day

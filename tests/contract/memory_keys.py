@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.claims import states
-from service.claims.redis_store import Found, Heartbeat, Identity, Row, StoreGeneration
-from service.claims.states import Claim, Claimed, KeyState
+from service.claims.redis_store import Found, Heartbeat, Identity, StoreGeneration
+from service.claims.states import Claim, Claimed, KeyState, Row
 from service.core.problems import Fenced, StoreAway, StoreIncomplete, StoreLost
 
 LEASES_MOST = 10

@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from redis import Redis as Client
 
 from deploy.stack import Redis
-from service.claims.redis_store import Identity, Keys, RedisKeys, Row, StoreGeneration, pack, unpack
-from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
+from service.claims.redis_store import Identity, Keys, RedisKeys, StoreGeneration
+from service.claims.state_codec import pack, unpack
+from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState, Row
 from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 from tests.model.world import FP, NONE, ONE, SLOTS, WHOLE, Store, decode, encode

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from deploy.stack import Redis
-from service.claims.redis_store import Found, Heartbeat, Row, StoreGeneration
-from service.claims.states import Claimed, Delivered, DeliveredBatch, Outcome
+from service.claims.redis_store import Found, Heartbeat, StoreGeneration
+from service.claims.states import Claimed, Delivered, DeliveredBatch, Outcome, Row
 from service.core.problems import Fenced, StoreAway, StoreLost
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, assert_expires, redis_keys
 

@@ -13,7 +13,8 @@ from redis import ResponseError
 
 from deploy.stack import Redis
 from service.claims import states
-from service.claims.redis_store import RedisKeys, StoreGeneration, pack, unpack
+from service.claims.redis_store import RedisKeys, StoreGeneration
+from service.claims.state_codec import pack, unpack
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
 from service.core.problems import StoreBug
 from tests.contract.conftest import LEAST_LEFT_MS, RETENTION_MS, SERVERS, assert_expires, redis_keys

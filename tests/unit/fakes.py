@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
-from service.claims.redis_store import Heartbeat, Row, StoreGeneration
-from service.claims.states import Claim, Claimed, Delivered, KeyState, SlotEvent, SlotState
+from service.claims.redis_store import Heartbeat, StoreGeneration
+from service.claims.states import Claim, Claimed, Delivered, KeyState, Row, SlotEvent, SlotState
 from service.contract import Guarantee, Rules, TopicRule
 from service.contract.wire import event_id, fingerprint
 from service.core.metrics import Telemetry

@@ -10,8 +10,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from service.claims.redis_store import Heartbeat, Row, StoreGeneration
-from service.claims.states import Claimed, Delivered, SlotEvent, SlotState
+from service.claims.redis_store import Heartbeat, StoreGeneration
+from service.claims.states import Claimed, Delivered, Row, SlotEvent, SlotState
 from service.contract.wire import event_id
 from service.core.problems import IN_PROGRESS, StoreAway, StoreLost, StoreUnanswered
 from service.http.routes import describe

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from service.claims.redis_store import Row
-from service.claims.states import Delivered, DeliveredBatch
+from service.claims.states import Delivered, DeliveredBatch, Row
 from service.contract.settings import KEY_TTL_MOST_S
 from service.contract.wire import Entry, LedgerRecord, NewerVersion, batch_fingerprint, decode_ledger
 from service.kafka.reader import Item

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import REPLAY_CHUNK, Identity, Row, StoreGeneration
-from service.claims.states import Delivered, SlotEvent, SlotState
+from service.claims.redis_store import REPLAY_CHUNK, Identity, StoreGeneration
+from service.claims.states import Delivered, Row, SlotEvent, SlotState
 from service.contract.wire import Entry, LedgerRecord, NewerVersion, decode_ledger
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
