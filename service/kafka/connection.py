@@ -37,6 +37,9 @@ _JOINED_MOST_BYTES: Final = 32 * 1024
 IDLE_S: Final = 5.0
 PROBE_TIMEOUT_S: Final = 1.0
 PROBE_SHARE: Final = 10  # a probe takes at most this fraction (1/n) of the request timeout
+# Correlation ids of transaction requests; aiokafka counts those of its own requests on a connection from 1.
+_CORRELATION_ID_LEAST: Final = 2**30
+_CORRELATION_IDS: Final = 2**30
 # TCP keepalive while a connection is idle (s), which also keeps firewall state alive, and the time (ms) after which
 # the kernel ends a connection whose packets are not acknowledged. A slow broker still acknowledges packets.
 TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4_000}
@@ -131,6 +134,7 @@ class Client(BaseClient):
     def __init__(self, *, client_id: str, request_timeout_ms: int, **options: Any) -> None:
         super().__init__(client_id=client_id, request_timeout_ms=request_timeout_ms, **options)
         self._own_id = client_id
+        self._requests_sent = 0  # of transactions
         self._probe_timeout_s = min(PROBE_TIMEOUT_S, request_timeout_ms / 1000 / PROBE_SHARE)
         self.has_lost_connection = False  # a connection has ended that this client did not close
         self._probes: dict[AIOKafkaConnection, asyncio.Task[None]] = {}  # under way
@@ -171,7 +175,11 @@ class Client(BaseClient):
             return None
         codec = CODECS[type(request)]
         least, most = connection._versions.get(codec.api_key, (0, -1))
-        return _send(connection, codec, request, self._own_id) if least <= codec.version <= most else None
+        if not least <= codec.version <= most:
+            return None
+        self._requests_sent += 1
+        correlation_id = _CORRELATION_ID_LEAST + self._requests_sent % _CORRELATION_IDS
+        return _send(connection, codec, request, correlation_id, self._own_id)
 
     async def _get_conn(
         self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
@@ -227,9 +235,10 @@ def _enable_keepalive(connection: AIOKafkaConnection) -> None:
             transport.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _send(connection: AIOKafkaConnection, codec: ApiCodec, request: Any, client_id: str) -> asyncio.Future[Any]:
+def _send(
+    connection: AIOKafkaConnection, codec: ApiCodec, request: Any, correlation_id: int, client_id: str
+) -> asyncio.Future[Any]:
     """Write a request to a connection; returns a future of its response."""
-    correlation_id = connection._next_correlation_id()
     size, pieces = codec.frame(request, correlation_id, client_id)
     if size <= _JOINED_MOST_BYTES:
         connection._writer.write(b"".join(pieces))
@@ -246,9 +255,9 @@ class ResponseReader(asyncio.Protocol):
     Holds the connection weakly, as aiokafka's reader does: an unreferenced connection is collected and so closed.
     """
 
-    def __init__(self, connection: AIOKafkaConnection) -> None:
+    def __init__(self, connection: AIOKafkaConnection, stream: Any) -> None:
         self._connection = weakref.ref(connection)
-        self._stream = connection._protocol
+        self._stream = stream
         self._parts: list[bytes] = []
         self._have = 0
         self._need = _SIZE_BYTES  # bytes to receive before another response can be complete
@@ -257,8 +266,9 @@ class ResponseReader(asyncio.Protocol):
     def of(cls, connection: AIOKafkaConnection) -> None:
         """Install a ResponseReader on a connection that has none."""
         transport = connection._writer.transport
-        if not isinstance(transport.get_protocol(), cls):
-            transport.set_protocol(cls(connection))
+        stream = transport.get_protocol()
+        if not isinstance(stream, cls):
+            transport.set_protocol(cls(connection, stream))
 
     def data_received(self, data: bytes) -> None:
         if not self._parts and len(data) == _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "big"):

@@ -3,9 +3,10 @@
 Five are of clients: `_get_conn`, `_metadata_update`, `_conns`, `_on_connection_closed`, and `_client` of a consumer. No
 public method lets a subclass open connections, ask for metadata or hear of a connection's end.
 
-Seven are of connections: `_writer`, `_protocol`, `_requests`, `_versions`, `_last_action`, `_handle_frame` and
-`_next_correlation_id`. The requests of a transaction go over the connections that aiokafka has logged in, between its
-own requests: connections of the service's own would need the logins (SASL, TLS), which are not public either.
+Five are of connections: `_writer`, `_requests`, `_versions`, `_last_action` and `_handle_frame`. The requests of a
+transaction go over the connections that aiokafka has logged in, between its own requests: connections of the service's
+own would need the logins (SASL, TLS), which are not public either. Responses come in the order of the requests, and
+`_requests` has both kinds in that order; `_last_action` tells aiokafka that a connection is not idle.
 """
 
 import asyncio
@@ -71,9 +72,8 @@ async def test_the_client_keeps_topics_and_leaders_where_they_are_read() -> None
 async def test_a_connection_has_the_private_names_that_are_used() -> None:
     connection = AIOKafkaConnection("127.0.0.1", 1, request_timeout_ms=1_000)
     assert connection._writer is None
-    assert connection._protocol is None
     assert not connection._requests
-    assert (connection._versions, connection._next_correlation_id()) == ({}, 1)
+    assert connection._versions == {}
     assert isinstance(connection._last_action, float)
     assert callable(connection._handle_frame)
     connection.close()
