@@ -28,7 +28,7 @@ from service.events.event import (
 from service.events.strict_json import LONG_BYTES, in_thread, strictly
 from service.http.callers import ANYBODY, Caller
 from service.pipeline.admission import Admission
-from service.pipeline.checks import KeyAge
+from service.pipeline.key_checks import KeyAge
 from service.pipeline.request import CHUNK_EVENTS_MAX, WriteResult
 
 # The events whose ledger entries fit into one transaction, if the name of their topic has one character.

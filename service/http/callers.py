@@ -11,7 +11,7 @@ from service.core.problems import FORBIDDEN_TOPIC, UNAUTHORIZED, Problem
 from service.core.settings import TOPICS_MAX
 from service.http.rates import TokenBucket
 from service.identity.refusals import KeysWanted
-from service.pipeline.checks import UNTOLD, KeyAge
+from service.pipeline.key_checks import UNTOLD, KeyAge
 
 if TYPE_CHECKING:
     from service.http.token_callers import TokenCallers

@@ -58,7 +58,7 @@ from service.http.responses import (
 from service.http.single_event import SingleEventWriter
 from service.identity.refusals import KeysWanted
 from service.pipeline.admission import Admission
-from service.pipeline.checks import KeyAge
+from service.pipeline.key_checks import KeyAge
 from service.pipeline.request import WriteResult
 
 log = structlog.get_logger(__name__)

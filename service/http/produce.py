@@ -357,7 +357,7 @@ class ProduceEndpoint:
         raw, admission = found.get(b"idempotency-key"), self._posts.admission
         if raw is not None:
             key = parse_key(raw)
-            return RequestKey(key, caller.scope, admission.checks.is_old(key, topic))
+            return RequestKey(key, caller.scope, admission.checks.keys.is_old(key, topic))
         return RequestKey(None if self._refuses_keyless(topic) else new_key(admission.checks.now_ms()), caller.scope)
 
     def _begin(self, request: RecordsRequest, work: Coroutine[Any, Any, None]) -> None:

@@ -23,7 +23,7 @@ from service.http.responder import Responder
 from service.http.responses import JSON_LINE, key_lines
 from service.http.single_event import SingleEventWriter
 from service.pipeline.admission import Admission
-from service.pipeline.checks import KeyAge
+from service.pipeline.key_checks import KeyAge
 from service.pipeline.request import Committed, Quarantined
 
 
@@ -114,7 +114,7 @@ class _SourceHandler:
         event, rule = delivery.event, self._source.rule
         sender = Sender(rule.scope, KeyAge(sent_ms=delivery.sent_ms, ttl_s=self._ttl_s), rule.quarantine)
         if isinstance(event, DeadLetter):
-            event.ttl_s = self._admission.checks.ttl_of_source(rule.key_ttl_s, rule.all_topics)
+            event.ttl_s = self._admission.checks.keys.ttl_of_source(rule.key_ttl_s, rule.all_topics)
             self._single.write_letter(post, event, sender, self._preference)
         elif (without_key := self._source.without_key(event)) is not None:
             self._run(post, self._write_unless_refused(post, event, without_key, sender))

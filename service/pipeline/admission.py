@@ -127,7 +127,7 @@ class Admission:
         topics = {event.topic for event in events}
         longest_s = max(self._rule(topic).key_ttl_s or self._key_ttl_s for topic in topics)
         deadline = arrived + self._timeout_s
-        await self.checks.check_batch_key(events[0].key, whole[0], topics, longest_s, deadline, sent_ms)
+        await self.checks.keys.check_age_of_batch(events[0].key, whole[0], topics, longest_s, deadline, sent_ms)
         ttl_s = 0 if longest_s == self._key_ttl_s else longest_s
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
         self._admit(WriteRequest.for_atomic(events, whole, arrived, deadline, ttl_s, future))

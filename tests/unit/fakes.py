@@ -16,6 +16,7 @@ from service.contract.wire import event_id, fingerprint
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, Kind, Problem
 from service.core.settings import Settings
+from service.core.time_of_day import now_ms
 from service.events.encoding import Encoder
 from service.events.event import Event, event_of
 from service.events.schemas import Schemas
@@ -291,6 +292,7 @@ class World:
         """Make a world with these rules before the usual ones, and settings other than the usual."""
         usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2, registry=self.registry)
         self.settings = replace(usual, **settings)  # type: ignore[arg-type]
+        self.now_ms = now_ms  # the brokers' clock
         self.keys = FakeKeys()
         self.store = FakeStore(self.keys)
         self.queue = Queue(self.settings)
@@ -316,7 +318,8 @@ class World:
             self.store,
             self.topics,
             self.topic_metadata,
-            encoder=Encoder(self.client, self.settings, self.rules, self.telemetry) if self.client else None,
+            lambda: self.now_ms(),
+            Encoder(self.client, self.settings, self.rules, self.telemetry) if self.client else None,
         )
         self.resolver = Resolver(self.settings, self.queue, self.journal, self.telemetry, self.tracing)
         self.admission = Admission(

@@ -21,7 +21,7 @@ from service.core.problems import (
 from service.events.event import event_of
 from service.kafka.admin import Topic
 from service.pipeline import admission as module
-from service.pipeline.checks import UNTOLD, KeyAge
+from service.pipeline.key_checks import UNTOLD, KeyAge
 from service.pipeline.request import Committed
 from tests.unit.fakes import NOW_MS, World, count_of, ended, kind_of, make_event, until
 
@@ -324,10 +324,10 @@ async def test_a_key_that_grows_old_while_its_event_waits_is_looked_up(told: str
 async def test_an_atomic_batch_whose_key_grows_old_while_it_waits_is_looked_up() -> None:
     world, made_ms = world_of_now(), NOW_MS - DAY_MS + 30_000
     id, deadline = event_id("k"), time.monotonic() + 5
-    await world.checks.check_batch_key("k", id, ["orders"], DAY_MS // 1000, deadline, made_ms)
+    await world.checks.keys.check_age_of_batch("k", id, ["orders"], DAY_MS // 1000, deadline, made_ms)
     world.keys.server.keys[id] = DeliveredBatch(made_ms, b"f" * 8, 2)
     with pytest.raises(Problem, match="key-expired"):
-        await world.checks.check_batch_key("k", id, ["orders"], DAY_MS // 1000, deadline, made_ms)
+        await world.checks.keys.check_age_of_batch("k", id, ["orders"], DAY_MS // 1000, deadline, made_ms)
 
 
 @pytest.mark.parametrize(("age_ms", "refused"), [(2 * DAY_MS, False), (3 * DAY_MS, True)])
@@ -359,5 +359,5 @@ async def test_an_old_key_that_cannot_be_looked_up_is_answered_503() -> None:
 def world_of_now() -> World:
     """Make a world whose brokers' time is NOW_MS."""
     world = World()
-    world.checks.now_ms = lambda: NOW_MS
+    world.now_ms = lambda: NOW_MS
     return world
