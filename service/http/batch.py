@@ -128,7 +128,7 @@ async def write_each(
     # and while Kafka or Redis is silent, a timeout for each event would add up to hours.
     chunk, begun = admission.new_chunk(), time.monotonic()
     age = KeyAge(fresh_key)
-    parsed = 0  # since then; with the events that failed
+    parsed = 0  # events of the chunk, with those that failed
     results: list[WriteResult | None] = []  # since the last yield; None for an event of the chunk
     topic, plain_bytes_max = "", NONE_IS_PLAIN  # of the last event
     time_slice = TimeSlice()

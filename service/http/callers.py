@@ -11,7 +11,7 @@ from service.core.problems import FORBIDDEN_TOPIC, UNAUTHORIZED, Problem
 from service.core.settings import TOPICS_MAX
 from service.http.rates import TokenBucket
 from service.identity.refusals import KeysWanted
-from service.pipeline.key_checks import UNTOLD, KeyAge
+from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge
 
 if TYPE_CHECKING:
     from service.http.token_callers import TokenCallers
@@ -23,10 +23,10 @@ TOKEN_CHARS_MAX: Final = 16 * 1024
 
 
 class Sender(NamedTuple):
-    """Who sends an event: the scope of its key, what is told of the key's age, and the quarantine topic of a source."""
+    """The sender of an event: the scope of its key, the age of the key, and the quarantine topic of a source."""
 
     scope: str = ""
-    age: KeyAge = UNTOLD
+    age: KeyAge = UNKNOWN_AGE
     quarantine: str = ""
 
 

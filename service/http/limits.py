@@ -215,9 +215,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _reject(self, rejection: Rejection) -> None:
-        """End the connection with a problem, or without one if the client would take it for something else.
+        """End the connection with a problem.
 
-        That is: for the answer of another request, or for a part of a response that has begun.
+        The problem is left out where the client would take it for the answer to another request, or for a part of a
+        response that has begun.
         """
         if self.reader.unanswered != rejection.unanswered or self._is_answering:
             self.transport.close()

@@ -59,7 +59,7 @@ class ListingParts(Protocol):
 
 
 class SharedLists:
-    """Rendered lists of topics, each made once and shared by all readers, until the cluster is listed anew."""
+    """Rendered lists of topics, each made once and shared by all readers, until the cluster is listed again."""
 
     def __init__(self) -> None:
         self._listing: Listing | None = None

@@ -103,7 +103,7 @@ class _Result(_Member, gc=False):
 
 
 class _Failure(msgspec.Struct, gc=False):
-    """One event of a batch that is not atomic, with its problem; `replayed` is told of a dead letter."""
+    """One event of a batch that is not atomic, with its problem; only a dead letter has `replayed`."""
 
     status: int
     problem: dict[str, str | int]

@@ -185,7 +185,7 @@ def _allowed(request: Request) -> str:
 
 
 def describe(id: bytes, found: Found, doubts: Callable[[int, int], bool]) -> dict[str, Any]:
-    """Describe the state of a key; `doubts(slot, term)` tells whether this process does not know their outcome.
+    """Describe the state of a key; `doubts(slot, term)`: whether this process does not know their outcome.
 
     Raises Problem (404) for an unknown key, and for a claim whose event was never written.
     """

@@ -16,9 +16,10 @@ LINGER_S: Final = 1.0
 class LingeringServer(uvicorn.Server):
     """After the first SIGTERM, end each connection with its next response for LINGER_S, then stop as uvicorn does.
 
-    Requests that could go on for ever end at once. Both are told by `stopping`.
+    Requests that could go on for ever end at once. `stopping` is set for both.
 
-    uvicorn closes idle connections at once, and a client that is sending a request cannot know whether it was read.
+    uvicorn closes idle connections at once, and a client that is sending a request cannot know whether the service has
+    read the request.
     """
 
     _loop: asyncio.AbstractEventLoop | None = None

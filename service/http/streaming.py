@@ -264,8 +264,8 @@ class StreamedBody:
         self._fault: Problem | None = None  # of the body, raised after the window that was read before it
         self.decoder = Decoder("")  # for the content coding of the body
         self._complete = False  # the server has sent all of it
-        self._ended = False  # decoder and splitter were told so
-        self.begun = False  # a message was asked for: the client was told to send the body
+        self._ended = False  # the end was passed on to decoder and splitter
+        self.begun = False  # a message was asked for, at which a server sends 100 Continue
 
     async def next_window(self, splitter: Splitter, events_max: int) -> list[Text]:
         """Return the next texts, at most `events_max`: those that are there without waiting, or else the next one.

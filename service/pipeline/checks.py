@@ -25,7 +25,7 @@ from service.events.event import NONE_IS_PLAIN, Event, check_topic, plain_bytes_
 from service.events.schemas import Schemas
 from service.kafka.admin import Topic
 from service.kafka.topics import InternalTopics, TopicMetadataCache
-from service.pipeline.key_checks import UNTOLD, KeyAge, KeyChecks, check_time
+from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge, KeyChecks, check_time
 from service.pipeline.request import Committed, WriteResult, result_of
 from service.slots.recovery import CurrentStore
 
@@ -57,14 +57,14 @@ class EventChecks:
         self._timeout_s = settings.request_timeout_ms / 1000
         self.keys = KeyChecks(settings, rules, store, now_ms)
 
-    def check_now(self, event: Event, age: KeyAge = UNTOLD) -> bool:
+    def check_now(self, event: Event, age: KeyAge = UNKNOWN_AGE) -> bool:
         """Check an event against its topic and schema. Raises Problem; False where only `check` can decide."""
         if self._encoder is not None and self._encoder.concerns(event):
             return False
         return self._topic_takes(event) and self._schemas.check_now(event) and not self.keys.may_be_old(event, age)
 
     async def check(
-        self, event: Event, arrived: float, begun: float | None = None, age: KeyAge = UNTOLD
+        self, event: Event, arrived: float, begun: float | None = None, age: KeyAge = UNKNOWN_AGE
     ) -> WriteResult | None:
         """Check an event as `check_now` does, looking up its topic, its schemas or an old key where that is needed.
 
@@ -119,7 +119,7 @@ class EventChecks:
         caller: str,
         arrived: float,
         begun: float | None = None,
-        age: KeyAge = UNTOLD,
+        age: KeyAge = UNKNOWN_AGE,
         quarantine: str = "",
     ) -> DeadLetter:
         """Make the dead letter of an event that is refused with this problem, ready to be submitted.

@@ -26,11 +26,11 @@ from service.slots.recovery import CurrentStore
 
 
 class KeyAge(NamedTuple):
-    """What a request tells of the age of its keys, beside what they tell themselves.
+    """What a request says about the age of its keys, which may contain the time at which they were made.
 
     `fresh_key` is a key that was not old when the request began. `sent_ms` is when the request was first sent, ms since
-    the Unix epoch; None if it does not tell. `ttl_s` is the retention of its keys as WriteRequest has it; None for that
-    of the topic.
+    the Unix epoch; None if the request does not say it. `ttl_s` is the retention of its keys as WriteRequest has it;
+    None for that of the topic.
     """
 
     fresh_key: str = ""
@@ -38,7 +38,7 @@ class KeyAge(NamedTuple):
     ttl_s: int | None = None
 
 
-UNTOLD: Final = KeyAge()
+UNKNOWN_AGE: Final = KeyAge()
 
 
 class KeyChecks:
@@ -85,11 +85,11 @@ class KeyChecks:
         topics takes such keys.
         """
         made_ms = None if all(self._rule(topic).takes_old_keys for topic in topics) else made_at_ms(key)
-        told_ms = min((ms for ms in (made_ms, sent_ms) if ms is not None), default=None)
-        if told_ms is None or not self._was_before(told_ms, ttl_s, self._margin_ms):
+        earliest_ms = min((ms for ms in (made_ms, sent_ms) if ms is not None), default=None)
+        if earliest_ms is None or not self._was_before(earliest_ms, ttl_s, self._margin_ms):
             return
         found = await self._look_up(id, deadline)
-        if (found.state is not None or self._was_before(told_ms, ttl_s)) and self._ends_soon(found.state, ttl_s):
+        if (found.state is not None or self._was_before(earliest_ms, ttl_s)) and self._ends_soon(found.state, ttl_s):
             raise _expired(ttl_s)
 
     async def find(self, id: bytes, fp: bytes, deadline: float) -> KeyState:
@@ -106,7 +106,7 @@ class KeyChecks:
         return self._is_old(event, age, self._margin_ms)
 
     def is_old(self, key: str, topic: str) -> bool:
-        """Whether a key tells that it was made before its retention, and the topic takes no such keys."""
+        """Whether a key contains a time before its retention, and the topic takes no such keys."""
         made_ms = made_at_ms(key)
         if made_ms is None or not self._was_before(made_ms, self._ttl_of(topic)):
             return False
@@ -123,8 +123,8 @@ class KeyChecks:
     def _is_old(self, event: Event, age: KeyAge, margin_ms: int) -> bool:
         """Whether the event's key was made before its retention, or will have been in `margin_ms`.
 
-        The key or the request tells it. A topic that takes old keys takes them, but no request that was sent before the
-        retention.
+        That is by the time in the key, which a topic that takes old keys ignores, or by the time at which the request
+        was first sent.
         """
         made_ms = None if event.key == age.fresh_key else made_at_ms(event.key)
         if made_ms is None and age.sent_ms is None:  # the usual case

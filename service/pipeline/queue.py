@@ -265,8 +265,8 @@ class Queue:
     def _take_isolated(self) -> list[WriteRequest]:
         """Take a request that was in a failed group, alone, or else all requests of one isolated topic.
 
-        Empty while an isolated group is in flight. Requests that failed alone come after the others of their topic:
-        one of those may commit, which releases the topic.
+        Takes nothing while an isolated group is in flight. Requests that failed alone come after the others of their
+        topic: one of the others may commit, which releases the topic.
         """
         if self._isolated_group is not None:
             return []

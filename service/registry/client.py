@@ -188,7 +188,7 @@ class RegistryClient:
         """Ask which types of schemas the registry takes; nothing is cached."""
         return msgspec.json.decode(await self._send("GET", "/schemas/types"), type=list[str])
 
-    # ------------------------------------------------------------------------------------------------- what is asked
+    # ------------------------------------------------------------------------------------------------------ requests
 
     async def _version(self, subject: str, version: str) -> Registered:
         return _version_of(await self._request("GET", f"/subjects/{_quoted(subject)}/versions/{version}"), subject)
@@ -250,7 +250,7 @@ class RegistryClient:
             return running
         until, refusal = self._refused.get(key) or (0.0, None)
         if refusal is not None and until > time.monotonic():
-            raise _anew(refusal)
+            raise _copy_of(refusal)
         if len(self._under_way) >= UNDER_WAY_MAX:
             raise RegistryAway(f"{UNDER_WAY_MAX} look-ups are under way", everywhere=False)
         task = self._under_way[key] = asyncio.create_task(self._noted(key, work()))
@@ -265,7 +265,7 @@ class RegistryClient:
         except (SchemaAbsent, SchemaUnusable, RegistryAway) as refusal:
             if not isinstance(refusal, RegistryAway) or not refusal.everywhere:  # else the breaker pauses all requests
                 hold_s = ABSENT_S if isinstance(refusal, SchemaAbsent) else REFUSED_S
-                self._refused.put(key, (time.monotonic() + hold_s, _anew(refusal)), 1)
+                self._refused.put(key, (time.monotonic() + hold_s, _copy_of(refusal)), 1)
             raise
 
     async def _request(self, method: str, path: str, body: object = None) -> _Answer:
@@ -364,8 +364,8 @@ class Breaker:
         self._telemetry.registry_away.set(0)
 
 
-def _anew(refusal: Refusal) -> Refusal:
-    """Make a refusal again, to be kept or raised: the traceback of one that was raised holds its callers' events."""
+def _copy_of(refusal: Refusal) -> Refusal:
+    """Copy a refusal that is to be kept or raised: the traceback of one that was raised holds its callers' events."""
     if isinstance(refusal, RegistryAway):
         return RegistryAway(str(refusal), refusal.retry_after_s, everywhere=refusal.everywhere)
     return type(refusal)(str(refusal))

@@ -21,7 +21,7 @@ from service.core.problems import (
 from service.events.event import event_of
 from service.kafka.admin import Topic
 from service.pipeline import admission as module
-from service.pipeline.key_checks import UNTOLD, KeyAge
+from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge
 from service.pipeline.request import Committed
 from tests.unit.fakes import NOW_MS, World, count_of, ended, kind_of, make_event, until
 
@@ -307,7 +307,7 @@ async def test_an_old_key_that_is_remembered_beyond_the_request_goes_on(
 async def test_a_key_that_grows_old_while_its_event_waits_is_looked_up(told: str) -> None:
     """Else its claim finds nothing, after the key has expired, and the event is written again."""
     world, made_ms = world_of_now(), NOW_MS - DAY_MS + 30_000
-    age = KeyAge(sent_ms=made_ms) if told == "by the request" else UNTOLD
+    age = KeyAge(sent_ms=made_ms) if told == "by the request" else UNKNOWN_AGE
     event = make_event("k" if told == "by the request" else old_key(NOW_MS - made_ms))
     await world.topic_metadata.get("orders", time.monotonic())
     assert not world.checks.check_now(event, age)
