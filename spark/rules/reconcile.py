@@ -107,7 +107,7 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
 
 
 def recount(tables: Lake, context: RunContext, balance: Balance) -> Balance:
-    """Count all hours of the lake anew, in place of a balance that does not close; writes nothing.
+    """Count all hours of the lake again, in place of a balance that does not close; writes nothing.
 
     The sums of most hours are carried over from run to run, and with them a fault of any earlier run.
     """
