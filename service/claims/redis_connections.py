@@ -19,7 +19,7 @@ IDLE_S: Final = 10.0
 
 
 class Connections:
-    """A connection pool. redis-py's own uses twice the CPU for a command, and never closes a burst's connections."""
+    """A connection pool. redis-py's own uses more CPU for each command, and never closes the connections of a burst."""
 
     def __init__(self, pool: ConnectionPool, timeout_s: float, tls: ssl.SSLContext | None) -> None:
         """Open nothing yet; redis-py's `pool` only makes connections, and holds none."""

@@ -35,7 +35,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class FastHistogram(Collector):
-    """A histogram for each request or group: the library's own takes three times as long to observe a value.
+    """A histogram for each request or group: the library's own takes longer to observe a value.
 
     It can observe several equal values at once, and has at most one label.
     """
