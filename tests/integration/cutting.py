@@ -11,7 +11,7 @@ from tests.faults.relay import stop_serving
 
 # What happens to a request: nothing; half of it reaches the service; all of it does; all of it does, and its answer is
 # dropped. But for "nothing", the client's connection is reset without a byte of an answer.
-Fate = Literal["nothing", "amid", "behind", "unanswered"]
+Fault = Literal["nothing", "amid", "behind", "unanswered"]
 
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE)
 
@@ -19,13 +19,13 @@ _LENGTH: Final = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE
 class CuttingProxy:
     """Forwards requests and answers with a Content-Length, each as a whole, to a service on this machine."""
 
-    def __init__(self, target: int, choose: Callable[[int], Fate]) -> None:
+    def __init__(self, target: int, choose: Callable[[int], Fault]) -> None:
         """Prepare a proxy to the port `target`; `choose` gets the number of a request in its connection, from 0."""
         self._target = target
         self._choose = choose
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self.fates: Counter[Fate] = Counter()
+        self.faults: Counter[Fault] = Counter()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -54,14 +54,14 @@ class CuttingProxy:
         try:
             for number in itertools.count():
                 request = await _message(reader)
-                fate = self._choose(number)
-                self.fates[fate] += 1
-                onward.write(request[: len(request) // 2] if fate == "amid" else request)
+                fault = self._choose(number)
+                self.faults[fault] += 1
+                onward.write(request[: len(request) // 2] if fault == "amid" else request)
                 await onward.drain()
-                if fate in ("amid", "behind"):
+                if fault in ("amid", "behind"):
                     return
                 answer = await _message(service)
-                if fate == "unanswered":
+                if fault == "unanswered":
                     return
                 writer.write(answer)
                 await writer.drain()

@@ -10,7 +10,7 @@ from typing import Self
 from service.core.problems import NOT_WRITTEN, Problem
 
 
-class Fate(Enum):
+class Fault(Enum):
     """What happens to a connection; without any, the proxy passes all that comes."""
 
     BUSY = "its request is answered 503, and does not reach the service"
@@ -34,8 +34,8 @@ class Proxy:
     `held` is set when a connection waits; it waits until the client has ended.
     """
 
-    def __init__(self, port: int, fates: Mapping[int, Fate]) -> None:
-        self._target, self._fates = port, fates
+    def __init__(self, port: int, faults: Mapping[int, Fault]) -> None:
+        self._target, self._faults = port, faults
         self.port = 0
         self.arrivals: list[float] = []
         self.posts = 0
@@ -61,22 +61,22 @@ class Proxy:
         self._connections.add(asyncio.create_task(self._serve(reader, writer)))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        fate = self._fates.get(len(self.arrivals))
+        fault = self._faults.get(len(self.arrivals))
         self.arrivals.append(time.monotonic())
         try:
-            if fate in (Fate.BUSY, Fate.HELD_BEFORE):
+            if fault in (Fault.BUSY, Fault.HELD_BEFORE):
                 await self._read_request(reader)
-                if fate is Fate.BUSY:
+                if fault is Fault.BUSY:
                     writer.write(_BUSY)
                     await writer.drain()
                 else:
                     await self._hold(reader)
             else:
-                await self._pass(reader, writer, fate)
+                await self._pass(reader, writer, fault)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
-            if fate is Fate.CUT:
+            if fault is Fault.CUT:
                 writer.transport.abort()
             writer.close()
 
@@ -92,15 +92,15 @@ class Proxy:
         self.held.set()
         await reader.read()  # until the client's end
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fate: Fate | None) -> None:
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault | None) -> None:
         from_service, to_service = await asyncio.open_connection("127.0.0.1", self._target)
         sending = asyncio.create_task(self._forward(reader, to_service))
         try:
             answer = await from_service.read(65536)
-            if fate is Fate.HELD_AFTER:
+            if fault is Fault.HELD_AFTER:
                 self.held.set()
                 await sending  # until the client's end
-            while answer and fate is None:
+            while answer and fault is None:
                 writer.write(answer)
                 await writer.drain()
                 answer = await from_service.read(65536)

@@ -19,12 +19,12 @@ from deploy.stack import Kafka, Redis
 from tests.edge.fuzz import Plan, run
 from tests.edge.stack import edge
 from tests.integration.conftest import SETTINGS, Stage
-from tests.integration.cutting import CuttingProxy, Fate
+from tests.integration.cutting import CuttingProxy, Fault
 from tests.integration.judge import ledger_faults, read_committed
 
 GO_PROGRAM: Final = Path(__file__).with_name("repeating.go")
 GO_S: Final = 240.0  # go compiles net/http at its first run
-ENDS: Final[tuple[Fate, ...]] = ("unanswered", "behind")
+ENDS: Final[tuple[Fault, ...]] = ("unanswered", "behind")
 SECRET: Final = "whsec_b2xkIG9sZCBvbGQgb2xk"
 
 
@@ -34,7 +34,7 @@ async def test_a_post_that_go_repeats_by_itself_is_written_once(stage: Stage, to
     service = await stage.started()
     count, ends = 24, itertools.cycle(ENDS)
 
-    def choose(number: int) -> Fate:
+    def choose(number: int) -> Fault:
         return next(ends) if number else "nothing"
 
     async with CuttingProxy(service.port, choose) as proxy:
@@ -48,7 +48,7 @@ async def test_a_post_that_go_repeats_by_itself_is_written_once(stage: Stage, to
     sent = [json.loads(line) for line in out.splitlines()]
     assert [each["status"] for each in sent] == [201] * count
     assert [each["attempts"] for each in sent] == [1, *[2] * (count - 1)]
-    assert proxy.fates == {"nothing": count, "unanswered": count // 2, "behind": count // 2 - 1}
+    assert proxy.faults == {"nothing": count, "unanswered": count // 2, "behind": count // 2 - 1}
     assert all(each["replayed"] for each in sent[1::2])  # their first attempt was answered to the proxy
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
     assert sorted(int(record.value or b"") for record in records) == [*range(count)]
@@ -102,14 +102,14 @@ async def test_calls_that_stripe_s_client_repeats_by_itself_are_written_once(
     service = await stage.started(rules=rules_for(tmp_path, topic))
     dice = random.Random(7)
 
-    def choose(_: int) -> Fate:
+    def choose(_: int) -> Fault:
         return dice.choice(("nothing", "nothing", "amid", "behind", "unanswered"))
 
     async with CuttingProxy(service.port, choose) as proxy:
         shares = (asyncio.to_thread(deliver, proxy.port, range(n, n + 15)) for n in range(0, 60, 15))
         statuses = [status for share in await asyncio.gather(*shares) for status in share]
     assert statuses == [201] * 60
-    assert min(proxy.fates["amid"], proxy.fates["behind"], proxy.fates["unanswered"]) > 5
+    assert min(proxy.faults["amid"], proxy.faults["behind"], proxy.faults["unanswered"]) > 5
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
     assert sorted(json.loads(record.value or b"")["n"] for record in records) == [*range(60)]
 

@@ -23,7 +23,7 @@ from deploy.stack import Kafka, Service
 from service.fencepost.client import Client, Event, KeyExpired, Spool, Written
 from service.fencepost.client.events import Pending
 from tests.integration.judge import Delivered, read_committed
-from tests.integration.proxy import RETRY_AFTER_S, Fate, Proxy
+from tests.integration.proxy import RETRY_AFTER_S, Fault, Proxy
 
 ORDERS = [{"order": n} for n in range(3)]
 # The commands of the README.
@@ -85,7 +85,7 @@ async def outcome(name: str, first: Path, service: Service, topic: str, orders: 
     words = {"order-1": name, "import-1": name, "orders.ndjson": f"{orders}"}
     argv = [words.get(word, word) for word in COMMANDS[name].split()]
     command = argv if name == "curl" else [first, *argv[1:]]
-    async with Proxy(service.port, {0: Fate.BUSY, 1: Fate.CUT}) as proxy, Proxy(service.port, {}) as plain:
+    async with Proxy(service.port, {0: Fault.BUSY, 1: Fault.CUT}) as proxy, Proxy(service.port, {}) as plain:
         code, output, errors = await run([*command, topic], proxy.url)
         refused_code, *refused_output = await run([*command, "no-such-topic"], plain.url)
         first_s, second_s = (*proxy.arrivals, 0.0, 0.0)[:2]
@@ -163,10 +163,10 @@ async def test_a_program_that_is_killed_amid_its_calls_has_each_event_written_on
     """Killed while a request waits that has not been carried out, and while answers wait: of one event, of several."""
     count = 25
     # The requests in their order, over all runs: each kill is followed by the request of what was open.
-    kills = {1: Fate.HELD_BEFORE, 4: Fate.HELD_AFTER, 10: Fate.HELD_AFTER}
-    fates = {**kills, 6: Fate.BUSY, 8: Fate.CUT}
+    kills = {1: Fault.HELD_BEFORE, 4: Fault.HELD_AFTER, 10: Fault.HELD_AFTER}
+    faults = {**kills, 6: Fault.BUSY, 8: Fault.CUT}
     output = ""
-    async with Proxy(served.port, fates) as proxy:
+    async with Proxy(served.port, faults) as proxy:
         argv = [sys.executable, "-m", "tests.integration.sender", proxy.url, topic, str(tmp_path), str(count)]
         for _ in kills:
             pipe = asyncio.subprocess.PIPE

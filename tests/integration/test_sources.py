@@ -203,13 +203,13 @@ class Sender:
 
     async def _attempt(self, request: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        fate = self._random.choice(["amid the request", "at once", "after a while", "never", "never"])
+        fault = self._random.choice(["amid the request", "at once", "after a while", "never", "never"])
         try:
-            writer.write(request[: self._random.randrange(len(request))] if fate == "amid the request" else request)
+            writer.write(request[: self._random.randrange(len(request))] if fault == "amid the request" else request)
             await writer.drain()
-            if fate == "never":
+            if fault == "never":
                 return await reader.read()
-            await asyncio.sleep(self._random.uniform(0, 0.02) if fate == "after a while" else 0)
+            await asyncio.sleep(self._random.uniform(0, 0.02) if fault == "after a while" else 0)
             return b""
         finally:
             writer.transport.abort()

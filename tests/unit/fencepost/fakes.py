@@ -24,7 +24,7 @@ from service.core.problems import (
 # What happens to a request; "ok" without any.
 CONNECT, LOST, CUT, UNKNOWN = "no connection", "lost before it is read", "cut before the answer", "written, but 504"
 CUT_AMID = "cut amid the answer"
-FATES = [CONNECT, LOST, CUT, CUT_AMID, UNKNOWN, "503", "429", "409", "ok"]
+FAULTS = [CONNECT, LOST, CUT, CUT_AMID, UNKNOWN, "503", "429", "409", "ok"]
 REFUSED: dict[str, Kind] = {"503": NOT_WRITTEN, "429": RATE_LIMITED, "409": IN_PROGRESS, "401": UNAUTHORIZED}
 
 RETENTION_S = 86_400
@@ -34,8 +34,8 @@ EXPIRED, UNKNOWN_NAME = "expired", "unknown"  # a key, and a topic, that are ref
 class FakeService:
     """`written` has the values of the records, in their order. It keeps keys for RETENTION_S, by its `clock`."""
 
-    def __init__(self, fates: Iterable[str] = (), clock: "FakeTime | None" = None) -> None:
-        self.fates = iter(fates)
+    def __init__(self, faults: Iterable[str] = (), clock: "FakeTime | None" = None) -> None:
+        self.faults = iter(faults)
         self.clock = clock or FakeTime()
         self.requests: list[httpx.Request] = []
         self.written: list[Any] = []
@@ -48,17 +48,17 @@ class FakeService:
     def __call__(self, request: httpx.Request) -> httpx.Response:
         """Answer a request, as a handler of httpx.MockTransport."""
         self.requests.append(request)
-        fate = next(self.fates, "ok")
-        if fate == CONNECT:
+        fault = next(self.faults, "ok")
+        if fault == CONNECT:
             raise httpx.ConnectError("refused", request=request)
-        if fate == LOST:
+        if fault == LOST:
             raise httpx.ReadTimeout("no answer", request=request)
-        if kind := REFUSED.get(fate):
+        if kind := REFUSED.get(fault):
             return problem_response(kind)
-        response = self._batch(request, fate) if request.url.path == "/events/batch" else self._single(request)
-        if fate == CUT:
+        response = self._batch(request, fault) if request.url.path == "/events/batch" else self._single(request)
+        if fault == CUT:
             raise httpx.RemoteProtocolError("cut", request=request)
-        return problem_response(OUTCOME_UNKNOWN) if fate == UNKNOWN else response
+        return problem_response(OUTCOME_UNKNOWN) if fault == UNKNOWN else response
 
     def _single(self, request: httpx.Request) -> httpx.Response:
         key = json.loads(request.headers["idempotency-key"])  # quoted
@@ -73,7 +73,7 @@ class FakeService:
     def _age_s(self, first_sent: str) -> float:
         return self.clock.now - parsedate_to_datetime(first_sent).timestamp()
 
-    def _batch(self, request: httpx.Request, fate: str) -> httpx.Response:
+    def _batch(self, request: httpx.Request, fault: str) -> httpx.Response:
         assert request.headers["content-type"] == "application/x-ndjson"
         results = []
         for line in request.content.splitlines():
@@ -81,7 +81,7 @@ class FakeService:
             body = line[: line.rindex(b',"idempotency_key":')] + b"}"
             results.append(self._write(event["idempotency_key"], body))
         text = "".join(f"{json.dumps(result)}\n" for result in results).encode()
-        if fate == CUT_AMID:
+        if fault == CUT_AMID:
             return httpx.Response(207, stream=Broken(text[: len(text) // 2], request))
         return httpx.Response(207, content=text)
 

@@ -31,7 +31,7 @@ from tests.unit.fencepost.fakes import (
     CUT,
     CUT_AMID,
     EXPIRED,
-    FATES,
+    FAULTS,
     LOST,
     UNKNOWN,
     UNKNOWN_NAME,
@@ -122,29 +122,29 @@ def test_many_events_are_sent_in_requests_within_the_bounds_and_in_order(kind: A
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize("fate", [fate for fate in FATES if fate != CUT_AMID])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != CUT_AMID])
 def test_an_attempt_without_a_final_answer_is_repeated_under_the_same_key(
-    kind: Any, clock: FakeTime, fate: str
+    kind: Any, clock: FakeTime, fault: str
 ) -> None:
-    fake = FakeService([fate, fate])
+    fake = FakeService([fault, fault])
     event = Event("t", 1)
     written = kind(fake).send(event)
     assert fake.written == [1]
     assert {request.headers["idempotency-key"] for request in fake.requests} == {f'"{event.idempotency_key}"'}
-    assert len(fake.requests) == (1 if fate == "ok" else 3)
-    assert written.replayed == (fate in (CUT, UNKNOWN))
-    least_s = 1.0 if fate in ("503", "429", "409", UNKNOWN) else 0.0  # Retry-After
+    assert len(fake.requests) == (1 if fault == "ok" else 3)
+    assert written.replayed == (fault in (CUT, UNKNOWN))
+    least_s = 1.0 if fault in ("503", "429", "409", UNKNOWN) else 0.0  # Retry-After
     assert all(least_s + FIRST_PAUSE_S / 2 <= pause <= least_s + 2 * FIRST_PAUSE_S for pause in clock.pauses)
 
 
-@pytest.mark.parametrize("fate", FATES)
-def test_a_batch_is_repeated_for_the_events_without_a_result(kind: Any, clock: FakeTime, fate: str) -> None:
-    fake = FakeService([fate])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_batch_is_repeated_for_the_events_without_a_result(kind: Any, clock: FakeTime, fault: str) -> None:
+    fake = FakeService([fault])
     events = [Event("t", n) for n in range(4)]
     results = kind(fake).send_many(*events)
     assert [result.idempotency_key for result in results] == [event.idempotency_key for event in events]
     assert fake.written == [0, 1, 2, 3]
-    if fate == CUT_AMID:  # the results of the first lines have come
+    if fault == CUT_AMID:  # the results of the first lines have come
         assert fake.requests[1].content.count(b"\n") in (2, 3)
 
 

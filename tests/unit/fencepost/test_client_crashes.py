@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from service.fencepost.client import Client, Event, Spool
 from service.fencepost.client.events import Pending
 from tests.unit.fencepost.clients import URL, patched
-from tests.unit.fencepost.fakes import FATES, FakeService
+from tests.unit.fencepost.fakes import FAULTS, FakeService
 
 
 class Crash(BaseException):
@@ -95,24 +95,24 @@ class Program:
 @settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    fates=st.lists(st.sampled_from(FATES), max_size=8),
+    faults=st.lists(st.sampled_from(FAULTS), max_size=8),
     crash_at=st.integers(1, 30),
     crash_of_resume_at=st.integers(1, 12),
 )
 def test_each_event_that_was_stored_is_written_once_whatever_step_the_program_ends_at(
     tmp_path_factory: pytest.TempPathFactory,
     sizes: list[int],
-    fates: list[str],
+    faults: list[str],
     crash_at: int,
     crash_of_resume_at: int,
 ) -> None:
-    fake = FakeService(fates)
+    fake = FakeService(faults)
     program = Program(tmp_path_factory.mktemp("program"), fake)
     with pytest.MonkeyPatch.context() as monkeypatch:
         patched(monkeypatch)
         program.run(crash_at, lambda client: program.send(client, sizes))
         program.run(crash_of_resume_at, lambda client: list(client.resume()))
-        fake.fates = iter(())
+        fake.faults = iter(())
         assert program.run(0, lambda client: list(client.resume())) == 0
     # Nothing but what was stored was sent, and all of it was written, once.
     assert fake.copies == Counter(json.dumps(program.made[key].value) for key in program.stored)

@@ -79,7 +79,7 @@ async def test_a_result_of_resume_that_was_not_taken_comes_again_to_asyncio_too(
     fake = FakeService([LOST] * 9)
     async with AsyncClient(URL, transport=transport(fake), spool=tmp_path / "s", deadline_s=0.1) as client:
         await client.send_many([Event("t", 1), Event("t", 2)])
-    fake.fates = iter(())
+    fake.faults = iter(())
     taken = list[str]()
     for _ in range(2):
         async with AsyncClient(URL, transport=transport(fake), spool=tmp_path / "s") as client:
@@ -105,7 +105,7 @@ def test_a_key_of_any_form_that_is_older_than_its_retention_is_told(kind: Any, c
     """The spool tells when it has stored the event, because a key such as an order's number does not."""
     fake = FakeService(clock=clock)
     orders = [Event("t", n, idempotency_key=f"order-{n}") for n in range(3)]
-    fake.fates = iter([CUT])
+    fake.faults = iter([CUT])
     kind(fake, spool=tmp_path / "s", deadline_s=0.01).send_many(orders[0])
     clock.now += RETENTION_S - 1_000
     with Spool(tmp_path / "s") as spool:
@@ -170,7 +170,7 @@ def test_another_event_under_an_open_key_is_not_sent(clock: FakeTime, tmp_path: 
         with pytest.raises(SpoolError, match="idempotency_key 'order-1': another event is open under it"):
             client.send_many([Event("t", 2), other])
         assert len(fake.requests) == sent
-        fake.fates = iter(())
+        fake.faults = iter(())
         assert [type(each) for each in client.resume()] == [Written]
         with pytest.raises(KeyReused):
             client.send(other)
@@ -183,7 +183,7 @@ def test_the_same_object_sent_again_tells_its_age(clock: FakeTime, tmp_path: Pat
     with Client(URL, transport=transport(fake), spool=tmp_path / "s", deadline_s=0.1) as client:
         with pytest.raises(Unsettled):
             client.send(order)
-        fake.fates = iter(())
+        fake.faults = iter(())
         fake.places.clear()  # forgotten
         clock.now += RETENTION_S + 3_600
         first, expired, *last = client.send_many([Event("t", 1), order, Event("t", 2), Event("t", 3)])
@@ -201,7 +201,7 @@ def test_an_open_event_that_is_sent_again_and_refused_may_have_been_written(cloc
     with Client(URL, transport=transport(fake), spool=tmp_path / "s", deadline_s=0.1) as client:
         with pytest.raises(Unsettled):
             client.send(event)
-        fake.fates = iter(())
+        fake.faults = iter(())
         with pytest.raises(Refused) as caught:
             client.send(event)
     assert caught.value.may_be_written
