@@ -65,6 +65,7 @@ _TAKES_NO_WRITES: Final = re.compile(
     r"(?:^|@user_script: ?\d+: -)(?:OOM|BUSY|NOREPLICAS|READONLY|LOADING|MASTERDOWN|MISCONF)\b|^command not allowed"
 )
 
+
 @dataclass(frozen=True, slots=True)
 class StoreGeneration:
     """A generation: its number (the offset of its control record) and its store (run_id/master_replid).

@@ -1,4 +1,4 @@
-"""Waits for Kafka's tasks, in which a cancellation by others is a failure of Kafka; aiokafka's `stop` cancels its own."""
+"""Waits for Kafka's tasks, in which a cancellation by others is a failure of Kafka; aiokafka makes such ones."""
 
 import asyncio
 from collections.abc import Coroutine

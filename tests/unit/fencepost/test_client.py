@@ -40,7 +40,6 @@ from tests.unit.fencepost.fakes import (
     problem_response,
 )
 
-
 # --------------------------------------------------------------------------------------------------------- requests
 
 
