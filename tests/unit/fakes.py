@@ -282,6 +282,16 @@ class FakeJournal(Journal):
         self.answers += [(event.key, status) for event in request.events[: request.answers]]
 
 
+class BrokerClock:
+    """The brokers' clock. A test replaces `read` for another time, ms since the Unix epoch."""
+
+    def __init__(self) -> None:
+        self.read: Callable[[], int] = now_ms
+
+    def now_ms(self) -> int:
+        return self.read()
+
+
 class World:
     """Admission and Writer with all that they need, in memory. `slot` makes READY slots, `serve` serves them."""
 
@@ -292,7 +302,7 @@ class World:
         """Make a world with these rules before the usual ones, and settings other than the usual."""
         usual = Settings(instance="test", request_timeout_ms=5_000, slots=1, slots_max=2, registry=self.registry)
         self.settings = replace(usual, **settings)  # type: ignore[arg-type]
-        self.now_ms = now_ms  # the brokers' clock
+        self.clock = BrokerClock()
         self.keys = FakeKeys()
         self.store = FakeStore(self.keys)
         self.queue = Queue(self.settings)
@@ -318,7 +328,7 @@ class World:
             self.store,
             self.topics,
             self.topic_metadata,
-            lambda: self.now_ms(),
+            self.clock.now_ms,
             Encoder(self.client, self.settings, self.rules, self.telemetry) if self.client else None,
         )
         self.resolver = Resolver(self.settings, self.queue, self.journal, self.telemetry, self.tracing)

@@ -180,7 +180,7 @@ async def test_a_request_without_a_key_is_told_the_key_that_was_made_for_it(prox
 
 async def test_the_time_of_a_made_key_is_the_brokers(proxy: Proxy) -> None:
     """A key that tells that it is older than its retention is refused: a machine's own clock could be behind."""
-    proxy.world.now_ms = lambda: NOW_MS + 3_600_000
+    proxy.world.clock.read = lambda: NOW_MS + 3_600_000
     for response in (await proxy.v2({"value": 1}), await proxy.v3(string("a"))):
         assert uuid.UUID(response.headers["idempotency-key"]).int >> 80 == NOW_MS + 3_600_000
 
@@ -629,7 +629,7 @@ async def test_a_key_that_becomes_old_during_its_request_is_good_for_it(
 ) -> None:
     """A stream may last for days. A record's own key is as old as it is when the record comes."""
     now_ms = NOW_MS
-    proxy.world.now_ms = lambda: now_ms
+    proxy.world.clock.read = lambda: now_ms
     record = string("a")
     if own_key:
         record["headers"] = [{"name": "idempotency-key", "value": base64.b64encode(new_key(NOW_MS).encode()).decode()}]

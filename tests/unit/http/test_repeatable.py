@@ -40,7 +40,7 @@ class Client:
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
     world = World()
-    world.now_ms = lambda: NOW_MS
+    world.clock.read = lambda: NOW_MS
     serving = world.serve(await world.slot())
     transport = httpx.ASGITransport(app_of(cast(Commits, world.admission)))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

@@ -359,5 +359,5 @@ async def test_an_old_key_that_cannot_be_looked_up_is_answered_503() -> None:
 def world_of_now() -> World:
     """Make a world whose brokers' time is NOW_MS."""
     world = World()
-    world.now_ms = lambda: NOW_MS
+    world.clock.read = lambda: NOW_MS
     return world
