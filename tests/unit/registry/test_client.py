@@ -115,10 +115,10 @@ async def test_a_deleted_subject_is_absent_and_not_the_last_known(
 async def test_a_failure_is_followed_by_a_pause_and_not_by_a_storm(
     registry: FakeRegistry, client: RegistryClient, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.2)
     if failure == "status":
         registry.status = 502
     elif failure == "silence":
+        monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.2)
         registry.delay_s = 1.0
     else:
         registry.closes = True
