@@ -48,16 +48,27 @@ class _Cut(Exception):
 class Trial:
     """The histories of some seeds, and the runs of the job on these, in order.
 
-    `timeout_ms`: the transaction timeout of the open transactions.
+    `timeout_ms`: the transaction timeout of the open transactions. `more_runs`: besides a run a stage, one that is
+    interrupted, and one without the pass over ids.
     """
 
-    def __init__(self, spark: SparkSession, bootstrap: str, root: Path, seeds: Sequence[int], timeout_ms: int) -> None:
+    def __init__(
+        self,
+        spark: SparkSession,
+        bootstrap: str,
+        root: Path,
+        seeds: Sequence[int],
+        timeout_ms: int,
+        *,
+        more_runs: bool = True,
+    ) -> None:
         self._spark = spark
         self._world = World(bootstrap, f"world-{uuid.uuid4().hex[:12]}", seeds, timeout_ms)
         self._root = root / self._world.history.namespace
         self._root.mkdir()
         self._rules = self._root / "rules.toml"
         self._stage = 0
+        self._more_runs = more_runs
 
     def next(self) -> Score:
         """Write the next stage, run the job, and compare its report with what was planted."""
@@ -66,12 +77,12 @@ class Trial:
         self._rules.write_text(self._world.rules(self._stage))
         if self._lake("whole").exists():
             shutil.copytree(self._lake("whole"), self._lake(f"before-{self._stage}"))
-        if self._stage == CUT_STAGE:
+        if self._more_runs and self._stage == CUT_STAGE:
             # A run with other options is interrupted after its merge: the findings must be the same.
             with patch.object(view, "update", side_effect=_Cut), suppress(_Cut):
                 self._run("whole", topics=(f"{self._world.history.namespace}-*.orders",), grace_s=1, window_h=24)
         score = self._run("whole")
-        if self._stage == STAGES:
+        if self._more_runs and self._stage == STAGES:
             score.add(self._without_ids_pass())
         return score
 

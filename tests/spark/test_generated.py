@@ -1,6 +1,8 @@
 """Histories with known faults, from seeds: the audit finds each fault with its kind and cause, and nothing else.
 
-Two seeds; with TEST_LONG five, and one broken rule. `python -m tests.spark.generated` has fifty, and every mutant.
+Two seeds; with TEST_LONG five, one broken rule, a run that is interrupted by one with other options, and a run without
+the pass over ids (in each `./tests/run`: test_changed_options.py, test_growing_logs.py). `python -m
+tests.spark.generated` has fifty seeds, all these runs, and every mutant.
 """
 
 from collections import Counter
@@ -28,7 +30,8 @@ TIMEOUT_MS: Final = 900_000  # the most that the broker allows
 @pytest.fixture(scope="module")
 def first_stage(spark: SparkSession, kafka: Kafka, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Score]:
     """Histories whose first stage has been written and audited."""
-    trial = Trial(spark, kafka.bootstrap, tmp_path_factory.mktemp("trial"), SEEDS, TIMEOUT_MS)
+    folder = tmp_path_factory.mktemp("trial")
+    trial = Trial(spark, kafka.bootstrap, folder, SEEDS, TIMEOUT_MS, more_runs=LONG)
     return trial, trial.next()
 
 

@@ -85,12 +85,11 @@ def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     _wait_for_end(history, topic, 12)
     resumed = audit(history, later_s=LATER_S)
     assert (resumed.document["run"]["resumed"], resumed.document["balance"]["delivered_once"]) == (True, 7)
-    for _ in range(2):
-        ran = audit(history, later_s=LATER_S)
-        balance = ran.document["balance"]
-        assert (balance["delivered_once"], balance["unprovable"], balance["records"]) == (10, 4, 10)
-        assert ran.findings() == {(GAP, "truncated", f"{topic}[0]"), ("lost", "ledger", None)}
-        (gap,) = [one for one in ran.document["findings"] if one["kind"] == GAP]
-        assert (gap["count"], gap["first_offset"], gap["last_offset"]) == (7, 4, 10)
-        kept = [f"kept-{n}" for n in range(3)]
-        assert views.rows(topic).keys() == {id_of(key) for key in (*kept, *(f"new-{n}" for n in range(7)))}
+    ran = audit(history, later_s=LATER_S)
+    balance = ran.document["balance"]
+    assert (balance["delivered_once"], balance["unprovable"], balance["records"]) == (10, 4, 10)
+    assert ran.findings() == {(GAP, "truncated", f"{topic}[0]"), ("lost", "ledger", None)}
+    (gap,) = [one for one in ran.document["findings"] if one["kind"] == GAP]
+    assert (gap["count"], gap["first_offset"], gap["last_offset"]) == (7, 4, 10)
+    kept = [f"kept-{n}" for n in range(3)]
+    assert views.rows(topic).keys() == {id_of(key) for key in (*kept, *(f"new-{n}" for n in range(7)))}
