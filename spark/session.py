@@ -1,8 +1,9 @@
 """The Spark session of a run: with Delta and Kafka on its class path, and sized for one machine or a cluster."""
 
 import os
+import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -10,6 +11,7 @@ from typing import Final
 from pyspark.sql import SparkSession
 
 from spark import jars
+from spark.reading.jvm import keep_classes
 
 APP: Final = "fencepost-audit"
 # About 100 MB of exchanged rows for the reduction, and of the hash tables that the join builds from these rows.
@@ -29,6 +31,11 @@ _ALWAYS: Final = {
     "spark.serializer": "org.apache.spark.serializer.KryoSerializer",
     # With this on, each call that builds a column also sends its Python line to the JVM, in four more calls.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
+    # With this on, each call that builds a column takes a stack trace, which goes with its expression to each task.
+    "spark.sql.dataFrameQueryContext.enabled": "false",
+    # With this on, Delta reads the log of a table again after each commit, to compare it with its checksum file, unless
+    # the time zones of session, JVM and machine have the one name that it takes for UTC.
+    "spark.databricks.delta.allFilesInCrc.verificationMode.forceOnNonUTC.enabled": "false",
     # This rule adds a filter before each explode, which parses the JSON of each record five times.
     "spark.sql.optimizer.excludedRules": "org.apache.spark.sql.catalyst.optimizer.InferFiltersFromGenerate",
     # The source of a MERGE is deterministic (frozen offsets, total order) and checkpointed already.
@@ -59,13 +66,13 @@ INTERPRETED: Final = {
 
 # A short run spends most of its time in the JIT compiler: with ten times the default thresholds, C2 compiles only hot
 # methods, which saves processor time in short runs and costs none in long ones. Two cores need no G1.
-_JAVA: Final = (
+JAVA_OPTIONS: Final = (
     "-XX:+UseParallelGC -XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000 "
     "-XX:Tier4CompileThreshold=150000 -XX:Tier4BackEdgeThreshold=400000"
 )
 
 
-def open_session(environ: Mapping[str, str] | None = None, java_options: str = _JAVA) -> SparkSession:
+def open_session(environ: Mapping[str, str] | None = None, java_options: str = JAVA_OPTIONS) -> SparkSession:
     """Create the session of this process.
 
     Under spark-submit, master, sizes and jars are those of the submission. Otherwise the master is `local[*]`, with the
@@ -76,13 +83,25 @@ def open_session(environ: Mapping[str, str] | None = None, java_options: str = _
     for name, value in _ALWAYS.items():
         builder = builder.config(name, value)
     if "PYSPARK_GATEWAY_PORT" not in environ:
-        paths = ",".join(str(path) for path in jars.find(environ))
-        builder = builder.master(environ.get("FENCEPOST_SPARK_MASTER", "local[*]")).config("spark.jars", paths)
+        master = environ.get("FENCEPOST_SPARK_MASTER", "local[*]")
+        builder = builder.master(master).config(*jars_of(master, jars.find(environ)))
         options = f"{java_options} -Dlog4j2.configurationFile={LOGGING.as_uri()}"
         builder = builder.config("spark.driver.extraJavaOptions", options)
         for name, value in _LOCAL.items():
             builder = builder.config(name, value)
-    return builder.getOrCreate()
+    spark = builder.getOrCreate()
+    keep_classes(spark)
+    return spark
+
+
+def jars_of(master: str, paths: Sequence[Path]) -> tuple[str, str]:
+    """Return the setting by which Spark finds these jars.
+
+    In a local master driver and executor are one JVM, and the jars lie on its class path: `spark.jars` would copy them.
+    """
+    if re.fullmatch(r"local(\[.*\])?", master):
+        return "spark.driver.extraClassPath", os.pathsep.join(map(str, paths))
+    return "spark.jars", ",".join(map(str, paths))
 
 
 def interpret(spark: SparkSession, *, interprets: bool) -> None:

@@ -16,7 +16,6 @@ from pyspark.sql import SparkSession
 from deploy import places
 from service.contract import Rules, SharedSettings
 from spark import job, session
-from spark.reading.jvm import jvm
 from spark.report.document import Report
 from spark.session import INTERPRETED, open_session
 from spark.settings import Options, Settings
@@ -40,17 +39,9 @@ def session_for_tests() -> SparkSession:
         # other tests need pandas; the job does not use it
         warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas", category=FutureWarning)
         session = open_session({"FENCEPOST_JARS": str(places.jars("spark"))}, JAVA_OPTIONS)
-        _look_up_once(session)
         session.range(1).toDF("n").count()
         session.createDataFrame([(1,)], "n int").count()
     return session
-
-
-def _look_up_once(session: SparkSession) -> None:
-    """Cache the JVM's classes that PySpark looks up for each column: a sixth of the time of a run over few records."""
-    packages = jvm(session)
-    for name in ("functions", "org.apache.spark.sql.functions", "PythonUtils", "PythonSQLUtils"):
-        setattr(packages, name, getattr(packages, name))
 
 
 def interpreted(spark: SparkSession) -> AbstractContextManager[None]:

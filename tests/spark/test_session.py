@@ -1,15 +1,21 @@
 """Tests the settings of the session that the job opens."""
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from py4j.protocol import REFLECTION_COMMAND_NAME  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
+from deploy.install import java
 from spark import session
 from spark.reading import decode, source
+from spark.reading.jvm import gateway
 from spark.tables.lake import Lake
 
 
@@ -30,6 +36,56 @@ def test_the_json_of_a_record_is_parsed_once(
     )
     plan = decoded(records, 0)._jdf.queryExecution().executedPlan().toString()
     assert plan.count("from_json") == 1, plan
+
+
+def test_a_column_is_made_without_looking_its_functions_up(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each look-up of a name the JVM searches all its jars."""
+
+    def column() -> None:
+        F.transform(F.array(F.lower(F.col("text")), F.lit("a")), F.upper)
+
+    column()
+    commands: list[str] = []
+    client = gateway(spark)._gateway_client
+    send = client.send_command
+
+    def record(command: str, *arguments: Any, **more: Any) -> str:
+        commands.append(command)
+        return str(send(command, *arguments, **more))
+
+    monkeypatch.setattr(client, "send_command", record)
+    column()
+    assert len(commands) > 5
+    assert not [command for command in commands if command.startswith(REFLECTION_COMMAND_NAME)]
+
+
+@pytest.mark.parametrize(
+    ("master", "setting"),
+    [
+        ("local", "spark.driver.extraClassPath"),
+        ("local[*]", "spark.driver.extraClassPath"),
+        ("local-cluster[2,1,1024]", "spark.jars"),
+        ("spark://there:7077", "spark.jars"),
+    ],
+)
+def test_the_jars_are_on_the_class_path_of_one_jvm_or_sent_to_the_executors(master: str, setting: str) -> None:
+    name, value = session.jars_of(master, [Path("/j/a.jar"), Path("/j/b.jar")])
+    assert name == setting
+    assert value.replace(os.pathsep, ",") == "/j/a.jar,/j/b.jar"
+
+
+def test_java_accepts_the_options_of_the_job() -> None:
+    """The other tests have options of their own."""
+    done = subprocess.run(
+        [java.home() / "bin" / "java", *session.JAVA_OPTIONS.split(), "-version"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr.lower()
 
 
 def test_plans_are_interpreted_or_compiled_until_the_settings_are_restored(spark: SparkSession) -> None:
