@@ -56,6 +56,55 @@ class Ends:
     leader_epoch: int = NO_LEADER_EPOCH
 
 
+class _ListedEnds(Mapping[TopicPartition, Ends]):
+    """The ends of partitions in the broker's answers (ListOffsetsResultInfo, by partition).
+
+    An answer is read from the JVM when its partition is looked up: a plan lists the partitions of all topics that the
+    ledger may name, and needs the ends of those that it does name.
+    """
+
+    def __init__(
+        self,
+        high: Mapping[TopicPartition, Any],
+        stable: Mapping[TopicPartition, Any],
+        start: Mapping[TopicPartition, Any],
+    ) -> None:
+        self._high, self._stable, self._start = high, stable, start
+
+    def __getitem__(self, partition: TopicPartition) -> Ends:
+        start, stable = self._start[partition], self._stable[partition]
+        epoch = stable.leaderEpoch().orElse(NO_LEADER_EPOCH)
+        return Ends(int(start.offset()), int(self._high[partition].offset()), int(stable.offset()), int(epoch))
+
+    def __contains__(self, partition: object) -> bool:
+        return partition in self._start
+
+    def __iter__(self) -> Iterator[TopicPartition]:
+        return iter(self._start)
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+
+class _Answers(Mapping[_Key, Any]):
+    """The values of a Java map, by the keys of `handles` for its keys; a value is looked up when it is needed."""
+
+    def __init__(self, answers: Any, handles: Mapping[_Key, Any]) -> None:
+        self._answers, self._handles = answers, handles
+
+    def __getitem__(self, key: _Key) -> Any:
+        return self._answers.get(self._handles[key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._handles
+
+    def __iter__(self) -> Iterator[_Key]:
+        return iter(self._handles)
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockingTransaction:
     """An open transaction that blocks a partition. `transactional_id`, `since_ms`: None if the broker does not say."""
@@ -107,6 +156,8 @@ class KafkaAdmin:
         self._bootstrap = shared.kafka
         self._connection = connection(shared)
         self._kafka: Any = self._jvm.org.apache.kafka
+        # py4j asks the JVM for a class at each look-up of its name.
+        self._topic_partition: Any = self._kafka.common.TopicPartition
         config = self._config({"default.api.timeout.ms": str(CALL_MS), "request.timeout.ms": str(CALL_MS // 2)})
         try:
             self._admin: Any = self._kafka.clients.admin.AdminClient.create(config)
@@ -119,8 +170,9 @@ class KafkaAdmin:
 
     def names(self) -> list[str]:
         """List the names of all topics but Kafka's internal ones."""
-        found = self._request(self._admin.listTopics, "names")
-        return sorted(name for name in found if not name.startswith("__"))
+        # Joined in the JVM: each step of an iteration over a Java set is a request of py4j.
+        found = str(self._jvm.java.lang.String.join("\n", self._request(self._admin.listTopics, "names")))
+        return sorted(name for name in found.split("\n") if name and not name.startswith("__"))
 
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]:
         """Describe these topics, by name; topics that do not exist are left out.
@@ -187,17 +239,19 @@ class KafkaAdmin:
             time.sleep(0.1)
         return found
 
-    def ends(self, partitions: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
+    def ends(self, partitions: Sequence[TopicPartition], *, strict: bool = True) -> Mapping[TopicPartition, Ends]:
         """List the ends of these partitions, the high watermark first and then the last stable offset.
 
         If not `strict`, a partition whose request fails (without a leader, or just deleted) is left out.
         """
         spec = self._kafka.clients.admin.OffsetSpec
-        high = self._offsets(partitions, spec.latest(), "READ_UNCOMMITTED", strict=strict)
+        handles = {partition: self._java_partition(partition) for partition in partitions}
+        high = self._offsets(handles, spec.latest(), "READ_UNCOMMITTED", strict=strict)
         # A partition that failed once is not requested again.
-        stable = self._offsets(list(high), spec.latest(), "READ_COMMITTED", strict=strict)
-        start = self._offsets(list(stable), spec.earliest(), "READ_UNCOMMITTED", strict=strict)
-        return {partition: Ends(start[partition][0], high[partition][0], *stable[partition]) for partition in start}
+        handles = {partition: handles[partition] for partition in high}
+        stable = self._offsets(handles, spec.latest(), "READ_COMMITTED", strict=strict)
+        handles = {partition: handles[partition] for partition in stable}
+        return _ListedEnds(high, stable, self._offsets(handles, spec.earliest(), "READ_UNCOMMITTED", strict=strict))
 
     def diverged(self, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]:
         """Return, for each partition that was truncated, the offset at which its log diverged from what was read.
@@ -368,26 +422,21 @@ class KafkaAdmin:
             consumer.close(self._jvm.java.time.Duration.ofMillis(1000))
 
     def _offsets(
-        self, partitions: Sequence[TopicPartition], spec: Any, isolation: str, *, strict: bool
-    ) -> dict[TopicPartition, tuple[int, int]]:
-        """Request the offset (ListOffsets) and the leader epoch (or NO_LEADER_EPOCH) of each partition."""
+        self, handles: Mapping[TopicPartition, Any], spec: Any, isolation: str, *, strict: bool
+    ) -> Mapping[TopicPartition, Any]:
+        """Request the offset of each partition (ListOffsets): ListOffsetsResultInfo, by partition."""
         level = getattr(self._kafka.common.IsolationLevel, isolation)
-        handles = {partition: self._java_partition(partition) for partition in partitions}
         wanted = self._jvm.java.util.HashMap()
         for handle in handles.values():
             wanted.put(handle, spec)
         options = self._kafka.clients.admin.ListOffsetsOptions(level)
-        answers = self._request_each(
+        return self._request_each(
             partial(self._admin.listOffsets, wanted, options),
             "all",
             lambda result, handle: result.partitionResult(handle),
             handles,
             strict=strict,
         )
-        return {
-            partition: (int(answer.offset()), int(answer.leaderEpoch().orElse(NO_LEADER_EPOCH)))
-            for partition, answer in answers.items()
-        }
 
     def _config(self, more: Mapping[str, str]) -> Any:
         config = self._jvm.java.util.HashMap()
@@ -396,7 +445,7 @@ class KafkaAdmin:
         return config
 
     def _java_partition(self, partition: TopicPartition) -> Any:
-        return self._kafka.common.TopicPartition(*partition)
+        return self._topic_partition(*partition)
 
     def _list(self, items: Iterable[Any]) -> Any:
         array = self._jvm.java.util.ArrayList()
@@ -416,7 +465,7 @@ class KafkaAdmin:
         handles: Mapping[_Key, Any],
         *,
         strict: bool,
-    ) -> dict[_Key, Any]:
+    ) -> Mapping[_Key, Any]:
         """Send an Admin request about several keys, and return the answer of each.
 
         `answer` is the getter of the future of all keys (a map by handle); `future_of(result, handle)` returns the
@@ -430,7 +479,7 @@ class KafkaAdmin:
             if strict:
                 raise
         else:
-            return {key: answers.get(handle) for key, handle in handles.items()}
+            return _Answers(answers, handles)
         found: dict[_Key, Any] = {}
         for key, handle in handles.items():
             with suppress(CannotRun):

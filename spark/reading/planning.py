@@ -42,7 +42,7 @@ class Admin(Protocol):
     def names(self) -> list[str]: ...
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]: ...
     def compacted(self, names: Sequence[str]) -> set[str]: ...
-    def ends(self, partitions: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]: ...
+    def ends(self, partitions: Sequence[TopicPartition], *, strict: bool = True) -> Mapping[TopicPartition, Ends]: ...
     def timestamps_at(self, partitions: dict[TopicPartition, int]) -> dict[TopicPartition, int]: ...
     def blocking_transactions(
         self, partitions: Sequence[TopicPartition]
@@ -179,23 +179,19 @@ def _list_selected(
     """
     while True:
         existing = set(admin.names())
-        drafts = _frozen(admin, last_plan, selection.required(existing), selection.candidates(existing), now_ms)
+        drafts, candidates = _frozen(
+            admin, last_plan, selection.required(existing), selection.candidates(existing), now_ms
+        )
         if selection.globs:
-            break
+            return drafts
         present = set(admin.names())
-        candidates = selection.all_candidates(existing | present)
-        capped = _capped([draft.log for draft in _selected(drafts, selection)], max_records)
-        logs = {log.topic_partition: log for log in (*(draft.log for draft in drafts), *capped)}
-        found = discover(list(logs.values()), sorted(candidates)) if candidates else set()
+        names = selection.all_candidates(existing | present)
+        capped = _capped([draft.log for draft in drafts], max_records)
+        found = discover(capped, sorted(names)) if names else set()
         selection.add(found)
+        drafts = candidates.drafts(admin, found) + drafts
         if not (found & present) - {draft.log.topic for draft in drafts}:
-            break
-    return _selected(drafts, selection)
-
-
-def _selected(drafts: Iterable[_Draft], selection: _Selection) -> list[_Draft]:
-    """Filter drafts to those of ledger, journal and selected data topics."""
-    return [draft for draft in drafts if draft.log.role != DATA or selection.has(draft.log.topic)]
+            return drafts
 
 
 def _carried(last_plan: Plan | None, logs: Sequence[Log], selection: _Selection) -> list[Log]:
@@ -214,13 +210,34 @@ def _carried(last_plan: Plan | None, logs: Sequence[Log], selection: _Selection)
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The logs of topics that the ledger may name, with their ends before those of the ledger.
+
+    Drafts are made of the topics that the ledger names: a cluster may have many others.
+    """
+
+    last_plan: Plan | None
+    topics: Mapping[str, Topic]
+    ends: Mapping[TopicPartition, Ends]
+    now_ms: int
+
+    def drafts(self, admin: Admin, names: Iterable[str]) -> list[_Draft]:
+        """Draft the logs of those of these topics whose ends were all listed."""
+        topics = {name: self.topics[name] for name in sorted(set(names) & self.topics.keys())}
+        partitions = {name: _partitions_of([topic]) for name, topic in topics.items()}
+        complete = {name for name in topics if all(partition in self.ends for partition in partitions[name])}
+        ends = {partition: self.ends[partition] for name in sorted(complete) for partition in partitions[name]}
+        return _drafts(admin, self.last_plan, {DATA: ends}, topics, self.now_ms)
+
+
 def _frozen(
     admin: Admin,
     last_plan: Plan | None,
     required: Mapping[str, Iterable[str]],
     candidates: Iterable[str],
     now_ms: int,
-) -> list[_Draft]:
+) -> tuple[list[_Draft], _Candidates]:
     """List the logs of existing topics with their present ends: `required` topics by role, and candidates as data.
 
     `compacted` is filled in later. CannotRun if the request for a required topic fails; a candidate whose request fails
@@ -228,23 +245,33 @@ def _frozen(
     """
     described = admin.describe([name for names in required.values() for name in names])
     optional = admin.describe(list(candidates), strict=False)
+    listed = _Candidates(last_plan, optional, admin.ends(_partitions_of(optional.values()), strict=False), now_ms)
+    found = {
+        role: dict(admin.ends(_partitions_of(described[name] for name in names if name in described)))
+        for role, names in required.items()
+    }
+    return _drafts(admin, last_plan, found, described, now_ms), listed
 
-    def partitions_of(topics: Iterable[Topic]) -> list[TopicPartition]:
-        return sorted((topic.name, n) for topic in topics for n in range(topic.partitions))
 
-    listed = admin.ends(partitions_of(optional.values()), strict=False)
-    complete = {name for name, topic in optional.items() if all((name, n) in listed for n in range(topic.partitions))}
-    found = {DATA: {partition: ends for partition, ends in listed.items() if partition[0] in complete}}
-    for role, names in required.items():
-        existing = [described[name] for name in names if name in described]
-        found[role] = found.get(role, {}) | admin.ends(partitions_of(existing))
-    topics = described | optional
-    last_logs = last_plan.logs if last_plan else ()
-    diverged = _diverged(admin, last_logs, topics, {**found[DATA], **found[LEDGER], **found[REQUESTS]})
+def _partitions_of(topics: Iterable[Topic]) -> list[TopicPartition]:
+    """Return all partitions of topics."""
+    return sorted((topic.name, n) for topic in topics for n in range(topic.partitions))
+
+
+def _drafts(
+    admin: Admin,
+    last_plan: Plan | None,
+    found: Mapping[str, Mapping[TopicPartition, Ends]],
+    topics: Mapping[str, Topic],
+    now_ms: int,
+) -> list[_Draft]:
+    """Draft the logs of partitions with these ends, by role."""
+    ends = {partition: listed for of_role in found.values() for partition, listed in of_role.items()}
+    diverged = _diverged(admin, last_plan.logs if last_plan else (), topics, ends)
     return [
-        _next_log(last_plan, role, topics[partition[0]], partition, ends, diverged.get(partition), now_ms)
-        for role, partitions in found.items()
-        for partition, ends in partitions.items()
+        _next_log(last_plan, role, topics[partition[0]], partition, listed, diverged.get(partition), now_ms)
+        for role, of_role in found.items()
+        for partition, listed in of_role.items()
     ]
 
 

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
@@ -185,7 +185,9 @@ def a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_th
     whole = KafkaAdmin.ends
     written: list[Any] = []
 
-    def ends(self: KafkaAdmin, places: Sequence[TopicPartition], *, strict: bool = True) -> dict[TopicPartition, Ends]:
+    def ends(
+        self: KafkaAdmin, places: Sequence[TopicPartition], *, strict: bool = True
+    ) -> Mapping[TopicPartition, Ends]:
         if not written and any(name == wire.ledger_topic(history.namespace) for name, _ in places):
             written.append(history.deliver(producer, writer, topic, ["meanwhile"]))
         return whole(self, places, strict=strict)

@@ -337,7 +337,8 @@ def test_a_capped_run_looks_for_topics_only_in_what_it_may_merge_of_ledger_and_j
 
     plan = planning.freeze(cluster, settings(max_records=140), None, NOW_MS, discover, set)
     looked = {log.topic: log.end for log in listed[-1]}
-    assert (looked[LEDGER_TOPIC], looked[REQUESTS_TOPIC]) == (100, 40)
+    # No record of a topic that nothing names counts.
+    assert looked == {LEDGER_TOPIC: 100, REQUESTS_TOPIC: 40}
     # The topic that was found takes its share: the run merges less than it looked through.
     merged = {log.topic: log.end for log in plan.logs}
     assert merged == {LEDGER_TOPIC: 70, REQUESTS_TOPIC: 28, "orders": 42}
@@ -720,3 +721,27 @@ def test_a_topic_keeps_its_guarantee_for_the_records_that_were_written_under_it(
     assert guarantees(third) == [*guarantees(second), (25, "idempotent")]
     cluster.topic_ids["orders"] = "two"
     assert guarantees(freeze(cluster, third, rules=once, in_lake=set())) == [(0, "exactly_once")]
+
+
+class _Read(dict[TopicPartition, Ends]):
+    """Ends that record which of them were looked up."""
+
+    def __init__(self, found: Mapping[TopicPartition, Ends], looked_up: set[str]) -> None:
+        super().__init__(found)
+        self._looked_up = looked_up
+
+    def __getitem__(self, partition: TopicPartition) -> Ends:
+        self._looked_up.add(partition[0])
+        return super().__getitem__(partition)
+
+
+def test_the_ends_of_topics_that_nothing_names_are_listed_and_not_read(
+    cluster: FakeAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each end is a request of py4j, and a cluster may have many such topics."""
+    whole, looked_up = cluster.ends, set[str]()
+    monkeypatch.setattr(cluster, "ends", lambda *given, **more: _Read(whole(*given, **more), looked_up))
+    assert freeze(cluster, named={"orders"}).topics == ["orders"]
+    assert "others" in cluster.listed_topics[0]
+    assert "orders" in looked_up
+    assert "others" not in looked_up
