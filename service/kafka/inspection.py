@@ -33,6 +33,12 @@ FETCH_BYTES: Final = 512 * 1024
 FETCH_WAIT_MS: Final = 20
 READ_UNCOMMITTED: Final = 0
 
+_PARTITIONS_BY_TOPIC: Final = CompactArray(
+    ("topic", CompactString("utf-8")),
+    ("partitions", CompactArray(Int32)),
+    ("tags", TaggedFields),
+)
+
 
 class _DescribeProducersAnswer(Response):  # type: ignore[misc]  # aiokafka ships no types
     API_KEY = 61
@@ -77,14 +83,7 @@ class DescribeProducers_v0(RequestStruct):  # type: ignore[misc]  # noqa: N801 -
     API_VERSION = 0
     RESPONSE_TYPE = _DescribeProducersAnswer
     SCHEMA = Schema(
-        (
-            "topics",
-            CompactArray(
-                ("topic", CompactString("utf-8")),
-                ("partitions", CompactArray(Int32)),
-                ("tags", TaggedFields),
-            ),
-        ),
+        ("topics", _PARTITIONS_BY_TOPIC),
         ("tags", TaggedFields),
     )
 
@@ -118,14 +117,7 @@ class _DescribeTransactionsAnswer(Response):  # type: ignore[misc]
                 ("start_time_ms", Int64),
                 ("producer_id", Int64),
                 ("producer_epoch", Int16),
-                (
-                    "topics",
-                    CompactArray(
-                        ("topic", CompactString("utf-8")),
-                        ("partitions", CompactArray(Int32)),
-                        ("tags", TaggedFields),
-                    ),
-                ),
+                ("topics", _PARTITIONS_BY_TOPIC),
                 ("tags", TaggedFields),
             ),
         ),

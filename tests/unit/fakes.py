@@ -5,7 +5,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from prometheus_client import Counter
 
@@ -401,6 +401,25 @@ class World:
         """List the idempotency keys of each group that a slot's present producers wrote."""
         groups = [*self.producers[n].written, *self.idempotents[n].written]
         return [[record.headers[0][1].decode() for record in records] for records in groups]
+
+
+class Turns:
+    """Counts the turns of the loop in its context, by a task that runs in each."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
 
 
 async def steps(count: int = 100) -> None:

@@ -26,7 +26,7 @@ from service.http.events import EventsEndpoint
 from service.http.request import OWN_BYTES, Bodies, PostRequest
 from service.http.routes import Parts, routes
 from service.pipeline.admission import Admission
-from tests.unit.fakes import until
+from tests.unit.fakes import Turns, until
 from tests.unit.http.test_encodings import ENCODERS
 from tests.unit.http.test_events import Commits
 
@@ -155,23 +155,16 @@ async def test_a_long_answer_is_sent_in_slices_between_which_other_tasks_run(mon
     body = bytes(range(250))
     endpoint = AsgiEndpoint(lambda post: post.answer(200, b"", body), 1_000, Bodies(0))
     sent: list[Any] = []
-    turns = 0
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
+    turns = Turns()
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b""}
 
     async def send(message: Any) -> None:
-        sent.append((turns, message))
+        sent.append((turns.count, message))
 
-    counting = asyncio.create_task(count_turns())
-    await endpoint({"type": "http", "http_version": "1.1", "headers": [], "client": None}, receive, send)
-    counting.cancel()
+    with turns:
+        await endpoint({"type": "http", "http_version": "1.1", "headers": [], "client": None}, receive, send)
     (_, start), *slices = sent
     assert start["headers"] == [(b"content-length", b"250")]
     assert [len(message["body"]) for _, message in slices] == [100, 100, 50]

@@ -48,7 +48,7 @@ from service.http.lines import Lines, line_of
 from service.kafka import topics
 from service.kafka.admin import Topic
 from service.pipeline.request import CHUNK_EVENTS_MAX, BatchChunk, Committed, WriteResult, fit
-from tests.unit.fakes import FakeProducer, World, ended, kind_of, make_event, until
+from tests.unit.fakes import FakeProducer, Turns, World, ended, kind_of, make_event, until
 
 TRACE = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
 
@@ -497,21 +497,12 @@ async def test_too_many_events_are_refused_before_any_is_made(event: bytes, monk
 async def test_parsing_many_events_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if all of them are refused, and nothing is written in between."""
     monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
-    turns = 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    other = asyncio.create_task(others())
     told = write_each(World().admission, [b"{}"] * 200, line_of, asyncio.get_running_loop().time())
-    answers = [answer async for some in told for answer in some]
-    other.cancel()
+    with Turns() as turns:
+        answers = [answer async for some in told for answer in some]
     assert len(answers) == 200
     assert all(isinstance(answer, Problem) for answer in answers)
-    assert turns >= 199
+    assert turns.count >= 199
 
 
 async def test_problems_of_a_batch_leave_no_cycles() -> None:

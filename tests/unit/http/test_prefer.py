@@ -1,7 +1,8 @@
 """Tests the preferences of a request (RFC 7240), also malformed ones."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +12,8 @@ from service.claims.states import Claim, Claimed, Delivered
 from service.core.problems import FINGERPRINT_MISMATCH, IN_PROGRESS
 from service.http.prefer import NONE, Preference, parse_prefer
 from service.pipeline import waiters
-from service.pipeline.request import Committed
+from service.pipeline.request import Committed, WriteResult
+from service.slots.slot import Slot
 from tests.unit.fakes import NOW_MS, World, ended, grows_in_proportion, kind_of, make_event, until
 
 WAIT_3 = Preference(3, False, b"preference-applied: wait=3\r\n")
@@ -51,41 +53,50 @@ def test_preferences_of_any_length_are_read_at_once(piece: str) -> None:
     assert grows_in_proportion(lambda chars: parse_prefer(f",{piece * (chars // len(piece))},"))
 
 
-async def test_a_request_that_waits_gets_the_result_of_another_s_write() -> None:
+@dataclass
+class HeldWrite:
+    """The write of the event "a" by one slot, held until `gate` is set. `others` serves another slot, `second`."""
+
+    world: World
+    gate: asyncio.Event
+    result: "asyncio.Task[WriteResult]"
+    second: Slot
+    others: "asyncio.Task[None]"
+
+
+@pytest.fixture
+async def held() -> AsyncIterator[HeldWrite]:
     world = World()
     first, second = await world.slot(0), await world.slot(1)
     gate = world.producers[0].trouble.hold("write")
     serving = world.serve(first)
-    writes = world.submit("a")
+    result = world.submit("a")
     await world.producers[0].trouble.reached["write"].wait()
-    others = world.serve(second)
+    held = HeldWrite(world, gate, result, second, world.serve(second))
+    yield held
+    for task in (serving, held.others):
+        await ended(task)
+
+
+async def test_a_request_that_waits_gets_the_result_of_another_s_write(held: HeldWrite) -> None:
+    world = held.world
     assert kind_of(await world.submit("a")) is IN_PROGRESS
     waits = world.admission.submit(make_event("a"), asyncio.get_running_loop().time(), wait_s=3)
     await asyncio.sleep(0.12)
     assert not waits.done()
-    gate.set()
-    written = await writes
+    held.gate.set()
+    written = await held.result
     assert isinstance(written, Committed)
     assert await waits == replace(written, replayed=True)
-    for task in (serving, others):
-        await ended(task)
 
 
-async def test_patience_has_an_end() -> None:
-    world = World()
-    first, second = await world.slot(0), await world.slot(1)
-    world.producers[0].trouble.hold("write")
-    serving = world.serve(first)
-    world.submit("a")
-    await world.producers[0].trouble.reached["write"].wait()
-    others = world.serve(second)
+async def test_a_wait_ends_at_its_time(held: HeldWrite) -> None:
+    world = held.world
     began = asyncio.get_running_loop().time()
     waits = world.admission.submit(make_event("a"), began, wait_s=0.2)
     answer = await waits
     assert kind_of(answer) is IN_PROGRESS
     assert asyncio.get_running_loop().time() - began >= 0.2
-    for task in (serving, others):
-        await ended(task)
 
 
 async def test_requests_that_wait_for_the_same_key_share_its_repeated_claims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,50 +132,34 @@ async def test_requests_that_wait_for_the_same_key_share_its_repeated_claims(mon
 
 
 async def test_a_wait_for_a_write_of_this_process_ends_as_soon_as_it_is_written(
-    monkeypatch: pytest.MonkeyPatch,
+    held: HeldWrite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiters, "PAUSE_LEAST_S", 60.0)
-    world = World()
-    first, second = await world.slot(0), await world.slot(1)
-    gate = world.producers[0].trouble.hold("write")
-    serving = world.serve(first)
-    writes = world.submit("a")
-    await world.producers[0].trouble.reached["write"].wait()
-    others = world.serve(second)
+    world = held.world
     waits = world.admission.submit(make_event("a"), asyncio.get_running_loop().time(), wait_s=4)
     await until(lambda: len(world.writer._waiters) == 1)
-    gate.set()
-    written = await writes
+    held.gate.set()
+    written = await held.result
     assert isinstance(written, Committed)
     async with asyncio.timeout(3):
         assert await waits == replace(written, replayed=True)
-    for task in (serving, others):
-        await ended(task)
 
 
-async def test_a_waiting_request_claims_the_key_when_the_one_that_claimed_has_gone() -> None:
+async def test_a_waiting_request_claims_the_key_when_the_one_that_claimed_has_gone(held: HeldWrite) -> None:
     """The first request's wait ends while its claim is in flight, and no slot takes it."""
-    world = World()
-    first, second = await world.slot(0), await world.slot(1)
-    gate = world.producers[0].trouble.hold("write")
-    serving = world.serve(first)
-    writes = world.submit("a")
-    await world.producers[0].trouble.reached["write"].wait()
-    others = world.serve(second)
+    world = held.world
     arrived = asyncio.get_running_loop().time()
     short, long = (world.admission.submit(make_event("a"), arrived, wait_s=wait_s) for wait_s in (0.1, 4))
     await until(lambda: len(world.writer._waiters) == 1)
-    await ended(others)
+    await ended(held.others)
     assert kind_of(await short) is IN_PROGRESS
-    others = world.serve(second)
-    gate.set()
-    written = await writes
+    held.others = world.serve(held.second)
+    held.gate.set()
+    written = await held.result
     assert isinstance(written, Committed)
     async with asyncio.timeout(3):
         assert await long == replace(written, replayed=True)
     await until(lambda: not world.writer._waiters)
-    for task in (serving, others):
-        await ended(task)
 
 
 async def test_a_request_that_prefers_not_to_wait_is_accepted_once_its_key_is_claimed() -> None:

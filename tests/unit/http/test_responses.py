@@ -18,24 +18,10 @@ from service.http.responses import (
     render_whole,
 )
 from service.pipeline.request import Committed, Delivery
+from tests.unit.strategies import deliveries
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**53)
-PLACES = st.lists(
-    st.tuples(
-        st.binary(min_size=16, max_size=16),
-        st.builds(
-            Delivered,
-            NUMBERS,
-            st.binary(min_size=8, max_size=8),
-            st.from_regex(r"[a-zA-Z0-9._-]{1,249}", fullmatch=True),
-            NUMBERS,
-            NUMBERS,
-            NUMBERS,
-        ),
-    ),
-    min_size=1,
-    max_size=5,
-)
+PLACES = deliveries(NUMBERS)
 
 
 def members_of(place: Delivery) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from service.http.streaming import StreamEndpoint
 from service.pipeline.admission import Admission
 from service.pipeline.request import BatchChunk, WriteResult
 from tests.compression import zstd
-from tests.unit.fakes import World, ended
+from tests.unit.fakes import Turns, World, ended
 from tests.unit.http.test_encodings import ENCODERS
 from tests.unit.http.test_events import Commits
 
@@ -483,21 +483,12 @@ async def test_http_1_0_gets_no_more_than_fits_into_memory(monkeypatch: pytest.M
 
 async def test_cutting_and_answering_many_lines_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
-    turns = 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    other = asyncio.create_task(others())
     wire = Wire()
     wire.say(b"1\n" * 900, more=False)
-    await wire.over()
-    other.cancel()
+    with Turns() as turns:
+        await wire.over()
     assert wire.statuses == [400] * 900
-    assert turns > 1_800
+    assert turns.count > 1_800
 
 
 # --------------------------------------------------------------------------------------------------------------- time

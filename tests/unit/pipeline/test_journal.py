@@ -22,6 +22,7 @@ from service.pipeline import journal as module
 from service.pipeline.journal import Journal
 from service.pipeline.request import Committed, WriteRequest
 from tests.unit.fakes import FakeCluster, count_of, make_event, until
+from tests.unit.strategies import deliveries
 
 
 class FakeSender(IdempotentProducer):
@@ -197,22 +198,7 @@ async def test_a_cancellation_from_within_does_not_end_the_journal(kept: Kept) -
 
 
 NUMBERS = st.integers(0, 2**63 - 1)
-COMMITTED = st.lists(
-    st.tuples(
-        st.binary(min_size=16, max_size=16),
-        st.builds(
-            Delivered,
-            NUMBERS,
-            st.binary(min_size=8, max_size=8),
-            st.from_regex(r"[a-zA-Z0-9._-]{1,249}", fullmatch=True),
-            NUMBERS,
-            NUMBERS,
-            NUMBERS,
-        ),
-    ),
-    min_size=1,
-    max_size=5,
-)
+COMMITTED = deliveries(NUMBERS)
 
 
 @given(COMMITTED, NUMBERS, st.booleans(), st.floats(0, 1e5))
