@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, TextIO, TypeVar, cast
 
@@ -63,17 +64,26 @@ def progress(what: str) -> Iterator[None]:
     On a terminal a clock runs in the line; elsewhere (a log) there is one line at the start and one at the end.
     """
     begun = time.monotonic()
+    try:
+        with ticking(partial(_tick, what, begun)):
+            yield
+    finally:
+        taken = time.monotonic() - begun
+        if taken >= _QUIET_S:
+            _line(f"{what} ({taken:.1f} s)", last=True)
+
+
+@contextmanager
+def ticking(tick: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `tick` in a thread during the context; it returns once its event is set."""
     done = threading.Event()
-    ticker = threading.Thread(target=_tick, args=(what, begun, done), daemon=True)
+    ticker = threading.Thread(target=tick, args=(done,), daemon=True)
     ticker.start()
     try:
         yield
     finally:
         done.set()
         ticker.join()
-        taken = time.monotonic() - begun
-        if taken >= _QUIET_S:
-            _line(f"{what} ({taken:.1f} s)", last=True)
 
 
 def _tick(what: str, begun: float, done: threading.Event) -> None:

@@ -1,12 +1,13 @@
 """Prints the demo: steps with a clock, one live line for progress, and the table at the end."""
 
-import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
-from deploy.console import bold, colours, dim, paint, say
+from deploy.console import bold, colours, dim, paint, say, ticking
 
 _LIVE_S = 0.2  # how often the live line changes on a terminal
 _LOG_S = 5.0  # how often a line is printed elsewhere
@@ -48,17 +49,9 @@ class Screen:
         else:
             self.note(f"{done:,} of {total:,} {what}")
 
-    @contextlib.contextmanager
-    def busy(self, what: str) -> Iterator[None]:
+    def busy(self, what: str) -> AbstractContextManager[None]:
         """Show that work of unknown length goes on: by a clock on a terminal, else by a line."""
-        done = threading.Event()
-        ticker = threading.Thread(target=self._tick, args=(what, done), daemon=True)
-        ticker.start()
-        try:
-            yield
-        finally:
-            done.set()
-            ticker.join()
+        return ticking(partial(self._tick, what))
 
     def _tick(self, what: str, done: threading.Event) -> None:
         if done.wait(_QUIET_S):
