@@ -33,6 +33,7 @@ from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.produce import ProduceEndpoint
 from service.http.produce_listing import ProduceListing
+from service.http.rates import Rates
 from service.http.routes import routes
 from service.http.sources import SourcesEndpoint
 from service.http.token_callers import TokenCallers
@@ -149,6 +150,7 @@ class Service:
             serve=self.writer.serve,
             recovered=self.writer.recovered,
         )
+        self.rates = Rates(self.keys, lambda: self.pool.members)
         self.lso_watch = LsoWatch(
             settings, self.cluster, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
         )
@@ -280,6 +282,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.rates.close()
         await self.clocks.close()
         await self.store.close()
         await self.control.close()
@@ -468,11 +471,11 @@ def build_app(
             await service.stop()
 
     app = Application(rules.cors, lifespan)
-    tokens = None if service.issuers is None else TokenCallers(service.issuers)
-    callers = Callers(rules.callers, tokens=tokens, with_sources=bool(rules.sources))
+    tokens = None if service.issuers is None else TokenCallers(service.issuers, service.rates)
+    callers = Callers(rules.callers, tokens=tokens, rates=service.rates, with_sources=bool(rules.sources))
     endpoint = EventsEndpoint(service.admission, settings, callers, service.telemetry)
     routes(app, service, callers, endpoint)
     produce = ProduceEndpoint(endpoint, rules, settings.key_ttl_s, has_registry=bool(settings.registry))
-    webhooks = SourcesEndpoint(sources, service.admission, settings, endpoint.bodies, service.telemetry)
+    webhooks = SourcesEndpoint(sources, service.admission, settings, endpoint.bodies, service.telemetry, service.rates)
     app.router.routes += [*produce.routes(), *ProduceListing(endpoint, service).routes(), webhooks.route()]
     return app, endpoint

@@ -19,6 +19,7 @@
 --                   "B" at:u64 fp:8s count:u32                    delivered, an atomic batch of `count` members
 --                   "d", "b"      the same, with ttl_s:u32 before topic, at the end: a retention by rule, seconds
 --                   "q" as "d", with 0x00 and why it was refused behind topic: a dead letter in a quarantine topic
+-- (P "r" id is a bucket of a caller's rate, of rates.lua. No operation here reads it.)
 -- Numbers are big-endian; offsets and ms stay below 2^53, so that Lua's doubles hold them.
 --
 -- ARGV[1] names the operation. It returns an array that begins with OK, STORE_LOST, REWOUND, EVICTED or FENCED. The

@@ -26,6 +26,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from service.claims.rates import Ask, Granted
 from service.claims.redis_connections import Connections
 from service.claims.redis_requirements import NO_EVICTION, SECTIONS, unmet_demands
 from service.claims.state_codec import AT, CorruptState, RowPacker, unpack, unpack_claim
@@ -256,7 +257,9 @@ class RedisKeys:
         self._finding = asyncio.Semaphore(FINDS_AT_ONCE)
         self._replaying = asyncio.Semaphore(REPLAYS_AT_ONCE)
         self._script = (files("service.claims") / "claims.lua").read_text()
-        self._sha = hashlib.sha1(self._script.encode()).hexdigest()  # noqa: S324 - EVALSHA's own name for a script
+        self._sha = _sha_of(self._script)
+        self._rates_script = (files("service.claims") / "rates.lua").read_text()
+        self._rates_sha = _sha_of(self._rates_script)
 
     async def close(self) -> None:
         await self._connections.close_idle()
@@ -450,6 +453,17 @@ class RedisKeys:
         # A recovery renews the nonce with each script; a dead recovery's expires soon after its leases.
         return 5 * self._lease_ttl_ms
 
+    # ------------------------------------------------------------------------------------------------- rates
+
+    async def take_tokens(self, asks: Sequence[Ask]) -> list[Granted]:
+        """Take tokens of buckets that all processes share, in one script. Raises StoreAway, StoreUnanswered."""
+        words = [word for ask in asks for word in (ask.id, repr(ask.rate), repr(ask.burst), repr(ask.spent), ask.want)]
+        try:
+            answer = await self._send("EVALSHA", self._rates_sha, 1, self._prefix, *words)
+        except NoScriptError:  # nothing ran
+            answer = await self._send("EVAL", self._rates_script, 1, self._prefix, *words)
+        return [Granted(int(tokens), float(left)) for tokens, left in zip(answer[::2], answer[1::2], strict=True)]
+
     # ----------------------------------------------------------------------------------------------- transport
 
     async def _info(self, *sections: str) -> dict[str, str]:
@@ -578,6 +592,11 @@ def _pool_of(url: str, connect_timeout_s: float | None) -> ConnectionPool:
     # Set after the URL's own options: no command is sent twice, and replies are bytes.
     pool.connection_kwargs |= {"retry_on_error": [], "retry_on_timeout": False, "decode_responses": False}
     return pool
+
+
+def _sha_of(script: str) -> str:
+    """Return the name by which EVALSHA knows a script."""
+    return hashlib.sha1(script.encode()).hexdigest()  # noqa: S324
 
 
 def _is_bug(error: str) -> bool:

@@ -15,15 +15,16 @@ NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 """The name of a header (RFC 9110, section 5.6.2), within a bound."""
 NAME_REMEDY: Final = "write 1 to 64 of letters, digits, '.', '_' and '-'"
-# Bounds of a rate, in events a second, within which its waiting times are meaningful.
+# Bounds of a rate, in events or bytes a second, within which its waiting times are meaningful.
 _RATES: Final = (0.000001, 1_000_000_000)
 
 
 def rate_faults(table: Mapping[str, Any]) -> Faults:
-    """Find the mistakes of a table's optional `rate`, in events a second."""
-    rate = table.get("rate", 1)
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not _RATES[0] <= rate <= _RATES[1]:
-        yield "rate", f"write events a second, from {_RATES[0]:f} to {_RATES[1]}, or leave it out"
+    """Find the mistakes of a table's optional `rate`, in events a second, and `rate_bytes`, in bytes a second."""
+    for name, unit in (("rate", "events"), ("rate_bytes", "bytes")):
+        rate = table.get(name, 1)
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not _RATES[0] <= rate <= _RATES[1]:
+            yield name, f"write {unit} a second, from {_RATES[0]:f} to {_RATES[1]}, or leave it out"
 
 
 def ttl_faults(table: Mapping[str, Any]) -> Faults:

@@ -35,7 +35,8 @@ class IssuerRule:
     that matches none is refused.
 
     The keys are read from `jwks_url` or `jwks_file`. `jwks_cafile` has the authorities that sign the URL's certificate,
-    `jwks_token_file` a bearer token for the URL; empty for neither. `rate` is in events a second of each caller.
+    `jwks_token_file` a bearer token for the URL; empty for neither. `rate` is in events a second of each caller,
+    `rate_bytes` in bytes of its bodies.
     """
 
     name: str
@@ -53,6 +54,7 @@ class IssuerRule:
     subjects: Mapping[str, tuple[str, ...]] | None = field(default=None)
     leeway_s: int = LEEWAY_S
     rate: float | None = None
+    rate_bytes: float | None = None
 
     def scope_of(self, name: str) -> str:
         """Return the scope of the keys of a caller.
@@ -87,6 +89,7 @@ def issuer_rule(table: Table, folder: Path) -> IssuerRule:
         else MappingProxyType({name: tuple(topics) for name, topics in subjects.items()}),
         leeway_s=table.get("leeway_s", LEEWAY_S),
         rate=table.get("rate"),
+        rate_bytes=table.get("rate_bytes"),
         **files,
     )
 
@@ -121,6 +124,7 @@ _SETTINGS: Final = (
     "subjects",
     "leeway_s",
     "rate",
+    "rate_bytes",
 )
 _WORD: Final = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")
 

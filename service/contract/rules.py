@@ -61,14 +61,16 @@ class CallerRule:
     """One `[[callers]]` table: a caller, the SHA-256 (hex) of its tokens, and globs of the topics it may write to.
 
     `name` is the scope of its keys: the same key of two callers is two keys. A caller has several tokens while one is
-    replaced by the next; a retry with the new token finds the keys of the old one. `rate` is in events a second, for
-    all tokens together in each process, with bursts of one second; None for no limit.
+    replaced by the next; a retry with the new token finds the keys of the old one. `rate` is in events a second,
+    `rate_bytes` in bytes of bodies, for all tokens and all processes together, with bursts of one second; None for no
+    limit.
     """
 
     name: str
     token_sha256: tuple[str, ...] = field(repr=False)
     topics: tuple[str, ...] = ("*",)
     rate: float | None = None
+    rate_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,7 @@ def _topic_rule(table: Table, folder: Path) -> TopicRule:
 
 def _caller_rule(table: Table) -> CallerRule:
     topics = tuple(table.get("topics", ["*"]))
-    return CallerRule(table["name"], tuple(_digests(table)), topics, table.get("rate"))
+    return CallerRule(table["name"], tuple(_digests(table)), topics, table.get("rate"), table.get("rate_bytes"))
 
 
 def _digests(table: Table) -> list[Any]:
@@ -281,8 +283,8 @@ def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
 
 def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[callers]]` table after those `before` it: the name concerned, and the remedy."""
-    for unknown in table.keys() - {"name", "token_sha256", "topics", "rate"}:
-        yield unknown, "no such setting; write name, token_sha256, topics and rate"
+    for unknown in table.keys() - {"name", "token_sha256", "topics", "rate", "rate_bytes"}:
+        yield unknown, "no such setting; write name, token_sha256, topics, rate and rate_bytes"
     name = table.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         yield "name", NAME_REMEDY

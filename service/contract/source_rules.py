@@ -87,9 +87,9 @@ class SourceRule:
 
     The idempotency key is at `key_place`; `key_name` is the header (in lower case) or the JSON pointer. A delivery goes
     to `topic`, or if `topic_pointer` is given, to that of `topics` which the value there names, and to `topic` for all
-    other values, if it is given too. `keep_headers` are in lower case. `rate` is in events a second in each process;
-    None for no limit. `key_ttl_s` is the retention of its keys, in seconds; 0 for that of the topic. `quarantine` is
-    the topic for deliveries that cannot be used; without it, they are only refused.
+    other values, if it is given too. `keep_headers` are in lower case. `rate` is in events a second, `rate_bytes` in
+    bytes of bodies, over all processes; None for no limit. `key_ttl_s` is the retention of its keys, in seconds; 0 for
+    that of the topic. `quarantine` is the topic for deliveries that cannot be used; without it, they are only refused.
     """
 
     name: str
@@ -102,6 +102,7 @@ class SourceRule:
     record_key: str = ""
     keep_headers: tuple[str, ...] = ()
     rate: float | None = None
+    rate_bytes: float | None = None
     key_ttl_s: int = 0
     quarantine: str = ""
 
@@ -146,6 +147,7 @@ def source_rule(table: Table, folder: Path) -> SourceRule:
         record_key=table.get("record_key", ""),
         keep_headers=tuple(header.lower() for header in table.get("keep_headers", [])),
         rate=table.get("rate"),
+        rate_bytes=table.get("rate_bytes"),
         key_ttl_s=table.get("key_ttl_s", 0),
         quarantine=table.get("quarantine", ""),
     )
@@ -171,6 +173,7 @@ _SETTINGS: Final = (
     "keep_headers",
     "signature",
     "rate",
+    "rate_bytes",
     "key_ttl_s",
     "quarantine",
 )

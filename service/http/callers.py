@@ -1,7 +1,7 @@
 """Callers by their bearer tokens (RFC 6750): the topics that they may write to, and their rates."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from service.contract import CallerRule
 from service.core.problems import FORBIDDEN_TOPIC, UNAUTHORIZED, Problem
 from service.core.settings import TOPICS_MAX
-from service.http.rates import TokenBucket
+from service.http.rates import BYTES, EVENTS, Bucket, Rates, rate_lines
 from service.identity.refusals import KeysWanted
 from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge
 
@@ -33,19 +33,20 @@ class Sender(NamedTuple):
 class Caller:
     """One caller. `scope` is its name and the namespace of its keys; the empty scope is shared by all callers."""
 
-    def __init__(self, scope: str, may_write_to: Callable[[str], bool], bucket: TokenBucket | None = None) -> None:
-        """`bucket` counts the caller's events, perhaps with those of others; None for a caller without a rate."""
+    def __init__(self, scope: str, may_write_to: Callable[[str], bool], buckets: Sequence[Bucket] = ()) -> None:
+        """`buckets` count what the caller sends, perhaps under several tokens; none for a caller without a rate."""
         self.scope = scope
         self.sender = Sender(scope)
         self.may_write_to = may_write_to  # whether the rules let the caller write to a topic
-        self._bucket = bucket
+        self._buckets = tuple(buckets)
+        self.is_rated = bool(buckets)
 
     @classmethod
-    def of_rule(cls, rule: CallerRule) -> "Caller":
-        """Make the caller of a rule, with a bucket of its own."""
+    def of_rule(cls, rule: CallerRule, rates: Rates | None = None) -> "Caller":
+        """Make the caller of a rule, with buckets of its own among `rates`."""
         globs = rule.topics
         may = lru_cache(maxsize=TOPICS_MAX)(lambda topic: any(fnmatchcase(topic, glob) for glob in globs))
-        return cls(rule.name, may, None if rule.rate is None else TokenBucket(rule.rate))
+        return cls(rule.name, may, (rates or Rates()).buckets(rule.name, rule.rate, rule.rate_bytes))
 
     def check(self, topic: str) -> None:
         """Raise Problem (403) if the rules do not let the caller write to the topic."""
@@ -58,16 +59,33 @@ class Caller:
     @property
     def burst(self) -> int | None:
         """The most events that the caller may send at once within its rate; None for a caller without a rate."""
-        return None if self._bucket is None else self._bucket.burst
+        return next((int(bucket.burst) for bucket in self._buckets if bucket.unit == EVENTS), None)
 
-    def spend(self, events: int, now: float) -> None:
-        """Take events from the token bucket at `now`, in seconds. Raise Problem (429) if the bucket is empty."""
-        if self._bucket is not None:
-            self._bucket.spend(self.scope, events, now)
+    def admit(self) -> None:
+        """Raise Problem (429) if the caller is over a rate, and TokensWanted if this process does not know."""
+        for bucket in self._buckets:
+            bucket.admit()
 
-    def wait_s(self, now: float) -> float:
-        """Return the time, in seconds, after which `spend` will take events; 0 if it does at `now`."""
-        return 0.0 if self._bucket is None else self._bucket.wait_s(now)
+    def check_rate(self) -> None:
+        """Raise Problem (429) if the caller is known to be over a rate."""
+        for bucket in self._buckets:
+            bucket.check()
+
+    def spend(self, events: int, size: int) -> None:
+        """Count events, and the bytes of their bodies. Raise Problem (429) if the caller is over a rate."""
+        if not self._buckets:
+            return
+        self.check_rate()
+        for bucket in self._buckets:
+            bucket.spend(size if bucket.unit == BYTES else events)
+
+    async def wait_s(self) -> float:
+        """Return the time, in seconds, after which the caller may send again; 0 if it may now."""
+        return max([await bucket.wait_s() for bucket in self._buckets], default=0.0)
+
+    def rate_lines(self) -> bytes:
+        """Render the header lines about the caller's rates, each with its CRLF."""
+        return rate_lines(self._buckets)
 
 
 ANYBODY: Final = Caller("", lambda _: True)
@@ -80,12 +98,18 @@ class Callers:
     """
 
     def __init__(
-        self, rules: Iterable[CallerRule], *, tokens: "TokenCallers | None" = None, with_sources: bool = False
+        self,
+        rules: Iterable[CallerRule],
+        *,
+        tokens: "TokenCallers | None" = None,
+        rates: Rates | None = None,
+        with_sources: bool = False,
     ) -> None:
         """`tokens` has the callers whom JSON Web Tokens name; None if the rules name no issuer."""
+        rates = rates or Rates()
         self._by_digest: dict[bytes, Caller] = {}
         for rule in rules:
-            self._by_digest.update(dict.fromkeys(map(bytes.fromhex, rule.token_sha256), Caller.of_rule(rule)))
+            self._by_digest.update(dict.fromkeys(map(bytes.fromhex, rule.token_sha256), Caller.of_rule(rule, rates)))
         self._tokens = tokens
         self._anybody = not self._by_digest and tokens is None
         self.are_missing = with_sources and self._anybody

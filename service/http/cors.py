@@ -46,6 +46,8 @@ EXPOSED_HEADERS: Final = (
     "Idempotent-Replayed",
     "Location",
     "Preference-Applied",
+    "RateLimit",
+    "RateLimit-Policy",
     "Repeatability-Result",
     "Retry-After",
 )

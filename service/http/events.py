@@ -46,6 +46,7 @@ from service.http.headers import (
     unsupported,
 )
 from service.http.prefer import NONE, parse_prefer
+from service.http.rates import TokensWanted
 from service.http.request import Bodies, Handler, PostRequest, StopSignal
 from service.http.responder import Responder, check_room, rendered
 from service.http.responses import (
@@ -107,18 +108,22 @@ class EventsEndpoint:
             found = post.found or pick(post.headers)
             caller = self.caller_of(post.client, found, host_needed=post.chunked)
             post.check_body(self.body_bytes_max)
-            caller.spend(0, post.arrived)  # before the body is parsed: a caller over its rate costs little
+            if caller.is_rated:
+                post.more_lines = caller.rate_lines
+                caller.admit()  # before the body is parsed: a caller over its rate costs little
             if b"content-encoding" in found and (coding := coding_of(found)):
                 self._decode(post, coding, partial(step, post, found, caller), fail)
             else:
                 step(post, found, caller)
-        except KeysWanted as wanted:
+        except (KeysWanted, TokensWanted) as wanted:
             post.run_in_task(self._take_later(wanted, step, fail, post))
         except Exception as error:
             fail(post, error, b"")
 
-    async def _take_later(self, wanted: KeysWanted, step: AfterChecks, fail: Fail, post: PostRequest) -> None:
-        """Take a request once the keys are read that its token may be signed with."""
+    async def _take_later(
+        self, wanted: KeysWanted | TokensWanted, step: AfterChecks, fail: Fail, post: PostRequest
+    ) -> None:
+        """Take a request once the keys are read that its token may be signed with, or the caller has its next slice."""
         await wanted.fetched()
         self.take(step, fail, post)
 
@@ -193,7 +198,7 @@ class EventsEndpoint:
     def _write_event(self, post: PostRequest, found: UsedHeaders, caller: Caller, event: Event) -> None:
         """Check the caller's topics and rate, then submit the event, after a look-up if needed. Raises Problem."""
         caller.check(event.topic)
-        caller.spend(1, post.arrived)
+        caller.spend(1, post.size)
         sender, preference = caller.sender, parse_prefer(found[b"prefer"]) if b"prefer" in found else NONE
         if b"repeatability-request-id" in found or b"repeatability-first-sent" in found:
             sender = sender._replace(age=KeyAge(sent_ms=sent_at_ms(found)))
@@ -224,7 +229,7 @@ class EventsEndpoint:
             await self._write_each(post, batch.events, parse, caller)
             return
         key, sent_ms = parse_key(raw_key_of(found)), sent_at_ms(found)
-        caller.spend(len(batch.events), post.arrived)
+        caller.spend(len(batch.events), post.size)
         id, answer = await write_atomic(self.admission, batch, key, post.arrived, traceparent, caller, sent_ms)
         if isinstance(answer, Problem):
             raise answer
@@ -251,7 +256,7 @@ class EventsEndpoint:
 
     async def _write_each(self, post: PostRequest, parts: Sequence[T], parse: Parse[T], caller: Caller) -> None:
         """Write events independently; answer 207 with their results in the order of `parts`. Raises Problem (429)."""
-        caller.spend(len(parts), post.arrived)
+        caller.spend(len(parts), post.size)
         steps = in_steps(write_each(self.admission, parts, parse, post.arrived, caller))
         self._answer(post, 207, JSON_LINE, join_results(await rendered(post, steps, render_results)))
 

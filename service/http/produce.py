@@ -195,7 +195,7 @@ class ProduceEndpoint:
     async def _write_v2(self, request: RecordsRequest, data_format: Format, partition: int | None) -> None:
         records, schemas = await parse_v2(request.post.body, data_format)
         use = self._schema_use(request.topic)
-        request.caller.spend(len(records), request.post.arrived)
+        request.caller.spend(len(records), request.post.size)
         events: list[Event | Problem] = []
         time_slice = TimeSlice()
         for index, raw in enumerate(records):
@@ -241,7 +241,7 @@ class ProduceEndpoint:
     async def _write_v3(self, request: RecordsRequest, cluster: str) -> None:
         records = await self._parse_v3(request)
         _check_keys(records)
-        request.caller.spend(len(records), request.post.arrived)
+        request.caller.spend(len(records), request.post.size)
         results = await self._results(request, records)
         answers = _in_slices([*zip(records, results, strict=True)])
         request.answer(results, b"".join(await rendered(request.post, answers, partial(render_v3, cluster))))
@@ -275,7 +275,7 @@ class ProduceEndpoint:
         ids = [id for id, _ in entries]
         records = await self._parse_entries(request, entries)
         _check_keys(records)
-        request.caller.spend(len(records), request.post.arrived)
+        request.caller.spend(len(records), request.post.size)
         results = await self._results(request, records)
         body = render_v3_batch(cluster, ids, records, results)
         check_room(request.post, len(body))

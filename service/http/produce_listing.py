@@ -4,7 +4,6 @@ A caller sees the topics that it may write to. Everything else of that API is an
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Protocol
 
@@ -210,7 +209,8 @@ class ProduceListing:
                 address = request.client.host if request.client else None
                 needs_host = request.scope["http_version"] != "1.0"
                 caller = await self._posts.find_caller(address, found, host_needed=needs_host)
-                caller.spend(1, time.monotonic())
+                await caller.wait_s()  # asks for a slice; who is over the rate does not wait
+                caller.spend(1, 0)
                 body = await answer(ListRequest(request, caller, self._parts, self._lists))
                 return _Whole(media_type, body)
             except Problem as problem:

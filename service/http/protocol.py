@@ -162,6 +162,8 @@ class HttpRequest(PostRequest):
 
     def answer(self, status: int, head: bytes, body: bytes) -> None:
         if not self.answered:
+            if self.more_lines is not None:
+                head += self.more_lines()
             lines = self.connection.head(self, status, head, b"content-length: %d\r\n" % len(body))
             self.finish()
             self.connection.posts.responses.add(self, lines + body)

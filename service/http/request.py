@@ -102,6 +102,7 @@ class PostRequest(ABC):
         "found",
         "headers",
         "keep_alive",
+        "more_lines",
         "size",
     )
 
@@ -127,6 +128,8 @@ class PostRequest(ABC):
         self.size = 0  # of the body so far, in bytes
         self.body_was_dropped = False  # the body was dropped, because `bodies` was full
         self.answered = False  # only the first answer counts
+        # Renders header lines, each with its CRLF, that any answer to this request has besides its own.
+        self.more_lines: Callable[[], bytes] | None = None
 
     @property
     def body(self) -> bytes:

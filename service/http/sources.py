@@ -6,7 +6,6 @@ from typing import Any
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from service.contract import CallerRule
 from service.core.metrics import Telemetry
 from service.core.problems import BAD_SIGNATURE, ENCODED_DELIVERY, UNKNOWN_SOURCE, Problem
 from service.core.settings import EVENT_BYTES_MAX, Settings
@@ -18,6 +17,7 @@ from service.events.strict_json import LONG_BYTES, in_thread
 from service.http.asgi import AsgiEndpoint
 from service.http.callers import Caller, Sender
 from service.http.prefer import Preference
+from service.http.rates import Rates, TokensWanted
 from service.http.request import Bodies, PostRequest
 from service.http.responder import Responder
 from service.http.responses import JSON_LINE, key_lines
@@ -37,8 +37,12 @@ class SourcesEndpoint:
         settings: Settings,
         bodies: Bodies,
         telemetry: Telemetry,
+        rates: Rates | None = None,
     ) -> None:
-        handlers = {source.rule.name: _SourceHandler(source, admission, settings, telemetry) for source in sources}
+        rates = rates or Rates()
+        handlers = {
+            source.rule.name: _SourceHandler(source, admission, settings, telemetry, rates) for source in sources
+        }
         self._asgi = {
             name: AsgiEndpoint(handler.take, handler.body_bytes_max, bodies) for name, handler in handlers.items()
         }
@@ -58,10 +62,13 @@ class SourcesEndpoint:
 class _SourceHandler:
     """The handler of one source. Its deliveries need no token: their signature tells who sends them."""
 
-    def __init__(self, source: Source, admission: Admission, settings: Settings, telemetry: Telemetry) -> None:
+    def __init__(
+        self, source: Source, admission: Admission, settings: Settings, telemetry: Telemetry, rates: Rates
+    ) -> None:
         self._source = source
         self._admission = admission
-        self._caller = Caller.of_rule(CallerRule(source.rule.scope, (), rate=source.rule.rate))
+        buckets = rates.buckets(source.rule.scope, source.rule.rate, source.rule.rate_bytes)
+        self._caller = Caller(source.rule.scope, lambda _: True, buckets)
         self.body_bytes_max = min(settings.body_bytes_max, EVENT_BYTES_MAX)  # no record holds more
         # A sender takes 409 for a failure, so the copy of a delivery that is being written waits for its result.
         self._preference = Preference(wait_s=settings.request_timeout_ms / 1000)
@@ -75,23 +82,32 @@ class _SourceHandler:
         """Check a request, read its delivery (a long one in a thread), and write it."""
         try:
             self._check(post)
+            if self._caller.is_rated:
+                post.more_lines = self._caller.rate_lines
+                self._caller.admit()  # before the signature is computed: a sender over its rate costs little
             if overload := self._admission.overload:
                 self._responder.refuse(post, overload, self._admission.load_shedder)
             elif post.size > LONG_BYTES:
                 self._run(post, self._write_long(post))
             else:
                 self._go_on(post, self._source.read(post.headers, post.body, self._now_s()))
+        except TokensWanted as wanted:
+            post.run_in_task(self._take_later(wanted, post))
         except Exception as error:
             self._responder.fail(post, error)
 
+    async def _take_later(self, wanted: TokensWanted, post: PostRequest) -> None:
+        """Take a request once its sender has its next slice."""
+        await wanted.fetched()
+        self.take(post)
+
     def _check(self, post: PostRequest) -> None:
-        """Check a request without reading its body: the body's size and coding, and the rate. Raises Problem."""
+        """Check a request without reading its body: the body's size and coding. Raises Problem."""
         post.check_body(self.body_bytes_max)
         # No known scheme says whether a coded body would be signed before or after its coding.
         codings = {coding.strip(b" \t").lower() for coding in values(post.headers, "content-encoding")}
         if codings - {b"", b"identity"}:
             raise Problem(ENCODED_DELIVERY, "Content-Encoding: send the body as it is signed, without this header")
-        self._caller.spend(0, post.arrived)  # before the signature is computed: a sender over its rate costs little
 
     def _now_s(self) -> float:
         return self._admission.checks.now_ms() / 1000
@@ -110,7 +126,7 @@ class _SourceHandler:
             self._write(post, delivery)
 
     def _write(self, post: PostRequest, delivery: Delivery) -> None:
-        self._caller.spend(1, post.arrived)
+        self._caller.spend(1, post.size)
         event, rule = delivery.event, self._source.rule
         sender = Sender(rule.scope, KeyAge(sent_ms=delivery.sent_ms, ttl_s=self._ttl_s), rule.quarantine)
         if isinstance(event, DeadLetter):

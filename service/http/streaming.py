@@ -180,7 +180,9 @@ class StreamEndpoint:
         client = scope.get("client")
         host_needed = scope["http_version"] != "1.0"
         caller = await self._posts.find_caller(client and client[0], found, host_needed=host_needed)
-        caller.spend(0, time.monotonic())
+        if caller.is_rated:
+            await caller.wait_s()  # asks for a slice, so that who is over the rate is refused before its body is read
+            caller.check_rate()
         traceparent = parse_traceparent(found.get(b"traceparent"))
         return StreamHead(found, scope.get("path_params", {}), caller, traceparent)
 
@@ -205,11 +207,11 @@ class StreamEndpoint:
         events_max = min(WINDOW_EVENTS, caller.burst or WINDOW_EVENTS)
         while window := await body.next_window(exchange.splitter, events_max):
             caller.check_validity()
-            await _wait_for_rate(caller, len(window), body)
+            await _wait_for_rate(caller, len(window), sum(map(_size_of, window)), body)
             await self._wait_for_queue(body)
             if not response.started:
                 self._posts.telemetry.requested(exchange.status, "")
-                response.start(exchange.status, headers_of(exchange.head))
+                response.start(exchange.status, headers_of(exchange.head + caller.rate_lines()))
             writing = write_each(admission, window, exchange.parse, time.monotonic(), caller, exchange.fresh_key)
             async for results in in_steps(writing):
                 response.write("".join(map(exchange.render, results)).encode())
@@ -225,16 +227,20 @@ class StreamEndpoint:
             await body.pause(OVERLOAD_PAUSE_S)
 
 
-async def _wait_for_rate(caller: Caller, events: int, body: "StreamedBody") -> None:
-    """Wait until the caller may send events, and count them.
+def _size_of(text: Text) -> int:
+    return 0 if isinstance(text, Problem) else len(text)
+
+
+async def _wait_for_rate(caller: Caller, events: int, size: int, body: "StreamedBody") -> None:
+    """Wait until the caller may send events, and count them with the bytes of their texts.
 
     Raises Problem (429) if that would take too long, and what StreamedBody.pause does.
     """
-    while (wait_s := caller.wait_s(time.monotonic())) > 0:
+    while (wait_s := await caller.wait_s()) > 0:
         if wait_s > RATE_PAUSE_MAX_S:
             break
         await body.pause(wait_s)
-    caller.spend(events, time.monotonic())
+    caller.spend(events, size)
 
 
 class ByContentType:

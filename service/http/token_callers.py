@@ -1,7 +1,7 @@
 """Callers whom JSON Web Tokens name. Verified tokens are kept, so that a caller's next request costs a look-up."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from service.contract import IssuerRule
 from service.core.bounded import Bounded
 from service.http.callers import Caller
-from service.http.rates import TokenBucket
+from service.http.rates import Bucket, Rates
 from service.identity.refusals import invalid_token
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ TOPICS_CACHED: Final = 1_000
 class TokenCaller(Caller):
     """A caller with its token."""
 
-    def __init__(self, identity: "Identity", bucket: TokenBucket | None, now: Callable[[], float]) -> None:
+    def __init__(self, identity: "Identity", buckets: Sequence[Bucket], now: Callable[[], float]) -> None:
         topics = identity.topics
-        super().__init__(identity.scope, lambda topic: _is_in_all(topics, topic), bucket)
+        super().__init__(identity.scope, lambda topic: _is_in_all(topics, topic), buckets)
         self.expires_s = identity.expires_s
         self._now = now
 
@@ -44,11 +44,12 @@ class TokenCaller(Caller):
 class TokenCallers:
     """The callers whom the tokens of some issuers name. All tokens of one caller share its keys and its rate."""
 
-    def __init__(self, issuers: "Issuers", now: Callable[[], float] = time.time) -> None:
+    def __init__(self, issuers: "Issuers", rates: Rates | None = None, now: Callable[[], float] = time.time) -> None:
         self._issuers = issuers
+        self._rates = rates or Rates()
         self._now = now
         self._known: Bounded[tuple[TokenCaller, int]] = Bounded(TOKENS_MAX, TOKENS_BYTES_MAX)
-        self._buckets: Bounded[TokenBucket] = Bounded(BUCKETS_MAX, BUCKETS_MAX)
+        self._buckets: Bounded[Sequence[Bucket]] = Bounded(BUCKETS_MAX, BUCKETS_MAX)
 
     def __len__(self) -> int:
         """The number of verified tokens that are kept."""
@@ -64,20 +65,18 @@ class TokenCallers:
                 return caller
             self._known.drop(digest)
         identity = self._issuers.verify(token)
-        caller = TokenCaller(identity, self._bucket_of(identity.scope, identity.rule), self._now)
+        caller = TokenCaller(identity, self._buckets_of(identity.scope, identity.rule), self._now)
         size = TOKEN_BYTES + sum(len(glob) for globs in identity.topics[1:] for glob in globs)
         self._known.put(digest, (caller, version), size)
         return caller
 
-    def _bucket_of(self, scope: str, rule: IssuerRule) -> TokenBucket | None:
-        """Return the bucket of a caller, which all its tokens share."""
-        if rule.rate is None:
-            return None
-        bucket = self._buckets.get(scope)
-        if bucket is None:
-            bucket = TokenBucket(rule.rate)
-            self._buckets.put(scope, bucket, 1)
-        return bucket
+    def _buckets_of(self, scope: str, rule: IssuerRule) -> Sequence[Bucket]:
+        """Return the buckets of a caller, which all its tokens share."""
+        known = self._buckets.get(scope)
+        if known is None:
+            known = self._rates.buckets(scope, rule.rate, rule.rate_bytes)
+            self._buckets.put(scope, known, 1)
+        return known
 
 
 @lru_cache(maxsize=TOPICS_CACHED)

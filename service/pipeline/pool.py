@@ -135,6 +135,7 @@ class Pool:
         self._recovered = recovered
         self.token = f"{settings.name}/{secrets.token_hex(6)}"
         self.newer: NewerVersion | None = None  # what only a newer release can read: this process must end
+        self.members = 1  # live processes, by the last heartbeat
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._last_heartbeat: tuple[StoreGeneration, float] | None = None  # its generation and time (monotonic)
@@ -308,6 +309,7 @@ class Pool:
         self._to_recover = {
             n: partitions for n, partitions in self._to_recover.items() if others.get(n) in (DEAD, FREE)
         }
+        self.members = heartbeat.members
         share = fair_share(
             self._settings.slots, self._settings.slots_max, heartbeat.members, stuck=sum(map(self._is_stuck, held))
         )

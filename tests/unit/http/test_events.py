@@ -39,6 +39,7 @@ from service.pipeline.admission import Admission
 from service.pipeline.load_shedding import ANSWERS_EACH, LoadShedder
 from service.pipeline.request import BatchChunk, Committed, WriteResult
 from tests.unit.fakes import grows_in_proportion
+from tests.unit.http.test_rates import sent
 
 PLACE = (b"\x01" * 16, Delivered(1_700_000_000_000, b"\x02" * 8, "orders", 2, 12, 1_700_000_000_000))
 
@@ -429,10 +430,11 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
     ("path", "kind"),
     [("/events", JSON), ("/events", BATCHED), ("/events/batch", JSON)],
 )
-def test_a_caller_past_its_rate_is_refused_before_its_body_is_read(path: str, kind: str) -> None:
+async def test_a_caller_past_its_rate_is_refused_before_its_body_is_read(path: str, kind: str) -> None:
     rules = [CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),), rate=1)]
     callers = Callers(rules)
-    callers.of("Bearer s3cret").spend(5, 0.0)
+    assert await sent(callers.of("Bearer s3cret"), 5) == 0
+    await asyncio.sleep(0.01)
     told = Unread(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
     endpoint = EventsEndpoint(cast(Admission, Commits()), Settings(), callers, Telemetry())
     endpoint.routes[path.encode()](told)

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from service.contract import CallerRule, IssuerRule, Rules
 from service.core.metrics import Telemetry
-from service.core.problems import FORBIDDEN_TOPIC, INVALID_TOKEN, RATE_LIMITED, UNAUTHORIZED, Problem
+from service.core.problems import FORBIDDEN_TOPIC, INVALID_TOKEN, UNAUTHORIZED, Problem
 from service.core.settings import Settings
 from service.http import token_callers as module
 from service.http.callers import TOKEN_CHARS_MAX, Caller, Callers
@@ -28,6 +28,7 @@ from service.identity.refusals import KeysWanted
 from service.identity.tokens import Identity, Issuers
 from service.pipeline.admission import Admission
 from tests.unit.http.test_events import Commits
+from tests.unit.http.test_rates import sent
 from tests.unit.identity.signing import CLAIMS, ISSUER, NOW, Published, Signer, key_set
 
 SIGNER, NEWER = Signer.new(), Signer.new("k2")
@@ -113,13 +114,8 @@ async def test_all_tokens_of_a_caller_share_its_rate_and_nobody_elses() -> None:
     world = World()
     first, second, bob = [await world.of(text) for text in (token(jti="1"), token(jti="2"), token(sub="bob"))]
     assert first is not second
-    first.spend(1, 100.0)
-    second.spend(1, 100.0)
-    for caller in (first, second):
-        with pytest.raises(Problem) as caught:
-            caller.spend(1, 100.0)
-        assert caught.value.kind is RATE_LIMITED
-    bob.spend(1, 100.0)
+    assert [await sent(caller) for caller in (first, second, first, second)] == [0, 0, 1, 1]
+    assert await sent(bob) == 0
     assert first.burst == 2
 
 
