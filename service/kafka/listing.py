@@ -4,15 +4,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from aiokafka import errors
 
 from service.kafka.deadline import shared
 from service.kafka.metadata import decode_metadata
-
-if TYPE_CHECKING:  # it imports this module
-    from service.kafka.admin import Topic
 
 # How long a list of all topics is used: to ask for one costs a broker, and this process, time by the number of topics.
 LISTED_S: Final = 10.0
@@ -60,13 +57,20 @@ def listing_of(response: bytes) -> Listing:
     return Listing(answer.cluster_id or "", answer.controller_id, topics)
 
 
+class Described(Protocol):
+    """A topic with its effective settings, by Kafka's names."""
+
+    @property
+    def settings(self) -> Mapping[str, str]: ...
+
+
 class TopicLister:
     """Asks for topics within bounds, whatever the number of clients that ask."""
 
     def __init__(
         self,
         list_topics: Callable[[Sequence[str] | None], Coroutine[Any, Any, Listing]],
-        describe: "Callable[[Sequence[str]], Coroutine[Any, Any, Mapping[str, Topic]]]",
+        describe: Callable[[Sequence[str]], Coroutine[Any, Any, Mapping[str, Described]]],
     ) -> None:
         self._list_topics = list_topics
         self._describe = describe
