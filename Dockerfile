@@ -41,7 +41,10 @@ RUN /opt/fencepost/bin/cythonize --inplace service/native/*.pyx \
  && rm service/native/*.c
 
 FROM tools AS service-packages
-RUN uv sync --frozen --no-dev --no-install-project --no-build --extra service --extra tracing --extra registry
+# Further extras, such as `--extra msk` (Amazon MSK's IAM, with AWS's SDK).
+ARG EXTRAS=""
+RUN uv sync --frozen --no-dev --no-install-project --no-build --extra service --extra tracing --extra registry \
+      ${EXTRAS}
 COPY service /app/service
 COPY --from=native /build/service/native /app/service/native
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app

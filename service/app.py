@@ -39,7 +39,7 @@ from service.http.sources import SourcesEndpoint
 from service.http.token_callers import TokenCallers
 from service.kafka.admin import KafkaAdmin
 from service.kafka.listing import TopicLister
-from service.kafka.security import security_of
+from service.kafka.security import Security
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission
 from service.pipeline.checks import EventChecks
@@ -97,7 +97,7 @@ class Service:
             client_id=f"fencepost-{settings.name}",
             request_timeout_ms=settings.request_timeout_ms,
             telemetry=self.telemetry,
-            security=security_of(settings),
+            security=Security(settings),
             compression=settings.compression,
         )
         self.keys = RedisKeys(

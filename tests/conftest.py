@@ -18,7 +18,7 @@ from deploy import places
 from deploy.install import java
 from deploy.stack import Kafka, Redis
 from deploy.stack.kafka import BRIEF
-from tests import class_data
+from tests import class_data, kafka_versions
 from tests.minutes import MinutesByFolder, folder
 from tests.secured import Authority, SecuredKafka, SecuredRedis
 
@@ -62,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if name.startswith((*places.OTHERS, "OTEL_")) and name not in _KEPT:
             del os.environ[name]
     os.environ["PYSPARK_PYTHON"] = sys.executable
+    kafka_versions.use()
     if home := java.find():
         os.environ["JAVA_HOME"] = str(home)
         class_data.use()

@@ -96,7 +96,7 @@ CARELESS: Final = {
     "transaction.partition.verification.enable": "false",
     "transaction.max.timeout.ms": "5000",
     "transactional.id.expiration.ms": "3600000",
-    "connections.max.reauth.ms": "3600000",
+    "connections.max.reauth.ms": "3000",
 }
 
 
@@ -164,13 +164,8 @@ class SecuredKafka(Kafka):
 
     def allow(self, user: str, *acls: Acl) -> None:
         """Let a user do what each of the ACLs names."""
-        bindings = [
-            AclBinding(kind, name, pattern, f"User:{user}", "*", operation, AclPermissionType.ALLOW)
-            for kind, name, pattern, operations in acls
-            for operation in operations
-        ]
         admin = self.admin()
-        for done in admin.create_acls(bindings).values():
+        for done in admin.create_acls(bindings_of(user, *acls)).values():
             done.result(_ANSWER_S)
 
     def environment(self, user: str = USER, password: str = PASSWORD) -> dict[str, str]:
@@ -194,6 +189,15 @@ class SecuredKafka(Kafka):
             kafka_ssl_certfile=str(mine.certfile),
             kafka_ssl_keyfile=str(mine.keyfile),
         )
+
+
+def bindings_of(user: str, *acls: Acl) -> list[AclBinding]:
+    """Make the bindings that let a user do what each of the ACLs names."""
+    return [
+        AclBinding(kind, name, pattern, f"User:{user}", "*", operation, AclPermissionType.ALLOW)
+        for kind, name, pattern, operations in acls
+        for operation in operations
+    ]
 
 
 def acls_of_service(namespace: str, topics: str) -> list[Acl]:

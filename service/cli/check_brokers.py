@@ -15,6 +15,9 @@ VERIFICATION: Final = "transaction.partition.verification.enable"
 # The shortest acceptable expiry of transactional ids: a slot whose id has expired must be recovered at its next use.
 ID_EXPIRATION_LEAST_MS: Final = 24 * 3_600_000
 
+# The shortest time between two logins on a connection.
+SESSION_LEAST_MS: Final = 5_000
+
 # WriteTxnMarkers has version 2 since Kafka 4.2 (KIP-1228), the first release that skips markers.
 WRITE_TXN_MARKERS: Final = 27
 MARKERS_SKIPPED_SINCE: Final = 2
@@ -146,10 +149,10 @@ def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
         yield Rule(
             "kafka.reauthentication",
             "connections.max.reauth.ms",
-            lambda value: value == "0",
+            lambda value: int(value) == 0 or int(value) >= SESSION_LEAST_MS,
             Level.WARNING,
-            "set 0 for the listener: the service does not reauthenticate (KIP-368), so that each connection ends "
-            "at that age, and a slot is recovered",
+            f"set {SESSION_LEAST_MS} or more for the listener, or 0: a login that takes longer than a tenth of that "
+            "time comes too late, and the connection ends (KIP-368)",
         )
 
 

@@ -1,4 +1,4 @@
-"""`fencepost doctor`: checks brokers, ACLs, topics, Redis, clocks, Schema Registry and issuers; says what to change.
+"""`fencepost doctor`: checks login, brokers, ACLs, topics, Redis, clocks, Schema Registry and issuers.
 
 It writes nothing but MEASUREMENTS records of the journal without answers, whose timestamps are the broker's clock.
 """
@@ -13,6 +13,7 @@ from service.cli import (
     check_brokers,
     check_clocks,
     check_issuers,
+    check_login,
     check_redis,
     check_registry,
     check_topics,
@@ -62,7 +63,9 @@ async def examine(settings: Settings, rules: Rules, rate: float | None = None, n
 async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now) -> tuple[list[Finding], Rate | None]:
     internal = InternalTopics(kafka, settings, rules.longest_ttl_s)
     own = [internal.ledger, internal.requests, internal.control]
-    findings: list[Finding] = []
+    findings = await check_login.examine(settings, kafka.security.tokens)
+    if any(finding.level is Level.ERROR for finding in findings):
+        return findings, None
     try:
         snapshot = await kafka.snapshot([*own, *check_access.names_of_rules(rules)])
         findings.append(Finding("kafka.reachable", Level.OK, f"{settings.kafka} answers"))

@@ -7,7 +7,7 @@ from service.cli.redis_view import KeysView
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.kafka.acl_inspector import AclInspector
-from service.kafka.security import security_of
+from service.kafka.security import Security
 
 
 @asynccontextmanager
@@ -18,7 +18,7 @@ async def acl_inspector(settings: Settings) -> AsyncIterator[AclInspector]:
         client_id=f"fencepost-look-{settings.name}",
         request_timeout_ms=settings.request_timeout_ms,
         telemetry=Telemetry(),
-        security=security_of(settings),
+        security=Security(settings),
     )
     try:
         yield client

@@ -4,11 +4,12 @@ import math
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
 from service.contract.wire import TOPIC, TOPIC_CHARS_MAX, internal_topics
 
@@ -107,9 +108,42 @@ def printable(text: str) -> str:
     return text
 
 
-# Mechanisms of both aiokafka and the job's kafka-clients that need only a name and a password.
 PROTOCOLS: Final = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
-MECHANISMS: Final = ("SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN")
+# Mechanisms of both aiokafka and the job's kafka-clients. The last needs a source of tokens, the others a password.
+OAUTHBEARER: Final = "OAUTHBEARER"
+MECHANISMS: Final = ("SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN", OAUTHBEARER)
+# The settings of each source of tokens; the first of a source names it.
+TOKEN_SOURCES: Final = {
+    "kafka_oauth_token_url": (
+        "kafka_oauth_client_id",
+        "kafka_oauth_client_secret",
+        "kafka_oauth_scope",
+        "kafka_oauth_cafile",
+    ),
+    "kafka_oauth_token_file": (),
+    "kafka_oauth_aws_region": (),
+}
+_ENDPOINT: Final = "https://host:port/path (or http://), without user and password"
+_EXTENSION: Final = re.compile(r"(?!auth=)[A-Za-z]{1,100}=[\x21-\x2b\x2d-\x7e]{1,1000}")
+
+
+def token_url(text: str) -> str:
+    """Read the address of a token endpoint. A password in it would be shown in messages."""
+    try:
+        parts = urlsplit(text)
+        wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    except ValueError:  # its text may contain a part of a password
+        raise ValueError(_ENDPOINT) from None
+    if wrong or "@" in parts.netloc or parts.fragment or not text.isprintable():
+        raise ValueError(_ENDPOINT)
+    return text
+
+
+def extensions(text: str) -> str:
+    """Read SASL extensions (RFC 7628, section 3.1): `name=value`, several separated by commas."""
+    if not all(map(_EXTENSION.fullmatch, text.split(","))):
+        raise ValueError("name=value, several separated by commas; names of letters, and not auth")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +152,30 @@ class SharedSettings:
 
     kafka: str = setting("127.0.0.1:9092", "Kafka's bootstrap servers, host:port separated by commas", servers)
     kafka_security_protocol: str = setting("PLAINTEXT", f"{', '.join(PROTOCOLS[:-1])} or SASL_SSL", one_of(*PROTOCOLS))
-    kafka_sasl_mechanism: str = setting("", f"{', '.join(MECHANISMS[:-1])} or PLAIN", one_of(*MECHANISMS))
+    kafka_sasl_mechanism: str = setting("", f"{', '.join(MECHANISMS[:-1])} or {OAUTHBEARER}", one_of(*MECHANISMS))
     kafka_sasl_username: str = setting("", "user name for SASL", printable)
     kafka_sasl_password: str = setting("", "password for SASL", printable, secret=True)
+    kafka_oauth_token_url: str = setting(
+        "", "token endpoint for OAUTHBEARER, asked by the grant client_credentials", token_url
+    )
+    kafka_oauth_client_id: str = setting("", "client id at the token endpoint", printable)
+    kafka_oauth_client_secret: str = setting("", "client secret at the token endpoint", printable, secret=True)
+    kafka_oauth_scope: str = setting("", "scopes to ask for at the token endpoint, separated by spaces", printable)
+    kafka_oauth_cafile: str = setting(
+        "", "PEM file of the authorities that sign the token endpoint's certificate; empty: the system's", str
+    )
+    kafka_oauth_token_file: str = setting(
+        "", "file that has the token for OAUTHBEARER, read at each login: a projected service account token", str
+    )
+    kafka_oauth_aws_region: str = setting(
+        "",
+        "AWS region of an Amazon MSK cluster: OAUTHBEARER by IAM, with the credentials that AWS's SDK finds (needs the "
+        "extra `msk`)",
+        matching(re.compile("[a-z0-9-]{1,40}"), "a region, such as eu-central-1"),
+    )
+    kafka_oauth_extensions: str = setting(
+        "", "SASL extensions for OAUTHBEARER, as name=value,name=value (Confluent Cloud: logicalCluster=…)", extensions
+    )
     kafka_ssl_cafile: str = setting(
         "", "PEM file of the authorities that sign the brokers' certificates; empty: the system's", str
     )
@@ -146,25 +201,30 @@ class SharedSettings:
     rules: str = setting(
         "", "path of a TOML file with rules for topics, callers, sources and schemas; empty for none", str
     )
+    # No setting: where secrets were read from files, the path by the setting's name.
+    secret_files: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read all settings from `FENCEPOST_<NAME>`. Raises SettingsError with a line for each that is wrong."""
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
+        secret_files: dict[str, str] = {}
         wrong: dict[str, str] = {}  # by the variable's name
-        for item in fields(cls):
+        for item in _settings_of(cls):
             name, secret = PREFIX + item.name.upper(), item.metadata["secret"]
             try:
                 text = _secret(environ, name) if secret else environ.get(name, "")
                 if text:
                     values[item.name] = item.metadata["read"](text)
+                if secret and (path := environ.get(name + FILE, "")):
+                    secret_files[item.name] = path
             except SettingsError as error:
                 wrong[name] = str(error)
             except ValueError as error:
                 wrong[name] = f"{name if secret else f'{name}={text!r}'} is wrong: set {error}"
         wrong |= cls._misnamed(environ)
-        settings = cls(**values)
+        settings = cls(**values, secret_files=secret_files)
         # A conflict with a setting that is wrong itself is not reported.
         fitting = [line for line in settings.conflicts() if not any(name in line for name in wrong)]
         if wrong or fitting:
@@ -186,7 +246,7 @@ class SharedSettings:
     def variables(cls) -> dict[str, str]:
         """List all environment variables that are read, with their descriptions."""
         found: dict[str, str] = {}
-        for item in fields(cls):
+        for item in _settings_of(cls):
             name = PREFIX + item.name.upper()
             found[name] = item.metadata["help"]
             if item.metadata["secret"]:
@@ -203,6 +263,18 @@ class SharedSettings:
             )
         return wrong
 
+    def secret(self, name: str) -> str:
+        """Return a secret as it is now: read anew if it stands in a file. Raises SettingsError."""
+        if (path := self.secret_files.get(name)) is None:
+            return str(getattr(self, name))
+        variable = PREFIX + name.upper()
+        try:
+            return str(_reader_of(type(self), name)(_secret_in(variable, path)))
+        except SettingsError:
+            raise
+        except ValueError as error:
+            raise SettingsError(f"{variable}{FILE}={path!r} is wrong: set {error}") from None
+
     @property
     def least_key_ttl_s(self) -> int:
         """The shortest retention of a key: ten times the request and the transaction timeout together, in seconds."""
@@ -216,14 +288,65 @@ class SharedSettings:
     def kafka_tls(self) -> bool:
         return self.kafka_security_protocol.endswith("SSL")
 
+    @property
+    def kafka_oauth(self) -> bool:
+        return self.kafka_sasl and self.kafka_sasl_mechanism == OAUTHBEARER
+
+    @property
+    def kafka_oauth_extensions_by_name(self) -> dict[str, str]:
+        pairs = self.kafka_oauth_extensions.split(",") if self.kafka_oauth_extensions else []
+        return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+
     def _sasl_conflicts(self) -> Iterator[str]:
         protocol = f"{PREFIX}KAFKA_SECURITY_PROTOCOL={self.kafka_security_protocol}"
         for name in ("kafka_sasl_mechanism", "kafka_sasl_username", "kafka_sasl_password"):
             variable, given = PREFIX + name.upper(), bool(getattr(self, name))
-            if self.kafka_sasl and not given:
+            needless = self.kafka_oauth and name != "kafka_sasl_mechanism"
+            if self.kafka_sasl and not given and not needless:
                 yield f"{protocol} needs {variable}: set it"
             elif given and not self.kafka_sasl:
                 yield f"{variable} means nothing with {protocol}: set SASL_SSL there, or leave {variable} empty"
+            elif given and needless:
+                mechanism = f"{PREFIX}KAFKA_SASL_MECHANISM={OAUTHBEARER}"
+                yield f"{variable} means nothing with {mechanism}: leave {variable} empty"
+        yield from self._oauth_conflicts()
+
+    def _oauth_conflicts(self) -> Iterator[str]:
+        mechanism = f"{PREFIX}KAFKA_SASL_MECHANISM={OAUTHBEARER}"
+        names = [*TOKEN_SOURCES, *TOKEN_SOURCES["kafka_oauth_token_url"], "kafka_oauth_extensions"]
+        given = [name for name in names if getattr(self, name)]
+        if not self.kafka_oauth:
+            for variable in (PREFIX + name.upper() for name in given):
+                yield f"{variable} means nothing without {mechanism}: set that, or leave {variable} empty"
+            return
+        sources = [name for name in TOKEN_SOURCES if name in given]
+        if len(sources) != 1:
+            choice = ", ".join(PREFIX + name.upper() for name in TOKEN_SOURCES)
+            yield f"{mechanism} needs one source of tokens{' and has several' if sources else ''}: set one of {choice}"
+            return
+        yield from self._token_url_conflicts(sources[0], given)
+        if path := self.kafka_oauth_token_file:
+            try:
+                Path(path).read_bytes()
+            except OSError as error:
+                variable = f"{PREFIX}KAFKA_OAUTH_TOKEN_FILE={path!r}"
+                yield f"{variable} cannot be read ({_why(error)}): set a file that has the token"
+
+    def _token_url_conflicts(self, source: str, given: Collection[str]) -> Iterator[str]:
+        """Find what conflicts among the settings of a token endpoint, if that is the `source` of tokens."""
+        url = f"{PREFIX}KAFKA_OAUTH_TOKEN_URL"
+        for name in TOKEN_SOURCES["kafka_oauth_token_url"]:
+            variable = PREFIX + name.upper()
+            if source != "kafka_oauth_token_url" and name in given:
+                yield f"{variable} means nothing without {url}: leave {variable} empty"
+            elif source == "kafka_oauth_token_url" and name not in given and name.startswith("kafka_oauth_client_"):
+                yield f"{url} needs {variable}: set it"
+        if not self.kafka_oauth_token_url or not self.kafka_oauth_cafile:
+            return
+        if urlsplit(self.kafka_oauth_token_url).scheme == "https":
+            yield from tls_faults("KAFKA_OAUTH", self.kafka_oauth_cafile, "", "")
+        else:
+            yield f"{PREFIX}KAFKA_OAUTH_CAFILE means nothing without TLS: set {url}=https://…, or leave it empty"
 
     def _tls_conflicts(self) -> Iterator[str]:
         if self.kafka_tls:
@@ -236,6 +359,16 @@ class SharedSettings:
                 yield f"{variable} means nothing with {protocol}: set SSL or SASL_SSL there, or leave {variable} empty"
 
 
+def _settings_of(cls: type[SharedSettings]) -> list[Field[Any]]:
+    """List the fields that are settings."""
+    return [item for item in fields(cls) if item.metadata]
+
+
+def _reader_of(cls: type[SharedSettings], name: str) -> Read:
+    read: Read = next(item for item in fields(cls) if item.name == name).metadata["read"]
+    return read
+
+
 def _secret(environ: Mapping[str, str], name: str) -> str:
     """Read a secret from its variable or from the file in `<name>_FILE`, without a final newline."""
     text, path = environ.get(name, ""), environ.get(name + FILE, "")
@@ -243,6 +376,11 @@ def _secret(environ: Mapping[str, str], name: str) -> str:
         return text
     if text:
         raise SettingsError(f"{name} and {name}{FILE} are both set: set one of them")
+    return _secret_in(name, path)
+
+
+def _secret_in(name: str, path: str) -> str:
+    """Read the secret of a variable from a file, without a final newline."""
     try:
         text = Path(path).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:

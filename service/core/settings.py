@@ -178,6 +178,8 @@ class Settings(SharedSettings):
             wrong.append(f"{PREFIX}INSTANCE is needed: {self.name!r} (from host:port) is not a name; set it")
         wrong += self._redis_conflicts()
         wrong += self._registry_conflicts()
+        if self.kafka_oauth_aws_region and not _are_here("aws_msk_iam_sasl_signer"):
+            wrong.append(f"{PREFIX}KAFKA_OAUTH_AWS_REGION needs packages that are not here: install fencepost[msk]")
         if self.tracing != "off" and not _are_here("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"):
             wrong.append(f"{PREFIX}TRACING={self.tracing} needs packages that are not here: install fencepost[tracing]")
         return wrong

@@ -9,22 +9,23 @@ from typing import Any, Final, NamedTuple
 
 from aiokafka import errors
 from aiokafka.client import AIOKafkaClient, CoordinationType
-from aiokafka.conn import create_conn
 from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
-from service.contract import PREFIX
+from service.contract import PREFIX, SharedSettings
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed
-from service.kafka.connection import Client
+from service.kafka.connection import UNREACHABLE, Client
 from service.kafka.deadline import shared, within
 from service.kafka.hanging import ActiveProducer
 from service.kafka.inspection import FINAL, active_producers, producer_id_of
 from service.kafka.listing import Listing, listing_of
+from service.kafka.login import LOGIN_ERRORS, Connection
 from service.kafka.metadata import Metadata, Partition, Partitions, UndecodedMetadata, partitions_of
+from service.kafka.security import Security
 
 TOPIC_RESOURCE: Final = 2
 # Kafka's default of a topic's max.message.bytes.
@@ -60,10 +61,6 @@ RETRIABLE: Final = (
     errors.NodeNotReadyError,
     errors.KafkaConnectionError,
 )
-
-
-# Login errors that a retry does not change.
-LOGIN_ERRORS: Final = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismError)
 
 
 async def any_node(client: AIOKafkaClient, but_not: Collection[int] = ()) -> int:
@@ -144,7 +141,7 @@ class KafkaAdmin:
         client_id: str,
         request_timeout_ms: int,
         telemetry: Telemetry,
-        security: Mapping[str, Any] | None = None,
+        security: Security | None = None,
         compression: str = "none",
     ) -> None:
         self.bootstrap = bootstrap
@@ -152,7 +149,7 @@ class KafkaAdmin:
         self.request_timeout_ms = request_timeout_ms
         self.codec = COMPRESSION_CODECS[compression]
         self._errors = telemetry.kafka_errors
-        self._security = dict(security or {})
+        self.security = security or Security(SharedSettings())
         self._client: AIOKafkaClient | None = None
         self._connecting = asyncio.Lock()
         self._answering: asyncio.Task[Any] | None = None
@@ -178,12 +175,13 @@ class KafkaAdmin:
             "client_id": f"{self.client_id}/{name}",
             "request_timeout_ms": self.request_timeout_ms,
             "retry_backoff_ms": 20,
-            **self._security,
+            "security": self.security,
         }
 
     async def close(self) -> None:
         if self._answering is not None:
             self._answering.cancel()
+        self.security.close()
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -416,17 +414,10 @@ class KafkaAdmin:
             return self._client
 
     async def _connect(self) -> AIOKafkaClient:
-        """Connect a client. Raises KafkaError with the first address's reason, which aiokafka's error hides."""
+        """Connect a client. Raises KafkaError."""
         client = Client(metadata_max_age_ms=30_000, **self.options("cluster"))
         try:
             await client.bootstrap()
-        except errors.KafkaConnectionError as error:
-            await client.close()
-            host, _, port = self.bootstrap.split(",")[0].strip().rpartition(":")
-            failure = await self._connection_error(host.strip("[]"), int(port))
-            if isinstance(failure, LOGIN_ERRORS):
-                raise failure from error
-            raise errors.KafkaConnectionError(_text(failure) or "the first connection failed") from error
         except BaseException:
             await client.close()
             raise
@@ -434,19 +425,14 @@ class KafkaAdmin:
 
     async def why_not(self, host: str, port: int) -> str:
         """Say why a connection to an address fails; "" where it succeeds."""
-        return _text(await self._connection_error(host, port))
-
-    async def _connection_error(self, host: str, port: int) -> Exception | None:
-        """Try a connection to an address; returns its error, or None.
-
-        `AIOKafkaClient.bootstrap` hides the cause, such as a refused password or a certificate for another name.
-        """
+        connection = Connection(host, port, self.security, request_timeout_ms=self.request_timeout_ms)
         try:
-            connection = await create_conn(host, port, request_timeout_ms=self.request_timeout_ms, **self._security)
-        except (errors.KafkaError, OSError, TimeoutError) as error:
-            return error
-        connection.close()
-        return None
+            await connection.connect()
+        except UNREACHABLE as error:
+            return str(error) or type(error).__name__
+        finally:
+            connection.close()
+        return ""
 
     async def _request(
         self, request: Any, node: int | None = None, *, but_not: Collection[int] = (), share_s: float | None = None
@@ -478,10 +464,7 @@ class KafkaAdmin:
         await self._disconnect()  # the next request bootstraps again: all brokers may have other addresses by then
         if isinstance(failed, LOGIN_ERRORS):
             self.count_failure("metadata")
-            raise KafkaLoginFailed(
-                f"{PREFIX}KAFKA_SASL_USERNAME, {PREFIX}KAFKA_SASL_PASSWORD or {PREFIX}KAFKA_SASL_MECHANISM is wrong "
-                f"(Kafka at {self.bootstrap}: {failed!r}): set credentials that the brokers accept"
-            ) from failed
+            raise KafkaLoginFailed(self.security.remedy(failed)) from failed
         raise self.failed("metadata", f"Kafka at {self.bootstrap} does not answer: {failed!r}") from failed
 
     async def _request_controller(self, request: Any) -> Any:
@@ -510,11 +493,6 @@ def _offsets(response: Any) -> dict[tuple[str, int], int]:
         for number, code, _, offset in (tuple(row) for row in rows)
         if code == errors.NoError.errno
     }
-
-
-def _text(error: Exception | None) -> str:
-    """Convert an error to text: its message, else its class name; "" for None."""
-    return "" if error is None else str(error) or type(error).__name__
 
 
 def _under_min_isr(replicas: Mapping[int, tuple[int, int]], settings: Mapping[str, str]) -> frozenset[int]:

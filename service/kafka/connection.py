@@ -1,7 +1,7 @@
-"""aiokafka's client, with a faster path for the requests of a transaction.
+"""aiokafka's client on connections that log in again (login.py), with a faster path for the requests of a transaction.
 
-aiokafka opens, authenticates and closes the connections. Requests in protocol.CODECS are encoded there, and
-ResponseReader splits the received bytes into responses in `data_received`, without aiokafka's reader task.
+Requests in protocol.CODECS are encoded there, and ResponseReader splits the received bytes into responses in
+`data_received`, without aiokafka's reader task.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Final
 
 import structlog
@@ -22,10 +22,14 @@ from aiokafka.protocol.admin import ApiVersionRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
 from service.kafka.deadline import shared
+from service.kafka.login import LOGIN_ERRORS, Connection
 from service.kafka.protocol import CODECS, ApiCodec
+from service.kafka.security import Security
 
 log = structlog.get_logger(__name__)
 
+# Errors of a connection that cannot be opened; TimeoutError is an OSError, ValueError is one of SCRAM.
+UNREACHABLE: Final = (errors.KafkaError, OSError, ValueError)
 # Errors of a response that is malformed or truncated.
 BROKEN: Final = (errors.KafkaError, OSError, ValueError, struct.error)
 _BOOTSTRAP: Final = ("bootstrap", ConnectionGroup.DEFAULT)
@@ -40,17 +44,70 @@ PROBE_SHARE: Final = 10  # a probe takes at most this fraction (1/n) of the requ
 # Correlation ids of transaction requests; aiokafka counts those of its own requests on a connection from 1.
 _CORRELATION_ID_LEAST: Final = 2**30
 _CORRELATION_IDS: Final = 2**30
+# A connection that is idle for longer is closed, before brokers do it (connections.max.idle.ms, 10 minutes).
+CLOSE_IDLE_MS: Final = 540_000
 # TCP keepalive while a connection is idle (s), which also keeps firewall state alive, and the time (ms) after which
 # the kernel ends a connection whose packets are not acknowledged. A slow broker still acknowledges packets.
 TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4_000}
 
+OnClose = Callable[[AIOKafkaConnection, CloseReason | None], None]
+
 
 class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
-    """AIOKafkaClient that never auto-creates topics and closes its connections at once."""
+    """AIOKafkaClient that never auto-creates topics, logs in anew in time and closes its connections at once."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    _sync_task: asyncio.Task[None] | None
+
+    def __init__(
+        self,
+        *,
+        client_id: str,
+        request_timeout_ms: int,
+        security: Security,
+        renews_on_use: bool = True,
+        **options: Any,
+    ) -> None:
+        """`renews_on_use`: a session is renewed by the next request, else only by `renew_sessions` or near its end."""
+        super().__init__(client_id=client_id, request_timeout_ms=request_timeout_ms, **options)
         self.tracked_topics: set[str] = set()  # whose metadata is kept up to date
+        self._client_options = {"client_id": client_id, "request_timeout_ms": request_timeout_ms}
+        self._security = security
+        self._renews_on_use = renews_on_use
+        self._opening = asyncio.Lock()
+
+    async def bootstrap(self) -> None:
+        """Ask the bootstrap servers for the brokers, one after the other.
+
+        Raises KafkaError if none answers: why the first one did not, or why one refuses the login.
+        """
+        failures: list[Exception] = []
+        for host, port, _ in self.hosts:
+            try:
+                await self._bootstrap_from(host, port)
+                break
+            except UNREACHABLE as error:
+                failures.append(error)
+        else:
+            for failure in failures:
+                if isinstance(failure, LOGIN_ERRORS):
+                    raise failure
+            raise errors.KafkaConnectionError(str(failures[0]) or type(failures[0]).__name__) from failures[0]
+        if self._sync_task is None:
+            self._sync_task = asyncio.create_task(self._md_synchronizer())
+
+    async def _bootstrap_from(self, host: str, port: int) -> None:
+        """Ask a server for the brokers. The connection is kept only if there are none yet. Raises UNREACHABLE."""
+        connection = await self._connect_to(host, port)
+        try:
+            metadata = await connection.send(MetadataRequest([], allow_auto_topic_creation=False))
+            self.cluster.update_metadata(metadata)
+        except BaseException:
+            connection.close()
+            raise
+        if self.cluster.brokers():
+            connection.close()
+        else:
+            self._conns[_BOOTSTRAP] = connection
 
     def add_topic(self, topic: str) -> asyncio.Future[bool]:
         self.tracked_topics.add(topic)
@@ -89,17 +146,77 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
 
     async def _get_conn(
         self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
-    ) -> AIOKafkaConnection | None:
+    ) -> Connection | None:
         """Find or open the connection to a node, replacing one that has ended; None where that fails."""
-        self._open_connection(node_id, group)
-        return await super()._get_conn(node_id, group=group, no_hint=no_hint)
+        connection = self._open_connection(node_id, group)
+        if connection is not None and self._needs_check(connection):
+            await self._check(connection)
+            connection = self._open_connection(node_id, group)  # another may have been opened meanwhile
+        return connection or await self._connect(node_id, group)
 
-    def _open_connection(self, node_id: int, group: Any) -> AIOKafkaConnection | None:
+    async def _connect(self, node_id: int, group: Any) -> Connection | None:
+        """Open a connection to a node, unless another task just did; None where that fails."""
+        async with self._opening:
+            connection = self._open_connection(node_id, group)
+            if connection is not None:
+                return connection
+            broker = self.cluster.broker_metadata(node_id)
+            if broker is not None:
+                try:
+                    connection = await self._connect_to(broker.host, broker.port, self._on_connection_closed)
+                except UNREACHABLE as error:
+                    log.debug("no connection to a broker", node=node_id, why=str(error))
+            if connection is None:
+                self.force_metadata_update()  # the broker may have moved
+                return None
+            self._conns[node_id, group] = connection
+            return connection
+
+    async def _connect_to(self, host: str, port: int, on_close: OnClose | None = None) -> Connection:
+        """Open a connection to an address and log in. Raises UNREACHABLE."""
+        connection = Connection(
+            host, port, self._security, max_idle_ms=CLOSE_IDLE_MS, on_close=on_close, **self._client_options
+        )
+        await connection.connect()
+        return connection
+
+    def _is_due(self, connection: Connection) -> bool:
+        """Check whether a session must be renewed before the next request."""
+        return time.monotonic() >= (connection.renew_at if self._renews_on_use else connection.ends_at)
+
+    def _needs_check(self, connection: Connection) -> bool:
+        """Check whether a connection may not be used before its check."""
+        return connection.check is not None or self._is_due(connection)
+
+    async def _check(self, connection: Connection) -> None:
+        """Renew the session of a connection. Concurrent callers share one check. The connection may be closed by it."""
+        await self._checked(connection, _renew)
+
+    async def _checked(self, connection: Connection, check: Callable[[Connection], Coroutine[Any, Any, None]]) -> None:
+        if connection.check is None:
+            connection.check = asyncio.create_task(check(connection))
+            connection.check.add_done_callback(lambda _: _end_check(connection))
+        await shared(connection.check)
+
+    @property
+    def has_due_session(self) -> bool:
+        """Whether `renew_sessions` would log in again."""
+        now = time.monotonic()
+        return any(now >= connection.renew_at for connection in self._conns.values())
+
+    async def renew_sessions(self) -> None:
+        """Log in again on the connections whose sessions end soon. Call this while no transaction is open."""
+        now = time.monotonic()
+        due = [each for each in self._conns.values() if now >= each.renew_at and _is_open(each)]
+        if due:
+            await asyncio.gather(*(self._checked(connection, _renew) for connection in due))
+
+    def _open_connection(self, node_id: int, group: Any) -> Connection | None:
         """Return the connection to a node if it is open, and close one whose transport has ended.
 
         aiokafka hears of the end some steps later; uvloop raises RuntimeError for what is written until then.
         """
-        connection = self._conns.get((node_id, group))
+        connection: Connection | None = self._conns.get((node_id, group))
         if connection is None or not connection.connected():
             return None
         if connection._writer.is_closing():
@@ -124,7 +241,7 @@ class Consumer(AIOKafkaConsumer):  # type: ignore[misc]
     """AIOKafkaConsumer whose client is a BaseClient; `client` has the options that the two share."""
 
     def __init__(self, client: Mapping[str, Any], **options: Any) -> None:
-        super().__init__(**options, **client)
+        super().__init__(**options, **{name: value for name, value in client.items() if name != "security"})
         self._client = BaseClient(**client)
 
 
@@ -137,11 +254,10 @@ class Client(BaseClient):
         self._requests_sent = 0  # of transactions
         self._probe_timeout_s = min(PROBE_TIMEOUT_S, request_timeout_ms / 1000 / PROBE_SHARE)
         self.has_lost_connection = False  # a connection has ended that this client did not close
-        self._probes: dict[AIOKafkaConnection, asyncio.Task[None]] = {}  # under way
 
-    def connection(self, node_id: int) -> AIOKafkaConnection | None:
+    def connection(self, node_id: int) -> Connection | None:
         """Find the open connection to a node, or None. A reconnect gives another object, so callers compare by `is`."""
-        connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
+        connection: Connection | None = self._conns.get((node_id, ConnectionGroup.DEFAULT))
         return connection if connection is not None and _is_open(connection) else None
 
     def _on_connection_closed(self, conn: AIOKafkaConnection, reason: CloseReason | None) -> None:
@@ -168,10 +284,10 @@ class Client(BaseClient):
         """Send a transaction request without waiting. Returns a future of its response, or None where `send` is needed.
 
         None where there is no open connection, where the node does not support the codec's version (`send` negotiates
-        one), or where the connection was idle for longer than IDLE_S (`send` probes it).
+        one), or where the connection must be checked first (`send` does so).
         """
         connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
-        if connection is None or not _is_open(connection) or self._may_be_dead(connection):
+        if connection is None or not _is_open(connection) or self._needs_check(connection):
             return None
         codec = CODECS[type(request)]
         least, most = connection._versions.get(codec.api_key, (0, -1))
@@ -181,35 +297,41 @@ class Client(BaseClient):
         correlation_id = _CORRELATION_ID_LEAST + self._requests_sent % _CORRELATION_IDS
         return _send(connection, codec, request, correlation_id, self._own_id)
 
-    async def _get_conn(
-        self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
-    ) -> AIOKafkaConnection | None:
-        """Find or open the connection to a node, replacing a dead one; None where that fails."""
-        connection = self._open_connection(node_id, group)
-        if connection is not None and self._may_be_dead(connection):
-            await self._probe(connection)
-            connection = self._open_connection(node_id, group)  # another may have been opened meanwhile
-        if connection is None:
-            connection = await super()._get_conn(node_id, group=group, no_hint=no_hint)
-            # The task that opened the connection arrives here first, so no request was sent since the login.
-            if connection is not None and connection.connected() and not connection._requests:
-                ResponseReader.of(connection)
-                _enable_keepalive(connection)
+    async def _connect_to(self, host: str, port: int, on_close: OnClose | None = None) -> Connection:
+        connection = await super()._connect_to(host, port, on_close)
+        ResponseReader.of(connection)
+        _enable_keepalive(connection)
         return connection
 
-    def _may_be_dead(self, connection: AIOKafkaConnection) -> bool:
-        """Check whether an idle connection must be probed before use; never while a response is pending."""
-        if connection in self._probes:
-            return True
-        return not connection._requests and time.monotonic() - connection._last_action > IDLE_S
+    def _needs_check(self, connection: Connection) -> bool:
+        """Check whether a connection must be probed, or its session renewed, before use.
 
-    async def _probe(self, connection: AIOKafkaConnection) -> None:
-        """Close a connection on which no response comes in time. Concurrent callers share one probe."""
-        probe = self._probes.get(connection)
-        if probe is None:
-            probe = self._probes[connection] = asyncio.create_task(_ask_for_versions(connection, self._probe_timeout_s))
-            probe.add_done_callback(lambda _: self._probes.pop(connection, None))
-        await shared(probe)
+        A connection with a pending response is not idle.
+        """
+        return super()._needs_check(connection) or _is_idle(connection, time.monotonic())
+
+    async def _check(self, connection: Connection) -> None:
+        """Renew the session where that is due, else probe the connection; a silent connection is closed."""
+        if self._is_due(connection):
+            await super()._check(connection)
+        else:
+            await self._checked(connection, lambda idle: _ask_for_versions(idle, self._probe_timeout_s))
+
+
+def _end_check(connection: Connection) -> None:
+    connection.check = None
+
+
+def _is_idle(connection: Connection, now: float) -> bool:
+    return not connection._requests and now - connection._last_action > IDLE_S
+
+
+async def _renew(connection: Connection) -> None:
+    """Log in again. An idle connection, which may be dead, is closed instead: the one that replaces it logs in too."""
+    if _is_idle(connection, time.monotonic()):
+        connection.close(CloseReason.IDLE_DROP)
+    else:
+        await connection.renew()
 
 
 def _is_open(connection: AIOKafkaConnection) -> bool:

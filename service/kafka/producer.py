@@ -168,9 +168,11 @@ class TransactionalProducer:
     def begin_early(self, partitions: Sequence[Partition]) -> None:
         """Begin a transaction of these partitions without waiting; call `send` or `abandon` next.
 
-        Does nothing where a leader is unknown or a partition may hold an open transaction. `send` then looks up the
-        leaders, checks the partitions and adds those that are missing.
+        Does nothing where a leader is unknown, a partition may hold an open transaction, or the session of a connection
+        must be renewed. `send` then does what is missing.
         """
+        if self._session.client.has_due_session:
+            return
         leaders = {partition: self._session.leader(partition) for partition in partitions}
         known = {
             partition: node
@@ -227,6 +229,8 @@ class TransactionalProducer:
         self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
             with self._sends_timeout.wait():
+                if self._early_begin is None:
+                    await self._session.client.renew_sessions()
                 leaders = await self._add_missing(write, ledger)
                 metadata = await self._send(write, leaders)
         except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too

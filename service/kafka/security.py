@@ -1,27 +1,135 @@
-"""The TLS and SASL options of aiokafka's clients."""
+"""The TLS and SASL options of connections to Kafka: certificates and passwords as their files have them now."""
 
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from service.contract import SharedSettings, tls_context
+import structlog
+
+from service.contract import PREFIX, SettingsError, SharedSettings, tls_context
+from service.core.logs import Incident
+from service.kafka.tokens import TokenRefused, TokenSource, source_of
+
+log = structlog.get_logger(__name__)
+
+_Stamp = tuple[int, int, int] | None
 
 
-def security_of(settings: SharedSettings) -> dict[str, Any]:
-    """Make a client's TLS and SASL arguments; none for PLAINTEXT.
+class Security:
+    """What a new connection, or the next login on an open one, has to present.
 
-    Raises OSError where a certificate file that was valid when the settings were read is unreadable now.
+    A file that cannot be used when it is read anew (certificate and key may be replaced one after the other) is logged,
+    and what was read before stays in use.
     """
-    given: dict[str, Any] = {}
-    if settings.kafka_security_protocol != "PLAINTEXT":
-        given["security_protocol"] = settings.kafka_security_protocol
-    if settings.kafka_tls:
-        given["ssl_context"] = tls_context(
+
+    def __init__(self, settings: SharedSettings, tokens: TokenSource | None = None) -> None:
+        """`tokens` is in place of the source that the settings name. Raises OSError where a certificate is unusable."""
+        self.tokens = tokens or source_of(settings)
+        self._settings = settings
+        self._password = settings.kafka_sasl_password
+        self._stamps: Sequence[_Stamp] = ()
+        self._context: ssl.SSLContext | None = None
+        self._trouble = Incident(log, "a file for the login at Kafka cannot be used: what it had before stays in use")
+        if settings.kafka_tls:
+            self._stamps = self._stamps_now()
+            self._context = self._new_context()
+
+    def options(self) -> dict[str, Any]:
+        """Return a client's TLS and SASL arguments as they are now; none for PLAINTEXT."""
+        settings = self._settings
+        given: dict[str, Any] = {}
+        if settings.kafka_security_protocol != "PLAINTEXT":
+            given["security_protocol"] = settings.kafka_security_protocol
+        if settings.kafka_tls:
+            given["ssl_context"] = self._current_context()
+        if settings.kafka_sasl:
+            given["sasl_mechanism"] = settings.kafka_sasl_mechanism
+        if self.tokens is not None:
+            given["sasl_oauth_token_provider"] = self.tokens
+        elif settings.kafka_sasl:
+            given["sasl_plain_username"] = settings.kafka_sasl_username
+            given["sasl_plain_password"] = self.password
+        return given
+
+    @property
+    def password(self) -> str:
+        """The password, read anew if it stands in a file."""
+        try:
+            self._password = self._settings.secret("kafka_sasl_password")
+        except SettingsError as error:
+            self._trouble.add(error)
+        return self._password
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a login needs to wait for nothing but the broker."""
+        return self.tokens is None or self.tokens.is_ready
+
+    def prepare(self) -> None:
+        """Begin in the background what makes the next login ready."""
+        if self.tokens is not None:
+            self.tokens.start_renewal()
+
+    def remedy(self, refused: Exception) -> str:
+        """Say which settings are wrong where a login is refused, and what to set."""
+        settings = self._settings
+        if isinstance(refused, TokenRefused):
+            names = ("CLIENT_ID", "CLIENT_SECRET", "SCOPE")
+            return f"{_one_of('KAFKA_OAUTH_', names)} is wrong ({refused}): set what the token endpoint knows"
+        if self.tokens is not None:
+            return (
+                f"{PREFIX}KAFKA_SASL_MECHANISM=OAUTHBEARER: Kafka at {settings.kafka} refuses the token of "
+                f"{self.tokens.name} ({refused!r}): set a source whose issuer, audience and scope the listener expects"
+            )
+        names = ("USERNAME", "PASSWORD", "MECHANISM")
+        return (
+            f"{_one_of('KAFKA_SASL_', names)} is wrong (Kafka at {settings.kafka}: {refused!r}): set credentials that "
+            "the brokers accept"
+        )
+
+    def close(self) -> None:
+        """Give up a token that is being fetched."""
+        if self.tokens is not None:
+            self.tokens.close()
+
+    def _current_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context, made anew where one of its files was replaced."""
+        stamps = self._stamps_now()
+        if stamps != self._stamps:
+            try:
+                self._context = self._new_context()
+            except OSError as error:
+                self._trouble.add(error)
+            else:
+                self._stamps = stamps
+                self._trouble.end()
+        return self._context
+
+    def _new_context(self) -> ssl.SSLContext:
+        settings = self._settings
+        return tls_context(
             settings.kafka_ssl_cafile,
             settings.kafka_ssl_certfile,
             settings.kafka_ssl_keyfile,
             settings.kafka_ssl_check_hostname,
         )
-    if settings.kafka_sasl:
-        given["sasl_mechanism"] = settings.kafka_sasl_mechanism
-        given["sasl_plain_username"] = settings.kafka_sasl_username
-        given["sasl_plain_password"] = settings.kafka_sasl_password
-    return given
+
+    def _stamps_now(self) -> Sequence[_Stamp]:
+        settings = self._settings
+        files = (settings.kafka_ssl_cafile, settings.kafka_ssl_certfile, settings.kafka_ssl_keyfile)
+        return [_stamp(path) for path in files if path]
+
+
+def _stamp(path: str) -> _Stamp:
+    """Tell one content of a file from another; through links, as Kubernetes swaps one to change a mounted file."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _one_of(prefix: str, names: Sequence[str]) -> str:
+    *first, last = (f"{PREFIX}{prefix}{name}" for name in names)
+    return f"{', '.join(first)} or {last}"

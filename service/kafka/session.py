@@ -129,7 +129,8 @@ class ProducerSession:
     def __init__(
         self, cluster: KafkaAdmin, name: str, transactional_id: str | None = None, timeout_ms: int = 0
     ) -> None:
-        self.client = Client(**cluster.options(name))
+        # The session of a connection is renewed between two transactions: a refused login must not fail one.
+        self.client = Client(**cluster.options(name), renews_on_use=transactional_id is None)
         self.transactional_id = transactional_id
         self.producer_id = self.epoch = -1
         self.coordinator = -1

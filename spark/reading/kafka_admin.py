@@ -24,6 +24,10 @@ POLL_MS: Final = 250
 # Topics in one request: keeps a request small enough for a quick answer.
 TOPICS_A_CALL: Final = 500
 
+# Login handlers for OAUTHBEARER: of kafka-clients, and of Amazon's jar.
+LOGIN_HANDLER: Final = "org.apache.kafka.common.security.oauthbearer.secured.OAuthBearerLoginCallbackHandler"
+MSK_HANDLER: Final = "software.amazon.msk.auth.iam.IAMOAuthBearerLoginCallbackHandler"
+
 NO_LEADER_EPOCH: Final = -1
 """The leader epoch of an offset, if the leader sent none (as in Kafka's protocol)."""
 
@@ -132,7 +136,9 @@ def connection(shared: SharedSettings) -> dict[str, str]:
             config["ssl.keystore.type"] = "PEM"
             config["ssl.keystore.certificate.chain"] = Path(shared.kafka_ssl_certfile).read_text(encoding="utf-8")
             config["ssl.keystore.key"] = Path(shared.kafka_ssl_keyfile).read_text(encoding="utf-8")
-    if shared.kafka_sasl:
+    if shared.kafka_oauth:
+        config |= _oauth(shared)
+    elif shared.kafka_sasl:
         module = "plain.PlainLoginModule" if shared.kafka_sasl_mechanism == "PLAIN" else "scram.ScramLoginModule"
         config["sasl.mechanism"] = shared.kafka_sasl_mechanism
         config["sasl.jaas.config"] = (
@@ -142,9 +148,37 @@ def connection(shared: SharedSettings) -> dict[str, str]:
     return config
 
 
+def _oauth(shared: SharedSettings) -> dict[str, str]:
+    """Return the settings of OAUTHBEARER: kafka-clients gets and renews the tokens itself, also in executors.
+
+    A token file must be at its path on the executors' machines too. For Amazon MSK the handlers are those of the jar
+    `aws-msk-iam-auth`, which finds region and credentials as AWS's SDK does.
+    """
+    options = {f"extension_{name}": value for name, value in shared.kafka_oauth_extensions_by_name.items()}
+    config = {"sasl.mechanism": shared.kafka_sasl_mechanism, "sasl.login.callback.handler.class": LOGIN_HANDLER}
+    if shared.kafka_oauth_aws_region:
+        config["sasl.login.callback.handler.class"] = MSK_HANDLER
+        config["sasl.client.callback.handler.class"] = MSK_HANDLER
+    elif shared.kafka_oauth_token_file:
+        config["sasl.oauthbearer.token.endpoint.url"] = Path(shared.kafka_oauth_token_file).absolute().as_uri()
+    else:
+        config["sasl.oauthbearer.token.endpoint.url"] = shared.kafka_oauth_token_url
+        # As RFC 6749, section 2.3.1, demands; kafka-clients leaves that out by default.
+        config["sasl.oauthbearer.header.urlencode"] = "true"
+        options |= {"clientId": shared.kafka_oauth_client_id, "clientSecret": shared.kafka_oauth_client_secret}
+        if shared.kafka_oauth_scope:
+            options["scope"] = shared.kafka_oauth_scope
+        if shared.kafka_oauth_cafile:
+            authorities = Path(shared.kafka_oauth_cafile).read_text(encoding="utf-8")
+            options |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": authorities}
+    given = "".join(f" {name}={_quoted(value)}" for name, value in options.items())
+    module = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule"
+    return config | {"sasl.jaas.config": f"{module} required{given};"}
+
+
 def _quoted(text: str) -> str:
-    """Quote a value for a JAAS configuration."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """Quote a value for a JAAS configuration, which has no line breaks in a value."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 class KafkaAdmin:

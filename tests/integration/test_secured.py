@@ -24,7 +24,7 @@ from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import RecordError, TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.reader import STOP_TIMEOUT_S, Span, read_through
-from service.kafka.security import security_of
+from service.kafka.security import Security
 from service.kafka.session import Record
 from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_service, sockets_closed
 
@@ -37,7 +37,7 @@ def cluster_of(settings: SharedSettings) -> KafkaAdmin:
         client_id="test",
         request_timeout_ms=TIMEOUT_MS,
         telemetry=Telemetry(),
-        security=security_of(settings),
+        security=Security(settings),
     )
 
 

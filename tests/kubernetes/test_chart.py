@@ -158,6 +158,19 @@ def test_a_release_with_the_longest_name_has_valid_names() -> None:
             {"autoscaling": {"minReplicas": 13}},
             "autoscaling.maxReplicas is less than minReplicas: set it to 13 or more",
         ),
+        ({"kafka": {"saslTls": {"enabled": True, "mechanism": "OAUTHBEARER"}}}, "set oauth.tokenUrl or oauth.tokenAud"),
+        (
+            {
+                "kafka": {
+                    "saslTls": {
+                        "enabled": True,
+                        "mechanism": "OAUTHBEARER",
+                        "oauth": {"tokenUrl": "https://login/token"},
+                    }
+                }
+            },
+            "kafka.saslTls.oauth.tokenUrl needs oauth.clientId: set it",
+        ),
         ({"redis": {"tls": True, "url": "redis://a:6379/0"}}, "redis.tls needs a redis.url that begins with rediss://"),
         (
             {"registry": {"enabled": True, "tls": {"enabled": True}}},
@@ -177,6 +190,39 @@ def test_values_that_cannot_work_are_refused(given: Any, error: str, tmp_path: P
     done = try_template(CHART, file)
     assert done.returncode != 0
     assert error in done.stderr
+
+
+def test_the_pods_log_in_by_tokens_of_an_endpoint_or_of_their_own_account(tmp_path: Path) -> None:
+    def made(**oauth: object) -> Rendered:
+        file = tmp_path / f"{'-'.join(oauth)}.yaml"
+        sasl = {"enabled": True, "mechanism": "OAUTHBEARER", "oauth": oauth}
+        file.write_text(yaml.safe_dump({"kafka": {"saslTls": sasl}}))
+        objects = template(file)
+        for found in objects:
+            check(found, VERSIONS[-1])
+        return Rendered("oauth", objects)
+
+    endpoint = made(tokenUrl="https://login.example/token", clientId="me", scope="kafka")
+    settings = endpoint.one("ConfigMap", "fencepost")["data"]
+    assert {name: settings[name] for name in settings if "_OAUTH_" in name or "_SASL_" in name} == {
+        "FENCEPOST_KAFKA_SASL_MECHANISM": "OAUTHBEARER",
+        "FENCEPOST_KAFKA_OAUTH_TOKEN_URL": "https://login.example/token",
+        "FENCEPOST_KAFKA_OAUTH_CLIENT_ID": "me",
+        "FENCEPOST_KAFKA_OAUTH_CLIENT_SECRET_FILE": "/etc/fencepost-kafka/client-secret",
+        "FENCEPOST_KAFKA_OAUTH_SCOPE": "kafka",
+    }
+    assert endpoint.one("NetworkPolicy", "fencepost-tokens")["spec"]["egress"] == [
+        {"ports": [{"protocol": "TCP", "port": 443}]}
+    ]
+    account = made(tokenAudience="kafka")
+    settings = account.one("ConfigMap", "fencepost")["data"]
+    assert settings["FENCEPOST_KAFKA_OAUTH_TOKEN_FILE"] == "/etc/fencepost-kafka/token"
+    assert "fencepost-tokens" not in account.of("NetworkPolicy")
+    for name, pod in account.pods():
+        volumes = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "kafka"]
+        token = {"audience": "kafka", "expirationSeconds": 3600, "path": "token"}
+        wanted = {"sources": [{"secret": {"name": "fencepost-kafka"}}, {"serviceAccountToken": token}]}
+        assert [volume["projected"] for volume in volumes] == [wanted], name
 
 
 def test_rules_and_schemas_of_the_values_are_mounted_beside_each_other(tmp_path: Path) -> None:

@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports it from here
+    AclOperation,
+    ResourcePatternType,
+    ResourceType,
+)
 from pyspark.sql import SparkSession
 
 from deploy.stack import Service
@@ -17,9 +22,10 @@ from service.contract import Rules, SharedSettings
 from service.core.settings import Settings as ServiceSettings
 from spark import job
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import KafkaAdmin
+from spark.reading.kafka_admin import MSK_HANDLER, KafkaAdmin, connection
 from spark.settings import Options, Settings
 from tests.integration.client import Client, events
+from tests.managed import SUBJECT, Issuer, ManagedKafka, TokenEndpoint
 from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_job, acls_of_service
 
 EVENTS: Final = 40
@@ -125,6 +131,50 @@ def test_the_job_connects_with_a_certificate_or_with_plain(
         broker = KafkaAdmin(spark, shared)
         assert f"{environment['FENCEPOST_NAMESPACE']}.ledger" in broker.names()
         broker.close()
+
+
+def test_the_job_logs_in_by_tokens_of_an_endpoint_and_of_a_file(spark: SparkSession, tmp_path: Path) -> None:
+    """kafka-clients has settings of its own for both, and encodes the client's secret as the service does."""
+    issuer = Issuer(tmp_path / "issuer")
+    file = tmp_path / "token"
+    file.write_text(issuer.token(60.0))
+    with (
+        ManagedKafka(tmp_path / "kafka", issuer, reauth_ms=60_000) as broker,
+        TokenEndpoint(issuer, life_s=60.0) as endpoint,
+    ):
+        broker.create_topic("seen")
+        describe = (ResourceType.TOPIC, "seen", ResourcePatternType.LITERAL, (AclOperation.DESCRIBE,))
+        broker.allow(SUBJECT, describe)
+        for login in (broker.by_token(endpoint), broker.by_file(file)):
+            admin = KafkaAdmin(spark, SharedSettings.from_env(login))
+            assert admin.names() == ["seen"]
+            admin.close()
+
+
+def test_the_settings_of_tokens_are_those_of_kafkas_java_client(tmp_path: Path) -> None:
+    login = {"kafka_security_protocol": "SASL_SSL", "kafka_sasl_mechanism": "OAUTHBEARER"}
+    authority = tmp_path / "ca.crt"
+    authority.write_text("line\nline\n")
+    client = connection(
+        SharedSettings(
+            **login,  # type: ignore[arg-type]
+            kafka_oauth_token_url="https://login/token",
+            kafka_oauth_client_id="me",
+            kafka_oauth_client_secret='a"b\\c',
+            kafka_oauth_scope="kafka",
+            kafka_oauth_extensions="logicalCluster=lkc-1",
+            kafka_oauth_cafile=str(authority),
+        )
+    )
+    assert client["sasl.oauthbearer.token.endpoint.url"] == "https://login/token"
+    assert client["sasl.jaas.config"] == (
+        "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required "
+        'extension_logicalCluster="lkc-1" clientId="me" clientSecret="a\\"b\\\\c" scope="kafka" '
+        'ssl.truststore.type="PEM" ssl.truststore.certificates="line\\nline\\n";'
+    )
+    msk = connection(SharedSettings(**login, kafka_oauth_aws_region="eu-central-1"))  # type: ignore[arg-type]
+    assert msk["sasl.login.callback.handler.class"] == MSK_HANDLER
+    assert msk["sasl.jaas.config"].endswith("OAuthBearerLoginModule required;")
 
 
 def test_the_service_reads_the_same_environment(environment: dict[str, str]) -> None:

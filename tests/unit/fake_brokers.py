@@ -72,6 +72,7 @@ class FakeClient:
         self.closed = False
         self.connected = True
         self.has_lost_connection = False
+        self.has_due_session = False
         self.open_in: dict[Partition, int] = {}  # where producer 7 has an open transaction, and its first offset
         self.of_ledger: Met = RecordMetadata(9, -1)
         self.refused: dict[Partition, int] = {}  # error codes in DescribeProducers responses
@@ -99,6 +100,11 @@ class FakeClient:
 
     async def force_metadata_update(self) -> bool:
         return True
+
+    async def renew_sessions(self) -> None:
+        if self.has_due_session:
+            self.requests.append((0, "renewal"))
+            self.has_due_session = False
 
     def try_send(self, node: int, request: Any) -> "asyncio.Future[Any] | None":
         return asyncio.ensure_future(self.send(node, request)) if self.connected else None

@@ -1,14 +1,17 @@
 """Tests checks of the doctor that need servers which are not available here: old versions, and counts."""
 
+from pathlib import Path
+
 import pytest
 
 from service.claims.redis_requirements import unmet_demands
-from service.cli import check_access, check_brokers, check_redis, check_topics
+from service.cli import check_access, check_brokers, check_login, check_redis, check_topics
 from service.cli.finding import Finding, Level, grouped, judged, worst
 from service.contract import Rules, TopicRule
 from service.core.settings import Settings
 from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic
 from service.kafka.admin import Topic
+from service.kafka.tokens import source_of
 
 INFO = {
     "redis_version": "7.2.4",
@@ -46,6 +49,43 @@ def test_brokers_defaults_matter_less_once_the_topics_are_there() -> None:
     values = {"default.replication.factor": "1", "min.insync.replicas": "1", check_brokers.VERIFICATION: "true"}
     for there, level in ((False, Level.ERROR), (True, Level.WARNING)):
         assert worst(check_brokers.broker_settings({1: values}, Settings(), there)) is level
+
+
+@pytest.mark.parametrize(("reauth_ms", "well"), [("0", True), ("5000", True), ("4999", False)])
+def test_sessions_that_are_too_short_for_a_login_are_reported(reauth_ms: str, well: bool) -> None:
+    values = {"connections.max.reauth.ms": reauth_ms, check_brokers.VERIFICATION: "true"}
+    settings = Settings(kafka_security_protocol="SASL_SSL", kafka_sasl_mechanism="PLAIN")
+    found = {one.check: one for one in check_brokers.broker_settings({1: values}, settings, topics_there=True)}
+    assert found["kafka.reauthentication"].level is (Level.OK if well else Level.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("settings", "whose"),
+    [
+        ({}, "User:ANONYMOUS"),
+        ({"kafka_security_protocol": "SASL_SSL", "kafka_sasl_username": "me"}, "User:me"),
+        ({"kafka_security_protocol": "SSL", "kafka_ssl_certfile": "/c"}, "User: and the subject of"),
+        ({"kafka_oauth_aws_region": "eu-central-1"}, "the IAM identity"),
+    ],
+)
+def test_the_principal_is_named_as_acls_name_it(settings: dict[str, str], whose: str) -> None:
+    assert check_login.principal(Settings(**settings)).startswith(whose)  # type: ignore[arg-type]
+
+
+async def test_each_source_of_tokens_has_its_remedy(tmp_path: Path) -> None:
+    login = {"kafka_security_protocol": "SASL_PLAINTEXT", "kafka_sasl_mechanism": "OAUTHBEARER"}
+    settings = Settings(**login, kafka_oauth_token_file=str(tmp_path / "token"))  # type: ignore[arg-type]
+    (missing,) = await check_login.examine(settings, source_of(settings))
+    assert (missing.check, missing.level) == ("login.token", Level.ERROR)
+    assert "projected serviceAccountToken" in missing.change
+    (tmp_path / "token").write_text("opaque")
+    given, whose = await check_login.examine(settings, source_of(settings))
+    assert given.found == f"the token file {tmp_path / 'token'} gives one"
+    assert whose.found == "unknown"
+    settings = Settings(**login, kafka_oauth_token_url="http://127.0.0.1:1/token")  # type: ignore[arg-type]
+    plain, away = await check_login.examine(settings, source_of(settings))
+    assert (plain.level, away.level) == (Level.WARNING, Level.ERROR)
+    assert "the network to it" in away.change
 
 
 @pytest.mark.parametrize(("version", "well"), [("6.0.20", False), ("6.2.0", True), ("7.2.4", True), ("10.1", True)])

@@ -237,6 +237,90 @@ def test_a_secret_is_read_from_a_file(tmp_path: Path) -> None:
     assert read(redis_file=str(file)).redis == "rediss://:hush@localhost"
 
 
+def test_a_secret_in_a_file_can_be_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("first\n")
+    settings = read(**without("kafka_sasl_password"), kafka_sasl_password_file=str(file))
+    file.write_text("second\n")
+    assert (settings.kafka_sasl_password, settings.secret("kafka_sasl_password")) == ("first", "second")
+    file.write_text("a\nb\n")
+    with pytest.raises(SettingsError, match=r"FENCEPOST_KAFKA_SASL_PASSWORD_FILE=.* is wrong: set printable"):
+        settings.secret("kafka_sasl_password")
+    assert read(**SASL).secret("kafka_sasl_password") == "hush"
+
+
+OAUTH: Final = {"kafka_security_protocol": "SASL_PLAINTEXT", "kafka_sasl_mechanism": "OAUTHBEARER"}
+CLIENT: Final = {
+    "kafka_oauth_token_url": "https://login.example/token?api=2",
+    "kafka_oauth_client_id": "me",
+    "kafka_oauth_client_secret": "hush",
+}
+
+
+def test_oauthbearer_needs_one_source_of_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("a.b.c")
+    by_file = {"kafka_oauth_token_file": str(file)}
+    by_region = {"kafka_oauth_aws_region": "eu-central-1"}
+    for source in (CLIENT, by_file, by_region):
+        assert read(**OAUTH, **source).kafka_oauth
+    needs = "FENCEPOST_KAFKA_SASL_MECHANISM=OAUTHBEARER needs one source of tokens"
+    choice = "set one of FENCEPOST_KAFKA_OAUTH_TOKEN_URL, FENCEPOST_KAFKA_OAUTH_TOKEN_FILE, FENCEPOST_KAFKA_OAUTH_AWS"
+    (line,) = lines(**OAUTH)
+    assert line.startswith(f"{needs}: {choice}")
+    (line,) = lines(**OAUTH, **by_file, **by_region)
+    assert line.startswith(f"{needs} and has several: {choice}")
+    file.unlink()
+    (line,) = lines(**OAUTH, **by_file)
+    assert line.endswith("cannot be read (No such file or directory): set a file that has the token")
+
+
+def test_a_token_endpoint_needs_a_client_and_means_nothing_for_other_mechanisms() -> None:
+    url = "FENCEPOST_KAFKA_OAUTH_TOKEN_URL"
+    assert lines(**OAUTH, kafka_oauth_token_url=CLIENT["kafka_oauth_token_url"]) == [
+        f"{url} needs FENCEPOST_KAFKA_OAUTH_CLIENT_ID: set it",
+        f"{url} needs FENCEPOST_KAFKA_OAUTH_CLIENT_SECRET: set it",
+    ]
+    (line,) = lines(**OAUTH, kafka_oauth_aws_region="eu-central-1", kafka_oauth_scope="kafka")
+    assert line == f"FENCEPOST_KAFKA_OAUTH_SCOPE means nothing without {url}: leave FENCEPOST_KAFKA_OAUTH_SCOPE empty"
+    (line,) = lines(**SASL, kafka_oauth_client_id="me")
+    assert line.startswith("FENCEPOST_KAFKA_OAUTH_CLIENT_ID means nothing without FENCEPOST_KAFKA_SASL_MECHANISM=OAUTH")
+    (line,) = lines(**OAUTH, **CLIENT, kafka_sasl_password="hush")
+    assert line.startswith(
+        "FENCEPOST_KAFKA_SASL_PASSWORD means nothing with FENCEPOST_KAFKA_SASL_MECHANISM=OAUTHBEARER"
+    )
+    (line,) = lines(**OAUTH, **CLIENT | {"kafka_oauth_token_url": "http://h/t"}, kafka_oauth_cafile="/none")
+    assert line.startswith("FENCEPOST_KAFKA_OAUTH_CAFILE means nothing without TLS")
+    (line,) = lines(**OAUTH, **CLIENT, kafka_oauth_cafile="/none")
+    assert line.startswith("FENCEPOST_KAFKA_OAUTH_CAFILE='/none' cannot be used")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kafka_oauth_token_url", "login.example/token"),
+        ("kafka_oauth_token_url", "ftp://login.example/token"),
+        ("kafka_oauth_token_url", "https://me:hush@login.example/token"),
+        ("kafka_oauth_token_url", "https://login.example/token#part"),
+        ("kafka_oauth_aws_region", "Frankfurt!"),
+        ("kafka_oauth_extensions", "logicalCluster"),
+        ("kafka_oauth_extensions", "auth=x"),
+        ("kafka_oauth_extensions", "a=b,"),
+        ("kafka_oauth_extensions", "a1=b"),
+        ("kafka_oauth_extensions", "a=b\x01"),
+    ],
+)
+def test_a_wrong_part_of_oauthbearer_is_reported(name: str, text: str) -> None:
+    (line,) = lines(**{name: text})
+    assert line.startswith(f"FENCEPOST_{name.upper()}={text!r} is wrong: set ")
+
+
+def test_extensions_are_pairs() -> None:
+    given = read(**OAUTH, **CLIENT, kafka_oauth_extensions="logicalCluster=lkc-1,identityPoolId=pool-1=x")
+    assert given.kafka_oauth_extensions_by_name == {"logicalCluster": "lkc-1", "identityPoolId": "pool-1=x"}
+    assert read().kafka_oauth_extensions_by_name == {}
+
+
 def test_files_for_tls_need_tls() -> None:
     for name in ("kafka_ssl_cafile", "kafka_ssl_certfile", "kafka_ssl_keyfile"):
         (line,) = lines(**{name: "/a/file"})

@@ -1,12 +1,14 @@
 """Pins the private names of aiokafka that the service uses.
 
-Five are of clients: `_get_conn`, `_metadata_update`, `_conns`, `_on_connection_closed`, and `_client` of a consumer. No
-public method lets a subclass open connections, ask for metadata or hear of a connection's end.
+Seven are of clients: `_get_conn`, `_metadata_update`, `_md_synchronizer` and its `_sync_task`, `_conns`,
+`_on_connection_closed`, and `_client` of a consumer. No public method lets a subclass open connections, ask for
+metadata or hear of a connection's end.
 
-Five are of connections: `_writer`, `_requests`, `_versions`, `_last_action` and `_handle_frame`. The requests of a
-transaction go over the connections that aiokafka has logged in, between its own requests: connections of the service's
-own would need the logins (SASL, TLS), which are not public either. Responses come in the order of the requests, and
-`_requests` has both kinds in that order; `_last_action` tells aiokafka that a connection is not idle.
+Seven are of connections: `_writer`, `_requests`, `_versions`, `_last_action`, `_handle_frame`, `_do_sasl_handshake` and
+`_sasl_plain_password`. The requests of a transaction go over the connections that aiokafka has logged in, between its
+own requests, and each later login is aiokafka's: connections of the service's own would need the logins (SASL, TLS),
+which are not public either. Responses come in the order of the requests, and `_requests` has both kinds in that order;
+`_last_action` tells aiokafka that a connection is not idle.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ import importlib.metadata
 import inspect
 import subprocess
 import sys
+from typing import Any, Final
 
 import pytest
 from aiokafka.client import AIOKafkaClient, CoordinationType
@@ -27,8 +30,16 @@ from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBat
 from aiokafka.structs import BrokerMetadata, TopicPartition
 
 from deploy.places import ROOT
+from service.contract import SharedSettings
 from service.kafka.connection import BaseClient, Consumer
 from service.kafka.deadline import Abandoned, within
+from service.kafka.security import Security
+
+OPTIONS: Final[dict[str, Any]] = {
+    "client_id": "c",
+    "request_timeout_ms": 1_000,
+    "security": Security(SharedSettings()),
+}
 
 
 def test_the_pinned_version_is_installed() -> None:
@@ -56,7 +67,7 @@ def test_the_client_has_the_methods_that_are_called(name: str) -> None:
 
 
 async def test_the_client_keeps_topics_and_leaders_where_they_are_read() -> None:
-    client = BaseClient(bootstrap_servers="127.0.0.1:1")
+    client = BaseClient(bootstrap_servers="127.0.0.1:1", **OPTIONS)
     client.set_topics(["a", "c"])
     client.set_topics(["a"])
     client.add_topic("b")
@@ -76,6 +87,8 @@ async def test_a_connection_has_the_private_names_that_are_used() -> None:
     assert connection._versions == {}
     assert isinstance(connection._last_action, float)
     assert callable(connection._handle_frame)
+    assert callable(connection._do_sasl_handshake)
+    assert connection._sasl_plain_password is None
     connection.close()
 
 
@@ -111,7 +124,7 @@ async def test_metadata_is_asked_for_by_the_method_that_is_overridden(
     asks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Look-ups must not create topics, and a request for no topics must not return all."""
-    client = BaseClient(bootstrap_servers="127.0.0.1:1")
+    client = BaseClient(bootstrap_servers="127.0.0.1:1", **OPTIONS)
     connection = Asked()
 
     async def connected(*_: object, **__: object) -> Asked:
@@ -131,7 +144,7 @@ async def test_metadata_is_asked_for_by_the_method_that_is_overridden(
 
 
 async def test_a_consumer_uses_our_client() -> None:
-    options = {"bootstrap_servers": "127.0.0.1:1", "client_id": "c"}
+    options = {"bootstrap_servers": "127.0.0.1:1", **OPTIONS}
     consumer = Consumer(options, enable_auto_commit=False)
     assert isinstance(consumer._client, BaseClient)
     assert consumer._client._client_id == "c"

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 from aiokafka import errors
-from aiokafka.client import AIOKafkaClient
-from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.protocol.admin import ApiVersionResponse_v0
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.produce import ProduceResponse_v7
@@ -20,10 +18,13 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnResponse_v0, EndTxnR
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.contract import SharedSettings
 from service.kafka import connection as module
 from service.kafka.admin import RETRIABLE
 from service.kafka.connection import Client, ResponseReader
+from service.kafka.login import Connection
 from service.kafka.protocol import CODECS, AddPartitionsToTxnRequest, EndTxnRequest, ProduceRequest
+from service.kafka.security import Security
 
 VERSIONS = {0: (3, 11), 3: (0, 5), 18: (0, 0), 24: (0, 5), 26: (0, 5)}
 NODE = 1
@@ -138,22 +139,27 @@ class Broker:
             return await self.asked.get()
 
 
-Connect = Callable[..., Awaitable[tuple[Client, AIOKafkaConnection, Broker]]]
+def client_of(port: int) -> Client:
+    security = Security(SharedSettings())
+    return Client(bootstrap_servers=f"127.0.0.1:{port}", client_id="test", request_timeout_ms=2_000, security=security)
+
+
+Connect = Callable[..., Awaitable[tuple[Client, Connection, Broker]]]
 
 
 @pytest.fixture
 async def connect() -> AsyncIterator[Connect]:
     made: list[tuple[Client, asyncio.Server]] = []
 
-    async def connected(**versions: Any) -> tuple[Client, AIOKafkaConnection, Broker]:
+    async def connected(**versions: Any) -> tuple[Client, Connection, Broker]:
         broker = Broker(versions.get("versions", VERSIONS))
         server = await asyncio.start_server(broker.talk, "127.0.0.1", 0)
         broker.port = server.sockets[0].getsockname()[1]
-        client = Client(bootstrap_servers=f"127.0.0.1:{broker.port}", client_id="test", request_timeout_ms=2_000)
+        client = client_of(broker.port)
         made.append((client, server))
-        connection = await create_conn("127.0.0.1", broker.port, client_id="c", on_close=client._on_connection_closed)
-        ResponseReader.of(connection)
-        client._conns[NODE, 0] = connection
+        client.cluster.broker_metadata = lambda node: SimpleNamespace(host="127.0.0.1", port=broker.port)
+        connection = await client._get_conn(NODE)
+        assert connection is not None
         return client, connection, broker
 
     yield connected
@@ -358,15 +364,14 @@ async def test_a_connection_that_was_reset_is_replaced_and_not_written_to(
 async def test_a_connection_that_ends_with_its_login_is_a_failure_that_is_tried_again(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aiokafka returns a connection that its reader has just closed to a second waiter."""
+    """Its reader may close a connection between its login and its first use."""
     client, connection, _ = await connect()
     connection.close()
 
-    async def closed(*_: object, **__: object) -> AIOKafkaConnection:
+    async def closed(*_: object, **__: object) -> Connection:
         return connection
 
-    monkeypatch.setattr(AIOKafkaClient, "_get_conn", closed)
-    assert await client._get_conn(NODE) is connection
+    monkeypatch.setattr(client, "_get_conn", closed)
     with pytest.raises(RETRIABLE):
         await client.send(NODE, END)
 
@@ -385,7 +390,7 @@ async def test_an_unreferenced_connection_is_closed_with_a_warning(connect: Conn
 
 
 async def test_try_send_without_a_connection_sends_nothing_and_an_unknown_node_is_not_ready() -> None:
-    client = Client(bootstrap_servers="127.0.0.1:1", client_id="test", request_timeout_ms=2_000)
+    client = client_of(1)
     assert client.try_send(NODE, END) is None
     with pytest.raises(errors.NodeNotReadyError):
         await client.send(NODE, END)

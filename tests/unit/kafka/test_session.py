@@ -67,6 +67,21 @@ async def test_a_transaction_is_four_requests_each_sent_once() -> None:
     assert ledger == (0, 0, [repr(places).encode()])
 
 
+async def test_sessions_are_renewed_between_two_transactions_and_never_amid_one() -> None:
+    producer, kafka = transactional()
+    producer.begin_early([("a", 0), LEDGER])
+    kafka.has_due_session = True
+    await write(producer, record("a", 0))
+    assert "renewal" not in [request for _, request in kafka.requests]
+    kafka.requests.clear()
+    producer.begin_early([("a", 0), LEDGER])
+    await asyncio.sleep(0.01)
+    assert kafka.requests == [], "it waits for the renewal"
+    await write(producer, record("a", 0))
+    assert [request for _, request in kafka.requests].index("renewal") == 0
+    assert len(kafka.sent(AddPartitionsToTxnRequest)) == 1
+
+
 async def test_a_transaction_that_is_open_is_not_begun_again() -> None:
     producer, kafka = transactional()
     producer.begin_early([("a", 0), ("a", 1), LEDGER])

@@ -80,8 +80,20 @@ capabilities:
 {{- with .Values.kafka.saslTls }}{{ if .enabled }}
 {{- $_ := set $settings "FENCEPOST_KAFKA_SECURITY_PROTOCOL" "SASL_SSL" -}}
 {{- $_ := set $settings "FENCEPOST_KAFKA_SASL_MECHANISM" .mechanism -}}
+{{- if ne .mechanism "OAUTHBEARER" }}
 {{- $_ := set $settings "FENCEPOST_KAFKA_SASL_USERNAME" .username -}}
 {{- $_ := set $settings "FENCEPOST_KAFKA_SASL_PASSWORD_FILE" "/etc/fencepost-kafka/password" -}}
+{{- else if .oauth.tokenAudience }}
+{{- $_ := set $settings "FENCEPOST_KAFKA_OAUTH_TOKEN_FILE" "/etc/fencepost-kafka/token" -}}
+{{- else }}
+{{- $_ := set $settings "FENCEPOST_KAFKA_OAUTH_TOKEN_URL" .oauth.tokenUrl -}}
+{{- $_ := set $settings "FENCEPOST_KAFKA_OAUTH_CLIENT_ID" .oauth.clientId -}}
+{{- $_ := set $settings "FENCEPOST_KAFKA_OAUTH_CLIENT_SECRET_FILE" "/etc/fencepost-kafka/client-secret" -}}
+{{- if .oauth.scope }}{{ $_ := set $settings "FENCEPOST_KAFKA_OAUTH_SCOPE" .oauth.scope }}{{ end -}}
+{{- end }}
+{{- if and .oauth.extensions (eq .mechanism "OAUTHBEARER") }}
+{{- $_ := set $settings "FENCEPOST_KAFKA_OAUTH_EXTENSIONS" .oauth.extensions -}}
+{{- end }}
 {{- $_ := set $settings "FENCEPOST_KAFKA_SSL_CAFILE" "/etc/fencepost-kafka/ca.crt" -}}
 {{- end }}{{ end }}
 {{- if .Values.redis.tls }}{{ $_ := set $settings "FENCEPOST_REDIS_CAFILE" "/etc/fencepost-redis/ca.crt" }}{{ end }}
@@ -99,6 +111,26 @@ capabilities:
 {{- end }}
 {{- range $name, $value := .Values.settings }}{{ $_ := set $settings $name (toString $value) }}{{ end }}
 {{- toYaml $settings }}
+{{- end }}
+
+{{/* The volume with what the login at Kafka needs. */}}
+{{- define "fencepost.kafkaVolume" -}}
+- name: kafka
+  {{- with .Values.kafka.saslTls }}
+  {{- if and (eq .mechanism "OAUTHBEARER") .oauth.tokenAudience }}
+  projected:
+    sources:
+      - secret:
+          name: {{ .secret }}
+      - serviceAccountToken:
+          audience: {{ .oauth.tokenAudience }}
+          expirationSeconds: {{ .oauth.tokenSeconds }}
+          path: token
+  {{- else }}
+  secret:
+    secretName: {{ .secret }}
+  {{- end }}
+  {{- end }}
 {{- end }}
 
 {{/* The files at /etc/fencepost, as YAML. */}}
@@ -123,6 +155,14 @@ capabilities:
 {{- end -}}
 {{- if lt $most (.Values.autoscaling.minReplicas | int) -}}
 {{- fail (printf "autoscaling.maxReplicas is less than minReplicas: set it to %d or more" (.Values.autoscaling.minReplicas | int)) -}}
+{{- end -}}
+{{- with .Values.kafka.saslTls -}}
+{{- if and .enabled (eq .mechanism "OAUTHBEARER") (eq (empty .oauth.tokenUrl) (empty .oauth.tokenAudience)) -}}
+{{- fail "kafka.saslTls.mechanism OAUTHBEARER needs one source of tokens: set oauth.tokenUrl or oauth.tokenAudience" -}}
+{{- end -}}
+{{- if and .enabled .oauth.tokenUrl (not .oauth.clientId) -}}
+{{- fail "kafka.saslTls.oauth.tokenUrl needs oauth.clientId: set it" -}}
+{{- end -}}
 {{- end -}}
 {{- if and .Values.redis.tls .Values.redis.url (not (hasPrefix "rediss://" .Values.redis.url)) -}}
 {{- fail "redis.tls needs a redis.url that begins with rediss://" -}}

@@ -1,0 +1,96 @@
+"""A connection that logs in, and logs in again before its session ends (KIP-368).
+
+A broker with `connections.max.reauth.ms`, or with tokens that end, tells at each login how long the session lasts, and
+ends a connection that sends a request later without another login. Another login is two requests or three on the same
+connection, between other requests. aiokafka implements the first login only.
+"""
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from aiokafka import errors
+from aiokafka.conn import AIOKafkaConnection, CloseReason
+from aiokafka.protocol.admin import SaslAuthenticateRequest
+
+from service.kafka.security import Security
+from service.kafka.tokens import TokenRefused
+
+# A session is renewed after a share of its time between these two, so that connections do not all log in at once.
+RENEW_SHARES: Final = (0.80, 0.90)
+# After this share it is renewed before any request, also amid a transaction, whose next request would else be lost.
+ENDS_SHARE: Final = 0.95
+# Kafka refuses a login that follows another one on the same connection within a second.
+AGAIN_LEAST_S: Final = 1.1
+# The pause until a renewal is tried again that had no token yet.
+POSTPONED_S: Final = 0.1
+# For the token and the login.
+RENEW_TIMEOUT_S: Final = 6.0
+
+# Login errors that a retry does not change.
+LOGIN_ERRORS: Final = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismError, TokenRefused)
+# RFC 7628, section 3.2.3: the client's part of a refused login, after which the broker sends the error.
+_REFUSAL_READ: Final = b"\x01"
+
+
+class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no types
+    """A connection to a broker. Times are by time.monotonic, and infinite if the session has no end."""
+
+    def __init__(self, host: str, port: int, security: Security, **options: Any) -> None:
+        super().__init__(host, port, **options, **security.options())
+        self._security = security
+        self.renew_at = math.inf  # from when on the session is renewed as soon as no transaction is open
+        self.ends_at = math.inf  # from when on nothing else may be sent
+        self.check: asyncio.Task[None] | None = None  # a probe or a renewal; nothing else may be sent meanwhile
+
+    def send(self, request: Any, expect_response: bool = True) -> Coroutine[Any, Any, Any]:
+        response: Coroutine[Any, Any, Any] = super().send(request, expect_response)
+        return self._login_step(response) if isinstance(request, SaslAuthenticateRequest) else response
+
+    async def _login_step(self, response: Coroutine[Any, Any, Any]) -> Any:
+        """Await a response of the login, note the end of the session, and have a refused token's error told."""
+        sent_at = time.monotonic()
+        answer = await response
+        if answer.error_code == errors.NoError.errno:
+            if answer.sasl_auth_bytes and self._security.tokens is not None:
+                return await super().send(SaslAuthenticateRequest(_REFUSAL_READ))
+            self._note_session(sent_at, getattr(answer, "session_lifetime_ms", 0))  # from version 1 on
+        return answer
+
+    def _note_session(self, since: float, lifetime_ms: int) -> None:
+        """Note a session that began no earlier than `since`; 0: it has no end."""
+        self.renew_at = self.ends_at = math.inf
+        if lifetime_ms > 0:
+            lifetime_s = lifetime_ms / 1000
+            share = random.uniform(*RENEW_SHARES)  # noqa: S311
+            self.renew_at = since + max(share * lifetime_s, AGAIN_LEAST_S)
+            self.ends_at = since + max(ENDS_SHARE * lifetime_s, AGAIN_LEAST_S)
+
+    def close(self, reason: CloseReason | None = None, exc: BaseException | None = None) -> Any:
+        self.renew_at = self.ends_at = math.inf
+        return super().close(reason, exc)
+
+    async def renew(self) -> None:
+        """Log in again. Where that fails, the connection is closed, and the one that replaces it logs in anew.
+
+        Without a new token the renewal is postponed, for as long as the session lasts.
+        """
+        if not self._security.is_ready and time.monotonic() < self.ends_at:
+            self._security.prepare()
+            self.renew_at = min(time.monotonic() + POSTPONED_S, self.ends_at)
+            return
+        try:
+            async with asyncio.timeout(RENEW_TIMEOUT_S):
+                if self._security.tokens is not None:
+                    await self._security.tokens.token()  # before the broker waits for it
+                else:
+                    self._sasl_plain_password = self._security.password
+                await self._do_sasl_handshake()
+        except (errors.KafkaError, OSError, ValueError) as error:  # OSError: also TimeoutError; ValueError: of SCRAM
+            self.close(CloseReason.AUTH_FAILURE, error)
+        except BaseException:  # the broker may wait for the rest of a login
+            self.close(CloseReason.AUTH_FAILURE)
+            raise

@@ -1,0 +1,33 @@
+"""The supported versions of Kafka: `python -m tests.kafka_versions` runs tests of the service's Kafka client on each.
+
+The broker of all other tests is the one of `deploy/install/kafka.lock`.
+"""
+
+import os
+from pathlib import Path
+from typing import Final
+
+from deploy.console import StackError
+from deploy.install import jars
+
+LOCKS: Final = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.lock"))}
+VARIABLE: Final = "TEST_KAFKA"
+TESTS: Final = (
+    "tests/contract/test_producer_and_slot.py",
+    "tests/contract/test_vectors.py",
+    "tests/integration/test_http_events.py",
+    "tests/integration/test_batches.py",
+    "tests/integration/test_idempotent.py",
+    "tests/integration/test_reading.py",
+    "tests/integration/test_managed.py",
+)
+
+
+def use() -> None:
+    """Have the brokers of this process run the version that TEST_KAFKA names, if it does. Raises StackError."""
+    wanted = os.environ.get(VARIABLE)
+    if not wanted:
+        return
+    if wanted not in LOCKS:
+        raise StackError(f"{VARIABLE}={wanted} is no version that has a lock: set one of {', '.join(LOCKS)}")
+    jars.LOCKS["kafka"] = LOCKS[wanted]

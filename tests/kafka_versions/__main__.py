@@ -1,0 +1,42 @@
+"""Fetches supported versions of Kafka into the cache, and runs the tests of the service's Kafka client on each.
+
+    python -m tests.kafka_versions            every version
+    python -m tests.kafka_versions 3.9 4.0
+
+Exit status: 0 when the tests passed on every version, 1 when they failed on one.
+"""
+
+import os
+import subprocess
+import sys
+
+from deploy import places
+from deploy.console import StackError, run, say
+from deploy.install import jars
+from tests.kafka_versions import LOCKS, TESTS, VARIABLE
+
+
+def broker_of(name: str) -> str:
+    """Return the exact version of a lock's broker."""
+    return next(jar.version for jar in jars.read_lock("kafka", LOCKS[name]) if jar.artifact == "kafka_2.13")
+
+
+def main() -> int:
+    wanted = sys.argv[1:] or [*LOCKS]
+    if unknown := [name for name in wanted if name not in LOCKS]:
+        raise StackError(f"no lock for Kafka {', '.join(unknown)}: there are {', '.join(LOCKS)}")
+    failed = []
+    for name in wanted:
+        jars.ensure(jars.read_lock("kafka", LOCKS[name]))
+        say(f"Kafka {broker_of(name)} ...")
+        command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", *TESTS]
+        done = subprocess.run(command, cwd=places.ROOT, env={**os.environ, VARIABLE: name}, check=False)
+        if done.returncode:
+            failed.append(name)
+    versions = ", ".join(f"{name} ({broker_of(name)})" for name in failed or wanted)
+    say(f"failed on Kafka {versions}" if failed else f"passed on Kafka {versions}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    run(main)
