@@ -109,6 +109,7 @@ class Service:
             timeout_s=min(settings.request_timeout_ms, settings.lease_ttl_ms) / 1000,
             telemetry=self.telemetry,
             tls=settings.redis_tls,
+            sentinel_login=settings.redis_sentinel_login,
         )
         self.topics = InternalTopics(self.cluster, settings, rules.longest_ttl_s)
         self.topic_metadata = TopicMetadataCache(self.cluster)

@@ -383,12 +383,23 @@ function settling.recover()
   return {'OK', 1}
 end
 
--- recover_read: store nonce ttl slots. Returns `applied` of each slot, -1 if there is none or keys were evicted.
+-- Whether the keys came one by one from another node of a cluster, because their hash slot was moved: nothing proves
+-- that all came. A replica that was promoted got them in their order, and has the old master_replid as its second one.
+local function was_moved()
+  if info_field('cluster', 'cluster_enabled:') ~= '1' then return false end
+  local held = redis.call('GET', P .. 'g')
+  if not held then return true end
+  local replication, last = redis.call('INFO', 'replication'), string.sub(held, -40)
+  return id_in(replication, 'master_replid:') ~= last and id_in(replication, 'master_replid2:') ~= last
+end
+
+-- recover_read: store nonce ttl slots. Returns `applied` of each slot, -1 if there is none, keys were evicted, or the
+-- hash slot was moved.
 function settling.recover_read()
   if store() ~= ARGV[2] or redis.call('GET', P .. 'n') ~= ARGV[3] then return {'STORE_LOST'} end
   redis.call('PEXPIRE', P .. 'n', ARGV[4])
   local answers = {'OK'}
-  local is_incomplete = has_evicted()
+  local is_incomplete = has_evicted() or was_moved()
   for slot = 0, ARGV[5] - 1 do answers[#answers + 1] = is_incomplete and -1 or hash_number('a', slot) end
   return answers
 end

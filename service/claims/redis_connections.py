@@ -1,4 +1,4 @@
-"""A bounded pool of connections to Redis, last in first out, that closes idle connections."""
+"""Bounded pools of connections to Redis, last in first out, that close idle connections."""
 
 import asyncio
 import contextlib
@@ -7,19 +7,29 @@ import time
 from collections import deque
 from typing import Final
 
-from redis.asyncio import Connection, ConnectionPool, SSLConnection
+import structlog
+from redis.asyncio import Connection, ConnectionPool
 from redis.exceptions import RedisError
 
+from service.claims.redis_seeds import Address, Seeds, make_connection
 from service.core.problems import StoreAway
+
+log = structlog.get_logger(__name__)
 
 # Connections of this process. A slot's group uses two or three; Redis takes 10,000 clients by default.
 CONNECTIONS_MAX: Final = 128
 # A connection that was idle for longer is closed and not used: a firewall may have dropped it.
 IDLE_S: Final = 10.0
+# For an answer of sentinels or nodes while a primary is known: less than a probe of the readiness waits.
+REFRESH_S: Final = 1.0
+NOBODY: Final = "Redis: no sentinel or node names the primary in time"
 
 
 class Connections:
-    """A connection pool. redis-py's own uses more CPU for each command, and never closes the connections of a burst."""
+    """Connections to one server, or to one name that leads to it.
+
+    redis-py's own pool uses more CPU for each command, and never closes the connections of a burst.
+    """
 
     def __init__(self, pool: ConnectionPool, timeout_s: float, tls: ssl.SSLContext | None) -> None:
         """Open nothing yet; redis-py's `pool` only makes connections, and holds none."""
@@ -60,11 +70,25 @@ class Connections:
             old, _ = self._idle.popleft()
             await old.disconnect(nowait=True)
 
-    async def close_idle(self) -> None:
+    async def close(self) -> None:
+        await self._close_idle()
+
+    async def _close_idle(self) -> None:
         """Close the connections that are not in use."""
         idle, self._idle = self._idle, deque()
         for connection, _ in idle:
             await connection.disconnect()
+
+    async def resolve_again(self) -> None:
+        """Have the next calls resolve the address of the primary again."""
+        await self._close_idle()
+
+    async def refresh(self) -> None:
+        """Find out whether another server is the primary now; nobody tells this of a single server."""
+
+    async def lead_to(self, primary: Address) -> bool:
+        """Connect to this server from now on; False where the connections have one address."""
+        return False
 
     async def _idle_one(self) -> Connection | None:
         """Take the connection that was used last, if the server has not closed it."""
@@ -77,10 +101,11 @@ class Connections:
         return None
 
     async def _new(self) -> Connection:
-        connection: Connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
-        if self._tls is not None and isinstance(connection, SSLConnection):
-            # redis-py's own context would trust the system's CAs besides the one that is set.
-            connection.ssl_context.context = self._tls
+        return await self._connect(None)
+
+    async def _connect(self, address: Address | None) -> Connection:
+        """Open a connection to an address, or to that of the pool's URL. Raises StoreAway."""
+        connection = make_connection(self._pool, address, self._tls)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await connection.connect()  # type: ignore[no-untyped-call]
@@ -88,3 +113,75 @@ class Connections:
             await connection.disconnect(nowait=True)
             raise StoreAway(f"Redis does not answer: {str(error) or type(error).__name__}") from error
         return connection
+
+
+class FollowingConnections(Connections):
+    """Connections to the present primary, as sentinels or the nodes of a cluster name it."""
+
+    def __init__(self, pool: ConnectionPool, timeout_s: float, tls: ssl.SSLContext | None, seeds: Seeds) -> None:
+        super().__init__(pool, timeout_s, tls)
+        self.seeds = seeds
+        self._primary: Address | None = None  # None: to be asked before the next connection
+        self._finding = asyncio.Lock()
+
+    async def give_back(self, connection: Connection, *, usable: bool) -> None:
+        """As for one server; a connection to an earlier primary is closed."""
+        await super().give_back(connection, usable=usable and (connection.host, connection.port) == self._primary)
+
+    async def close(self) -> None:
+        await super().close()
+        await self.seeds.close()
+
+    async def refresh(self) -> None:
+        """Ask the seeds for the primary, and leave an earlier one. Raises StoreAway if none is known.
+
+        Without an answer the known primary is used on: the keys may be there although all sentinels are away.
+        """
+        known = self._primary
+        try:
+            primary = await self._named(self._timeout_s if known is None else REFRESH_S)
+        except StoreAway:
+            if known is None:
+                raise
+            return
+        await self.lead_to(primary)
+
+    async def lead_to(self, primary: Address) -> bool:
+        """Connect to this server from now on, and close the idle connections to another one."""
+        if self._primary != primary:
+            log.info("primary of Redis", host=primary[0], port=primary[1])
+            self._primary = primary
+            await self._close_idle()
+        return True
+
+    async def _new(self) -> Connection:
+        address = self._primary
+        if address is None:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    address = await self._find()
+            except TimeoutError as error:
+                raise StoreAway(NOBODY) from error
+        try:
+            return await self._connect(address)
+        except StoreAway:
+            if self._primary == address:
+                self._primary = None
+            raise
+
+    async def _find(self) -> Address:
+        """Find the primary, once for all connections that wait for it. Raises StoreAway."""
+        async with self._finding:
+            if self._primary is not None:
+                return self._primary
+            primary = await self._named(self._timeout_s)
+            await self.lead_to(primary)
+            return primary
+
+    async def _named(self, timeout_s: float) -> Address:
+        """Ask the seeds for the primary. Raises StoreAway."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return (await self.seeds.newest()).primary
+        except TimeoutError as error:
+            raise StoreAway(NOBODY) from error

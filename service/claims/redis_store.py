@@ -13,22 +13,27 @@ from typing import Any, Final, Protocol
 
 import structlog
 from hiredis import pack_command
-from redis.asyncio import ConnectionPool
+from redis.asyncio import Connection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.crc import key_slot
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     BusyLoadingError,
-    MasterDownError,
+    ClusterDownError,
+    MovedError,
     NoScriptError,
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 
 from service.claims.rates import Ask, Granted
-from service.claims.redis_connections import Connections
-from service.claims.redis_requirements import NO_EVICTION, SECTIONS, unmet_demands
+from service.claims.redis_connections import Connections, FollowingConnections
+from service.claims.redis_requirements import NO_EVICTION, SECTIONS, Demand, script_demand, unmet_demands
+from service.claims.redis_seeds import Address, OfCluster, OfSentinels, Seeds, WronglyAddressed
 from service.claims.state_codec import AT, CorruptState, RowPacker, unpack, unpack_claim
 from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome, Row
 from service.contract import PREFIX, SettingsError
@@ -36,6 +41,7 @@ from service.contract.wire import newer_version
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, StoreAway, StoreBug, StoreIncomplete, StoreLost, StoreUnanswered
+from service.core.redis_address import RedisAddress
 from service.core.shared_timeout import SharedTimeout
 
 log = structlog.get_logger(__name__)
@@ -64,6 +70,9 @@ _NO_DATABASE: Final = ("DB index is out of range", "SELECT is not allowed")
 # the first write of a script, so nothing was written. redis-py removes the code OOM.
 _TAKES_NO_WRITES: Final = re.compile(
     r"(?:^|@user_script: ?\d+: -)(?:OOM|BUSY|NOREPLICAS|READONLY|LOADING|MASTERDOWN|MISCONF)\b|^command not allowed"
+    # A cluster without a majority, or a hash slot that is being moved: refused at the first access too.
+    r"|Script attempted to execute a (?:write )?command while the cluster is down"
+    r"|Script attempted to access a (?:slot not served|non local key)"
 )
 
 
@@ -238,10 +247,11 @@ class RedisKeys:
         timeout_s: float,
         telemetry: Telemetry,
         tls: ssl.SSLContext | None = None,
+        sentinel_login: tuple[str, str] = ("", ""),
     ) -> None:
-        """Connect to nothing yet. Raises SettingsError as `check_url` does."""
-        self._connections = Connections(_pool_of(url, timeout_s), timeout_s, tls)
+        """Connect to nothing yet; `url` is an address as RedisAddress reads it. Raises SettingsError as `check_url`."""
         self._prefix = f"{{{namespace}:0}}"
+        self._connections = _connections_of(url, self._prefix, timeout_s, tls, sentinel_login)
         self._rows = RowPacker(f"{self._prefix}k".encode(), retention_ms)
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
@@ -262,15 +272,21 @@ class RedisKeys:
         self._rates_sha = _sha_of(self._rates_script)
 
     async def close(self) -> None:
-        await self._connections.close_idle()
+        await self._connections.close()
 
     async def resolve_again(self) -> None:
-        await self.close()
+        await self._connections.resolve_again()
 
     async def check(self) -> None:
-        """Raise SettingsError for a server that cannot keep the guarantee, with a line for each thing to change."""
+        """Raise SettingsError for a server that cannot keep the guarantee, with a line for each thing to change.
+
+        Raises StoreAway for a replica that sentinels or a cluster name: they soon name its primary.
+        """
         try:
+            await self._connections.refresh()
             info = await self._info(*SECTIONS)
+        except WronglyAddressed as error:
+            raise SettingsError(str(error)) from None
         except (StoreAway, StoreUnanswered) as error:
             if isinstance(error.__cause__, AuthenticationError):  # NOAUTH, whose text names commands, or WRONGPASS
                 raise SettingsError(
@@ -280,8 +296,26 @@ class RedisKeys:
             if any(words in str(error) for words in _NO_DATABASE):
                 raise SettingsError(f"{PREFIX}REDIS names a database that this server does not have: set /0") from None
             raise
-        if wrong := unmet_demands(info):
+        if self.follows and info.get("role") != "master":
+            raise StoreAway(f"Redis: the server that is named as the primary has the role {info.get('role')}")
+        if wrong := unmet_demands(info, await self.try_script()):
             raise SettingsError("\n".join(wrong))
+
+    @property
+    def follows(self) -> bool:
+        """Whether sentinels or the nodes of a cluster tell which server is the primary."""
+        return isinstance(self._connections, FollowingConnections)
+
+    async def try_script(self) -> Demand:
+        """Find out whether the server runs a script on a key of the namespace. Raises StoreAway, StoreUnanswered."""
+        try:
+            await self._run("who")
+        except (StoreAway, StoreUnanswered) as error:
+            cause = error.__cause__
+            if isinstance(cause, ResponseError) and (isinstance(cause, MovedError) or not isinstance(error, StoreAway)):
+                return script_demand(cause)
+            raise
+        return script_demand(None)
 
     async def memory(self) -> tuple[int, int]:
         """Read the bytes that Redis uses, and its limit: maxmemory, or if that is not set its machine's memory."""
@@ -292,6 +326,7 @@ class RedisKeys:
     # ---------------------------------------------------------------------------------------------- operations
 
     async def who(self) -> Identity:
+        await self._connections.refresh()
         store, held, policy = (part.decode() for part in await self._call("who"))
         evicts = "" if policy == NO_EVICTION else policy
         if not held:
@@ -502,14 +537,17 @@ class RedisKeys:
             self._errors.labels(ERRORS[StoreBug]).inc()
             raise
         except (StoreLost, StoreAway, StoreUnanswered) as error:
-            self._errors.labels(ERRORS[type(error)]).inc()
+            kind = next(kind for kind in type(error).__mro__ if kind in ERRORS)
+            self._errors.labels(ERRORS[kind]).inc()
             raise
 
     async def _run(self, operation: str, *arguments: str | int | bytes) -> list[Any]:
         """Run an operation of claims.lua; returns its reply after OK. Raises what its other replies mean."""
         try:
             answer = await self._send("EVALSHA", self._sha, 1, self._prefix, operation, *arguments)
-        except NoScriptError:  # nothing ran
+        except (NoScriptError, StoreMoved) as error:  # nothing ran
+            if isinstance(error, StoreMoved) and not await self._connections.lead_to(error.primary):
+                raise
             answer = await self._send("EVAL", self._script, 1, self._prefix, operation, *arguments)
         match answer:
             case [b"OK", *rest]:
@@ -554,11 +592,11 @@ class RedisKeys:
                 answer = await connection.read_response()
             answered = True
             return answer
-        except (NoScriptError, ReadOnlyError, MasterDownError) as error:  # their texts lack the code
+        except (NoScriptError, ReadOnlyError, AskError, TryAgainError, ClusterDownError) as error:
             answered = True
             if isinstance(error, NoScriptError):
                 raise
-            raise StoreAway(f"Redis: {error}") from error
+            raise _refused_by(error, connection) from error
         except ResponseError as error:
             answered = True
             if _TAKES_NO_WRITES.search(str(error)):
@@ -573,9 +611,53 @@ class RedisKeys:
             await self._connections.give_back(connection, usable=answered)
 
 
+class StoreMoved(StoreAway):
+    """Another node of the cluster serves the keys of the namespace: `primary`."""
+
+    def __init__(self, text: str, primary: Address) -> None:
+        super().__init__(text)
+        self.primary = primary
+
+
+def _refused_by(error: ResponseError, connection: Connection) -> StoreAway:
+    """Explain an error before anything ran. The texts of these classes lack the code of the reply.
+
+    ASK is not followed: while a hash slot is moved key by key, its keys are on two servers. A script on either would
+    not see the others, and what it wrote for a key that is still to be moved would be overwritten by the older one.
+    """
+    match error:
+        case MovedError():
+            primary = (error.host or connection.host, error.port)
+            return StoreMoved(f"Redis: the keys are on {primary[0]}:{primary[1]} of its cluster", primary)
+        case AskError() | TryAgainError():
+            return StoreAway(f"Redis: the hash slot of the keys is being moved to another node ({error})")
+    return StoreAway(f"Redis: {error}")
+
+
 def check_url(url: str) -> None:
     """Raise SettingsError for a URL with a query that redis-py does not take."""
-    _pool_of(url, None)
+    _pool_of(RedisAddress.parse(url).url, None)
+
+
+def _connections_of(
+    url: str, prefix: str, timeout_s: float, tls: ssl.SSLContext | None, sentinel_login: tuple[str, str]
+) -> Connections:
+    """Make the connections to an address, for keys with a prefix. Raises SettingsError."""
+    address = RedisAddress.parse(url)
+    pool = _pool_of(address.url, timeout_s)
+    match address.kind:
+        case "server":
+            return Connections(pool, timeout_s, tls)
+        case "cluster":
+            question = OfCluster(key_slot(prefix.encode()))
+            return FollowingConnections(pool, timeout_s, tls, Seeds(pool, address.seeds, question, timeout_s, tls))
+        case "sentinel":
+            # Sentinels have users and passwords of their own, and no databases.
+            asking = _pool_of(address.url, timeout_s)
+            username, password = sentinel_login
+            asking.connection_kwargs |= {"username": username or None, "password": password or None, "db": 0}
+            seeds = Seeds(asking, address.seeds, OfSentinels(address.name), timeout_s, tls)
+            return FollowingConnections(pool, timeout_s, tls, seeds)
 
 
 def _pool_of(url: str, connect_timeout_s: float | None) -> ConnectionPool:

@@ -1,11 +1,13 @@
 """Checks the Redis server: pure functions of its INFO, with its field names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from service.claims.redis_requirements import demands
+from service.claims.redis_requirements import Demand, demands
+from service.claims.redis_seeds import View
 from service.cli.finding import Finding, Level, judged
+from service.core.problems import StoreAway
 from service.core.settings import Settings
 
 # Memory of a key and its state, with Redis's overhead (measured by tests/bench sizes).
@@ -18,8 +20,7 @@ MEMORY_SHARE: Final = 0.7
 
 def server(info: Mapping[str, str]) -> Iterator[Finding]:
     """Check the demands of the service at its start, and persistence."""
-    for demand in demands(info):
-        yield judged(f"redis.{demand.name}", demand.met, demand.found, demand.change)
+    yield from map(demanded, demands(info))
     failing = [name for name in ("rdb_last_bgsave_status", "aof_last_write_status") if info.get(name, "ok") != "ok"]
     saves = "append-only file" if info.get("aof_enabled") == "1" else "snapshots, where `save` says so"
     yield judged(
@@ -28,6 +29,56 @@ def server(info: Mapping[str, str]) -> Iterator[Finding]:
         f"{' and '.join(failing)} is not ok" if failing else f"{saves}; the ledger has it all anyway",
         "look at its log and its disk, or turn saving off: it refuses writes while saving fails",
     )
+
+
+def demanded(demand: Demand) -> Finding:
+    """Turn a demand of the service at its start into a finding."""
+    return judged(f"redis.{demand.name}", demand.met, demand.found, demand.change)
+
+
+def seeds(views: Sequence[View], errors: Sequence[StoreAway], kind: str) -> Iterator[Finding]:
+    """Check that sentinels or cluster nodes answer, and agree on the primary. `kind`: which, empty for one server."""
+    if not kind:
+        return
+    asked = len(views) + len(errors)
+    majority = len(views) > asked // 2
+    yield judged(
+        "redis.sentinels" if kind == "sentinel" else "redis.nodes",
+        not errors,
+        "; ".join([f"{len(views)} of {asked} answer", *map(str, errors)]),
+        "start the others, or correct FENCEPOST_REDIS and the network to them: it lists the addresses that are asked",
+        Level.WARNING if majority else Level.ERROR,
+    )
+    primaries = sorted({f"{host}:{port}" for host, port in (view.primary for view in views)})
+    if primaries:
+        yield judged(
+            "redis.agreement",
+            len(primaries) == 1,
+            f"primary {' or '.join(primaries)}",
+            "end the partition between them: the service follows the newest configuration",
+            Level.WARNING,
+        )
+
+
+def replicas(info: Mapping[str, str], kind: str) -> Iterator[Finding]:
+    """Check that a server with sentinels or in a cluster has a replica, and that a cluster is addressed as one."""
+    if not kind and info.get("cluster_enabled", "0") == "1":
+        yield judged(
+            "redis.cluster",
+            False,
+            "cluster mode, addressed as one server",
+            "set FENCEPOST_REDIS=redis+cluster://host:port,host:port: else the service does not follow its keys",
+            Level.WARNING,
+        )
+    if kind:
+        count = int(info.get("connected_slaves", 0))
+        yield judged(
+            "redis.replicas",
+            count > 0,
+            f"{count} connected",
+            "add one: without a replica nothing can take the place of the primary",
+            Level.WARNING,
+        )
 
 
 def allocator(info: Mapping[str, str]) -> Iterator[Finding]:

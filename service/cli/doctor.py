@@ -26,6 +26,7 @@ from service.cli.redis_view import KeysView
 from service.contract import Rules
 from service.contract.wire import LedgerRecord, WireError, decode_ledger, encode_answers, transactional_id
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
+from service.core.redis_address import kind_of
 from service.core.settings import Settings
 from service.kafka.acl_inspector import AclInspector, ClusterSnapshot, Operation
 from service.kafka.admin import Topic
@@ -178,19 +179,33 @@ async def _brokers_clock(kafka: AclInspector, settings: Settings, requests: str,
 
 
 async def _redis(keys: KeysView, settings: Settings, rate: Rate | None, now: Now) -> list[Finding]:
+    seeds = check_redis.seeds(*await keys.seeds(), kind_of(settings.redis))
     try:
         info = await keys.info()
         clock = await _measure(keys.clock_ms, now)
     except (StoreAway, StoreUnanswered) as error:
         change = "check FENCEPOST_REDIS (and its password), the network, and FENCEPOST_REDIS_CAFILE"
-        return [Finding("redis.reachable", Level.ERROR, str(error), change)]
+        return [*seeds, Finding("redis.reachable", Level.ERROR, str(error), change)]
     return [
+        *seeds,
         Finding("redis.reachable", Level.OK, "answers"),
         *check_redis.server(info),
+        await _script(keys),
+        *check_redis.replicas(info, kind_of(settings.redis)),
         *check_redis.memory(info, settings, rate),
         *check_redis.allocator(info),
         check_clocks.clock("clocks.redis", "Redis's", clock),
     ]
+
+
+async def _script(keys: KeysView) -> Finding:
+    """Run a script as the service does, on a key of the namespace."""
+    try:
+        demand = await keys.try_script()
+    except (StoreAway, StoreUnanswered) as error:
+        change = "look at its log, and at the state of its cluster: the service waits until a script runs"
+        return Finding("redis.script", Level.ERROR, str(error), change)
+    return check_redis.demanded(demand)
 
 
 async def _measure(clock: Callable[[], Awaitable[float]], now: Now) -> ClockOffset:

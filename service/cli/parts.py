@@ -38,6 +38,7 @@ async def keys_view(settings: Settings) -> AsyncIterator[KeysView]:
         timeout_s=settings.request_timeout_ms / 1000,
         telemetry=Telemetry(),
         tls=settings.redis_tls,
+        sentinel_login=settings.redis_sentinel_login,
     )
     try:
         yield keys

@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from service.claims.redis_connections import FollowingConnections
 from service.claims.redis_requirements import SECTIONS
+from service.claims.redis_seeds import View
 from service.claims.redis_store import RedisKeys
+from service.core.problems import StoreAway
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,14 @@ class KeysView(RedisKeys):
     async def info(self) -> Mapping[str, str]:
         """Read the fields of INFO, by their names."""
         return await self._info(*SECTIONS, "persistence", "keyspace")
+
+    async def seeds(self) -> tuple[list[View], list[StoreAway]]:
+        """Ask all sentinels, or all listed nodes of the cluster: their views, and the errors of the others.
+
+        Both are empty where FENCEPOST_REDIS names one server.
+        """
+        connections = self._connections
+        return await connections.seeds.survey() if isinstance(connections, FollowingConnections) else ([], [])
 
     async def slots(self, count: int) -> list[SlotView]:
         """Read the state of all slots, not atomically."""

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from service.contract import PREFIX, SharedSettings, integer, matching, one_of, setting, tls_context, tls_faults
 from service.contract.settings import printable, switch
 from service.contract.wire import INSTANCE
+from service.core.redis_address import is_tls, kind_of, redis_address
 
 COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 # The largest event, below a topic's default max.message.bytes (1,048,588).
@@ -25,34 +26,10 @@ GROUP_EVENT_BYTES_MAX: Final = 8 * 1024 * 1024
 # Topic names whose guarantee is cached. Clients may send any names.
 TOPICS_MAX: Final = 10_000
 
-_REDIS: Final = "redis://host:port/db, rediss://… or unix://…"
-_REDIS_PORT: Final = f"{_REDIS}, port from 1 to 65535; in a name or password %3A for :, %2F for /, %23 for #, %3F for ?"
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]+")
 _REGISTRY: Final = (
     "http://host:port/path or https://…, with user and password in variables of their own, FENCEPOST_REGISTRY_USERNAME…"
 )
-_REDIS_DB: Final = re.compile(r"(?:/[0-9]{0,9})?/?")
-
-
-def redis_url(text: str) -> str:
-    """Read a redis://, rediss:// or unix:// address; its query is checked by `redis_store.check_url`.
-
-    Stricter than redis-py, which reads port 0 as 6379, and a path that is not a number as database 0.
-    """
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError:  # its text may contain a part of a password
-        raise ValueError(_REDIS_PORT) from None
-    if parts.scheme == "unix" and parts.path:
-        return text
-    if parts.scheme not in ("redis", "rediss") or not (parts.hostname or parts.path):
-        raise ValueError(_REDIS)
-    if port == 0:
-        raise ValueError(_REDIS_PORT)
-    if _REDIS_DB.fullmatch(parts.path) is None:
-        raise ValueError(f"{_REDIS}, db a number")
-    return text
 
 
 def token(text: str) -> str:
@@ -87,10 +64,13 @@ class Settings(SharedSettings):
 
     redis: str = setting(
         "redis://127.0.0.1:6379/0",
-        "Redis (6.2 or newer, noeviction) as a URL; rediss:// for TLS",
-        redis_url,
+        "Redis (6.2 or newer, noeviction) as a URL: redis://host:port/db, redis+sentinel://host:port,…/name/db or "
+        "redis+cluster://host:port,…; rediss://, rediss+… for TLS",
+        redis_address,
         secret=True,
     )
+    redis_sentinel_username: str = setting("", "user name for the sentinels, which have users of their own", printable)
+    redis_sentinel_password: str = setting("", "password for the sentinels", printable, secret=True)
     redis_cafile: str = setting(
         "", "PEM file of the authorities that sign Redis's certificate; empty: the system's", str
     )
@@ -185,9 +165,14 @@ class Settings(SharedSettings):
         return wrong
 
     @property
+    def redis_sentinel_login(self) -> tuple[str, str]:
+        """User name and password for the sentinels, empty where they ask for none."""
+        return self.redis_sentinel_username, self.redis_sentinel_password
+
+    @property
     def redis_tls(self) -> ssl.SSLContext | None:
         """Make the TLS context for Redis; None for a connection without TLS. Raises OSError."""
-        if urlsplit(self.redis).scheme != "rediss":
+        if not is_tls(self.redis):
             return None
         return tls_context(self.redis_cafile, self.redis_certfile, self.redis_keyfile)
 
@@ -217,7 +202,14 @@ class Settings(SharedSettings):
             yield f"{url} needs packages that are not here: install fencepost[registry]"
 
     def _redis_conflicts(self) -> Iterator[str]:
-        if urlsplit(self.redis).scheme == "rediss":
+        sentinels = f"{PREFIX}REDIS=redis+sentinel://…"
+        for name in ("redis_sentinel_username", "redis_sentinel_password"):
+            if getattr(self, name) and kind_of(self.redis) != "sentinel":
+                variable = PREFIX + name.upper()
+                yield f"{variable} means nothing without sentinels: set {sentinels}, or leave {variable} empty"
+        if self.redis_sentinel_username and not self.redis_sentinel_password:
+            yield f"{PREFIX}REDIS_SENTINEL_USERNAME needs {PREFIX}REDIS_SENTINEL_PASSWORD: set it"
+        if is_tls(self.redis):
             yield from tls_faults("REDIS", self.redis_cafile, self.redis_certfile, self.redis_keyfile)
             return
         for name in ("redis_cafile", "redis_certfile", "redis_keyfile"):

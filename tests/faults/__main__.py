@@ -1,4 +1,7 @@
-"""`python -m tests.faults matrix [ROW…]`, `… soak --seed N --minutes M` and `… hanging --kills N`."""
+"""Injects faults under load.
+
+`python -m tests.faults matrix [ROW…]`, `… stores`, `… soak --seed N --minutes M` and `… hanging --kills N`.
+"""
 
 import argparse
 import sys
@@ -15,6 +18,8 @@ def main() -> int:
     rows = commands.add_parser("matrix", help="play rows of the matrix, all of them if none is named")
     rows.add_argument("rows", nargs="*", metavar="ROW")
     rows.add_argument("--seed", type=int, default=1)
+    stores = commands.add_parser("stores", help="play the rows of the matrix with sentinels and clusters")
+    stores.add_argument("--seed", type=int, default=1)
     long = commands.add_parser("soak", help="a random mix of faults from a seed; a failure is shrunk")
     long.add_argument("--seed", type=int, required=True)
     long.add_argument("--minutes", type=float, required=True)
@@ -45,6 +50,8 @@ def main() -> int:
             until_standing=given.until_standing,
         )
         return 1 if any(each.standing or each.wrong for each in done) else 0
+    if given.command == "stores":
+        given.rows = [name for name, row in matrix.load_rows().items() if row.stores is not None]
     return soaked(given) if given.command == "soak" else played(parser, given)
 
 

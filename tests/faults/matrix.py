@@ -12,6 +12,7 @@ A row is a function in any `rows_*.py` of this folder:
 `@row(title, ...)` takes
     brokers    1 or 3 (replication 3, min ISR 2); rows share a cluster as long as each leaves it healthy
     pair       a Redis primary with a replica, behind one address (world.promote, world.link, world.address)
+    stores     makes sentinels or a cluster in place of Redis (world.stores, tests/stores.py)
     proxied    whether the services reach Kafka through world.cluster.proxy (tests/faults/proxy.py)
     services   how many processes run before the row is called (0: the row starts its own with world.start_services)
     settings   FENCEPOST_ settings of every process, which override world.SETTINGS
@@ -49,6 +50,7 @@ from tests.faults.checker import Verdict
 from tests.faults.cluster import Cluster
 from tests.faults.results import RESULTS, machine, table, update
 from tests.faults.world import NotRecovered, World
+from tests.stores import Store
 
 BOUND_S: Final = 30.0
 ALL_BROKERS_DIED_S: Final = 60.0
@@ -67,6 +69,7 @@ class Row:
     play: Play
     brokers: int = 1
     pair: bool = False
+    stores: Callable[[Path, str], Store] | None = None
     proxied: bool = False
     services: int = 2
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -120,7 +123,7 @@ def play(row: Row, folder: Path, cluster: Cluster, seed: int | str = 1) -> Outco
     wrong: list[str] = []
     recovery_s: float | None = None
     verdict = Verdict()
-    with World(folder, cluster, pair=row.pair, proxied=row.proxied, settings=row.settings) as world:
+    with World(folder, cluster, pair=row.pair, stores=row.stores, proxied=row.proxied, settings=row.settings) as world:
         try:
             world.start_services(row.services)
             if row.load:

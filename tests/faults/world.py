@@ -32,6 +32,7 @@ from tests.faults.network import Network
 from tests.faults.relay import Relay
 from tests.integration.client import Asked
 from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan
+from tests.stores import Store
 
 TRANSACTION_TIMEOUT_S: Final = 5
 # Short times, so that faults show quickly; few slots, so that store recoveries are short on this machine.
@@ -75,6 +76,7 @@ class World:
         redis: the present Redis of the service; with a pair, `replica` follows it.
         address: with a pair, the relay to which the services connect.
         link: with a pair, the relay through which the replica follows; `link.hold()` makes it lag.
+        stores: sentinels or a cluster in place of a single server, if the row has them.
         odd: the service with a network and a clock of its own, if there is one.
         services: the processes that must run in the end.
         partitions: the first data topics, with their numbers of partitions.
@@ -92,6 +94,7 @@ class World:
         cluster: Cluster,
         *,
         pair: bool = False,
+        stores: Callable[[Path, str], Store] | None = None,
         proxied: bool = False,
         mutants: Sequence[str] = (),
         settings: Mapping[str, str] | None = None,
@@ -115,6 +118,8 @@ class World:
         self.proxied = proxied
         self.project = project
         self._pair = pair
+        self._make_stores = stores
+        self.stores: Store | None = None
         self._mutants = tuple(mutants)
         self._kafka = cluster.proxy.bootstrap if proxied else cluster.bootstrap
         self._made = 0
@@ -134,8 +139,12 @@ class World:
         self._tear_down()
 
     def _bring_up(self) -> None:
-        self.redis = Redis(self.folder / "redis-0", name="redis-0", args=["--enable-debug-command", "yes"])
-        self.redis.start()
+        if self._make_stores is not None:
+            self.stores = self.exits.enter_context(self._make_stores(self.folder / "stores", self.namespace))
+            self.redis = self.stores.primary
+        else:
+            self.redis = Redis(self.folder / "redis-0", name="redis-0", args=["--enable-debug-command", "yes"])
+            self.redis.start()
         self.replica: Redis | None = None
         if self._pair:
             self.link = self.exits.enter_context(Relay(self.redis.port))
@@ -151,7 +160,7 @@ class World:
             self.load.close()
         for service in [*self.services, *self.retired]:
             service.kill()
-        for server in [self.redis, self.replica] if hasattr(self, "replica") else [self.redis]:
+        for server in (getattr(self, "redis", None), getattr(self, "replica", None)):
             if server is not None:
                 server.kill()
         self.exits.close()
@@ -161,6 +170,8 @@ class World:
     @property
     def redis_url(self) -> str:
         """The address of the store."""
+        if self.stores is not None:
+            return self.stores.url
         return f"redis://127.0.0.1:{self.address.port}/0" if self._pair else self.redis.url
 
     def service(
@@ -182,6 +193,7 @@ class World:
             **self.settings,
             "FENCEPOST_NAMESPACE": self.namespace,
             "FENCEPOST_INSTANCE": name,
+            **(self.stores.settings if self.stores is not None else {}),
             **(env or {}),
         }
         environment |= {f"FENCEPOST_{setting.upper()}": str(value) for setting, value in settings.items()}
@@ -334,7 +346,9 @@ class World:
             self.odd.clock.shift(0)
         for relay in (self.link, self.address) if self._pair else ():
             relay.let_go()
-        for server in (self.redis, self.replica):
+        if self.stores is not None:
+            self.stores.heal()
+        for server in (self.redis, self.replica) if self.stores is None else ():
             if server is not None:
                 server.resume() if server.running else server.start()
         if self.replica is not None:

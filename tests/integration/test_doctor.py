@@ -230,6 +230,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, redis: Redis) -> Iterator[
         "evicting": ["--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"],
         "replica": ["--replicaof", "127.0.0.1", str(redis.port)],
         "cluster": ["--cluster-enabled", "yes"],
+        "scriptless": ["--rename-command", "EVAL", "NO-EVAL", "--rename-command", "EVALSHA", "NO-EVALSHA"],
         "failing": ["--dir", str(folder / "gone"), "--save", "3600", "1"],
     }
     (folder / "gone").mkdir()
@@ -253,7 +254,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory, redis: Redis) -> Iterator[
     [
         ("evicting", {("redis.policy", "error")}),
         ("replica", {("redis.role", "error"), ("redis.maxmemory", "warning")}),
-        ("cluster", {("redis.cluster", "error"), ("redis.maxmemory", "warning")}),
+        ("cluster", {("redis.script", "error"), ("redis.cluster", "warning"), ("redis.maxmemory", "warning")}),
+        ("scriptless", {("redis.script", "error"), ("redis.maxmemory", "warning")}),
         ("failing", {("redis.saving", "error"), ("redis.maxmemory", "warning")}),
     ],
 )

@@ -21,6 +21,7 @@ EXAMPLES: Final = ("dev", "prod", "full")
 COMPONENTS: Final = (
     "kafka-sasl-tls",
     "redis-tls",
+    "redis-sentinel",
     "schema-registry",
     "schema-registry-tls",
     "tracing",
@@ -177,6 +178,9 @@ def test_a_release_with_the_longest_name_has_valid_names() -> None:
             "registry.tls needs a registry.url that begins with https://",
         ),
         ({"settings": {"FENCEPOST_REGISTRY_PASSWORD": "secret"}}, "FENCEPOST_REGISTRY_PASSWORD"),
+        ({"redis": {"url": "redis+sentinel://a:26379/keys/0"}}, "redis.sentinel.enabled and a redis.url"),
+        ({"redis": {"sentinel": {"enabled": True}, "url": "redis://a:6379/0"}}, "redis.sentinel.enabled and"),
+        ({"redis": {"url": "redis+nodes://a:6379"}}, "redis/url"),
         ({"monitoring": {"enabled": True}, "audit": {"enabled": False}}, "monitoring.enabled needs audit.enabled"),
         ({"setings": {}}, "setings"),
         ({"settings": {"FENCEPOST_REDIS": "redis://:secret@a:6379/0"}}, "FENCEPOST_REDIS"),

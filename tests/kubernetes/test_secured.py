@@ -94,5 +94,5 @@ def test_every_pod_is_restricted(secured: Rendered) -> None:
 
 def test_the_overlay_names_the_components() -> None:
     text = (HERE / "overlays" / "prod" / "kustomization.yaml").read_text()
-    for name in ("spark-operator", "kafka-sasl-tls", "redis-tls"):
+    for name in ("spark-operator", "kafka-sasl-tls", "redis-tls", "redis-sentinel"):
         assert f"# - ../../components/{name} " in text

@@ -54,7 +54,10 @@ def test_the_front_page_is_short() -> None:
 def test_every_setting_has_a_row() -> None:
     lines = settings_table.table().splitlines()[2:]
     names = [line.split("`")[1] for line in lines]
-    secrets = ("KAFKA_OAUTH_CLIENT_SECRET", "KAFKA_SASL_PASSWORD", "REDIS", "REGISTRY_PASSWORD", "REGISTRY_TOKEN")
+    secrets = (
+        *("KAFKA_OAUTH_CLIENT_SECRET", "KAFKA_SASL_PASSWORD"),
+        *("REDIS", "REDIS_SENTINEL_PASSWORD", "REGISTRY_PASSWORD", "REGISTRY_TOKEN"),
+    )
     files = {f"FENCEPOST_{name}_FILE" for name in secrets}
     assert files <= set(names)
     settings = [PREFIX + field.name.upper() for field in fields(Settings) if field.metadata]

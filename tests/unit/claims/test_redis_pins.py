@@ -9,14 +9,20 @@ from hiredis import pack_command
 from redis.asyncio import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.crc import key_slot
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     BusyLoadingError,
+    ClusterDownError,
     MasterDownError,
+    MovedError,
+    NoPermissionError,
     NoScriptError,
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 
 
@@ -64,6 +70,24 @@ def test_the_ssl_context_of_a_tls_connection_can_be_set() -> None:
     assert connection.ssl_context.get() is context
 
 
+def test_host_and_port_of_a_connection_can_be_set() -> None:
+    connection = ConnectionPool.from_url("redis://localhost:6379/0").make_connection()  # type: ignore[no-untyped-call]
+    connection.host, connection.port = "elsewhere", 7
+    assert connection._connection_arguments() == {"host": "elsewhere", "port": 7}
+
+
+def test_the_hash_slot_of_a_key_is_that_of_its_tag() -> None:
+    assert key_slot(b"{fencepost:0}kabc") == key_slot(b"fencepost:0") == 10955
+
+
+def test_a_redirection_has_host_and_port() -> None:
+    moved = MovedError("10955 10.0.0.1:7000")
+    assert (moved.host, moved.port) == ("10.0.0.1", 7000)
+
+
 def test_redis_errors_have_the_classes_that_the_service_distinguishes() -> None:
     assert all(issubclass(kind, RedisError) for kind in (BusyLoadingError, MasterDownError, AuthenticationError))
-    assert all(issubclass(kind, ResponseError) for kind in (NoScriptError, ReadOnlyError))
+    refusals = (NoScriptError, ReadOnlyError, AskError, TryAgainError, ClusterDownError, NoPermissionError)
+    assert all(issubclass(kind, ResponseError) for kind in refusals)
+    assert issubclass(MovedError, AskError)
+    assert issubclass(MasterDownError, ClusterDownError)

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from service.claims.redis_requirements import unmet_demands
+from service.claims.redis_seeds import View
 from service.cli import check_access, check_brokers, check_login, check_redis, check_topics
 from service.cli.finding import Finding, Level, grouped, judged, worst
 from service.contract import Rules, TopicRule
+from service.core.problems import StoreAway
 from service.core.settings import Settings
 from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic
 from service.kafka.admin import Topic
@@ -104,7 +106,7 @@ def test_a_redis_without_a_run_id_is_a_wrong_identity() -> None:
     [
         ({}, []),
         ({"role": "slave"}, ["role slave"]),
-        ({"cluster_enabled": "1"}, ["cluster mode"]),
+        ({"cluster_enabled": "1"}, []),
         ({"role": ""}, ["role "]),
         ({"run_id": "", "redis_version": "5.0.7"}, ["Redis 5.0.7", "no run_id in INFO"]),
     ],
@@ -116,6 +118,50 @@ def test_the_start_is_refused_for_each_error_of_the_doctor(change: dict[str, str
     assert unmet_demands(info) == [
         f"FENCEPOST_REDIS names a server that will not do ({one.found}): {one.change}" for one in errors
     ]
+
+
+@pytest.mark.parametrize(("os", "named"), [("Amazon ElastiCache", True), ("Linux 6.1", False)])
+def test_elasticache_serverless_is_refused_by_name(os: str, named: bool) -> None:
+    (line,) = unmet_demands({**INFO, "os": os, "maxmemory_policy": "volatile-lru"})
+    assert ("ElastiCache Serverless" in line) == named
+    assert "set maxmemory-policy noeviction" in line
+
+
+UP = View(("a", 1), (0, 4))
+DOWN = StoreAway("b:2 does not answer: TimeoutError")
+
+
+@pytest.mark.parametrize(
+    ("views", "errors", "level", "agreement"),
+    [
+        ([UP, UP, UP], [], Level.OK, [Level.OK]),
+        ([UP, UP], [DOWN], Level.WARNING, [Level.OK]),
+        ([UP], [DOWN], Level.ERROR, [Level.OK]),
+        ([], [DOWN], Level.ERROR, []),
+        ([UP, View(("b", 2), (0, 3))], [], Level.OK, [Level.WARNING]),
+    ],
+)
+def test_sentinels_that_do_not_answer_or_do_not_agree_are_reported(
+    views: list[View], errors: list[StoreAway], level: Level, agreement: list[Level]
+) -> None:
+    answers, *agree = check_redis.seeds(views, errors, "sentinel")
+    assert (answers.check, answers.level) == ("redis.sentinels", level)
+    assert f"{len(views)} of {len(views) + len(errors)} answer" in answers.found
+    assert [(one.check, one.level) for one in agree] == [("redis.agreement", each) for each in agreement]
+    assert not list(check_redis.seeds([], [], "")), "one server has none"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "found"),
+    [
+        ("", {}, {}),
+        ("", {"cluster_enabled": "1"}, {"redis.cluster": Level.WARNING}),
+        ("cluster", {"cluster_enabled": "1", "connected_slaves": "1"}, {"redis.replicas": Level.OK}),
+        ("sentinel", {"connected_slaves": "0"}, {"redis.replicas": Level.WARNING}),
+    ],
+)
+def test_a_store_that_can_fail_over_has_a_replica(kind: str, fields: dict[str, str], found: dict[str, Level]) -> None:
+    assert {one.check: one.level for one in check_redis.replicas({**INFO, **fields}, kind)} == found
 
 
 def test_the_bytes_of_a_key_are_measured_once_the_server_has_many_keys() -> None:

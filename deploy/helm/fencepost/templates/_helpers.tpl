@@ -164,8 +164,11 @@ capabilities:
 {{- fail "kafka.saslTls.oauth.tokenUrl needs oauth.clientId: set it" -}}
 {{- end -}}
 {{- end -}}
-{{- if and .Values.redis.tls .Values.redis.url (not (hasPrefix "rediss://" .Values.redis.url)) -}}
-{{- fail "redis.tls needs a redis.url that begins with rediss://" -}}
+{{- if and .Values.redis.tls .Values.redis.url (not (hasPrefix "rediss" .Values.redis.url)) -}}
+{{- fail "redis.tls needs a redis.url that begins with rediss:// or rediss+" -}}
+{{- end -}}
+{{- if and .Values.redis.url (ne .Values.redis.sentinel.enabled (regexMatch "^rediss?\\+sentinel:" .Values.redis.url)) -}}
+{{- fail "redis.sentinel.enabled and a redis.url that begins with redis+sentinel:// go together: set both, or neither" -}}
 {{- end -}}
 {{- if and .Values.registry.enabled .Values.registry.tls.enabled (not (hasPrefix "https://" .Values.registry.url)) -}}
 {{- fail "registry.tls needs a registry.url that begins with https://" -}}

@@ -1,0 +1,131 @@
+"""Tests the keys on real sentinels and on a real cluster, over failovers and while their hash slot is moved."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from service.claims.redis_store import Identity, RedisKeys, StoreGeneration
+from service.claims.states import Outcome
+from service.contract import SettingsError
+from service.core.metrics import Telemetry
+from service.core.problems import StoreAway, StoreLost, StoreUnanswered
+from tests.stores import SENTINEL_PASSWORD, ClusterStore, SentinelStore, Store, info
+
+FREED = (10, 20)
+ANSWER_S = 20.0
+
+
+@contextlib.asynccontextmanager
+async def keys_at(
+    url: str, namespace: str, login: tuple[str, str] = ("", SENTINEL_PASSWORD)
+) -> AsyncIterator[RedisKeys]:
+    keys = RedisKeys(
+        url,
+        namespace,
+        retention_ms=60_000,
+        least_left_ms=1_000,
+        lease_ttl_ms=1_000,
+        timeout_s=2.0,
+        telemetry=Telemetry(),
+        sentinel_login=login,
+    )
+    yield keys
+    await keys.close()
+
+
+def asked(n: int) -> list[tuple[bytes, bytes]]:
+    return [(n.to_bytes(16, "big"), b"f" * 8)]
+
+
+async def settled(keys: RedisKeys, number: int) -> StoreGeneration:
+    """Recover the store as generation `number`."""
+    seen = await keys.who()
+    assert await keys.recover(seen, f"nonce-{number}")
+    await keys.recover_end(seen.store, f"nonce-{number}", number, FREED)
+    return StoreGeneration(number, seen.store)
+
+
+async def named(keys: RedisKeys, holds: Callable[[Identity], bool]) -> Identity:
+    """Ask who answers until that is as wanted."""
+    async with asyncio.timeout(ANSWER_S):
+        while True:
+            with contextlib.suppress(StoreAway, StoreUnanswered):
+                if holds(found := await keys.who()):
+                    return found
+            await asyncio.sleep(0.05)
+
+
+async def follow_failover(store: Store, keys: RedisKeys, generation: StoreGeneration) -> Identity:
+    """Kill the primary, and check that the promoted replica is another store with the same data."""
+    store.wait_replicated()
+    store.primary.kill()
+    with pytest.raises((StoreAway, StoreUnanswered)):
+        await keys.claim(generation, 0, FREED[0], asked(2))
+    found = await named(keys, lambda each: each.store not in (generation.store, "not a primary"))
+    assert found.generation == generation, "its data is that of the old primary"
+    store.follow_failover()
+    # Both parts of the identity are new, so that no failover can be overlooked.
+    told = info(store.primary, "replication")
+    assert set(found.store.split("/")).isdisjoint(generation.store.split("/"))
+    assert told["master_replid2"] == generation.store.split("/")[1]
+    with pytest.raises(StoreLost):
+        await keys.claim(generation, 0, FREED[0], asked(2))
+    assert await keys.recover(found, "nonce")
+    assert await keys.recover_read(found.store, "nonce", 2) == [*FREED], "a replica has what it has in its order"
+    await keys.recover_abandon(found.store, "nonce")
+    return found
+
+
+async def test_sentinels_lead_to_the_promoted_replica(tmp_path: Path, namespace: str) -> None:
+    with SentinelStore(tmp_path, namespace) as store:
+        async with keys_at(store.url, namespace, ("", "wrong")) as keys:
+            with pytest.raises(SettingsError, match="set FENCEPOST_REDIS_SENTINEL_USERNAME and"):
+                await keys.check()
+        async with keys_at(store.url.replace("/keys/", "/others/"), namespace) as keys:
+            with pytest.raises(SettingsError, match="monitors no primary 'others'"):
+                await keys.check()
+        async with keys_at(store.url, namespace) as keys:
+            await keys.check()
+            generation = await settled(keys, 1)
+            (claim,) = await keys.claim(generation, 0, FREED[0], asked(1))
+            assert claim.outcome is Outcome.NEW
+            await follow_failover(store, keys, generation)
+
+
+async def test_a_cluster_leads_to_the_elected_replica_and_to_the_node_that_has_got_the_hash_slot(
+    tmp_path: Path, namespace: str
+) -> None:
+    with ClusterStore(tmp_path, namespace) as store:
+        async with keys_at(f"redis://127.0.0.1:{store.primary.port}/0", namespace) as keys:
+            await keys.check()
+        async with keys_at(f"redis://127.0.0.1:{store.second.port}/0", namespace) as keys:
+            with pytest.raises(SettingsError, match=r"set FENCEPOST_REDIS=redis\+cluster://"):
+                await keys.check()
+        async with keys_at(store.url, namespace) as keys:
+            await keys.check()
+            await follow_failover(store, keys, await settled(keys, 1))
+            generation = await settled(keys, 2)
+            await keys.claim(generation, 0, FREED[0], asked(1))
+            store.begin_move()
+            assert store.move_keys(2) == 2
+            for call in (keys.claim(generation, 0, FREED[0], asked(1)), keys.claim(generation, 0, FREED[0], asked(2))):
+                with pytest.raises(StoreAway, match="is being moved"):
+                    await call
+            with pytest.raises(StoreAway, match="is being moved"):
+                await keys.who()
+            while store.move_keys():
+                pass
+            store.end_move()
+            with pytest.raises(StoreLost):
+                await keys.claim(generation, 0, FREED[0], asked(1))
+            found = await keys.who()
+            assert (found.generation, found.store == generation.store) == (generation, False)
+            assert await keys.recover(found, "nonce")
+            assert await keys.recover_read(found.store, "nonce", 2) == [None, None], "nothing proves that all keys came"
+            await keys.recover_end(found.store, "nonce", 3, FREED)
+            moved = StoreGeneration(3, found.store)
+            (claim,) = await keys.claim(moved, 0, FREED[0], asked(1))
+            assert claim.outcome is Outcome.IN_PROGRESS, "the keys came"
