@@ -33,9 +33,6 @@ _ALWAYS: Final = {
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     # With this on, each call that builds a column takes a stack trace, which goes with its expression to each task.
     "spark.sql.dataFrameQueryContext.enabled": "false",
-    # With this on, Delta reads the log of a table again after each commit, to compare it with its checksum file, unless
-    # the time zones of session, JVM and machine have the one name that it takes for UTC.
-    "spark.databricks.delta.allFilesInCrc.verificationMode.forceOnNonUTC.enabled": "false",
     # This rule adds a filter before each explode, which parses the JSON of each record five times.
     "spark.sql.optimizer.excludedRules": "org.apache.spark.sql.catalyst.optimizer.InferFiltersFromGenerate",
     # The source of a MERGE is deterministic (frozen offsets, total order) and checkpointed already.
