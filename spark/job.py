@@ -399,7 +399,11 @@ class _Run:
         does not close."""
         window_from = context.window_from
         closed = balance.close(hours.text_of(window_from))
-        by_hour = current_findings.by_hour(self.lake.read_cached("findings"), window_from).persist()
+        findings = self.lake.read_cached("findings")
+        if findings.isEmpty():
+            # Without rows Spark plans next to nothing of what follows.
+            findings = wire_expressions.rows_of(self.spark, lake.schema("findings"), [])
+        by_hour = current_findings.by_hour(findings, window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
         if self.findings_topic is not None:
             with self.timer.step("publish findings"):

@@ -125,7 +125,7 @@ def publish(
     unsent = lake.read(TABLE).where(~F.col("sent")).persist()
     if not unsent.isEmpty():
         _send(unsent, shared)
-        _mark_sent(lake)
+        _mark_sent(lake, with_tombstones=not unsent.where("value IS NULL").isEmpty())
         topic = _with_sent(lake, shared, topic)
     unsent.unpersist()
     return topic
@@ -175,8 +175,9 @@ def _send(unsent: DataFrame, shared: SharedSettings) -> None:
     records.write.format("kafka").options(**options).option("topic", topic).save()
 
 
-def _mark_sent(lake: Lake) -> None:
+def _mark_sent(lake: Lake, *, with_tombstones: bool) -> None:
     """Mark the unsent values as sent, and delete sent tombstones."""
     outbox = lake.table(TABLE)
-    outbox.delete("NOT sent AND value IS NULL")
+    if with_tombstones:
+        outbox.delete("NOT sent AND value IS NULL")
     outbox.update("NOT sent", {"sent": "true"})

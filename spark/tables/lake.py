@@ -223,8 +223,9 @@ class Lake:
         self.spark = spark
         self.root = root
         self.check_held = check_held
-        # By table: the version that is kept in memory, and its rows.
-        self._kept: dict[str, tuple[int, DataFrame]] = {}
+        # By table: the rows of its current version, which are kept in memory. Each commit drops those of its table.
+        self._kept: dict[str, DataFrame] = {}
+        self._existing: set[str] = set()
 
     def path(self, name: str) -> str:
         """Return the path of a table."""
@@ -232,11 +233,13 @@ class Lake:
 
     def exists(self, name: str) -> bool:
         """Check whether a table exists."""
-        return DeltaTable.isDeltaTable(self.spark, self.path(name))
+        if name not in self._existing and DeltaTable.isDeltaTable(self.spark, self.path(name)):
+            self._existing.add(name)
+        return name in self._existing
 
     def table(self, name: str) -> DeltaTable:
         """Open a table for a commit; CannotRun if this process does not hold the lake any more."""
-        self.check_held()
+        self._begin_commit(name)
         return DeltaTable.forPath(self.spark, self.path(name))
 
     def read(self, name: str) -> DataFrame:
@@ -246,22 +249,27 @@ class Lake:
         return self.spark.read.format("delta").load(self.path(name))
 
     def read_cached(self, name: str) -> DataFrame:
-        """Read the current rows of a table, those of a small table of few files only once for each version.
+        """Read the current rows of a table, those of a small table of few files once after each commit of this object.
 
         For each query on a table Delta first runs a query on its log, for the files to read. Of a small table both are
         done once, and the rows are kept in memory. A large table is read for each query, without the files that the
-        query's conditions prune.
+        query's conditions prune. No other process commits to the lake that this process holds.
         """
+        if name in self._kept:
+            return self._kept[name]
         rows = self.read(name)
         if not self.exists(name):
             return rows
         snapshot = snapshot_of(rows)
         if not _is_small(snapshot) or _is_scattered(snapshot):
             return rows
-        kept = self._kept.get(name)
-        if kept is None or kept[0] != snapshot.version:
-            kept = self._kept[name] = snapshot.version, rows.localCheckpoint(eager=False)
-        return kept[1]
+        self._kept[name] = rows.localCheckpoint(eager=False)
+        return self._kept[name]
+
+    def _begin_commit(self, name: str) -> None:
+        """Drop the rows of a table that are kept; CannotRun if this process does not hold the lake any more."""
+        self.check_held()
+        self._kept.pop(name, None)
 
     def is_small(self, name: str) -> bool:
         """Check whether a table has at most some ten thousand rows; true if the table does not exist."""
@@ -276,8 +284,8 @@ class Lake:
 
         Both steps do nothing if they were done before, so that an interrupted upgrade resumes.
         """
-        self.check_held()
         for name in sorted(_EXTENDED):
+            self._begin_commit(name)
             renamed = RENAMED.get(name, {})
             if self.exists(name) and renamed.keys() & set(self.read(name).columns):
                 self._rename(name, renamed)
@@ -318,7 +326,7 @@ class Lake:
 
     def append(self, name: str, rows: DataFrame) -> None:
         """Append rows, at every call."""
-        self.check_held()
+        self._begin_commit(name)
         rows.write.format("delta").mode("append").save(self.path(name))
 
     def replace_once(self, name: str, rows: DataFrame, where: str, run: int) -> None:
@@ -438,7 +446,7 @@ class Lake:
 
     def _writer(self, name: str, rows: DataFrame, mode: str, run: int) -> DataFrameWriter:
         """Configure a write that Delta skips if this run has written to the table before."""
-        self.check_held()
+        self._begin_commit(name)
         writer = rows.write.format("delta").mode(mode).option("mergeSchema", name in _EXTENDED)
         if name in PARTITIONS:
             writer = writer.partitionBy(*PARTITIONS[name])

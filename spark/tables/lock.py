@@ -13,7 +13,7 @@ from typing import Final
 
 from delta.tables import DeltaTable
 from pyspark.errors import PySparkException
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import Column, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark.errors import AnotherRun, CannotRun
@@ -138,7 +138,7 @@ class Lease:
 
     def acquire(self) -> None:
         """Acquire the lease; AnotherRun if another process holds the lease."""
-        row = self._commit(self.seconds, f"old.token = '{self._token}' OR old.until_ms < {_now_ms()}")
+        row = self._commit(self.seconds, f"token = '{self._token}' OR until_ms < {_now_ms()}")
         if row["token"] != self._token:
             until = datetime.fromtimestamp(row["until_ms"] / 1000, UTC).strftime("%H:%M:%S UTC")
             raise AnotherRun(
@@ -150,7 +150,7 @@ class Lease:
         """Renew the lease, unless another run has acquired it since, also if that run has ended."""
         with self._renewing:
             if not self.is_lost:
-                self.is_lost = self._commit(self.seconds, f"old.token = '{self._token}'")["token"] != self._token
+                self.is_lost = self._commit(self.seconds, f"token = '{self._token}'")["token"] != self._token
 
     def check_held(self) -> None:
         """Check that no other run can have acquired the lease; CannotRun otherwise.
@@ -169,7 +169,7 @@ class Lease:
 
     def release(self) -> None:
         """Expire the lease, so that the next run can begin at once; nothing is changed if another run has it."""
-        self._commit(0, f"old.token = '{self._token}'")
+        self._commit(0, f"token = '{self._token}'")
 
     def _is_late(self) -> bool:
         return time.monotonic() - self._renewed_s > self.seconds / 2
@@ -179,19 +179,13 @@ class Lease:
         began_s = time.monotonic()
         until_ms = _now_ms() + int(seconds * 1000) if seconds else 0
         row = {"name": "run", "token": self._token, "holder": self._holder, "until_ms": until_ms}
-        rows = wire_expressions.rows_of(self._spark, _LEASE, [row])
         try:
             if DeltaTable.isDeltaTable(self._spark, self._path):
-                (
-                    DeltaTable.forPath(self._spark, self._path)
-                    .alias("old")
-                    .merge(rows.alias("new"), F.expr("old.name = new.name"))
-                    .whenMatchedUpdateAll(F.expr(condition))
-                    .whenNotMatchedInsertAll()
-                    .execute()
-                )
+                # The first commit has written the row.
+                written: dict[str, str | Column] = {name: F.lit(value) for name, value in row.items()}
+                DeltaTable.forPath(self._spark, self._path).update(condition, written)
             else:
-                rows.write.format("delta").save(self._path)
+                wire_expressions.rows_of(self._spark, _LEASE, [row]).write.format("delta").save(self._path)
         except (PySparkException, Py4JJavaError) as error:
             # After a conflict another commit came first; the row says which process holds the lease.
             if not _is_conflict(error):

@@ -177,7 +177,7 @@ def test_a_topic_has_what_was_sent_unless_it_was_recreated_emptied_or_truncated(
     assert PUBLISHED.has_records_of(publish.PublishedTopic.of(stored)) == has_records
 
 
-def _cut(*_: Any) -> None:
+def _cut(*_: Any, **__: Any) -> None:
     raise Cut
 
 
