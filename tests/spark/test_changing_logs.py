@@ -2,17 +2,20 @@
 
 import time
 import uuid
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
 from service.contract import wire
 from spark import show
+from spark.reading import decode
 from spark.tables import lake
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History
@@ -23,7 +26,8 @@ from tests.spark.test_runs import cut
 from tests.spark.test_view import Views, id_of
 
 LATER_S = 3600.0
-SLOTS = 14
+DAY_S = 86_400.0
+SLOTS = 16
 GAP = "evidence_gap"
 
 
@@ -41,17 +45,32 @@ class ChangingStage(Stage):
         """Name the one topic with this guarantee."""
         return f"{self.history.namespace}-idempotent"
 
-    @classmethod
-    def runs(cls, rules: Path) -> list[dict[str, Any]]:
-        """With a later clock, or without the pass over all ids."""
-        shared = {"rules": str(rules)}
-        return [
-            {"later_s": 0.0, **shared},
-            {"later_s": LATER_S, **shared},
-            {"later_s": LATER_S, **shared},
-            {"later_s": 3 * LATER_S, "skip_ids": True, **shared},
-            {"later_s": 3 * LATER_S, **shared},
+    @property
+    def foreign(self) -> str:
+        """Name the topic whose records have their key in the value."""
+        return f"{self.history.namespace}-foreign"
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The options of all runs."""
+        return {"rules": str(self.rules), "identity": {self.foreign: "get_json_object(cast(value as string), '$.id')"}}
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """With a later clock, or without the pass over all ids; the last one drops all hours."""
+        options: list[dict[str, Any]] = [
+            {"later_s": 0.0},
+            {"later_s": LATER_S},
+            {"later_s": LATER_S, "optimize": True},
+            {"later_s": 3 * LATER_S, "skip_ids": True},
+            {"later_s": 3 * LATER_S},
+            {"later_s": 9 * DAY_S, "keep_days": 7, "optimize": True, "vacuum_h": 1},
         ]
+        return [{**one, **self.shared} for one in options]
+
+    def table(self, ran: Ran, name: str) -> list[dict[str, Any]]:
+        """Return the rows of a table of the lake."""
+        return [row.asDict(recursive=True) for row in lake.Lake(self.spark, str(ran.lake)).read(name).collect()]
 
 
 def time_and_the_end_of_a_transaction_revise_a_verdict(stage: ChangingStage) -> Story:
@@ -355,6 +374,127 @@ def _offsets(history: History, topic: str) -> set[int]:
     return found
 
 
+def foreign_records_get_ids_and_undecodable_records_are_kept(stage: ChangingStage) -> Story:
+    history = stage.history
+    (topic,) = stage.topics("foreign")
+    assert topic == stage.foreign
+    for value in (b'{"id":"a"}', b'{"id":"b"}', b'{"id":"a"}', b"{", b'{"no":1}', None):
+        history.raw(history.plain, topic, value)
+    history.send(history.plain, topic, ["own"], None)
+    history.raw(history.plain, topic, b'{"id":"a"}', headers=[(wire.STAMP_HEADER, b"1;nonsense")])
+    # A partition of the ledger that no other story writes to.
+    writer = stage.writer()
+    history.raw(history.plain, wire.ledger_topic(history.namespace), b"x" * 5000, writer.slot)
+    history.answers(['{"id":"12","fp":"","at":1,"status":201}'])
+    ran = yield
+    ledger, requests = wire.ledger_topic(history.namespace), wire.requests_topic(history.namespace)
+    undecoded = {(topic, 0), (requests, 0), (ledger, writer.slot)}
+    assert ran.findings(topic, ledger, requests) == {
+        ("duplicate", "foreign_writer", "a"),
+        ("unkeyed", None, f"{topic}[0]"),
+        *((GAP, "undecoded", f"{name}[{partition}]") for name, partition in undecoded),
+    }
+    (twice,) = [one for one in ran.document["findings"] if one["key"] == "a"]
+    assert (twice["id"], [copy["offset"] for copy in twice["coordinates"]]) == (wire.event_id("a").hex(), [0, 2])
+    assert [one["count"] for one in ran.document["findings"] if one["kind"] == "unkeyed"] == [3]
+    rejects = {(row["topic"], row["partition"]): row for row in stage.table(ran, "rejects")}
+    assert rejects.keys() == undecoded
+    assert {
+        (name, partition): (row["reason"], bytes(row["content"])) for (name, partition), row in rejects.items()
+    } == {
+        (topic, 0): ("a fencepost header that cannot be parsed", b"1;nonsense"),
+        (ledger, writer.slot): ("no ledger record of version 1", b"x" * decode.CONTENT_MAX),
+        (requests, 0): (
+            "a record of the journal whose answer lacks a field or has one of another form",
+            b'{"id":"12","fp":"","at":1,"status":201}',
+        ),
+    }
+    assert rejects[topic, 0]["offset"] == 7
+    assert ran.document["evidence"]["rejects"] == 3
+
+
+def a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(stage: ChangingStage) -> Story:
+    """The runs show two more things.
+
+    An hour that is over is compacted into one file; the transaction that blocks a partition is named with its age.
+    """
+    history, one, two = stage.history, stage.writer(), stage.writer()
+    topic = history.topic(f"{history.namespace}-kept", 2)
+    (past,) = stage.topics("past")
+    producer = history.transactional(one)
+
+    def deliver_to_the_past(nth: int) -> None:
+        history.deliver(producer, one, past, [f"past-{nth}-{n}" for n in range(5)], at=history.now_ms - 5 * HOUR_MS)
+
+    def revisions(ran: Ran) -> dict[str, Any]:
+        """Count the changes in the table of verdicts, of all stories, as the report does."""
+        rows = stage.table(ran, "verdicts")
+        changes = Counter((row["before"], row["verdict"] or "") for row in rows if row["before"])
+        return {
+            "revised": sum(count for (before, _), count in changes.items() if before != "pending"),
+            "changes": [
+                {"before": before, "after": after or None, "ids": count}
+                for (before, after), count in sorted(changes.items())
+            ],
+        }
+
+    deliver_to_the_past(1)
+    there = history.deliver(producer, one, topic, ["kept-there"])[0]
+    late = there.entry(id=wire.event_id("kept-late"), partition=1, offset=0)
+    producer.begin_transaction()
+    history.ledger(producer, one, [late])
+    producer.commit_transaction(TIMEOUT_S)
+    began_s = time.time()
+    slow = history.transactional(two)
+    slow.begin_transaction()
+    history.send(slow, past, ["past-open"], two)
+    first = yield
+    slow.abort_transaction(TIMEOUT_S)
+    assert (first.balance(topic)["pending"], first.document["verdicts"]["changes"]) == (1, [])
+    (held,) = [log for log in first.document["evidence"]["held_up"] if log["topic"] == past]
+    assert held["partition"] == 0
+    assert held["transactional_id"] == wire.transactional_id(history.namespace, two.slot)
+    assert held["producer_id"] >= 0
+    assert 0 <= held["age_s"] <= time.time() - began_s
+
+    deliver_to_the_past(2)
+    second = yield
+    assert second.findings(topic, past) == {("lost", "ledger", None)}
+    assert ("pending", "lost") in {(one["before"], one["after"]) for one in second.document["verdicts"]["changes"]}
+    assert second.document["verdicts"] == revisions(second)
+    deliver_to_the_past(3)
+    history.send(history.plain, topic, ["kept-late"], one, partition=1)
+    third = yield
+    assert third.findings(topic, past) == set()
+    assert third.balance(topic, past)["delivered_once"] == 2 + 15
+    assert third.document["verdicts"] == revisions(third)
+    assert third.document["verdicts"]["revised"] >= 1
+    changes = [row for row in stage.table(third, "verdicts") if row["topic"] == topic]
+    first_run = first.document["run"]["number"]
+    assert sorted((row["run"] - first_run, row["before"], row["verdict"]) for row in changes) == [
+        (0, None, "pending"),
+        (1, "pending", "lost"),
+        (third.document["run"]["number"] - first_run, "lost", "delivered_once"),
+    ]
+    rows = lake.Lake(stage.spark, str(third.lake)).read("deliveries").where(F.col("topic") == past)
+    assert (rows.count(), rows.select("accepted_hour").distinct().count(), _files(rows)) == (15, 1, 1)
+    yield
+    yield
+
+    # Nine days later the old rows are dropped, and new evidence about them gives no finding.
+    history.answers([there.answer(replayed=True)])
+    last = yield
+    assert (last.findings(topic, past), last.document["balance"]["accepted"]) == (set(), 0)
+    for name in ("deliveries", "verdicts"):
+        assert stage.table(last, name) == [], name
+    assert [row["run"] for row in stage.table(last, "runs")] == [last.document["run"]["number"]]
+
+
+def _files(rows: DataFrame) -> int:
+    """Return the number of files that hold the rows."""
+    return rows.select(F.input_file_name()).distinct().count()
+
+
 def logs_that_change_between_runs(stage: ChangingStage) -> Story:
     """The last story, because its interrupted run must be planned again by its own changes only."""
     yield
@@ -373,7 +513,7 @@ def logs_that_change_between_runs(stage: ChangingStage) -> Story:
     written = history.deliver(producer, writer, eaten, [f"eaten-{n}" for n in range(4)])
     # A run that was interrupted before all this: its planned records do not exist when it is resumed.
     with pytest.MonkeyPatch.context() as patch, cut(patch, lake.Lake, "append_once", after=True, only="progress"):
-        stage.audit(history, later_s=LATER_S, rules=str(stage.rules))
+        stage.audit(history, later_s=LATER_S, **stage.shared)
     history.delete_before(eaten, 0, written[2].offset)
     history.deliver(producer, writer, anew, ["old"])
     history.remove(anew)
@@ -402,6 +542,8 @@ STORIES = (
     a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pass,
     a_recreated_topic_gives_no_old_id_the_value_of_a_new_event,
     records_that_compaction_took_unread_are_a_gap_and_never_lost,
+    foreign_records_get_ids_and_undecodable_records_are_kept,
+    a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped,
     logs_that_change_between_runs,
 )
 
@@ -411,9 +553,12 @@ def shared(spark: SparkSession, kafka: Kafka, audit: Audit, tmp_path_factory: py
     history = History(kafka.bootstrap, f"t-{uuid.uuid4().hex[:12]}", slots=SLOTS)
     rules = tmp_path_factory.mktemp("rules") / "rules.toml"
     stage = ChangingStage(spark, history, audit, rules)
-    rules.write_text(f'[[topics]]\npattern = "{stage.idempotent}"\nguarantee = "idempotent"\n')
+    rules.write_text(
+        f'[[topics]]\npattern = "{stage.idempotent}"\nguarantee = "idempotent"\n'
+        f'[[topics]]\npattern = "{stage.foreign}"\n'
+    )
     stories = Stories({story.__name__: story(stage) for story in STORIES})
-    stories.run(partial(audit, history), stage.runs(rules))
+    stories.run(partial(audit, history), stage.runs)
     return stories
 
 

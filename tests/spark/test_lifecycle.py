@@ -1,4 +1,4 @@
-"""Tests a lake over time: revised verdicts, kept rejects, dropped hours; its file systems, and its lock."""
+"""Tests what a lake refuses, its file systems, and its lock. Over time: test_changing_logs.py."""
 
 import re
 import subprocess
@@ -7,13 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyspark
 import pytest
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql import SparkSession
 
 from deploy import places
 from deploy.install import java
@@ -27,45 +25,7 @@ from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Writer
 from tests.spark.runs import BRIEF_JAVA_OPTIONS
 
-LATER_S = 3600.0
-DAY_S = 86_400.0
-ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
-
-
-def _table(spark: SparkSession, ran: Ran, name: str) -> list[dict[str, Any]]:
-    return [row.asDict(recursive=True) for row in lake.Lake(spark, str(ran.lake)).read(name).collect()]
-
-
-def test_foreign_records_get_ids_and_undecodable_records_are_kept(
-    spark: SparkSession, history: History, audit: Audit
-) -> None:
-    topic = history.topic(f"{history.namespace}-t")
-    for value in (b'{"id":"a"}', b'{"id":"b"}', b'{"id":"a"}', b"{", b'{"no":1}', None):
-        history.raw(history.plain, topic, value)
-    history.send(history.plain, topic, ["own"], None)
-    history.raw(history.plain, topic, b'{"id":"a"}', headers=[(wire.STAMP_HEADER, b"1;nonsense")])
-    history.raw(history.plain, wire.ledger_topic(history.namespace), b"x" * 5000)
-    history.answers(['{"id":"12","fp":"","at":1,"status":201}'])
-    identity = {topic: "get_json_object(cast(value as string), '$.id')"}
-    ran = audit(history, identity=identity, topics=(topic,))
-    ledger, requests = wire.ledger_topic(history.namespace), wire.requests_topic(history.namespace)
-    undecoded = {("evidence_gap", "undecoded", f"{name}[0]") for name in (topic, ledger, requests)}
-    assert ran.findings() == {("duplicate", "foreign_writer", "a"), ("unkeyed", None, f"{topic}[0]"), *undecoded}
-    (twice,) = [one for one in ran.document["findings"] if one["kind"] == "duplicate"]
-    assert (twice["id"], [copy["offset"] for copy in twice["coordinates"]]) == (wire.event_id("a").hex(), [0, 2])
-    assert [one["count"] for one in ran.document["findings"] if one["kind"] == "unkeyed"] == [3]
-    rejects = {
-        (row["topic"], row["offset"]): (row["reason"], bytes(row["content"])) for row in _table(spark, ran, "rejects")
-    }
-    assert rejects == {
-        (topic, 7): ("a fencepost header that cannot be parsed", b"1;nonsense"),
-        (wire.ledger_topic(history.namespace), 0): ("no ledger record of version 1", b"x" * decode.CONTENT_MAX),
-        (wire.requests_topic(history.namespace), 0): (
-            "a record of the journal whose answer lacks a field or has one of another form",
-            b'{"id":"12","fp":"","at":1,"status":201}',
-        ),
-    }
-    assert ran.document["evidence"]["rejects"] == 3
+ONE = Writer(0, 100, 0, "a:1")
 
 
 @pytest.mark.parametrize("part", ["ledger", "header"])
@@ -99,77 +59,6 @@ def test_a_wrong_expression_stops_the_start(spark: SparkSession, expression: str
     with pytest.raises(CannotRun, match=r"^--identity t='[^\n]*$") as caught:
         decode.check_identities(spark, {"good": "cast(key as string)", "t": expression})
     assert why in str(caught.value)
-
-
-def test_a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(
-    spark: SparkSession, history: History, audit: Audit
-) -> None:
-    """The runs show two more things.
-
-    An hour that is over is compacted into one file; the transaction that blocks a partition is named with its age.
-    """
-    topic, past = history.topic(f"{history.namespace}-t", 2), history.topic(f"{history.namespace}-past")
-    producer = history.transactional(ONE)
-
-    def deliver_to_the_past(nth: int) -> None:
-        history.deliver(producer, ONE, past, [f"k-{nth}-{n}" for n in range(5)], at=history.now_ms - 5 * 3_600_000)
-
-    deliver_to_the_past(1)
-    there = history.deliver(producer, ONE, topic, ["there"])[0]
-    late = there.entry(id=wire.event_id("late"), partition=1, offset=0)
-    producer.begin_transaction()
-    history.ledger(producer, ONE, [late])
-    producer.commit_transaction(30)
-    began_s = time.time()
-    slow = history.transactional(TWO)
-    slow.begin_transaction()
-    history.send(slow, past, ["open"], TWO)
-    first = audit(history)
-    slow.abort_transaction(30)
-    assert (first.document["balance"]["pending"], first.document["verdicts"]["changes"]) == (1, [])
-    (held,) = first.document["evidence"]["held_up"]
-    assert (held["topic"], held["partition"]) == (past, 0)
-    assert held["transactional_id"] == wire.transactional_id(history.namespace, 1)
-    assert held["producer_id"] >= 0
-    assert 0 <= held["age_s"] <= time.time() - began_s
-
-    deliver_to_the_past(2)
-    second = audit(history, later_s=LATER_S)
-    assert second.findings() == {("lost", "ledger", None)}
-    assert second.document["verdicts"] == {
-        "revised": 0,
-        "changes": [{"before": "pending", "after": "lost", "ids": 1}],
-    }
-    deliver_to_the_past(3)
-    history.send(history.plain, topic, ["late"], ONE, partition=1)
-    third = audit(history, later_s=LATER_S, optimize=True, vacuum_h=1)
-    assert third.findings() == set()
-    assert third.document["balance"]["delivered_once"] == 2 + 15
-    assert third.document["verdicts"] == {
-        "revised": 1,
-        "changes": [
-            {"before": "lost", "after": "delivered_once", "ids": 1},
-            {"before": "pending", "after": "lost", "ids": 1},
-        ],
-    }
-    told = sorted((row["run"], row["before"], row["verdict"]) for row in _table(spark, third, "verdicts"))
-    assert told == [(1, None, "pending"), (2, "pending", "lost"), (3, "lost", "delivered_once")]
-    rows = lake.Lake(spark, str(third.lake)).read("deliveries").where(F.col("topic") == past)
-    assert (rows.count(), rows.select("accepted_hour").distinct().count(), _files(rows)) == (15, 1, 1)
-
-    # Nine days later the old rows are dropped, and new evidence about them gives no finding.
-    tidy: dict[str, Any] = {"keep_days": 7, "optimize": True, "vacuum_h": 1}
-    history.answers([there.answer(replayed=True)])
-    fourth = audit(history, later_s=9 * DAY_S, **tidy)
-    assert (fourth.findings(), fourth.document["balance"]["accepted"]) == (set(), 0)
-    for name in ("deliveries", "verdicts"):
-        assert _table(spark, fourth, name) == [], name
-    assert [row["run"] for row in _table(spark, fourth, "runs")] == [4]
-
-
-def _files(rows: DataFrame) -> int:
-    """Return the number of files that hold the rows."""
-    return rows.select(F.input_file_name()).distinct().count()
 
 
 @pytest.fixture

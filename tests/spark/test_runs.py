@@ -26,6 +26,7 @@ from deploy import places
 from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
 from spark import job
+from spark.__main__ import main
 from spark.errors import AnotherRun, CannotRun
 from spark.reading import planning
 from spark.reading.kafka_admin import KafkaAdmin
@@ -272,16 +273,30 @@ def test_the_run_after_an_interrupted_one_drops_the_expired_hours(
     assert lake.Lake(spark, str(last.lake)).read("deliveries").isEmpty()
 
 
-def test_a_second_process_on_the_same_lake_exits_with_2(spark: SparkSession, tmp_path: Path) -> None:
-    root = str(tmp_path / "lake")
-    environment = {**os.environ, "FENCEPOST_KAFKA": "127.0.0.1:1", "FENCEPOST_JARS": str(places.jars("spark"))}
-    command = [sys.executable, "-m", "spark", "--lake", root, "--report", str(tmp_path / "report")]
-    with lock.held(spark, root):
-        done = subprocess.run(
-            command, env=environment, cwd=places.ROOT, capture_output=True, text=True, timeout=120, check=False
-        )
-    assert done.returncode == 2, done.stderr
-    assert "cannot run: another run is at work on --lake" in done.stderr
+# A process that holds a file as the JVM of another run does, until its standard input ends.
+HOLDER = """
+import fcntl, sys
+with open(sys.argv[1], "w") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_on_a_lake_that_another_process_holds_exits_with_2(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "lake"
+    root.mkdir()
+    monkeypatch.setattr("spark.__main__.open_session", lambda: spark)
+    monkeypatch.setattr("sys.argv", ["spark", "--lake", str(root), "--report", str(tmp_path / "report")])
+    monkeypatch.setenv("FENCEPOST_KAFKA", "127.0.0.1:1")
+    command = [sys.executable, "-c", HOLDER, str(root / "_lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert main() == 2
+    assert f"cannot run: another run is at work on --lake {root}" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
 
 
