@@ -39,7 +39,7 @@ run. If the timestamp is not plausible, `observed_ms` is when the run that read 
 
 CLAIMS: Final = (
     "id binary, topic string, partition int, offset bigint, accepted_ms bigint, timestamp_ms bigint, status int, "
-    f"replayed boolean, position int, batch_hash bigint, topic_id_hash bigint, reject {REJECTED}"
+    f"replayed boolean, position int, batch_hash bigint, topic_id_hash bigint, key_ttl_s bigint, reject {REJECTED}"
 )
 
 ENTERED: Final = 0
@@ -47,7 +47,8 @@ ENTERED: Final = 0
 
 `position` is an answer's index in its journal record: the answers of one record share one timestamp.
 `batch_hash` is the hash (`hash_of`) of the id of the atomic batch that contains an entry, `topic_id_hash` the hash of
-the id that the topic had when the entry was written.
+the id that the topic had when the entry was written. `key_ttl_s` is the retention of an entry's key, in seconds: 0 for
+the service's own, null for an answer.
 """
 
 CONTENT_MAX: Final = 1024
@@ -67,7 +68,7 @@ _NEWER: Final = re.compile(r"<newer-version>(.+?)</newer-version>")
 LEDGER_SCHEMA: Final = (
     "v int, begin boolean, slot int, pid bigint, epoch int, instance string, topic_ids map<string, string>, "
     "entries array<struct<id: string, fp: string, at: bigint, topic: string, partition: int, offset: bigint, "
-    "ts: bigint, batch: string>>"
+    "ts: bigint, batch: string, ttl: bigint>>"
 )
 
 REQUESTS_SCHEMA: Final = (
@@ -340,6 +341,7 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.col("position"),
         hash_of(_unhexed(entry["batch"], wire.ID_BYTES)).alias("batch_hash"),
         hash_of(F.try_element_at("topic_ids", entry["topic"])).alias("topic_id_hash"),
+        F.when(valid, F.greatest(F.lit(0), entry["ttl"])).alias("key_ttl_s"),
         F.when(~valid, undecoded).alias("reject"),
     )
 
@@ -382,6 +384,7 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.col("position"),
         F.lit(None).cast("bigint").alias("batch_hash"),
         F.lit(None).cast("bigint").alias("topic_id_hash"),
+        F.lit(None).cast("bigint").alias("key_ttl_s"),
         F.when(~valid, undecoded).alias("reject"),
     )
 

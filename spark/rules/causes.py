@@ -17,12 +17,12 @@ def ordered() -> Column:
     """Return the copies of a row (deliveries.GATHERED) in order, without derived copies.
 
     Copies in the ledger come first, then by timestamp, topic, partition and offset. Each copy gets `ledger_rank`
-    (rule_table.rank).
+    (rule_table.rank), and `key_ttl_s` of its ledger entry, null without one.
     """
     entered = F.transform(
         F.filter("coordinates", lambda copy: ~copy["is_derived_copy"]),
         lambda copy: F.struct(
-            F.exists("entries", lambda entry: deliveries.same_coordinates(entry, copy)).alias("entered"),
+            F.filter("entries", lambda entry: deliveries.same_coordinates(entry, copy)).alias("entries"),
             copy.alias("copy"),
         ),
     )
@@ -30,20 +30,21 @@ def ordered() -> Column:
         F.transform(
             entered,
             lambda pair: F.struct(
-                rule_table.rank(pair["entered"]).alias("ledger_rank"),
+                rule_table.rank(F.size(pair["entries"]) > 0).alias("ledger_rank"),
                 *(
                     pair["copy"][name].alias(name)
                     for name in (*rule_table.ORDER, *rule_table.PRODUCER, "accepted_at", "has_fencepost_header")
                 ),
+                F.get(pair["entries"], F.lit(0))["key_ttl_s"].alias("key_ttl_s"),
             ),
         )
     )
 
 
-def explained(copies: Column, key_ttl_ms: Callable[[Column], Column]) -> Column:
+def explained(copies: Column, key_ttl_ms: Callable[[Column, Column], Column]) -> Column:
     """Convert copies (from `ordered`) into the coordinates of a finding; each after the first has its cause.
 
-    `key_ttl_ms` gives the key retention of a topic.
+    `key_ttl_ms` gives the retention of a copy's key, ms, by its topic and `key_ttl_s`.
     """
     return F.transform(
         copies,
@@ -54,7 +55,7 @@ def explained(copies: Column, key_ttl_ms: Callable[[Column], Column]) -> Column:
     )
 
 
-def _cause(copy: Column, earlier: Column, key_ttl_ms: Callable[[Column], Column]) -> Column:
+def _cause(copy: Column, earlier: Column, key_ttl_ms: Callable[[Column, Column], Column]) -> Column:
     """Return the cause of a copy, by comparison with the `earlier` copies that have Fencepost's header."""
     with_header = F.filter(earlier, lambda other: other["has_fencepost_header"])
 
@@ -65,10 +66,13 @@ def _cause(copy: Column, earlier: Column, key_ttl_ms: Callable[[Column], Column]
         return equal
 
     same_producer = F.exists(with_header, lambda other: same(other, *rule_table.PRODUCER_IDENTITY))
-    ttl_ms = key_ttl_ms(copy["topic"])
-    past_retention = F.forall(
-        with_header, lambda other: rule_table.is_past_retention(copy["accepted_at"], other["accepted_at"], ttl_ms)
-    )
+
+    def is_past_retention(other: Column) -> Column:
+        accepted_first = F.when(other["accepted_at"] <= copy["accepted_at"], other).otherwise(copy)
+        ttl_ms = key_ttl_ms(accepted_first["topic"], accepted_first["key_ttl_s"])
+        return rule_table.is_past_retention(copy["accepted_at"], other["accepted_at"], ttl_ms)
+
+    past_retention = F.forall(with_header, is_past_retention)
     restart = F.exists(
         with_header,
         lambda other: rule_table.is_restart(same(other, "slot"), same(other, "instance"), same(other, "pid", "epoch")),

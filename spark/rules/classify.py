@@ -35,13 +35,15 @@ class LogEvidence:
     """What a run knows besides the rows, as Spark constants: how far each log was read, and the timeouts.
 
     `timeouts_ms` is `max_settle_ms` without the grace, `claim_topics` are ledger and journal. `key_ttl_ms` is the
-    longest key retention of a topic, `quarantine` are the topics for what is refused.
+    longest key retention of a topic, `usual_ttl_ms` that of the service; `quarantine` are the topics for what is
+    refused.
     """
 
     frozen_ms: int
     max_settle_ms: int
     grace_ms: int
     key_ttl_ms: Callable[[Column], Column]
+    usual_ttl_ms: int
     longest_ttl_ms: int
     timeouts_ms: int
     bounds: Column
@@ -56,6 +58,14 @@ class LogEvidence:
     callers: tuple[str, ...]
     claim_topics: tuple[str, ...]
     quarantine: tuple[str, ...]
+
+    def ttl_of_entry_ms(self, topic: Column, key_ttl_s: Column) -> Column:
+        """Return the retention of a key by its ledger entry (`key_ttl_s` of deliveries.ROW), ms.
+
+        Where that is not known, it is the longest of the topic.
+        """
+        by_entry = F.when(key_ttl_s > 0, 1000 * key_ttl_s).when(key_ttl_s == 0, F.lit(self.usual_ttl_ms))
+        return F.coalesce(by_entry, self.key_ttl_ms(topic))
 
     def settled_at_ms(self, accepted_ms: Column, seen_ms: Column) -> Column:
         """Return `rule_table.settled_at_ms` with the timeouts of this run."""
@@ -87,6 +97,7 @@ def gather_evidence(plan: Plan, settings: Settings) -> LogEvidence:
         max_settle_ms=settings.max_settle_ms,
         grace_ms=settings.grace_ms,
         key_ttl_ms=_key_ttl_ms(plan, settings),
+        usual_ttl_ms=settings.key_ttl_ms,
         longest_ttl_ms=settings.longest_ttl_ms,
         timeouts_ms=settings.max_settle_ms - settings.grace_ms,
         bounds=F.from_json(F.lit(json.dumps(bounds)), f"map<string, array<{_BOUND}>>"),
@@ -148,7 +159,7 @@ def _idempotent(plan: Plan) -> Column:
 def _key_ttl_ms(plan: Plan, settings: Settings) -> Callable[[Column], Column]:
     """Return the longest key retention of a topic of the plan by the rules, ms.
 
-    Keys of one topic may have several: those of a source have its own. A copy within the longest is no expired key.
+    Keys of one topic may have several: those of a source have its own.
     """
     usual_s = settings.shared.key_ttl_s
     names_by_ttl: dict[int, list[str]] = {}

@@ -128,7 +128,7 @@ def _described(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     expected_copies = F.filter(derived_copies, lambda copy: evidence.expects_derived_copies(copy["topic"]))
     return rows.withColumn("copies", causes.ordered()).withColumns(
         {
-            "explained": causes.explained(F.col("copies"), evidence.key_ttl_ms),
+            "explained": causes.explained(F.col("copies"), evidence.ttl_of_entry_ms),
             "lost_claims": F.filter("missing", lambda claim: claim["outcome"] == LOST),
             "forwarded": F.filter(derived_copies, lambda copy: ~evidence.expects_derived_copies(copy["topic"])),
             # Copies beyond the cap have no coordinates.

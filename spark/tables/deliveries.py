@@ -65,6 +65,7 @@ ROW: Final = {
     "elsewhere": "boolean",
     "proven_lost": "boolean",
     "record_topic_id_hash": "bigint",
+    "key_ttl_s": "bigint",
 }
 """Name and type of each column of `deliveries`, in order.
 
@@ -78,8 +79,9 @@ are clean, and of clean rows only counts are read again. Partition and offset ar
 202 or 504 was journaled, `freed_ms` when the last 503 was, null if a 202 or 504 follows that 503.
 `timestamp_ms`, `record_accepted_ms` and the columns after them are those of the record; `record_key_hash` is a hash of
 its record key, `batch_hash` of the id of its atomic batch, `topic_id_hash` of its topic's id, both by the ledger entry;
-`record_topic_id_hash` is the same hash of the id of the topic from which the record was read, null in lakes of an
-earlier version.
+`record_topic_id_hash` is the same hash of the id of the topic from which the record was read. `key_ttl_s` is the
+retention of the key by the ledger entry, in seconds, 0 for the service's own. Both are null in lakes of an earlier
+version.
 `alternative_fingerprints`: with Fencepost's header the record's computed fingerprint, if the header has another one;
 without the header the other possible fingerprints of the record, 8 bytes each (`decode.copies`).
 `was_past_end`: the log's high watermark was not past the offset when all claims on it were read, or in a later run if
@@ -108,7 +110,7 @@ COUNTS: Final = (
 """The columns that count evidence: records, ledger entries, and answers."""
 
 LEAST: Final = ("accepted_ms", "entry_seen_ms", "answer_seen_ms", "batch_hash")
-GREATEST: Final = ("run", "last_ms", "in_doubt_ms", "count", "was_past_end", "elsewhere", "proven_lost")
+GREATEST: Final = ("run", "last_ms", "in_doubt_ms", "count", "was_past_end", "elsewhere", "proven_lost", "key_ttl_s")
 RECORD: Final = (
     "timestamp_ms",
     "record_accepted_ms",
@@ -131,7 +133,7 @@ COPY_FIELDS: Final = (
 )
 CLAIM_FIELDS: Final = (
     "seen_ms: bigint, accepted_ms: bigint, topic: string, partition: int, offset: bigint, topic_id_hash: bigint, "
-    "was_past_end: boolean, proven_lost: boolean"
+    "was_past_end: boolean, proven_lost: boolean, key_ttl_s: bigint"
 )
 FINGERPRINT_FIELDS: Final = "fingerprint: binary, possible_fingerprints: binary"
 
@@ -312,6 +314,7 @@ def summarize(claims: DataFrame, parts: int | None = None) -> DataFrame:
         F.min(F.when(answered & has_offset, F.col("timestamp_ms"))).alias("answer_seen_ms"),
         F.min("batch_hash").alias("batch_hash"),
         F.max_by("topic_id_hash", F.when(status == ENTERED, F.col("timestamp_ms"))).alias("topic_id_hash"),
+        F.max("key_ttl_s").alias("key_ttl_s"),
         F.shiftright(in_doubt, _POSITION_BITS).alias("in_doubt_ms"),
         F.when(in_doubt.isNull() | (freed > in_doubt), F.shiftright(freed, _POSITION_BITS)).alias("freed_ms"),
     )
@@ -548,7 +551,10 @@ def _claim(seen_ms: str) -> Column:
     """Return the claim of the ledger or the journal (by the column `seen_ms`) as a struct of CLAIM_FIELDS, or null."""
     known = (F.coalesce(name, F.lit(False)).alias(name) for name in ("was_past_end", "proven_lost"))
     claim = F.struct(
-        F.col(seen_ms).alias("seen_ms"), "accepted_ms", "topic", "partition", "offset", "topic_id_hash", *known
+        F.col(seen_ms).alias("seen_ms"),
+        *("accepted_ms", "topic", "partition", "offset", "topic_id_hash"),
+        *known,
+        "key_ttl_s",
     )
     return F.when(F.col(seen_ms).isNotNull(), claim)
 

@@ -479,6 +479,13 @@ ELSEWHERE = (5, 50, 0, "z:9")
 # A copy within three retentions of the first one, and one after them.
 RETRIED_LATE = ((1, 0, (0, 10, 0, "a:1")), (2, 3 * TTL_MS - 1, ELSEWHERE), (3, 7 * TTL_MS, (6, 60, 0, "y:9")))
 
+
+def kept_for(ttl_ms: int, offset: int, *, at: int = NOW_MS, **more: Any) -> list[Any]:
+    """A copy in the topic `u`, and its ledger entry, which tells the retention of its key; 0 for the service's own."""
+    entered = entry(offset, at=at, topic="u", key_ttl_s=ttl_ms // 1000)
+    return [copy(offset, at=at, topic="u", **more), entered]
+
+
 COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
     "bare": ([copy(1), entry(1), copy(2, writer=None)], [None, "foreign_writer"]),
     "not in the ledger": ([copy(1), entry(1), copy(2)], [None, "foreign_writer"]),
@@ -495,6 +502,26 @@ COPIES: dict[str, tuple[Sequence[Any], list[str | None]]] = {
     "kept for longer": (
         [copy(n, at=NOW_MS + ms, writer=writer, topic="u") for n, ms, writer in RETRIED_LATE],
         [None, "dual_producer", "expired_key"],
+    ),
+    # By the entries the keys lived for a third of the topic's retention, three times it, and for the service's own.
+    "source, expired": (
+        [*kept_for(TTL_MS, 1), *kept_for(3 * TTL_MS, 2, at=NOW_MS + TTL_MS, writer=ELSEWHERE)],
+        [None, "expired_key"],
+    ),
+    "source, kept": (
+        [*kept_for(3 * TTL_MS, 1), *kept_for(TTL_MS, 2, at=NOW_MS + TTL_MS, writer=ELSEWHERE)],
+        [None, "dual_producer"],
+    ),
+    "usual, expired": (
+        [*kept_for(0, 1), *kept_for(0, 2, at=NOW_MS + TTL_MS, writer=ELSEWHERE)],
+        [None, "expired_key"],
+    ),
+    "claimed later": (
+        [
+            *kept_for(3 * TTL_MS, 1, at=NOW_MS + TTL_MS, timestamp_ms=NOW_MS),
+            *kept_for(TTL_MS, 2, timestamp_ms=NOW_MS + 9, writer=ELSEWHERE),
+        ],
+        [None, "expired_key"],
     ),
     "near the second": (
         [
@@ -522,7 +549,7 @@ def test_each_copy_after_the_first_has_the_cause_of_the_first_matching_rule(spar
     gathered = deliveries.gathered(rows, by_hour=False).withColumn("copies", causes.ordered())
     rules = Rules.parse(f'[[topics]]\npattern = "u"\nkey_ttl_s = {3 * TTL_MS // 1000}')
     seen = gather_evidence(plan(), dataclasses.replace(settings(), rules=rules))
-    explained = gathered.select("id", causes.explained(F.col("copies"), seen.key_ttl_ms).alias("copies")).collect()
+    explained = gathered.select("id", causes.explained(F.col("copies"), seen.ttl_of_entry_ms).alias("copies")).collect()
     found = {name_of(row["id"]): [one["cause"] for one in row["copies"]] for row in explained}
     assert found == {name[:16].strip(): causes for name, (_, causes) in COPIES.items()}
 

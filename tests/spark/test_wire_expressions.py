@@ -95,7 +95,7 @@ def test_ledger_records_are_decoded_and_invalid_ones_are_rejected(spark: SparkSe
     found = Counter(
         (
             *(bytes(row["id"]).hex(), row["topic"], row["partition"], row["offset"]),
-            *(row["accepted_ms"], row["status"], row["topic_id_hash"]),
+            *(row["accepted_ms"], row["status"], row["topic_id_hash"], row["key_ttl_s"]),
         )
         for row in rows
         if row["reject"] is None
@@ -113,6 +113,7 @@ def test_ledger_records_are_decoded_and_invalid_ones_are_rejected(spark: SparkSe
         (
             *(one["id"], one["topic"], one["partition"], one["offset"]),
             *(one["at"], decode.ENTERED, numbers.get(vector["fields"]["topic_ids"].get(one["topic"]))),
+            one.get("ttl", 0),
         )
         for part in parts[:2]
         for vector in vectors("records", part)

@@ -40,7 +40,7 @@ def test_a_ledger_record_makes_the_rows_of_its_contract_vector(vector: dict[str,
     record = decode_ledger(vector["text"].encode())
     assert isinstance(record, LedgerRecord)
     rows, foreign = read(vector["text"])
-    singles = [(e.id, Delivered(e.at, e.fp, e.topic, e.partition, e.offset, e.ts)) for e in record.entries]
+    singles = [(e.id, Delivered(e.at, e.fp, e.topic, e.partition, e.offset, e.ts, e.ttl)) for e in record.entries]
     assert rows[: len(singles)] == singles
     assert {id for id, _ in rows[len(singles) :]} == {e.batch for e in record.entries if e.batch is not None}
     assert not foreign
