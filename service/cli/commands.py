@@ -16,7 +16,7 @@ from service.cli import doctor as doctors
 from service.cli import look, show
 from service.cli.finding import Level, worst
 from service.contract import Rules, SettingsError
-from service.contract.wire import NewerVersion, ledger_topic
+from service.contract.wire import NewerVersion, event_id, ledger_topic, member_id
 from service.core.problems import KafkaAway, Problem, StoreAway, StoreLost, StoreUnanswered
 from service.core.settings import Settings
 from service.events.event import parse_key
@@ -80,6 +80,12 @@ def key(
     scope: Annotated[
         str, typer.Option(help="The caller's name, source:NAME, or issuer:NAME:CALLER, where callers have one.")
     ] = "",
+    member: Annotated[
+        str,
+        typer.Option(
+            help="Of a produce request or an atomic batch: a record's index, from 0, or an entry's id (records:batch)."
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show a key's entries in Redis and in the ledger. Exit code 1 if there are none, which proves nothing."""
@@ -90,7 +96,8 @@ def key(
         give_up(problem.detail)
     longest_ttl_s = rules_or_exit(settings).longest_ttl_s
     with show.progress("reading the ledger") as on_progress:
-        found = run(look.key(settings, longest_ttl_s, bare, scope, doctors.now_ms(), on_progress))
+        id = member_id(bare, member, scope) if member else event_id(bare, scope)
+        found = run(look.key(settings, longest_ttl_s, id, doctors.now_ms(), on_progress))
     if as_json:
         show.document({"key": bare, "scope": scope, **found.document()})
     else:

@@ -15,7 +15,6 @@ from service.contract.wire import (
     NewerVersion,
     WireError,
     decode_ledger,
-    event_id,
     ledger_topic,
 )
 from service.core.settings import Settings
@@ -183,17 +182,15 @@ def state_document(found: Found) -> dict[str, Any] | None:
 async def key(
     settings: Settings,
     longest_ttl_s: int,
-    text: str,
-    scope: str,
+    id: bytes,
     now_ms: float,
     on_progress: Callable[[int, int], None],
 ) -> KeyView:
-    """Look for a key in Redis, and in the part of the ledger that may name a key that has not expired.
+    """Look for the id of a key in Redis, and in the part of the ledger that may name a key that has not expired.
 
     `longest_ttl_s` is the longest retention of keys by a rule, in seconds, 0 without any. `on_progress` is called with
     the numbers of records read and to be read. Raises KafkaAway, StoreAway and StoreUnanswered.
     """
-    id = event_id(text, scope)
     async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
         identity = await keys.who()
         if identity.generation is None or identity.generation.store != identity.store:

@@ -54,6 +54,7 @@ async def test_a_key_is_found_in_redis_and_in_the_ledger(served: Service, make_t
     whole = told(served.env, "key", "whole")
     assert whole["redis"]["members"] == 2
     assert [one["member"] for one in whole["ledger"]] == [0, 1]
+    assert told(served.env, "key", "whole", "--member", "1")["ledger"] == whole["ledger"][1:]
 
     text = fencepost(served.env, "key", "order 1")
     assert text.returncode == 0
