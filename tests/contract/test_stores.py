@@ -9,9 +9,11 @@ import pytest
 
 from service.claims.redis_store import Identity, RedisKeys, StoreGeneration
 from service.claims.states import Outcome
+from service.cli.parts import keys_view
 from service.contract import SettingsError
 from service.core.metrics import Telemetry
 from service.core.problems import StoreAway, StoreLost, StoreUnanswered
+from service.core.settings import Settings
 from tests.stores import SENTINEL_PASSWORD, ClusterStore, SentinelStore, Store, info
 
 FREED = (10, 20)
@@ -79,6 +81,23 @@ async def follow_failover(store: Store, keys: RedisKeys, generation: StoreGenera
     return found
 
 
+async def check_survey(store: SentinelStore) -> None:
+    """Check that the doctor asks each sentinel, and names one that does not answer."""
+    settings = Settings.from_env(
+        {"FENCEPOST_REDIS": store.url, "FENCEPOST_NAMESPACE": store.namespace, **store.settings}
+    )
+    async with keys_view(settings) as keys:
+        views, errors = await keys.seeds()
+        assert {view.primary for view in views} == {("127.0.0.1", store.primary.port)}
+        assert (len(views), errors) == (3, [])
+        gone = store.sentinels[2]
+        gone.kill()
+        views, errors = await keys.seeds()
+        assert len(views) == 2
+        assert [f"127.0.0.1:{gone.port} does not answer" in str(error) for error in errors] == [True]
+        gone.start()
+
+
 async def test_sentinels_lead_to_the_promoted_replica(tmp_path: Path, namespace: str) -> None:
     with SentinelStore(tmp_path, namespace) as store:
         async with keys_at(store.url, namespace, ("", "wrong")) as keys:
@@ -87,6 +106,7 @@ async def test_sentinels_lead_to_the_promoted_replica(tmp_path: Path, namespace:
         async with keys_at(store.url.replace("/keys/", "/others/"), namespace) as keys:
             with pytest.raises(SettingsError, match="monitors no primary 'others'"):
                 await keys.check()
+        await check_survey(store)
         async with keys_at(store.url, namespace) as keys:
             await keys.check()
             generation = await settled(keys, 1)

@@ -2,16 +2,26 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
-from redis.asyncio import ConnectionPool
+from redis.asyncio import ConnectionPool, SSLConnection
 
-from service.claims.redis_seeds import OfCluster, OfSentinels, Question, Seeds, View, WronglyAddressed
+from service.claims.redis_seeds import (
+    OfCluster,
+    OfSentinels,
+    Question,
+    Seeds,
+    View,
+    WronglyAddressed,
+    make_connection,
+)
 from service.claims.redis_store import RedisKeys
 from service.contract import SettingsError
 from service.core.metrics import Telemetry
 from service.core.problems import StoreAway, StoreLost
+from service.core.redis_address import RedisAddress
 from tests.unit.claims.test_redis_store_transport import GENERATION
 
 HOST = "127.0.0.1"
@@ -192,6 +202,14 @@ async def test_the_servers_of_the_shard_are_asked_once_the_listed_nodes_are_gone
         await seeds.newest()
         listed.answers["CLUSTER SLOTS"] = b"-ERR gone\r\n"
         assert (await seeds.newest()).primary == (HOST, primary.port)
+
+
+def test_a_connection_to_a_seed_or_a_named_primary_trusts_only_the_set_authorities() -> None:
+    context = ssl.create_default_context()
+    pool = ConnectionPool.from_url(RedisAddress.parse("rediss+sentinel://s:1/keys").url)
+    connection = make_connection(pool, ("elsewhere", 7), context)
+    assert isinstance(connection, SSLConnection)
+    assert (connection.host, connection.port, connection.ssl_context.get()) == ("elsewhere", 7, context)
 
 
 # --------------------------------------------------------------------------------------------- the keys' connections
