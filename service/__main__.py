@@ -4,19 +4,22 @@ Exit code 0 after a clean stop, 2 for a wrong setting or for data that only a ne
 address cannot be bound.
 """
 
+import resource
 import signal
 import sys
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from service.app import build_app, read_configuration
-from service.contract import PREFIX, Rules, SettingsError
+from service.app import build_entrance, read_configuration
+from service.contract import PREFIX, SettingsError
 from service.core.logs import configure_logging
 from service.core.settings import Settings
-from service.http.events import EventsEndpoint
-from service.http.limits import GuardedProtocol
-from service.http.protocol import Posts, protocol_of
+from service.http.limits import GuardedProtocol, ManagementProtocol, handshakes_max
+from service.http.protocol import protocol_of
 from service.http.server import LingeringServer
+from service.http.tls import ServerTls
 
 # After the deadline of the last accepted request: for its answer and its mark, the leases, and the journal.
 DRAIN_EXTRA_S = 5
@@ -27,7 +30,7 @@ IDLE_S = 75
 
 def main() -> int:
     try:
-        settings, rules, schemas, sources = read_configuration()
+        settings, loaded = read_configuration()
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
@@ -38,24 +41,26 @@ def main() -> int:
         wrong.append(error)
         server.should_exit = True
 
-    app, endpoint = build_app(settings, rules, schemas, sources, give_up)
+    entrance = build_entrance(settings, loaded, give_up)
+    stopping = entrance.ruled.endpoint.stopping
+    tls = settings.http_tls
+    context = None
+    if tls is not None:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        context = ServerTls(tls, handshakes_max(files), entrance.telemetry)
     server = LingeringServer(
-        uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            loop="uvloop",
-            http=_protocol(settings, rules, endpoint),
+        _config(
+            entrance.app,
+            settings.host,
+            settings.port,
+            # Without `posts` the connections hand all requests to the app.
+            protocol_of(None if settings.transport == "asgi" else entrance.posts, stopping),
             lifespan="on",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,  # without rules only loopback addresses may write, and a header could forge one
-            backlog=4096,
-            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,
         ),
-        endpoint.stopping,
+        stopping,
+        context,
+        [_management(entrance.management, settings)] if entrance.management is not None else [],
     )
 
     def stop(*_: object) -> None:
@@ -67,12 +72,8 @@ def main() -> int:
     try:
         server.run()
     except SystemExit:
-        if not server.lifespan.should_exit:  # the log has the system's word on the address, which names no setting
-            print(
-                f"{PREFIX}HOST={settings.host!r}, {PREFIX}PORT={settings.port}: it cannot listen there; set an address "
-                "of this machine and a port that is free",
-                file=sys.stderr,
-            )
+        if server.unbound is not None:  # the log has the system's word on the address, which names no setting
+            print(_unbound(server.unbound, settings), file=sys.stderr)
         raise
     if wrong:
         print(wrong[0], file=sys.stderr)
@@ -80,13 +81,37 @@ def main() -> int:
     return 0
 
 
-def _protocol(settings: Settings, rules: Rules, endpoint: EventsEndpoint) -> type[GuardedProtocol]:
-    """Return the protocol of the connections: it hands all requests to the app, or all but the POSTs of events."""
-    posts = None
-    if settings.transport != "asgi":
-        routes, streamed = endpoint.routes, endpoint.streamed
-        posts = Posts(routes, endpoint.body_bytes_max, endpoint.bodies, streamed, cors=bool(rules.cors))
-    return protocol_of(posts, endpoint.stopping)
+def _management(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """Return the configuration of the management port: without TLS, for probes and scrapes inside a cluster."""
+    return _config(app, settings.management_host or settings.host, settings.management_port, ManagementProtocol)
+
+
+def _config(app: ASGIApp, host: str, port: int, http: type[GuardedProtocol], **more: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=http,
+        **{"lifespan": "off", **more},
+        loop="uvloop",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,  # without rules only loopback addresses may write, and a header could forge one
+        backlog=4096,
+        timeout_keep_alive=IDLE_S,
+    )
+
+
+def _unbound(config: uvicorn.Config, settings: Settings) -> str:
+    """Say which settings name an address that cannot be had."""
+    host, port = "HOST", "PORT"
+    if config.port == settings.management_port:
+        host, port = "MANAGEMENT_HOST" if settings.management_host else "HOST", "MANAGEMENT_PORT"
+    return (
+        f"{PREFIX}{host}={config.host!r}, {PREFIX}{port}={config.port}: it cannot listen there; set an address "
+        "of this machine and a port that is free"
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -25,18 +26,13 @@ from service.core.settings import Settings
 from service.core.shared_task import shared
 from service.core.supervision import Cancelled, log_loop_errors, supervise
 from service.core.task_dump import dump_on_signal
-from service.events.deliveries import Source, read_sources
+from service.entrance import Entrance
+from service.events.deliveries import Source
+from service.events.loaded_rules import LoadedRules, contradictions, load_rules
 from service.events.schemas import Schemas
 from service.events.strict_json import check_json, in_thread
-from service.http.application import Application
-from service.http.callers import Callers
 from service.http.events import EventsEndpoint
-from service.http.produce import ProduceEndpoint
-from service.http.produce_listing import ProduceListing
 from service.http.rates import Rates
-from service.http.routes import routes
-from service.http.sources import SourcesEndpoint
-from service.http.token_callers import TokenCallers
 from service.kafka.admin import KafkaAdmin
 from service.kafka.listing import TopicLister
 from service.kafka.security import Security
@@ -50,6 +46,7 @@ from service.pipeline.pool import Pool
 from service.pipeline.queue import Queue
 from service.pipeline.resolver import Resolver
 from service.pipeline.writer import Writer
+from service.rules_reload import RulesReload
 from service.slots.generation_log import Control
 from service.slots.recovery import STORE_STATES, CurrentStore, SlotRecovery
 
@@ -63,6 +60,8 @@ log = structlog.get_logger(__name__)
 
 BRING_UP_PAUSE_S: Final = 1.0
 GC_THRESHOLDS: Final = (25_000, 40, 50)
+# For requests that had begun when the rules changed, and whose token names a key that is still to be read.
+ISSUERS_KEPT_S: Final = 30.0
 JOURNAL_TIMEOUT_S: Final = 3.0
 TRACES_TIMEOUT_S: Final = 3.0
 # Between two measurements of Redis and Kafka for the metrics.
@@ -159,6 +158,7 @@ class Service:
         self.was_ready = False
         self._tasks: list[asyncio.Task[None]] = []
         self._redis_check: asyncio.Task[str] | None = None  # in flight, shared by concurrent probes
+        self._leaving: set[asyncio.Task[None]] = set()  # issuers of earlier rules, which requests may still need
 
     def _show_states(self) -> None:
         """Have each scrape read the parts' present states."""
@@ -292,9 +292,28 @@ class Service:
         self.topic_lister.close()
         if self.registry is not None:
             await self.registry.close()
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         if self.issuers is not None:
             await self.issuers.close()
         await self.cluster.close()
+
+    def issuers_of(self, rules: Rules) -> "Issuers | None":
+        """Make the issuers of changed rules, whose keys are not read before `use_issuers`."""
+        return _issuers_of(rules, self.telemetry)
+
+    def use_issuers(self, issuers: "Issuers | None") -> None:
+        """Read the keys of these issuers instead of those before, which requests that have begun may need a little."""
+        if issuers is self.issuers:
+            return
+        before, self.issuers = self.issuers, issuers
+        if issuers is not None:
+            issuers.start()
+        if before is not None:
+            leaving = asyncio.create_task(_close_later(before))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
 
     async def readiness(self) -> dict[str, object]:
         """Check the readiness: a slot is ready, Redis answers and holds the generation, Kafka answers.
@@ -375,13 +394,12 @@ def _issuers_of(rules: Rules, telemetry: Telemetry) -> "Issuers | None":
     return Issuers(rules.issuers, telemetry)
 
 
-def _issuer_faults(rules: Rules) -> list[str]:
-    """Find the files of issuers that cannot be used: a line for each."""
-    if not rules.issuers:
-        return []
-    from service.identity.tokens import file_faults
-
-    return [*file_faults(rules)]
+async def _close_later(issuers: "Issuers") -> None:
+    """Close issuers after ISSUERS_KEPT_S, or at once if this is cancelled."""
+    try:
+        await asyncio.sleep(ISSUERS_KEPT_S)
+    finally:
+        await issuers.close()
 
 
 def _tracing_of(settings: Settings) -> "Tracing | None":
@@ -402,20 +420,18 @@ def create_app() -> FastAPI:
     Raises:
         SettingsError: a line for each mistake in the settings or the rules.
     """
-    settings, rules, schemas, sources = read_configuration()
+    settings, loaded = read_configuration()
     configure_logging(settings.log_format, settings.log_keys)
-    app, _ = build_app(
-        settings,
-        rules,
-        schemas,
-        sources,
+    entrance = build_entrance(
+        replace(settings, management_port=0, management_host=""),  # the server has one address
+        loaded,
         lambda error: log.error("the service cannot become ready: correct this, and restart", error=error),
     )
-    return app
+    return entrance.app
 
 
-def read_configuration() -> tuple[Settings, Rules, Schemas, tuple[Source, ...]]:
-    """Read the settings, the rules, the schemas, and the secrets of the sources.
+def read_configuration() -> tuple[Settings, LoadedRules]:
+    """Read the settings, and the rules with their schemas and the secrets of their sources.
 
     Raises SettingsError with a line for each mistake.
     """
@@ -427,30 +443,15 @@ def read_configuration() -> tuple[Settings, Rules, Schemas, tuple[Source, ...]]:
         check_url(settings.redis)
     except SettingsError as error:
         wrong.append(str(error))
-    rules = Rules()
     try:
-        rules = Rules.read(os.environ.get(f"{PREFIX}RULES", ""))
+        loaded = load_rules(os.environ.get(f"{PREFIX}RULES", ""))
     except SettingsError as error:
         wrong.append(str(error))
-    try:
-        schemas = Schemas(rules)
-    except SettingsError as error:
-        wrong.append(str(error))
-    try:
-        sources = read_sources(rules)
-    except SettingsError as error:
-        wrong.append(str(error))
-    wrong += _issuer_faults(rules)
     if not wrong:
-        wrong += rules.conflicts(settings)
-        if not settings.registry and (named := [rule.pattern for rule in rules.topics if rule.registry is not None]):
-            wrong.append(
-                f"{settings.rules}: the topics {named[0]!r} have schemas of a registry, and {PREFIX}REGISTRY is not "
-                "set: set the registry's URL"
-            )
+        wrong += contradictions(settings, loaded.rules)
     if wrong:
         raise SettingsError("\n".join(wrong))
-    return settings, rules, schemas, sources
+    return settings, loaded
 
 
 def build_app(
@@ -460,23 +461,25 @@ def build_app(
     sources: Sequence[Source],
     give_up: Callable[[SettingsError], None],
 ) -> tuple[FastAPI, EventsEndpoint]:
-    """Make the ASGI app, and the endpoint of its POSTs, which a transport below ASGI may call too."""
-    service = Service(settings, rules, schemas, Telemetry(), give_up)
+    """Make the ASGI app, and the endpoint of its POSTs, for tests of what needs neither Kafka nor Redis."""
+    entrance = build_entrance(settings, LoadedRules(rules, schemas, tuple(sources)), give_up)
+    return entrance.app, entrance.ruled.endpoint
+
+
+def build_entrance(settings: Settings, loaded: LoadedRules, give_up: Callable[[SettingsError], None]) -> Entrance:
+    """Make the service with its ASGI app, and with what a transport below ASGI calls."""
+    service = Service(settings, loaded.rules, loaded.schemas, Telemetry(), give_up)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.start()
+        watching = supervise("rules", reload.run, service.telemetry)
         try:
             yield
         finally:
+            watching.cancel()
             await service.stop()
 
-    app = Application(rules.cors, lifespan)
-    tokens = None if service.issuers is None else TokenCallers(service.issuers, service.rates)
-    callers = Callers(rules.callers, tokens=tokens, rates=service.rates, with_sources=bool(rules.sources))
-    endpoint = EventsEndpoint(service.admission, settings, callers, service.telemetry)
-    routes(app, service, callers, endpoint)
-    produce = ProduceEndpoint(endpoint, rules, settings.key_ttl_s, has_registry=bool(settings.registry))
-    webhooks = SourcesEndpoint(sources, service.admission, settings, endpoint.bodies, service.telemetry, service.rates)
-    app.router.routes += [*produce.routes(), *ProduceListing(endpoint, service).routes(), webhooks.route()]
-    return app, endpoint
+    entrance = Entrance(service, loaded, lifespan)
+    reload = RulesReload(settings, loaded, service.topics, service.telemetry, entrance.prepare)
+    return entrance

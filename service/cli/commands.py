@@ -120,7 +120,7 @@ def doctor(
     """
     settings = settings_or_exit()
     rules = rules_or_exit(settings)
-    findings = run(doctors.examine(settings, rules, rate))
+    findings = [*doctors.rules_file(settings, rules), *run(doctors.examine(settings, rules, rate))]
     if as_json:
         show.document({"verdict": worst(findings).value, "findings": [finding.document() for finding in findings]})
     else:

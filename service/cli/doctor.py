@@ -3,9 +3,11 @@
 It writes nothing but MEASUREMENTS records of the journal without answers, whose timestamps are the broker's clock.
 """
 
+import hashlib
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 from service.cli import (
@@ -47,6 +49,16 @@ Now = Callable[[], float]
 
 def now_ms() -> float:
     return time.time() * 1000
+
+
+def rules_file(settings: Settings, rules: Rules) -> list[Finding]:
+    """Tell which rules a service would take now, to compare with `fencepost_rules_info`; nothing without a file."""
+    if not settings.rules:
+        return []
+    tables = {"topics": rules.topics, "callers": rules.callers, "sources": rules.sources, "cors": rules.cors}
+    counts = ", ".join(f"{len(of)} {name}" for name, of in tables.items() if of)
+    digest = hashlib.sha256(Path(settings.rules).read_bytes()).hexdigest()
+    return [Finding("rules.file", Level.OK, f"{settings.rules}: {counts or 'no tables'}; sha256 {digest}")]
 
 
 async def examine(settings: Settings, rules: Rules, rate: float | None = None, now: Now = now_ms) -> list[Finding]:

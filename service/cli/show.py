@@ -22,6 +22,7 @@ from service.core.time_of_day import LAST_SECOND
 PLAIN_WIDTH: Final = 140
 STYLES: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 AREAS: Final = {
+    "rules": "Rules",
     "login": "Login at Kafka",
     "kafka": "Brokers",
     "access": "ACLs",

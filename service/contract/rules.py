@@ -63,7 +63,8 @@ class CallerRule:
     `name` is the scope of its keys: the same key of two callers is two keys. A caller has several tokens while one is
     replaced by the next; a retry with the new token finds the keys of the old one. `rate` is in events a second,
     `rate_bytes` in bytes of bodies, for all tokens and all processes together, with bursts of one second; None for no
-    limit.
+    limit. `certificates` are names of clients' certificates (mutual TLS) by which the caller is known too:
+    "subject:…", "dns:…", "uri:…", "email:…".
     """
 
     name: str
@@ -71,6 +72,7 @@ class CallerRule:
     topics: tuple[str, ...] = ("*",)
     rate: float | None = None
     rate_bytes: float | None = None
+    certificates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,9 @@ _SWITCHES: Final = ("takes_old_keys", "derived", "client_duplicates")
 _TOPIC_SETTINGS: Final = ("pattern", "guarantee", "schema", "registry", "key_ttl_s", "keyless", "quarantine")
 _KEYLESS: Final = ("allow", "refuse")
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
+_CALLER_SETTINGS: Final = ("name", "token_sha256", "certificates", "topics", "rate", "rate_bytes")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_CERTIFICATE: Final = re.compile(r"(?:subject:[A-Za-z0-9.]+=|dns:|uri:|email:).+", re.DOTALL)
 
 
 def _topic_rule(table: Table, folder: Path) -> TopicRule:
@@ -250,7 +254,10 @@ def _topic_rule(table: Table, folder: Path) -> TopicRule:
 
 def _caller_rule(table: Table) -> CallerRule:
     topics = tuple(table.get("topics", ["*"]))
-    return CallerRule(table["name"], tuple(_digests(table)), topics, table.get("rate"), table.get("rate_bytes"))
+    certificates = tuple(table.get("certificates", []))
+    return CallerRule(
+        table["name"], tuple(_digests(table)), topics, table.get("rate"), table.get("rate_bytes"), certificates
+    )
 
 
 def _digests(table: Table) -> list[Any]:
@@ -283,18 +290,34 @@ def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
 
 def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[callers]]` table after those `before` it: the name concerned, and the remedy."""
-    for unknown in table.keys() - {"name", "token_sha256", "topics", "rate", "rate_bytes"}:
-        yield unknown, "no such setting; write name, token_sha256, topics, rate and rate_bytes"
+    for unknown in table.keys() - set(_CALLER_SETTINGS):
+        yield unknown, f"no such setting; write {', '.join(_CALLER_SETTINGS)}"
     name = table.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         yield "name", NAME_REMEDY
     elif any(name == other.get("name") for other in before):
         yield "name", "another caller has it: write a different one, or list all tokens of a caller in one table"
-    yield from _token_faults(_digests(table), before)
+    if "token_sha256" in table or "certificates" not in table:
+        yield from _token_faults(_digests(table), before)
+    yield from _certificate_faults(table.get("certificates", ["dns:-"]), before)
     topics = table.get("topics", ["*"])
     if not isinstance(topics, list) or not topics or not all(isinstance(glob, str) and glob for glob in topics):
         yield "topics", 'write names or globs, as in topics = ["orders.*"]'
     yield from rate_faults(table)
+
+
+def _certificate_faults(names: Any, before: Sequence[Table]) -> Faults:
+    """Find the mistakes of the names of a caller's certificates."""
+    known = isinstance(names, list) and bool(names)
+    if not known or not all(isinstance(name, str) and _CERTIFICATE.fullmatch(name) for name in names):
+        yield (
+            "certificates",
+            "write names of certificates, each with its kind, as in "
+            '["uri:spiffe://example.com/shop", "dns:shop.example.com", "email:me@example.com", "subject:CN=shop,O=A"],'
+            " the last as `openssl x509 -noout -subject -nameopt RFC2253` prints it",
+        )
+    elif any(name in other.get("certificates", ()) for name in names for other in before):
+        yield "certificates", "another caller has one of them: write a different one"
 
 
 def _token_faults(digests: Sequence[Any], before: Sequence[Table]) -> Faults:

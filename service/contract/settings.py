@@ -405,10 +405,7 @@ def tls_context(cafile: str, certfile: str, keyfile: str, check_hostname: bool =
 def tls_faults(names: str, cafile: str, certfile: str, keyfile: str) -> Iterator[str]:
     """Find what is wrong with the files of `<names>_CAFILE`, `_CERTFILE` and `_KEYFILE`, a line each."""
     cert, key = f"{PREFIX}{names}_CERTFILE", f"{PREFIX}{names}_KEYFILE"
-    try:
-        tls_context(cafile, "", "")
-    except OSError as error:
-        yield f"{PREFIX}{names}_CAFILE={cafile!r} cannot be used ({_why(error)}): set a PEM file of certificates"
+    yield from cafile_faults(f"{PREFIX}{names}_CAFILE", cafile)
     if bool(certfile) != bool(keyfile):
         given, missing = (cert, key) if certfile else (key, cert)
         yield f"{given} needs {missing}: set both, or neither"
@@ -418,10 +415,30 @@ def tls_faults(names: str, cafile: str, certfile: str, keyfile: str) -> Iterator
             if _PKCS8 not in Path(keyfile).read_text(encoding="ascii"):  # kafka-clients reads no other format
                 yield f"{key}={keyfile!r} is not PKCS #8: set what `openssl pkcs8 -topk8 -nocrypt` makes of it"
         except (OSError, ValueError) as error:
-            yield (
-                f"{cert}={certfile!r} and {key}={keyfile!r} cannot be used ({_why(error)}): "
-                "set PEM files of a certificate and of its key, not encrypted"
-            )
+            yield _pair_fault(cert, certfile, key, keyfile, error)
+
+
+def cafile_faults(name: str, cafile: str) -> Iterator[str]:
+    """Find what is wrong with a file of authorities that a variable names; "" stands for the system's."""
+    try:
+        tls_context(cafile, "", "")
+    except OSError as error:
+        yield f"{name}={cafile!r} cannot be used ({_why(error)}): set a PEM file of certificates"
+
+
+def server_tls_faults(cert: str, certfile: str, key: str, keyfile: str) -> Iterator[str]:
+    """Find what is wrong with a server's certificate and its key; `cert` and `key` are the variables that name them."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
+    except (OSError, ValueError) as error:
+        yield _pair_fault(cert, certfile, key, keyfile, error)
+
+
+def _pair_fault(cert: str, certfile: str, key: str, keyfile: str, error: Exception) -> str:
+    return (
+        f"{cert}={certfile!r} and {key}={keyfile!r} cannot be used ({_why(error)}): "
+        "set PEM files of a certificate and of its key, not encrypted"
+    )
 
 
 _PKCS8: Final = "-----BEGIN PRIVATE KEY-----"

@@ -27,6 +27,7 @@ NAMESPACE: Final = "fencepost"
 LATENCY_S: Final = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 GROUP_EVENTS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 SOURCE_OUTCOMES: Final = ("written", "duplicate", "quarantined", "bad_signature", "refused", "failed", "challenge")
+RELOAD_OUTCOMES: Final = ("applied", "refused")
 STAGES: Final = ("queue", "claim", "kafka", "mark")
 RECOVERY_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -168,6 +169,34 @@ class Telemetry:
         )
         self.kafka_errors = self._counter("kafka_errors", "Failed requests to Kafka, by operation", "operation")
 
+        # TLS of the HTTP listener.
+        self.tls_handshakes = self._counter("http_tls_handshakes", "TLS handshakes of clients, by outcome", "outcome")
+        self.tls_valid_until = self._gauge(
+            "http_tls_certificate_expiry_timestamp_seconds",
+            "When the certificate of new connections expires, Unix time; 0 without TLS",
+        )
+        self.tls_successful = self._gauge(
+            "http_tls_last_reload_successful", "Whether the files of the certificate could be used (1) or not (0)"
+        )
+        self.tls_successful.set(1)
+
+        # The rules. The names of the last two are Prometheus' own for its configuration.
+        self._rules_info = self._gauge(
+            "rules_info",
+            "The rules in force (1): SHA-256 of their file, and of the schemas that it names",
+            "sha256",
+            "schemas",
+        )
+        self._rules_reloads = self._counter("rules_reloads", "Readings of changed rules, by outcome", "outcome")
+        for outcome in RELOAD_OUTCOMES:
+            self._rules_reloads.labels(outcome)
+        self._rules_successful = self._gauge(
+            "rules_last_reload_successful", "Whether the last reading of the rules was taken (1) or refused (0)"
+        )
+        self._rules_success_at = self._gauge(
+            "rules_last_reload_success_timestamp_seconds", "When the rules in force were taken, Unix time"
+        )
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, namespace=NAMESPACE, registry=self.registry)
 
@@ -189,6 +218,18 @@ class Telemetry:
     def of_source(self, source: str) -> Mapping[str, Counter]:
         """Return the counters of the requests to a source, by outcome (SOURCE_OUTCOMES)."""
         return {outcome: self._source_requests.labels(source, outcome) for outcome in SOURCE_OUTCOMES}
+
+    def rules_in_force(self, sha256: str, schemas_sha256: str, at: float) -> None:
+        """Show the digests (hexadecimal, or empty) of the rules in force, which were taken at this Unix time."""
+        self._rules_info.clear()
+        self._rules_info.labels(sha256, schemas_sha256).set(1)
+        self._rules_successful.set(1)
+        self._rules_success_at.set(at)
+
+    def rules_read(self, *, applied: bool) -> None:
+        """Count a reading of changed rules: they were taken, or could not be used."""
+        self._rules_successful.set(applied)
+        self._rules_reloads.labels("applied" if applied else "refused").inc()
 
     def render(self) -> bytes:
         """Render all metrics in the text format of /metrics."""

@@ -5,11 +5,11 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from service.contract import PREFIX, SharedSettings, integer, matching, one_of, setting, tls_context, tls_faults
-from service.contract.settings import printable, switch
+from service.contract.settings import cafile_faults, printable, server_tls_faults, switch
 from service.contract.wire import INSTANCE
 from service.core.redis_address import is_tls, kind_of, redis_address
 
@@ -58,6 +58,21 @@ def _are_here(*packages: str) -> bool:
         return False
 
 
+class HttpTls(NamedTuple):
+    """How the service speaks TLS with its clients; without `client_cafile` no client has a certificate."""
+
+    certfile: str
+    keyfile: str
+    least_version: ssl.TLSVersion
+    client_cafile: str
+    client_required: bool
+
+    @property
+    def files(self) -> list[str]:
+        """The files that are read again when they change."""
+        return [file for file in (self.certfile, self.keyfile, self.client_cafile) if file]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(SharedSettings):
     """All settings of the service; the table in service/README.md is generated from this class."""
@@ -94,11 +109,32 @@ class Settings(SharedSettings):
     )
     host: str = setting("127.0.0.1", "address to listen on", str)
     port: int = setting(8000, "port to listen on", integer(1, 65535))
+    management_port: int = setting(
+        0,
+        "port for health, readiness, metrics and documentation, which PORT does not serve then; 0: PORT serves all",
+        integer(0, 65535),
+    )
+    management_host: str = setting("", "address to listen on for them; empty: that of HOST", str)
     transport: str = setting(
         "direct",
         "how POSTs of events reach the app: asgi (a route of it, seen by middleware and instrumentation), or direct "
         "(below ASGI, for less CPU a request)",
         one_of("direct", "asgi"),
+    )
+    http_tls_certfile: str = setting(
+        "", "PEM file of the certificate for HTTPS and its chain; empty for HTTP without TLS", str
+    )
+    http_tls_keyfile: str = setting("", "PEM file of that certificate's key (not encrypted)", str)
+    http_tls_min_version: str = setting(
+        "1.2", "least version of TLS that clients may use, 1.2 or 1.3", one_of("1.2", "1.3")
+    )
+    http_tls_client_cafile: str = setting(
+        "", "PEM file of the authorities that sign clients' certificates (mutual TLS); empty: none is asked for", str
+    )
+    http_tls_client_auth: str = setting(
+        "required",
+        "whether each client must have such a certificate: required, or optional",
+        one_of("required", "optional"),
     )
     instance: str = setting(
         "",
@@ -160,6 +196,8 @@ class Settings(SharedSettings):
         wrong += self._registry_conflicts()
         if self.kafka_oauth_aws_region and not _are_here("aws_msk_iam_sasl_signer"):
             wrong.append(f"{PREFIX}KAFKA_OAUTH_AWS_REGION needs packages that are not here: install fencepost[msk]")
+        wrong += self._http_tls_conflicts()
+        wrong += self._management_conflicts()
         if self.tracing != "off" and not _are_here("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"):
             wrong.append(f"{PREFIX}TRACING={self.tracing} needs packages that are not here: install fencepost[tracing]")
         return wrong
@@ -168,6 +206,19 @@ class Settings(SharedSettings):
     def redis_sentinel_login(self) -> tuple[str, str]:
         """User name and password for the sentinels, empty where they ask for none."""
         return self.redis_sentinel_username, self.redis_sentinel_password
+
+    @property
+    def http_tls(self) -> "HttpTls | None":
+        """Return the settings of HTTPS; None for HTTP without TLS."""
+        if not self.http_tls_certfile:
+            return None
+        return HttpTls(
+            self.http_tls_certfile,
+            self.http_tls_keyfile,
+            ssl.TLSVersion.TLSv1_3 if self.http_tls_min_version == "1.3" else ssl.TLSVersion.TLSv1_2,
+            self.http_tls_client_cafile,
+            self.http_tls_client_auth == "required",
+        )
 
     @property
     def redis_tls(self) -> ssl.SSLContext | None:
@@ -200,6 +251,28 @@ class Settings(SharedSettings):
             yield from tls_faults("REGISTRY", self.registry_cafile, self.registry_certfile, self.registry_keyfile)
         if self.registry and not _are_here("fastavro", "google.protobuf", "grpc_tools", "httpx"):
             yield f"{url} needs packages that are not here: install fencepost[registry]"
+
+    def _management_conflicts(self) -> Iterator[str]:
+        if self.management_port == self.port:
+            yield f"{PREFIX}MANAGEMENT_PORT={self.management_port} is {PREFIX}PORT too: set another, or 0 for one port"
+        if self.management_host and not self.management_port:
+            yield (
+                f"{PREFIX}MANAGEMENT_HOST means nothing without a port: set {PREFIX}MANAGEMENT_PORT, or leave "
+                f"{PREFIX}MANAGEMENT_HOST empty"
+            )
+
+    def _http_tls_conflicts(self) -> Iterator[str]:
+        cert, key, ca = (f"{PREFIX}HTTP_TLS_{name}" for name in ("CERTFILE", "KEYFILE", "CLIENT_CAFILE"))
+        if bool(self.http_tls_certfile) != bool(self.http_tls_keyfile):
+            given, missing = (cert, key) if self.http_tls_certfile else (key, cert)
+            yield f"{given} needs {missing}: set both, or neither"
+            return
+        if self.http_tls_client_cafile and not self.http_tls_certfile:
+            yield f"{ca} means nothing without TLS: set {cert} and {key}, or leave {ca} empty"
+        if self.http_tls_certfile:
+            yield from server_tls_faults(cert, self.http_tls_certfile, key, self.http_tls_keyfile)
+        if self.http_tls_client_cafile:
+            yield from cafile_faults(ca, self.http_tls_client_cafile)
 
     def _redis_conflicts(self) -> Iterator[str]:
         sentinels = f"{PREFIX}REDIS=redis+sentinel://…"

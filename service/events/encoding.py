@@ -9,6 +9,8 @@ import asyncio
 import json
 import math
 import struct
+from collections.abc import Callable
+from copy import copy
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -137,9 +139,15 @@ class Encoder:
         self._client = client
         self._register = settings.registry_register
         self._telemetry = telemetry
-        self._rule = lru_cache(maxsize=TOPICS_MAX)(lambda topic: _encoding_of(rules.rule(topic).registry, topic))
+        self._rule = _encodings_by(rules)
         self._codecs: Bounded[Codec] = Bounded(READY_MAX, READY_BYTES_MAX)
         self._unusable: Bounded[str] = Bounded(READY_MAX, READY_BYTES_MAX)  # why a schema cannot be made ready
+
+    def under(self, rules: Rules) -> "Encoder":
+        """Return an encoder by other rules, with the same schemas ready."""
+        other = copy(self)
+        other._rule = _encodings_by(rules)
+        return other
 
     def has_rule_for(self, topic: str) -> bool:
         """Whether a rule names schemas for the events of a topic."""
@@ -255,6 +263,10 @@ def _ready(registered: Registered, codec: Codec) -> _Ready:
 
 def _names_any(encoding: Encoding | None) -> bool:
     return encoding is not None and (encoding.key is not None or encoding.value is not None)
+
+
+def _encodings_by(rules: Rules) -> Callable[[str], Encoding | None]:
+    return lru_cache(maxsize=TOPICS_MAX)(lambda topic: _encoding_of(rules.rule(topic).registry, topic))
 
 
 def _encoding_of(rule: RegistryRule | None, topic: str) -> Encoding | None:

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
+from service.http.certificates import NONE as NO_CERTIFICATE
+from service.http.certificates import SCOPE_KEY
 from service.http.request import WRITE_BYTES, Bodies, Handler, PostRequest, reading_time_s
 from service.http.responses import Headers, headers_of
 
@@ -52,6 +54,7 @@ class AsgiRequest(PostRequest):
             bodies,
             keep_alive=True,
             chunked=self._version != "1.0",
+            certificate=scope.get(SCOPE_KEY, NO_CERTIFICATE),
         )
         # The response; None if the connection ends without one.
         self._outcome: asyncio.Future[_Response | None] = asyncio.get_running_loop().create_future()

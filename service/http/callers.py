@@ -1,7 +1,8 @@
-"""Callers by their bearer tokens (RFC 6750): the topics that they may write to, and their rates."""
+"""Callers by bearer tokens (RFC 6750) or certificates (mutual TLS): the topics they may write to, and their rates."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from service.contract import CallerRule
 from service.core.problems import FORBIDDEN_TOPIC, UNAUTHORIZED, Problem
 from service.core.settings import TOPICS_MAX
+from service.http.certificates import NONE, Names
 from service.http.rates import BYTES, EVENTS, Bucket, Rates, rate_lines
 from service.identity.refusals import KeysWanted
 from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge
@@ -33,20 +35,35 @@ class Sender(NamedTuple):
 class Caller:
     """One caller. `scope` is its name and the namespace of its keys; the empty scope is shared by all callers."""
 
-    def __init__(self, scope: str, may_write_to: Callable[[str], bool], buckets: Sequence[Bucket] = ()) -> None:
-        """`buckets` count what the caller sends, perhaps under several tokens; none for a caller without a rate."""
+    def __init__(
+        self,
+        scope: str,
+        may_write_to: Callable[[str], bool],
+        buckets: Sequence[Bucket] = (),
+        rule: CallerRule | None = None,
+    ) -> None:
+        """`buckets` count what the caller sends, perhaps under several tokens; none for a caller without a rate.
+
+        `rule` is that of a caller whom the rules name.
+        """
         self.scope = scope
         self.sender = Sender(scope)
         self.may_write_to = may_write_to  # whether the rules let the caller write to a topic
         self._buckets = tuple(buckets)
         self.is_rated = bool(buckets)
+        self._rule = rule
 
     @classmethod
     def of_rule(cls, rule: CallerRule, rates: Rates | None = None) -> "Caller":
         """Make the caller of a rule, with buckets of its own among `rates`."""
         globs = rule.topics
         may = lru_cache(maxsize=TOPICS_MAX)(lambda topic: any(fnmatchcase(topic, glob) for glob in globs))
-        return cls(rule.name, may, (rates or Rates()).buckets(rule.name, rule.rate, rule.rate_bytes))
+        return cls(rule.name, may, (rates or Rates()).buckets(rule.name, rule.rate, rule.rate_bytes), rule)
+
+    def under(self, rule: CallerRule, rates: Rates | None = None) -> "Caller":
+        """Return the caller of a changed rule: this one, with what is left of its rate, if only credentials changed."""
+        is_same = self._rule is not None and _without_credentials(self._rule) == _without_credentials(rule)
+        return self if is_same else Caller.of_rule(rule, rates)
 
     def check(self, topic: str) -> None:
         """Raise Problem (403) if the rules do not let the caller write to the topic."""
@@ -88,6 +105,10 @@ class Caller:
         return rate_lines(self._buckets)
 
 
+def _without_credentials(rule: CallerRule) -> CallerRule:
+    return replace(rule, token_sha256=(), certificates=())
+
+
 ANYBODY: Final = Caller("", lambda _: True)
 
 
@@ -104,25 +125,54 @@ class Callers:
         tokens: "TokenCallers | None" = None,
         rates: Rates | None = None,
         with_sources: bool = False,
+        before: "Callers | None" = None,
     ) -> None:
-        """`tokens` has the callers whom JSON Web Tokens name; None if the rules name no issuer."""
+        """`tokens` has the callers whom JSON Web Tokens name; None if the rules name no issuer.
+
+        `before` are the callers of earlier rules.
+        """
         rates = rates or Rates()
+        known = {} if before is None else before._by_name
+        self._by_name: dict[str, Caller] = {}
         self._by_digest: dict[bytes, Caller] = {}
+        self._by_certificate: dict[str, Caller] = {}
         for rule in rules:
-            self._by_digest.update(dict.fromkeys(map(bytes.fromhex, rule.token_sha256), Caller.of_rule(rule, rates)))
-        self._tokens = tokens
-        self._anybody = not self._by_digest and tokens is None
+            caller = self._by_name[rule.name] = known.get(rule.name, ANYBODY).under(rule, rates)
+            self._by_digest.update(dict.fromkeys(map(bytes.fromhex, rule.token_sha256), caller))
+            self._by_certificate.update(dict.fromkeys(rule.certificates, caller))
+        self.tokens = tokens
+        self._anybody = not self._by_name and tokens is None
         self.are_missing = with_sources and self._anybody
 
-    def of(self, authorization: str | None) -> Caller:
-        """Return the caller that sends this Authorization header.
+    def of(self, authorization: str | None, certificate: Names = NONE) -> Caller:
+        """Return the caller that sends this Authorization header, or has a certificate of these names, or both.
 
-        Raises KeysWanted for a JSON Web Token whose key is being read, and Problem (401, 403, 503).
+        With both they must name the same caller; a certificate of no caller, as each pod of a mesh has one, says
+        nothing beside a token. Raises KeysWanted for a JSON Web Token whose key is being read, and Problem (401, 403,
+        503).
         """
         if self._anybody:
             return ANYBODY
+        certified = self._certified(certificate) if certificate else None
         if authorization is None:
-            raise Problem(UNAUTHORIZED, "Authorization: send Bearer and your token")
+            if certified is None:
+                raise Problem(UNAUTHORIZED, "Authorization: send Bearer and your token")
+            return certified
+        caller = self._of_token(authorization)
+        if certified is not None and certified is not caller:
+            raise Problem(
+                UNAUTHORIZED, "Authorization: the token and the client's certificate are of different callers"
+            )
+        return caller
+
+    def _certified(self, certificate: Names) -> Caller | None:
+        """Return the caller that a certificate names, if it names one. Raises Problem (401) if it names several."""
+        found = {self._by_certificate[name] for name in certificate if name in self._by_certificate}
+        if len(found) > 1:
+            raise Problem(UNAUTHORIZED, "certificate: its names are of several callers")
+        return found.pop() if found else None
+
+    def _of_token(self, authorization: str) -> Caller:
         token = authorization.strip()
         if len(token) > TOKEN_CHARS_MAX:
             raise Problem(UNAUTHORIZED, f"Authorization: a token has at most {TOKEN_CHARS_MAX} characters")
@@ -132,15 +182,15 @@ class Callers:
         digest = hashlib.sha256(token.encode("latin-1")).digest()
         caller = self._by_digest.get(digest) if is_bearer else None
         if caller is None:
-            if is_bearer and self._tokens is not None:
-                return self._tokens.of(token, digest)
+            if is_bearer and self.tokens is not None:
+                return self.tokens.of(token, digest)
             raise Problem(UNAUTHORIZED, "Authorization: this is no token of a caller that the rules name")
         return caller
 
-    async def find(self, authorization: str | None) -> Caller:
+    async def find(self, authorization: str | None, certificate: Names = NONE) -> Caller:
         """Return the caller as `of` does; wait for the keys of an issuer if need be. Raises Problem (401, 403, 503)."""
         try:
-            return self.of(authorization)
+            return self.of(authorization, certificate)
         except KeysWanted as wanted:
             await wanted.fetched()
-        return self.of(authorization)
+        return self.of(authorization, certificate)

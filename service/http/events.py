@@ -30,6 +30,8 @@ from service.http.batch import (
     write_each,
 )
 from service.http.callers import Caller, Callers
+from service.http.certificates import NONE as NO_CERTIFICATE
+from service.http.certificates import Names
 from service.http.encodings import Decoder, coding_of, decode
 from service.http.headers import (
     JSON,
@@ -82,17 +84,27 @@ Fail = Callable[[PostRequest, Exception, bytes], None]
 class EventsEndpoint:
     """The handlers of `POST /events` and `POST /events/batch`."""
 
-    def __init__(self, admission: Admission, settings: Settings, callers: Callers, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        settings: Settings,
+        callers: Callers,
+        telemetry: Telemetry,
+        before: "EventsEndpoint | None" = None,
+    ) -> None:
+        """`before` is the endpoint of earlier rules, with which this one shares the bounds of the process."""
         self.admission = admission
         self._callers = callers
         self.telemetry = telemetry
         self.body_bytes_max = settings.body_bytes_max
-        self.bodies = Bodies(settings.bodies_bytes_max)  # of all transports
+        self.bodies: Bodies = (
+            Bodies(settings.bodies_bytes_max) if before is None else before.bodies
+        )  # of all transports
         responder = Responder(telemetry, self._named)
         self._single = SingleEventWriter(admission, responder, committed_lines, settings.key_ttl_s)
         self._answer, self._fail = responder.answer, responder.fail
         self._or_fail, self._refuse = responder.or_fail, responder.refuse
-        self.stopping = StopSignal()
+        self.stopping: StopSignal = StopSignal() if before is None else before.stopping
         self._retention_s = settings.key_ttl_s
         self._why_loopback = _why_loopback_only(settings.rules, callers)
         self.routes: dict[bytes, Handler] = {
@@ -106,7 +118,7 @@ class EventsEndpoint:
         """Check what holds for every request (caller, address, body), then do its step; `fail` answers the problems."""
         try:
             found = post.found or pick(post.headers)
-            caller = self.caller_of(post.client, found, host_needed=post.chunked)
+            caller = self.caller_of(post.client, found, host_needed=post.chunked, certificate=post.certificate)
             post.check_body(self.body_bytes_max)
             if caller.is_rated:
                 post.more_lines = caller.rate_lines
@@ -149,20 +161,24 @@ class EventsEndpoint:
         except Exception as error:
             fail(post, error, b"")
 
-    def caller_of(self, client: str | None, found: UsedHeaders, *, host_needed: bool) -> Caller:
+    def caller_of(
+        self, client: str | None, found: UsedHeaders, *, host_needed: bool, certificate: Names = NO_CERTIFICATE
+    ) -> Caller:
         """Return the caller of a request from an address. Raises Problem (400, 401, 403, 501, 503) and KeysWanted."""
         self._check_address(client)
         if b"host" not in found or b"transfer-encoding" in found:
             check_message(found, host_needed)  # HTTP/1.0 has neither
-        return self._callers.of(found.get(b"authorization"))
+        return self._callers.of(found.get(b"authorization"), certificate)
 
-    async def find_caller(self, client: str | None, found: UsedHeaders, *, host_needed: bool) -> Caller:
+    async def find_caller(
+        self, client: str | None, found: UsedHeaders, *, host_needed: bool, certificate: Names = NO_CERTIFICATE
+    ) -> Caller:
         """Return the caller as caller_of does; wait for the keys of an issuer if need be. Raises Problem."""
         try:
-            return self.caller_of(client, found, host_needed=host_needed)
+            return self.caller_of(client, found, host_needed=host_needed, certificate=certificate)
         except KeysWanted as wanted:
             await wanted.fetched()
-        return self.caller_of(client, found, host_needed=host_needed)
+        return self.caller_of(client, found, host_needed=host_needed, certificate=certificate)
 
     def _check_address(self, client: str | None) -> None:
         """Raise Problem (403) for an address other than loopback, if the rules do not say who may write."""
@@ -264,7 +280,10 @@ class EventsEndpoint:
         """Return the log fields of a request: its key, and the id of the key in the caller's scope."""
         try:
             found = post.found or pick(post.headers)
-            key, scope = parse_key(raw_key_of(found)), self._callers.of(found.get(b"authorization")).scope
+            key, scope = (
+                parse_key(raw_key_of(found)),
+                self._callers.of(found.get(b"authorization"), post.certificate).scope,
+            )
         except Problem:  # no key that is valid, or no caller that is known
             return {}
         return {"key": key, "id": event_id(key, scope).hex()}

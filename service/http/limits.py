@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.core.problems import NOT_WRITTEN, Problem
+from service.http.certificates import NONE as NO_CERTIFICATE
+from service.http.certificates import SCOPE_KEY, Names, names_of
 from service.http.flow_control import BothWays
 from service.http.request import UNREAD_MAX_S, StopSignal
 from service.http.request_reader import Action, Body, Head, ReaderEvent, Rejection, RequestReader
@@ -38,6 +40,12 @@ def connections_max(files: int) -> int:
     """Return the bound on connections for a process that may open so many files (RLIMIT_NOFILE)."""
     files = FILES_MOST if files == resource.RLIM_INFINITY else files
     return files - max(files // 4, min(FILES_KEPT, files // 2))
+
+
+def handshakes_max(files: int) -> int:
+    """Return the bound on TLS handshakes at a time: a quarter of the files left to Kafka, Redis and the log."""
+    files = FILES_MOST if files == resource.RLIM_INFINITY else files
+    return max(1, (files - connections_max(files)) // 4)
 
 
 class HeadParser:
@@ -71,6 +79,8 @@ class GuardedProtocol(HttpToolsProtocol):
     _closing: asyncio.TimerHandle | None = None  # to close a connection that was rejected
     _running: Any = None  # the last cycle that was given to the ASGI app
     _idle_since = 0.0  # by the loop's time
+    _is_tls = False
+    certificate: Names = NO_CERTIFICATE  # the names of the client's certificate
 
     def __init__(self, *arguments: Any, stopping: StopSignal | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -81,6 +91,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._is_tls = transport.get_extra_info("ssl_object") is not None
+        if self._is_tls:
+            self.certificate = names_of(transport.get_extra_info("peercert"))
         self.flow: BothWays = BothWays(transport)
         self.reader = self.new_reader()
         self._set_timer()
@@ -143,9 +156,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self.data_received(b"")
 
     def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer what is whole, unless the connection has TLS: asyncio closes it when its client ends its side."""
         self._handle_events(self.reader.end())
         self._set_timer()
-        return not self.transport.is_closing()
+        return not self._is_tls and not self.transport.is_closing()
 
     def _handle_events(self, events: Iterable[ReaderEvent]) -> None:
         for event in events:
@@ -169,6 +183,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.on_message_begin()
         self.url, self.expect_100_continue = head.target, head.expects_continue
         self.headers += head.headers
+        if self.certificate:
+            self.scope[SCOPE_KEY] = self.certificate  # type: ignore[typeddict-unknown-key]
         self.on_headers_complete()
         if self.stopping.is_set:
             self.cycle.keep_alive = False
@@ -234,10 +250,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self.reader.stop()
         if self.cycle is not None:
             self.cycle.disconnected = True  # nothing more may be written
-        if self.reader.ended or not self.transport.can_write_eof():
+        if self.reader.ended:
             self.transport.close()
             return
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # with TLS the length of the response alone tells its end
+            self.transport.write_eof()
         self.flow.set_parsing(False)
         self.flow.resume_reading()
         self._closing = self.loop.call_later(LINGERING_CLOSE_S, self.transport.close)
@@ -289,6 +306,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self.reader.restart(now)
         self._handle_events(self.reader.expire(now))
         self._set_timer()
+
+
+class ManagementProtocol(GuardedProtocol):
+    """A connection of the management port, whose number has a bound of its own: a full service must show its health."""
+
+    connections_max = 100
 
 
 def _last_if_unasked(cycle: Any, app: ASGIApp) -> ASGIApp:

@@ -20,6 +20,8 @@ from service.events.event import invalid
 from service.events.produce import PARTITION_NOT_FOUND, ProduceProblem
 from service.http.asgi import send_whole
 from service.http.callers import Caller
+from service.http.certificates import NONE as NO_CERTIFICATE
+from service.http.certificates import SCOPE_KEY
 from service.http.events import EventsEndpoint
 from service.http.headers import pick
 from service.http.produce import V3_PREFIXES
@@ -208,7 +210,8 @@ class ProduceListing:
                 found = pick(request.headers.raw)
                 address = request.client.host if request.client else None
                 needs_host = request.scope["http_version"] != "1.0"
-                caller = await self._posts.find_caller(address, found, host_needed=needs_host)
+                certificate = request.scope.get(SCOPE_KEY, NO_CERTIFICATE)
+                caller = await self._posts.find_caller(address, found, host_needed=needs_host, certificate=certificate)
                 await caller.wait_s()  # asks for a slice; who is over the rate does not wait
                 caller.spend(1, 0)
                 body = await answer(ListRequest(request, caller, self._parts, self._lists))

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar, Final, cast
 
 import structlog
@@ -49,13 +49,14 @@ class ResponseBuffer:
                 post.cut()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Posts:
     """The POSTs that the transport hands to their handlers, by exact path.
 
     A body is kept up to `body_bytes_max` bytes, and within the bound that `bodies` holds over all of them. `streamed`
     has the paths whose bodies of one media type the ASGI app reads as they arrive. With `cors` the app also takes the
-    requests of web pages, and no request is read as a whole before its headers are known.
+    requests of web pages, and no request is read as a whole before its headers are known. `plain` has the paths whose
+    POSTs may be read as a whole, whatever their headers are; connections keep a reference to it.
     """
 
     routes: Mapping[bytes, Handler]
@@ -64,11 +65,17 @@ class Posts:
     streamed: Mapping[bytes, str] = field(default_factory=dict)
     cors: bool = False
     responses: ResponseBuffer = field(default_factory=ResponseBuffer)
+    plain: set[bytes] = field(init=False, default_factory=set)
 
-    @cached_property
-    def plain(self) -> frozenset[bytes]:
-        """The paths whose POSTs may be read as a whole, whatever their headers are."""
-        return frozenset() if self.cors else frozenset(self.routes.keys() - self.streamed.keys())
+    def __post_init__(self) -> None:
+        self.replace(self.routes, cors=self.cors)
+
+    def replace(self, routes: Mapping[bytes, Handler], *, cors: bool) -> None:
+        """Hand POSTs whose heads come from now on to other handlers of the same paths, on open connections too."""
+        self.routes, self.cors = routes, cors
+        self.plain.clear()
+        if not cors:
+            self.plain.update(routes.keys() - self.streamed.keys())
 
     def handler_of(self, head: Head) -> Handler | None:
         """Return the handler of a request; None for a request that the ASGI app takes."""
@@ -97,7 +104,14 @@ class HttpRequest(PostRequest):
         expects_continue: bool = False,
     ) -> None:
         client = connection.client[0] if connection.client else None
-        super().__init__(headers, client, connection.posts.bodies, keep_alive=keep_alive, chunked=chunked)
+        super().__init__(
+            headers,
+            client,
+            connection.posts.bodies,
+            keep_alive=keep_alive,
+            chunked=chunked,
+            certificate=connection.certificate,
+        )
         self.connection = connection
         self._handler = handler
         self.started = False  # all earlier requests of the connection are answered

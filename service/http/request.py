@@ -7,6 +7,8 @@ from typing import Any, Final
 
 from service.core.pieces import joined
 from service.core.problems import NOT_WRITTEN, TOO_LARGE, Problem
+from service.http.certificates import NONE as NO_CERTIFICATE
+from service.http.certificates import Names
 from service.http.headers import UsedHeaders
 from service.http.request_reader import LEAST_BYTES_S
 
@@ -97,6 +99,7 @@ class PostRequest(ABC):
         "answered",
         "arrived",
         "body_was_dropped",
+        "certificate",
         "chunked",
         "client",
         "found",
@@ -114,6 +117,7 @@ class PostRequest(ABC):
         *,
         keep_alive: bool,
         chunked: bool,
+        certificate: Names = NO_CERTIFICATE,
     ) -> None:
         self._bodies = bodies
         self._content: bytes | bytearray = b""
@@ -121,6 +125,7 @@ class PostRequest(ABC):
         self._held = 0  # bytes of the response counted there
         self.headers = headers  # names in lower case
         self.client = client  # the address of the caller; None for a Unix socket
+        self.certificate = certificate  # the names of the caller's certificate
         self.found: UsedHeaders | None = None  # the headers that the service uses, if the transport has picked them
         self.keep_alive = keep_alive
         self.chunked = chunked  # the client understands a chunked response

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
-from fastapi import FastAPI, Header, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.claims.redis_store import Found
@@ -28,6 +28,8 @@ from service.core.problems import of_status as problem_of_status
 from service.events.event import check_key
 from service.http.asgi import AsgiEndpoint
 from service.http.callers import Callers
+from service.http.certificates import NONE as NO_CERTIFICATE
+from service.http.certificates import SCOPE_KEY
 from service.http.events import EventsEndpoint
 from service.http.headers import OF_THE_MESSAGE, check_message, pick
 from service.http.lines import lines_exchange
@@ -62,32 +64,46 @@ class Parts(Protocol):
 
 def routes(app: FastAPI, service: Parts, callers: Callers, posts: EventsEndpoint) -> None:
     """Add the routes to the app. Each of `callers` sees its own keys only."""
+    prepare(app)
+    add_probes(app, service)
+    app.router.routes += event_routes(service, callers, posts)
+
+
+def prepare(app: FastAPI) -> None:
+    """Add to the app how problems are answered, and what each kind of problem is."""
     app.router.redirect_slashes = False  # `/events` and `/events/` are different resources
     app.add_middleware(HeadAsGet)
     app.add_middleware(CheckedHeads)
-    lines = StreamEndpoint(posts, lines_exchange)
-    for path, handler in posts.routes.items():
-        endpoint: ASGIApp = AsgiEndpoint(handler, posts.body_bytes_max, posts.bodies)
-        if path in posts.streamed:
-            endpoint = ByContentType(posts.streamed[path], lines, endpoint)
-        app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
-    _add_keys(app, service, callers)
-    _add_probes(app, service)
     app.add_api_route("/problems/{code}", get_problem)
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(HTTPException, _on_status)
     app.add_exception_handler(Exception, _on_bug)
 
 
-def _add_keys(app: FastAPI, service: Parts, callers: Callers) -> None:
-    @app.get("/events/{key:path}")
+def event_routes(service: Parts, callers: Callers, posts: EventsEndpoint) -> list[BaseRoute]:
+    """Make the routes of events and of the states of keys, for an app that was prepared."""
+    lines = StreamEndpoint(posts, lines_exchange)
+    router = APIRouter()
+    for path, handler in posts.routes.items():
+        endpoint: ASGIApp = AsgiEndpoint(handler, posts.body_bytes_max, posts.bodies)
+        if path in posts.streamed:
+            endpoint = ByContentType(posts.streamed[path], lines, endpoint)
+        router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
+    _add_keys(router, service, callers)
+    return router.routes
+
+
+def _add_keys(router: APIRouter, service: Parts, callers: Callers) -> None:
+    @router.get("/events/{key:path}")
     async def get_event(
+        request: Request,
         key: str,
         # A path cannot hold the keys `.` and `..`: /events/?key=.
         query_key: Annotated[str, Query(alias="key")] = "",
         authorization: Annotated[list[str] | None, Header()] = None,
     ) -> dict[str, Any]:
-        caller = await callers.find(None if authorization is None else ", ".join(authorization))
+        sent = None if authorization is None else ", ".join(authorization)
+        caller = await callers.find(sent, request.scope.get(SCOPE_KEY, NO_CERTIFICATE))
         id = event_id(check_key(key or query_key, "key"), caller.scope)
         try:
             found = await service.store.find(id)
@@ -96,7 +112,9 @@ def _add_keys(app: FastAPI, service: Parts, callers: Callers) -> None:
         return describe(id, found, service.pool.doubts)
 
 
-def _add_probes(app: FastAPI, service: Parts) -> None:
+def add_probes(app: FastAPI, service: Parts) -> None:
+    """Add health, readiness and metrics."""
+
     @app.get("/livez")
     async def livez() -> dict[str, bool]:
         return {"live": True}

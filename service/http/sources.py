@@ -1,11 +1,12 @@
 """The handlers of `POST /sources/{name}`: a webhook's delivery becomes one event, under the sender's delivery key."""
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from service.contract import CallerRule, SourceRule
 from service.core.metrics import Telemetry
 from service.core.problems import BAD_SIGNATURE, ENCODED_DELIVERY, UNKNOWN_SOURCE, Problem
 from service.core.settings import EVENT_BYTES_MAX, Settings
@@ -15,7 +16,7 @@ from service.events.event import Event
 from service.events.signatures import values
 from service.events.strict_json import LONG_BYTES, in_thread
 from service.http.asgi import AsgiEndpoint
-from service.http.callers import Caller, Sender
+from service.http.callers import ANYBODY, Caller, Sender
 from service.http.prefer import Preference
 from service.http.rates import Rates, TokensWanted
 from service.http.request import Bodies, PostRequest
@@ -38,10 +39,17 @@ class SourcesEndpoint:
         bodies: Bodies,
         telemetry: Telemetry,
         rates: Rates | None = None,
+        before: "SourcesEndpoint | None" = None,
     ) -> None:
+        """`before` is the endpoint of earlier rules."""
         rates = rates or Rates()
+        known = {} if before is None else before._callers
+        self._callers: dict[str, Caller] = {
+            source.rule.name: _caller_of(source.rule, known, rates) for source in sources
+        }
         handlers = {
-            source.rule.name: _SourceHandler(source, admission, settings, telemetry, rates) for source in sources
+            source.rule.name: _SourceHandler(source, self._callers[source.rule.name], admission, settings, telemetry)
+            for source in sources
         }
         self._asgi = {
             name: AsgiEndpoint(handler.take, handler.body_bytes_max, bodies) for name, handler in handlers.items()
@@ -63,12 +71,11 @@ class _SourceHandler:
     """The handler of one source. Its deliveries need no token: their signature tells who sends them."""
 
     def __init__(
-        self, source: Source, admission: Admission, settings: Settings, telemetry: Telemetry, rates: Rates
+        self, source: Source, caller: Caller, admission: Admission, settings: Settings, telemetry: Telemetry
     ) -> None:
         self._source = source
         self._admission = admission
-        buckets = rates.buckets(source.rule.scope, source.rule.rate, source.rule.rate_bytes)
-        self._caller = Caller(source.rule.scope, lambda _: True, buckets)
+        self._caller = caller
         self.body_bytes_max = min(settings.body_bytes_max, EVENT_BYTES_MAX)  # no record holds more
         # A sender takes 409 for a failure, so the copy of a delivery that is being written waits for its result.
         self._preference = Preference(wait_s=settings.request_timeout_ms / 1000)
@@ -144,6 +151,12 @@ class _SourceHandler:
             self._single.write(post, event, sender, self._preference)
         else:
             self._single.replay(post, without_key, letter, self._preference)
+
+
+def _caller_of(rule: SourceRule, known: Mapping[str, Caller], rates: Rates) -> Caller:
+    """Make the caller that stands for a source; it has the rates of the source."""
+    of_source = CallerRule(rule.scope, (), rate=rule.rate, rate_bytes=rule.rate_bytes)
+    return known.get(rule.name, ANYBODY).under(of_source, rates)
 
 
 class SourceResponder(Responder):

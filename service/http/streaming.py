@@ -21,6 +21,8 @@ from service.events.event import Event, invalid, parse_traceparent
 from service.http.asgi import send_whole
 from service.http.batch import write_each
 from service.http.callers import Caller
+from service.http.certificates import NONE as NO_CERTIFICATE
+from service.http.certificates import SCOPE_KEY
 from service.http.encodings import Decoder, coding_of
 from service.http.events import EventsEndpoint, in_steps
 from service.http.headers import UsedHeaders, content_type_of, essence, pick
@@ -178,8 +180,10 @@ class StreamEndpoint:
         """Check the head of a request. Raises Problem (400, 401, 403, 429, 501, 503)."""
         found = pick(scope["headers"])
         client = scope.get("client")
-        host_needed = scope["http_version"] != "1.0"
-        caller = await self._posts.find_caller(client and client[0], found, host_needed=host_needed)
+        needs_host, certificate = scope["http_version"] != "1.0", scope.get(SCOPE_KEY, NO_CERTIFICATE)
+        caller = await self._posts.find_caller(
+            client and client[0], found, host_needed=needs_host, certificate=certificate
+        )
         if caller.is_rated:
             await caller.wait_s()  # asks for a slice, so that who is over the rate is refused before its body is read
             caller.check_rate()

@@ -45,7 +45,7 @@ class TokenCallers:
     """The callers whom the tokens of some issuers name. All tokens of one caller share its keys and its rate."""
 
     def __init__(self, issuers: "Issuers", rates: Rates | None = None, now: Callable[[], float] = time.time) -> None:
-        self._issuers = issuers
+        self.issuers = issuers
         self._rates = rates or Rates()
         self._now = now
         self._known: Bounded[tuple[TokenCaller, int]] = Bounded(TOKENS_MAX, TOKENS_BYTES_MAX)
@@ -57,14 +57,14 @@ class TokenCallers:
 
     def of(self, token: str, digest: bytes) -> Caller:
         """Return the caller whom a token names; `digest` is that of the token. Raises what Issuers.verify raises."""
-        version = self._issuers.version
+        version = self.issuers.version
         known = self._known.get(digest)
         if known is not None:
             caller, verified_with = known
             if verified_with == version and self._now() < caller.expires_s:
                 return caller
             self._known.drop(digest)
-        identity = self._issuers.verify(token)
+        identity = self.issuers.verify(token)
         caller = TokenCaller(identity, self._buckets_of(identity.scope, identity.rule), self._now)
         size = TOKEN_BYTES + sum(len(glob) for globs in identity.topics[1:] for glob in globs)
         self._known.put(digest, (caller, version), size)

@@ -44,6 +44,10 @@ NEW_AT_ONCE: Final = 16
 NEW_WAITING_MAX: Final = 1_000
 
 
+# By topic: its partitions and its settings.
+_Wanted = dict[str, tuple[int, Mapping[str, str]]]
+
+
 class InternalTopics:
     """`{ns}.ledger`, `{ns}.requests` and `{ns}.control`."""
 
@@ -57,21 +61,37 @@ class InternalTopics:
         self.control = control_topic(namespace)
         self.findings = findings_topic(namespace)
         self.longest_ttl_s = max(settings.key_ttl_s, longest_ttl_s)
-        retention_ms = 1000 * (max(self.longest_ttl_s, WEEK_S) + EXTRA_S)
+        self.limits: dict[str, int] = {}  # `max.message.bytes` of each topic whose settings may be read
+        self._wanted = self._wanted_for(self.longest_ttl_s)
+        # Further settings at creation, so that the topics accept our records whatever the brokers' defaults and clocks.
+        self._made_with = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(OWN_MESSAGE_BYTES)}
+
+    def _wanted_for(self, longest_ttl_s: int) -> _Wanted:
         kept = {
             "cleanup.policy": "delete",
-            "retention.ms": str(retention_ms),
+            "retention.ms": str(1000 * (max(longest_ttl_s, WEEK_S) + EXTRA_S)),
             "retention.bytes": "-1",
             "message.timestamp.type": "LogAppendTime",
         }
-        self.limits: dict[str, int] = {}  # `max.message.bytes` of each topic whose settings may be read
-        self._wanted: dict[str, tuple[int, Mapping[str, str]]] = {
-            self.ledger: (settings.slots_max, kept),
+        return {
+            self.ledger: (self._settings.slots_max, kept),
             self.requests: (REQUESTS_PARTITIONS, kept),
             self.control: (1, {"cleanup.policy": "compact"}),
         }
-        # Further settings at creation, so that the topics accept our records whatever the brokers' defaults and clocks.
-        self._made_with = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(OWN_MESSAGE_BYTES)}
+
+    async def keep_for(self, longest_ttl_s: int) -> None:
+        """Count with a longer retention of keys by a rule, if the topics keep their records for it.
+
+        A shorter one counts after a restart only: keys that were claimed before live on, and a store recovery must find
+        them. Raises SettingsError with what to set on the topics, KafkaAway.
+        """
+        if longest_ttl_s <= self.longest_ttl_s:
+            return
+        wanted = self._wanted_for(longest_ttl_s)
+        found = await self._cluster.describe([self.ledger, self.requests])
+        if wrong := [line for topic in found.values() for line in self._faults(topic, wanted)]:
+            raise SettingsError("\n".join(wrong))
+        self._wanted, self.longest_ttl_s = wanted, longest_ttl_s
 
     def reserved(self, topic: str) -> bool:
         """Check whether a topic is closed to clients: internal, findings, or Kafka's own."""
@@ -124,7 +144,10 @@ class InternalTopics:
 
     def faults(self, topic: Topic) -> list[str]:
         """List what is wrong with an internal topic: one line for each fault, with the setting to change."""
-        partitions, settings = self._wanted[topic.name]
+        return self._faults(topic, self._wanted)
+
+    def _faults(self, topic: Topic, wanted: _Wanted) -> list[str]:
+        partitions, settings = wanted[topic.name]
         wrong = []
         if topic.name == self.ledger and topic.partitions > partitions:
             wrong.append(

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,6 +16,7 @@ from service.core.problems import NOT_WRITTEN, RECORD_REFUSED, Problem
 from service.core.settings import TOPICS_MAX, Settings
 from service.events.dead_letters import DeadLetter
 from service.events.event import Event
+from service.events.schemas import Schemas
 from service.pipeline.checks import EventChecks
 from service.pipeline.queue import Queue
 from service.pipeline.request import (
@@ -48,6 +50,12 @@ class _EventQueue(NamedTuple):
     is_refused: bool
 
 
+class Gate:
+    """Whether this process accepts requests, by whichever rules they are admitted."""
+
+    is_open = True
+
+
 class Admission:
     """The entrance of the pipeline: makes write requests of checked events, and puts them into the queue."""
 
@@ -72,7 +80,20 @@ class Admission:
         self._tracing = tracing
         self.load_shedder = resolver.load_shedder
         self.events_max = settings.queue_events_max  # a larger request could never be admitted
-        self.is_accepting = True  # False while the process stops
+        self._gate = Gate()  # closed while the process stops
+
+    def under(self, rules: Rules, schemas: Schemas) -> "Admission":
+        """Return the admission by other rules into the same queue."""
+        other = copy(self)
+        other.checks = self.checks.under(rules, schemas)
+        other._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)
+        other._quarantine_topics = rules.quarantine_topics
+        return other
+
+    @property
+    def is_accepting(self) -> bool:
+        """False while the process stops."""
+        return self._gate.is_open
 
     @property
     def overload(self) -> Problem | None:
@@ -159,7 +180,7 @@ class Admission:
     def _count(self, request: WriteRequest) -> None:
         """Count a request into the queue's bounds. Raises and records Problem (503)."""
         try:
-            if not self.is_accepting:
+            if not self._gate.is_open:
                 raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
             if self._store.generation is None:
                 raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
@@ -172,7 +193,7 @@ class Admission:
 
     async def drain(self) -> None:
         """Stop accepting requests, and wait until all accepted ones are answered: until their deadlines, at most."""
-        self.is_accepting = False
+        self._gate.is_open = False
         ends_at = time.monotonic() + self._timeout_s + DRAIN_MARGIN_S
         while self._queue.events > 0 and time.monotonic() < ends_at:  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(SWEEP_S)

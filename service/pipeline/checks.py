@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,15 @@ class EventChecks:
         self._topic_metadata = topic_metadata
         self._timeout_s = settings.request_timeout_ms / 1000
         self.keys = KeyChecks(settings, rules, store, now_ms)
+
+    def under(self, rules: Rules, schemas: Schemas) -> "EventChecks":
+        """Return the checks by other rules, with the same caches of what is not made of rules."""
+        other = copy(self)
+        other._encoder = None if self._encoder is None else self._encoder.under(rules)
+        other._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)
+        other._schemas = schemas
+        other.keys = self.keys.under(rules)
+        return other
 
     def check_now(self, event: Event, age: KeyAge = UNKNOWN_AGE) -> bool:
         """Check an event against its topic and schema. Raises Problem; False where only `check` can decide."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from copy import copy
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -53,6 +54,12 @@ class KeyChecks:
         # From the look-up of an old key to its claim an event waits for its chunk and in the queue. Besides, the clocks
         # of brokers and Redis differ.
         self._margin_ms = 2 * (settings.request_timeout_ms + settings.transaction_timeout_ms)
+
+    def under(self, rules: Rules) -> "KeyChecks":
+        """Return the checks by other rules."""
+        other = copy(self)
+        other._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)
+        return other
 
     async def check_age(self, event: Event, deadline: float, age: KeyAge) -> WriteResult | None:
         """Look up an event's key if it is old, or may be before it is claimed. Raises Problem (412, 503).

@@ -100,6 +100,28 @@ def test_no_two_callers_share_a_token(first: str, second: str) -> None:
         Rules.parse("".join(tables))
 
 
+def test_a_caller_may_be_known_by_certificates_beside_or_instead_of_tokens() -> None:
+    names = '["uri:spiffe://example.com/shop", "subject:CN=shop,O=Example", "dns:shop.example.com", "email:a@b.c"]'
+    (shop,) = Rules.parse(f'[[callers]]\nname = "shop"\ncertificates = {names}\n').callers
+    assert (shop.token_sha256, len(shop.certificates), shop.certificates[1]) == ((), 4, "subject:CN=shop,O=Example")
+    (both,) = Rules.parse(f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ncertificates = ["dns:a"]\n').callers
+    assert (both.token_sha256, both.certificates) == ((DIGEST,), ("dns:a",))
+
+
+@pytest.mark.parametrize(
+    "names", ["[]", '"dns:a"', '["shop"]', '["dns:"]', '["subject:shop"]', '["ip:10.0.0.1"]', "[7]"]
+)
+def test_what_is_no_name_of_a_certificate_is_refused(names: str) -> None:
+    with pytest.raises(SettingsError, match=r"^rules:3: certificates: write names of certificates, each with its kind"):
+        Rules.parse(f'[[callers]]\nname = "a"\ncertificates = {names}\n')
+
+
+def test_no_two_callers_share_the_name_of_a_certificate() -> None:
+    tables = [f'[[callers]]\nname = "{name}"\ncertificates = ["dns:a", "uri:{name}"]\n' for name in "ab"]
+    with pytest.raises(SettingsError, match=r"^rules:6: certificates: another caller has one of them"):
+        Rules.parse("".join(tables))
+
+
 def test_rules_must_be_a_file(tmp_path: Path) -> None:
     for no_file in (tmp_path / "none.toml", tmp_path):
         with pytest.raises(SettingsError) as caught:

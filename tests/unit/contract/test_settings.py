@@ -357,6 +357,34 @@ def test_tls_files_that_do_not_match_are_reported(
     assert "is not PKCS #8: set what `openssl pkcs8 -topk8 -nocrypt` makes of it" in faults(certfile=cert, keyfile=old)
 
 
+def test_the_files_of_https_are_checked_together(authority: Authority) -> None:
+    mine, other = authority.issue("https-mine"), authority.issue("https-other")
+    cert, key = str(mine.certfile), str(mine.keyfile)
+    made = read(http_tls_certfile=cert, http_tls_keyfile=key, http_tls_client_cafile=str(authority.cafile)).http_tls
+    assert made is not None
+    assert (made.files, made.client_required) == ([cert, key, str(authority.cafile)], True)
+    assert read().http_tls is None
+    assert lines(http_tls_certfile=cert) == [
+        "FENCEPOST_HTTP_TLS_CERTFILE needs FENCEPOST_HTTP_TLS_KEYFILE: set both, or neither"
+    ]
+    (line,) = lines(http_tls_certfile=cert, http_tls_keyfile=str(other.keyfile))
+    assert "key values mismatch" in line
+    (line,) = lines(http_tls_client_cafile=str(authority.cafile))
+    assert line.startswith(
+        "FENCEPOST_HTTP_TLS_CLIENT_CAFILE means nothing without TLS: set FENCEPOST_HTTP_TLS_CERTFILE"
+    )
+    (line,) = lines(http_tls_certfile=cert, http_tls_keyfile=key, http_tls_client_cafile="/none")
+    assert line.startswith("FENCEPOST_HTTP_TLS_CLIENT_CAFILE='/none' cannot be used (No such file or directory)")
+
+
+def test_a_management_port_is_another_one() -> None:
+    assert lines(port="9000", management_port="9000") == [
+        "FENCEPOST_MANAGEMENT_PORT=9000 is FENCEPOST_PORT too: set another, or 0 for one port"
+    ]
+    (line,) = lines(management_host="127.0.0.1")
+    assert line.startswith("FENCEPOST_MANAGEMENT_HOST means nothing without a port: set FENCEPOST_MANAGEMENT_PORT")
+
+
 def test_all_wrong_settings_are_reported_at_once() -> None:
     assert len(lines(port="x", slots="x", kafka="x")) == 3
     port, slots = lines(port="x", slots="9", slots_max="4")

@@ -437,6 +437,27 @@ async def test_internal_topics_are_made_once_with_the_settings_that_the_audit_ne
     assert (cluster.made, cluster.grown) == (wanted, [("fp.ledger", 5)])
 
 
+async def test_a_longer_retention_of_keys_counts_once_the_topics_keep_their_records_for_it() -> None:
+    """Else the recovery of a lost store would not find the oldest keys. A shorter one counts after a restart."""
+    cluster = Made()
+    topics = InternalTopics(cluster, Settings(namespace="fp", slots_max=3))
+    await topics.keep_for(7 * 86_400)  # before the topics are there
+    await topics.ensure()
+    assert topics.longest_ttl_s == 7 * 86_400
+    with pytest.raises(
+        SettingsError, match=r"fp\.ledger has retention\.ms=777600000: set retention\.ms=864000000 on it"
+    ):
+        await topics.keep_for(8 * 86_400)
+    await topics.keep_for(3_600)
+    assert topics.longest_ttl_s == 7 * 86_400
+    longer = Made()
+    await InternalTopics(longer, Settings(namespace="fp", slots_max=3), 8 * 86_400).ensure()
+    other = InternalTopics(longer, Settings(namespace="fp", slots_max=3))
+    await other.keep_for(8 * 86_400)
+    assert other.longest_ttl_s == 8 * 86_400
+    await other.ensure()
+
+
 @pytest.mark.parametrize(
     ("topic", "name", "value", "wrong"),
     [

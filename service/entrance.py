@@ -1,0 +1,118 @@
+"""What a request meets first: the app, and the transport below it. Both are replaced together when the rules change."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from fastapi import FastAPI
+from starlette.routing import BaseRoute
+from starlette.types import Lifespan
+
+from service.contract import Rules
+from service.core.settings import Settings
+from service.events.loaded_rules import LoadedRules
+from service.http.application import Application
+from service.http.callers import Callers
+from service.http.events import EventsEndpoint
+from service.http.produce import ProduceEndpoint
+from service.http.produce_listing import ListingParts, ProduceListing
+from service.http.protocol import Posts
+from service.http.rates import Rates
+from service.http.routes import Parts, add_probes, event_routes, prepare
+from service.http.sources import SourcesEndpoint
+from service.http.token_callers import TokenCallers
+from service.pipeline.admission import Admission
+
+if TYPE_CHECKING:
+    from service.identity.tokens import Issuers
+
+
+class ServiceParts(Parts, ListingParts, Protocol):
+    """The parts of a running service that take requests."""
+
+    settings: Settings
+    admission: Admission
+    issuers: "Issuers | None"
+    rates: Rates
+
+    def issuers_of(self, rules: Rules) -> "Issuers | None": ...
+
+    def use_issuers(self, issuers: "Issuers | None") -> None: ...
+
+
+class Ruled(NamedTuple):
+    """What is made of one reading of the rules: a request keeps to the one that it began with."""
+
+    loaded: LoadedRules
+    callers: Callers
+    endpoint: EventsEndpoint
+    sources: SourcesEndpoint
+    routes: list[BaseRoute]
+
+
+class Entrance:
+    """The app and the direct transport's handlers, by the rules that hold, and the app of the management port."""
+
+    def __init__(self, service: ServiceParts, loaded: LoadedRules, lifespan: Lifespan[FastAPI]) -> None:
+        self._service = service
+        self.telemetry = service.telemetry
+        self.app = Application((), lifespan, has_documentation=not service.settings.management_port)
+        self.management: Application | None = None  # with a port of its own
+        prepare(self.app)
+        if service.settings.management_port:
+            self.management = Application()
+            prepare(self.management)
+        add_probes(self.management or self.app, service)
+        self._always = list(self.app.router.routes)
+        self.ruled = self._made(loaded)
+        endpoint = self.ruled.endpoint
+        self.posts = Posts(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies, endpoint.streamed)
+        self._enter(self.ruled)
+
+    def prepare(self, loaded: LoadedRules) -> Callable[[], None]:
+        """Make all that these rules decide, in any thread; return what has them decide about each request from then on.
+
+        Requests that have begun go on with the rules of their beginning: their routes and handlers refer to them.
+        """
+        return partial(self._enter, self._made(loaded, self.ruled))
+
+    def _enter(self, ruled: Ruled) -> None:
+        cors, tokens = ruled.loaded.rules.cors, ruled.callers.tokens
+        self._service.use_issuers(None if tokens is None else tokens.issuers)
+        self.ruled = ruled
+        self.app.router.routes = [*self._always, *ruled.routes]
+        self.app.set_cors(cors)
+        self.posts.replace(ruled.endpoint.routes, cors=bool(cors))
+
+    def _made(self, loaded: LoadedRules, before: Ruled | None = None) -> Ruled:
+        """Make all that the rules decide. Bounds of the process, and the rates of callers, are those of `before`."""
+        service, rules = self._service, loaded.rules
+        settings, telemetry = service.settings, service.telemetry
+        admission = service.admission if before is None else service.admission.under(rules, loaded.schemas)
+        known_callers, known_endpoint, known_sources = (None, None, None) if before is None else before[1:4]
+        callers = Callers(
+            rules.callers,
+            tokens=self._tokens_of(rules, before),
+            rates=service.rates,
+            with_sources=bool(rules.sources),
+            before=known_callers,
+        )
+        endpoint = EventsEndpoint(admission, settings, callers, telemetry, before=known_endpoint)
+        produce = ProduceEndpoint(endpoint, rules, settings.key_ttl_s, has_registry=bool(settings.registry))
+        sources = SourcesEndpoint(
+            loaded.sources, admission, settings, endpoint.bodies, telemetry, service.rates, known_sources
+        )
+        routes = [
+            *event_routes(service, callers, endpoint),
+            *produce.routes(),
+            *ProduceListing(endpoint, service).routes(),
+            sources.route(),
+        ]
+        return Ruled(loaded, callers, endpoint, sources, routes)
+
+    def _tokens_of(self, rules: Rules, before: Ruled | None) -> TokenCallers | None:
+        """Return the callers with JSON Web Tokens: those of `before`, with their rates, while no issuer has changed."""
+        if before is not None and before.loaded.rules.issuers == rules.issuers:
+            return before.callers.tokens
+        issuers = self._service.issuers if before is None else self._service.issuers_of(rules)
+        return None if issuers is None else TokenCallers(issuers, self._service.rates)

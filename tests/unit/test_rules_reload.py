@@ -1,0 +1,234 @@
+"""Tests that the rules are read anew when their files change or at a SIGHUP, and that bad ones change nothing."""
+
+import asyncio
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from structlog.testing import capture_logs
+
+from service import rules_reload
+from service.contract import SettingsError
+from service.core.metrics import Telemetry
+from service.core.problems import KafkaAway
+from service.core.settings import Settings
+from service.events.loaded_rules import LoadedRules, load_rules
+from service.kafka.topics import InternalTopics
+from service.rules_reload import RulesReload
+from tests.unit.fakes import until
+from tests.unit.scrape import sample
+
+SHOP = f'[[callers]]\nname = "shop"\ntoken_sha256 = "{hashlib.sha256(b"token").hexdigest()}"\n'
+
+
+class Topics:
+    """Internal topics that keep their records for a week."""
+
+    longest_ttl_s = 86_400
+    fault: Exception | None = None
+
+    async def keep_for(self, longest_ttl_s: int) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.longest_ttl_s = max(self.longest_ttl_s, longest_ttl_s)
+
+
+class Bed:
+    """A file of rules that is watched, and the rules that were taken from it."""
+
+    def __init__(self, path: Path, text: str = SHOP) -> None:
+        self.path = path
+        path.write_text(text)
+        self.telemetry = Telemetry()
+        self.topics = Topics()
+        self.taken: list[LoadedRules] = []
+        settings = Settings(rules=str(path))
+        topics = cast(InternalTopics, self.topics)
+
+        def prepare(loaded: LoadedRules) -> Callable[[], None]:
+            return partial(self.taken.append, loaded)
+
+        self.reload = RulesReload(settings, load_rules(str(path)), topics, self.telemetry, prepare)
+        self.logged: list[Any] = []
+
+    async def look(self, times: int = 2) -> None:
+        with capture_logs() as logged:
+            for _ in range(times):
+                await self.reload.look()
+        self.logged += logged
+
+    def counted(self, outcome: str) -> float:
+        return sample(self.telemetry, "fencepost_rules_reloads_total", outcome=outcome)
+
+    @property
+    def callers(self) -> list[list[str]]:
+        return [[caller.name for caller in loaded.rules.callers] for loaded in self.taken]
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Bed:
+    return Bed(tmp_path / "rules.toml")
+
+
+def in_force(telemetry: Telemetry, text: str, schemas: str = "") -> float:
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return sample(telemetry, "fencepost_rules_info", sha256=digest, schemas=schemas)
+
+
+async def test_a_changed_file_is_taken_once_it_has_settled(bed: Bed) -> None:
+    await bed.look(3)
+    assert (bed.taken, in_force(bed.telemetry, SHOP)) == ([], 1)
+    changed = SHOP.replace("shop", "till")
+    bed.path.write_text(changed)
+    await bed.look(1)
+    assert bed.taken == [], "a file that is being written is not read"
+    await bed.look(3)
+    assert bed.callers == [["till"]]
+    assert (in_force(bed.telemetry, changed), bed.counted("applied"), bed.counted("refused")) == (1, 1, 0)
+    assert [line["sha256"] for line in bed.logged] == [hashlib.sha256(changed.encode()).hexdigest()]
+    assert sample(bed.telemetry, "fencepost_rules_last_reload_success_timestamp_seconds") > 1_700_000_000
+
+
+async def test_a_file_that_is_still_being_written_is_not_read(bed: Bed) -> None:
+    for size in range(1, 5):
+        bed.path.write_text(SHOP + "#" * size)
+        await bed.look(1)
+    assert bed.taken == []
+    await bed.look(1)
+    assert len(bed.taken) == 1
+
+
+async def test_a_bad_file_keeps_the_rules_and_says_why_by_line_once(bed: Bed) -> None:
+    bed.path.write_text(SHOP + "rte = 5\n\n[[topics]]\npattern = 3\n")
+    await bed.look(6)
+    assert (bed.taken, in_force(bed.telemetry, SHOP)) == ([], 1)
+    (line,) = bed.logged
+    assert line["log_level"] == "error"
+    assert f"{bed.path}:4: rte: no such setting" in line["why"]
+    assert f"{bed.path}:7: pattern:" in line["why"]
+    assert (bed.counted("refused"), sample(bed.telemetry, "fencepost_rules_last_reload_successful")) == (1, 0)
+    bed.path.write_text(SHOP + "rate = 5\n")
+    await bed.look()
+    assert bed.callers == [["shop"]]
+    assert sample(bed.telemetry, "fencepost_rules_last_reload_successful") == 1
+
+
+async def test_the_link_of_a_mounted_config_map_may_be_replaced(tmp_path: Path) -> None:
+    """As kubelet does: a new folder, a new link beside the old one, and a rename over it. Schemas come along."""
+
+    def publish(version: str, limit: int) -> None:
+        folder = tmp_path / f"..{version}"
+        folder.mkdir()
+        (folder / "rules.toml").write_text(SHOP + '[[topics]]\npattern = "orders"\nschema = "order.json"\n')
+        (folder / "order.json").write_text(f'{{"maximum": {limit}}}')
+        (tmp_path / "..data_tmp").symlink_to(folder.name)
+        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+
+    publish("1", 10)
+    for name in ("rules.toml", "order.json"):
+        (tmp_path / name).symlink_to(f"..data/{name}")
+    path = tmp_path / "rules.toml"
+    bed = Bed(path, path.read_text())
+    publish("2", 20)
+    await bed.look()
+    assert len(bed.taken) == 1
+    assert in_force(bed.telemetry, path.read_text(), hashlib.sha256(b'{"maximum": 20}').hexdigest()) == 1
+
+
+@pytest.mark.parametrize("named", ["schema", "secret"])
+async def test_a_change_of_a_file_that_the_rules_name_is_taken(tmp_path: Path, named: str) -> None:
+    (tmp_path / "schema").write_text("{}")
+    (tmp_path / "secret").write_text("our secret")
+    text = (
+        SHOP + '[[topics]]\npattern = "orders"\nschema = "schema"\n[[sources]]\nname = "github"\ntopic = "orders"\n'
+        'signature = { scheme = "github", secret_files = ["secret"] }\nidempotency_key = { header = "id" }\n'
+    )
+    bed = Bed(tmp_path / "rules.toml", text)
+    (tmp_path / named).write_text('{"type": "string"}')
+    await bed.look()
+    assert len(bed.taken) == 1
+    (tmp_path / named).unlink()
+    await bed.look()
+    assert (len(bed.taken), bed.counted("refused")) == (1, 1)
+    assert named in bed.logged[-1]["why"]
+    (tmp_path / named).write_text("{}")
+    await bed.look()
+    assert len(bed.taken) == 2
+
+
+async def test_a_schema_that_is_written_after_the_rules_that_name_it_is_found(bed: Bed) -> None:
+    bed.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nschema = "late.json"\n')
+    await bed.look()
+    assert (bed.taken, bed.counted("refused")) == ([], 1)
+    (bed.path.parent / "late.json").write_text("{}")
+    await bed.look()
+    assert len(bed.taken) == 1
+
+
+@pytest.mark.parametrize("text", ["", '[[topics]]\npattern = "orders"\n'])
+async def test_rules_without_any_caller_do_not_open_the_service_to_all(bed: Bed, text: str) -> None:
+    """A file that was cut may be valid."""
+    bed.path.write_text(text)
+    await bed.look()
+    assert bed.taken == []
+    assert "every client could write: restart to have it so" in bed.logged[0]["why"]
+
+
+async def test_rules_that_contradict_the_settings_or_the_topics_are_refused(bed: Bed) -> None:
+    bed.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nkey_ttl_s = 5\n')
+    await bed.look()
+    assert "key_ttl_s = 5 of the topics 'orders' is too short" in bed.logged[0]["why"]
+    bed.topics.fault = SettingsError("topic fencepost.ledger has retention.ms=1: set retention.ms=2 on it")
+    bed.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nkey_ttl_s = 1000000\n')
+    await bed.look()
+    assert "set retention.ms=2 on it" in bed.logged[1]["why"]
+    assert (bed.taken, bed.counted("refused")) == ([], 2)
+
+
+async def test_while_kafka_is_away_the_rules_wait(bed: Bed) -> None:
+    bed.topics.fault = KafkaAway("no broker")
+    bed.path.write_text(SHOP + "rate = 5\n")
+    await bed.look(3)
+    assert (bed.taken, bed.counted("refused"), bed.counted("applied")) == ([], 0, 0)
+    assert {line["why"] for line in bed.logged} == {"no broker"}
+    bed.topics.fault = None
+    await bed.look(1)
+    assert len(bed.taken) == 1
+
+
+async def test_a_shorter_retention_is_told_to_hold_after_a_restart(bed: Bed) -> None:
+    for ttl_s, told in ((500_000, {}), (400_000, {"longest_retention_until_restart_s": 500_000})):
+        bed.path.write_text(SHOP + f'[[topics]]\npattern = "orders"\nkey_ttl_s = {ttl_s}\n')
+        await bed.look()
+        assert {name: bed.logged[-1][name] for name in bed.logged[-1] if name.startswith("longest")} == told
+    assert len(bed.taken) == 2
+
+
+async def test_a_hangup_has_the_rules_read_at_once(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules_reload, "LOOK_S", 60)
+    running = asyncio.create_task(bed.reload.run())
+    try:
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: len(bed.taken) > 0)
+        bed.path.write_text("[[callers]")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: bed.counted("refused") > 0)
+    finally:
+        running.cancel()
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+    assert bed.callers == [["shop"]]
+
+
+async def test_without_a_file_of_rules_a_hangup_does_nothing() -> None:
+    topics = cast(InternalTopics, Topics())
+    taken: list[LoadedRules] = []
+    reload = RulesReload(Settings(), load_rules(""), topics, Telemetry(), lambda loaded: partial(taken.append, loaded))
+    reload.ask()
+    await reload.look()
+    assert taken == []
