@@ -27,6 +27,12 @@ def prod() -> Rendered:
 
 
 @pytest.fixture(scope="session")
+def managed(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    """The production overlay with a management port."""
+    return Rendered("management", render_with("prod", tmp_path_factory.mktemp("managed"), "management-port"))
+
+
+@pytest.fixture(scope="session")
 def operated(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     """The production overlay with the Spark Operator instead of the CronJob."""
     return Rendered("spark-operator", render_with("prod", tmp_path_factory.mktemp("operated"), "spark-operator"))

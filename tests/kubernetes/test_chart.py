@@ -19,6 +19,7 @@ from tests.kubernetes.test_schemas import VERSIONS, check
 EXAMPLES: Final = ("dev", "prod", "full")
 # The components of the overlay `prod` that `full` has in addition.
 COMPONENTS: Final = (
+    "management-port",
     "kafka-sasl-tls",
     "redis-tls",
     "redis-sentinel",

@@ -146,6 +146,21 @@ def test_the_ports_of_container_probes_and_service_agree(rendered: Rendered, pod
     assert of_service["targetPort"] == port["name"]
 
 
+def test_with_a_management_port_probes_and_scrapes_go_there_and_callers_do_not(managed: Rendered) -> None:
+    container = container_of(managed.one("Deployment")["spec"]["template"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    settings = managed.settings(container)
+    assert ports == {"http": int(settings["FENCEPOST_PORT"]), "management": int(settings["FENCEPOST_MANAGEMENT_PORT"])}
+    assert {container[name]["httpGet"]["port"] for name in container if name.endswith("Probe")} == {"management"}
+    of_service = {port["name"]: port["targetPort"] for port in managed.one("Service")["spec"]["ports"]}
+    assert of_service == {"http": "http", "management": "management"}
+    assert [each["port"] for each in managed.one("ServiceMonitor")["spec"]["endpoints"]] == ["management"]
+    allowed = {"fencepost-prometheus": "management", "fencepost-clients": "http", "fencepost-prometheus-report": "http"}
+    for name, port in allowed.items():
+        (rule,) = managed.one("NetworkPolicy", name)["spec"]["ingress"]
+        assert [each["port"] for each in rule["ports"]] == [port], name
+
+
 def test_the_network_policy_lets_the_service_reach_what_its_settings_name(
     rendered: Rendered, settings: Settings
 ) -> None:

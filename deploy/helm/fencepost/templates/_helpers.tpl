@@ -74,6 +74,11 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
+{{/* The name of the port that serves health and metrics. */}}
+{{- define "fencepost.managementPort" -}}
+{{ ternary "management" "http" .Values.management.enabled }}
+{{- end }}
+
 {{/* All settings, those of the values last, as YAML. */}}
 {{- define "fencepost.settings" -}}
 {{- $settings := dict "FENCEPOST_HOST" "0.0.0.0" "FENCEPOST_PORT" "8000" "FENCEPOST_RULES" "/etc/fencepost/rules.toml" -}}
@@ -109,6 +114,7 @@ capabilities:
 {{- $_ := set $settings "FENCEPOST_TRACING" "otlp" -}}
 {{- $_ := set $settings "OTEL_EXPORTER_OTLP_ENDPOINT" .Values.tracing.endpoint -}}
 {{- end }}
+{{- with .Values.management }}{{ if .enabled }}{{ $_ := set $settings "FENCEPOST_MANAGEMENT_PORT" (toString .port) }}{{ end }}{{ end }}
 {{- range $name, $value := .Values.settings }}{{ $_ := set $settings $name (toString $value) }}{{ end }}
 {{- toYaml $settings }}
 {{- end }}
