@@ -28,6 +28,9 @@ from service.http.protocol import protocol_of
 from tests.unit.fakes import until
 
 EVENT = b'{"topic": "orders", "value": 1}'
+SETTINGS = Settings(
+    kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", rules="rules", request_timeout_ms=100
+)
 LET_IN, UNKNOWN = (503, "not-written"), (401, "unauthorized")
 
 
@@ -43,10 +46,7 @@ def loaded(folder: Path, *names: str, more: str = "") -> LoadedRules:
 
 @pytest.fixture(params=["direct", "asgi"])
 async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Entrance, int]]:
-    settings = Settings(
-        kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", rules="rules", request_timeout_ms=100
-    )
-    entrance = build_entrance(settings, loaded(tmp_path, "shop"), lambda _: None)
+    entrance = build_entrance(SETTINGS, loaded(tmp_path, "shop"), lambda _: None)
     posts = entrance.posts if request.param == "direct" else None
     config = uvicorn.Config(
         entrance.app, port=free_port(), http=protocol_of(posts), lifespan="on", log_config=None, loop="uvloop"
@@ -180,7 +180,7 @@ async def test_requests_share_the_bounds_of_the_process_whatever_their_rules(
 
 
 def reachable(roots: Iterable[object]) -> Iterator[object]:
-    """List the objects that these refer to, but through a whole service, which has the parts of its first rules."""
+    """List what these refer to, but not through a whole service, which has the parts of its first rules."""
     seen: set[int] = set()
     left = [*roots]
     while left:
@@ -195,17 +195,14 @@ def reachable(roots: Iterable[object]) -> Iterator[object]:
             left += gc.get_referents(found)
 
 
-async def test_nothing_that_decides_about_requests_refers_to_the_rules_before(
-    served: tuple[Entrance, int], tmp_path: Path
-) -> None:
+async def test_nothing_that_decides_about_requests_refers_to_the_rules_before(tmp_path: Path) -> None:
     """A part that kept them would judge some requests by two files."""
-    entrance, _ = served
-    before = entrance.ruled.loaded.rules
+    entrance = build_entrance(SETTINGS, loaded(tmp_path, "shop"), lambda _: None)
     entrance.prepare(loaded(tmp_path, "till"))()
-    ruled, posts = entrance.ruled, entrance.posts
-    parts = [ruled.callers, ruled.endpoint, ruled.sources, ruled.routes, posts.routes, entrance.app.router.routes]
-    found = [each for each in reachable(parts) if isinstance(each, Rules)]
-    assert {id(each) for each in found} == {id(ruled.loaded.rules)} != {id(before)}
+    ruled = entrance.ruled
+    parts = [ruled.callers, ruled.endpoint, ruled.sources, ruled.routes, entrance.posts.routes]
+    found = {id(each): each for each in reachable(parts) if isinstance(each, Rules)}
+    assert [*found.values()] == [ruled.loaded.rules]
 
 
 ISSUER = '[[issuers]]\nname = "corp"\nissuer = "https://id.example"\naudience = "fencepost"\njwks_file = "keys.json"\n'
