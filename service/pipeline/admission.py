@@ -80,7 +80,7 @@ class Admission:
         self._tracing = tracing
         self.load_shedder = resolver.load_shedder
         self.events_max = settings.queue_events_max  # a larger request could never be admitted
-        self._gate = Gate()  # closed while the process stops
+        self.gate = Gate()  # closed while the process stops
 
     def under(self, rules: Rules, schemas: Schemas) -> "Admission":
         """Return the admission by other rules into the same queue."""
@@ -93,7 +93,7 @@ class Admission:
     @property
     def is_accepting(self) -> bool:
         """False while the process stops."""
-        return self._gate.is_open
+        return self.gate.is_open
 
     @property
     def overload(self) -> Problem | None:
@@ -180,7 +180,7 @@ class Admission:
     def _count(self, request: WriteRequest) -> None:
         """Count a request into the queue's bounds. Raises and records Problem (503)."""
         try:
-            if not self._gate.is_open:
+            if not self.gate.is_open:
                 raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
             if self._store.generation is None:
                 raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
@@ -193,7 +193,7 @@ class Admission:
 
     async def drain(self) -> None:
         """Stop accepting requests, and wait until all accepted ones are answered: until their deadlines, at most."""
-        self._gate.is_open = False
+        self.gate.is_open = False
         ends_at = time.monotonic() + self._timeout_s + DRAIN_MARGIN_S
         while self._queue.events > 0 and time.monotonic() < ends_at:  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(SWEEP_S)

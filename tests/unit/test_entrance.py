@@ -52,7 +52,7 @@ async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         entrance.app, port=free_port(), http=protocol_of(posts), lifespan="on", log_config=None, loop="uvloop"
     )
     server = uvicorn.Server(config)
-    running = asyncio.create_task(server._serve())
+    running = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     yield entrance, config.port
     server.should_exit = True

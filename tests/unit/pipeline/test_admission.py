@@ -96,7 +96,7 @@ async def test_without_a_store_or_during_a_stop_events_are_refused_and_their_503
     world.store.generation, world.store.status = None, "recovering: 3 keys replayed"
     answers = [await asyncio.gather(world.submit("a"), return_exceptions=True)]
     world.store.generation = (await World().slot()).generation
-    world.admission._gate.is_open = False
+    world.admission.gate.is_open = False
     answers.append(await asyncio.gather(world.submit("b"), return_exceptions=True))
     details = [answer.detail for (answer,) in answers if isinstance(answer, Problem)]
     assert details == [
