@@ -37,7 +37,9 @@ def faults(text: str) -> Iterator[str]:
             yield f"{name}: no help"
         if OTHER_UNITS.search(name):
             yield f"{name}: not in base units"
-        is_info = family.type == "gauge" and name.endswith("_info")  # this format has no type of its own for it
+        is_info = (
+            family.type == "gauge" and name.rpartition("_")[2] == "info"
+        )  # this format has no type of its own for it
         if family.type in ("gauge", "histogram") and name.endswith(RESERVED) and not is_info:
             yield f"{name}: a {family.type} with another type's suffix"
         if family.type == "histogram" and not name.endswith(("_seconds", "_bytes", "_events")):
