@@ -170,6 +170,14 @@ def ask(server: Redis, *command: str | int | bytes) -> Any:
     return call(server.port, *command)
 
 
+def ask_amid_move(server: Redis, *command: str | int | bytes) -> Any:
+    """Send one command behind ASKING, as a client that follows ASK does."""
+    url = f"redis://127.0.0.1:{server.port}"
+    with redis.Redis.from_url(url, protocol=2, retry=None, single_connection_client=True) as client:
+        client.execute_command("ASKING")
+        return client.execute_command(*command)
+
+
 def info(server: Redis, section: str) -> Mapping[str, Any]:
     with server.client() as client:
         found: Mapping[str, Any] = client.info(section)

@@ -233,6 +233,14 @@ class Keys(Protocol):
         """Delete the nonce, so that another recovery can begin at once. Never raises StoreLost."""
 
 
+class StoreMoved(StoreAway):
+    """Another node of the cluster serves the keys of the namespace: `primary`."""
+
+    def __init__(self, text: str, primary: Address) -> None:
+        super().__init__(text)
+        self.primary = primary
+
+
 class RedisKeys:
     """Keys in Redis, by one script. redis-py's retries are off, because a repeated script would run twice."""
 
@@ -495,8 +503,8 @@ class RedisKeys:
         words = [word for ask in asks for word in (ask.id, repr(ask.rate), repr(ask.burst), repr(ask.spent), ask.want)]
         try:
             answer = await self._send("EVALSHA", self._rates_sha, 1, self._prefix, *words)
-        except NoScriptError:  # nothing ran
-            answer = await self._send("EVAL", self._rates_script, 1, self._prefix, *words)
+        except (NoScriptError, StoreMoved) as error:  # nothing ran
+            answer = await self._send_whole(error, self._rates_script, *words)
         return [Granted(int(tokens), float(left)) for tokens, left in zip(answer[::2], answer[1::2], strict=True)]
 
     # ----------------------------------------------------------------------------------------------- transport
@@ -546,9 +554,7 @@ class RedisKeys:
         try:
             answer = await self._send("EVALSHA", self._sha, 1, self._prefix, operation, *arguments)
         except (NoScriptError, StoreMoved) as error:  # nothing ran
-            if isinstance(error, StoreMoved) and not await self._connections.lead_to(error.primary):
-                raise
-            answer = await self._send("EVAL", self._script, 1, self._prefix, operation, *arguments)
+            answer = await self._send_whole(error, self._script, operation, *arguments)
         match answer:
             case [b"OK", *rest]:
                 return rest
@@ -562,6 +568,12 @@ class RedisKeys:
                 raise StoreLost(f"{operation}: the server that answers is not the store of this generation")
             case _:
                 raise StoreBug(f"{operation}: the script answers {answer!s:.200}, which this version does not know")
+
+    async def _send_whole(self, error: NoScriptError | StoreMoved, script: str, *words: str | int | bytes) -> Any:
+        """Send a script as a whole: the server does not have it, or another node of the cluster has the keys."""
+        if isinstance(error, StoreMoved) and not await self._connections.lead_to(error.primary):
+            raise error
+        return await self._send("EVAL", script, 1, self._prefix, *words)
 
     def _unpack(self, id: bytes, state: bytes) -> Claimed | Delivered | DeliveredBatch:
         """Decode a key's state. Raises StoreBug where that is impossible."""
@@ -609,14 +621,6 @@ class RedisKeys:
             raise StoreUnanswered(f"Redis did not answer: {str(error) or type(error).__name__}") from error
         finally:
             await self._connections.give_back(connection, usable=answered)
-
-
-class StoreMoved(StoreAway):
-    """Another node of the cluster serves the keys of the namespace: `primary`."""
-
-    def __init__(self, text: str, primary: Address) -> None:
-        super().__init__(text)
-        self.primary = primary
 
 
 def _refused_by(error: ResponseError, connection: Connection) -> StoreAway:

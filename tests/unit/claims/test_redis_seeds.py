@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import pytest
 from redis.asyncio import ConnectionPool, SSLConnection
 
+from service.claims.rates import Ask, Granted
 from service.claims.redis_seeds import (
     OfCluster,
     OfSentinels,
@@ -301,6 +302,15 @@ async def test_a_script_that_has_moved_runs_on_the_node_that_has_the_keys(start:
             await keys.applied(GENERATION, 0)
     assert old.asked == ["EVALSHA"], "once: the next call goes to the other node at once"
     assert new.asked[0].startswith("EVAL "), "nobody has sent the script there yet"
+
+
+async def test_the_buckets_of_rates_move_with_the_keys(start: Start) -> None:
+    old, new, seed = await start(3)
+    seed.node(old, 1)
+    old.answers["EVALSHA"] = b"-MOVED 7 127.0.0.1:%d\r\n" % new.port
+    new.answers["EVAL"] = array(bulk("3"), bulk("4.5"))
+    async with keys_at(f"redis+cluster://{HOST}:{seed.port}") as keys:
+        assert await keys.take_tokens([Ask(b"i" * 16, 1.0, 9.0, 0.0, 3)]) == [Granted(3, 4.5)]
 
 
 async def test_a_script_that_moves_again_is_not_followed_for_ever(start: Start) -> None:
