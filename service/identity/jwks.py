@@ -45,11 +45,14 @@ class JwkSet:
         self._keys: list[PublicKey] = []
         for index, jwk in enumerate(listed):
             try:
-                self._keys.append(_public_key(jwk))
+                if _is_for_signatures(jwk):
+                    self._keys.append(_public_key(jwk))
             except (JoseError, ValueError, TypeError, KeyError) as error:
                 self.left_out.append(f"keys[{index}]: {str(error)[:200]}")
         if not self._keys:
-            raise KeysUnreadable(f"it has no key that can be used ({'; '.join(self.left_out[:5]) or 'it is empty'})")
+            raise KeysUnreadable(
+                f"it has no key that can be used ({'; '.join(self.left_out[:5]) or 'none is for signatures'})"
+            )
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -63,17 +66,20 @@ class JwkSet:
         return fitting[0] if len(fitting) == 1 or (fitting and kid is not None) else None
 
 
-def _public_key(jwk: Any) -> PublicKey:
-    """Import a key. Raises ValueError with why it cannot be used, and joserfc's errors."""
+def _is_for_signatures(jwk: Any) -> bool:
+    """Whether a key is not for encryption, as Keycloak publishes one too. Raises ValueError for no key."""
     if not isinstance(jwk, dict):
         raise ValueError("is no object")
+    return jwk.get("use", "sig") == "sig" and "verify" in jwk.get("key_ops", ["verify"])
+
+
+def _public_key(jwk: dict[str, Any]) -> PublicKey:
+    """Import a key. Raises ValueError with why it cannot be used, and joserfc's errors."""
     if "d" in jwk or jwk.get("kty") == "oct":
         raise ValueError("is a secret, which must not be published: no token that it signs is taken")
     kid = jwk.get("kid")
     if kid is not None and (not isinstance(kid, str) or len(kid) > KID_CHARS_MAX):
         raise ValueError(f"has no `kid` of at most {KID_CHARS_MAX} characters")
-    if jwk.get("use", "sig") != "sig" or "verify" not in jwk.get("key_ops", ["verify"]):
-        raise ValueError("is not for signatures")
     if jwk.get("kty") == "RSA" and not RSA_BITS[0] <= len(str(jwk.get("n"))) * 6 // 8 * 8 <= RSA_BITS[1]:
         raise ValueError(f"is no RSA key of {RSA_BITS[0]} to {RSA_BITS[1]} bits")
     key = JWKRegistry.import_key(jwk)
