@@ -15,6 +15,19 @@ VERIFICATION: Final = "transaction.partition.verification.enable"
 # The shortest acceptable expiry of transactional ids: a slot whose id has expired must be recovered at its next use.
 ID_EXPIRATION_LEAST_MS: Final = 24 * 3_600_000
 
+# The newest metadata.version of each release since 3.6 (MetadataVersion in Kafka), and of those before.
+RELEASES: Final = {
+    14: "3.6",
+    19: "3.7",
+    20: "3.8",
+    21: "3.9",
+    25: "4.0",
+    27: "4.1",
+    29: "4.2",
+    30: "4.3",
+    33: "4.4",
+}
+OLDEST: Final = 11
 # The shortest time between two logins on a connection.
 SESSION_LEAST_MS: Final = 5_000
 
@@ -47,6 +60,26 @@ def brokers(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         )
         for node in snapshot.nodes
     )
+
+
+def release(metadata_version: int) -> str:
+    """Return the release of Kafka whose newest metadata.version this is; "" if it is newer than the last one known."""
+    return next((name for newest, name in RELEASES.items() if metadata_version <= newest), "")
+
+
+def releases(metadata_versions: Mapping[int, int | None]) -> list[Finding]:
+    """Name the release of each broker that tells it, by its metadata.version."""
+    check, last = "kafka.release", [*RELEASES.values()][-1]
+    rows = []
+    for node, version in metadata_versions.items():
+        if version is None:
+            continue
+        name = release(version)
+        found = f"Kafka {name}" if name else f"newer than Kafka {last}, the newest that was tested"
+        tested = version > OLDEST
+        change = "run 3.6 or newer (KIP-890)"
+        rows.append((f"broker {node}", judged(check, tested, found if tested else "older than Kafka 3.6", change)))
+    return grouped(rows)
 
 
 def skips_markers(versions: Mapping[int, int]) -> bool:

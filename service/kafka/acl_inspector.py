@@ -4,12 +4,23 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from io import BytesIO
 from typing import Any, Final
 
 from aiokafka import errors
 from aiokafka.protocol.admin import ApiVersionRequest, CreateTopicsRequest, DescribeConfigsRequest
-from aiokafka.protocol.api import Request, RequestStruct, Response
-from aiokafka.protocol.types import Array, Boolean, Int16, Int32, Schema, String
+from aiokafka.protocol.api import Request, RequestStruct, Response, ResponseHeader_v0
+from aiokafka.protocol.types import (
+    Array,
+    Boolean,
+    CompactArray,
+    CompactString,
+    Int16,
+    Int32,
+    Schema,
+    String,
+    TaggedFields,
+)
 
 from service.core.problems import KafkaAway
 from service.kafka.admin import KafkaAdmin, coordinator
@@ -112,6 +123,14 @@ class AclInspector(KafkaAdmin):
         response = await self._request(ApiVersionRequest(), node)
         return {key: newest for key, _, newest in (tuple(row) for row in response.api_versions)}
 
+    async def metadata_version_of(self, node: int) -> int | None:
+        """Read the newest metadata.version that a broker supports (KIP-584); None where it tells none.
+
+        Each release has other ones. A broker that keeps its metadata in ZooKeeper tells none.
+        """
+        response = await self._request(_Features(), node)
+        return supported_features(response.tags.get(0, b"")).get("metadata.version")
+
     async def may_create(self, topic: str) -> bool:
         """Check whether the caller may create a topic, by a CreateTopics request with validate_only."""
         response = await self._request_controller(
@@ -151,11 +170,63 @@ class AclInspector(KafkaAdmin):
             raise KafkaAway(f"no coordinator for {transactional_id}: {error!r}") from error
 
 
+def supported_features(content: bytes) -> dict[str, int]:
+    """Decode SupportedFeatures, a tagged field of ApiVersions responses: the newest version by the feature's name."""
+    if not content:
+        return {}
+    rows = _SUPPORTED_FEATURES.decode(BytesIO(content))
+    return {name: newest for name, _, newest, _ in (tuple(row) for row in rows)}
+
+
 def _operations(bits: int) -> frozenset[Operation]:
     return frozenset(operation for operation in Operation if bits >> operation & 1)
 
 
 # ------------------------------------------------------------------------------------------------ request schemas
+# ApiVersions version 3, which reports the features that a broker supports (KIP-584). Its response has a header of
+# version 0, so that clients can read it before they know the broker's versions.
+
+_SUPPORTED_FEATURES: Final = CompactArray(
+    ("name", CompactString("utf-8")), ("min_version", Int16), ("max_version", Int16), ("tags", TaggedFields)
+)
+
+
+class _FeaturesAnswer(Response):  # type: ignore[misc]
+    API_KEY = 18
+    API_VERSION = 3
+    SCHEMA = Schema(
+        ("error_code", Int16),
+        (
+            "api_versions",
+            CompactArray(("api_key", Int16), ("min_version", Int16), ("max_version", Int16), ("tags", TaggedFields)),
+        ),
+        ("throttle_time_ms", Int32),
+        ("tags", TaggedFields),
+    )
+
+
+class _Features_v3(RequestStruct):  # type: ignore[misc]  # noqa: N801 - as aiokafka names its own
+    FLEXIBLE_VERSION = True
+    API_KEY = 18
+    API_VERSION = 3
+    RESPONSE_TYPE = _FeaturesAnswer
+    SCHEMA = Schema(
+        ("client_software_name", CompactString("utf-8")),
+        ("client_software_version", CompactString("utf-8")),
+        ("tags", TaggedFields),
+    )
+
+    def parse_response_header(self, read_buffer: BytesIO) -> Any:
+        return ResponseHeader_v0.decode(read_buffer)
+
+
+class _Features(Request[_Features_v3]):  # type: ignore[misc]
+    API_KEY = 18
+
+    def build(self, request_struct_class: Any) -> Any:
+        return request_struct_class("fencepost", "1", {})
+
+
 # Metadata version 8, which reports the caller's authorized operations (KIP-430); aiokafka has older versions only.
 
 

@@ -30,7 +30,8 @@ class Security:
         self._password = settings.kafka_sasl_password
         self._stamps: Sequence[_Stamp] = ()
         self._context: ssl.SSLContext | None = None
-        self._trouble = Incident(log, "a file for the login at Kafka cannot be used: what it had before stays in use")
+        self._trouble = Incident(log, "a certificate for Kafka cannot be used: what was read before stays in use")
+        self._password_trouble = Incident(log, "the password for Kafka cannot be read: the former one stays in use")
         if settings.kafka_tls:
             self._stamps = self._stamps_now()
             self._context = self._new_context()
@@ -58,7 +59,9 @@ class Security:
         try:
             self._password = self._settings.secret("kafka_sasl_password")
         except SettingsError as error:
-            self._trouble.add(error)
+            self._password_trouble.add(error)
+        else:
+            self._password_trouble.end()
         return self._password
 
     @property

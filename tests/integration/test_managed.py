@@ -18,6 +18,7 @@ from service.contract import Rules
 from service.core.settings import Settings
 from service.fencepost import Reader, Saved
 from service.fencepost.tokens import ClientCredentials
+from tests import kafka_versions
 from tests.integration.client import Client
 from tests.integration.conftest import SETTINGS
 from tests.managed import SECRET, SUBJECT, Issuer, ManagedKafka, TokenEndpoint
@@ -202,6 +203,8 @@ async def test_the_doctor_names_the_principal_the_endpoint_and_a_missing_acl(
         f"the token endpoint {endpoint.url} gives one: iss test, aud kafka, scope kafka" in found["login.token"].found
     )
     assert found["login.principal"].found.startswith(f"User:{SUBJECT}, ")
+    version = kafka_versions.running()
+    assert found["kafka.release"].found == f"Kafka {version}"
     assert found["access.own-topics"].level is Level.ERROR
     assert "allow the service's user" in found["access.own-topics"].change
     endpoint.refusing = True

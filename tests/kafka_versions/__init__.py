@@ -23,6 +23,16 @@ TESTS: Final = (
 )
 
 
+def broker_of(lock: Path) -> str:
+    """Return the version of the broker in a lock."""
+    return next(jar.version for jar in jars.read_lock("kafka", lock) if jar.artifact == "kafka_2.13")
+
+
+def running() -> str:
+    """Return the release of the brokers of this process, as in "4.3"."""
+    return broker_of(jars.LOCKS["kafka"]).rpartition(".")[0]
+
+
 def use() -> None:
     """Have the brokers of this process run the version that TEST_KAFKA names, if it does. Raises StackError."""
     wanted = os.environ.get(VARIABLE)

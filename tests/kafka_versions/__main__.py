@@ -13,12 +13,7 @@ import sys
 from deploy import places
 from deploy.console import StackError, run, say
 from deploy.install import jars
-from tests.kafka_versions import LOCKS, TESTS, VARIABLE
-
-
-def broker_of(name: str) -> str:
-    """Return the exact version of a lock's broker."""
-    return next(jar.version for jar in jars.read_lock("kafka", LOCKS[name]) if jar.artifact == "kafka_2.13")
+from tests.kafka_versions import LOCKS, TESTS, VARIABLE, broker_of
 
 
 def main() -> int:
@@ -28,12 +23,12 @@ def main() -> int:
     failed = []
     for name in wanted:
         jars.ensure(jars.read_lock("kafka", LOCKS[name]))
-        say(f"Kafka {broker_of(name)} ...")
+        say(f"Kafka {broker_of(LOCKS[name])} ...")
         command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", *TESTS]
         done = subprocess.run(command, cwd=places.ROOT, env={**os.environ, VARIABLE: name}, check=False)
         if done.returncode:
             failed.append(name)
-    versions = ", ".join(f"{name} ({broker_of(name)})" for name in failed or wanted)
+    versions = ", ".join(broker_of(LOCKS[name]) for name in failed or wanted)
     say(f"failed on Kafka {versions}" if failed else f"passed on Kafka {versions}")
     return 1 if failed else 0
 

@@ -11,7 +11,7 @@ from service.cli.finding import Finding, Level, grouped, judged, worst
 from service.contract import Rules, TopicRule
 from service.core.problems import StoreAway
 from service.core.settings import Settings
-from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic
+from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic, supported_features
 from service.kafka.admin import Topic
 from service.kafka.tokens import source_of
 
@@ -35,6 +35,25 @@ def test_a_broker_that_cannot_verify_transactions_is_too_old() -> None:
     assert wrong(found) == {"kafka.version": "older than 3.6: it cannot verify transactions"}
     (version,) = (one for one in found if one.check == "kafka.version" and one.level is Level.ERROR)
     assert version.subjects == ("broker 2",)
+
+
+def test_brokers_are_named_by_their_release() -> None:
+    """By the newest metadata.version; a broker with ZooKeeper has none."""
+    told = {1: 14, 2: 11, 3: None, 4: 30, 5: 99, 6: 30, 7: 22}
+    found = {one.subjects: (one.level, one.found) for one in check_brokers.releases(told)}
+    assert found == {
+        ("broker 1",): (Level.OK, "Kafka 3.6"),
+        ("broker 2",): (Level.ERROR, "older than Kafka 3.6"),
+        ("broker 4", "broker 6"): (Level.OK, "Kafka 4.3"),
+        ("broker 5",): (Level.OK, "newer than Kafka 4.4, the newest that was tested"),
+        ("broker 7",): (Level.OK, "Kafka 4.0"),
+    }
+
+
+def test_the_features_of_a_broker_are_read_of_a_tagged_field() -> None:
+    content = b"\x03" + b"\x11metadata.version" + b"\0\x01\0\x1e\0" + b"\x0ekraft.version" + b"\0\0\0\x01\0"
+    assert supported_features(content) == {"metadata.version": 30, "kraft.version": 1}
+    assert supported_features(b"") == {}
 
 
 def test_brokers_that_skip_markers_are_named() -> None:
