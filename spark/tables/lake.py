@@ -225,7 +225,6 @@ class Lake:
         self.check_held = check_held
         # By table: the rows of its current version, which are kept in memory. Each commit drops those of its table.
         self._kept: dict[str, DataFrame] = {}
-        self._existing: set[str] = set()
 
     def path(self, name: str) -> str:
         """Return the path of a table."""
@@ -233,9 +232,7 @@ class Lake:
 
     def exists(self, name: str) -> bool:
         """Check whether a table exists."""
-        if name not in self._existing and DeltaTable.isDeltaTable(self.spark, self.path(name)):
-            self._existing.add(name)
-        return name in self._existing
+        return DeltaTable.isDeltaTable(self.spark, self.path(name))
 
     def table(self, name: str) -> DeltaTable:
         """Open a table for a commit; CannotRun if this process does not hold the lake any more."""
