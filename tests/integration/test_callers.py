@@ -80,16 +80,22 @@ async def test_each_caller_has_keys_of_its_own(stage: Stage, topic: str, make_to
     assert [state.status_code for state in states] == [200, 404, 401]
 
 
-async def test_a_caller_past_its_rate_is_answered_429_with_retry_after(
+async def test_a_caller_past_its_rate_is_answered_429_with_retry_after_by_each_process(
     stage: Stage, topic: str, tmp_path: Path
 ) -> None:
-    service = await stage.started(rules=rules_for(tmp_path, topic))
-    url, event = f"{service.url}/events", {"topic": topic, "value": 1}
+    rules = rules_for(tmp_path, topic)
+    services = [stage.service(rules=rules), stage.service(rules=rules, transport="asgi")]
+    await stage.start(*services)
+    (url, others), event = [f"{service.url}/events" for service in services], {"topic": topic, "value": 1}
     batch = {"events": [{**event, "idempotency_key": f"b{n}"} for n in range(20)]}
-    assert (await post(stage, f"{url}/batch", "slow", batch, None)).status_code == 207
-    refused = await post(stage, url, "slow", event)
-    assert (refused.status_code, refused.json()["code"]) == (429, "rate-limited")
-    assert 8 <= int(refused.headers["retry-after"]) <= 10
+    written = await post(stage, f"{url}/batch", "slow", batch, None)
+    assert written.status_code == 207
+    await asyncio.sleep(0.1)  # the debt is told to the other process
+    for refused in [await post(stage, each, "slow", event) for each in (others, url)]:
+        assert (refused.status_code, refused.json()["code"]) == (429, "rate-limited")
+        assert 7 <= int(refused.headers["retry-after"]) <= 10
+        assert refused.headers["ratelimit-policy"] == '"events";q=2;w=1'
+        assert refused.headers["ratelimit"].startswith('"events";r=0;t=')
     nothing: dict[str, Any] = {"events": []}
     for bad in (nothing, batch):  # bodies are not parsed if the request is refused anyway
         assert (await post(stage, f"{url}/batch", "slow", bad, None)).status_code == 429
