@@ -74,8 +74,16 @@ async def test_changed_rules_are_taken_under_load(stage: Stage, topic: str, tmp_
     lines: asyncio.Queue[str | None] = asyncio.Queue()
 
     async def body() -> AsyncIterator[bytes]:
-        while (key := await lines.get()) is not None:
-            yield json.dumps({"topic": topic, "value": 0, "idempotency_key": key}).encode() + b"\n"
+        key: str | None = ""
+        while key is not None:
+            try:
+                async with asyncio.timeout(2):
+                    key = await lines.get()
+            except TimeoutError:
+                yield b"\n"  # keeps the stream open
+                continue
+            if key is not None:
+                yield json.dumps({"topic": topic, "value": 0, "idempotency_key": key}).encode() + b"\n"
 
     async def stream() -> list[int]:
         async with http.stream("POST", f"{url}/events/batch", content=body(), headers=STREAM) as answer:
