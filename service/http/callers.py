@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from service.contract import CallerRule
 from service.core.problems import FORBIDDEN_TOPIC, UNAUTHORIZED, Problem
 from service.core.settings import TOPICS_MAX
+from service.events.base64_text import decode_base64
 from service.http.certificates import NONE, Names
 from service.http.rates import BYTES, EVENTS, Bucket, Rates, rate_lines
 from service.identity.refusals import KeysWanted
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from service.http.token_callers import TokenCallers
 
 _SCHEME: Final = "bearer "
+_BASIC: Final = "basic "
 # Characters of a token. A longer one is refused before anything is computed from it. JSON Web Tokens of Keycloak and
 # Kubernetes have 1,000 to 2,000.
 TOKEN_CHARS_MAX: Final = 16 * 1024
@@ -173,16 +175,18 @@ class Callers:
         return found.pop() if found else None
 
     def _of_token(self, authorization: str) -> Caller:
-        token = authorization.strip()
-        if len(token) > TOKEN_CHARS_MAX:
+        given = authorization.strip()
+        if len(given) > TOKEN_CHARS_MAX:
             raise Problem(UNAUTHORIZED, f"Authorization: a token has at most {TOKEN_CHARS_MAX} characters")
-        is_bearer = token[: len(_SCHEME)].lower() == _SCHEME
-        token = token[len(_SCHEME) :].strip()
+        is_bearer = given[: len(_SCHEME)].lower() == _SCHEME
+        token = given[len(_SCHEME) :].strip() if is_bearer else _password_of(given)
+        if token is None:
+            raise Problem(UNAUTHORIZED, "Authorization: send Bearer and your token, or Basic with it as the password")
         # The look-up is by digest, so that its duration reveals nothing about a token.
         digest = hashlib.sha256(token.encode("latin-1")).digest()
-        caller = self._by_digest.get(digest) if is_bearer else None
+        caller = self._by_digest.get(digest)
         if caller is None:
-            if is_bearer and self.tokens is not None:
+            if self.tokens is not None:
                 return self.tokens.of(token, digest)
             raise Problem(UNAUTHORIZED, "Authorization: this is no token of a caller that the rules name")
         return caller
@@ -194,3 +198,14 @@ class Callers:
         except KeysWanted as wanted:
             await wanted.fetched()
         return self.of(authorization, certificate)
+
+
+def _password_of(authorization: str) -> str | None:
+    """Return the password of Basic credentials (RFC 7617), which a client of Confluent's API sends; None for others.
+
+    The password is the caller's token; the user name, which only repeats who that is, is not looked at.
+    """
+    if authorization[: len(_BASIC)].lower() != _BASIC:
+        return None
+    _, colon, password = (decode_base64(authorization[len(_BASIC) :].strip()) or b"").partition(b":")
+    return password.decode("latin-1") if colon else None

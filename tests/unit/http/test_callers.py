@@ -1,5 +1,6 @@
 """Tests callers: authentication and topics."""
 
+import base64
 import hashlib
 
 import pytest
@@ -21,8 +22,23 @@ def test_a_token_identifies_its_caller(callers: Callers, header: str) -> None:
     assert callers.of(header).scope == "shop"
 
 
+@pytest.mark.parametrize("credentials", ["shop:s3cret", "API-KEY:s3cret", ":s3cret"])
+def test_the_password_of_basic_credentials_is_the_token(callers: Callers, credentials: str) -> None:
+    """As clients of Confluent Cloud send an API key and its secret."""
+    encoded = base64.b64encode(credentials.encode()).decode()
+    assert callers.of(f"Basic {encoded}").scope == callers.of(f"basic  {encoded} ").scope == "shop"
+
+
+@pytest.mark.parametrize("credentials", [b"s3cret:shop", b"s3cret", b":", b"", b"shop:s3cre", b"shop:\xff\xfe"])
+def test_basic_credentials_without_a_known_token_are_unauthorized(callers: Callers, credentials: bytes) -> None:
+    for text in (f"Basic {base64.b64encode(credentials).decode()}", "Basic s3cret", "Basic é"):
+        with pytest.raises(Problem, match="Authorization") as caught:
+            callers.of(text)
+        assert caught.value.kind is UNAUTHORIZED
+
+
 @pytest.mark.parametrize(
-    "header", [None, "", "Bearer", "Bearer ", "Bearer s3cre", "Basic s3cret", "Digest s3cret", "s3cret", "Bearer é"]
+    "header", [None, "", "Bearer", "Bearer ", "Bearer s3cre", "Digest s3cret", "s3cret", "Bearer é"]
 )
 def test_a_request_without_a_known_token_is_unauthorized(callers: Callers, header: str | None) -> None:
     with pytest.raises(Problem, match="Authorization") as caught:

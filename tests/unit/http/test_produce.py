@@ -291,6 +291,8 @@ async def test_callers_are_known_by_their_tokens() -> None:
         assert response.headers["www-authenticate"] == "Bearer"
         told = {"authorization": "Bearer token"}
         assert_error(await proxy.v2({"value": 1}, path="/topics/other", **told), 403, 40301)
+        basic = {"authorization": f"Basic {base64.b64encode(b'API-KEY:token').decode()}"}
+        assert_error(await proxy.v2({"value": 1}, path="/topics/other", **basic), 403, 40301)
         assert_error(await proxy.v3(string("a"), path=V3.replace("orders", "other"), **told), 403, 40301)
         assert (await proxy.v2({"value": 1}, idempotency_key="q", **told)).status_code == 200
         assert set(world.keys.server.keys) == {member_id("q", 0, "shop")}
