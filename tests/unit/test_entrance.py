@@ -137,6 +137,27 @@ async def test_a_request_that_has_begun_keeps_its_rules(served: tuple[Entrance, 
         assert await client.ask("shop") == UNKNOWN
 
 
+async def test_a_stream_that_has_begun_keeps_its_rules(served: tuple[Entrance, int], tmp_path: Path) -> None:
+    entrance, port = served
+    head = (
+        b"POST /events/batch HTTP/1.1\r\nhost: x\r\nauthorization: Bearer shop\r\ntransfer-encoding: chunked\r\n"
+        b"content-type: application/x-ndjson\r\n\r\n"
+    )
+    line = b'{"topic": "orders", "value": 1, "idempotency_key": "a"}\n'
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head)
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            writer.write(b"%x\r\n%b\r\n" % (len(line), line))
+            assert b'"code":"not-written"' in await reader.readuntil(b"}}\n")
+            entrance.prepare(loaded(tmp_path, "till"))()
+        writer.write(b"0\r\n\r\n")
+        assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"\r\n0\r\n\r\n")
+        writer.write(b"".join(request_of("shop")))
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401 ")
+    writer.close()
+
+
 async def test_web_pages_may_be_allowed_and_forbidden_on_an_open_connection(
     served: tuple[Entrance, int], tmp_path: Path
 ) -> None:
