@@ -1,4 +1,4 @@
-"""Tests that no caller can read, replay or probe the keys of another: every route, every pair of callers.
+"""Tests that no caller can read, replay, block or probe the keys of another: every route, every pair of callers.
 
 Callers by static tokens and by JSON Web Tokens, some of one name, and a webhook source use the same idempotency keys.
 """
@@ -15,6 +15,8 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from service.claims.state_codec import pack
+from service.claims.states import Claimed
 from service.contract.wire import STAMP_HEADER, Stamp, event_id, member_id
 from tests.conftest import MakeTopic
 from tests.integration.conftest import Stage
@@ -22,6 +24,8 @@ from tests.integration.judge import read_committed
 from tests.unit.identity.signing import Signer, key_set
 
 CORP, BRANCH, STRANGER = Signer.new("corp"), Signer.new("branch"), Signer.new("corp")
+# A term that no slot has had yet: a claim of it is in progress for ever.
+LATER_TERM = 1 << 40
 
 
 def token(signer: Signer, iss: str, name: str, life_s: int = 300) -> str:
@@ -242,6 +246,46 @@ async def test_each_caller_is_alone_with_its_keys(api: Api, stage: Stage) -> Non
 
 def without_date(answer: httpx.Response) -> list[tuple[str, str]]:
     return [(name, text) for name, text in answer.headers.items() if name != "date"]
+
+
+async def test_no_caller_waits_for_anothers_write(api: Api, stage: Stage) -> None:
+    """Each caller in turn has writes in progress that never end; all others write under the same keys at once."""
+    slot = min(stage.leases())
+    routes: list[Write] = [
+        api.event,
+        api.waiting,
+        api.batch,
+        api.lines,
+        api.atomic,
+        api.v2,
+        api.v3,
+        api.v3_batch,
+        api.quarantined,
+    ]
+    at_ms = int(time.time() * 1000)
+    held = pack(Claimed(slot, LATER_TERM, at_ms, b"f" * 8))
+    with stage.redis.client() as store:
+        for owner in (*TOKENS, SOURCE):
+            for route in routes:
+                key = f"{route.__name__}-of-{owner}"
+                for id in (event_id(key, owner), member_id(key, 0, owner)):
+                    store.set(f"{{{stage.namespace}:0}}k".encode() + id, held, px=600_000)
+
+    async def go(route: Write, owner: str, scope: str) -> None:
+        key = f"{route.__name__}-of-{owner}"
+        if route == api.waiting and owner == scope:
+            return  # it waits, as it asks
+        answer = await route(TOKENS[scope], key, "x")
+        if owner == scope:
+            assert answer.status in (409, 500, 503), (route.__name__, answer)  # v3's code is 50003
+        else:
+            assert answer.status in (200, 201, 422), (route.__name__, owner, scope, answer)
+            assert (answer.replayed, answer.code) in ((False, ""), (False, "schema-mismatch"))
+
+    began = time.monotonic()
+    for owner in (*TOKENS, SOURCE):
+        await asyncio.gather(*[go(route, owner, scope) for route in routes for scope in TOKENS])
+    assert time.monotonic() - began < 20.0  # none of the 49 requests with `Prefer: wait=4` has waited
 
 
 async def test_who_is_nobody_learns_and_writes_nothing(api: Api, stage: Stage) -> None:
