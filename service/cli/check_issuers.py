@@ -15,6 +15,7 @@ async def examine(rules: Rules) -> list[Finding]:
         source = source_of(rule)
         try:
             _, keys = await source.keys()
+            keys.check_usable()
         except KeysUnreadable as error:
             change = "correct jwks_url or jwks_file in the rules, or let this machine reach the issuer"
             rows.append((rule.name, Finding("issuers.keys", Level.ERROR, str(error), change)))

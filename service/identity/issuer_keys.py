@@ -133,6 +133,8 @@ class IssuerKeys:
         self.version += 1
         if keys.left_out:
             log.warning("keys of an issuer are left out", issuer=self._name, why="; ".join(keys.left_out[:5]))
+        if not keys:
+            log.error("the issuer has no keys: none of its tokens is taken", issuer=self._name)
 
     def _fail(self, error: Exception, *, bug: bool = False) -> None:
         self._failed = str(error) or type(error).__name__

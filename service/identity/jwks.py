@@ -26,14 +26,17 @@ PublicKey = RSAKey | ECKey | OKPKey
 
 
 class KeysUnreadable(Exception):
-    """The keys cannot be read, or are none; the text says why."""
+    """The keys cannot be read, or none can be used; the text says why."""
 
 
 class JwkSet:
     """The keys of a JWK Set that can verify signatures."""
 
     def __init__(self, content: bytes) -> None:
-        """Parse a set, without the keys that cannot be used (RFC 7517, section 5). Raises KeysUnreadable for no key."""
+        """Parse a set, without the keys that cannot be used (RFC 7517, section 5). Raises KeysUnreadable for no set.
+
+        A set of no keys is one: so an issuer withdraws them all.
+        """
         try:
             document = json.loads(content)
             listed = document["keys"]
@@ -49,13 +52,15 @@ class JwkSet:
                     self._keys.append(_public_key(jwk))
             except (JoseError, ValueError, TypeError, KeyError) as error:
                 self.left_out.append(f"keys[{index}]: {str(error)[:200]}")
-        if not self._keys:
-            raise KeysUnreadable(
-                f"it has no key that can be used ({'; '.join(self.left_out[:5]) or 'none is for signatures'})"
-            )
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def check_usable(self) -> None:
+        """Raise KeysUnreadable if no key can be used, which is a mistake where an issuer is set up."""
+        if not self._keys:
+            why = "; ".join(self.left_out[:5]) or "none is for signatures"
+            raise KeysUnreadable(f"it has no key that can be used ({why})")
 
     def find(self, kid: str | None, algorithm: str) -> PublicKey | None:
         """Find the key of an id that is for signatures by the algorithm; without an id, the only key that is.

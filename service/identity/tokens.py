@@ -214,7 +214,7 @@ def file_faults(rules: Rules) -> Iterator[str]:
     for rule in rules.issuers:
         try:
             if rule.jwks_file:
-                JwkSet(FileSource(rule.jwks_file).read_now())
+                JwkSet(FileSource(rule.jwks_file).read_now()).check_usable()
             elif rule.jwks_cafile:
                 tls_context(rule.jwks_cafile, "", "")
         except KeysUnreadable as error:

@@ -100,6 +100,19 @@ async def test_a_key_that_the_issuer_has_withdrawn_is_not_taken(world: World, so
     assert await world.refused("k1") == (INVALID_TOKEN.code, None)
 
 
+@pytest.mark.parametrize("content", [key_set(), json.dumps({"keys": [{**FIRST.jwk, "use": "enc"}]}).encode()])
+async def test_an_issuer_that_withdraws_all_keys_has_none(world: World, source: Published, content: bytes) -> None:
+    await world.look("k1")
+    version = world.keys.version
+    source.content = content
+    world.now += REFETCH_LEAST_S
+    assert await world.refused("k2") == (INVALID_TOKEN.code, None)
+    assert world.keys.version == version + 1
+    world.now += REFETCH_LEAST_S
+    assert await world.refused("k1") == (INVALID_TOKEN.code, None)
+    assert sample(world.telemetry, "fencepost_issuer_fetches_total", issuer="corp", outcome="ok") == 3
+
+
 async def test_while_the_issuer_is_away_known_keys_are_used_and_unknown_ones_answered_503(
     world: World, source: Published
 ) -> None:
@@ -185,7 +198,7 @@ async def test_the_keys_are_read_at_once_and_at_intervals(world: World, source: 
 )
 def test_what_has_no_public_key_for_signatures_is_unreadable(content: bytes) -> None:
     with pytest.raises(KeysUnreadable):
-        JwkSet(content)
+        JwkSet(content).check_usable()
 
 
 def test_a_key_that_cannot_be_used_is_left_out() -> None:
