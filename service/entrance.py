@@ -88,7 +88,7 @@ class Entrance:
         """Make all that the rules decide. Bounds of the process, and the rates of callers, are those of `before`."""
         service, rules = self._service, loaded.rules
         settings, telemetry = service.settings, service.telemetry
-        admission = service.admission if before is None else service.admission.under(rules, loaded.schemas)
+        admission = service.admission if before is None else before.endpoint.admission.under(rules, loaded.schemas)
         known_callers, known_endpoint, known_sources = (None, None, None) if before is None else before[1:4]
         callers = Callers(
             rules.callers,

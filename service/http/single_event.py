@@ -106,7 +106,7 @@ class SingleEventWriter:
     async def _check_letter(
         self, post: PostRequest, letter: DeadLetter, sender: Sender, preference: Preference
     ) -> None:
-        await self._admission.checks.check_dead_letter(letter, post.arrived, sender.age.sent_ms)
+        await self._admission.checks.check_dead_letter(letter, post.arrived, sender.age)
         self._submit_letter(post, letter, preference)
 
     def _submit_letter(self, post: PostRequest, letter: DeadLetter, preference: Preference) -> None:

@@ -135,7 +135,9 @@ class _SourceHandler:
     def _write(self, post: PostRequest, delivery: Delivery) -> None:
         self._caller.spend(1, post.size)
         event, rule = delivery.event, self._source.rule
-        sender = Sender(rule.scope, KeyAge(sent_ms=delivery.sent_ms, ttl_s=self._ttl_s), rule.quarantine)
+        sender = Sender(
+            rule.scope, KeyAge(sent_ms=delivery.sent_ms, ttl_s=self._ttl_s, source=rule.name), rule.quarantine
+        )
         if isinstance(event, DeadLetter):
             event.ttl_s = self._admission.checks.keys.ttl_of_source(rule.key_ttl_s, rule.all_topics)
             self._single.write_letter(post, event, sender, self._preference)

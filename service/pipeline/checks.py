@@ -150,12 +150,12 @@ class EventChecks:
         await self._check_quarantine(letter, arrived, begun)
         return letter
 
-    async def check_dead_letter(self, letter: DeadLetter, arrived: float, sent_ms: int | None) -> None:
-        """Check the dead letter of a body from which no event can be made; `sent_ms` is that of KeyAge.
+    async def check_dead_letter(self, letter: DeadLetter, arrived: float, age: KeyAge) -> None:
+        """Check the dead letter of a body from which no event can be made; its own retention counts.
 
         Raises Problem (412, 503).
         """
-        age = KeyAge(sent_ms=sent_ms, ttl_s=letter.ttl_s)
+        age = age._replace(ttl_s=letter.ttl_s)
         await self.keys.check_age_of_letter(letter, self._deadline(arrived, None), age)
         await self._check_quarantine(letter, arrived, None)
 

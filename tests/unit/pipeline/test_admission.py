@@ -8,9 +8,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from service.claims.states import Claimed, Delivered, DeliveredBatch, RequestEvent
+from service.contract import Rules
 from service.contract.wire import event_id, member_id
 from service.core.problems import (
     FORBIDDEN_TOPIC,
+    KEY_EXPIRED,
     NOT_WRITTEN,
     OUTCOME_UNKNOWN,
     RECORD_REFUSED,
@@ -21,7 +23,7 @@ from service.core.problems import (
 from service.events.event import event_of
 from service.kafka.admin import Topic
 from service.pipeline import admission as module
-from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge
+from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge, KeyChecks
 from service.pipeline.request import Committed
 from tests.unit.fakes import NOW_MS, World, count_of, ended, kind_of, make_event, until
 
@@ -328,6 +330,48 @@ async def test_an_atomic_batch_whose_key_grows_old_while_it_waits_is_looked_up()
     world.keys.server.keys[id] = DeliveredBatch(made_ms, b"f" * 8, 2)
     with pytest.raises(Problem, match="key-expired"):
         await world.checks.keys.check_age_of_batch("k", id, ["orders"], DAY_MS // 1000, deadline, made_ms)
+
+
+RAISED = Rules.parse(
+    '[[topics]]\npattern = "orders"\nkey_ttl_s = 345600\n[[sources]]\nname = "shop"\ntopic = "orders"\n'
+    'key_ttl_s = 400000\nsignature = { scheme = "github", secret_files = ["s"] }\nidempotency_key = { header = "id" }\n'
+)
+HOUR_MS = 3_600_000
+
+
+@pytest.mark.parametrize("told", ["by the key", "by the request", "by a source", "by a batch"])
+async def test_a_key_from_before_its_retention_grew_is_forgotten_after_the_retention_of_then(told: str) -> None:
+    """It may have been written, and forgotten before the change or after it: a claim would write it again."""
+    world = World()
+
+    async def is_refused(keys: KeyChecks, made_ms: int) -> bool:
+        key, topic = old_key(NOW_MS - made_ms) if told == "by the key" else "k", "orders"
+        age = KeyAge(sent_ms=None if told == "by the key" else made_ms)
+        if told == "by a source":
+            age = age._replace(ttl_s=400_000, source="shop")
+        try:
+            if told == "by a batch":
+                await keys.check_age_of_batch(key, event_id(key), [topic], 345_600, time.monotonic() + 5, made_ms)
+            else:
+                await keys.check_age(make_event(key), time.monotonic() + 5, age)
+        except Problem as problem:
+            return problem.kind is KEY_EXPIRED
+        return False
+
+    now_ms = NOW_MS
+    world.clock.read = lambda: now_ms
+    keys = world.checks.keys.under(RAISED)
+    now_ms += 20 * HOUR_MS
+    assert not await is_refused(keys, NOW_MS - 3 * HOUR_MS)
+    keys = keys.under(Rules()).under(RAISED)
+    now_ms = NOW_MS + 24 * HOUR_MS
+    assert await is_refused(keys, NOW_MS - 3 * HOUR_MS), "written under the rules before, and forgotten after them"
+    assert not await is_refused(keys, NOW_MS + HOUR_MS)
+    now_ms = NOW_MS + 60 * HOUR_MS
+    assert not await is_refused(keys, NOW_MS + 22 * HOUR_MS), "long after the last change the new retention counts"
+    world.keys.server.keys[event_id("k")] = Delivered(NOW_MS, b"f" * 8, "orders", 0, 7, NOW_MS, 345_600)
+    if told != "by the key":
+        assert not await is_refused(keys, NOW_MS - 3 * HOUR_MS), "still remembered"
 
 
 @pytest.mark.parametrize(("age_ms", "refused"), [(2 * DAY_MS, False), (3 * DAY_MS, True)])
