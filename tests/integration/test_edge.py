@@ -123,5 +123,5 @@ async def test_answers_to_generated_requests_are_those_that_the_document_promise
         found = await asyncio.to_thread(run, target.service.url, target.world, tmp_path, plan)
         assert found.passed, found.output
         assert {200, 201, 207, 400, 404} <= found.total.keys()
-        assert len(found.statuses) == 22
+        assert len(found.statuses) == 23
         assert await asyncio.to_thread(target.faults) == []
