@@ -300,8 +300,8 @@ class Service:
         await self.cluster.close()
 
     def issuers_of(self, rules: Rules) -> "Issuers | None":
-        """Make the issuers of changed rules, whose keys are not read before `use_issuers`."""
-        return _issuers_of(rules, self.telemetry)
+        """Make the issuers of changed rules, whose new keys are not read before `use_issuers`."""
+        return _issuers_of(rules, self.telemetry, self.issuers)
 
     def use_issuers(self, issuers: "Issuers | None") -> None:
         """Read the keys of these issuers instead of those before, which requests that have begun may need a little."""
@@ -311,7 +311,7 @@ class Service:
         if issuers is not None:
             issuers.start()
         if before is not None:
-            leaving = asyncio.create_task(_close_later(before))
+            leaving = asyncio.create_task(_close_later(before, issuers))
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
 
@@ -385,21 +385,21 @@ def _registry_of(
     return client, Encoder(client, settings, rules, telemetry)
 
 
-def _issuers_of(rules: Rules, telemetry: Telemetry) -> "Issuers | None":
+def _issuers_of(rules: Rules, telemetry: Telemetry, before: "Issuers | None" = None) -> "Issuers | None":
     """Make the issuers of tokens if the rules name some; else the libraries for their keys are not imported."""
     if not rules.issuers:
         return None
     from service.identity.tokens import Issuers
 
-    return Issuers(rules.issuers, telemetry)
+    return Issuers(rules.issuers, telemetry, before=before)
 
 
-async def _close_later(issuers: "Issuers") -> None:
-    """Close issuers after ISSUERS_KEPT_S, or at once if this is cancelled."""
+async def _close_later(issuers: "Issuers", after: "Issuers | None") -> None:
+    """Close issuers, but for what `after` has kept, after ISSUERS_KEPT_S, or at once if this is cancelled."""
     try:
         await asyncio.sleep(ISSUERS_KEPT_S)
     finally:
-        await issuers.close()
+        await issuers.close(after)
 
 
 def _tracing_of(settings: Settings) -> "Tracing | None":

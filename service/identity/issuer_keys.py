@@ -13,6 +13,7 @@ from service.core.bounded import Bounded
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, Problem
+from service.core.supervision import supervise
 from service.identity.jwks import KID_CHARS_MAX, JwkSet, KeysUnreadable, PublicKey, Source
 from service.identity.refusals import KeysWanted, invalid_token
 
@@ -46,7 +47,9 @@ class IssuerKeys:
         self._name = rule.name
         self._source = source
         self._now = now
+        self._telemetry = telemetry
         self._fetches = telemetry.issuer_fetches
+        self._keeping: asyncio.Task[None] | None = None
         self._keys: JwkSet | None = None
         self._content = b""  # from which they were parsed
         self._read_at = -math.inf
@@ -83,6 +86,11 @@ class IssuerKeys:
             NOT_WRITTEN, f"Authorization: the keys of the issuer {self._name} {why}", math.ceil(self._next_at - now)
         )
 
+    def start(self) -> None:
+        """Read the keys at intervals from now on, if they are not already."""
+        if self._keeping is None:
+            self._keeping = supervise("issuer-keys", self.keep, self._telemetry)
+
     async def keep(self) -> None:
         """Read the keys at intervals, for ever."""
         while True:
@@ -93,7 +101,10 @@ class IssuerKeys:
             await asyncio.sleep(FAILED_PAUSE_S if self._failed else self._source.period_s)
 
     async def close(self) -> None:
-        """Cancel a fetch that is under way, and close the connection."""
+        """Stop reading the keys, cancel a fetch that is under way, and close the connection."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait({self._keeping})
         if self._fetch is not None:
             self._fetch.cancel()
             await asyncio.wait({self._fetch})

@@ -3,7 +3,6 @@
 A signature is verified on the event loop, in some 50 to 100 µs; whoever uses the result keeps it until it expires.
 """
 
-import asyncio
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from joserfc.jwt import JWTClaimsRegistry
 from service.contract import IssuerRule, Rules, tls_context
 from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_CALLER, Problem
-from service.core.supervision import supervise
 from service.identity.issuer_keys import IssuerKeys
 from service.identity.jwks import FileSource, JwkSet, KeysUnreadable, Source, source_of
 from service.identity.refusals import invalid_token
@@ -29,6 +27,8 @@ GLOBS_MAX: Final = 100
 GLOB_CHARS_MAX: Final = 249
 
 Globs = tuple[str, ...]
+_Place = tuple[str, str, str, str, str, str]
+"""Of which issuer some keys are, and where they are read: what an IssuerKeys takes from its rule."""
 
 
 class Identity(NamedTuple):
@@ -53,14 +53,21 @@ class Issuers:
         telemetry: Telemetry,
         now: Callable[[], float] = time.time,
         sources: Mapping[str, Source] | None = None,
+        before: "Issuers | None" = None,
     ) -> None:
-        """`sources`, by the rule's name, are in place of those of the rules, whose files `file_faults` has checked."""
-        self._telemetry = telemetry
+        """`sources`, by the rule's name, are in place of those of the rules, whose files `file_faults` has checked.
+
+        `before` are the issuers of earlier rules: keys that are still read from the same place are kept.
+        """
         self._by_iss: dict[str, _Issuer] = {}
+        self._keys: dict[_Place, IssuerKeys] = {}
         for rule in rules:
-            keys = IssuerKeys(rule, sources[rule.name] if sources else source_of(rule), telemetry)
+            place = _place_of(rule)
+            keys = None if before is None else before._keys.get(place)
+            if keys is None:
+                keys = IssuerKeys(rule, sources[rule.name] if sources else source_of(rule), telemetry)
+            self._keys[place] = keys
             self._by_iss[rule.issuer] = _Issuer(rule, keys, now)
-        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def version(self) -> int:
@@ -69,16 +76,15 @@ class Issuers:
 
     def start(self) -> None:
         """Start to read the keys."""
-        for issuer in self._by_iss.values():
-            self._tasks.append(supervise("issuer-keys", issuer.keys.keep, self._telemetry))
+        for keys in self._keys.values():
+            keys.start()
 
-    async def close(self) -> None:
-        """Stop reading keys, and close the connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for issuer in self._by_iss.values():
-            await issuer.keys.close()
+    async def close(self, after: "Issuers | None" = None) -> None:
+        """Stop reading keys, and close the connections, but not of the keys that `after` has kept."""
+        kept = {} if after is None else after._keys
+        for place, keys in self._keys.items():
+            if kept.get(place) is not keys:
+                await keys.close()
 
     def verify(self, token: str) -> Identity:
         """Verify a token, and return the caller whom it names.
@@ -92,6 +98,10 @@ class Issuers:
         if issuer is None:
             raise invalid_token("iss: the rules name no such issuer")
         return issuer.identity(unverified, claims)
+
+
+def _place_of(rule: IssuerRule) -> _Place:
+    return rule.name, rule.issuer, rule.jwks_url, rule.jwks_file, rule.jwks_cafile, rule.jwks_token_file
 
 
 class _Issuer:

@@ -1,10 +1,12 @@
 """Tests which JSON Web Tokens name a caller, whom, and what a refusal says."""
 
+import asyncio
 import base64
 import hashlib
 import hmac
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -339,3 +341,29 @@ def test_files_that_cannot_be_used_are_told_with_their_rule(tmp_path: Path) -> N
     assert "must not be published" in faults[1]
     assert "No such file" in faults[2]
     assert all("\n" not in line and "c2VjcmV0" not in line for line in faults)
+
+
+async def test_keys_are_kept_when_the_rules_change_and_closed_when_nothing_reads_them() -> None:
+    first, second = Published(key_set(SIGNER)), Published(key_set(OTHER))
+    sources = {"corp": first, "other": second}
+    other = IssuerRule("other", "https://other.example", ("fencepost",), algorithms=("ES256",))
+
+    def after(*rules: IssuerRule, before: Issuers | None = None) -> Issuers:
+        made = Issuers(rules, Telemetry(), now=lambda: float(NOW), sources=sources, before=before)
+        made.start()
+        return made
+
+    one = after(RULE, other)
+    assert (await identity_of(one, SIGNER.sign())).rule == RULE
+    first.content = "no route"
+    changed = replace(RULE, leeway_s=20)
+    two = after(changed, before=one)
+    await one.close(two)
+    assert two.verify(SIGNER.sign()).rule == changed  # without a read
+    assert first.reads == 1
+    three = after(replace(changed, jwks_url="https://id.example/new"), before=two)
+    await two.close(three)
+    with pytest.raises(Problem, match="cannot be read: no route"):
+        await identity_of(three, SIGNER.sign())
+    await three.close()
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "issuer-keys"]
