@@ -30,7 +30,8 @@ FIRST_SHARE: Final = 1 / 16
 ADVANCE_LEAST: Final = 8
 # Tokens that were taken earlier go back with the next request for more: another process may need them.
 HELD_S: Final = 1.0
-# The time for an answer of Redis; after a failure, the share of this process counts for PAUSE_S.
+# The time for an answer of Redis; after a failure, the share of this process counts for PAUSE_S. After a bug, requests
+# that need a slice are refused for so long.
 TIMEOUT_S: Final = 0.25
 PAUSE_S: Final = 1.0
 # Buckets in one request to Redis.
@@ -130,6 +131,16 @@ class Bucket:
         if self._tokens < 1:
             self._empty_until = now + (1 - self._tokens - granted.left) / self.rate
 
+    def pause(self, until: float) -> None:
+        """Refuse requests that need a slice until a time."""
+        self._empty_until = until
+
+    def end_waiting(self) -> None:
+        """Tell those who wait for the slice to look again."""
+        waiting, self.waiting = self.waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
     def _detail(self) -> str:
         return f"{self._whose} may send {self.rate:g} {self.unit} a second"
 
@@ -177,14 +188,19 @@ class Rates:
     async def _ask(self) -> None:
         while self._wanting:
             asking, self._wanting = self._wanting[:ASKED_AT_ONCE], self._wanting[ASKED_AT_ONCE:]
-            now = self.now()
-            grants = await self.take([bucket.ask(now) for bucket in asking])
-            now = self.now()
-            for bucket, granted in zip(asking, grants, strict=True):
-                waiting, bucket.waiting = bucket.waiting, None
-                bucket.take(granted, now)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(None)
+            try:
+                now = self.now()
+                grants = await self.take([bucket.ask(now) for bucket in asking])
+                now = self.now()
+                for bucket, granted in zip(asking, grants, strict=True):
+                    bucket.take(granted, now)
+            except Exception as error:  # a bug: requests must not ask again and again
+                self._trouble.add(error, bug=True)
+                for bucket in asking:
+                    bucket.pause(self.now() + PAUSE_S)
+            finally:  # requests must not wait for ever
+                for bucket in asking:
+                    bucket.end_waiting()
 
     async def take(self, asks: Sequence[Ask]) -> list[Granted]:
         """Take tokens from the store, or from the share of this process while the store is away."""

@@ -156,6 +156,29 @@ async def test_a_store_that_is_silent_holds_nobody() -> None:
     assert world.calls == 1
 
 
+async def test_a_bug_while_a_slice_is_asked_for_refuses_for_a_while_and_holds_nobody() -> None:
+    now, members = [1_000.0], [0]
+    rates = Rates(members=lambda: 1 // members[0], now=lambda: now[0])
+    caller = Caller("shop", lambda _: True, rates.buckets("shop", 20, None))
+    async with asyncio.timeout(1):
+        assert [await sent(caller), await sent(caller)] == [PAUSE_S, PAUSE_S]
+        members[0] = 1
+        now[0] += PAUSE_S
+        assert await sent(caller) == 0
+
+
+async def test_who_waits_for_a_slice_is_told_when_no_more_are_asked_for() -> None:
+    world = World()
+    world.is_silent = True
+    (bucket,) = world.rates[0].buckets("shop", 20, None)
+    waiting = asyncio.create_task(bucket.wait_s())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await world.rates[0].close()
+    async with asyncio.timeout(1):
+        assert await waiting == 0
+
+
 async def test_a_client_is_told_what_remains() -> None:
     world = World()
     buckets = world.rates[0].buckets("shop", 100, 5_000)
