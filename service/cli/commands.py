@@ -81,11 +81,9 @@ def key(
         str, typer.Option(help="The caller's name, source:NAME, or issuer:NAME:CALLER, where callers have one.")
     ] = "",
     member: Annotated[
-        str,
-        typer.Option(
-            help="Of a produce request or an atomic batch: a record's index, from 0, or an entry's id (records:batch)."
-        ),
-    ] = "",
+        int | None, typer.Option(min=0, help="Of a produce request or an atomic batch: a record's index, from 0.")
+    ] = None,
+    entry: Annotated[str, typer.Option(help="Of a request to records:batch: an entry's id.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show a key's entries in Redis and in the ledger. Exit code 1 if there are none, which proves nothing."""
@@ -94,9 +92,12 @@ def key(
         bare = parse_key(text)
     except Problem as problem:
         give_up(problem.detail)
+    if entry and member is not None:
+        give_up("--member and --entry: give one of them: a request to records:batch has entries, others have members")
     longest_ttl_s = rules_or_exit(settings).longest_ttl_s
     with show.progress("reading the ledger") as on_progress:
-        id = member_id(bare, member, scope) if member else event_id(bare, scope)
+        own = entry or member
+        id = event_id(bare, scope) if own is None else member_id(bare, own, scope)
         found = run(look.key(settings, longest_ttl_s, id, doctors.now_ms(), on_progress))
     if as_json:
         show.document({"key": bare, "scope": scope, **found.document()})

@@ -132,8 +132,12 @@ def header_event_id(key: bytes) -> bytes:
 
 
 def member_id(key: str, index: int | str, scope: str = "") -> bytes:
-    """Make the 16-byte id of a member of the request with this key: by its index (from 0), or by a name of its own."""
-    return hashlib.sha256(f"{scope}\0{key}\0{index}".encode()).digest()[:ID_BYTES]
+    """Make the 16-byte id of a member of the request with this key: by its index (from 0), or by a name of its own.
+
+    A colon before a name keeps the name "0" apart from the index 0: a key may be that of both kinds of requests.
+    """
+    own = index if isinstance(index, int) else f":{index}"
+    return hashlib.sha256(f"{scope}\0{key}\0{own}".encode()).digest()[:ID_BYTES]
 
 
 def fingerprint(

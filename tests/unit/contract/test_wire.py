@@ -35,9 +35,15 @@ def test_the_id_of_a_key(vector: dict[str, str]) -> None:
     assert wire.event_id(vector["key"], vector["scope"]).hex() == vector["id"]
 
 
-@pytest.mark.parametrize("vector", vectors("ids", "member"), ids=lambda vector: f"{vector['scope']}:{vector['index']}")
-def test_the_id_of_a_member_of_an_atomic_batch(vector: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "vector", vectors("ids", "member"), ids=lambda vector: f"{vector['scope']}:{vector['index']!r}"
+)
+def test_the_id_of_a_member_of_a_request(vector: dict[str, Any]) -> None:
     assert wire.member_id(vector["key"], vector["index"], vector["scope"]).hex() == vector["id"]
+
+
+def test_a_name_of_digits_is_not_an_index() -> None:
+    assert wire.member_id("k", "0") != wire.member_id("k", 0)
 
 
 @pytest.mark.parametrize("vector", vectors("fingerprints", "event"), ids=lambda vector: str(vector["what"]))
