@@ -12,9 +12,8 @@ async def examine(rules: Rules) -> list[Finding]:
 
     rows: list[tuple[str, Finding]] = []
     for rule in rules.issuers:
-        source = source_of(rule)
         try:
-            _, keys = await source.keys()
+            _, keys = await source_of(rule).keys()
             keys.check_usable()
         except KeysUnreadable as error:
             change = "correct jwks_url or jwks_file in the rules, or let this machine reach the issuer"
@@ -24,6 +23,4 @@ async def examine(rules: Rules) -> list[Finding]:
             level, more = (Level.WARNING, f", without {left_out}") if left_out else (Level.OK, "")
             change = "tokens that such a key signs are refused: ask for another key" if left_out else ""
             rows.append((rule.name, Finding("issuers.keys", level, f"{len(keys)} keys{more}", change)))
-        finally:
-            await source.close()
     return list(grouped(rows))

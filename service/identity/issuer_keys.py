@@ -101,14 +101,13 @@ class IssuerKeys:
             await asyncio.sleep(FAILED_PAUSE_S if self._failed else self._source.period_s)
 
     async def close(self) -> None:
-        """Stop reading the keys, cancel a fetch that is under way, and close the connection."""
+        """Stop reading the keys, and cancel a fetch that is under way."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait({self._keeping})
         if self._fetch is not None:
             self._fetch.cancel()
             await asyncio.wait({self._fetch})
-        await self._source.close()
 
     def _wanted(self, fetch: asyncio.Task[None]) -> KeysWanted:
         return KeysWanted(f"Authorization: the keys of the issuer {self._name} are being read", fetch)

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import ssl
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import httpx
 from joserfc.errors import JoseError
@@ -122,9 +123,6 @@ class Source(ABC):
     async def read(self) -> bytes:
         """Read the JWK Set. Raises KeysUnreadable."""
 
-    async def close(self) -> None:  # noqa: B027 - a file has nothing to close
-        """Close connections."""
-
 
 class FileSource(Source):
     """A file. Kubernetes and other tools replace it while the service runs."""
@@ -153,24 +151,24 @@ class UrlSource(Source):
     period_s = 300.0
 
     def __init__(self, rule: IssuerRule, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """`transport` is in place of connections. Raises OSError for authorities that cannot be read."""
-        self._url = rule.jwks_url
-        self._token_file = rule.jwks_token_file
-        tls = tls_context(rule.jwks_cafile, "", "") if rule.jwks_url.startswith("https:") else False
-        self._http = httpx.AsyncClient(
-            headers={"accept": "application/json", "accept-encoding": "identity"},
-            verify=tls,
-            transport=transport,
-            timeout=FETCH_TIMEOUT_S,
-            limits=httpx.Limits(max_connections=1, max_keepalive_connections=0),
-            trust_env=False,
-        )
+        """`transport` is in place of connections."""
+        self._rule = rule
+        self._transport = transport
 
     async def read(self) -> bytes:
         received = bytearray()
         try:
             headers = await self._authorization()
-            async with self._http.stream("GET", self._url, headers=headers) as response:
+            async with (
+                httpx.AsyncClient(
+                    headers={"accept": "application/json", "accept-encoding": "identity"},
+                    verify=await self._authorities(),
+                    transport=self._transport,
+                    timeout=FETCH_TIMEOUT_S,
+                    trust_env=False,
+                ) as client,
+                client.stream("GET", self._rule.jwks_url, headers=headers) as response,
+            ):
                 if response.status_code != 200:
                     raise KeysUnreadable(f"the URL answers {response.status_code}")
                 async for piece in response.aiter_raw():
@@ -180,19 +178,22 @@ class UrlSource(Source):
             raise KeysUnreadable(f"{type(error).__name__}: {error}") from None
         return bytes(received)
 
+    async def _authorities(self) -> ssl.SSLContext | Literal[False]:
+        """Read whom to trust, anew for each fetch: a cluster rotates its authorities. In a thread: it takes ms."""
+        if not self._rule.jwks_url.startswith("https:"):
+            return False
+        return await asyncio.to_thread(tls_context, self._rule.jwks_cafile, "", "")
+
     async def _authorization(self) -> dict[str, str]:
         """Read the bearer token for the URL, anew for each fetch: a projected token is replaced every hour."""
-        if not self._token_file:
+        if not self._rule.jwks_token_file:
             return {}
-        token = await asyncio.to_thread(Path(self._token_file).read_text, "ascii")
+        token = await asyncio.to_thread(Path(self._rule.jwks_token_file).read_text, "ascii")
         return {"authorization": f"Bearer {token.strip()}"}
-
-    async def close(self) -> None:
-        await self._http.aclose()
 
 
 def source_of(rule: IssuerRule) -> Source:
-    """Make the source that a rule names. Raises OSError for authorities that cannot be read."""
+    """Make the source that a rule names."""
     return FileSource(rule.jwks_file) if rule.jwks_file else UrlSource(rule)
 
 

@@ -80,7 +80,7 @@ class Issuers:
             keys.start()
 
     async def close(self, after: "Issuers | None" = None) -> None:
-        """Stop reading keys, and close the connections, but not of the keys that `after` has kept."""
+        """Stop reading the keys, but for those that `after` has kept."""
         kept = {} if after is None else after._keys
         for place, keys in self._keys.items():
             if kept.get(place) is not keys:

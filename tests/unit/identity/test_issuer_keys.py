@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import shutil
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from service.identity import jwks as jwks_module
 from service.identity.issuer_keys import FAILED_PAUSE_S, KEPT_S, REFETCH_LEAST_S, IssuerKeys
 from service.identity.jwks import JWKS_BYTES_MAX, FileSource, JwkSet, KeysUnreadable, PublicKey, Source, UrlSource
 from service.identity.refusals import KeysWanted
+from tests.secured import Authority
 from tests.unit.identity.signing import ISSUER, Published, Signer, key_set
 from tests.unit.scrape import sample
 
@@ -281,7 +284,31 @@ async def test_a_url_is_read_with_the_token_that_its_file_has_now(tmp_path: Path
     path.unlink()
     with pytest.raises(KeysUnreadable, match="No such file"):
         await source.keys()
-    await source.close()
+
+
+async def test_the_authorities_of_a_url_are_read_for_each_fetch(authority: Authority, tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + key_set(FIRST))
+        writer.close()
+
+    certificate = authority.issue("issuer", "IP:127.0.0.1")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate.certfile, certificate.keyfile)
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    cafile = tmp_path / "ca.crt"
+    shutil.copy(Authority(tmp_path / "before").cafile, cafile)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/certs"
+    source = UrlSource(IssuerRule("corp", ISSUER, ("f",), url, jwks_cafile=str(cafile)))
+    with pytest.raises(KeysUnreadable, match="certificate verify failed"):
+        await source.keys()
+    shutil.copy(authority.cafile, cafile)
+    assert (await source.keys())[0] == key_set(FIRST)
+    cafile.unlink()
+    with pytest.raises(KeysUnreadable, match="No such file"):
+        await source.keys()
+    server.close()
+    await server.wait_closed()
 
 
 async def _once(content: bytes) -> AsyncIterator[bytes]:
@@ -315,4 +342,3 @@ async def test_a_url_that_has_no_keys_is_unreadable(
     source = url_source(lambda _: answer)
     with pytest.raises(KeysUnreadable, match=why):
         await source.keys()
-    await source.close()
