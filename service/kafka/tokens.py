@@ -8,6 +8,7 @@ import asyncio
 import base64
 import binascii
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -31,10 +32,10 @@ log = structlog.get_logger(__name__)
 RENEW_SHARE: Final = 0.75
 # A token that ends sooner is not used: a session of SASL ends with its token.
 LEFT_LEAST_S: Final = 2.0
-# The deadline of a fetch, and the pause after one that failed.
+# The deadline of a fetch, and the pause after one: tokens of a short life make no storm of fetches.
 FETCH_TIMEOUT_S: Final = 5.0
-FAILED_PAUSE_S: Final = 1.0
-# The life of a token whose response does not tell it (RFC 6749, section 5.1).
+FETCH_PAUSE_S: Final = 1.0
+# The life of a token whose response does not tell it (RFC 6749, section 5.1), or tells one that has no end or is over.
 LIFE_UNKNOWN_S: Final = 60.0
 ANSWER_BYTES_MAX: Final = 64 * 1024
 DETAIL_CHARS: Final = 300
@@ -126,7 +127,7 @@ class CachedSource(TokenSource):
         self._trouble = Incident(log, "no new token for Kafka")
 
     async def fetch(self) -> Token:
-        """Get a new token. Raises TokenError, OSError or TimeoutError."""
+        """Get a new token. Raises TokenError; any other error becomes one."""
         raise NotImplementedError
 
     @property
@@ -152,10 +153,10 @@ class CachedSource(TokenSource):
         try:
             self._token = await self._fetch_in_time()
         except TokenError as error:
-            self._failure, self._not_before = error, time.monotonic() + FAILED_PAUSE_S
+            self._failure, self._not_before = error, time.monotonic() + FETCH_PAUSE_S
             self._trouble.add(error)
             raise
-        self._failure = None
+        self._failure, self._not_before = None, time.monotonic() + FETCH_PAUSE_S
         if failures := self._trouble.end():
             log.info("there is a new token for Kafka again", **failures)
         return self._token
@@ -165,8 +166,10 @@ class CachedSource(TokenSource):
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 return await self.fetch()
-        except OSError as error:  # TimeoutError is one
-            raise TokenError(f"{self.name}: {str(error) or repr(error)}") from error
+        except TokenError:
+            raise
+        except Exception as error:  # another error would end a task of aiokafka's, and have no pause
+            raise TokenError(f"{self.name}: {shortened(str(error) or repr(error))}") from error
 
     def close(self) -> None:
         if self._fetching is not None:
@@ -232,9 +235,10 @@ class ClientCredentials(CachedSource):
         value, life_s = found.get("access_token"), found.get("expires_in", LIFE_UNKNOWN_S)
         try:
             life_s = float(life_s)  # some endpoints send the number as a string
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             life_s = LIFE_UNKNOWN_S
-        return token_of(_checked(value, self.name), life_s, began)
+        is_life = 0 < life_s < math.inf
+        return token_of(_checked(value, self.name), life_s if is_life else LIFE_UNKNOWN_S, began)
 
 
 class MskSource(CachedSource):

@@ -124,7 +124,7 @@ async def test_while_the_endpoint_is_away_a_token_is_used_until_it_ends(clock: l
         await source.token()
     assert len(endpoint.requests) == asked, "not asked again at once"
     endpoint.answer = None
-    clock[0] += module.FAILED_PAUSE_S
+    clock[0] += module.FETCH_PAUSE_S
     assert await source.token() == f"t.{asked + 1}.x"
 
 
@@ -162,7 +162,34 @@ async def test_an_endpoint_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatc
         await asking(endpoint).token()
 
 
-@pytest.mark.parametrize(("life_s", "left_s"), [(300, 300), ("300", 300), (None, 60), ("soon", 60)])
+@pytest.mark.parametrize("fault", [ImportError("socksio"), OverflowError("too large"), RecursionError("too deep")])
+async def test_any_failure_of_a_fetch_is_a_token_error_and_paced(fault: Exception, clock: list[float]) -> None:
+    endpoint = Endpoint()
+    endpoint.answer = fault
+    source = asking(endpoint)
+    for _ in range(2):
+        with pytest.raises(TokenError, match=f"token endpoint {URL}: {fault}"):
+            await source.token()
+    assert len(endpoint.requests) == 1
+
+
+@pytest.mark.parametrize("life_s", [0.5, 1])
+async def test_tokens_of_a_short_life_are_no_storm_of_fetches(life_s: float, clock: list[float]) -> None:
+    endpoint = Endpoint()
+    endpoint.life_s = life_s
+    source = asking(endpoint)
+    for _ in range(5):
+        await source.token()
+        clock[0] += 0.199
+    assert len(endpoint.requests) == 1
+    clock[0] += 0.01
+    assert await source.token() == "t.2.x"
+
+
+@pytest.mark.parametrize(
+    ("life_s", "left_s"),
+    [(300, 300), ("300", 300), *[(wrong, 60) for wrong in (None, "soon", 0, -5, "nan", "inf")]],
+)
 async def test_a_life_that_is_not_told_is_taken_for_a_minute(life_s: Any, left_s: int, clock: list[float]) -> None:
     endpoint = Endpoint()
     endpoint.life_s = life_s
