@@ -8,7 +8,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import structlog
@@ -58,8 +58,8 @@ class RulesReload:
         self._telemetry = telemetry
         self._prepare = prepare
         self._is_asked = asyncio.Event()
-        self._files = [settings.rules, *files_of(loaded.rules)]
-        self._read: Stamp = stamp_of(self._files)  # of the files, before they were read the last time
+        self._files: Sequence[str] = loaded.files
+        self._read = loaded.stamp  # of the files, before they were read the last time
         self._seen = self._read  # of the files, at the last look
         telemetry.rules_in_force(loaded.sha256, loaded.schemas_sha256, time.time())
 

@@ -181,15 +181,21 @@ class Rules:
     @classmethod
     def read(cls, path: str) -> "Rules":
         """Read a file of rules; no rules for an empty path. Raises SettingsError with a line for each mistake."""
+        return cls.read_with_content(path)[0]
+
+    @classmethod
+    def read_with_content(cls, path: str) -> "tuple[Rules, bytes]":
+        """Read a file of rules as `read` does; returns its bytes too, empty for an empty path. Raises SettingsError."""
         if not path:
-            return cls()
+            return cls(), b""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            content = Path(path).read_bytes()
+            text = content.decode().replace("\r\n", "\n")
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(
                 f"{PREFIX}RULES={path!r} cannot be read: {error}; set the path of a TOML file, or leave it empty"
             ) from None
-        return cls.parse(text, path)
+        return cls.parse(text, path), content
 
     @classmethod
     def parse(cls, text: str, path: str = "rules") -> "Rules":

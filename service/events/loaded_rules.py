@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from service.contract import PREFIX, Rules, SettingsError
+from service.core.file_stamps import Stamp, stamp_of
 from service.core.settings import Settings
 from service.events.deliveries import Source, read_sources
 from service.events.schemas import Schemas
@@ -14,7 +15,8 @@ from service.events.schemas import Schemas
 class LoadedRules(NamedTuple):
     """The rules of one reading of their file. `sha256` is that of the file, `schemas_sha256` of the schemas it names.
 
-    Both are hexadecimal, and empty where no file is read.
+    Both are hexadecimal, and empty where no file is read. `files` are that file and those it names;
+    `stamp` is theirs from before they were read.
     """
 
     rules: Rules
@@ -22,6 +24,8 @@ class LoadedRules(NamedTuple):
     sources: tuple[Source, ...]
     sha256: str = ""
     schemas_sha256: str = ""
+    files: tuple[str, ...] = ()
+    stamp: Stamp = ()
 
 
 def load_rules(path: str) -> LoadedRules:
@@ -29,7 +33,11 @@ def load_rules(path: str) -> LoadedRules:
 
     An empty path has no rules.
     """
-    rules = Rules.read(path)
+    own = (path,) if path else ()
+    stamp = stamp_of(own)
+    rules, content = Rules.read_with_content(path)
+    named = files_of(rules)
+    stamp += stamp_of(named)
     wrong: list[str] = []
     schemas = Schemas(Rules())
     sources: tuple[Source, ...] = ()
@@ -44,7 +52,8 @@ def load_rules(path: str) -> LoadedRules:
     wrong += _issuer_faults(rules)
     if wrong:
         raise SettingsError("\n".join(wrong))
-    return LoadedRules(rules, schemas, sources, _sha256([path] if path else []), _sha256(_schema_files(rules)))
+    sha256 = hashlib.sha256(content).hexdigest() if path else ""
+    return LoadedRules(rules, schemas, sources, sha256, _sha256(_schema_files(rules)), (*own, *named), stamp)
 
 
 def _issuer_faults(rules: Rules) -> list[str]:
@@ -83,7 +92,7 @@ def _schema_files(rules: Rules) -> list[str]:
 
 
 def _sha256(files: Collection[str]) -> str:
-    """Return the digest of the files' bytes, one after the other; that of one file is what `sha256sum` prints."""
+    """Return the digest of the files' bytes, one after the other."""
     if not files:
         return ""
     digest = hashlib.sha256()

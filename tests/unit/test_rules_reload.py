@@ -13,11 +13,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from service import rules_reload
-from service.contract import SettingsError
+from service.contract import Rules, SettingsError
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
+from service.events import loaded_rules
 from service.events.loaded_rules import LoadedRules, load_rules
+from service.events.schemas import Schemas
 from service.kafka.topics import InternalTopics
 from service.rules_reload import RulesReload
 from tests.unit.fakes import until
@@ -92,6 +94,31 @@ async def test_a_changed_file_is_taken_once_it_has_settled(bed: Bed) -> None:
     assert (in_force(bed.telemetry, changed), bed.counted("applied"), bed.counted("refused")) == (1, 1, 0)
     assert [line["sha256"] for line in bed.logged] == [hashlib.sha256(changed.encode()).hexdigest()]
     assert sample(bed.telemetry, "fencepost_rules_last_reload_success_timestamp_seconds") > 1_700_000_000
+
+
+@pytest.mark.parametrize("replaced", ["rules.toml", "schema"])
+async def test_a_file_that_is_replaced_while_the_service_starts_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: str
+) -> None:
+    """And the digest until then is that of the rules that were read."""
+    rules = SHOP + '[[topics]]\npattern = "orders"\nschema = "schema"\n'
+    (tmp_path / "schema").write_text("{}")
+
+    def read_and_replace(rules: Rules) -> Schemas:
+        schemas = Schemas(rules)
+        with (tmp_path / replaced).open("a") as file:
+            file.write("\n")
+        monkeypatch.undo()
+        return schemas
+
+    monkeypatch.setattr(
+        loaded_rules, "Schemas", lambda rules: read_and_replace(rules) if rules.topics else Schemas(rules)
+    )
+    bed = Bed(tmp_path / "rules.toml", rules)
+    assert sum(in_force(bed.telemetry, rules, hashlib.sha256(text).hexdigest()) for text in (b"{}", b"{}\n")) == 1
+    await bed.look()
+    assert len(bed.taken) == 1
+    assert bed.taken[0].sha256 == hashlib.sha256(bed.path.read_bytes()).hexdigest()
 
 
 async def test_a_file_that_is_still_being_written_is_not_read(bed: Bed) -> None:
