@@ -15,6 +15,7 @@ import structlog
 
 from service.contract import Rules, SettingsError
 from service.core.file_stamps import Stamp, stamp_of
+from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
@@ -61,6 +62,8 @@ class RulesReload:
         self._files: Sequence[str] = loaded.files
         self._read = loaded.stamp  # of the files, before they were read the last time
         self._seen = self._read  # of the files, at the last look
+        self._pending: _Reading | None = None  # rules that wait for Kafka
+        self._kafka_away = Incident(log, "the rules wait for Kafka, which must keep the ledger for their retention")
         telemetry.rules_in_force(loaded.sha256, loaded.schemas_sha256, time.time())
 
     def ask(self) -> None:
@@ -86,6 +89,8 @@ class RulesReload:
         is_settled, self._seen = seen == self._seen, seen
         if was_asked or (is_settled and seen != self._read):
             await self._reload()
+        elif self._pending is not None and seen == self._read:
+            await self._decide(self._pending)
 
     async def _reload(self) -> None:
         """Read the rules, and take them or say why not."""
@@ -93,17 +98,25 @@ class RulesReload:
         if reading is None:
             self.ask()  # a file was replaced meanwhile
             return
+        self._files, self._read, self._seen = reading.files, reading.stamp, reading.stamp
+        await self._decide(reading)
+
+    async def _decide(self, reading: _Reading) -> None:
+        """Take what was read, or say why not; while Kafka is away it is pending, and the next look decides again."""
+        self._pending = reading
         try:
             loaded = await self._usable(reading.found)
         except SettingsError as error:
+            self._kafka_away.end()
             self._telemetry.rules_read(applied=False)
             log.error("the rules are refused, those before them stay in force", why=str(error)[:REASON_CHARS_MAX])
-        except (KafkaAway, TimeoutError) as error:  # the next look tries again
-            log.warning("the rules wait for Kafka, which must keep the ledger for their retention", why=str(error))
+        except (KafkaAway, TimeoutError) as error:
+            self._kafka_away.add(error)
             return
         else:
+            self._kafka_away.end()
             await self._take(loaded)
-        self._files, self._read, self._seen = reading.files, reading.stamp, reading.stamp
+        self._pending = None
 
     def _reading(self) -> _Reading | None:
         """Read the rules. Returns None if a file changed meanwhile: the rules and a schema may not belong together."""

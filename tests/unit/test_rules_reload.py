@@ -217,15 +217,37 @@ async def test_rules_that_contradict_the_settings_or_the_topics_are_refused(bed:
     assert (bed.taken, bed.counted("refused")) == ([], 2)
 
 
-async def test_while_kafka_is_away_the_rules_wait(bed: Bed) -> None:
+@pytest.mark.parametrize("asked", [False, True])
+async def test_while_kafka_is_away_the_rules_wait(bed: Bed, monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    """They are read once, and the log says it once; also if a hangup asked for them, and no file has changed."""
+    readings: list[str] = []
+
+    def read(path: str) -> LoadedRules:
+        readings.append(path)
+        return load_rules(path)
+
+    monkeypatch.setattr(rules_reload, "load_rules", read)
+    bed.topics.fault = KafkaAway("no broker")
+    if asked:
+        bed.reload.ask()
+    else:
+        bed.path.write_text(SHOP + "rate = 5\n")
+    await bed.look(4)
+    assert (bed.taken, bed.counted("refused"), bed.counted("applied")) == ([], 0, 0)
+    assert [line["why"] for line in bed.logged] == ["no broker"]
+    bed.topics.fault = None
+    await bed.look(3)
+    assert (len(bed.taken), len(readings)) == (1, 1)
+
+
+async def test_rules_that_wait_for_kafka_give_way_to_a_later_file(bed: Bed) -> None:
     bed.topics.fault = KafkaAway("no broker")
     bed.path.write_text(SHOP + "rate = 5\n")
     await bed.look(3)
-    assert (bed.taken, bed.counted("refused"), bed.counted("applied")) == ([], 0, 0)
-    assert {line["why"] for line in bed.logged} == {"no broker"}
+    bed.path.write_text(SHOP.replace("shop", "till"))
     bed.topics.fault = None
-    await bed.look(1)
-    assert len(bed.taken) == 1
+    await bed.look(3)
+    assert bed.callers == [["till"]]
 
 
 async def test_a_shorter_retention_is_told_to_hold_after_a_restart(bed: Bed) -> None:
