@@ -19,7 +19,8 @@ from service.identity.refusals import KeysWanted, invalid_token
 
 log = structlog.get_logger(__name__)
 
-# Between the beginnings of two fetches for unknown keys: tokens that anybody can make must not become a storm.
+# Between the beginnings of two fetches for unknown keys or wrong signatures: tokens that anybody can make must not
+# become a storm.
 REFETCH_LEAST_S: Final = 5.0
 # After a failed fetch. Then a token with an unknown key, or the period, makes the next one.
 FAILED_PAUSE_S: Final = 5.0
@@ -70,21 +71,29 @@ class IssuerKeys:
             return key
         if kid is not None and len(kid) > KID_CHARS_MAX:
             raise invalid_token(f"kid: it has more than {KID_CHARS_MAX} characters")
+        self.read_anew((kid, algorithm))
         if kid is None and self._keys is not None:
             raise invalid_token(
                 f"kid: the token names no key, and the issuer {self._name} has several, or another type"
             )
-        now = self._now()
-        if self._fetch is not None and not self._fetch.done():
-            raise self._wanted(self._fetch)
-        if now >= self._next_at:
-            raise self._wanted(self._begin((kid, algorithm)))
         if not self._failed and self._absent.get((kid, algorithm)):
             raise invalid_token(f"kid: the issuer {self._name} has no key of this id and type")
         why = f"cannot be read: {self._failed}" if self._failed else "were read a moment ago, without the token's key"
         raise Problem(
-            NOT_WRITTEN, f"Authorization: the keys of the issuer {self._name} {why}", math.ceil(self._next_at - now)
+            NOT_WRITTEN,
+            f"Authorization: the keys of the issuer {self._name} {why}",
+            max(1, math.ceil(self._next_at - self._now())),
         )
+
+    def read_anew(self, wanted: Wanted | None = None) -> None:
+        """Raise KeysWanted if keys are being fetched, or such a fetch may begin; begin it then.
+
+        Also for a wrong signature: without an id, or with one that is used again, it may be that of a newer key.
+        """
+        if self._fetch is not None and not self._fetch.done():
+            raise self._wanted(self._fetch)
+        if self._now() >= self._next_at:
+            raise self._wanted(self._begin(wanted))
 
     def start(self) -> None:
         """Read the keys at intervals from now on, if they are not already."""

@@ -145,6 +145,7 @@ class _Issuer:
         except (JoseError, ValueError, TypeError):
             raise invalid_token("its header is not taken: a parameter has the wrong type, or is critical") from None
         if not is_valid:
+            self.keys.read_anew()
             raise invalid_token("its signature is not that of the issuer's key")
 
     def _check_claims(self, claims: dict[str, Any]) -> None:

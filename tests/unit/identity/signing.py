@@ -17,10 +17,10 @@ _CURVES: Final = {"ES256": "P-256", "ES384": "P-384", "ES512": "P-521"}
 
 
 class Signer(NamedTuple):
-    """A private key with its id and its algorithm."""
+    """A private key with its id, if it has one, and its algorithm."""
 
     key: RSAKey | ECKey | OKPKey
-    kid: str
+    kid: str | None
     algorithm: str
 
     @classmethod
@@ -35,11 +35,15 @@ class Signer(NamedTuple):
     @property
     def jwk(self) -> dict[str, Any]:
         """The public key, as issuers publish it."""
-        return {**self.key.as_dict(private=False), "kid": self.kid, "alg": self.algorithm, "use": "sig"}
+        return {**self.key.as_dict(private=False), **self._id, "alg": self.algorithm, "use": "sig"}
+
+    @property
+    def _id(self) -> dict[str, str]:
+        return {} if self.kid is None else {"kid": self.kid}
 
     def sign(self, claims: Mapping[str, Any] = CLAIMS, header: Mapping[str, Any] | None = None) -> str:
         """Make a token; `header` has parameters beside alg and kid, or in place of kid."""
-        whole = {"alg": self.algorithm, "kid": self.kid, **(header or {})}
+        whole = {"alg": self.algorithm, **self._id, **(header or {})}
         return jwt.encode(whole, dict(claims), self.key, algorithms=[self.algorithm])
 
 

@@ -367,3 +367,30 @@ async def test_keys_are_kept_when_the_rules_change_and_closed_when_nothing_reads
         await identity_of(three, SIGNER.sign())
     await three.close()
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "issuer-keys"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(SIGNER, OTHER._replace(kid="k1"), id="its id is used again"),
+        pytest.param(SIGNER._replace(kid=None), OTHER._replace(kid=None), id="without an id"),
+        pytest.param(RSA._replace(kid=None), OTHER._replace(kid=None), id="without an id, of another type"),
+    ],
+)
+async def test_a_key_that_replaces_another_is_read_before_its_signature_is_refused(
+    before: Signer, after: Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.identity.issuer_keys.REFETCH_LEAST_S", 0.0)
+    published = Published(key_set(before))
+    issuers = Issuers((RULE,), Telemetry(), now=lambda: float(NOW), sources={"corp": published})
+    await identity_of(issuers, before.sign())
+    published.content = key_set(after)
+    assert (await identity_of(issuers, after.sign())).scope == "issuer:corp:alice"
+    assert published.reads == 2
+    monkeypatch.setattr("service.identity.issuer_keys.REFETCH_LEAST_S", 5.0)
+    with pytest.raises(Problem, match="are being read"):
+        issuers.verify(before.sign())
+    for _ in range(2):
+        with pytest.raises(Problem, match=r"its signature is not|kid: the token names no key"):
+            await identity_of(issuers, before.sign())
+    assert published.reads == 3  # one for all such tokens
