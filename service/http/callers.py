@@ -77,8 +77,16 @@ class Caller:
 
     @property
     def burst(self) -> int | None:
-        """The most events that the caller may send at once within its rate; None for a caller without a rate."""
-        return next((int(bucket.burst) for bucket in self._buckets if bucket.unit == EVENTS), None)
+        """The most events that the caller may send at once within its rate; None without such a rate."""
+        return self._burst_of(EVENTS)
+
+    @property
+    def burst_bytes(self) -> int | None:
+        """The most bytes of bodies that the caller may send at once within its rate; None without such a rate."""
+        return self._burst_of(BYTES)
+
+    def _burst_of(self, unit: str) -> int | None:
+        return next((int(bucket.burst) for bucket in self._buckets if bucket.unit == unit), None)
 
     def admit(self) -> None:
         """Raise Problem (429) if the caller is over a rate, and TokensWanted if this process does not know."""

@@ -44,7 +44,8 @@ WINDOW_S: Final = 0.01
 # Bytes of results that wait for a client that does not read: those of 10,000 events and more, so that a client that
 # reads nothing before it has sent all may send as many.
 UNREAD_BYTES_MAX: Final = 4 * 1024 * 1024
-# The longest pause of a stream whose caller is over its rate. Only a rate of less than one event in it needs a longer.
+# The longest pause of a stream whose caller is over its rate. Only a rate of less than one event in it needs a longer,
+# or the debt of several streams of one caller.
 RATE_PAUSE_MAX_S: Final = 60.0
 # The longest time that a stream waits while the queue is full; then its events get 503.
 OVERLOAD_WAIT_S: Final = 10.0
@@ -208,8 +209,10 @@ class StreamEndpoint:
     ) -> None:
         """Write the events of a body, window by window. Raises Problem where the body cannot be read on."""
         admission = self._posts.admission
+        # A larger window would be a debt of many seconds.
         events_max = min(WINDOW_EVENTS, caller.burst or WINDOW_EVENTS)
-        while window := await body.next_window(exchange.splitter, events_max):
+        bytes_max = min(WINDOW_BYTES, caller.burst_bytes or WINDOW_BYTES)
+        while window := await body.next_window(exchange.splitter, events_max, bytes_max):
             caller.check_validity()
             await _wait_for_rate(caller, len(window), sum(map(_size_of, window)), body)
             await self._wait_for_queue(body)
@@ -277,14 +280,15 @@ class StreamedBody:
         self._ended = False  # the end was passed on to decoder and splitter
         self.begun = False  # a message was asked for, at which a server sends 100 Continue
 
-    async def next_window(self, splitter: Splitter, events_max: int) -> list[Text]:
-        """Return the next texts, at most `events_max`: those that are there without waiting, or else the next one.
+    async def next_window(self, splitter: Splitter, events_max: int, bytes_max: int) -> list[Text]:
+        """Return the next texts: those that are there without waiting, or else the next one.
 
+        They are at most `events_max`, and none follows that with which they have `bytes_max` bytes.
         Returns nothing at the end of the body. Raises Problem (408, 503) if the body cannot be read on, and ClientGone.
         """
         if self._fault is not None:
             raise self._fault
-        window = _Window(events_max)
+        window = _Window(events_max, bytes_max)
         try:
             await self._fill(window, splitter)
         except Problem as problem:
@@ -425,10 +429,11 @@ def _silence(left_s: float) -> str:
 class _Window:
     """The next texts of a body, and their bounds."""
 
-    def __init__(self, events_max: int) -> None:
+    def __init__(self, events_max: int, bytes_max: int) -> None:
         self.texts: list[Text] = []
         self.bytes = 0
         self._events_max = events_max
+        self._bytes_max = bytes_max
         self._opened_at = 0.0  # when the first text was added
 
     def add(self, text: Text) -> None:
@@ -439,7 +444,7 @@ class _Window:
 
     @property
     def is_full(self) -> bool:
-        return len(self.texts) >= self._events_max or self.bytes >= WINDOW_BYTES
+        return len(self.texts) >= self._events_max or self.bytes >= self._bytes_max
 
     @property
     def time_left(self) -> float:

@@ -60,9 +60,11 @@ class Wire:
         version: str = "1.1",
         client: str | None = None,
         rate: float | None = None,
+        rate_bytes: float | None = None,
         **settings: int,
     ) -> None:
-        rules = [CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),), rate=rate)] if rate else []
+        rule = CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),), rate=rate, rate_bytes=rate_bytes)
+        rules = [rule] if rate or rate_bytes else []
         self.callers = Callers(rules)
         admission = admission or Commits()
         self.posts = EventsEndpoint(
@@ -613,11 +615,13 @@ async def test_a_cancelled_stream_holds_nothing() -> None:
 # ----------------------------------------------------------------------------------------------------- rates, overload
 
 
-async def test_a_stream_over_its_caller_s_rate_waits() -> None:
+@pytest.mark.parametrize("unit", ["rate", "rate_bytes"])
+async def test_a_stream_over_its_caller_s_rate_waits(unit: str) -> None:
     """The bucket takes a window whole, so that the third one waits for the debt of the second one."""
-    wire = Wire(headers=TOKEN, rate=400.0)
+    body = b"".join(map(line, range(1_000)))
+    wire = Wire(headers=TOKEN, **cast(Any, {unit: 0.4 * (1_000 if unit == "rate" else len(body))}))
     started = time.monotonic()
-    wire.say(b"".join(map(line, range(1_000))), more=False)
+    wire.say(body, more=False)
     await wire.over()
     assert wire.statuses == [201] * 1_000
     assert 0.9 < time.monotonic() - started < 5.0
