@@ -51,6 +51,7 @@ class IssuerKeys:
         self._telemetry = telemetry
         self._fetches = telemetry.issuer_fetches
         self._keeping: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._keys: JwkSet | None = None
         self._content = b""  # from which they were parsed
         self._read_at = -math.inf
@@ -88,8 +89,12 @@ class IssuerKeys:
     def read_anew(self, wanted: Wanted | None = None) -> None:
         """Raise KeysWanted if keys are being fetched, or such a fetch may begin; begin it then.
 
-        Also for a wrong signature: without an id, or with one that is used again, it may be that of a newer key.
+        Also for a wrong signature: without an id, or with one that is used again, it may be that of a newer key. Raises
+        Problem (503) after `close`, for a request that began under earlier rules: sent again, it meets the new ones.
         """
+        if self._is_closed:
+            why = f"the rules of the issuer {self._name} have changed meanwhile: send the request again"
+            raise Problem(NOT_WRITTEN, f"Authorization: {why}")
         if self._fetch is not None and not self._fetch.done():
             raise self._wanted(self._fetch)
         if self._now() >= self._next_at:
@@ -110,7 +115,8 @@ class IssuerKeys:
             await asyncio.sleep(FAILED_PAUSE_S if self._failed else self._source.period_s)
 
     async def close(self) -> None:
-        """Stop reading the keys, and cancel a fetch that is under way."""
+        """Stop reading the keys, and cancel a fetch that is under way. Known keys are found on, no others."""
+        self._is_closed = True
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait({self._keeping})

@@ -163,6 +163,18 @@ async def test_a_bug_of_a_read_leaves_nobody_waiting(world: World, source: Publi
     assert await world.refused("k1") == (NOT_WRITTEN.code, FAILED_PAUSE_S)
 
 
+async def test_after_the_end_known_keys_are_found_and_no_read_begins(world: World, source: Published) -> None:
+    await world.look("k1")
+    await world.keys.close()
+    world.now += REFETCH_LEAST_S
+    assert (await world.look("k1")).kid == "k1"
+    for look in (lambda: world.keys.find("k2", "ES256"), world.keys.read_anew):
+        with pytest.raises(Problem, match="the rules of the issuer corp have changed meanwhile") as caught:
+            look()
+        assert caught.value.kind is NOT_WRITTEN
+    assert source.reads == 1
+
+
 async def test_the_keys_are_read_at_once_and_at_intervals(world: World, source: Published) -> None:
     source.period_s = 0.01
     keeping = asyncio.create_task(world.keys.keep())
