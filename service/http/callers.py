@@ -73,7 +73,7 @@ class Caller:
             raise Problem(FORBIDDEN_TOPIC, f"topic: {self.scope} may not write to {topic}: the rules say where it may")
 
     def check_validity(self) -> None:
-        """Raise Problem (401) if what tells who the caller is has expired. A stream asks again and again."""
+        """Raise Problem (401, 503) if what tells who the caller is holds no longer. A stream asks for each window."""
 
     @property
     def burst(self) -> int | None:

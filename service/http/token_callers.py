@@ -33,12 +33,17 @@ class TokenCaller(Caller):
         topics = identity.topics
         super().__init__(identity.scope, lambda topic: _is_in_all(topics, topic), buckets)
         self.expires_s = identity.expires_s
+        self._key, self._keys = identity.key, identity.keys
+        self._verified_with = identity.keys.version
         self._now = now
 
     def check_validity(self) -> None:
-        """Raise Problem (401) if the token has expired."""
+        """Raise Problem: 401 if the token has expired or its key was withdrawn, 503 if that is not known."""
         if self._now() >= self.expires_s:
             raise invalid_token("exp: the token has expired: send a new one")
+        if self._verified_with != self._keys.version:
+            self._keys.check(self._key)
+            self._verified_with = self._keys.version
 
 
 class TokenCallers:

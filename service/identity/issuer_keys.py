@@ -86,6 +86,13 @@ class IssuerKeys:
             max(1, math.ceil(self._next_at - self._now())),
         )
 
+    def check(self, key: PublicKey) -> None:
+        """Raise Problem for a key that was found earlier: 401 if it has been withdrawn, 503 if that is not known."""
+        if self._keys is None:
+            raise Problem(NOT_WRITTEN, f"Authorization: the keys of the issuer {self._name} cannot be read")
+        if not self._keys.has(key):
+            raise invalid_token(f"kid: the issuer {self._name} has withdrawn the token's key: send a new token")
+
     def read_anew(self, wanted: Wanted | None = None) -> None:
         """Raise KeysWanted if keys are being fetched, or such a fetch may begin; begin it then.
 

@@ -71,6 +71,11 @@ class JwkSet:
         fitting = [key for key in self._keys if (kid is None or key.kid == kid) and _fits(key, algorithm)]
         return fitting[0] if len(fitting) == 1 or (fitting and kid is not None) else None
 
+    def has(self, key: PublicKey) -> bool:
+        """Whether a key, perhaps of an earlier set, is among these (by its thumbprint, RFC 7638)."""
+        thumbprint = key.thumbprint()
+        return any(each.thumbprint() == thumbprint for each in self._keys)
+
 
 def _is_for_signatures(jwk: Any) -> bool:
     """Whether a key is not for encryption, as Keycloak publishes one too. Raises ValueError for no key."""

@@ -17,7 +17,7 @@ from service.contract import IssuerRule, Rules, tls_context
 from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_CALLER, Problem
 from service.identity.issuer_keys import IssuerKeys
-from service.identity.jwks import FileSource, JwkSet, KeysUnreadable, Source, source_of
+from service.identity.jwks import FileSource, JwkSet, KeysUnreadable, PublicKey, Source, source_of
 from service.identity.refusals import invalid_token
 
 HEADER_BYTES_MAX: Final = 4 * 1024
@@ -35,13 +35,16 @@ class Identity(NamedTuple):
     """A caller whom a verified token names.
 
     `scope` is the scope of its keys. It may write to the topics that match one of each of `topics`. The token is valid
-    until `expires_s`, seconds since the Unix epoch, leeway included; `rule` is that of its issuer.
+    until `expires_s`, seconds since the Unix epoch, leeway included; `rule` is that of its issuer. Its signature is of
+    `key`, one of `keys`.
     """
 
     scope: str
     topics: tuple[Globs, ...]
     expires_s: float
     rule: IssuerRule
+    key: PublicKey
+    keys: IssuerKeys
 
 
 class Issuers:
@@ -123,16 +126,18 @@ class _Issuer:
 
     def identity(self, unverified: CompactSignature, claims: dict[str, Any]) -> Identity:
         """Verify a token that names this issuer. Raises what Issuers.verify raises."""
-        self._check_signature(unverified)
+        key = self._key_of(unverified)
         self._check_claims(claims)
         rule = self._rule
         name = _claim(claims, rule.name_claim)
         if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX or not name.isprintable():
             claim = "/".join(rule.name_claim)
             raise invalid_token(f"{claim}: it is no name of the caller, 1 to {NAME_CHARS_MAX} printable characters")
-        return Identity(rule.scope_of(name), self._topics(claims, name), claims["exp"] + rule.leeway_s, rule)
+        expires_s = claims["exp"] + rule.leeway_s
+        return Identity(rule.scope_of(name), self._topics(claims, name), expires_s, rule, key, self.keys)
 
-    def _check_signature(self, unverified: CompactSignature) -> None:
+    def _key_of(self, unverified: CompactSignature) -> PublicKey:
+        """Verify the signature, and return its key."""
         header = unverified.headers()
         algorithm, kid = header.get("alg"), header.get("kid")
         if algorithm not in self._rule.algorithms:
@@ -147,6 +152,7 @@ class _Issuer:
         if not is_valid:
             self.keys.read_anew()
             raise invalid_token("its signature is not that of the issuer's key")
+        return key
 
     def _check_claims(self, claims: dict[str, Any]) -> None:
         """Check the claims of a token whose signature is right."""

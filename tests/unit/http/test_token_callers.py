@@ -1,6 +1,7 @@
 """Tests callers whom JSON Web Tokens name: what is kept of a token, and how requests wait for keys."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -108,6 +109,25 @@ async def test_a_token_is_verified_again_after_a_change_of_keys(monkeypatch: pyt
     await world.of(token(NEWER))
     with pytest.raises(Problem):
         await world.of(text)
+
+
+async def test_a_stream_goes_on_while_the_issuer_has_the_key_of_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(issuer_keys, "REFETCH_LEAST_S", 0.0)
+    world = World()
+    caller = await world.of(token())
+
+    async def publish(content: bytes) -> None:
+        world.published.content = content
+        with contextlib.suppress(Problem):
+            await world.of(token(Signer.new("unknown")))  # has the keys read
+
+    await publish(key_set(NEWER, SIGNER))
+    caller.check_validity()
+    for content in (key_set(NEWER), key_set(NEWER, SIGNER._replace(key=Signer.new().key)), key_set()):
+        await publish(content)
+        with pytest.raises(Problem, match="the issuer corp has withdrawn the token's key") as caught:
+            caller.check_validity()
+        assert caught.value.kind is INVALID_TOKEN
 
 
 async def test_all_tokens_of_a_caller_share_its_rate_and_nobody_elses() -> None:
