@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -24,6 +25,7 @@ from structlog.testing import capture_logs
 from deploy.stack import free_port
 from service.app import build_entrance
 from service.contract import CallerRule, Rules
+from service.core.metrics import Telemetry
 from service.core.settings import HttpTls, Settings
 from service.events.loaded_rules import LoadedRules
 from service.events.schemas import Schemas
@@ -351,6 +353,36 @@ async def test_what_is_no_handshake_ends_its_connection_without_an_error(
         assert served.handshakes("failed") == 1
         assert sample(served.context.telemetry, "fencepost_task_failures_total", task="loop") == 0
     assert [line for line in caplog.records if line.name in ("asyncio", "uvicorn.error")] == []
+
+
+class Moment(float):
+    """A time that counts how often a time is compared."""
+
+    compared = 0
+
+    def __lt__(self, other: float) -> bool:
+        Moment.compared += 1
+        return float(self) < other
+
+
+def test_a_refused_handshake_costs_the_same_however_many_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(tls, "time", SimpleNamespace(monotonic=lambda: Moment(now)))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    slow = [context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO()) for _ in range(50)]
+    handshakes = tls.Handshakes(len(slow), Telemetry())
+    for each in slow:
+        handshakes.begin(each)
+    with pytest.raises(ConnectionRefusedError):
+        handshakes.check()
+    assert Moment.compared <= 2
+    now += tls.HANDSHAKE_S + 1  # all their connections have ended
+    handshakes.check()
+    for each in slow:
+        handshakes.begin(each)
+    with pytest.raises(ConnectionRefusedError):
+        handshakes.check()
 
 
 def test_the_bound_of_handshakes_leaves_files_to_kafka_and_redis() -> None:
