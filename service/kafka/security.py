@@ -2,18 +2,16 @@
 
 import ssl
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import structlog
 
 from service.contract import PREFIX, SettingsError, SharedSettings, tls_context
+from service.core.file_stamps import Stamp, stamp_of
 from service.core.logs import Incident
 from service.kafka.tokens import TokenRefused, TokenSource, source_of
 
 log = structlog.get_logger(__name__)
-
-_Stamp = tuple[int, int, int] | None
 
 
 class Security:
@@ -28,12 +26,12 @@ class Security:
         self.tokens = tokens or source_of(settings)
         self._settings = settings
         self._password = settings.kafka_sasl_password
-        self._stamps: Sequence[_Stamp] = ()
+        self._stamp: Stamp = ()
         self._context: ssl.SSLContext | None = None
         self._trouble = Incident(log, "a certificate for Kafka cannot be used: what was read before stays in use")
         self._password_trouble = Incident(log, "the password for Kafka cannot be read: the former one stays in use")
         if settings.kafka_tls:
-            self._stamps = self._stamps_now()
+            self._stamp = self._stamp_now()
             self._context = self._new_context()
 
     def options(self) -> dict[str, Any]:
@@ -98,14 +96,14 @@ class Security:
 
     def _current_context(self) -> ssl.SSLContext | None:
         """Return the TLS context, made anew where one of its files was replaced."""
-        stamps = self._stamps_now()
-        if stamps != self._stamps:
+        stamp = self._stamp_now()
+        if stamp != self._stamp:
             try:
                 self._context = self._new_context()
             except OSError as error:
                 self._trouble.add(error)
             else:
-                self._stamps = stamps
+                self._stamp = stamp
                 self._trouble.end()
         return self._context
 
@@ -118,19 +116,10 @@ class Security:
             settings.kafka_ssl_check_hostname,
         )
 
-    def _stamps_now(self) -> Sequence[_Stamp]:
+    def _stamp_now(self) -> Stamp:
         settings = self._settings
         files = (settings.kafka_ssl_cafile, settings.kafka_ssl_certfile, settings.kafka_ssl_keyfile)
-        return [_stamp(path) for path in files if path]
-
-
-def _stamp(path: str) -> _Stamp:
-    """Tell one content of a file from another; through links, as Kubernetes swaps one to change a mounted file."""
-    try:
-        found = Path(path).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+        return stamp_of(path for path in files if path)
 
 
 def _one_of(prefix: str, names: Sequence[str]) -> str:
