@@ -165,25 +165,25 @@ class EventsEndpoint:
         self, client: str | None, found: UsedHeaders, *, host_needed: bool, certificate: Names = NO_CERTIFICATE
     ) -> Caller:
         """Return the caller of a request from an address. Raises Problem (400, 401, 403, 501, 503) and KeysWanted."""
-        self._check_address(client)
-        if b"host" not in found or b"transfer-encoding" in found:
-            check_message(found, host_needed)  # HTTP/1.0 has neither
+        self._check_head(client, found, host_needed)
         return self._callers.of(found.get(b"authorization"), certificate)
 
     async def find_caller(
         self, client: str | None, found: UsedHeaders, *, host_needed: bool, certificate: Names = NO_CERTIFICATE
     ) -> Caller:
         """Return the caller as caller_of does; wait for the keys of an issuer if need be. Raises Problem."""
-        try:
-            return self.caller_of(client, found, host_needed=host_needed, certificate=certificate)
-        except KeysWanted as wanted:
-            await wanted.fetched()
-        return self.caller_of(client, found, host_needed=host_needed, certificate=certificate)
+        self._check_head(client, found, host_needed)
+        return await self._callers.find(found.get(b"authorization"), certificate)
 
-    def _check_address(self, client: str | None) -> None:
-        """Raise Problem (403) for an address other than loopback, if the rules do not say who may write."""
+    def _check_head(self, client: str | None, found: UsedHeaders, host_needed: bool) -> None:
+        """Check what does not depend on the caller. Raises Problem (400, 403, 501).
+
+        An address other than loopback gets 403 if the rules do not say who may write.
+        """
         if self._why_loopback and client is not None and not _is_loopback(client):
             raise Problem(FORBIDDEN_CALLER, self._why_loopback)
+        if b"host" not in found or b"transfer-encoding" in found:
+            check_message(found, host_needed)  # HTTP/1.0 has neither
 
     def _post_event(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
         """Parse the event of a `POST /events`, or its batch of CloudEvents, and write it. Raises Problem."""
