@@ -176,11 +176,17 @@ class Callers:
         return caller
 
     def _certified(self, certificate: Names) -> Caller | None:
-        """Return the caller that a certificate names, if it names one. Raises Problem (401) if it names several."""
+        """Return the caller that a certificate names, if it names one.
+
+        Raises Problem (401) if it names several, or if it names one and has expired.
+        """
         found = {self._by_certificate[name] for name in certificate if name in self._by_certificate}
         if len(found) > 1:
             raise Problem(UNAUTHORIZED, "certificate: its names are of several callers")
-        return found.pop() if found else None
+        if not found:
+            return None
+        certificate.check_validity()
+        return found.pop()
 
     def _of_token(self, authorization: str) -> Caller:
         given = authorization.strip()

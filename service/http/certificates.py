@@ -1,13 +1,31 @@
-"""The names that a client's certificate has, in the form in which the rules write them."""
+"""The names that a client's certificate has, in the form in which the rules write them, and its expiry."""
 
+import math
 import re
+import ssl
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-Names = frozenset[str]
+from service.core.problems import UNAUTHORIZED, Problem
+
+
+class Names(frozenset[str]):
+    """The names of a certificate, and when it expires: seconds since the Unix epoch.
+
+    TLS looks at the expiry in a full handshake only: a connection, and each session that is resumed, may outlive it.
+    """
+
+    expires_s = math.inf
+
+    def check_validity(self) -> None:
+        """Raise Problem (401) if the certificate has expired."""
+        if time.time() >= self.expires_s:
+            raise Problem(UNAUTHORIZED, "certificate: it has expired: open a connection with a new one")
+
 
 # Of a connection without a client's certificate.
-NONE: Final[Names] = frozenset()
+NONE: Final = Names()
 SCOPE_KEY: Final = "fencepost.certificate"
 """Where a scope of ASGI has the Names of its connection's certificate; absent without one."""
 
@@ -30,10 +48,13 @@ _SPECIAL: Final = re.compile(r'[,+"\\<>;]|^[ #]| $')
 
 
 def names_of(certificate: Any) -> Names:
-    """Return the names of a verified certificate, as `SSLSocket.getpeercert` describes it."""
+    """Return the names and the expiry of a verified certificate, as `SSLSocket.getpeercert` describes it."""
     if not certificate:
         return NONE
-    return frozenset(_names(certificate.get("subject", ()), certificate.get("subjectAltName", ())))
+    names = Names(_names(certificate.get("subject", ()), certificate.get("subjectAltName", ())))
+    if "notAfter" in certificate:
+        names.expires_s = ssl.cert_time_to_seconds(certificate["notAfter"])
+    return names
 
 
 def _names(subject: Iterable[Any], alternatives: Iterable[tuple[str, str]]) -> Iterator[str]:

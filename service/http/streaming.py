@@ -22,7 +22,7 @@ from service.http.asgi import send_whole
 from service.http.batch import write_each
 from service.http.callers import Caller
 from service.http.certificates import NONE as NO_CERTIFICATE
-from service.http.certificates import SCOPE_KEY
+from service.http.certificates import SCOPE_KEY, Names
 from service.http.encodings import Decoder, coding_of
 from service.http.events import EventsEndpoint, in_steps
 from service.http.headers import UsedHeaders, content_type_of, essence, pick
@@ -114,6 +114,12 @@ class StreamHead:
     path_params: Mapping[str, Any]
     caller: Caller
     traceparent: bytes | None
+    certificate: Names = NO_CERTIFICATE  # that which names the caller; none where a token does
+
+    def check_validity(self) -> None:
+        """Raise Problem if the token or the certificate that names the caller is not valid any more."""
+        self.caller.check_validity()
+        self.certificate.check_validity()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,7 @@ class StreamEndpoint:
                 await self._refuse(scope, send, body, problem)
                 return
             try:
-                await self._write(head.caller, exchange, body, response)
+                await self._write(head, exchange, body, response)
             except Problem as problem:
                 if response.started:
                     end = Problem(problem.kind, f"{problem.detail}: {REST_NOT_WRITTEN}", problem.retry_after_s)
@@ -189,7 +195,9 @@ class StreamEndpoint:
             await caller.wait_s()  # asks for a slice, so that who is over the rate is refused before its body is read
             caller.check_rate()
         traceparent = parse_traceparent(found.get(b"traceparent"))
-        return StreamHead(found, scope.get("path_params", {}), caller, traceparent)
+        if not caller.scope or b"authorization" in found:
+            certificate = NO_CERTIFICATE
+        return StreamHead(found, scope.get("path_params", {}), caller, traceparent, certificate)
 
     async def _refuse(self, scope: Scope, send: Send, body: "StreamedBody", problem: Problem) -> None:
         """Answer with a problem before a response has begun.
@@ -205,15 +213,15 @@ class StreamEndpoint:
         await send_whole(send, status, headers, content)
 
     async def _write(
-        self, caller: Caller, exchange: Exchange, body: "StreamedBody", response: "StreamedResponse"
+        self, head: StreamHead, exchange: Exchange, body: "StreamedBody", response: "StreamedResponse"
     ) -> None:
         """Write the events of a body, window by window. Raises Problem where the body cannot be read on."""
-        admission = self._posts.admission
+        admission, caller = self._posts.admission, head.caller
         # A larger window would be a debt of many seconds.
         events_max = min(WINDOW_EVENTS, caller.burst or WINDOW_EVENTS)
         bytes_max = min(WINDOW_BYTES, caller.burst_bytes or WINDOW_BYTES)
         while window := await body.next_window(exchange.splitter, events_max, bytes_max):
-            caller.check_validity()
+            head.check_validity()
             await _wait_for_rate(caller, len(window), sum(map(_size_of, window)), body)
             await self._wait_for_queue(body)
             if not response.started:

@@ -17,6 +17,7 @@ from service.core.settings import Settings
 from service.http import lines as lines_module
 from service.http import streaming as module
 from service.http.callers import Callers
+from service.http.certificates import SCOPE_KEY, Names
 from service.http.events import EventsEndpoint
 from service.http.lines import lines_exchange
 from service.http.request import OWN_BYTES, StopSignal
@@ -61,10 +62,12 @@ class Wire:
         client: str | None = None,
         rate: float | None = None,
         rate_bytes: float | None = None,
+        certificate: Names | None = None,
         **settings: int,
     ) -> None:
-        rule = CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),), rate=rate, rate_bytes=rate_bytes)
-        rules = [rule] if rate or rate_bytes else []
+        digest = hashlib.sha256(b"s3cret").hexdigest()
+        rule = CallerRule("shop", (digest,), rate=rate, rate_bytes=rate_bytes, certificates=("dns:shop",))
+        rules = [rule] if rate or rate_bytes or certificate else []
         self.callers = Callers(rules)
         admission = admission or Commits()
         self.posts = EventsEndpoint(
@@ -75,12 +78,14 @@ class Wire:
         self.sent: list[dict[str, Any]] = []
         self.reads = asyncio.Event()  # the client reads what it is sent
         self.reads.set()
-        scope = {
+        scope: dict[str, object] = {
             "type": "http",
             "http_version": version,
             "client": client and (client, 1),
             "headers": [*headers.items()],
         }
+        if certificate is not None:
+            scope[SCOPE_KEY] = certificate
         endpoint = StreamEndpoint(self.posts, lines_exchange)
         self.serving = asyncio.create_task(endpoint(scope, cast(Any, self.receive), self.send))
 
@@ -641,6 +646,20 @@ async def test_a_caller_past_its_rate_is_refused_before_its_body_is_read() -> No
     await wire.over()
     assert (wire.status, wire.asked) == (429, 0)
     assert int(wire.head[b"retry-after"]) >= 4
+
+
+@pytest.mark.parametrize(("headers", "statuses"), [(TYPE, [201, 401]), (TOKEN, [201, 201])])
+async def test_a_stream_ends_with_the_certificate_that_names_its_caller(
+    headers: dict[bytes, bytes], statuses: list[int]
+) -> None:
+    certificate = Names({"dns:shop"})
+    wire = Wire(headers=headers, certificate=certificate)
+    wire.say(line(1))
+    await wire.until(lambda: len(wire.sent) > 1)
+    certificate.expires_s = 1.0
+    wire.say(line(2), more=False)
+    await wire.over()
+    assert wire.statuses == statuses
 
 
 async def test_a_stream_waits_for_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
