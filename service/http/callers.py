@@ -13,7 +13,7 @@ from service.core.settings import TOPICS_MAX
 from service.events.base64_text import decode_base64
 from service.http.certificates import NONE, Names
 from service.http.rates import BYTES, EVENTS, Bucket, Rates, rate_lines
-from service.identity.refusals import KeysWanted
+from service.identity.refusals import JwksPending
 from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Callers:
         """Return the caller that sends this Authorization header, or has a certificate of these names, or both.
 
         With both they must name the same caller; a certificate of no caller, as each pod of a mesh has one, says
-        nothing beside a token. Raises KeysWanted for a JSON Web Token whose key is being read, and Problem (401, 403,
+        nothing beside a token. Raises JwksPending for a JSON Web Token whose key is being read, and Problem (401, 403,
         503).
         """
         if self._anybody:
@@ -209,7 +209,7 @@ class Callers:
         """Return the caller as `of` does; wait for the keys of an issuer if need be. Raises Problem (401, 403, 503)."""
         try:
             return self.of(authorization, certificate)
-        except KeysWanted as wanted:
+        except JwksPending as wanted:
             await wanted.fetched()
         return self.of(authorization, certificate)
 

@@ -59,7 +59,7 @@ from service.http.responses import (
     render_whole,
 )
 from service.http.single_event import SingleEventWriter
-from service.identity.refusals import KeysWanted
+from service.identity.refusals import JwksPending
 from service.pipeline.admission import Admission
 from service.pipeline.key_checks import KeyAge
 from service.pipeline.request import WriteResult
@@ -127,13 +127,13 @@ class EventsEndpoint:
                 self._decode(post, coding, partial(step, post, found, caller), fail)
             else:
                 step(post, found, caller)
-        except (KeysWanted, TokensWanted) as wanted:
+        except (JwksPending, TokensWanted) as wanted:
             post.run_in_task(self._take_later(wanted, step, fail, post))
         except Exception as error:
             fail(post, error, b"")
 
     async def _take_later(
-        self, wanted: KeysWanted | TokensWanted, step: AfterChecks, fail: Fail, post: PostRequest
+        self, wanted: JwksPending | TokensWanted, step: AfterChecks, fail: Fail, post: PostRequest
     ) -> None:
         """Take a request once the keys are read that its token may be signed with, or the caller has its next slice."""
         await wanted.fetched()
@@ -164,7 +164,7 @@ class EventsEndpoint:
     def caller_of(
         self, client: str | None, found: UsedHeaders, *, host_needed: bool, certificate: Names = NO_CERTIFICATE
     ) -> Caller:
-        """Return the caller of a request from an address. Raises Problem (400, 401, 403, 501, 503) and KeysWanted."""
+        """Return the caller of a request from an address. Raises Problem (400, 401, 403, 501, 503) and JwksPending."""
         self._check_head(client, found, host_needed)
         return self._callers.of(found.get(b"authorization"), certificate)
 

@@ -15,7 +15,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, Problem
 from service.core.supervision import supervise
 from service.identity.jwks import KID_CHARS_MAX, JwkSet, KeysUnreadable, PublicKey, Source
-from service.identity.refusals import KeysWanted, invalid_token
+from service.identity.refusals import JwksPending, invalid_token
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +64,7 @@ class IssuerKeys:
     def find(self, kid: str | None, algorithm: str) -> PublicKey:
         """Find the key that a token names.
 
-        Raises KeysWanted if the key may be among those that are being fetched now; else Problem: 401 for a key that the
+        Raises JwksPending if the key may be among those that are being fetched; else Problem: 401 for a key that the
         issuer surely does not have, 503 if that is not known.
         """
         key = None if self._keys is None else self._keys.find(kid, algorithm)
@@ -94,7 +94,7 @@ class IssuerKeys:
             raise invalid_token(f"kid: the issuer {self._name} has withdrawn the token's key: send a new token")
 
     def read_anew(self, wanted: Wanted | None = None) -> None:
-        """Raise KeysWanted if keys are being fetched, or such a fetch may begin; begin it then.
+        """Raise JwksPending if keys are being fetched, or such a fetch may begin; begin it then.
 
         Also for a wrong signature: without an id, or with one that is used again, it may be that of a newer key. Raises
         Problem (503) after `close`, for a request that began under earlier rules: sent again, it meets the new ones.
@@ -131,8 +131,8 @@ class IssuerKeys:
             self._fetch.cancel()
             await asyncio.wait({self._fetch})
 
-    def _wanted(self, fetch: asyncio.Task[None]) -> KeysWanted:
-        return KeysWanted(f"Authorization: the keys of the issuer {self._name} are being read", fetch)
+    def _wanted(self, fetch: asyncio.Task[None]) -> JwksPending:
+        return JwksPending(f"Authorization: the keys of the issuer {self._name} are being read", fetch)
 
     def _begin(self, wanted: Wanted | None) -> asyncio.Task[None]:
         """Begin a fetch; if the wanted key is not in its result, the issuer does not have it."""

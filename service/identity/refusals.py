@@ -10,7 +10,7 @@ def invalid_token(why: str) -> Problem:
     return Problem(INVALID_TOKEN, f"Authorization: {why}")
 
 
-class KeysWanted(Problem):
+class JwksPending(Problem):
     """The token's key is being fetched: look at the token again after `fetched`. To whom cannot wait, a 503."""
 
     def __init__(self, detail: str, fetch: asyncio.Task[None]) -> None:

@@ -92,7 +92,7 @@ class Issuers:
     def verify(self, token: str) -> Identity:
         """Verify a token, and return the caller whom it names.
 
-        Raises KeysWanted if its key may be among those that are being read, and Problem: 401 for a token that is not
+        Raises JwksPending if its key may be among those that are being read, and Problem: 401 for a token that is not
         taken, 403 for a caller that the rules do not let write, 503 if the keys of the issuer cannot be read.
         """
         unverified, claims = _parsed(token)

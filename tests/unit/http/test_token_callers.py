@@ -25,7 +25,7 @@ from service.http.routes import Parts, routes
 from service.http.streaming import StreamEndpoint
 from service.http.token_callers import TokenCallers
 from service.identity import issuer_keys
-from service.identity.refusals import KeysWanted
+from service.identity.refusals import JwksPending
 from service.identity.tokens import Identity, Issuers
 from service.pipeline.admission import Admission
 from tests.unit.http.test_events import Commits
@@ -277,5 +277,5 @@ async def test_a_stream_ends_when_its_token_expires() -> None:
 
 
 def test_who_cannot_wait_for_keys_gets_a_503() -> None:
-    problem = KeysWanted("why", cast("asyncio.Task[None]", None))
+    problem = JwksPending("why", cast("asyncio.Task[None]", None))
     assert (problem.kind.status, problem.retry_after_s) == (503, 1)

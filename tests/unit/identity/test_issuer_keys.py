@@ -18,7 +18,7 @@ from service.core.problems import INVALID_TOKEN, NOT_WRITTEN, Problem
 from service.identity import jwks as jwks_module
 from service.identity.issuer_keys import FAILED_PAUSE_S, KEPT_S, REFETCH_LEAST_S, IssuerKeys
 from service.identity.jwks import JWKS_BYTES_MAX, FileSource, JwkSet, KeysUnreadable, PublicKey, Source, UrlSource
-from service.identity.refusals import KeysWanted
+from service.identity.refusals import JwksPending
 from tests.secured import Authority
 from tests.unit.identity.signing import ISSUER, Published, Signer, key_set
 from tests.unit.scrape import sample
@@ -39,14 +39,14 @@ class World:
         """Look for a key as a request does."""
         try:
             return self.keys.find(kid, "ES256")
-        except KeysWanted as wanted:
+        except JwksPending as wanted:
             await wanted.fetched()
         return self.keys.find(kid, "ES256")
 
     async def refused(self, kid: str) -> tuple[str, int | None]:
         with pytest.raises(Problem) as caught:
             await self.look(kid)
-        assert not isinstance(caught.value, KeysWanted)
+        assert not isinstance(caught.value, JwksPending)
         return caught.value.kind.code, caught.value.retry_after_s
 
 

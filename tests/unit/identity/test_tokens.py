@@ -19,7 +19,7 @@ from service.contract import IssuerRule, Rules
 from service.contract.issuer_rules import ALGORITHMS
 from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_CALLER, INVALID_TOKEN, Problem
-from service.identity.refusals import KeysWanted
+from service.identity.refusals import JwksPending
 from service.identity.tokens import GLOBS_MAX, Identity, Issuers, file_faults
 from tests.unit.identity.signing import CLAIMS, ISSUER, NOW, Published, Signer, key_set, part
 
@@ -39,7 +39,7 @@ async def identity_of(issuers: Issuers, token: str) -> Identity:
     """Verify a token as the service does, which waits for keys that are being read."""
     try:
         return issuers.verify(token)
-    except KeysWanted as wanted:
+    except JwksPending as wanted:
         await wanted.fetched()
     return issuers.verify(token)
 
