@@ -89,7 +89,7 @@ class Caller:
         return next((int(bucket.burst) for bucket in self._buckets if bucket.unit == unit), None)
 
     def admit(self) -> None:
-        """Raise Problem (429) if the caller is over a rate, and TokensWanted if this process does not know."""
+        """Raise Problem (429) if the caller is over a rate, and RatePending if this process does not know."""
         for bucket in self._buckets:
             bucket.admit()
 

@@ -48,7 +48,7 @@ from service.http.headers import (
     unsupported,
 )
 from service.http.prefer import NONE, parse_prefer
-from service.http.rates import TokensWanted
+from service.http.rates import RatePending
 from service.http.request import Bodies, Handler, PostRequest, StopSignal
 from service.http.responder import Responder, check_room, rendered
 from service.http.responses import (
@@ -127,13 +127,13 @@ class EventsEndpoint:
                 self._decode(post, coding, partial(step, post, found, caller), fail)
             else:
                 step(post, found, caller)
-        except (JwksPending, TokensWanted) as wanted:
+        except (JwksPending, RatePending) as wanted:
             post.run_in_task(self._take_later(wanted, step, fail, post))
         except Exception as error:
             fail(post, error, b"")
 
     async def _take_later(
-        self, wanted: JwksPending | TokensWanted, step: AfterChecks, fail: Fail, post: PostRequest
+        self, wanted: JwksPending | RatePending, step: AfterChecks, fail: Fail, post: PostRequest
     ) -> None:
         """Take a request once the keys are read that its token may be signed with, or the caller has its next slice."""
         await wanted.fetched()

@@ -48,7 +48,7 @@ class RateStore(Protocol):
         """Take tokens of buckets. Raises StoreAway, StoreUnanswered."""
 
 
-class TokensWanted(Problem):
+class RatePending(Problem):
     """The next slice is being asked for: look again after `fetched`. To whom cannot wait, a 429."""
 
     def __init__(self, detail: str, granted: asyncio.Future[None]) -> None:
@@ -80,10 +80,10 @@ class Bucket:
         self._left = self.burst  # in the store
 
     def admit(self) -> None:
-        """Raise Problem (429) if the bucket is empty, and TokensWanted if this process does not know."""
+        """Raise Problem (429) if the bucket is empty, and RatePending if this process does not know."""
         if self._tokens < 1:
             self.check()
-            raise TokensWanted(self._detail(), self._rates.want(self))
+            raise RatePending(self._detail(), self._rates.want(self))
 
     def check(self) -> None:
         """Raise Problem (429) if the bucket is known to be empty."""

@@ -18,7 +18,7 @@ from service.events.strict_json import LONG_BYTES, in_thread
 from service.http.asgi import AsgiEndpoint
 from service.http.callers import ANYBODY, Caller, Sender
 from service.http.prefer import Preference
-from service.http.rates import Rates, TokensWanted
+from service.http.rates import RatePending, Rates
 from service.http.request import Bodies, PostRequest
 from service.http.responder import Responder
 from service.http.responses import JSON_LINE, key_lines
@@ -98,12 +98,12 @@ class _SourceHandler:
                 self._run(post, self._write_long(post))
             else:
                 self._go_on(post, self._source.read(post.headers, post.body, self._now_s()))
-        except TokensWanted as wanted:
+        except RatePending as wanted:
             post.run_in_task(self._take_later(wanted, post))
         except Exception as error:
             self._responder.fail(post, error)
 
-    async def _take_later(self, wanted: TokensWanted, post: PostRequest) -> None:
+    async def _take_later(self, wanted: RatePending, post: PostRequest) -> None:
         """Take a request once its sender has its next slice."""
         await wanted.fetched()
         self.take(post)

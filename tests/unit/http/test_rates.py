@@ -8,7 +8,7 @@ import pytest
 from service.claims.rates import Ask, Granted
 from service.core.problems import RATE_LIMITED, Problem, StoreAway, StoreUnanswered
 from service.http.callers import Caller
-from service.http.rates import HELD_S, PAUSE_S, SLICE_S, TIMEOUT_S, Rates, TokensWanted, rate_lines
+from service.http.rates import HELD_S, PAUSE_S, SLICE_S, TIMEOUT_S, RatePending, Rates, rate_lines
 
 
 class World:
@@ -43,7 +43,7 @@ async def sent(caller: Caller, events: int = 1, size: int = 0) -> int:
             caller.admit()
             caller.spend(events, size)
             return 0
-        except TokensWanted as wanted:
+        except RatePending as wanted:
             await wanted.fetched()
         except Problem as problem:
             return (problem.kind is RATE_LIMITED and problem.retry_after_s) or -1
@@ -194,5 +194,5 @@ async def test_a_client_is_told_what_remains() -> None:
 
 
 async def test_who_cannot_wait_for_tokens_gets_a_429() -> None:
-    problem = TokensWanted("why", asyncio.get_running_loop().create_future())
+    problem = RatePending("why", asyncio.get_running_loop().create_future())
     assert (problem.kind, problem.retry_after_s) == (RATE_LIMITED, 1)
