@@ -8,12 +8,12 @@ async def examine(rules: Rules) -> list[Finding]:
     """Read the keys of each issuer of the rules, as the service does."""
     if not rules.issuers:
         return []
-    from service.identity.jwks import KeysUnreadable, source_of
+    from service.identity.jwks import KeysUnreadable, key_source_of
 
     rows: list[tuple[str, Finding]] = []
     for rule in rules.issuers:
         try:
-            _, keys = await source_of(rule).keys()
+            _, keys = await key_source_of(rule).keys()
             keys.check_usable()
         except KeysUnreadable as error:
             change = "correct jwks_url or jwks_file in the rules, or let this machine reach the issuer"

@@ -14,7 +14,7 @@ from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, Problem
 from service.core.supervision import supervise
-from service.identity.jwks import KID_CHARS_MAX, JwkSet, KeysUnreadable, PublicKey, Source
+from service.identity.jwks import KID_CHARS_MAX, JwkSet, KeySource, KeysUnreadable, PublicKey
 from service.identity.refusals import JwksPending, invalid_token
 
 log = structlog.get_logger(__name__)
@@ -40,7 +40,7 @@ class IssuerKeys:
     def __init__(
         self,
         rule: IssuerRule,
-        source: Source,
+        source: KeySource,
         telemetry: Telemetry,
         now: Callable[[], float] = time.monotonic,
     ) -> None:

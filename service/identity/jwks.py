@@ -110,7 +110,7 @@ def _fits(key: PublicKey, algorithm: str) -> bool:
 # ----------------------------------------------------------------------------------------------------------- sources
 
 
-class Source(ABC):
+class KeySource(ABC):
     """Where the keys of an issuer are. `period_s` is the time between two reads, in seconds."""
 
     period_s: float
@@ -129,7 +129,7 @@ class Source(ABC):
         """Read the JWK Set. Raises KeysUnreadable."""
 
 
-class FileSource(Source):
+class FileSource(KeySource):
     """A file. Kubernetes and other tools replace it while the service runs."""
 
     period_s = 10.0
@@ -150,7 +150,7 @@ class FileSource(Source):
         return _bounded(content)
 
 
-class UrlSource(Source):
+class UrlSource(KeySource):
     """A URL, such as `jwks_uri` in an issuer's OpenID configuration. Redirects are not followed."""
 
     period_s = 300.0
@@ -197,7 +197,7 @@ class UrlSource(Source):
         return {"authorization": f"Bearer {token.strip()}"}
 
 
-def source_of(rule: IssuerRule) -> Source:
+def key_source_of(rule: IssuerRule) -> KeySource:
     """Make the source that a rule names."""
     return FileSource(rule.jwks_file) if rule.jwks_file else UrlSource(rule)
 

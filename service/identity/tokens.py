@@ -17,7 +17,7 @@ from service.contract import IssuerRule, Rules, tls_context
 from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_CALLER, Problem
 from service.identity.issuer_keys import IssuerKeys
-from service.identity.jwks import FileSource, JwkSet, KeysUnreadable, PublicKey, Source, source_of
+from service.identity.jwks import FileSource, JwkSet, KeySource, KeysUnreadable, PublicKey, key_source_of
 from service.identity.refusals import invalid_token
 
 HEADER_BYTES_MAX: Final = 4 * 1024
@@ -55,7 +55,7 @@ class Issuers:
         rules: Iterable[IssuerRule],
         telemetry: Telemetry,
         now: Callable[[], float] = time.time,
-        sources: Mapping[str, Source] | None = None,
+        sources: Mapping[str, KeySource] | None = None,
         before: "Issuers | None" = None,
     ) -> None:
         """`sources`, by the rule's name, are in place of those of the rules, whose files `file_faults` has checked.
@@ -68,7 +68,7 @@ class Issuers:
             place = _place_of(rule)
             keys = None if before is None else before._keys.get(place)
             if keys is None:
-                keys = IssuerKeys(rule, sources[rule.name] if sources else source_of(rule), telemetry)
+                keys = IssuerKeys(rule, sources[rule.name] if sources else key_source_of(rule), telemetry)
             self._keys[place] = keys
             self._by_iss[rule.issuer] = _Issuer(rule, keys, now)
 

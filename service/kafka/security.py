@@ -9,7 +9,7 @@ import structlog
 from service.contract import PREFIX, SettingsError, SharedSettings, tls_context
 from service.core.file_stamps import Stamp, stamp_of
 from service.core.logs import Incident
-from service.kafka.tokens import TokenRefused, TokenSource, source_of
+from service.kafka.tokens import TokenRefused, TokenSource, token_source_of
 
 log = structlog.get_logger(__name__)
 
@@ -23,7 +23,7 @@ class Security:
 
     def __init__(self, settings: SharedSettings, tokens: TokenSource | None = None) -> None:
         """`tokens` is in place of the source that the settings name. Raises OSError where a certificate is unusable."""
-        self.tokens = tokens or source_of(settings)
+        self.tokens = tokens or token_source_of(settings)
         self._settings = settings
         self._password = settings.kafka_sasl_password
         self._stamp: Stamp = ()

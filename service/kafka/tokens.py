@@ -262,7 +262,7 @@ class MskSource(CachedSource):
         return token_of(_checked(value, self.name), ends_ms / 1000 - time.time(), began)
 
 
-def source_of(settings: SharedSettings) -> TokenSource | None:
+def token_source_of(settings: SharedSettings) -> TokenSource | None:
     """Make the source of tokens that the settings name; None where the mechanism needs none."""
     if not settings.kafka_oauth:
         return None

@@ -13,7 +13,7 @@ from service.core.problems import StoreAway
 from service.core.settings import Settings
 from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic, supported_features
 from service.kafka.admin import Topic
-from service.kafka.tokens import source_of
+from service.kafka.tokens import token_source_of
 
 INFO = {
     "redis_version": "7.2.4",
@@ -96,15 +96,15 @@ def test_the_principal_is_named_as_acls_name_it(settings: dict[str, str], whose:
 async def test_each_source_of_tokens_has_its_remedy(tmp_path: Path) -> None:
     login = {"kafka_security_protocol": "SASL_PLAINTEXT", "kafka_sasl_mechanism": "OAUTHBEARER"}
     settings = Settings(**login, kafka_oauth_token_file=str(tmp_path / "token"))  # type: ignore[arg-type]
-    (missing,) = await check_login.examine(settings, source_of(settings))
+    (missing,) = await check_login.examine(settings, token_source_of(settings))
     assert (missing.check, missing.level) == ("login.token", Level.ERROR)
     assert "projected serviceAccountToken" in missing.change
     (tmp_path / "token").write_text("opaque")
-    given, whose = await check_login.examine(settings, source_of(settings))
+    given, whose = await check_login.examine(settings, token_source_of(settings))
     assert given.found == f"the token file {tmp_path / 'token'} gives one"
     assert whose.found == "unknown"
     settings = Settings(**login, kafka_oauth_token_url="http://127.0.0.1:1/token")  # type: ignore[arg-type]
-    plain, away = await check_login.examine(settings, source_of(settings))
+    plain, away = await check_login.examine(settings, token_source_of(settings))
     assert (plain.level, away.level) == (Level.WARNING, Level.ERROR)
     assert "the network to it" in away.change
 

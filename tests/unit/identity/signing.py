@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from joserfc import jwt
 from joserfc.jwk import ECKey, OKPKey, RSAKey
 
-from service.identity.jwks import KeysUnreadable, Source
+from service.identity.jwks import KeySource, KeysUnreadable
 
 ISSUER: Final = "https://id.example/realms/shop"
 NOW: Final = 1_700_000_000
@@ -58,7 +58,7 @@ def key_set(*signers: Signer) -> bytes:
     return json.dumps({"keys": [signer.jwk for signer in signers]}).encode()
 
 
-class Published(Source):
+class Published(KeySource):
     """Keys that a test publishes. `content`: the JWK Set, or why it cannot be read; `reads`: how often it was."""
 
     period_s = 1_000_000.0

@@ -17,7 +17,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import INVALID_TOKEN, NOT_WRITTEN, Problem
 from service.identity import jwks as jwks_module
 from service.identity.issuer_keys import FAILED_PAUSE_S, KEPT_S, REFETCH_LEAST_S, IssuerKeys
-from service.identity.jwks import JWKS_BYTES_MAX, FileSource, JwkSet, KeysUnreadable, PublicKey, Source, UrlSource
+from service.identity.jwks import JWKS_BYTES_MAX, FileSource, JwkSet, KeySource, KeysUnreadable, PublicKey, UrlSource
 from service.identity.refusals import JwksPending
 from tests.secured import Authority
 from tests.unit.identity.signing import ISSUER, Published, Signer, key_set
@@ -30,7 +30,7 @@ RULE = IssuerRule("corp", ISSUER, ("fencepost",), jwks_url="https://id.example/c
 class World:
     """The keys of one issuer, at a time that the test chooses."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: KeySource) -> None:
         self.now = 1_000.0
         self.telemetry = Telemetry()
         self.keys = IssuerKeys(RULE, source, self.telemetry, now=lambda: self.now)

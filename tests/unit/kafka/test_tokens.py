@@ -19,7 +19,7 @@ from service.kafka.tokens import (
     TokenFile,
     TokenRefused,
     claims_of,
-    source_of,
+    token_source_of,
 )
 
 URL: Final = "https://login.example/token"
@@ -268,10 +268,10 @@ async def test_credentials_that_aws_does_not_find_are_a_token_error(
 
 def test_the_settings_choose_the_source() -> None:
     none = {"kafka_oauth_token_url": ""}
-    assert isinstance(source_of(settings()), ClientCredentials)
-    assert isinstance(source_of(settings(**none, kafka_oauth_token_file="/x")), TokenFile)
-    assert isinstance(source_of(settings(**none, kafka_oauth_aws_region="eu-central-1")), MskSource)
-    assert source_of(SharedSettings()) is None
+    assert isinstance(token_source_of(settings()), ClientCredentials)
+    assert isinstance(token_source_of(settings(**none, kafka_oauth_token_file="/x")), TokenFile)
+    assert isinstance(token_source_of(settings(**none, kafka_oauth_aws_region="eu-central-1")), MskSource)
+    assert token_source_of(SharedSettings()) is None
 
 
 def test_claims_are_read_of_a_jwt_only() -> None:
