@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from service import native
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import Identity, RedisKeys, check_url
+from service.claims.redis_store import RedisKeys, ServerIdentity, check_url
 from service.claims.states import SlotState
 from service.contract import PREFIX, Rules, SettingsError
 from service.contract.wire import NewerVersion
@@ -358,7 +358,7 @@ class Service:
             return f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}"
         if generation is None or generation != self.store.generation:
             return "ok"  # the store's status says what holds now
-        if identity == Identity(generation.store, generation):
+        if identity == ServerIdentity(generation.store, generation):
             return "ok"
         self.store.lost(generation)  # recover now, before a claim or a heartbeat finds it
         return "another store answers"

@@ -88,7 +88,7 @@ class StoreGeneration:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ServerIdentity:
     """The server that answers: `store` is its run_id/master_replid, `generation` what it holds (None after a flush).
 
     `incomplete`: a script found that the server lacks keys of this generation. `evicts`: the server's maxmemory-policy,
@@ -141,7 +141,7 @@ class Keys(Protocol):
     An id has 16 bytes, a fingerprint 8. `slot` is the slot's number, `term` its term; `token` names a process.
     """
 
-    async def who(self) -> Identity:
+    async def who(self) -> ServerIdentity:
         """Ask which server answers, and which generation it holds. Raises NewerVersion for keys of a later layout."""
 
     async def clock_ms(self) -> int:
@@ -214,7 +214,7 @@ class Keys(Protocol):
     async def leave(self, generation: StoreGeneration, token: str) -> None:
         """Count the process no longer among the live ones."""
 
-    async def recover(self, seen: Identity, nonce: str) -> bool:
+    async def recover(self, seen: ServerIdentity, nonce: str) -> bool:
         """Begin a store recovery; False if another is in progress, or has ended since `seen` was read.
 
         Each call below raises StoreLost without the nonce.
@@ -333,17 +333,17 @@ class RedisKeys:
 
     # ---------------------------------------------------------------------------------------------- operations
 
-    async def who(self) -> Identity:
+    async def who(self) -> ServerIdentity:
         await self._connections.refresh()
         store, held, policy = (part.decode() for part in await self._call("who"))
         evicts = "" if policy == NO_EVICTION else policy
         if not held:
-            return Identity(store, None, evicts=evicts)
+            return ServerIdentity(store, None, evicts=evicts)
         first, _, rest = held.partition(" ")
         if first.startswith("v"):
             raise newer_version("Redis holds keys", first[1:], (LAYOUT,))
         generation = StoreGeneration(int(first), rest)
-        return Identity(store, generation, generation == self._incomplete, evicts)
+        return ServerIdentity(store, generation, generation == self._incomplete, evicts)
 
     async def clock_ms(self) -> int:
         seconds, micros = await self._send("TIME")
@@ -465,7 +465,7 @@ class RedisKeys:
     async def leave(self, generation: StoreGeneration, token: str) -> None:
         await self._call_in(generation, "leave", token)
 
-    async def recover(self, seen: Identity, nonce: str) -> bool:
+    async def recover(self, seen: ServerIdentity, nonce: str) -> bool:
         held = "" if seen.generation is None else f"{seen.generation.number} {seen.generation.store}"
         (first,) = await self._call("recover", seen.store, nonce, self._nonce_ttl_ms, held)
         return bool(first)

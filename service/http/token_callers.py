@@ -13,7 +13,7 @@ from service.http.rates import Bucket, Rates
 from service.identity.refusals import invalid_token
 
 if TYPE_CHECKING:
-    from service.identity.tokens import Globs, Identity, Issuers
+    from service.identity.tokens import Globs, Issuers, VerifiedToken
 
 # Verified tokens in memory, by digest, and their bytes.
 TOKENS_MAX: Final = 10_000
@@ -29,7 +29,7 @@ TOPICS_CACHED: Final = 1_000
 class TokenCaller(Caller):
     """A caller with its token."""
 
-    def __init__(self, identity: "Identity", buckets: Sequence[Bucket], now: Callable[[], float]) -> None:
+    def __init__(self, identity: "VerifiedToken", buckets: Sequence[Bucket], now: Callable[[], float]) -> None:
         topics = identity.topics
         super().__init__(identity.scope, lambda topic: _is_in_all(topics, topic), buckets)
         self.expires_s = identity.expires_s

@@ -31,7 +31,7 @@ _Place = tuple[str, str, str, str, str, str]
 """Of which issuer some keys are, and where they are read: what an IssuerKeys takes from its rule."""
 
 
-class Identity(NamedTuple):
+class VerifiedToken(NamedTuple):
     """A caller whom a verified token names.
 
     `scope` is the scope of its keys. It may write to the topics that match one of each of `topics`. The token is valid
@@ -89,7 +89,7 @@ class Issuers:
             if kept.get(place) is not keys:
                 await keys.close()
 
-    def verify(self, token: str) -> Identity:
+    def verify(self, token: str) -> VerifiedToken:
         """Verify a token, and return the caller whom it names.
 
         Raises JwksPending if its key may be among those that are being read, and Problem: 401 for a token that is not
@@ -124,7 +124,7 @@ class _Issuer:
             exp={"essential": True},
         )
 
-    def identity(self, unverified: CompactSignature, claims: dict[str, Any]) -> Identity:
+    def identity(self, unverified: CompactSignature, claims: dict[str, Any]) -> VerifiedToken:
         """Verify a token that names this issuer. Raises what Issuers.verify raises."""
         key = self._key_of(unverified)
         self._check_claims(claims)
@@ -134,7 +134,7 @@ class _Issuer:
             claim = "/".join(rule.name_claim)
             raise invalid_token(f"{claim}: it is no name of the caller, 1 to {NAME_CHARS_MAX} printable characters")
         expires_s = claims["exp"] + rule.leeway_s
-        return Identity(rule.scope_of(name), self._topics(claims, name), expires_s, rule, key, self.keys)
+        return VerifiedToken(rule.scope_of(name), self._topics(claims, name), expires_s, rule, key, self.keys)
 
     def _key_of(self, unverified: CompactSignature) -> PublicKey:
         """Verify the signature, and return its key."""

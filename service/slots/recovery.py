@@ -17,7 +17,7 @@ from typing import Any, Final
 import structlog
 
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import REPLAY_CHUNK, Found, Identity, Keys, StoreGeneration, chunks
+from service.claims.redis_store import REPLAY_CHUNK, Found, Keys, ServerIdentity, StoreGeneration, chunks
 from service.claims.states import Row, SlotEvent
 from service.contract import PREFIX
 from service.contract.wire import LedgerRecord, NewerVersion, transactional_id
@@ -294,7 +294,7 @@ class CurrentStore:
                 await self._wait_until_quiet(identity, newest)
         return await self._recover(identity)
 
-    async def _wait_until_quiet(self, identity: Identity, newest: StoreGeneration) -> None:
+    async def _wait_until_quiet(self, identity: ServerIdentity, newest: StoreGeneration) -> None:
         """Wait for a lease time in which the store that control names is not used.
 
         Raises Stale, after a pause, if another primary answers meanwhile or a ledger partition grows.
@@ -314,7 +314,7 @@ class CurrentStore:
             await self._rest(identity, pause_s * random.uniform(0.5, 1.0))  # noqa: S311
             raise Stale("another store is in use, or the primary changed meanwhile")
 
-    async def _rest(self, identity: Identity, pause_s: float) -> None:
+    async def _rest(self, identity: ServerIdentity, pause_s: float) -> None:
         """Sleep before the next attempt; ends early if another server answers, which might be adopted."""
         loop = asyncio.get_running_loop()
         end = loop.time() + pause_s
@@ -326,7 +326,7 @@ class CurrentStore:
 
     # ------------------------------------------------------------------------------------------ store recovery
 
-    async def _recover(self, seen: Identity) -> StoreGeneration:
+    async def _recover(self, seen: ServerIdentity) -> StoreGeneration:
         """Recover the store under a new nonce. Raises NotYet if another process recovers it or superseded this one."""
         nonce = secrets.token_hex(8)
         if not await self._keys.recover(seen, nonce):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.claims import states
-from service.claims.redis_store import Found, Heartbeat, Identity, StoreGeneration
+from service.claims.redis_store import Found, Heartbeat, ServerIdentity, StoreGeneration
 from service.claims.states import Claim, Claimed, KeyState, Row
 from service.core.problems import Fenced, StoreAway, StoreIncomplete, StoreLost
 
@@ -130,10 +130,10 @@ class MemoryKeys:
 
     # ------------------------------------------------------------------------------------------------- operations
 
-    async def who(self) -> Identity:
+    async def who(self) -> ServerIdentity:
         held = self.server.held
         incomplete = held is not None and held == self._incomplete
-        return Identity(self.server.store, held, incomplete, self.server.evicts)
+        return ServerIdentity(self.server.store, held, incomplete, self.server.evicts)
 
     async def clock_ms(self) -> int:
         return self._now_ms
@@ -300,7 +300,7 @@ class MemoryKeys:
     def _nonce_ttl_ms(self) -> int:
         return 5 * self._lease_ttl_ms
 
-    async def recover(self, seen: Identity, nonce: str) -> bool:
+    async def recover(self, seen: ServerIdentity, nonce: str) -> bool:
         if self.server.store != seen.store:
             raise StoreLost
         if self._nonce is not None or (await self.who()).generation != seen.generation:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from redis import Redis as Client
 
 from deploy.stack import Redis
-from service.claims.redis_store import Identity, Keys, RedisKeys, StoreGeneration
+from service.claims.redis_store import Keys, RedisKeys, ServerIdentity, StoreGeneration
 from service.claims.state_codec import pack, unpack
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState, Row
 from service.core.metrics import Telemetry
@@ -151,10 +151,10 @@ def generation_of(generation: int, named: int, server: str) -> StoreGeneration:
     return StoreGeneration(generation, _name(named, server))
 
 
-def identity_of(store: Store, server: str) -> Identity:
+def identity_of(store: Store, server: str) -> ServerIdentity:
     """Return what a caller knows of a store that was this one."""
     seen = None if store.generation == NONE else generation_of(store.generation, store.named, server)
-    return Identity(server, seen)
+    return ServerIdentity(server, seen)
 
 
 def rows_of(count: int, at: int) -> list[Row]:

@@ -8,7 +8,7 @@ import pytest
 from redis import Redis as Client
 
 from deploy.stack import Redis
-from service.claims.redis_store import REPLAY_CHUNK, REPLAYS_AT_ONCE, Identity, StoreGeneration
+from service.claims.redis_store import REPLAY_CHUNK, REPLAYS_AT_ONCE, ServerIdentity, StoreGeneration
 from service.claims.states import Claimed, Outcome
 from service.contract import Guarantee
 from service.contract.wire import encode_ledger
@@ -155,7 +155,7 @@ async def test_a_flush_ends_a_recovery(bench: Bench) -> None:
 
 async def test_a_recovery_of_another_store_does_nothing(bench: Bench) -> None:
     with pytest.raises(StoreLost):
-        await bench.keys.recover(Identity("another/one", None), "mine")
+        await bench.keys.recover(ServerIdentity("another/one", None), "mine")
     assert await bench.keys.recover(await bench.keys.who(), "mine")
 
 
@@ -250,11 +250,11 @@ async def test_an_older_copy_of_the_store_is_met_by_every_call(bench: Bench) -> 
     for call in calls:
         with pytest.raises(StoreIncomplete):
             await call()
-    assert await bench.keys.who() == Identity(generation.store, generation, incomplete=True)
+    assert await bench.keys.who() == ServerIdentity(generation.store, generation, incomplete=True)
     assert await bench.keys.recover(await bench.keys.who(), "mine")
     await bench.keys.recover_end(generation.store, "mine", 2, [30, 40])
     recovered = StoreGeneration(2, generation.store)
-    assert await bench.keys.who() == Identity(generation.store, recovered)
+    assert await bench.keys.who() == ServerIdentity(generation.store, recovered)
     assert (await bench.keys.claim(recovered, 0, 30, [(ID, FP)]))[0].outcome is Outcome.NEW
 
 
@@ -331,7 +331,7 @@ async def test_keys_that_were_evicted_are_missed_at_the_next_heartbeat(own_redis
         assert evict(client) > 0
         with pytest.raises(StoreIncomplete):
             await keys.heartbeat(generation, "me", 2, {})
-        assert await keys.who() == Identity(seen.store, generation, incomplete=True, evicts="volatile-ttl")
+        assert await keys.who() == ServerIdentity(seen.store, generation, incomplete=True, evicts="volatile-ttl")
         client.config_set("maxmemory-policy", "noeviction")
         assert await keys.recover(await keys.who(), "mine")
         # Some marks are missing: the ledger must be read back to the oldest key that has not expired.
@@ -339,7 +339,7 @@ async def test_keys_that_were_evicted_are_missed_at_the_next_heartbeat(own_redis
         await keys.recover_end(seen.store, "mine", 2, [30, 40])
         recovered = StoreGeneration(2, seen.store)
         assert (await keys.heartbeat(recovered, "me", 2, {})).members == 1
-        assert await keys.who() == Identity(seen.store, recovered)
+        assert await keys.who() == ServerIdentity(seen.store, recovered)
         assert await keys.recover(await keys.who(), "another")
         assert await keys.recover_read(seen.store, "another", 2) == [30, 40]
         assert evict(client) > 0  # during a recovery, which counts until the next heartbeat only
@@ -357,7 +357,7 @@ async def test_the_double_misses_evicted_keys_as_redis_does() -> None:
     server.evicted, server.evicts = 3, "allkeys-lru"
     with pytest.raises(StoreIncomplete):
         await keys.heartbeat(generation, "me", 1, {0: 10})
-    assert await keys.who() == Identity("run/replid", generation, incomplete=True, evicts="allkeys-lru")
+    assert await keys.who() == ServerIdentity("run/replid", generation, incomplete=True, evicts="allkeys-lru")
     assert await keys.recover(await keys.who(), "mine")
     assert await keys.recover_read("run/replid", "mine", 1) == [None]
     await keys.recover_end("run/replid", "mine", 2, [30])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from redis import ResponseError
 
-from service.claims.redis_store import Identity, RedisKeys, StoreGeneration
+from service.claims.redis_store import RedisKeys, ServerIdentity, StoreGeneration
 from service.claims.states import Outcome
 from service.cli.parts import keys_view
 from service.contract import SettingsError
@@ -51,7 +51,7 @@ async def settled(keys: RedisKeys, number: int) -> StoreGeneration:
     return StoreGeneration(number, seen.store)
 
 
-async def named(keys: RedisKeys, holds: Callable[[Identity], bool]) -> Identity:
+async def named(keys: RedisKeys, holds: Callable[[ServerIdentity], bool]) -> ServerIdentity:
     """Ask who answers until that is as wanted."""
     async with asyncio.timeout(ANSWER_S):
         while True:
@@ -61,7 +61,7 @@ async def named(keys: RedisKeys, holds: Callable[[Identity], bool]) -> Identity:
             await asyncio.sleep(0.05)
 
 
-async def follow_failover(store: Store, keys: RedisKeys, generation: StoreGeneration) -> Identity:
+async def follow_failover(store: Store, keys: RedisKeys, generation: StoreGeneration) -> ServerIdentity:
     """Kill the primary, and check that the promoted replica is another store with the same data."""
     store.wait_replicated()
     store.primary.kill()

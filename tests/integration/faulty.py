@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-from service.claims.redis_store import Identity, RedisKeys, StoreGeneration
+from service.claims.redis_store import RedisKeys, ServerIdentity, StoreGeneration
 from service.claims.states import SlotEvent
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.open_check import OpenCheck
@@ -220,7 +220,7 @@ def a_flush_ends_no_recovery() -> None:
     end = RedisKeys.recover_end
 
     async def end_anyway(keys: RedisKeys, store: str, nonce: str, generation: int, freed: Sequence[int]) -> None:
-        await keys.recover(Identity(store, None), nonce)
+        await keys.recover(ServerIdentity(store, None), nonce)
         await end(keys, store, nonce, generation, freed)
 
     replace(RedisKeys, "recover_end", end_anyway)

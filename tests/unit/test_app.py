@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 import service.app
 from service.app import Service
-from service.claims.redis_store import Identity, StoreGeneration
+from service.claims.redis_store import ServerIdentity, StoreGeneration
 from service.contract import Rules, SettingsError
 from service.contract.wire import NewerVersion
 from service.core.metrics import Telemetry
@@ -110,11 +110,11 @@ async def test_probes_of_one_time_share_one_question_to_redis(monkeypatch: pytes
     whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)
     asked = 0
 
-    async def who() -> Identity:
+    async def who() -> ServerIdentity:
         nonlocal asked
         asked += 1
         await asyncio.sleep(0.01)
-        return Identity("run/repl", None)
+        return ServerIdentity("run/repl", None)
 
     monkeypatch.setattr(whole.keys, "who", who)
     monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
@@ -137,9 +137,9 @@ async def test_an_old_reply_of_redis_is_not_compared_with_a_newer_generation(
     older, newer = StoreGeneration(1, "run/old"), StoreGeneration(2, "run/new")
     reply = asyncio.Event()
 
-    async def who() -> Identity:
+    async def who() -> ServerIdentity:
         await reply.wait()
-        return Identity(newer.store, None)  # an empty server: the older generation is lost
+        return ServerIdentity(newer.store, None)  # an empty server: the older generation is lost
 
     monkeypatch.setattr(whole.keys, "who", who)
     monkeypatch.setattr(whole.cluster, "answers", AsyncMock())

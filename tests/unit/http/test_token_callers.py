@@ -26,7 +26,7 @@ from service.http.streaming import StreamEndpoint
 from service.http.token_callers import TokenCallers
 from service.identity import issuer_keys
 from service.identity.refusals import JwksPending
-from service.identity.tokens import Identity, Issuers
+from service.identity.tokens import Issuers, VerifiedToken
 from service.pipeline.admission import Admission
 from tests.unit.http.test_events import Commits
 from tests.unit.http.test_rates import sent
@@ -83,7 +83,7 @@ async def test_a_verified_token_is_kept_until_it_expires(monkeypatch: pytest.Mon
     verify = world.issuers.verify
     verified: list[str] = []
 
-    def counted(text: str) -> Identity:
+    def counted(text: str) -> VerifiedToken:
         verified.append(text)
         return verify(text)
 

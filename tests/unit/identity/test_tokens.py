@@ -20,7 +20,7 @@ from service.contract.issuer_rules import ALGORITHMS
 from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_CALLER, INVALID_TOKEN, Problem
 from service.identity.refusals import JwksPending
-from service.identity.tokens import GLOBS_MAX, Identity, Issuers, file_faults
+from service.identity.tokens import GLOBS_MAX, Issuers, VerifiedToken, file_faults
 from tests.unit.identity.signing import CLAIMS, ISSUER, NOW, Published, Signer, key_set, part
 
 SIGNER = Signer.new()
@@ -35,7 +35,7 @@ def issuers_of(*rules: IssuerRule, signers: tuple[Signer, ...] = (SIGNER, RSA)) 
     )
 
 
-async def identity_of(issuers: Issuers, token: str) -> Identity:
+async def identity_of(issuers: Issuers, token: str) -> VerifiedToken:
     """Verify a token as the service does, which waits for keys that are being read."""
     try:
         return issuers.verify(token)

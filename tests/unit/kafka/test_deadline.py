@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import Identity, Keys, StoreGeneration
+from service.claims.redis_store import Keys, ServerIdentity, StoreGeneration
 from service.core.metrics import Telemetry
 from service.kafka.deadline import Abandoned, shared, within
 from service.slots.generation_log import Control
@@ -60,8 +60,8 @@ async def test_a_cancellation_from_within_raises_abandoned() -> None:
 
 
 class _Keys:
-    async def who(self) -> Identity:
-        return Identity(GENERATION.store, GENERATION)
+    async def who(self) -> ServerIdentity:
+        return ServerIdentity(GENERATION.store, GENERATION)
 
     async def resolve_again(self) -> None: ...
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import REPLAY_CHUNK, Identity, StoreGeneration
+from service.claims.redis_store import REPLAY_CHUNK, ServerIdentity, StoreGeneration
 from service.claims.states import Delivered, Row, SlotEvent, SlotState
 from service.contract.wire import Entry, LedgerRecord, NewerVersion, decode_ledger
 from service.core.metrics import Telemetry
@@ -508,7 +508,7 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
     bed.keys.server.held = StoreGeneration(GENERATION.number, "run/named")
     paused: list[float] = []
 
-    async def rest(identity: Identity, pause_s: float) -> None:
+    async def rest(identity: ServerIdentity, pause_s: float) -> None:
         paused.append(pause_s)
         await asyncio.sleep(60)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import Identity, Keys, StoreGeneration
+from service.claims.redis_store import Keys, ServerIdentity, StoreGeneration
 from service.contract.wire import transactional_id
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
@@ -21,16 +21,16 @@ from tests.unit.fakes import FakeCluster, World, until
 from tests.unit.scrape import sample
 
 NAMED = StoreGeneration(7, "run/primary")
-OTHER = Identity("run/left-behind", StoreGeneration(7, "run/primary"))
+OTHER = ServerIdentity("run/left-behind", StoreGeneration(7, "run/primary"))
 
 
-FLUSHED = Identity("run/primary", None)
+FLUSHED = ServerIdentity("run/primary", None)
 
 
 class _Keys:
     """The server at the address; `may_recover` is False if another process's nonce stands."""
 
-    def __init__(self, identity: Identity = OTHER) -> None:
+    def __init__(self, identity: ServerIdentity = OTHER) -> None:
         self.identity = identity
         self.may_recover = True
         self.asked = 0
@@ -38,7 +38,7 @@ class _Keys:
         self.errors: list[Exception] = []
         self.cannot_resolve = False
 
-    async def who(self) -> Identity:
+    async def who(self) -> ServerIdentity:
         self.asked += 1
         await asyncio.sleep(0.001)
         if self.errors:
@@ -50,7 +50,7 @@ class _Keys:
         if self.cannot_resolve:
             raise RuntimeError("a bug")
 
-    async def recover(self, seen: Identity, nonce: str) -> bool:
+    async def recover(self, seen: ServerIdentity, nonce: str) -> bool:
         return self.may_recover
 
     async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:
@@ -123,21 +123,21 @@ async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_paus
         await until(lambda: keys.asked >= 4)  # it pauses, and looks again
         assert not settled.done()
         assert store.state == "stale-store"
-        keys.identity = Identity(NAMED.store, NAMED)
+        keys.identity = ServerIdentity(NAMED.store, NAMED)
         assert await asyncio.wait_for(settled, 3.0) == NAMED
 
 
 @pytest.mark.parametrize("generation", [-1, NAMED.number - 1])
 async def test_a_redis_that_served_another_kafka_is_reported_as_stale(generation: int) -> None:
     """Kafka was recreated, and Redis was kept: its generation is higher than any new one."""
-    keys, control = _Keys(Identity(NAMED.store, NAMED)), _Control()
+    keys, control = _Keys(ServerIdentity(NAMED.store, NAMED)), _Control()
     control.generation = generation
     async with settling(keys, control) as (store, settled):
         await until(lambda: keys.asked >= 3)
         assert store.status.startswith("stale-store: Redis has keys of generation 7")
         assert "{fencepost:0}" in store.status
         assert control.generation == generation, "it wrote one generation after the other"
-        keys.identity = Identity(NAMED.store, None)  # the keys were deleted, as the status says
+        keys.identity = ServerIdentity(NAMED.store, None)  # the keys were deleted, as the status says
         control.generation = NAMED.number
         keys.may_recover = False
         await until(lambda: store.state == "recovering")
@@ -225,7 +225,7 @@ async def test_the_nonce_is_renewed_although_a_renewal_fails() -> None:
 
 
 async def test_an_unexpected_error_of_the_search_for_the_store_is_counted_though_nobody_awaits_it() -> None:
-    keys, telemetry = _Keys(Identity(NAMED.store, NAMED)), Telemetry()
+    keys, telemetry = _Keys(ServerIdentity(NAMED.store, NAMED)), Telemetry()
     async with settling(keys, _Control(), telemetry=telemetry) as (store, settled):
         await settled
         keys.errors.append(StoreAway("away"))
@@ -234,7 +234,7 @@ async def test_an_unexpected_error_of_the_search_for_the_store_is_counted_though
         await until(lambda: sample(telemetry, "fencepost_task_failures_total", task="settle-store") == 1)
 
 
-SETTLED = Identity(NAMED.store, NAMED)
+SETTLED = ServerIdentity(NAMED.store, NAMED)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ async def test_an_error_does_not_end_the_search_for_the_store(error: Exception, 
 
 
 async def test_a_replica_is_neither_adopted_nor_recovered() -> None:
-    keys, control = _Keys(Identity("not a primary", NAMED)), _Control()
+    keys, control = _Keys(ServerIdentity("not a primary", NAMED)), _Control()
     async with settling(keys, control) as (store, settled):
         await until(lambda: keys.asked >= 2)
         assert store.status == "store-away: the server that answers is not a primary"
