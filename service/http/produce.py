@@ -135,24 +135,24 @@ class BySize:
 class PathEndpoint:
     """An ASGI endpoint for POSTs whose handler gets the parameters of the path."""
 
-    def __init__(self, handler: Callable[[PathParameters, PostRequest], None], posts: EventsEndpoint) -> None:
+    def __init__(self, handler: Callable[[PathParameters, PostRequest], None], events: EventsEndpoint) -> None:
         self._handler = handler
-        self._posts = posts
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = partial(self._handler, scope["path_params"])
-        await AsgiEndpoint(handler, self._posts.body_bytes_max, self._posts.bodies)(scope, receive, send)
+        await AsgiEndpoint(handler, self._events.body_bytes_max, self._events.bodies)(scope, receive, send)
 
 
 class ProduceEndpoint:
-    """The handlers of the produce API. `posts` checks what holds for all requests."""
+    """The handlers of the produce API. `events` checks what holds for all requests."""
 
-    def __init__(self, posts: EventsEndpoint, rules: Rules, retention_s: int, *, has_registry: bool = False) -> None:
+    def __init__(self, events: EventsEndpoint, rules: Rules, retention_s: int, *, has_registry: bool = False) -> None:
         """`retention_s` is the retention, in seconds, of keys for which no rule sets one.
 
         `has_registry`: there is a schema registry.
         """
-        self._posts = posts
+        self._events = events
         self._retention_s = retention_s
         self._schemas = SchemaUse(has_registry)
         self._schema_use = lru_cache(maxsize=TOPICS_MAX)(lambda topic: _schema_use(rules, topic, has_registry))
@@ -160,10 +160,10 @@ class ProduceEndpoint:
 
     def routes(self) -> list[Route]:
         """Make the routes of the API's POSTs."""
-        v2 = PathEndpoint(self._take_v2, self._posts)
-        stream = StreamEndpoint(self._posts, self._stream_v3, _v3_refusal)
-        v3 = BySize(PathEndpoint(partial(self._take_v3, self._write_v3), self._posts), stream)
-        batch = PathEndpoint(partial(self._take_v3, self._write_batch), self._posts)
+        v2 = PathEndpoint(self._take_v2, self._events)
+        stream = StreamEndpoint(self._events, self._stream_v3, _v3_refusal)
+        v3 = BySize(PathEndpoint(partial(self._take_v3, self._write_v3), self._events), stream)
+        batch = PathEndpoint(partial(self._take_v3, self._write_batch), self._events)
         of_v2 = [
             Route("/topics/{topic}", v2, methods=["POST"]),
             Route("/topics/{topic}/partitions/{partition}", v2, methods=["POST"]),
@@ -177,10 +177,10 @@ class ProduceEndpoint:
         return of_v2 + of_v3
 
     def _take_v2(self, path: PathParameters, post: PostRequest) -> None:
-        self._posts.take(partial(self._post_v2, path), self._responder(V2_TYPE).fail, post)
+        self._events.take(partial(self._post_v2, path), self._responder(V2_TYPE).fail, post)
 
     def _take_v3(self, write: V3Writer, path: PathParameters, post: PostRequest) -> None:
-        self._posts.take(partial(self._post_v3, write, path), self._responder(V3_TYPE).fail, post)
+        self._events.take(partial(self._post_v3, write, path), self._responder(V3_TYPE).fail, post)
 
     # -------------------------------------------------------------------------------------------------------------- v2
 
@@ -347,14 +347,14 @@ class ProduceEndpoint:
         return RecordsRequest(post, topic, caller, key, traceparent, self._responder(media_type, key.key))
 
     def _responder(self, media_type: bytes, key: str | None = None) -> ProduceResponder:
-        return ProduceResponder(self._posts.telemetry, self._retention_s, media_type, key)
+        return ProduceResponder(self._events.telemetry, self._retention_s, media_type, key)
 
     def _key_of(self, found: UsedHeaders, topic: str, caller: Caller) -> RequestKey:
         """Return the key of a request; one is made for a request without, unless the topic's rule refuses that.
 
         The age of the key is judged here, once: the key of a stream may become old while its records come.
         """
-        raw, admission = found.get(b"idempotency-key"), self._posts.admission
+        raw, admission = found.get(b"idempotency-key"), self._events.admission
         if raw is not None:
             key = parse_key(raw)
             return RequestKey(key, caller.scope, admission.checks.keys.is_old(key, topic))
@@ -362,7 +362,7 @@ class ProduceEndpoint:
 
     def _begin(self, request: RecordsRequest, work: Coroutine[Any, Any, None]) -> None:
         """Start the work of a request, unless the queue is full."""
-        admission = self._posts.admission
+        admission = self._events.admission
         if overload := admission.overload:
             work.close()
             request.responder.refuse(request.post, overload, admission.load_shedder)
@@ -375,7 +375,7 @@ class ProduceEndpoint:
         """Write the records, and return the result of each. Raises Problem (504) if too many problems are in memory."""
         results: list[WriteResult] = []
         problems = 0
-        admission, arrived = self._posts.admission, request.post.arrived
+        admission, arrived = self._events.admission, request.post.arrived
         async for group in write_each(admission, records, _event_of, arrived, request.caller, request.key.fresh):
             results += group
             problems += sum([isinstance(result, Problem) for result in group])

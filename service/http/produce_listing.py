@@ -175,8 +175,8 @@ class _Whole:
 class ProduceListing:
     """The read-only routes beside the produce API's POSTs."""
 
-    def __init__(self, posts: EventsEndpoint, parts: ListingParts) -> None:
-        self._posts = posts
+    def __init__(self, events: EventsEndpoint, parts: ListingParts) -> None:
+        self._events = events
         self._parts = parts
         self._lists = SharedLists()
 
@@ -211,7 +211,7 @@ class ProduceListing:
                 address = request.client.host if request.client else None
                 needs_host = request.scope["http_version"] != "1.0"
                 certificate = request.scope.get(SCOPE_KEY, NO_CERTIFICATE)
-                caller = await self._posts.find_caller(address, found, host_needed=needs_host, certificate=certificate)
+                caller = await self._events.find_caller(address, found, host_needed=needs_host, certificate=certificate)
                 await caller.wait_s()  # asks for a slice; who is over the rate does not wait
                 caller.spend(1, 0)
                 body = await answer(ListRequest(request, caller, self._parts, self._lists))

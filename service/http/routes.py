@@ -62,11 +62,11 @@ class Parts(Protocol):
     async def readiness(self) -> dict[str, object]: ...
 
 
-def routes(app: FastAPI, service: Parts, callers: Callers, posts: EventsEndpoint) -> None:
+def routes(app: FastAPI, service: Parts, callers: Callers, events: EventsEndpoint) -> None:
     """Add the routes to the app. Each of `callers` sees its own keys only."""
     prepare(app)
     add_probes(app, service)
-    app.router.routes += event_routes(service, callers, posts)
+    app.router.routes += event_routes(service, callers, events)
 
 
 def prepare(app: FastAPI) -> None:
@@ -80,14 +80,14 @@ def prepare(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
-def event_routes(service: Parts, callers: Callers, posts: EventsEndpoint) -> list[BaseRoute]:
+def event_routes(service: Parts, callers: Callers, events: EventsEndpoint) -> list[BaseRoute]:
     """Make the routes of events and of the states of keys, for an app that was prepared."""
-    lines = StreamEndpoint(posts, lines_exchange)
+    lines = StreamEndpoint(events, lines_exchange)
     router = APIRouter()
-    for path, handler in posts.routes.items():
-        endpoint: ASGIApp = AsgiEndpoint(handler, posts.body_bytes_max, posts.bodies)
-        if path in posts.streamed:
-            endpoint = ByContentType(posts.streamed[path], lines, endpoint)
+    for path, handler in events.routes.items():
+        endpoint: ASGIApp = AsgiEndpoint(handler, events.body_bytes_max, events.bodies)
+        if path in events.streamed:
+            endpoint = ByContentType(events.streamed[path], lines, endpoint)
         router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
     _add_keys(router, service, callers)
     return router.routes

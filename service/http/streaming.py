@@ -148,14 +148,14 @@ RenderProblem = Callable[[Problem], tuple[int, Headers, bytes]]
 class StreamEndpoint:
     """An ASGI endpoint for the POSTs of one route whose bodies are read as they arrive."""
 
-    def __init__(self, posts: EventsEndpoint, begin: Begin, render: RenderProblem = render_problem) -> None:
-        self._posts = posts
+    def __init__(self, events: EventsEndpoint, begin: Begin, render: RenderProblem = render_problem) -> None:
+        self._events = events
         self._begin = begin
         self._render_problem = render
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = StreamedBody(receive, self._posts.stopping, self._posts.bodies)
-        response = StreamedResponse(send, scope["http_version"], self._posts.bodies)
+        body = StreamedBody(receive, self._events.stopping, self._events.bodies)
+        response = StreamedResponse(send, scope["http_version"], self._events.bodies)
         try:
             try:
                 head = await self._head(scope)
@@ -188,7 +188,7 @@ class StreamEndpoint:
         found = pick(scope["headers"])
         client = scope.get("client")
         needs_host, certificate = scope["http_version"] != "1.0", scope.get(SCOPE_KEY, NO_CERTIFICATE)
-        caller = await self._posts.find_caller(
+        caller = await self._events.find_caller(
             client and client[0], found, host_needed=needs_host, certificate=certificate
         )
         if caller.is_rated:
@@ -209,14 +209,14 @@ class StreamEndpoint:
         asked = not body.begun and any(name == b"expect" for name, _ in scope["headers"])
         if (asked or problem.kind is REQUEST_TIMEOUT) and scope["http_version"].startswith("1."):
             headers = [*headers, (b"connection", b"close")]
-        self._posts.telemetry.requested(status, problem.kind.code)
+        self._events.telemetry.requested(status, problem.kind.code)
         await send_whole(send, status, headers, content)
 
     async def _write(
         self, head: StreamHead, exchange: Exchange, body: "StreamedBody", response: "StreamedResponse"
     ) -> None:
         """Write the events of a body, window by window. Raises Problem where the body cannot be read on."""
-        admission, caller = self._posts.admission, head.caller
+        admission, caller = self._events.admission, head.caller
         # A larger window would be a debt of many seconds.
         events_max = min(WINDOW_EVENTS, caller.burst or WINDOW_EVENTS)
         bytes_max = min(WINDOW_BYTES, caller.burst_bytes or WINDOW_BYTES)
@@ -225,7 +225,7 @@ class StreamEndpoint:
             await _wait_for_rate(caller, len(window), sum(map(_size_of, window)), body)
             await self._wait_for_queue(body)
             if not response.started:
-                self._posts.telemetry.requested(exchange.status, "")
+                self._events.telemetry.requested(exchange.status, "")
                 response.start(exchange.status, headers_of(exchange.head + caller.rate_lines()))
             writing = write_each(admission, window, exchange.parse, time.monotonic(), caller, exchange.fresh_key)
             async for results in in_steps(writing):
@@ -238,7 +238,7 @@ class StreamEndpoint:
     async def _wait_for_queue(self, body: "StreamedBody") -> None:
         """Wait, for OVERLOAD_WAIT_S at most, until the queue takes events. Raises what StreamedBody.pause does."""
         until = time.monotonic() + OVERLOAD_WAIT_S
-        while self._posts.admission.overload is not None and time.monotonic() < until:
+        while self._events.admission.overload is not None and time.monotonic() < until:
             await body.pause(OVERLOAD_PAUSE_S)
 
 
