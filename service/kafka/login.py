@@ -44,7 +44,9 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
         self._security = security
         self.renew_at = math.inf  # from when on the session is renewed as soon as no transaction is open
         self.ends_at = math.inf  # from when on nothing else may be sent
-        self.check: asyncio.Task[None] | None = None  # a probe or a renewal; nothing else may be sent meanwhile
+        self.check: asyncio.Task[None] | None = (
+            None  # a probe, or the re-authentication of KIP-368; nothing else is sent meanwhile
+        )
 
     def send(self, request: Any, expect_response: bool = True) -> Coroutine[Any, Any, Any]:
         response: Coroutine[Any, Any, Any] = super().send(request, expect_response)
