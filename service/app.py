@@ -471,8 +471,9 @@ def build_entrance(settings: Settings, loaded: LoadedRules, give_up: Callable[[S
     service = Service(settings, loaded.rules, loaded.schemas, Telemetry(), give_up)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def running(prepare: Callable[[LoadedRules], Callable[[], None]]) -> AsyncIterator[None]:
         service.start()
+        reload = RulesReload(settings, loaded, service.topics, service.telemetry, prepare)
         watching = supervise("rules", reload.run, service.telemetry)
         try:
             yield
@@ -480,6 +481,4 @@ def build_entrance(settings: Settings, loaded: LoadedRules, give_up: Callable[[S
             watching.cancel()
             await service.stop()
 
-    entrance = Entrance(service, loaded, lifespan)
-    reload = RulesReload(settings, loaded, service.topics, service.telemetry, entrance.prepare)
-    return entrance
+    return Entrance(service, loaded, running)

@@ -1,12 +1,11 @@
 """What a request meets first: the app, and the transport below it. Both are replaced together when the rules change."""
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from fastapi import FastAPI
 from starlette.routing import BaseRoute
-from starlette.types import Lifespan
 
 from service.contract import Rules
 from service.core.settings import Settings
@@ -53,10 +52,18 @@ class Ruled(NamedTuple):
 class Entrance:
     """The app and the direct transport's handlers, by the rules that hold, and the app of the management port."""
 
-    def __init__(self, service: ServiceParts, loaded: LoadedRules, lifespan: Lifespan[FastAPI]) -> None:
+    def __init__(
+        self,
+        service: ServiceParts,
+        loaded: LoadedRules,
+        running: Callable[[Callable[[LoadedRules], Callable[[], None]]], AbstractAsyncContextManager[None]],
+    ) -> None:
+        """`running` is the service from start to stop, which gives `prepare` the rules that change meanwhile."""
         self._service = service
         self.telemetry = service.telemetry
-        self.app = Application((), lifespan, has_documentation=not service.settings.management_port)
+        self.app = Application(
+            (), lambda _: running(self.prepare), has_documentation=not service.settings.management_port
+        )
         self.management: Application | None = None  # with a port of its own
         prepare(self.app)
         if service.settings.management_port:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -19,6 +20,7 @@ from joserfc import jwt
 from joserfc.jwk import ECKey
 
 from deploy.stack import free_port
+from service import rules_reload
 from service.app import Service, build_entrance
 from service.contract import Rules
 from service.core.settings import Settings
@@ -121,6 +123,30 @@ async def test_changed_rules_decide_about_the_next_request_of_each_route(
         assert await client.ask("shop", path="/topics/orders") == (401, 40101)
         assert await client.ask("shop", "GET", "/topics") == (401, 40101)
         assert await client.ask("shop", path="/events/batch", more="content-encoding: identity\r\n") == UNKNOWN
+
+
+async def test_the_running_app_takes_a_file_that_changed_before_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules_reload, "LOOK_S", 0.01)
+    settings = replace(SETTINGS, rules=str(tmp_path / "rules.toml"))
+    entrance = build_entrance(settings, loaded(tmp_path, "shop"), lambda _: None)
+    changed = loaded(tmp_path, "till")
+    async with entrance.app.router.lifespan_context(entrance.app):
+        await until(lambda: entrance.ruled.loaded.sha256 == changed.sha256)
+
+
+async def test_the_retention_of_each_rules_in_between_counts_for_the_keys_of_then(
+    tmp_path: Path,
+) -> None:
+    settings = replace(SETTINGS, key_ttl_s=86_400)
+    longer = '[[topics]]\npattern = "*"\nkey_ttl_s = 900000\n'
+    entrance = build_entrance(settings, loaded(tmp_path, "shop", more=longer), lambda _: None)
+    for more in ("", longer):
+        entrance.prepare(loaded(tmp_path, "shop", more=more))()
+    made_ms = int(time.time() * 1000) - 2 * 86_400_000
+    key = f"{made_ms >> 16:08x}-{made_ms & 0xFFFF:04x}-7000-8000-000000000000"
+    assert entrance.ruled.endpoint.admission.checks.keys.is_old(key, "orders")
 
 
 async def test_a_request_that_has_begun_keeps_its_rules(served: tuple[Entrance, int], tmp_path: Path) -> None:
