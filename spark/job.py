@@ -193,8 +193,8 @@ class _Run:
         self._report_identities()
         now_ms = int(time.time() * 1000) if self.now_ms is None else self.now_ms
         with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
-            # Not the number of the interrupted run, which is fenced.
             discover = partial(self._discover, now_ms)
+            # `newest + 1`: the number of the interrupted run is fenced.
             plan = planning.freeze(
                 admin, self.settings, self.last_plan, now_ms, discover, self._topics_in_lake, newest + 1
             )
@@ -463,7 +463,7 @@ class _Run:
             some_hours = sorted({hour for hour in late if hour < now} | _ended(last_run, plan))
             self.lake.optimize(some_hours, [*lake.COMPACTED, *view.of_topics(self.lake)])
         if options.vacuum_h is not None:
-            self.lake.vacuum(options.vacuum_h, [*lake.SCHEMAS, publish.TABLE, lock.TABLE, *view.tables(self.lake)])
+            self.lake.vacuum(options.vacuum_h, [*lake.SCHEMAS, lock.TABLE, *view.tables(self.lake)])
 
 
 def _plans_of(rows: Iterable[Row]) -> dict[int, Plan]:

@@ -87,19 +87,17 @@ def is_deterministic(rows: DataFrame) -> bool:
 
 
 class Snapshot(NamedTuple):
-    """A version of a Delta table, with its size in bytes and its number of files, None if the log does not say them."""
+    """The size in bytes of a version of a Delta table, and its number of files; None if the log does not say them."""
 
-    version: int
     size: int | None
     files: int | None
 
 
 def snapshot_of(rows: DataFrame) -> Snapshot:
-    """Return the version of the Delta table that a frame reads unchanged; the log is not read for it."""
+    """Return size and files of the Delta table that a frame reads unchanged; lists the log once more, runs no query."""
     snapshot = rows._jdf.queryExecution().analyzed().relation().location().getSnapshot()
     size, files = snapshot.sizeInBytesIfKnown(), snapshot.numOfFilesIfKnown()
     return Snapshot(
-        int(snapshot.version()),
         int(size.get()) if size.isDefined() else None,
         int(files.get()) if files.isDefined() else None,
     )

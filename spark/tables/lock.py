@@ -48,11 +48,11 @@ def unchecked() -> None:
 def held(spark: SparkSession, root: str) -> Iterator[CheckHeld]:
     """Hold the lock of the lake at `root`; AnotherRun if another process holds that lock.
 
-    On a local disk the JVM locks a file: the operating system releases that lock when the JVM dies, and not before its
-    last writing thread has ended. Elsewhere the lock is a lease: a row in a Delta table, and Delta lets only one of two
-    concurrent commits succeed. A run that outlives its lease fails at its next commit. A commit that was already under
-    way is skipped by Delta, since the next run fences the interrupted run's number (`Lake.fence`) before it plans the
-    same records again.
+    On a `file:` path the JVM locks a file: the operating system releases that lock when the JVM dies, and not before
+    its last writing thread has ended. On a mount of several machines this is as safe as its POSIX locks. Elsewhere the
+    lock is a lease: a row in a Delta table, and Delta lets only one of two concurrent commits succeed. A run that
+    outlives its lease fails at its next commit. A commit that was already under way is skipped by Delta, since the next
+    run fences the interrupted run's number (`Lake.fence`) before it plans the same records again.
     """
     path = files.local(spark, root)
     with _locked(spark, root, path) if path is not None else _leased(spark, root) as check_held:
