@@ -317,9 +317,14 @@ class Lake:
         self._writer(name, rows, "append", run).save(self.path(name))
 
     def fence(self, names: Iterable[str], run: int) -> None:
-        """Let Delta skip what this run has not yet written to these tables: an empty commit with its number in each."""
+        """Let Delta skip what this run has not yet written to these tables: an empty commit with its number in each.
+
+        A view without a table (its topic has no event yet) is left out: the run that creates the table has a later
+        number, after which Delta skips this one.
+        """
         for name in names:
-            self.append_once(name, self.read(name).limit(0), run)
+            if name in SCHEMAS or self.exists(name):
+                self.append_once(name, self.read(name).limit(0), run)
 
     def append(self, name: str, rows: DataFrame) -> None:
         """Append rows, at every call."""

@@ -343,7 +343,9 @@ def test_a_fenced_run_writes_no_deliveries_any_more(spark: SparkSession, tmp_pat
     tables = lake.Lake(spark, str(tmp_path))
     if not is_new:
         tables.append_once("deliveries", reduced(spark, [copy(1), entry(1)]), 1)
-    tables.fence(["deliveries", "findings"], 2)
+    # A registered view whose topic has no event yet has no table.
+    tables.fence(["deliveries", "findings", "view/t"], 2)
+    assert not tables.exists("view/t")
     stale = reduced(spark, [entry(1), copy(2), entry(2)], 2).localCheckpoint()
     if is_new:
         tables.append_once("deliveries", stale, 2)
