@@ -471,9 +471,9 @@ def build_entrance(settings: Settings, loaded: LoadedRules, give_up: Callable[[S
     service = Service(settings, loaded.rules, loaded.schemas, Telemetry(), give_up)
 
     @contextlib.asynccontextmanager
-    async def running(prepare: Callable[[LoadedRules], Callable[[], None]]) -> AsyncIterator[None]:
+    async def running(build: Callable[[LoadedRules], Callable[[], None]]) -> AsyncIterator[None]:
         service.start()
-        reload = RulesReload(settings, loaded, service.topics, service.telemetry, prepare)
+        reload = RulesReload(settings, loaded, service.topics, service.telemetry, build)
         watching = supervise("rules", reload.run, service.telemetry)
         try:
             yield

@@ -17,7 +17,7 @@ from service.http.produce import ProduceEndpoint
 from service.http.produce_listing import ListingParts, ProduceListing
 from service.http.protocol import Posts
 from service.http.rates import Rates
-from service.http.routes import Parts, add_probes, event_routes, prepare
+from service.http.routes import Parts, add_middleware, add_probes, event_routes
 from service.http.sources import SourcesEndpoint
 from service.http.token_callers import TokenCallers
 from service.pipeline.admission import Admission
@@ -58,17 +58,17 @@ class Entrance:
         loaded: LoadedRules,
         running: Callable[[Callable[[LoadedRules], Callable[[], None]]], AbstractAsyncContextManager[None]],
     ) -> None:
-        """`running` is the service from start to stop, which gives `prepare` the rules that change meanwhile."""
+        """`running` is the service from start to stop, which gives `build` the rules that change meanwhile."""
         self._service = service
         self.telemetry = service.telemetry
         self.app = Application(
-            (), lambda _: running(self.prepare), has_documentation=not service.settings.management_port
+            (), lambda _: running(self.build), has_documentation=not service.settings.management_port
         )
         self.management: Application | None = None  # with a port of its own
-        prepare(self.app)
+        add_middleware(self.app)
         if service.settings.management_port:
             self.management = Application()
-            prepare(self.management)
+            add_middleware(self.management)
         add_probes(self.management or self.app, service)
         self._always = list(self.app.router.routes)
         self.ruled = self._made(loaded)
@@ -76,7 +76,7 @@ class Entrance:
         self.posts = Posts(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies, endpoint.streamed)
         self._enter(self.ruled)
 
-    def prepare(self, loaded: LoadedRules) -> Callable[[], None]:
+    def build(self, loaded: LoadedRules) -> Callable[[], None]:
         """Make all that these rules decide, in any thread; return what has them decide about each request from then on.
 
         Requests that have begun go on with the rules of their beginning: their routes and handlers refer to them.

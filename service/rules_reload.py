@@ -40,9 +40,9 @@ class _Reading(NamedTuple):
 
 
 class RulesReload:
-    """Watches the files of the rules, and hands usable ones to `prepare`.
+    """Watches the files of the rules, and hands usable ones to `build`.
 
-    `prepare` makes all that rules decide, in a thread, and returns what replaces it on the event loop.
+    `build` makes all that rules decide, in a thread, and returns what replaces it on the event loop.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class RulesReload:
         loaded: LoadedRules,
         topics: InternalTopics,
         telemetry: Telemetry,
-        prepare: Callable[[LoadedRules], Callable[[], None]],
+        build: Callable[[LoadedRules], Callable[[], None]],
     ) -> None:
         self._settings = settings
         self._loaded = loaded  # the rules in force
         self._topics = topics
         self._telemetry = telemetry
-        self._prepare = prepare
+        self._build = build
         self._is_asked = asyncio.Event()
         self._files: Sequence[str] = loaded.files
         self._read = loaded.stamp  # of the files, before they were read the last time
@@ -148,7 +148,7 @@ class RulesReload:
         return found
 
     async def _take(self, loaded: LoadedRules) -> None:
-        replace = await asyncio.to_thread(self._prepare, loaded)
+        replace = await asyncio.to_thread(self._build, loaded)
         replace()
         before, self._loaded = self._loaded, loaded
         self._telemetry.rules_in_force(loaded.sha256, loaded.schemas_sha256, time.time())

@@ -64,12 +64,12 @@ class Parts(Protocol):
 
 def routes(app: FastAPI, service: Parts, callers: Callers, events: EventsEndpoint) -> None:
     """Add the routes to the app. Each of `callers` sees its own keys only."""
-    prepare(app)
+    add_middleware(app)
     add_probes(app, service)
     app.router.routes += event_routes(service, callers, events)
 
 
-def prepare(app: FastAPI) -> None:
+def add_middleware(app: FastAPI) -> None:
     """Add to the app how problems are answered, and what each kind of problem is."""
     app.router.redirect_slashes = False  # `/events` and `/events/` are different resources
     app.add_middleware(HeadAsGet)

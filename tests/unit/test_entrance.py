@@ -115,7 +115,7 @@ async def test_changed_rules_decide_about_the_next_request_of_each_route(
         for _ in range(2):  # whole, and as a second request of its connection
             assert await client.ask("shop") == LET_IN
             assert await client.ask("till") == UNKNOWN
-        entrance.prepare(loaded(tmp_path, "till"))()
+        entrance.build(loaded(tmp_path, "till"))()
         assert await client.ask("shop") == UNKNOWN
         assert await client.ask("till") == LET_IN
         assert await client.ask("shop", "GET", "/events/k") == UNKNOWN
@@ -143,7 +143,7 @@ async def test_the_retention_of_each_rules_in_between_counts_for_the_keys_of_the
     longer = '[[topics]]\npattern = "*"\nkey_ttl_s = 900000\n'
     entrance = build_entrance(settings, loaded(tmp_path, "shop", more=longer), lambda _: None)
     for more in ("", longer):
-        entrance.prepare(loaded(tmp_path, "shop", more=more))()
+        entrance.build(loaded(tmp_path, "shop", more=more))()
     made_ms = int(time.time() * 1000) - 2 * 86_400_000
     key = f"{made_ms >> 16:08x}-{made_ms & 0xFFFF:04x}-7000-8000-000000000000"
     assert entrance.ruled.endpoint.admission.checks.keys.is_old(key, "orders")
@@ -155,7 +155,7 @@ async def test_a_request_that_has_begun_keeps_its_rules(served: tuple[Entrance, 
     async with connected(port) as client, connected(port) as other:
         await client.send(head, body[:5])
         assert await other.ask("till") == UNKNOWN  # the head was read before this was answered
-        entrance.prepare(loaded(tmp_path, "till"))()
+        entrance.build(loaded(tmp_path, "till"))()
         assert await other.ask("till") == LET_IN
         await client.send(body[5:])
         status, _, _ = await client.answer()
@@ -176,7 +176,7 @@ async def test_a_stream_that_has_begun_keeps_its_rules(served: tuple[Entrance, i
         for _ in range(3):
             writer.write(b"%x\r\n%b\r\n" % (len(line), line))
             assert b'"code":"not-written"' in await reader.readuntil(b"}}\n")
-            entrance.prepare(loaded(tmp_path, "till"))()
+            entrance.build(loaded(tmp_path, "till"))()
         writer.write(b"0\r\n\r\n")
         assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"\r\n0\r\n\r\n")
         writer.write(b"".join(request_of("shop")))
@@ -192,7 +192,7 @@ async def test_web_pages_may_be_allowed_and_forbidden_on_an_open_connection(
     cors = '[[cors]]\norigins = ["https://shop.example"]\n'
     async with connected(port) as client:
         for rules in ("", cors, ""):
-            entrance.prepare(loaded(tmp_path, "shop", more=rules))()
+            entrance.build(loaded(tmp_path, "shop", more=rules))()
             await client.send(*page)
             status, headers, _ = await client.answer()
             assert (status, "access-control-allow-origin" in headers) == (503, bool(rules))
@@ -201,10 +201,10 @@ async def test_web_pages_may_be_allowed_and_forbidden_on_an_open_connection(
 async def test_a_rate_is_not_given_anew_with_changed_rules(served: tuple[Entrance, int], tmp_path: Path) -> None:
     entrance, port = served
     async with connected(port) as client:
-        entrance.prepare(loaded(tmp_path, "shop", more="rate = 0.01\n"))()
+        entrance.build(loaded(tmp_path, "shop", more="rate = 0.01\n"))()
         assert await client.ask("shop") == LET_IN
         assert await client.ask("shop") == (429, "rate-limited")
-        entrance.prepare(loaded(tmp_path, "shop", "till", more="rate = 0.01\n"))()
+        entrance.build(loaded(tmp_path, "shop", "till", more="rate = 0.01\n"))()
         assert await client.ask("shop") == (429, "rate-limited")
         assert await client.ask("till") == LET_IN
 
@@ -214,7 +214,7 @@ async def test_requests_share_the_bounds_of_the_process_whatever_their_rules(
 ) -> None:
     entrance, _ = served
     before = entrance.ruled
-    entrance.prepare(loaded(tmp_path, "till"))()
+    entrance.build(loaded(tmp_path, "till"))()
     after = entrance.ruled
     assert after.endpoint is not before.endpoint
     assert after.endpoint.bodies is before.endpoint.bodies
@@ -243,7 +243,7 @@ def reachable(roots: Iterable[object]) -> Iterator[object]:
 async def test_nothing_that_decides_about_requests_refers_to_the_rules_before(tmp_path: Path) -> None:
     """A part that kept them would judge some requests by two files."""
     entrance = build_entrance(SETTINGS, loaded(tmp_path, "shop"), lambda _: None)
-    entrance.prepare(loaded(tmp_path, "till"))()
+    entrance.build(loaded(tmp_path, "till"))()
     ruled = entrance.ruled
     parts = [ruled.callers, ruled.endpoint, ruled.sources, ruled.routes, entrance.posts.routes]
     found = {id(each): each for each in reachable(parts) if isinstance(each, Rules)}
@@ -272,7 +272,7 @@ async def test_the_keys_of_issuers_are_read_on_until_an_issuer_changes(
             ("", UNKNOWN),
         ):
             before = entrance.ruled.callers.tokens
-            entrance.prepare(loaded(tmp_path, "shop", more=more))()
+            entrance.build(loaded(tmp_path, "shop", more=more))()
             after = entrance.ruled.callers.tokens
             if before is not None and after is not None:
                 assert after.issuers.version == 1, more  # the keys are there at once

@@ -52,10 +52,10 @@ class Bed:
         settings = Settings(rules=str(path))
         topics = cast(InternalTopics, self.topics)
 
-        def prepare(loaded: LoadedRules) -> Callable[[], None]:
+        def build(loaded: LoadedRules) -> Callable[[], None]:
             return partial(self.taken.append, loaded)
 
-        self.reload = RulesReload(settings, load_rules(str(path)), topics, self.telemetry, prepare)
+        self.reload = RulesReload(settings, load_rules(str(path)), topics, self.telemetry, build)
         self.logged: list[Any] = []
 
     async def look(self, times: int = 2) -> None:
