@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from service.app import build_entrance, read_configuration
+from service.app import build_router, read_configuration
 from service.contract import PREFIX, SettingsError
 from service.core.logs import configure_logging
 from service.core.settings import Settings
@@ -41,26 +41,26 @@ def main() -> int:
         wrong.append(error)
         server.should_exit = True
 
-    entrance = build_entrance(settings, loaded, give_up)
-    stopping = entrance.ruled.endpoint.stopping
+    router = build_router(settings, loaded, give_up)
+    stopping = router.ruled.endpoint.stopping
     tls = settings.http_tls
     context = None
     if tls is not None:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        context = ServerTls(tls, handshakes_max(files), entrance.telemetry)
+        context = ServerTls(tls, handshakes_max(files), router.telemetry)
     server = LingeringServer(
         _config(
-            entrance.app,
+            router.app,
             settings.host,
             settings.port,
             # Without `posts` the connections hand all requests to the app.
-            protocol_of(None if settings.transport == "asgi" else entrance.posts, stopping),
+            protocol_of(None if settings.transport == "asgi" else router.posts, stopping),
             lifespan="on",
             timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,
         ),
         stopping,
         context,
-        [_management(entrance.management, settings)] if entrance.management is not None else [],
+        [_management(router.management, settings)] if router.management is not None else [],
     )
 
     def stop(*_: object) -> None:

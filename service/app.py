@@ -26,7 +26,6 @@ from service.core.settings import Settings
 from service.core.shared_task import shared
 from service.core.supervision import Cancelled, log_loop_errors, supervise
 from service.core.task_dump import dump_on_signal
-from service.entrance import Entrance
 from service.events.deliveries import Source
 from service.events.loaded_rules import LoadedRules, contradictions, load_rules
 from service.events.schemas import Schemas
@@ -46,6 +45,7 @@ from service.pipeline.pool import Pool
 from service.pipeline.queue import Queue
 from service.pipeline.resolver import Resolver
 from service.pipeline.writer import Writer
+from service.router import Router
 from service.rules_reload import RulesReload
 from service.slots.generation_log import Control
 from service.slots.recovery import STORE_STATES, CurrentStore, SlotRecovery
@@ -422,12 +422,12 @@ def create_app() -> FastAPI:
     """
     settings, loaded = read_configuration()
     configure_logging(settings.log_format, settings.log_keys)
-    entrance = build_entrance(
+    router = build_router(
         replace(settings, management_port=0, management_host=""),  # the server has one address
         loaded,
         lambda error: log.error("the service cannot become ready: correct this, and restart", error=error),
     )
-    return entrance.app
+    return router.app
 
 
 def read_configuration() -> tuple[Settings, LoadedRules]:
@@ -462,11 +462,11 @@ def build_app(
     give_up: Callable[[SettingsError], None],
 ) -> tuple[FastAPI, EventsEndpoint]:
     """Make the ASGI app, and the endpoint of its POSTs, for tests of what needs neither Kafka nor Redis."""
-    entrance = build_entrance(settings, LoadedRules(rules, schemas, tuple(sources)), give_up)
-    return entrance.app, entrance.ruled.endpoint
+    router = build_router(settings, LoadedRules(rules, schemas, tuple(sources)), give_up)
+    return router.app, router.ruled.endpoint
 
 
-def build_entrance(settings: Settings, loaded: LoadedRules, give_up: Callable[[SettingsError], None]) -> Entrance:
+def build_router(settings: Settings, loaded: LoadedRules, give_up: Callable[[SettingsError], None]) -> Router:
     """Make the service with its ASGI app, and with what a transport below ASGI calls."""
     service = Service(settings, loaded.rules, loaded.schemas, Telemetry(), give_up)
 
@@ -481,4 +481,4 @@ def build_entrance(settings: Settings, loaded: LoadedRules, give_up: Callable[[S
             watching.cancel()
             await service.stop()
 
-    return Entrance(service, loaded, running)
+    return Router(service, loaded, running)

@@ -29,7 +29,7 @@ def test_a_wrong_setting_ends_the_start_with_a_line(
     (tmp_path / "rules.toml").write_text("topics = [1]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(f"FENCEPOST_{name}", text)
-    monkeypatch.setattr(service.__main__, "build_entrance", Mock(side_effect=AssertionError("it was started")))
+    monkeypatch.setattr(service.__main__, "build_router", Mock(side_effect=AssertionError("it was started")))
     assert service.__main__.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rules.toml:1: topics: write [[topics]]" if text == "rules.toml" else f"FENCEPOST_{name}")
@@ -43,7 +43,7 @@ def test_each_schema_and_secret_that_cannot_be_used_ends_the_start_with_a_line(
     (tmp_path / "rules.toml").write_text(schema + "".join(f'[[sources]]\nname = "{name}"\n{of}' for name in ("a", "b")))
     (tmp_path / "s").write_text("\n")
     monkeypatch.setenv("FENCEPOST_RULES", str(tmp_path / "rules.toml"))
-    monkeypatch.setattr(service.__main__, "build_entrance", Mock(side_effect=AssertionError("it was started")))
+    monkeypatch.setattr(service.__main__, "build_router", Mock(side_effect=AssertionError("it was started")))
     assert service.__main__.main() == 2
     about_schema, *about_secrets = capsys.readouterr().err.splitlines()
     assert about_schema.startswith(f"FENCEPOST_RULES: schema {tmp_path / 'none.json'} cannot be used: ")
@@ -89,7 +89,7 @@ def test_rules_with_schemas_of_a_registry_need_its_address(
 ) -> None:
     (tmp_path / "rules.toml").write_text('[[topics]]\npattern = "orders"\nregistry = { value = {} }\n')
     monkeypatch.setenv("FENCEPOST_RULES", str(tmp_path / "rules.toml"))
-    monkeypatch.setattr(service.__main__, "build_entrance", Mock(side_effect=AssertionError("it was started")))
+    monkeypatch.setattr(service.__main__, "build_router", Mock(side_effect=AssertionError("it was started")))
     assert service.__main__.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (

@@ -23,7 +23,7 @@ import uvicorn
 from structlog.testing import capture_logs
 
 from deploy.stack import free_port
-from service.app import build_entrance
+from service.app import build_router
 from service.contract import CallerRule, Rules
 from service.core.metrics import Telemetry
 from service.core.settings import HttpTls, Settings
@@ -121,21 +121,21 @@ async def serving(
         **more,  # type: ignore[arg-type]
     )
     rules = rules or Rules()
-    entrance = build_entrance(settings, LoadedRules(rules, Schemas(rules), ()), lambda _: None)
+    router = build_router(settings, LoadedRules(rules, Schemas(rules), ()), lambda _: None)
     assert settings.http_tls is not None
-    context = ServerTls(settings.http_tls, 4, entrance.telemetry)
-    protocol = protocol_of(entrance.posts if transport == "direct" else None)
-    assert entrance.management is not None
+    context = ServerTls(settings.http_tls, 4, router.telemetry)
+    protocol = protocol_of(router.posts if transport == "direct" else None)
+    assert router.management is not None
     usual = {"log_config": None, "loop": "uvloop"}
     beside = uvicorn.Config(
-        entrance.management,
+        router.management,
         port=management_port,
         http=ManagementProtocol,
         lifespan="off",
         **usual,  # type: ignore[arg-type]
     )
-    config = uvicorn.Config(entrance.app, port=port, http=protocol, lifespan="on", **usual)  # type: ignore[arg-type]
-    server = LingeringServer(config, entrance.ruled.endpoint.stopping, context, [beside])
+    config = uvicorn.Config(router.app, port=port, http=protocol, lifespan="on", **usual)  # type: ignore[arg-type]
+    server = LingeringServer(config, router.ruled.endpoint.stopping, context, [beside])
     running = threading.Thread(target=server.run)  # on a loop of uvloop, as in production
     running.start()
     await until(lambda: server.started)

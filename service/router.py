@@ -49,7 +49,7 @@ class Ruled(NamedTuple):
     routes: list[BaseRoute]
 
 
-class Entrance:
+class Router:
     """The app and the direct transport's handlers, by the rules that hold, and the app of the management port."""
 
     def __init__(

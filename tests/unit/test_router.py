@@ -21,12 +21,12 @@ from joserfc.jwk import ECKey
 
 from deploy.stack import free_port
 from service import rules_reload
-from service.app import Service, build_entrance
+from service.app import Service, build_router
 from service.contract import Rules
 from service.core.settings import Settings
-from service.entrance import Entrance
 from service.events.loaded_rules import LoadedRules, load_rules
 from service.http.protocol import protocol_of
+from service.router import Router
 from tests.unit.fakes import until
 
 EVENT = b'{"topic": "orders", "value": 1}'
@@ -47,16 +47,16 @@ def loaded(folder: Path, *names: str, more: str = "") -> LoadedRules:
 
 
 @pytest.fixture(params=["direct", "asgi"])
-async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Entrance, int]]:
-    entrance = build_entrance(SETTINGS, loaded(tmp_path, "shop"), lambda _: None)
-    posts = entrance.posts if request.param == "direct" else None
+async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Router, int]]:
+    router = build_router(SETTINGS, loaded(tmp_path, "shop"), lambda _: None)
+    posts = router.posts if request.param == "direct" else None
     config = uvicorn.Config(
-        entrance.app, port=free_port(), http=protocol_of(posts), lifespan="on", log_config=None, loop="uvloop"
+        router.app, port=free_port(), http=protocol_of(posts), lifespan="on", log_config=None, loop="uvloop"
     )
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
     await until(lambda: server.started)
-    yield entrance, config.port
+    yield router, config.port
     server.should_exit = True
     await running
 
@@ -108,14 +108,14 @@ async def connected(port: int) -> AsyncIterator[Connection]:
 
 
 async def test_changed_rules_decide_about_the_next_request_of_each_route(
-    served: tuple[Entrance, int], tmp_path: Path
+    served: tuple[Router, int], tmp_path: Path
 ) -> None:
-    entrance, port = served
+    router, port = served
     async with connected(port) as client:
         for _ in range(2):  # whole, and as a second request of its connection
             assert await client.ask("shop") == LET_IN
             assert await client.ask("till") == UNKNOWN
-        entrance.build(loaded(tmp_path, "till"))()
+        router.build(loaded(tmp_path, "till"))()
         assert await client.ask("shop") == UNKNOWN
         assert await client.ask("till") == LET_IN
         assert await client.ask("shop", "GET", "/events/k") == UNKNOWN
@@ -130,10 +130,10 @@ async def test_the_running_app_takes_a_file_that_changed_before_its_start(
 ) -> None:
     monkeypatch.setattr(rules_reload, "LOOK_S", 0.01)
     settings = replace(SETTINGS, rules=str(tmp_path / "rules.toml"))
-    entrance = build_entrance(settings, loaded(tmp_path, "shop"), lambda _: None)
+    router = build_router(settings, loaded(tmp_path, "shop"), lambda _: None)
     changed = loaded(tmp_path, "till")
-    async with entrance.app.router.lifespan_context(entrance.app):
-        await until(lambda: entrance.ruled.loaded.sha256 == changed.sha256)
+    async with router.app.router.lifespan_context(router.app):
+        await until(lambda: router.ruled.loaded.sha256 == changed.sha256)
 
 
 async def test_the_retention_of_each_rules_in_between_counts_for_the_keys_of_then(
@@ -141,21 +141,21 @@ async def test_the_retention_of_each_rules_in_between_counts_for_the_keys_of_the
 ) -> None:
     settings = replace(SETTINGS, key_ttl_s=86_400)
     longer = '[[topics]]\npattern = "*"\nkey_ttl_s = 900000\n'
-    entrance = build_entrance(settings, loaded(tmp_path, "shop", more=longer), lambda _: None)
+    router = build_router(settings, loaded(tmp_path, "shop", more=longer), lambda _: None)
     for more in ("", longer):
-        entrance.build(loaded(tmp_path, "shop", more=more))()
+        router.build(loaded(tmp_path, "shop", more=more))()
     made_ms = int(time.time() * 1000) - 2 * 86_400_000
     key = f"{made_ms >> 16:08x}-{made_ms & 0xFFFF:04x}-7000-8000-000000000000"
-    assert entrance.ruled.endpoint.admission.checks.keys.is_old(key, "orders")
+    assert router.ruled.endpoint.admission.checks.keys.is_old(key, "orders")
 
 
-async def test_a_request_that_has_begun_keeps_its_rules(served: tuple[Entrance, int], tmp_path: Path) -> None:
-    entrance, port = served
+async def test_a_request_that_has_begun_keeps_its_rules(served: tuple[Router, int], tmp_path: Path) -> None:
+    router, port = served
     head, body = request_of("shop")
     async with connected(port) as client, connected(port) as other:
         await client.send(head, body[:5])
         assert await other.ask("till") == UNKNOWN  # the head was read before this was answered
-        entrance.build(loaded(tmp_path, "till"))()
+        router.build(loaded(tmp_path, "till"))()
         assert await other.ask("till") == LET_IN
         await client.send(body[5:])
         status, _, _ = await client.answer()
@@ -163,8 +163,8 @@ async def test_a_request_that_has_begun_keeps_its_rules(served: tuple[Entrance, 
         assert await client.ask("shop") == UNKNOWN
 
 
-async def test_a_stream_that_has_begun_keeps_its_rules(served: tuple[Entrance, int], tmp_path: Path) -> None:
-    entrance, port = served
+async def test_a_stream_that_has_begun_keeps_its_rules(served: tuple[Router, int], tmp_path: Path) -> None:
+    router, port = served
     head = (
         b"POST /events/batch HTTP/1.1\r\nhost: x\r\nauthorization: Bearer shop\r\ntransfer-encoding: chunked\r\n"
         b"content-type: application/x-ndjson\r\n\r\n"
@@ -176,7 +176,7 @@ async def test_a_stream_that_has_begun_keeps_its_rules(served: tuple[Entrance, i
         for _ in range(3):
             writer.write(b"%x\r\n%b\r\n" % (len(line), line))
             assert b'"code":"not-written"' in await reader.readuntil(b"}}\n")
-            entrance.build(loaded(tmp_path, "till"))()
+            router.build(loaded(tmp_path, "till"))()
         writer.write(b"0\r\n\r\n")
         assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"\r\n0\r\n\r\n")
         writer.write(b"".join(request_of("shop")))
@@ -185,37 +185,37 @@ async def test_a_stream_that_has_begun_keeps_its_rules(served: tuple[Entrance, i
 
 
 async def test_web_pages_may_be_allowed_and_forbidden_on_an_open_connection(
-    served: tuple[Entrance, int], tmp_path: Path
+    served: tuple[Router, int], tmp_path: Path
 ) -> None:
-    entrance, port = served
+    router, port = served
     page = request_of("shop", more="origin: https://shop.example\r\n")
     cors = '[[cors]]\norigins = ["https://shop.example"]\n'
     async with connected(port) as client:
         for rules in ("", cors, ""):
-            entrance.build(loaded(tmp_path, "shop", more=rules))()
+            router.build(loaded(tmp_path, "shop", more=rules))()
             await client.send(*page)
             status, headers, _ = await client.answer()
             assert (status, "access-control-allow-origin" in headers) == (503, bool(rules))
 
 
-async def test_a_rate_is_not_given_anew_with_changed_rules(served: tuple[Entrance, int], tmp_path: Path) -> None:
-    entrance, port = served
+async def test_a_rate_is_not_given_anew_with_changed_rules(served: tuple[Router, int], tmp_path: Path) -> None:
+    router, port = served
     async with connected(port) as client:
-        entrance.build(loaded(tmp_path, "shop", more="rate = 0.01\n"))()
+        router.build(loaded(tmp_path, "shop", more="rate = 0.01\n"))()
         assert await client.ask("shop") == LET_IN
         assert await client.ask("shop") == (429, "rate-limited")
-        entrance.build(loaded(tmp_path, "shop", "till", more="rate = 0.01\n"))()
+        router.build(loaded(tmp_path, "shop", "till", more="rate = 0.01\n"))()
         assert await client.ask("shop") == (429, "rate-limited")
         assert await client.ask("till") == LET_IN
 
 
 async def test_requests_share_the_bounds_of_the_process_whatever_their_rules(
-    served: tuple[Entrance, int], tmp_path: Path
+    served: tuple[Router, int], tmp_path: Path
 ) -> None:
-    entrance, _ = served
-    before = entrance.ruled
-    entrance.build(loaded(tmp_path, "till"))()
-    after = entrance.ruled
+    router, _ = served
+    before = router.ruled
+    router.build(loaded(tmp_path, "till"))()
+    after = router.ruled
     assert after.endpoint is not before.endpoint
     assert after.endpoint.bodies is before.endpoint.bodies
     assert after.endpoint.stopping is before.endpoint.stopping
@@ -242,10 +242,10 @@ def reachable(roots: Iterable[object]) -> Iterator[object]:
 
 async def test_nothing_that_decides_about_requests_refers_to_the_rules_before(tmp_path: Path) -> None:
     """A part that kept them would judge some requests by two files."""
-    entrance = build_entrance(SETTINGS, loaded(tmp_path, "shop"), lambda _: None)
-    entrance.build(loaded(tmp_path, "till"))()
-    ruled = entrance.ruled
-    parts = [ruled.callers, ruled.endpoint, ruled.sources, ruled.routes, entrance.posts.routes]
+    router = build_router(SETTINGS, loaded(tmp_path, "shop"), lambda _: None)
+    router.build(loaded(tmp_path, "till"))()
+    ruled = router.ruled
+    parts = [ruled.callers, ruled.endpoint, ruled.sources, ruled.routes, router.posts.routes]
     found = {id(each): each for each in reachable(parts) if isinstance(each, Rules)}
     assert [*found.values()] == [ruled.loaded.rules]
 
@@ -254,10 +254,10 @@ ISSUER = '[[issuers]]\nname = "corp"\nissuer = "https://id.example"\naudience = 
 
 
 async def test_the_keys_of_issuers_are_read_on_until_an_issuer_changes(
-    served: tuple[Entrance, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: tuple[Router, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.app.ISSUERS_KEPT_S", 0.0)
-    entrance, port = served
+    router, port = served
     key = ECKey.generate_key("P-256", {"kid": "1"})
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [key.as_dict(private=False)]}))
     claims = {"iss": "https://id.example", "aud": "fencepost", "sub": "till", "exp": int(time.time()) + 600}
@@ -271,9 +271,9 @@ async def test_the_keys_of_issuers_are_read_on_until_an_issuer_changes(
             (issuer + "leeway_s = 10\n", LET_IN),
             ("", UNKNOWN),
         ):
-            before = entrance.ruled.callers.tokens
-            entrance.build(loaded(tmp_path, "shop", more=more))()
-            after = entrance.ruled.callers.tokens
+            before = router.ruled.callers.tokens
+            router.build(loaded(tmp_path, "shop", more=more))()
+            after = router.ruled.callers.tokens
             if before is not None and after is not None:
                 assert after.issuers.version == 1, more  # the keys are there at once
             assert await client.ask(token) == answer, more
