@@ -463,7 +463,7 @@ def build_app(
 ) -> tuple[FastAPI, EventsEndpoint]:
     """Make the ASGI app, and the endpoint of its POSTs, for tests of what needs neither Kafka nor Redis."""
     router = build_router(settings, LoadedRules(rules, schemas, tuple(sources)), give_up)
-    return router.app, router.ruled.endpoint
+    return router.app, router.current.endpoint
 
 
 def build_router(settings: Settings, loaded: LoadedRules, give_up: Callable[[SettingsError], None]) -> Router:

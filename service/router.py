@@ -39,7 +39,7 @@ class ServiceParts(Parts, ListingParts, Protocol):
     def use_issuers(self, issuers: "Issuers | None") -> None: ...
 
 
-class Ruled(NamedTuple):
+class RoutesOfRules(NamedTuple):
     """What is made of one reading of the rules: a request keeps to the one that it began with."""
 
     loaded: LoadedRules
@@ -71,27 +71,27 @@ class Router:
             add_middleware(self.management)
         add_probes(self.management or self.app, service)
         self._always = list(self.app.router.routes)
-        self.ruled = self._made(loaded)
-        endpoint = self.ruled.endpoint
+        self.current = self._made(loaded)
+        endpoint = self.current.endpoint
         self.posts = Posts(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies, endpoint.streamed)
-        self._enter(self.ruled)
+        self._swap(self.current)
 
     def build(self, loaded: LoadedRules) -> Callable[[], None]:
         """Make all that these rules decide, in any thread; return what has them decide about each request from then on.
 
         Requests that have begun go on with the rules of their beginning: their routes and handlers refer to them.
         """
-        return partial(self._enter, self._made(loaded, self.ruled))
+        return partial(self._swap, self._made(loaded, self.current))
 
-    def _enter(self, ruled: Ruled) -> None:
-        cors, tokens = ruled.loaded.rules.cors, ruled.callers.tokens
+    def _swap(self, made: RoutesOfRules) -> None:
+        cors, tokens = made.loaded.rules.cors, made.callers.tokens
         self._service.use_issuers(None if tokens is None else tokens.issuers)
-        self.ruled = ruled
-        self.app.router.routes = [*self._always, *ruled.routes]
+        self.current = made
+        self.app.router.routes = [*self._always, *made.routes]
         self.app.set_cors(cors)
-        self.posts.replace(ruled.endpoint.routes, cors=bool(cors))
+        self.posts.replace(made.endpoint.routes, cors=bool(cors))
 
-    def _made(self, loaded: LoadedRules, before: Ruled | None = None) -> Ruled:
+    def _made(self, loaded: LoadedRules, before: RoutesOfRules | None = None) -> RoutesOfRules:
         """Make all that the rules decide. Bounds of the process, and the rates of callers, are those of `before`."""
         service, rules = self._service, loaded.rules
         settings, telemetry = service.settings, service.telemetry
@@ -115,9 +115,9 @@ class Router:
             *ProduceListing(endpoint, service).routes(),
             sources.route(),
         ]
-        return Ruled(loaded, callers, endpoint, sources, routes)
+        return RoutesOfRules(loaded, callers, endpoint, sources, routes)
 
-    def _tokens_of(self, rules: Rules, before: Ruled | None) -> TokenCallers | None:
+    def _tokens_of(self, rules: Rules, before: RoutesOfRules | None) -> TokenCallers | None:
         """Return the callers with JSON Web Tokens: those of `before`, with their rates, while no issuer has changed."""
         if before is not None and before.loaded.rules.issuers == rules.issuers:
             return before.callers.tokens

@@ -133,7 +133,7 @@ async def test_the_running_app_takes_a_file_that_changed_before_its_start(
     router = build_router(settings, loaded(tmp_path, "shop"), lambda _: None)
     changed = loaded(tmp_path, "till")
     async with router.app.router.lifespan_context(router.app):
-        await until(lambda: router.ruled.loaded.sha256 == changed.sha256)
+        await until(lambda: router.current.loaded.sha256 == changed.sha256)
 
 
 async def test_the_retention_of_each_rules_in_between_counts_for_the_keys_of_then(
@@ -146,7 +146,7 @@ async def test_the_retention_of_each_rules_in_between_counts_for_the_keys_of_the
         router.build(loaded(tmp_path, "shop", more=more))()
     made_ms = int(time.time() * 1000) - 2 * 86_400_000
     key = f"{made_ms >> 16:08x}-{made_ms & 0xFFFF:04x}-7000-8000-000000000000"
-    assert router.ruled.endpoint.admission.checks.keys.is_old(key, "orders")
+    assert router.current.endpoint.admission.checks.keys.is_old(key, "orders")
 
 
 async def test_a_request_that_has_begun_keeps_its_rules(served: tuple[Router, int], tmp_path: Path) -> None:
@@ -213,9 +213,9 @@ async def test_requests_share_the_bounds_of_the_process_whatever_their_rules(
     served: tuple[Router, int], tmp_path: Path
 ) -> None:
     router, _ = served
-    before = router.ruled
+    before = router.current
     router.build(loaded(tmp_path, "till"))()
-    after = router.ruled
+    after = router.current
     assert after.endpoint is not before.endpoint
     assert after.endpoint.bodies is before.endpoint.bodies
     assert after.endpoint.stopping is before.endpoint.stopping
@@ -244,10 +244,10 @@ async def test_nothing_that_decides_about_requests_refers_to_the_rules_before(tm
     """A part that kept them would judge some requests by two files."""
     router = build_router(SETTINGS, loaded(tmp_path, "shop"), lambda _: None)
     router.build(loaded(tmp_path, "till"))()
-    ruled = router.ruled
-    parts = [ruled.callers, ruled.endpoint, ruled.sources, ruled.routes, router.posts.routes]
+    current = router.current
+    parts = [current.callers, current.endpoint, current.sources, current.routes, router.posts.routes]
     found = {id(each): each for each in reachable(parts) if isinstance(each, Rules)}
-    assert [*found.values()] == [ruled.loaded.rules]
+    assert [*found.values()] == [current.loaded.rules]
 
 
 ISSUER = '[[issuers]]\nname = "corp"\nissuer = "https://id.example"\naudience = "fencepost"\njwks_file = "keys.json"\n'
@@ -271,9 +271,9 @@ async def test_the_keys_of_issuers_are_read_on_until_an_issuer_changes(
             (issuer + "leeway_s = 10\n", LET_IN),
             ("", UNKNOWN),
         ):
-            before = router.ruled.callers.tokens
+            before = router.current.callers.tokens
             router.build(loaded(tmp_path, "shop", more=more))()
-            after = router.ruled.callers.tokens
+            after = router.current.callers.tokens
             if before is not None and after is not None:
                 assert after.issuers.version == 1, more  # the keys are there at once
             assert await client.ask(token) == answer, more
