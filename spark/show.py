@@ -48,10 +48,9 @@ def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> I
         raise CannotRun(
             f"--lake {root} does not know {text!r}: give an id (32 hexadecimal digits), or a key as it was sent"
         )
-    with decode.newer_versions_refused():
-        for id in ids:
-            if id_rows := [row for row in found_rows if row["id"] == id]:
-                yield from _id(spark, shared, lake, id, id_rows)
+    for id in ids:
+        if id_rows := [row for row in found_rows if row["id"] == id]:
+            yield from _id(spark, shared, lake, id, id_rows)
 
 
 def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, found_rows: Sequence[Row]) -> Iterator[str]:

@@ -92,7 +92,7 @@ def copies(records: DataFrame, frozen_ms: int, identities: Mapping[str, str] | N
     expression is null, the record is `unkeyed`. With a fencepost header that cannot be parsed and no key, the record is
     a `reject`.
     """
-    read = _parse_headers(_with_headers(records, identities or {}))
+    read = _parse_headers(_with_headers(records, identities or {}), refuses_newer=True)
     kind = _kind()
     has_header, record_key = F.col("has_fencepost_header"), F.col("key")
     unparsed = _rejected(f"a {wire.STAMP_HEADER} header that cannot be parsed", F.col("fencepost_header"))
@@ -194,8 +194,9 @@ def _fingerprint_columns(kind: Column) -> dict[str, Column]:
 def with_own_identity(records: DataFrame) -> DataFrame:
     """Add each record's own identity to records (source.SCHEMA).
 
-    `own_id` is the id in Fencepost's header, null without that header; `own_key` the idempotency key in the record's
-    header; `own_fingerprint` the fingerprint of a request for this record without a partition.
+    `own_id` is the id in Fencepost's header, null without that header or if it is of a later version; `own_key` the
+    idempotency key in the record's header; `own_fingerprint` the fingerprint of a request for this record without a
+    partition.
     """
     with_headers = records.select(
         *records.columns,
@@ -204,7 +205,8 @@ def with_own_identity(records: DataFrame) -> DataFrame:
     )
     computed, _ = _fingerprints()
     own_id = F.when(F.col("has_fencepost_header"), F.col("header_id")).alias("own_id")
-    return _parse_headers(with_headers).select(*records.columns, own_id, "own_key", computed.alias("own_fingerprint"))
+    read = _parse_headers(with_headers, refuses_newer=False)
+    return read.select(*records.columns, own_id, "own_key", computed.alias("own_fingerprint"))
 
 
 def is_record_of(id: Column, has_header: Column, fingerprint: Column, key: Column) -> Column:
@@ -251,18 +253,21 @@ def _fingerprints() -> tuple[Column, Column]:
     return of(None, client), F.concat(with_partition, with_traces)
 
 
-def _parse_headers(read: DataFrame) -> DataFrame:
+def _parse_headers(read: DataFrame, *, refuses_newer: bool) -> DataFrame:
     """Add the fields of `fencepost_header`, and `has_fencepost_header`: whether that header is valid.
 
     Each field is checked by itself: a regular expression over the whole header takes as long as the rest of the
-    decoding. A header of a later version fails the run: its id, and so all verdicts about it, are not known.
+    decoding. A header of a later version fails the run if `refuses_newer`: its id, and so all verdicts about it, are
+    not known. Without `refuses_newer` that header is not valid.
     """
     header, known = F.col("fencepost_header"), (wire.VERSION,)
     version = F.substring_index(header, ";", 1).try_cast("int")
     is_newer = header.rlike(f"^{wire.STAMP_VERSION}") & _is_newer(version, known)
     unless = "; or, if no release of Fencepost has written it, leave its topic out with --topics"
     newer = _refuse(f"a record with a {wire.STAMP_HEADER} header", version, known, unless)
-    split = F.when(header.startswith(f"{wire.VERSION};"), F.split(header, ";", 9)).when(is_newer, newer)
+    split = F.when(header.startswith(f"{wire.VERSION};"), F.split(header, ";", 9))
+    if refuses_newer:
+        split = split.when(is_newer, newer)
     parts = read.withColumn("parts", split)
     part = [F.get("parts", F.lit(nth)) for nth in range(8)]
     with_fields = parts.withColumns(
