@@ -258,9 +258,9 @@ def client_duplicates(
 ) -> DataFrame:
     """Find requests that a client sent under several keys: deliveries.ROW → lake.FINDING.
 
-    These are different ids of one caller with the same fingerprint, accepted within the key retention of each other,
-    with no other record of their record key in between. `retried_fingerprints` are from `retried`, `spans` their hours;
-    no other hour is read.
+    These are different ids of one caller with the same fingerprint, accepted less apart than the retention of the
+    earlier one's key, with no other record of their record key in between. `retried_fingerprints` are from `retried`,
+    `spans` their hours; no other hour is read.
     """
     sequence = _of_retried_keys(rows.where(_within(spans)), retried_fingerprints, evidence)
     numbered = _first_records(_retries(sequence, evidence))
@@ -336,13 +336,15 @@ def _retries(sequence: DataFrame, evidence: LogEvidence) -> DataFrame:
                 ),
                 F.col("timestamp_ms"),
             ),
+            "retention_ms": evidence.ttl_of_entry_ms(F.col("topic"), F.col("key_ttl_s")),
         }
     )
     order = Window.partitionBy("topic", "record_key_hash").orderBy(
         "record_accepted_ms", "timestamp_ms", "partition", "offset"
     )
 
-    def is_retry_of(step: Callable[[str], Column]) -> Column:
+    def is_retry_of(step: Callable[[str], Column], retention_ms: Column) -> Column:
+        # `retention_ms` is that of the earlier record's key.
         def same(name: str) -> Column:
             return F.col(name) == step(name).over(order)
 
@@ -351,12 +353,13 @@ def _retries(sequence: DataFrame, evidence: LogEvidence) -> DataFrame:
             same_content=same("fingerprint"),
             same_caller=same("caller"),
             same_id=same("id"),
-            near=rule_table.is_near(distance, evidence.key_ttl_ms(F.col("topic"))),
+            near=rule_table.is_near(distance, retention_ms),
             same_time=F.col("asked_ms").eqNullSafe(step("asked_ms").over(order)) | same("timestamp_ms"),
             same_batch=same("batch_hash"),
         )
 
-    return with_caller.withColumn("retry", is_retry_of(F.lag) | is_retry_of(F.lead)).where("retry")
+    of_earlier, own = F.lag("retention_ms").over(order), F.col("retention_ms")
+    return with_caller.withColumn("retry", is_retry_of(F.lag, of_earlier) | is_retry_of(F.lead, own)).where("retry")
 
 
 def _is_of_caller(caller: Column) -> Column:

@@ -16,6 +16,7 @@ from tests.spark.rows import NOW_MS, TTL_MS, copy, entry, reduced
 from tests.spark.test_classify import plan, settings
 
 OTHER = b"o" * 8
+HALF_TTL_S = TTL_MS // 2000
 RULES = "\n".join(
     [
         '[[topics]]\npattern = "u"\nclient_duplicates = false',
@@ -41,6 +42,7 @@ class Sequenced:
         scope: str = "",
         batch: int | None = None,
         entered: bool = True,
+        key_ttl_s: int | None = None,
         **more: Any,
     ) -> "Sequenced":
         offset = 1000 * self.nth + len(self.rows)
@@ -53,7 +55,7 @@ class Sequenced:
         values: dict[str, Any] = {"key": key, "record_key_hash": self.nth, "fingerprint": self.fp} | named | more
         self.rows.append(copy(offset, **values))
         if entered:
-            self.rows.append(entry(offset, **named, **({} if batch is None else {"batch_hash": batch})))
+            self.rows.append(entry(offset, **named, batch_hash=batch, key_ttl_s=key_ttl_s))
         return self
 
 
@@ -68,6 +70,8 @@ def _retried() -> list[Sequenced]:
     return [
         new().write(0).write(1000),
         new().write(0).write(TTL_MS - 1),
+        # The retention is that of the earlier record's key, by its ledger entry.
+        new().write(0, key_ttl_s=HALF_TTL_S).write(1000 * HALF_TTL_S - 1, key_ttl_s=1),
         new().write(0, scope="a").write(1000, scope="a"),
         new().write(0, timestamp_ms=NOW_MS - 9).write(1000, timestamp_ms=NOW_MS - 9),
         new().write(0, batch=1).write(1000, batch=2),
@@ -85,6 +89,7 @@ def _not_retried() -> list[Sequenced]:
 
     return [
         new().write(0).write(TTL_MS),
+        new().write(0, key_ttl_s=HALF_TTL_S).write(1000 * HALF_TTL_S),
         new().write(0).write(10, fingerprint=OTHER).write(20),
         new().write(0).write(10, entered=False, writer=None).write(20),
         new().write(0, scope="a").write(10, scope="b"),
