@@ -9,7 +9,9 @@ outbox, and so replaces the findings that another lake has published; unless an 
 topic, this has to be asked for (`--replace-findings`).
 
 The outbox is right only while the topic keeps what was sent. Each run compares the topic with its state in the summary
-of the last run (PublishedTopic): if the topic was recreated, or has lost records, every current finding is sent again.
+of the last run (PublishedTopic). If the topic was recreated, has lost records, or has records that this state does not
+have (an interrupted run sent them, possibly after the next run), every current finding is sent again, and a finding
+that the outbox does not have gets a tombstone.
 """
 
 from collections.abc import Mapping
@@ -53,16 +55,17 @@ class PublishedTopic:
         return self.log_starts == self.high_watermarks
 
     def has_records_of(self, last: "PublishedTopic | None") -> bool:
-        """Check whether the topic still has the records that it had in the state `last`.
+        """Check whether the topic has exactly the records that it had in the state `last`.
 
         Compaction moves neither end of a log. DeleteRecords and retention raise the first offset; a leader without the
-        records, or a broker that has lost its disk, lowers the high watermark.
+        records, or a broker that has lost its disk, lowers the high watermark. A run that was interrupted, or lost its
+        lease, after it had sent records raises the high watermark.
         """
         if last is None or last.topic_id != self.topic_id:
             return False
         starts = zip(last.log_starts, self.log_starts, strict=False)
         high_watermarks = zip(last.high_watermarks, self.high_watermarks, strict=False)
-        return all(then == now for then, now in starts) and all(then <= now for then, now in high_watermarks)
+        return all(then == now for then, now in starts) and all(then == now for then, now in high_watermarks)
 
 
 def prepare(admin: KafkaAdmin, namespace: str) -> PublishedTopic:
@@ -75,7 +78,7 @@ def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, *, re
     """Take the topic's records as the outbox of a lake that has none; CannotRun if there are any, unless `replaces`."""
     if lake.exists(TABLE) or topic.is_empty:
         return
-    sent = _sent_by_others(lake, shared, topic)
+    sent = _in_topic(lake, shared, topic)
     if sent.isEmpty():
         return
     if not replaces:
@@ -86,7 +89,7 @@ def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, *, re
     lake.append(TABLE, sent)
 
 
-def _sent_by_others(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> DataFrame:
+def _in_topic(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> DataFrame:
     """Read the findings in the topic (PUBLISHED), without those with a tombstone."""
     name = wire.findings_topic(shared.namespace)
     spans = {
@@ -114,21 +117,32 @@ def publish(
     """Update the topic to the current findings (current_findings.FIELDS), and return the topic with these.
 
     `topic` is its state before (`prepare`), `last` the state that the last run left. Unchanged findings are not sent,
-    unless the topic has lost records since.
+    unless the topic has lost or got records since.
     """
     is_new = not lake.exists(TABLE)
     if is_new and found.isEmpty():
         return topic
     if not is_new and not topic.has_records_of(last):
+        _store_foreign(lake, shared, topic)
         _mark_unsent(lake)
     _store_changes(lake, found)
     unsent = lake.read(TABLE).where(~F.col("sent")).persist()
     if not unsent.isEmpty():
+        lake.check_held()
         _send(unsent, shared)
         _mark_sent(lake, with_tombstones=not unsent.where("value IS NULL").isEmpty())
         topic = _with_sent(lake, shared, topic)
     unsent.unpersist()
     return topic
+
+
+def _store_foreign(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> None:
+    """Store the findings in the topic that the outbox does not have: they get tombstones, unless they are current."""
+    if topic.is_empty:
+        return
+    foreign = checkpointed(_in_topic(lake, shared, topic).join(lake.read(TABLE), "finding_id", "left_anti"))
+    if not foreign.isEmpty():
+        lake.append(TABLE, foreign)
 
 
 def _mark_unsent(lake: Lake) -> None:

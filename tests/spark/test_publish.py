@@ -99,7 +99,21 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     assert outbox.counts() == changed
     outbox.publish(changed)
     sent = [key for key, _ in records(history)]
-    assert sorted(sent[20:]) == sorted(2 * ["lost:3", "lost:7", "lost:new"])
+    assert sorted(sent[20:23]) == ["lost:3", "lost:7", "lost:new"]
+    assert sorted(sent[23:]) == sorted([*found, "lost:new"])
+    assert outbox.counts() == changed
+
+    # A run that has lost its lease sends nothing; what it had sent before arrives after the next run.
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "_store_changes", lambda *_: patch.setattr(outbox.lake, "check_held", _cut))
+        outbox.lake.table(publish.TABLE).update("finding_id = 'lost:3'", {"sent": "false"})
+        with pytest.raises(Cut):
+            outbox.publish(changed)
+    assert len(records(history)) == len(sent)
+    late = spark.createDataFrame([("lost:7", json.dumps(_finding("lost:7", 1)))], "finding_id string, value string")
+    publish._send(late, outbox.shared)
+    assert outbox.counts() == {**changed, "lost:7": 1}
+    outbox.publish(changed)
     assert outbox.counts() == changed
 
     # Killed before sending; before the next run another finding is no longer current, and one is current again.
@@ -163,14 +177,14 @@ PUBLISHED = publish.PublishedTopic("A", (0, 3), (10, 7))
     ("last", "has_records"),
     [
         (PUBLISHED, True),
-        (dataclasses.replace(PUBLISHED, high_watermarks=(9, 7)), True),
+        (dataclasses.replace(PUBLISHED, high_watermarks=(9, 7)), False),
         (None, False),
         (dataclasses.replace(PUBLISHED, topic_id="B"), False),
         (dataclasses.replace(PUBLISHED, log_starts=(0, 2)), False),
         (dataclasses.replace(PUBLISHED, high_watermarks=(10, 8)), False),
     ],
 )
-def test_a_topic_has_what_was_sent_unless_it_was_recreated_emptied_or_truncated(
+def test_a_topic_has_what_was_sent_unless_it_was_recreated_emptied_truncated_or_written_since(
     last: publish.PublishedTopic | None, has_records: bool
 ) -> None:
     stored = None if last is None else json.loads(json.dumps(dataclasses.asdict(last)))
