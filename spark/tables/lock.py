@@ -135,6 +135,7 @@ class Lease:
         self.is_lost = False
         self._renewing = threading.Lock()
         self._renewed_s = 0.0
+        self._until_ms = 0
 
     def acquire(self) -> None:
         """Acquire the lease; AnotherRun if another process holds the lease."""
@@ -172,7 +173,10 @@ class Lease:
         self._commit(0, f"token = '{self._token}'")
 
     def _is_late(self) -> bool:
-        return time.monotonic() - self._renewed_s > self.seconds / 2
+        """Check whether the half of the lease has passed by either clock: `monotonic` stands still while the machine is
+        suspended, the time of day may be set back."""
+        half_s = self.seconds / 2
+        return time.monotonic() - self._renewed_s > half_s or _now_ms() > self._until_ms - half_s * 1000
 
     def _commit(self, seconds: float, condition: str) -> Row:
         """Write the row, valid for `seconds` (0: expired), if the present row meets a condition; return the row."""
@@ -181,7 +185,7 @@ class Lease:
         row = {"name": "run", "token": self._token, "holder": self._holder, "until_ms": until_ms}
         try:
             if DeltaTable.isDeltaTable(self._spark, self._path):
-                # The first commit has written the row.
+                # The commit that created the table wrote its only row.
                 written: dict[str, str | Column] = {name: F.lit(value) for name, value in row.items()}
                 DeltaTable.forPath(self._spark, self._path).update(condition, written)
             else:
@@ -192,7 +196,7 @@ class Lease:
                 raise
         stored: Row = self._spark.read.format("delta").load(self._path).collect()[0]
         if (stored["token"], stored["until_ms"]) == (self._token, until_ms):
-            self._renewed_s = began_s
+            self._renewed_s, self._until_ms = began_s, until_ms
         return stored
 
 
