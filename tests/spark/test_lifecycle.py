@@ -109,14 +109,14 @@ def test_a_lease_that_another_run_had_in_the_meantime_is_lost(
     late = lock.Lease(spark, elsewhere)
     late.acquire()
     # The machine was suspended: `monotonic` stood still, and the time of day shows that the lease may have expired.
-    suspended_ms = int((time.time() + lock.LEASE_S / 2 + 1) * 1000)
+    suspended_s = time.time() + lock.LEASE_S / 2 + 1
     with monkeypatch.context() as patch:
-        patch.setattr(lock, "_now_ms", lambda: suspended_ms)
+        patch.setattr(time, "time", lambda: suspended_s)
         patch.setattr(late, "renew", lambda: None)
         with pytest.raises(CannotRun, match="another run took over"):
             late.check_held()
         patch.undo()
-        patch.setattr(lock, "_now_ms", lambda: suspended_ms)
+        patch.setattr(time, "time", lambda: suspended_s)
         late.check_held()
     clock_s = time.monotonic() + lock.LEASE_S / 2 + 1
     monkeypatch.setattr(time, "monotonic", lambda: clock_s)

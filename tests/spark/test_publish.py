@@ -105,13 +105,15 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
 
     # A run that has lost its lease sends nothing; what it had sent before arrives after the next run.
     with monkeypatch.context() as patch:
-        patch.setattr(publish, "_store_changes", lambda *_: patch.setattr(outbox.lake, "check_held", _cut))
         outbox.lake.table(publish.TABLE).update("finding_id = 'lost:3'", {"sent": "false"})
+        patch.setattr(outbox.lake, "check_held", _cut)
         with pytest.raises(Cut):
             outbox.publish(changed)
     assert len(records(history)) == len(sent)
     late = spark.createDataFrame([("lost:7", json.dumps(_finding("lost:7", 1)))], "finding_id string, value string")
-    publish._send(late, outbox.shared)
+    sent_late = late.selectExpr("CAST(finding_id AS BINARY) key", "CAST(value AS BINARY) value").write.format("kafka")
+    topic = wire.findings_topic(history.namespace)
+    sent_late.option("kafka.bootstrap.servers", history.bootstrap).option("topic", topic).save()
     assert outbox.counts() == {**changed, "lost:7": 1}
     outbox.publish(changed)
     assert outbox.counts() == changed
