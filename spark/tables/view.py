@@ -220,7 +220,10 @@ def _table(topic: str) -> str:
 
 def update(lake: Lake, shared: SharedSettings, plan: Plan, last_plan: Plan | None) -> None:
     """Update every view to the plan of a run whose `deliveries` are merged; `last_plan` is the last
-    finished run's plan."""
+    finished run's plan.
+
+    A view without a table (its topic had no event yet, or the folder was deleted) is made from all that was read.
+    """
     topics = set(registered(lake)) & set(plan.topics)
     if not topics:
         return
@@ -234,10 +237,11 @@ def update(lake: Lake, shared: SharedSettings, plan: Plan, last_plan: Plan | Non
             {partition: span for partition, span in spans.items() if partition[0] == topic}
             for spans in (present, all_vanished)
         )
-        read = _present_parts(plan.spans(DATA), of_topic)
-        View(lake, shared, topic).advance(
-            deliveries, last_runs.get(topic, 0), read, of_topic, plan.run, vanished, plan.topic_ids
-        )
+        a_view, last_run, spans = View(lake, shared, topic), last_runs.get(topic, 0), plan.spans(DATA)
+        if not lake.exists(a_view.name):
+            last_run, spans = 0, {partition: (0, end) for partition, (_, end) in spans.items()}
+        read = _present_parts(spans, of_topic)
+        a_view.advance(deliveries, last_run, read, of_topic, plan.run, vanished, plan.topic_ids)
 
 
 def _last_runs(lake: Lake, topics: set[str], plan: Plan, last_plan: Plan | None) -> dict[str, int]:
