@@ -274,8 +274,12 @@ def token_source_of(settings: SharedSettings) -> TokenSource | None:
 
 
 def token_of(value: str, life_s: float, began: float) -> Token:
-    """Make a token that was asked for at `began` and lives for `life_s`."""
-    return Token(value, began + RENEW_SHARE * life_s, began + life_s)
+    """Make a token that was asked for at `began` and lives for `life_s`.
+
+    The renewal of a short one begins while the cached token can still be used for as long as LEFT_LEAST_S.
+    """
+    renew_s = max(0.0, min(RENEW_SHARE * life_s, life_s - 2 * LEFT_LEAST_S))
+    return Token(value, began + renew_s, began + life_s)
 
 
 def claims_of(token: str) -> dict[str, Any]:

@@ -279,3 +279,10 @@ def test_claims_are_read_of_a_jwt_only() -> None:
     assert claims_of(f"e30.{payload}.x") == {"sub": "me"}
     for other in ("opaque", "a.b.c", "a.W10.c", "e30..x"):
         assert claims_of(other) == {}
+
+
+@pytest.mark.parametrize(("life_s", "renewed_after_s"), [(300.0, 225.0), (16.0, 12.0), (6.0, 2.0), (3.0, 0.0)])
+def test_a_short_token_is_renewed_while_it_can_still_be_used(life_s: float, renewed_after_s: float) -> None:
+    token = module.token_of("t", life_s, began=100.0)
+    assert token.renew_at == 100.0 + renewed_after_s
+    assert token.ends_at == 100.0 + life_s
