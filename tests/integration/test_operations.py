@@ -246,9 +246,8 @@ async def refusal(stage: Stage, service: Service) -> list[str]:
     [
         ("--maxmemory-policy allkeys-lru", "maxmemory-policy allkeys-lru", "set maxmemory-policy noeviction: "),
         ("--replicaof 127.0.0.1 1", "role slave", "let FENCEPOST_REDIS lead to the primary "),
-        ("--cluster-enabled yes", "cluster mode", "use a server that is not in cluster mode: "),
     ],
-    ids=["evicting", "replica", "cluster"],
+    ids=["evicting", "replica"],
 )
 async def test_a_redis_that_will_not_do_is_refused(stage: Stage, arguments: str, found: str, change: str) -> None:
     with Redis(stage.folder / "unfit", args=arguments.split()) as unfit:
