@@ -120,7 +120,9 @@ class ClientCredentials(AbstractTokenProvider):  # type: ignore[misc]
             self._not_before = time.monotonic() + PAUSE_S
             raise KafkaConnectionError(f"no token of {self._url}: {error!r}") from error
         self._not_before = time.monotonic() + PAUSE_S
-        self._renew_at, self._ends_at = began + RENEW_SHARE * life_s, began + life_s
+        # A short one is renewed while the cached token can still be used for LEFT_LEAST_S.
+        renew_s = max(0.0, min(RENEW_SHARE * life_s, life_s - 2 * LEFT_LEAST_S))
+        self._renew_at, self._ends_at = began + renew_s, began + life_s
         return self._token
 
     async def _ask(self) -> bytes:

@@ -106,6 +106,16 @@ def test_a_provider_serves_the_event_loop_after_one_that_ended_within_a_fetch() 
     assert asyncio.run(provider.token()) == "t2"
 
 
+async def test_a_token_of_seconds_is_renewed_before_it_counts_as_unusable(now: list[float]) -> None:
+    endpoint = Endpoint()
+    endpoint.answer = {"access_token": "first", "expires_in": 6}
+    provider = asking(endpoint)
+    assert await provider.token() == "first"
+    endpoint.answer = {"access_token": "second", "expires_in": 6}
+    now[0] += 4.2  # its end is nearer than LEFT_LEAST_S
+    assert await provider.token() == "second"
+
+
 async def test_a_life_of_nothing_is_no_storm_of_requests(now: list[float]) -> None:
     endpoint = Endpoint()
     endpoint.answer = {"access_token": "x", "expires_in": 0}
