@@ -7,7 +7,7 @@ address cannot be bound.
 import resource
 import signal
 import sys
-from typing import Any
+from typing import Literal
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -86,13 +86,21 @@ def _management(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     return _config(app, settings.management_host or settings.host, settings.management_port, ManagementProtocol)
 
 
-def _config(app: ASGIApp, host: str, port: int, http: type[GuardedProtocol], **more: Any) -> uvicorn.Config:
+def _config(
+    app: ASGIApp,
+    host: str,
+    port: int,
+    http: type[GuardedProtocol],
+    lifespan: Literal["on", "off"] = "off",
+    timeout_graceful_shutdown: int | None = None,
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         host=host,
         port=port,
         http=http,
-        **{"lifespan": "off", **more},
+        lifespan=lifespan,
+        timeout_graceful_shutdown=timeout_graceful_shutdown,
         loop="uvloop",
         access_log=False,
         log_config=None,

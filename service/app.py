@@ -5,7 +5,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -26,11 +26,9 @@ from service.core.settings import Settings
 from service.core.shared_task import shared
 from service.core.supervision import Cancelled, log_loop_errors, supervise
 from service.core.task_dump import dump_on_signal
-from service.events.deliveries import Source
 from service.events.loaded_rules import LoadedRules, contradictions, load_rules
 from service.events.schemas import Schemas
 from service.events.strict_json import check_json, in_thread
-from service.http.events import EventsEndpoint
 from service.http.rates import Rates
 from service.kafka.admin import KafkaAdmin
 from service.kafka.listing import TopicLister
@@ -452,18 +450,6 @@ def read_configuration() -> tuple[Settings, LoadedRules]:
     if wrong:
         raise SettingsError("\n".join(wrong))
     return settings, loaded
-
-
-def build_app(
-    settings: Settings,
-    rules: Rules,
-    schemas: Schemas,
-    sources: Sequence[Source],
-    give_up: Callable[[SettingsError], None],
-) -> tuple[FastAPI, EventsEndpoint]:
-    """Make the ASGI app, and the endpoint of its POSTs, for tests of what needs neither Kafka nor Redis."""
-    router = build_router(settings, LoadedRules(rules, schemas, tuple(sources)), give_up)
-    return router.app, router.current.endpoint
 
 
 def build_router(settings: Settings, loaded: LoadedRules, give_up: Callable[[SettingsError], None]) -> Router:

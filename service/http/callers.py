@@ -73,7 +73,7 @@ class Caller:
             raise Problem(FORBIDDEN_TOPIC, f"topic: {self.scope} may not write to {topic}: the rules say where it may")
 
     def check_validity(self) -> None:
-        """Raise Problem (401, 503) if what tells who the caller is holds no longer. A stream asks for each window."""
+        """Raise Problem (401, 503) if the caller's token is not valid any more. A stream checks each window."""
 
     @property
     def burst(self) -> int | None:

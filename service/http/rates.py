@@ -1,9 +1,9 @@
-"""Rates of callers and sources, over all processes: token buckets in Redis, of which each process takes slices.
+"""Limits the rates of callers and sources, by token buckets in Redis that all processes share.
 
-A process asks for some tokens in advance, for many buckets at once, and spends them without asking. A slice is small at
-first, and doubles while it is used up within SLICE_S: a process takes about twice what it uses. A request that finds no
-token here waits for the next slice, a round trip, and is refused only if the bucket is empty. While Redis does not
-answer, each process uses its share of the rate.
+A process takes slices: some tokens in advance, for many buckets at once, which it spends without asking. A slice is
+small at first, and doubles while it is used up within SLICE_S: a process takes about twice what it uses. A request that
+finds no token here waits for the next slice, a round trip, and is refused only if the bucket is empty. While Redis does
+not answer, each process uses its share of the rate.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class RateStore(Protocol):
 
 
 class RatePending(Problem):
-    """The next slice is being asked for: look again after `fetched`. To whom cannot wait, a 429."""
+    """The next slice is being asked for: try again after `fetched`. A request that cannot wait is answered 429."""
 
     def __init__(self, detail: str, granted: asyncio.Future[None]) -> None:
         super().__init__(RATE_LIMITED, detail)

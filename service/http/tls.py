@@ -131,7 +131,7 @@ class ServerTls(ssl.SSLContext):
 
 
 class Made(NamedTuple):
-    """A context made of files, and when its certificate expires: Unix time, 0 if that cannot be told."""
+    """A context made of files, and when its certificate expires: seconds since the Unix epoch, 0 if unknown."""
 
     context: ssl.SSLContext
     valid_until: float

@@ -11,7 +11,7 @@ def invalid_token(why: str) -> Problem:
 
 
 class JwksPending(Problem):
-    """The token's key is being fetched: look at the token again after `fetched`. To whom cannot wait, a 503."""
+    """The token's key is being fetched: verify it again after `fetched`. A request that cannot wait is answered 503."""
 
     def __init__(self, detail: str, fetch: asyncio.Task[None]) -> None:
         super().__init__(NOT_WRITTEN, detail)

@@ -1,6 +1,6 @@
 """Verifies JSON Web Tokens (RFC 7519, RFC 8725) by the rules of their issuers: who the caller is, where it may write.
 
-A signature is verified on the event loop, in some 50 to 100 µs; whoever uses the result keeps it until it expires.
+A signature is verified on the event loop. http/token_callers.py keeps the result until the token expires.
 """
 
 import json
@@ -28,7 +28,7 @@ GLOB_CHARS_MAX: Final = 249
 
 Globs = tuple[str, ...]
 _Place = tuple[str, str, str, str, str, str]
-"""Of which issuer some keys are, and where they are read: what an IssuerKeys takes from its rule."""
+"""The fields of a rule that say whose keys an IssuerKeys reads, and where: if they stay, so does the IssuerKeys."""
 
 
 class VerifiedToken(NamedTuple):

@@ -44,16 +44,15 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
         self._security = security
         self.renew_at = math.inf  # from when on the session is renewed as soon as no transaction is open
         self.ends_at = math.inf  # from when on nothing else may be sent
-        self.check: asyncio.Task[None] | None = (
-            None  # a probe, or the re-authentication of KIP-368; nothing else is sent meanwhile
-        )
+        # A probe, or the re-authentication of KIP-368; nothing else is sent meanwhile.
+        self.check: asyncio.Task[None] | None = None
 
     def send(self, request: Any, expect_response: bool = True) -> Coroutine[Any, Any, Any]:
         response: Coroutine[Any, Any, Any] = super().send(request, expect_response)
         return self._login_step(response) if isinstance(request, SaslAuthenticateRequest) else response
 
     async def _login_step(self, response: Coroutine[Any, Any, Any]) -> Any:
-        """Await a response of the login, note the end of the session, and have a refused token's error told."""
+        """Await a response of the login, and note the end of the session. Ask for the error if a token was refused."""
         sent_at = time.monotonic()
         answer = await response
         if answer.error_code == errors.NoError.errno:

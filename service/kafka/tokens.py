@@ -11,6 +11,7 @@ import json
 import math
 import re
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -73,16 +74,16 @@ class TokenSource(AbstractTokenProvider):  # type: ignore[misc]
         return self._extensions
 
     @property
+    @abstractmethod
     def is_ready(self) -> bool:
         """Whether `token` returns at once a token that is not due for renewal."""
-        raise NotImplementedError
 
     def start_renewal(self) -> None:
         """Begin to fetch a token in the background, unless that is under way."""
 
+    @abstractmethod
     async def token(self) -> str:
         """Return a token. Raises TokenError."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -126,9 +127,9 @@ class CachedSource(TokenSource):
         self._not_before = 0.0  # by time.monotonic: no fetch until then
         self._trouble = Incident(log, "no new token for Kafka")
 
+    @abstractmethod
     async def fetch(self) -> Token:
         """Get a new token. Raises TokenError; any other error becomes one."""
-        raise NotImplementedError
 
     @property
     def is_ready(self) -> bool:

@@ -1,16 +1,15 @@
 """An issuer of tokens in this process, with the paths of Keycloak: realms, their keys, and client credentials."""
 
 import json
-import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol, Self
+from typing import Protocol
 from urllib.parse import parse_qs
 
 import httpx
 
+from tests.http_server import Handler, HttpServer
 from tests.unit.identity.signing import Signer, key_set
 
 SECRET = "secret"
@@ -106,7 +105,7 @@ class FakeRealm:
         return 200, json.dumps({"access_token": self.signers[-1].sign(claims, {"typ": "JWT"})}).encode()
 
 
-class FakeIssuer:
+class FakeIssuer(HttpServer):
     """An issuer on a free port. `closes`: it closes connections in place of answers."""
 
     def __init__(self) -> None:
@@ -114,42 +113,20 @@ class FakeIssuer:
         self._realms: dict[str, FakeRealm] = {}
         issuer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._answer({})
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                self._answer(parse_qs(body.decode()))
-
-            def _answer(self, form: Mapping[str, Sequence[str]]) -> None:
+        class RealmHandler(Handler):
+            def respond(self, body: bytes) -> None:
                 if issuer.closes:
                     self.close_connection = True
                     return
                 _, realms, name, *_, last = self.path.split("/")
-                status, content = issuer._realms[name].answer(last, form) if realms == "realms" else (404, b"")
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+                status, content = (
+                    issuer._realms[name].answer(last, parse_qs(body.decode())) if realms == "realms" else (404, b"")
+                )
+                self.answer(status, content)
 
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(RealmHandler)
 
     def realm(self, name: str, clients: Mapping[str, Client]) -> FakeRealm:
-        realm = FakeRealm(f"http://127.0.0.1:{self._server.server_address[1]}/realms/{name}", clients)
+        realm = FakeRealm(f"{self.url}/realms/{name}", clients)
         self._realms[name] = realm
         return realm

@@ -5,14 +5,15 @@ import json
 import re
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.http_server import Handler, HttpServer
 
 Answer = tuple[int, Any]
 
 
-class FakeRegistry:
+class FakeRegistry(HttpServer):
     """A registry, whose failures a test can plan.
 
     `status`: what it answers to everything, if not 0. `answers`: bodies by path. `delay_s`: how long each answer takes.
@@ -31,49 +32,22 @@ class FakeRegistry:
         self._lock = threading.Lock()
         registry = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class RegistryHandler(Handler):
             protocol_version = "HTTP/1.1"
 
-            def do_GET(self) -> None:
-                self._answer("GET")
-
-            def do_POST(self) -> None:
-                self._answer("POST")
-
-            def _answer(self, method: str) -> None:
-                length = int(self.headers.get("content-length") or 0)
-                body = json.loads(self.rfile.read(length)) if length else None
+            def respond(self, body: bytes) -> None:
                 if registry.closes:
-                    registry.requests.append(f"{method} {self.path}")
+                    registry.requests.append(f"{self.command} {self.path}")
                     self.close_connection = True
                     return
-                status, answer = registry.answer(method, self.path, body, self.headers.get("authorization", ""))
+                authorization = self.headers.get("authorization", "")
+                status, answer = registry.answer(
+                    self.command, self.path, json.loads(body) if body else None, authorization
+                )
                 content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/vnd.schemaregistry.v1+json")
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+                self.answer(status, content, "application/vnd.schemaregistry.v1+json")
 
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        super().__init__(RegistryHandler)
 
     def forget(self, subject: str) -> None:
         """Delete a subject."""

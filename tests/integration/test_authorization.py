@@ -62,6 +62,10 @@ class Answer(NamedTuple):
     code: str
 
 
+Write = Callable[[str, str, str], Awaitable[Answer]]
+"""Writes a value under a key, with a token."""
+
+
 @dataclass
 class Api:
     """The service's routes, called with a token."""
@@ -70,6 +74,22 @@ class Api:
     url: str
     topic: str
     strict: str  # a topic whose schema takes no string
+
+    @property
+    def routes(self) -> list[Write]:
+        """All that write an event."""
+        return [
+            self.event,
+            self.cloudevent,
+            self.quarantined,
+            self.batch,
+            self.lines,
+            self.atomic,
+            self.v2,
+            self.v3,
+            self.v3_batch,
+            self.waiting,
+        ]
 
     async def post(self, path: str, token: str, body: object, **headers: str) -> httpx.Response:
         """Post JSON, or text as it is."""
@@ -135,9 +155,6 @@ class Api:
         return _of_event(answer)._replace(status=status)
 
 
-Write = Callable[[str, str, str], Awaitable[Answer]]
-
-
 def _of_event(answer: httpx.Response) -> Answer:
     told = answer.json()
     names = ("id", "topic", "partition", "partition_id", "offset", "offsets", "results")
@@ -194,18 +211,7 @@ async def api(stage: Stage, topic: str, make_topic: MakeTopic, tmp_path: Path) -
 
 
 async def test_each_caller_is_alone_with_its_keys(api: Api, stage: Stage) -> None:
-    routes: list[Write] = [
-        api.event,
-        api.cloudevent,
-        api.quarantined,
-        api.batch,
-        api.lines,
-        api.atomic,
-        api.v2,
-        api.v3,
-        api.v3_batch,
-        api.waiting,
-    ]
+    routes = api.routes
 
     async def go(route: Write) -> None:
         key = f"key-of-{route.__name__}"
@@ -250,17 +256,7 @@ def without_date(answer: httpx.Response) -> list[tuple[str, str]]:
 async def test_no_caller_waits_for_anothers_write(api: Api, stage: Stage) -> None:
     """Each caller in turn has writes in progress that never end; all others write under the same keys at once."""
     slot = min(stage.leases())
-    routes: list[Write] = [
-        api.event,
-        api.waiting,
-        api.batch,
-        api.lines,
-        api.atomic,
-        api.v2,
-        api.v3,
-        api.v3_batch,
-        api.quarantined,
-    ]
+    routes = [route for route in api.routes if route != api.cloudevent]  # its key is made of source and id
     at_ms = int(time.time() * 1000)
     held = pack(Claimed(slot, LATER_TERM, at_ms, b"f" * 8))
     with stage.redis.client() as store:
@@ -291,17 +287,7 @@ async def test_who_is_nobody_learns_and_writes_nothing(api: Api, stage: Stage) -
     body = {"topic": api.topic, "value": 1}
     assert (await api.post("/events", TOKENS["shop"], body, idempotency_key="k")).status_code == 201
     for why, token in REFUSED.items():
-        for route in (
-            api.event,
-            api.cloudevent,
-            api.quarantined,
-            api.batch,
-            api.lines,
-            api.atomic,
-            api.v2,
-            api.v3,
-            api.v3_batch,
-        ):
+        for route in api.routes:
             answer = await route(token, "k", "x")
             assert answer.status == 401, (why, route.__name__, answer)
         for method in ("GET", "HEAD"):

@@ -69,7 +69,7 @@ async def reading(broker: ManagedKafka, endpoint: TokenEndpoint, topic: str, kep
         return [dict(record.headers)["idempotency-key"] for record in records]
 
     login: dict[str, Any] = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "OAUTHBEARER"}
-    tokens = ClientCredentials(endpoint.url, SUBJECT, lambda: SECRET, scope="kafka")
+    tokens = ClientCredentials(endpoint.token_url, SUBJECT, lambda: SECRET, scope="kafka")
     reader = Reader(topic, kept, bootstrap_servers=broker.logins, sasl_oauth_token_provider=tokens, **login)
     following = asyncio.create_task(reader.follow(work))
     try:
@@ -175,7 +175,7 @@ def test_a_service_whose_token_is_refused_ends_and_says_by_whom(
 ) -> None:
     file = tmp_path / "token"
     file.write_text(issuer.token(60.0, audience="another"))
-    places = {"url": endpoint.url, "file": str(file), "kafka": broker.logins}
+    places = {"url": endpoint.token_url, "file": str(file), "kafka": broker.logins}
     change = {name: text.format(**places) for name, text in change.items()}
     login = broker.by_file(file) if "FENCEPOST_KAFKA_OAUTH_TOKEN_FILE" in change else broker.by_token(endpoint)
     service = service_of(tmp_path, redis, namespace, {**login, **change})
@@ -200,7 +200,8 @@ async def test_the_doctor_names_the_principal_the_endpoint_and_a_missing_acl(
     found = await told(settings)
     assert found["login.token"].level is Level.OK
     assert (
-        f"the token endpoint {endpoint.url} gives one: iss test, aud kafka, scope kafka" in found["login.token"].found
+        f"the token endpoint {endpoint.token_url} gives one: iss test, aud kafka, scope kafka"
+        in found["login.token"].found
     )
     assert found["login.principal"].found.startswith(f"User:{SUBJECT}, ")
     version = kafka_versions.running()

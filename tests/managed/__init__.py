@@ -6,12 +6,10 @@ The broker checks tokens as in production: by signature (RS256), audience and en
 import base64
 import json
 import subprocess
-import threading
 import time
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 from urllib.parse import parse_qs, unquote_plus
 
 from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports it from here
@@ -22,6 +20,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 
 from deploy.stack import Kafka, free_port
 from tests import kafka_versions
+from tests.http_server import Handler, HttpServer
 from tests.secured import Acl, bindings_of
 
 AUDIENCE: Final = "kafka"
@@ -62,25 +61,18 @@ class Issuer:
         return subprocess.run(command, input=content, check=True, capture_output=True, timeout=30).stdout
 
 
-class TokenEndpoint:
-    """A token endpoint for the grant `client_credentials`, at `url`. `refusing` and `away` make it fail."""
+class TokenEndpoint(HttpServer):
+    """A token endpoint for the grant `client_credentials`. `refusing` and `away` make it fail."""
 
     def __init__(self, issuer: Issuer, life_s: float) -> None:
         self.issued = 0
         self.refusing = self.away = False
         self._issuer, self._life_s = issuer, life_s
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"endpoint": self}))
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/token"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        super().__init__(type("Handler", (_Handler,), {"endpoint": self}))
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(_ANSWER_S)
+    @property
+    def token_url(self) -> str:
+        return f"{self.url}/token"
 
     def answer(self, login: str, form: dict[str, list[str]]) -> tuple[int, dict[str, Any]]:
         """Answer a request by its Authorization header and its body."""
@@ -100,21 +92,12 @@ class TokenEndpoint:
         }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     endpoint: TokenEndpoint
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        status, answer = self.endpoint.answer(self.headers.get("Authorization", ""), parse_qs(body))
-        content = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
+    def respond(self, body: bytes) -> None:
+        status, answer = self.endpoint.answer(self.headers.get("Authorization", ""), parse_qs(body.decode()))
+        self.answer(status, json.dumps(answer).encode())
 
 
 class ManagedKafka(Kafka):
@@ -174,7 +157,7 @@ class ManagedKafka(Kafka):
             "FENCEPOST_KAFKA": self.logins,
             "FENCEPOST_KAFKA_SECURITY_PROTOCOL": "SASL_PLAINTEXT",
             "FENCEPOST_KAFKA_SASL_MECHANISM": "OAUTHBEARER",
-            "FENCEPOST_KAFKA_OAUTH_TOKEN_URL": endpoint.url,
+            "FENCEPOST_KAFKA_OAUTH_TOKEN_URL": endpoint.token_url,
             "FENCEPOST_KAFKA_OAUTH_CLIENT_ID": SUBJECT,
             "FENCEPOST_KAFKA_OAUTH_CLIENT_SECRET": SECRET,
             "FENCEPOST_KAFKA_OAUTH_SCOPE": "kafka",

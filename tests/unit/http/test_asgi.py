@@ -11,13 +11,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from service.app import build_app, create_app
+from service.app import build_router, create_app
 from service.contract import CallerRule, Rules, SettingsError
 from service.core.metrics import Telemetry
 from service.core.problems import Problem
 from service.core.settings import Settings
 from service.events.deliveries import read_sources
 from service.events.event import BATCH_EVENTS_MAX
+from service.events.loaded_rules import LoadedRules
 from service.events.schemas import Schemas
 from service.http import asgi as module
 from service.http.asgi import AsgiEndpoint, AsgiRequest
@@ -269,7 +270,7 @@ async def test_middleware_sees_the_posts() -> None:
 def test_the_whole_app_answers_a_test_client() -> None:
     """Kafka and Redis are unreachable, so that only early refusals are answered at once."""
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
-    app, _ = build_app(settings, Rules(), Schemas(Rules()), (), lambda _: None)
+    app = build_router(settings, LoadedRules(Rules(), Schemas(Rules()), ()), lambda _: None).app
     with TestClient(app, client=("127.0.0.1", 50_000)) as client:
         assert client.get("/livez").status_code == 200
         assert client.post("/events", content=EVENT, headers=HEAD).json()["code"] == "not-written"
@@ -300,7 +301,8 @@ def test_a_client_without_a_loopback_address_is_refused() -> None:
 def test_rules_with_sources_only_open_nothing_but_the_sources(method: str, path: str) -> None:
     text = '[[sources]]\nname = "ci"\nsignature = "none"\nidempotency_key = { header = "id" }\ntopic = "orders"\n'
     rules, settings = Rules.parse(text), Settings(kafka="127.0.0.1:1", rules="rules.toml")
-    app, _ = build_app(settings, rules, Schemas(rules), read_sources(rules), lambda _: None)
+    loaded = LoadedRules(rules, Schemas(rules), tuple(read_sources(rules)))
+    app = build_router(settings, loaded, lambda _: None).app
     client = TestClient(app, client=("10.0.0.1", 1))
     answer = client.request(method, path, headers={"content-type": "application/json"})
     assert answer.status_code == 403

@@ -11,13 +11,14 @@ from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 from msgspec.structs import replace
 
-from service.app import build_app
+from service.app import build_router
 from service.claims.states import Delivered
 from service.contract import Rules
 from service.core.problems import KINDS, NOT_WRITTEN, Problem
 from service.core.settings import Settings
 from service.events.cloudevents import BATCHED, STRUCTURED, VERSION, CloudEvent
 from service.events.event import BATCH_EVENTS_MAX, EventBody
+from service.events.loaded_rules import LoadedRules
 from service.events.produce import (
     ENTRIES_MAX,
     V2_FORMATS,
@@ -76,7 +77,8 @@ COMMITTED = Committed(1, ((b"i" * 32, THERE),), replayed=True)
 
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
-    return build_app(Settings(instance="test"), Rules(), Schemas(Rules()), (), lambda _: None)[0]
+    loaded = LoadedRules(Rules(), Schemas(Rules()), ())
+    return build_router(Settings(instance="test"), loaded, lambda _: None).app
 
 
 def resolved(part: dict[str, Any]) -> dict[str, Any]:

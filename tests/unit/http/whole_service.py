@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 import uvicorn
 
 from deploy.stack import free_port
-from service.app import build_app
+from service.app import build_router
 from service.contract import Rules
 from service.core.settings import Settings
+from service.events.loaded_rules import LoadedRules
 from service.events.schemas import Schemas
 from service.http.limits import GuardedProtocol
 from service.http.protocol import Posts, protocol_of
@@ -19,7 +20,8 @@ from service.http.protocol import Posts, protocol_of
 async def serving(transport: str) -> AsyncIterator[int]:
     """Run a service whose POSTs go below ASGI (`direct`), or through it (`asgi`); yields its port."""
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
-    app, posts = build_app(settings, Rules(), Schemas(Rules()), (), lambda _: None)
+    router = build_router(settings, LoadedRules(Rules(), Schemas(Rules()), ()), lambda _: None)
+    app, posts = router.app, router.current.endpoint
     direct = protocol_of(Posts(posts.routes, posts.body_bytes_max, posts.bodies))
     port, protocol = free_port(), direct if transport == "direct" else GuardedProtocol
     server = uvicorn.Server(
