@@ -221,13 +221,15 @@ class _Run:
             return
         self.settings = settings
         topics = ",".join(settings.options.topics) or "(none)"
+        without = ",".join(settings.options.without_topics) or "(none)"
         ids = "with" if settings.options.skip_ids else "without"
         days = settings.options.keep_days or "(all)"
         self.on_progress(
-            f"run {interrupted.run} was planned with other options (--topics {topics}, --grace-s "
-            f"{settings.options.grace_s}, --window-h {settings.options.window_h}, --keep-days {days}, {ids} "
-            "--skip-ids, its key retention, rules or timeouts): finishing it with its own options, then starting a run "
-            "with those of this command line"
+            f"run {interrupted.run} was planned with other options (--topics {topics}, "
+            f"--without-topics {without}, --grace-s {settings.options.grace_s}, "
+            f"--window-h {settings.options.window_h}, --keep-days {days}, {ids} --skip-ids, "
+            "its key retention, rules or timeouts): finishing it with its own options, then starting a run with those "
+            "of this command line"
         )
 
     def _report_identities(self) -> None:

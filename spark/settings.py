@@ -25,6 +25,7 @@ class Options:
     lake: str
     report: str
     topics: tuple[str, ...] = ()
+    without_topics: tuple[str, ...] = ()
     max_records: int | None = None
     grace_s: int = 60
     window_h: int = 168
@@ -96,6 +97,11 @@ def parse(arguments: Sequence[str]) -> Options:
         "or 504, or the rules name",
     )
     parser.add_argument(
+        "--without-topics",
+        default="",
+        help="comma-separated globs of topics that are not audited, whatever else names them; default: none",
+    )
+    parser.add_argument(
         "--max-records", type=_integer(1, OFFSETS_MOST), help="merge at most about this many offsets; default: all"
     )
     parser.add_argument(
@@ -153,7 +159,8 @@ def parse(arguments: Sequence[str]) -> Options:
     return Options(
         lake=parsed.lake.rstrip("/") or "/",
         report=parsed.report.rstrip("/") or "/",
-        topics=tuple(glob.strip() for glob in parsed.topics.split(",") if glob.strip()),
+        topics=_globs(parsed.topics),
+        without_topics=_globs(parsed.without_topics),
         max_records=parsed.max_records,
         grace_s=parsed.grace_s,
         window_h=parsed.window_h,
@@ -165,6 +172,11 @@ def parse(arguments: Sequence[str]) -> Options:
         publish=not parsed.no_publish,
         replace_findings=parsed.replace_findings,
     )
+
+
+def _globs(separated: str) -> tuple[str, ...]:
+    """Split globs that are separated by commas."""
+    return tuple(glob.strip() for glob in separated.split(",") if glob.strip())
 
 
 def parse_about(command: str, name: str, help: str, description: str, arguments: Sequence[str]) -> tuple[str, str]:

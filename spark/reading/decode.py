@@ -263,7 +263,7 @@ def _parse_headers(read: DataFrame, *, refuses_newer: bool) -> DataFrame:
     header, known = F.col("fencepost_header"), (wire.VERSION,)
     version = F.substring_index(header, ";", 1).try_cast("int")
     is_newer = header.rlike(f"^{wire.STAMP_VERSION}") & _is_newer(version, known)
-    unless = "; or, if no release of Fencepost has written it, leave its topic out with --topics"
+    unless = "; or, if no release of Fencepost has written it, leave its topic out with --without-topics"
     newer = _refuse(f"a record with a {wire.STAMP_HEADER} header", version, known, unless)
     split = F.when(header.startswith(f"{wire.VERSION};"), F.split(header, ";", 9))
     if refuses_newer:

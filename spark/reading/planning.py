@@ -112,11 +112,12 @@ def freeze(
 
 class _Selection:
     """The data topics that a run audits: those of --topics; without --topics those that the rules, the ledger or the
-    journal name."""
+    journal name. None of --without-topics is audited."""
 
     def __init__(self, settings: Settings, last_plan: Plan | None, topics_in_lake: TopicsInLake) -> None:
         namespace = settings.shared.namespace
         self.globs = settings.options.topics
+        self._without = settings.options.without_topics
         self._settings = settings
         self._ledger, self._requests = wire.ledger_topic(namespace), wire.requests_topic(namespace)
         self._own = {self._ledger, self._requests, wire.control_topic(namespace), wire.findings_topic(namespace)}
@@ -126,6 +127,8 @@ class _Selection:
 
     def has(self, name: str) -> bool:
         """Check whether a data topic is selected."""
+        if matches(self._without, name):
+            return False
         return (
             matches(self.globs, name) if self.globs else name in self._claimed_topics or _has_rule(self._settings, name)
         )
@@ -148,7 +151,9 @@ class _Selection:
 
     def candidates(self, existing: set[str]) -> set[str]:
         """Return existing topics that are not selected, but may be named by the unread part of ledger and journal."""
-        return set() if self.globs else {name for name in existing - self._own if not self.has(name)}
+        if self.globs:
+            return set()
+        return {name for name in existing - self._own if not self.has(name) and not matches(self._without, name)}
 
     def all_candidates(self, existing: set[str]) -> set[str]:
         """Return the candidates, and topics that an earlier run audited and the last run did not.
@@ -295,13 +300,13 @@ def _diverged(
 def _audited_before(settings: Settings, last_plan: Plan | None, topics_in_lake: TopicsInLake) -> set[str]:
     """Return the topics that a run without --topics audits because of what earlier runs have read.
 
-    If the last run had other --topics, its plan does not list all of these: it merged the whole ledger, but audited
-    fewer topics. If it had other rules, its plan may list a topic that only a removed rule named.
+    If the last run had other --topics or --without-topics, its plan does not list all of these: it merged the whole
+    ledger, but audited fewer topics. If it had other rules, its plan may list a topic that only a removed rule named.
     """
     if last_plan is None:
         return set()
     last, now = json.loads(last_plan.options), json.loads(options_of(settings))
-    if (last["topics"], last["rules"]) != (now["topics"], now["rules"]):
+    if any(last.get(name) != now.get(name) for name in ("topics", "without_topics", "rules")):
         return topics_in_lake()
     return {log.topic for log in last_plan.logs if log.role == DATA}
 

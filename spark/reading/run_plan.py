@@ -234,6 +234,7 @@ def options_of(settings: Settings) -> str:
             ],
             "callers": settings.rules.scopes[1:],  # those of sources too
             # Left out where there are none, as in plans of an earlier version.
+            **({"without_topics": options.without_topics} if options.without_topics else {}),
             **({"quarantine": quarantine} if (quarantine := _quarantine_of(settings.rules)) else {}),
             **({"sources": sources} if (sources := _sources_of(settings.rules)) else {}),
         },
@@ -270,6 +271,7 @@ def settings_of(options: str, now: Settings) -> Settings:
     options_then = replace(
         now.options,
         topics=tuple(parsed["topics"]),
+        without_topics=tuple(parsed.get("without_topics", ())),
         grace_s=parsed["grace_s"],
         window_h=parsed.get("window_h", now.options.window_h),
         identity=parsed.get("identity", {}),

@@ -82,15 +82,16 @@ def gather_evidence(plan: Plan, settings: Settings) -> LogEvidence:
     ledger, answers = plan.of(LEDGER), plan.of(REQUESTS)
     of_slots = {log.topic_partition: _slot_of(log) for log in ledger}
     slots = by_partition(of_slots).get(ledger[0].topic, []) if ledger else []
-    globs, unwanted = settings.options.topics, plan.unwanted
-    pattern = f"^(?:{glob_regex(globs)})$"
+    globs, without, unwanted = settings.options.topics, settings.options.without_topics, plan.unwanted
+    pattern, left_out = (f"^(?:{glob_regex(some)})$" for some in (globs, without))
     rules = settings.rules
     quarantine = tuple(sorted(rules.quarantine_topics))
 
     def audited(topic: Column) -> Column:
+        excluded = topic.rlike(left_out) if without else F.lit(False)
         if globs:
-            return topic.rlike(pattern)
-        return ~topic.isin(unwanted) if unwanted else F.lit(True)
+            return topic.rlike(pattern) & ~excluded
+        return ~topic.isin(unwanted) & ~excluded if unwanted else ~excluded
 
     return LogEvidence(
         frozen_ms=plan.frozen_ms,

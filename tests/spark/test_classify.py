@@ -446,9 +446,13 @@ def test_an_id_in_doubt_is_pending_while_the_ledger_is_undecided(spark: SparkSes
     assert found["other"]["phantom"] == "phantom"
 
 
-def test_only_audited_topics_are_classified(spark: SparkSession) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"topics": ("t",)}, {"without_topics": ("oth*", "a")}, {"topics": ("*",), "without_topics": ("a", "o*")}],
+)
+def test_only_audited_topics_are_classified(spark: SparkSession, options: dict[str, Any]) -> None:
     rows = states(spark, {"in": [entry(1)], "out": [entry(1, topic="other")], "both": [entry(1, topic="a"), entry(2)]})
-    seen = gather_evidence(plan(), settings(topics=("t",)))
+    seen = gather_evidence(plan(), settings(**options))
     found = {name_of(row["id"]): row for row in classify(rows, seen).collect()}
     assert found.keys() == {"in", "both"}
     assert [claim["offset"] for claim in found["both"]["missing"]] == [2]

@@ -186,6 +186,17 @@ def test_a_topic_is_audited_when_the_ledger_the_rules_or_an_option_name_it(clust
     assert freeze(cluster, freeze(cluster, named={"orders"}), named=set()).topics == ["orders"]
 
 
+def test_a_topic_is_not_audited_while_an_option_leaves_it_out(cluster: FakeAdmin) -> None:
+    rules, without = '[[topics]]\npattern = "ord*"', ("foreign", "ord*")
+    assert freeze(cluster, topics=("*",), without_topics=without).topics == ["others"]
+    first = freeze(cluster, named={"orders", "others"}, rules=rules)
+    second = freeze(cluster, first, named={"orders"}, rules=rules, without_topics=without, in_lake={"orders", "others"})
+    assert (second.topics, second.unwanted) == (["others"], ["orders"])
+    assert run_plan.settings_of(second.options, settings()).options.without_topics == without
+    third = freeze(cluster, second, rules=rules, in_lake={"orders", "others"})
+    assert third.topics == ["orders", "others"]
+
+
 def test_a_topic_is_not_audited_any_more_when_the_rule_that_named_it_is_gone(cluster: FakeAdmin) -> None:
     first = freeze(cluster, named={"orders"}, rules='[[topics]]\npattern = "oth*"')
     assert first.topics == ["orders", "others"]

@@ -17,6 +17,11 @@ def test_an_identity_is_a_topic_and_an_expression() -> None:
     assert options.identity == {"a": "key", "b.c": "get_json_object(value, '$.id') = 'x=y'"}
 
 
+def test_topics_are_globs_separated_by_commas() -> None:
+    options = parse([*GIVEN, "--topics", "a*, b", "--without-topics", "ab,,c.*"])
+    assert (options.topics, options.without_topics) == (("a*", "b"), ("ab", "c.*"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
