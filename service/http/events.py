@@ -97,9 +97,8 @@ class EventsEndpoint:
         self._callers = callers
         self.telemetry = telemetry
         self.body_bytes_max = settings.body_bytes_max
-        self.bodies: Bodies = (
-            Bodies(settings.bodies_bytes_max) if before is None else before.bodies
-        )  # of all transports
+        # Of all transports.
+        self.bodies: Bodies = Bodies(settings.bodies_bytes_max) if before is None else before.bodies
         responder = Responder(telemetry, self._named)
         self._single = SingleEventWriter(admission, responder, committed_lines, settings.key_ttl_s)
         self._answer, self._fail = responder.answer, responder.fail
@@ -280,10 +279,8 @@ class EventsEndpoint:
         """Return the log fields of a request: its key, and the id of the key in the caller's scope."""
         try:
             found = post.found or pick(post.headers)
-            key, scope = (
-                parse_key(raw_key_of(found)),
-                self._callers.of(found.get(b"authorization"), post.certificate).scope,
-            )
+            key = parse_key(raw_key_of(found))
+            scope = self._callers.of(found.get(b"authorization"), post.certificate).scope
         except Problem:  # no key that is valid, or no caller that is known
             return {}
         return {"key": key, "id": event_id(key, scope).hex()}

@@ -48,8 +48,7 @@ _PACKAGES: Final = ("io", "java", "org", "scala")
 def keep_classes(spark: SparkSession) -> None:
     """Look up the classes that PySpark uses for each column once.
 
-    For each name py4j asks the JVM, which searches all jars in each imported package: a sixth of the time of a run over
-    few records.
+    For each name py4j asks the JVM, which searches all jars in each imported package.
     """
     packages = jvm(spark)
     for name, java_class in _CLASSES.items():
