@@ -19,7 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark.errors import AnotherRun, CannotRun
 from spark.reading import wire_expressions
 from spark.reading.jvm import Py4JJavaError, jvm
-from spark.tables import files
+from spark.tables import files, stores
 
 # A killed run keeps a lake on an object store locked for this long. The drivers' clocks may differ by half of that.
 LEASE_S: Final = 120.0
@@ -46,7 +46,7 @@ def unchecked() -> None:
 
 @contextmanager
 def held(spark: SparkSession, root: str) -> Iterator[CheckHeld]:
-    """Hold the lock of the lake at `root`; AnotherRun if another process holds that lock.
+    """Hold the lock of the lake at `root`; AnotherRun if another process holds it, CannotRun if the lake is not safe.
 
     On a `file:` path the JVM locks a file: the operating system releases that lock when the JVM dies, and not before
     its last writing thread has ended. On a mount of several machines this is as safe as its POSIX locks. Elsewhere the
@@ -54,6 +54,7 @@ def held(spark: SparkSession, root: str) -> Iterator[CheckHeld]:
     outlives its lease fails at its next commit. A commit that was already under way is skipped by Delta, since the next
     run fences the interrupted run's number (`Lake.fence`) before it plans the same records again.
     """
+    stores.check(spark, root)
     path = files.local(spark, root)
     with _locked(spark, root, path) if path is not None else _leased(spark, root) as check_held:
         yield check_held

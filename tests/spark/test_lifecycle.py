@@ -18,7 +18,7 @@ from deploy.install import java
 from service.contract import wire
 from spark.errors import AnotherRun, CannotRun
 from spark.reading import decode
-from spark.reading.jvm import Py4JJavaError
+from spark.reading.jvm import Py4JJavaError, hadoop_configuration
 from spark.session import INTERPRETED
 from spark.tables import lake, lock
 from tests.spark.conftest import Audit, Ran
@@ -59,6 +59,22 @@ def test_a_wrong_expression_stops_the_start(spark: SparkSession, expression: str
     with pytest.raises(CannotRun, match=r"^--identity t='[^\n]*$") as caught:
         decode.check_identities(spark, {"good": "cast(key as string)", "t": expression})
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("root", ["s3a://bucket/lake", "S3N://bucket/lake", "oss://bucket/lake", "/lake"])
+def test_a_lake_where_two_runs_could_both_commit_is_refused_before_it_is_opened(spark: SparkSession, root: str) -> None:
+    """A folder without a scheme lies on Hadoop's default file system."""
+    configuration = hadoop_configuration(spark)
+    before = configuration.get("fs.defaultFS")
+    configuration.set("fs.defaultFS", "cosn://bucket")
+    try:
+        with (
+            pytest.raises(CannotRun, match=r"^--lake [^\n]* begins with file:, [^\n]* or gs:$"),
+            lock.held(spark, root),
+        ):
+            pass
+    finally:
+        configuration.set("fs.defaultFS", before)
 
 
 @pytest.fixture
