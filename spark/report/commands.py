@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from shlex import quote
 from typing import Any, Final
 
+from spark.rules.kinds import UNKEYED
+
 RECORDS_MAX: Final = 5
 
 
@@ -38,6 +40,6 @@ def _spans(finding: Mapping[str, Any]) -> Sequence[tuple[str, int, int, int]]:
     copies = finding["coordinates"] or []
     if copies:
         return [(copy["topic"], copy["partition"], copy["offset"], 1) for copy in copies[:RECORDS_MAX]]
-    if finding["kind"] == "unkeyed" and finding["first_offset"] is not None:
+    if finding["kind"] == UNKEYED.name and finding["first_offset"] is not None:
         return [(finding["topic"], finding["partition"], finding["first_offset"], min(finding["count"], RECORDS_MAX))]
     return []

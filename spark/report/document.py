@@ -13,15 +13,12 @@ from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
 from spark.report import heatmap, metrics, model, page
 from spark.rules import current_findings
 from spark.rules.balance import ByTopic, Closed
-from spark.rules.findings import CLIENT_DUPLICATE, DERIVED_COPY, KINDS
+from spark.rules.kinds import KINDS, with_surplus
 from spark.rules.record_counts import PARTITIONS_MAX
 from spark.tables import files, hours
 
 # Further findings are counted, and stay in the lake: the report must fit into the driver's memory.
 FINDINGS_MAX: Final = 100_000
-
-# Kinds that the timeline shows.
-_KINDS_OF_COPIES: Final = (*current_findings.COPIES, CLIENT_DUPLICATE, DERIVED_COPY)
 
 CLEAN: Final = "clean"
 FINDINGS: Final = "findings"
@@ -72,14 +69,14 @@ def build(
         "seconds": dict(seconds),
         "offsets": plan.unread,
     }
-    by_cause = heatmap.timeline(collected.counts, _KINDS_OF_COPIES, *window)
+    by_cause = heatmap.timeline(collected.counts, with_surplus(), *window)
     drawn = heatmap.drawn(balance.record_counts, collected.counts, plan.topics, *window)
     return Report(
         {
             "run": run,
             "balance": cast(model.Balance, balance.line),
             "topics": [cast(model.TopicCounts, {"topic": topic, **counts}) for topic, counts in topics.items()],
-            "kinds": cast(model.Kinds, collected.by_kind),
+            "kinds": collected.by_kind,
             "causes": cast(list[model.CauseCounts], collected.causes),
             "map": cast(model.Map, drawn),
             "timeline": cast(list[model.TimelinePoint], by_cause),

@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from spark.report.model import Document
-from spark.rules.findings import SEVERITIES
+from spark.rules.kinds import KINDS
 
 PREFIX: Final = "fencepost_audit_"
 
@@ -42,7 +42,7 @@ class _OfDocument(Collector):
             "findings",
             "Findings of the window by kind.",
             ("kind", "severity"),
-            (((kind, SEVERITIES[kind]), cast(int, count)) for kind, count in document["kinds"].items()),
+            (((name, KINDS[name].severity), count) for name, count in document["kinds"].items()),
         )
         yield _gauges(
             "finding_records",

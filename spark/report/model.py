@@ -3,20 +3,19 @@
 Each count has a unit in its description. Times are RFC 3339 in UTC, to the millisecond.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
 
+from spark.rules import kinds
+
 SCHEMA_ID: Final = "urn:fencepost:report:1"
 
 Verdict = Literal["clean", "findings"]
 Role = Literal["data", "ledger", "requests"]
-Kind = Literal[
-    "duplicate", "conflict", "client_duplicate", "derived_copy", "lost", "phantom", "unkeyed", "stuck", "evidence_gap"
-]
-CopyKind = Literal["duplicate", "conflict", "client_duplicate", "derived_copy"]
-Severity = Literal["error", "warning", "information"]
+Severity = kinds.Severity
 Category = Literal[
     "pending", "lost", "duplicated", "conflicted", "delivered_once", "stuck", "unprovable", "phantom", "evidence_gap"
 ]
@@ -39,8 +38,8 @@ def _answers(what: str) -> Meta:
     return Meta(ge=0, description=f"{what}. Unit: answers.")
 
 
-def _findings(kind: str) -> Meta:
-    return Meta(ge=0, description=f"Findings of kind {kind}. Unit: findings.")
+def _one_of(names: Iterable[str]) -> Meta:
+    return Meta(extra_json_schema={"enum": list(names)})
 
 
 _TIME: Final = Meta(extra_json_schema={"format": "date-time"})
@@ -57,6 +56,18 @@ Delivered = Annotated[int, _records("Records that were delivered")]
 Undecoded = Annotated[int, _records("Records that could not be decoded")]
 FrozenAt = Annotated[Time, _about("When the ends of the logs were frozen.")]
 OffsetsRead = Annotated[int, _about("Offsets read. Unit: offsets.", ge=0)]
+_SEVERITIES: Final = ", ".join(f"{name} ({meaning})" for name, meaning in kinds.SEVERITIES.items())
+Kind = Annotated[str, _one_of(kinds.KINDS)]
+CopyKind = Annotated[str, _one_of(kinds.with_surplus())]
+
+_KIND_COUNTS: Final = {
+    name: {"type": "integer", "minimum": 0, "description": f"Findings of kind {name}. Unit: findings."}
+    for name in kinds.KINDS
+}
+Kinds = Annotated[
+    dict[str, int],
+    Meta(extra_json_schema={"properties": _KIND_COUNTS, "required": list(_KIND_COUNTS), "additionalProperties": False}),
+]
 
 
 class Run(TypedDict):
@@ -118,20 +129,6 @@ class TopicCounts(Balance):
     answered_504: Annotated[int, _answers("Answers 504")]
     answered_other: Annotated[int, _answers("Answers with another status")]
     replayed: Annotated[int, _answers("Answers that were replays")]
-
-
-class Kinds(TypedDict):
-    """How many findings there are of each kind."""
-
-    duplicate: Annotated[int, _findings("duplicate")]
-    conflict: Annotated[int, _findings("conflict")]
-    client_duplicate: Annotated[int, _findings("client_duplicate")]
-    derived_copy: Annotated[int, _findings("derived_copy")]
-    lost: Annotated[int, _findings("lost")]
-    phantom: Annotated[int, _findings("phantom")]
-    unkeyed: Annotated[int, _findings("unkeyed")]
-    stuck: Annotated[int, _findings("stuck")]
-    evidence_gap: Annotated[int, _findings("evidence_gap")]
 
 
 class CauseCounts(TypedDict):
@@ -233,10 +230,7 @@ class Finding(TypedDict):
     ]
     severity: Annotated[
         Severity,
-        _about(
-            "Severity of the kind: error (a broken guarantee), warning (an operator must check), information (only the "
-            "client knows whether the finding is a fault)."
-        ),
+        _about(f"Severity of the kind: {_SEVERITIES}."),
     ]
     id: Annotated[
         Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None,

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from spark.report import charts, commands
 from spark.report.model import Document, Finding, TopicCounts
 from spark.rules.classify import CATEGORIES
-from spark.rules.findings import KINDS
+from spark.rules.kinds import KINDS, Kind
 
 LIMITS: Final = SimpleNamespace(findings=100, copies=5, open=10, causes=60, topics=60, logs=200)
 """Maximum number of rows of each part of the page (`open`: kinds with at most so many findings are unfolded).
@@ -24,31 +24,6 @@ All rows are in report.json or in the lake.
 """
 HEADLINE_KINDS: Final = 3
 NAME_CHARS: Final = 120
-
-TITLES: Final = {
-    "duplicate": ("duplicate", "duplicates"),
-    "conflict": ("conflict", "conflicts"),
-    "client_duplicate": ("duplicate by the client", "duplicates by clients"),
-    "derived_copy": ("copy in another topic", "copies in other topics"),
-    "lost": ("lost event", "lost events"),
-    "phantom": ("phantom", "phantoms"),
-    "unkeyed": ("partition with unkeyed records", "partitions with unkeyed records"),
-    "stuck": ("stuck request", "stuck requests"),
-    "evidence_gap": ("gap in the evidence", "gaps in the evidence"),
-}
-"""Singular and plural of each kind of finding."""
-
-MEANINGS: Final = {
-    "duplicate": "One id, delivered more than once with the same content.",
-    "conflict": "One id, delivered with different contents.",
-    "client_duplicate": "Different ids with the same content and record key: a client made a new key for its retry.",
-    "derived_copy": "A record of another topic, forwarded with its header. If intended, set derived in the rules.",
-    "lost": "The ledger or a 201 names an offset that has another record, or none.",
-    "phantom": "A record with Fencepost's header that neither the ledger nor a 201 names.",
-    "unkeyed": "Records without an id: duplicates among them cannot be found.",
-    "stuck": "Answered 202 or 504, and never settled.",
-    "evidence_gap": "What would prove the delivery is missing. These events are not counted as lost.",
-}
 
 CAUSES: Final = {
     "foreign_writer": "written by another program",
@@ -141,9 +116,8 @@ def _headline(document: Document) -> str:
         if not balance["accepted"] and not balance["records"]:
             return "Clean: nothing was written yet"
         return f"Clean: {_count(balance['delivered_once'])} accepted events, each delivered exactly once"
-    kinds: Mapping[str, Any] = document["kinds"]
-    present = [(kind, count) for kind, count in kinds.items() if count]
-    listed = ", ".join(counted(count, *TITLES[kind]) for kind, count in present[:HEADLINE_KINDS])
+    present = [(KINDS[name], count) for name, count in document["kinds"].items() if count]
+    listed = ", ".join(_counted_kind(count, kind) for kind, count in present[:HEADLINE_KINDS])
     others = sum(count for _, count in present[HEADLINE_KINDS:])
     more = f" and {counted(others, 'other', 'others')}" if others else ""
     return f"{counted(run['findings'], 'finding', 'findings')}: {listed}{more}"
@@ -197,17 +171,21 @@ def timeline(document: Document) -> tuple[Markup | str, list[tuple[str, str]]]:
 
 def _groups(document: Document) -> list[dict[str, Any]]:
     """Return the findings that the page shows, by kind."""
-    kinds: Mapping[str, int] = document["kinds"]  # type: ignore[assignment]
+    counts = document["kinds"]
     return [
         {
-            "number": kinds[kind],
-            "title": counted(kinds[kind], *TITLES[kind]),
-            "meaning": MEANINGS[kind],
-            "findings": [row for row in document["findings"] if row["kind"] == kind][: LIMITS.findings],
+            "number": counts[name],
+            "title": _counted_kind(counts[name], kind),
+            "meaning": kind.meaning,
+            "findings": [row for row in document["findings"] if row["kind"] == name][: LIMITS.findings],
         }
-        for kind in KINDS
-        if kinds[kind]
+        for name, kind in KINDS.items()
+        if counts[name]
     ]
+
+
+def _counted_kind(number: int, kind: Kind) -> str:
+    return counted(number, kind.title, kind.plural)
 
 
 def _commands(run: Mapping[str, Any], finding: Finding) -> Sequence[str]:

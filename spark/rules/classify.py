@@ -19,6 +19,10 @@ from spark.tables import deliveries
 
 STUCK: Final = "stuck"
 
+PHANTOM: Final = "phantom"
+UNPROVEN: Final = "evidence_gap"
+"""Verdicts about an id with Fencepost's header that was not accepted; PENDING until one of these is decided."""
+
 CATEGORIES: Final = (DELIVERED_ONCE, "duplicated", "conflicted", LOST, PENDING, STUCK, "unprovable")
 """Categories of accepted ids in the balance."""
 
@@ -352,9 +356,9 @@ def _phantom(evidence: LogEvidence) -> Column:
         F.when(ledger_behind | rule_table.is_undecided(settled_at_ms, decided_until_ms), PENDING)
         .when(
             rule_table.is_before_evidence(complete_since_ms, first_copy["accepted_at"]),
-            "evidence_gap",
+            UNPROVEN,
         )
-        .otherwise("phantom"),
+        .otherwise(PHANTOM),
     )
 
 

@@ -13,7 +13,7 @@ from service.contract import wire
 from spark import rule_table
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, hash_of
-from spark.rules import findings
+from spark.rules import findings, kinds
 from spark.rules.classify import LogEvidence
 from spark.tables import deliveries, hours, lake
 
@@ -316,7 +316,7 @@ def _findings_by_fingerprint(numbered: DataFrame) -> DataFrame:
     )
     coordinates = F.transform(F.array_sort("copies"), lambda numbered_copy: numbered_copy.dropFields("nth"))
     of_grouped = ("accepted_hour", "id", "key", "topic", "count", "last_ms", "fingerprint")
-    finding = {"kind": F.lit(findings.CLIENT_DUPLICATE), "cause": F.lit("new_key")}
+    finding = {"kind": F.lit(kinds.CLIENT_DUPLICATE.name), "cause": F.lit("new_key")}
     columns = {name: F.col(name) for name in of_grouped} | finding | {"coordinates": coordinates}
     return findings.as_findings(grouped, findings.IDS, columns)
 

@@ -6,8 +6,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import rule_table
-from spark.reading.decode import UNKEYED
-from spark.rules.findings import CLIENT_DUPLICATE, CONFLICT, DUPLICATE, EVIDENCE_GAP, IDS, KINDS, SEVERITIES
+from spark.rules.findings import IDS
+from spark.rules.kinds import KINDS, with_subject, with_surplus
 from spark.tables import hours
 from spark.tables.deliveries import hour_of
 
@@ -31,10 +31,10 @@ FIELDS: Final = (
 )
 """The fields of a finding, in this order. `id` and `fingerprint` are in hexadecimal digits."""
 
-COPIES: Final = (DUPLICATE, CONFLICT)
-"""Kinds whose records are surplus copies (copies after the first)."""
+_COPIES: Final = with_surplus("with_cause")
+"""Kinds whose records are surplus copies, each with its cause."""
 
-_OF_PARTITIONS: Final = (UNKEYED, EVIDENCE_GAP)
+_OF_PARTITIONS: Final = with_subject("partition")
 _PARTITION_KEY: Final = ("kind", "cause", "topic", "partition")
 
 
@@ -96,7 +96,7 @@ def by_finding(current: DataFrame) -> DataFrame:
     kept = [name for name in current.columns if name in FIELDS]
     rows = single.select(*kept).unionByName(summed, allowMissingColumns=True)
     shown_id, fingerprint = F.lower(F.hex("id")), F.lower(F.hex("fingerprint"))
-    severity = F.create_map(*(F.lit(word) for pair in SEVERITIES.items() for word in pair))
+    severity = F.create_map(*(F.lit(word) for kind in KINDS.values() for word in (kind.name, kind.severity)))
     partition_key = F.concat_ws(":", *(F.coalesce(F.col(name).cast("string"), F.lit("")) for name in _PARTITION_KEY))
     return rows.select(
         F.when(F.col("id").isNull(), partition_key).otherwise(F.concat_ws(":", "kind", subject())).alias("finding_id"),
@@ -128,11 +128,11 @@ def in_order(found: DataFrame) -> DataFrame:
 def causes(found: DataFrame) -> list[dict[str, Any]]:
     """Count findings (FIELDS) and their records by kind, topic and cause; the number of rows is bounded.
 
-    For COPIES the records are the surplus copies. Each counts for its own topic and cause; copies without kept
+    For _COPIES the records are the surplus copies. Each counts for its own topic and cause; copies without kept
     coordinates count with their finding.
     """
     uncounted = F.col("count") - F.size("coordinates")
-    has_copies = F.col("kind").isin(*COPIES)
+    has_copies = F.col("kind").isin(*_COPIES)
     each = found.select(
         "kind",
         "topic",
@@ -150,7 +150,8 @@ def causes(found: DataFrame) -> list[dict[str, Any]]:
         .agg(F.sum("findings").alias("findings"), F.sum("records").alias("records"))
     )
     rows = [row.asDict() for row in summed.collect()]
-    return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), row["topic"] or "", row["cause"] or ""))
+    ranks = {name: rank for rank, name in enumerate(KINDS)}
+    return sorted(rows, key=lambda row: (ranks[row["kind"]], row["topic"] or "", row["cause"] or ""))
 
 
 def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
@@ -161,8 +162,8 @@ def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
     partition is null.
     """
     copy = F.col("copy")
-    counts = F.when(F.col("kind").isin(*COPIES), copy["cause"].isNotNull()).when(
-        F.col("kind") == CLIENT_DUPLICATE, F.col("nth") > 0
+    counts = F.when(F.col("kind").isin(*_COPIES), copy["cause"].isNotNull()).when(
+        F.col("kind").isin(*with_surplus("after_first")), F.col("nth") > 0
     )
     with_coordinates = (
         current.select("accepted_hour", "kind", "cause", F.posexplode("coordinates").alias("nth", "copy"))
@@ -172,7 +173,7 @@ def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
             copy["topic"].alias("topic"),
             copy["partition"].alias("partition"),
             "kind",
-            F.when(F.col("kind").isin(*COPIES), copy["cause"]).otherwise(F.col("cause")).alias("cause"),
+            F.when(F.col("kind").isin(*_COPIES), copy["cause"]).otherwise(F.col("cause")).alias("cause"),
             F.lit(1).cast("bigint").alias("records"),
         )
     )

@@ -11,8 +11,8 @@ from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, REJECT, UNKEYED
 from spark.reading.run_plan import RETENTION, TRUNCATED, UNWANTED, Plan
 from spark.rule_table import LOST, PENDING
-from spark.rules import causes
-from spark.rules.classify import CATEGORIES, STUCK, LogEvidence
+from spark.rules import causes, kinds
+from spark.rules.classify import CATEGORIES, PHANTOM, STUCK, UNPROVEN, LogEvidence
 from spark.tables import lake
 
 HOUR: Final = "hour"
@@ -20,27 +20,8 @@ IDS: Final = "ids"
 LOG: Final = "log"
 """Scopes of findings: the data from which findings were derived, and with which they are replaced."""
 
-DUPLICATE: Final = "duplicate"
-CONFLICT: Final = "conflict"
-PHANTOM: Final = "phantom"
-EVIDENCE_GAP: Final = "evidence_gap"
-CLIENT_DUPLICATE: Final = "client_duplicate"
-DERIVED_COPY: Final = "derived_copy"
-
 UNDECODED: Final = "undecoded"
 """The cause of an evidence gap: records that could not be decoded."""
-
-KINDS: Final = (DUPLICATE, CONFLICT, CLIENT_DUPLICATE, DERIVED_COPY, LOST, PHANTOM, UNKEYED, STUCK, EVIDENCE_GAP)
-
-ERROR: Final = "error"
-WARNING: Final = "warning"
-INFORMATION: Final = "information"
-SEVERITIES: Final = {
-    **dict.fromkeys((DUPLICATE, CONFLICT, LOST, PHANTOM), ERROR),
-    **dict.fromkeys((DERIVED_COPY, UNKEYED, STUCK, EVIDENCE_GAP), WARNING),
-    CLIENT_DUPLICATE: INFORMATION,
-}
-"""Severity of each kind: a broken guarantee; a problem for an operator to check; a question for the client."""
 
 
 def _total(column: str, condition: str) -> str:
@@ -146,7 +127,7 @@ def _of_copies() -> Column:
 
 def _of_derived_copies() -> Column:
     """Return the finding `derived_copy` of a described row, or null; its topic is that of the first such copy."""
-    found = _found(F.lit(DERIVED_COPY), _no_cause(), _without_cause(F.col("forwarded")), "forwarded_count")
+    found = _found(_kind(kinds.DERIVED_COPY), _no_cause(), _without_cause(F.col("forwarded")), "forwarded_count")
     of_its_topic = found.withField("topic", F.get("forwarded", F.lit(0))["topic"])
     return F.when(F.size("forwarded") > 0, of_its_topic)
 
@@ -154,18 +135,23 @@ def _of_derived_copies() -> Column:
 def _of_lost_claims() -> Column:
     """Return the finding `lost` of a described row, or null; its cause is the source of the first lost claim."""
     source = F.get("lost_claims", F.lit(0))["source"]
-    return F.when(F.size("lost_claims") > 0, _found(F.lit(LOST), source, _claimed("lost_claims")))
+    return F.when(F.size("lost_claims") > 0, _found(_kind(kinds.LOST), source, _claimed("lost_claims")))
 
 
 def _of_phantom() -> Column:
     """Return the finding `phantom` of a described row, or null."""
-    return F.when(F.col("phantom") == PHANTOM, _found(F.lit(PHANTOM), _no_cause(), _with_header(F.col("copies"))))
+    found = _found(_kind(kinds.PHANTOM), _no_cause(), _with_header(F.col("copies")))
+    return F.when(F.col("phantom") == PHANTOM, found)
 
 
 def _of_doubt() -> Column:
     """Return the finding `stuck` of a described row, or null."""
     cause = rule_table.in_doubt_cause(F.col("answered_202"), F.col("answered_504"))
-    return F.when(F.col("category") == STUCK, _found(F.lit(STUCK), cause, F.array().cast(lake.COORDINATES)))
+    return F.when(F.col("category") == STUCK, _found(_kind(kinds.STUCK), cause, F.array().cast(lake.COORDINATES)))
+
+
+def _kind(kind: kinds.Kind) -> Column:
+    return F.lit(kind.name)
 
 
 def _no_cause() -> Column:
@@ -190,7 +176,7 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
     of_claims = F.transform(
         gaps,
         lambda claim: F.struct(
-            F.lit(EVIDENCE_GAP).alias("kind"),
+            _kind(kinds.EVIDENCE_GAP).alias("kind"),
             claim["outcome"].alias("cause"),
             claim["topic"].alias("topic"),
             claim["partition"].alias("partition"),
@@ -203,7 +189,7 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
     of_copies = F.transform(
         F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["is_derived_copy"]),
         lambda copy: F.struct(
-            F.lit(EVIDENCE_GAP).alias("kind"),
+            _kind(kinds.EVIDENCE_GAP).alias("kind"),
             F.lit("ledger_gone").alias("cause"),
             copy["topic"].alias("topic"),
             copy["partition"].alias("partition"),
@@ -213,7 +199,7 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
         ),
     )
     found = F.when(
-        F.col("phantom") == EVIDENCE_GAP, F.concat(F.coalesce(of_claims, F.array().cast(gaps_type())), of_copies)
+        F.col("phantom") == UNPROVEN, F.concat(F.coalesce(of_claims, F.array().cast(gaps_type())), of_copies)
     ).otherwise(of_claims)
     each = rows.select("accepted_hour", "last_ms", F.explode(found).alias("found"))
     return _by_partition(each.select("accepted_hour", "last_ms", "found.*"), scope)
@@ -229,7 +215,7 @@ def without_id(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     reported = evidence.audited(F.col("topic")) | (is_reject & F.col("topic").isin(*evidence.claim_topics))
     records = rows.where(F.col("kind").isin(UNKEYED, REJECT) & (F.col("count") > 0) & reported)
     columns = {
-        "kind": F.when(is_reject, EVIDENCE_GAP).otherwise(UNKEYED),
+        "kind": F.when(is_reject, _kind(kinds.EVIDENCE_GAP)).otherwise(_kind(kinds.UNKEYED)),
         "cause": F.when(is_reject, UNDECODED),
         "first_offset": F.col("offset"),
         "last_offset": F.col("offset"),
@@ -267,7 +253,7 @@ def of_logs(spark: SparkSession, plan: Plan) -> list[DataFrame]:
     rows = [
         {
             "scope": LOG,
-            "kind": EVIDENCE_GAP,
+            "kind": kinds.EVIDENCE_GAP.name,
             "cause": gap.cause,
             "topic": log.topic,
             "partition": log.partition,

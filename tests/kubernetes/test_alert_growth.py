@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 
 from spark.report import metrics
-from spark.rules.findings import KINDS
+from spark.rules.kinds import BREAKING, KINDS
 from tests.kubernetes.alerting import NOTHING, Rules, Scrape, parse
 from tests.kubernetes.rendering import Rendered
 from tests.kubernetes.test_alerts import AUDIT
@@ -41,7 +41,7 @@ def standing(kind: str) -> list[str]:
     return [f"{TICKET}/{kind}"]
 
 
-@pytest.mark.parametrize("kind", ["duplicate", "conflict", "lost", "phantom"])
+@pytest.mark.parametrize("kind", BREAKING)
 def test_new_findings_page_once_and_stand_as_a_ticket(rules: Rules, kind: str) -> None:
     none, two, three = (shown(**{kind: number}) for number in (0, 2, 3))
     rules.assert_course(

@@ -16,7 +16,7 @@ from service.core.metrics import SOURCE_OUTCOMES, FastHistogram, Telemetry
 from service.slots.recovery import STORE_STATES
 from spark.report import metrics
 from spark.rules.causes import CAUSES
-from spark.rules.findings import KINDS, PHANTOM
+from spark.rules.kinds import BREAKING, KINDS, PHANTOM
 from tests.kubernetes.rendering import HERE, Object, Rendered
 
 # Labels that Prometheus adds to each target.
@@ -175,7 +175,29 @@ def test_the_runbook_says_what_to_do_about_every_cause_of_a_copy_and_about_phant
     cells = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
     assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in cells)
     named = {name for row in cells for name in re.findall(r"`(\w+)`", row[0])}
-    assert {*CAUSES, PHANTOM} <= named
+    assert {*CAUSES, PHANTOM.name} <= named
+
+
+KINDS_OF_ALERTS: Final = {
+    "FencepostDuplicatesOrLosses": set(BREAKING),
+    "FencepostDuplicatesOrLossesStand": set(BREAKING),
+    "FencepostAuditFindings": set(KINDS) - set(BREAKING),
+}
+
+
+def test_alerts_and_runbook_are_about_the_kinds_of_findings_of_the_registry(prod: Rendered) -> None:
+    """New findings that break the promise page, other kinds make a ticket, and the runbook names each."""
+    text = (HERE / "RUNBOOK.md").read_text()
+    found: dict[str, set[str]] = {}
+    for rule in alerts(prod):
+        for selector in selectors(promql_parser.parse(rule["expr"])):
+            of_kinds = [matcher.value for matcher in selector.matchers.matchers if matcher.name == "kind"]
+            if of_kinds:
+                assert found.setdefault(rule["alert"], set(of_kinds[0].split("|"))) == set(of_kinds[0].split("|"))
+    assert found == KINDS_OF_ALERTS
+    for alert, names in KINDS_OF_ALERTS.items():
+        section = text.split(f"\n## {alert}\n")[1].split("\n## ")[0]
+        assert [name for name in names if f"`{name}`" not in section] == [], alert
 
 
 def test_the_runbooks_links_lead_to_its_sections() -> None:

@@ -7,19 +7,20 @@ from typing import Any, cast
 
 import jsonschema
 import pytest
-from pyspark.sql import SparkSession
+from markupsafe import escape
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.console import StackError
 from service.contract import SharedSettings
 from spark.reading.run_plan import DATA, Log, Plan, RunContext
-from spark.report import document, page
+from spark.report import document, metrics, page
 from spark.report.model import Document, TimelinePoint, schema
-from spark.rule_table import LOST
-from spark.rules import current_findings
+from spark.rules import current_findings, kinds
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
-from spark.rules.findings import CONFLICT, DUPLICATE, HOUR, KINDS, SUMS
+from spark.rules.findings import HOUR, IDS, LOG, SUMS
+from spark.rules.kinds import CONFLICT, DUPLICATE, KINDS, LOST
 from spark.settings import Options, Settings
 from spark.tables import hours, lake
 from tests.conftest import LONG
@@ -38,7 +39,7 @@ def _findings(tables: lake.Lake) -> None:
     """MANY findings of three kinds over 150 hours and 40 partitions, each with two copies."""
     n = F.col("id")
     hour = F.timestamp_seconds((F.lit(NOW_MS // HOUR_MS) - n % 150) * 3600)
-    kinds = F.array(*(F.lit(kind) for kind in (DUPLICATE, CONFLICT, LOST)))
+    names = F.array(*(F.lit(kind.name) for kind in (DUPLICATE, CONFLICT, LOST)))
 
     def copy(nth: int, cause: str | None) -> Any:
         return F.struct(
@@ -56,7 +57,7 @@ def _findings(tables: lake.Lake) -> None:
     columns = {
         "scope": F.lit(HOUR),
         "accepted_hour": hour,
-        "kind": F.get(kinds, n % 3),
+        "kind": F.get(names, n % 3),
         "cause": F.lit("producer_restart"),
         "id": F.unhex(F.md5(n.cast("string"))),
         "key": F.concat(F.lit(HOSTILE), F.repeat(n.cast("string"), 60)),
@@ -87,16 +88,23 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
     root = tmp_path_factory.mktemp("large")
     tables = lake.Lake(spark, str(root / "lake"))
     _findings(tables)
+    made = _built(tables, tables.read("findings"))
+    document.write(spark, str(root / "report"), made)
+    return dict(made.document), root / "report"
+
+
+def _built(tables: lake.Lake, findings: DataFrame) -> document.Report:
+    """Build the report of a run that has these findings (lake.FINDING)."""
     logs = tuple(Log(DATA, TOPIC, n, "topic_id", True, False, 0, 0, 0, 9, 9, 9, 0, NOW_MS) for n in range(39))
     # Blocked by a transaction that the broker does not name; its first record has a timestamp in microseconds.
     logs += (Log(DATA, TOPIC, 39, "topic_id", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
-    settings = Settings(shared=SharedSettings(), options=Options(lake=str(root / "lake"), report=str(root / "report")))
+    settings = Settings(shared=SharedSettings(), options=Options(lake=tables.root, report="report"))
     context = RunContext(plan, settings)
-    held = current_findings.by_hour(tables.read("findings"), context.window_from)
+    held = current_findings.by_hour(findings, context.window_from)
     closed = Balance().close(hours.text_of(context.window_from))
     revised = {"revised": 1, "changes": [{"before": "lost", "after": None, "ids": 1}]}
-    made = document.build(
+    return document.build(
         held,
         current_findings.by_finding(held),
         context,
@@ -105,8 +113,37 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
         revised,
         document.RunKind(),
     )
-    document.write(spark, settings.options.report, made)
-    return dict(made.document), root / "report"
+
+
+def test_a_finding_of_each_kind_counts_in_report_exit_status_page_and_metrics(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """What is made of a finding follows from the entry of its kind."""
+    a_finding = {"accepted_hour": hours.at(hours.text_of(NOW_MS)), "last_ms": NOW_MS, "count": 1, "topic": "orders"}
+    subjects: dict[str, dict[str, Any]] = {
+        "id": {"scope": IDS, "id": b"i" * 16},
+        "content": {"scope": IDS, "id": b"i" * 16, "fingerprint": b"f" * 8},
+        "partition": {"scope": LOG, "partition": 3, "first_offset": 7, "last_offset": 7},
+    }
+    rows = [{"kind": name, **a_finding, **subjects[kind.subject]} for name, kind in KINDS.items()]
+    tables = lake.Lake(spark, str(tmp_path))
+    made = _built(tables, spark.createDataFrame(rows, lake.schema("findings")))
+    jsonschema.Draft202012Validator(schema()).validate(json.loads(json.dumps(made.document)))
+    assert made.document["kinds"] == dict.fromkeys(KINDS, 1)
+    assert (made.document["run"]["findings"], made.status) == (len(KINDS), 3)
+    assert [row["kind"] for row in made.document["findings"]] == list(KINDS)
+    assert {row["kind"]: row["severity"] for row in made.document["findings"]} == {
+        name: kind.severity for name, kind in KINDS.items()
+    }
+    subject_of = {name: row["finding_id"] for name, row in zip(KINDS, made.document["findings"], strict=True)}
+    assert subject_of["duplicate"] == f"duplicate:{(b'i' * 16).hex()}"
+    assert subject_of["client_duplicate"] == f"client_duplicate:{(b'f' * 8).hex()}"
+    assert subject_of["unkeyed"] == "unkeyed::orders:3"
+    text, numbers = "".join(page.render(made.document)), metrics.text(made.document)
+    for name, kind in KINDS.items():
+        assert f"<h3>1 {kind.title}</h3>" in text, name
+        assert escape(kind.meaning) in text, name
+        assert f'fencepost_audit_findings{{kind="{name}",severity="{kind.severity}"}} 1.0' in numbers, name
 
 
 def test_many_findings_make_a_page_that_a_browser_opens_and_a_complete_report(
@@ -122,7 +159,7 @@ def test_many_findings_make_a_page_that_a_browser_opens_and_a_complete_report(
     jsonschema.Draft202012Validator(schema()).validate(few)
     assert document["map"]["partitions_folded"] == 9
     assert sum(sum(row["troubled"]) for row in document["map"]["rows"]) == sum(
-        {DUPLICATE: 1, CONFLICT: 1, LOST: 2}[one["kind"]] for one in document["findings"]
+        {DUPLICATE.name: 1, CONFLICT.name: 1, LOST.name: 2}[one["kind"]] for one in document["findings"]
     )
 
 
@@ -256,12 +293,15 @@ def test_every_field_of_the_schema_has_a_description() -> None:
     assert {path for path, field in fields.items() if not field.get("description")} == set()
     assert all(found["additionalProperties"] is False for found in objects.values())
     assert all(set(found["required"]) == set(found["properties"]) for found in objects.values())
-    assert set(objects["Kinds"]["properties"]) == set(KINDS)
+    of_kinds = objects["Document"]["properties"]["kinds"]
+    assert set(of_kinds["properties"]) == set(of_kinds["required"]) == set(KINDS)
+    assert of_kinds["additionalProperties"] is False
+    assert all(name in field["description"] for name, field in of_kinds["properties"].items())
+    assert objects["TimelinePoint"]["properties"]["kind"]["enum"] == list(kinds.with_surplus())
     assert set(objects["Finding"]["properties"]["kind"]["enum"]) == set(KINDS)
     assert set(objects["TopicCounts"]["properties"]) == {"topic", *SUMS}
     assert set(objects["Balance"]["properties"]) == {"accepted", *CATEGORIES, "phantom", "records"}
-    assert set(page.TITLES) == set(page.MEANINGS) == set(KINDS)
-    counted = ("Balance", "TopicCounts", "Kinds", "Requests")
+    counted = ("Balance", "TopicCounts", "Requests")
     numbers = {
         path: field
         for path, field in fields.items()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import markers, settings_table, state_diagrams
+from deploy import kinds_table, markers, settings_table, state_diagrams
 from deploy.places import ROOT
 from service.__main__ import IDLE_S
 from service.claims.states import SLOT, SlotState
@@ -21,6 +21,7 @@ from service.events.strict_json import DEPTH_MAX
 from service.http import batch, encodings, limits, produce, request, request_reader, streaming
 from service.http.request import OWN_BYTES
 from service.kafka import topics
+from spark.rules.kinds import SEVERITIES
 from tests.faults import matrix
 
 DOCUMENTS = sorted(
@@ -72,6 +73,15 @@ def test_the_table_of_settings_is_the_one_that_the_class_makes() -> None:
     assert found == settings_table.table().strip(), (
         "the settings have changed: python -m deploy.settings_table service/README.md"
     )
+
+
+def test_the_table_of_kinds_is_that_of_the_registry() -> None:
+    text = (ROOT / "spark" / "README.md").read_text(encoding="utf-8")
+    assert markers.current(text, kinds_table.NAME) == kinds_table.table().strip(), (
+        "the kinds of findings have changed: python -m deploy.kinds_table spark/README.md"
+    )
+    for severity, meaning in SEVERITIES.items():
+        assert f"`{severity}` ({meaning})" in " ".join(text.split()), severity
 
 
 def test_the_diagrams_are_those_of_the_tables() -> None:

@@ -1,0 +1,138 @@
+"""The registry of the kinds of findings.
+
+A new kind is one entry here, and the rule that makes its findings. The report, its JSON Schema, the page, the metrics,
+the topic of findings and the exit status take from the entry what they need to know; tests compare the entries with the
+README's table, the alerts and the runbook.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+Severity = Literal["error", "warning", "information"]
+Subject = Literal["id", "content", "partition"]
+Surplus = Literal["with_cause", "after_first", "each"]
+
+SEVERITIES: Final[dict[Severity, str]] = {
+    "error": "an event is missing, surplus or changed",
+    "warning": "an operator must check",
+    "information": "only the client knows whether the finding is a fault",
+}
+"""What each severity means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of finding.
+
+    name: what programs compare: in the report, the lake, the metrics and the topic of findings.
+    title, plural: what people read, for one finding and for several.
+    meaning: what such a finding says, in a sentence or two.
+    severity: see SEVERITIES.
+    breaks_promise: whether such a finding breaks Fencepost's promise, that every accepted event is in Kafka exactly
+        once, as it was accepted. Such findings page an operator, all others make a ticket.
+    subject: the scope of one finding, by which it has the same `finding_id` in every run: an id, a content (a
+        fingerprint), or a partition with a cause, whose findings of single hours are summed up.
+    surplus: which of its coordinates are surplus copies, shown over time: those with a cause, those after the first, or
+        each; None if such a finding is not about copies.
+    """
+
+    name: str
+    title: str
+    plural: str
+    meaning: str
+    severity: Severity
+    breaks_promise: bool = False
+    subject: Subject = "id"
+    surplus: Surplus | None = None
+
+
+DUPLICATE: Final = Kind(
+    "duplicate",
+    "duplicate",
+    "duplicates",
+    "One id, delivered more than once with the same content.",
+    severity="error",
+    breaks_promise=True,
+    surplus="with_cause",
+)
+CONFLICT: Final = Kind(
+    "conflict",
+    "conflict",
+    "conflicts",
+    "One id, delivered with different contents.",
+    severity="error",
+    breaks_promise=True,
+    surplus="with_cause",
+)
+CLIENT_DUPLICATE: Final = Kind(
+    "client_duplicate",
+    "duplicate by the client",
+    "duplicates by clients",
+    "Different ids with the same content and record key: a client made a new key for its retry.",
+    severity="information",
+    subject="content",
+    surplus="after_first",
+)
+DERIVED_COPY: Final = Kind(
+    "derived_copy",
+    "copy in another topic",
+    "copies in other topics",
+    "A record of another topic, forwarded with its header. If intended, set derived in the rules.",
+    severity="warning",
+    surplus="each",
+)
+LOST: Final = Kind(
+    "lost",
+    "lost event",
+    "lost events",
+    "The ledger or a 201 names an offset that has another record, or none.",
+    severity="error",
+    breaks_promise=True,
+)
+PHANTOM: Final = Kind(
+    "phantom",
+    "phantom",
+    "phantoms",
+    "A record with Fencepost's header that neither the ledger nor a 201 names.",
+    severity="error",
+    breaks_promise=True,
+)
+UNKEYED: Final = Kind(
+    "unkeyed",
+    "partition with unkeyed records",
+    "partitions with unkeyed records",
+    "Records without an id: duplicates among them cannot be found.",
+    severity="warning",
+    subject="partition",
+)
+STUCK: Final = Kind(
+    "stuck",
+    "stuck request",
+    "stuck requests",
+    "Answered 202 or 504, and never settled.",
+    severity="warning",
+)
+EVIDENCE_GAP: Final = Kind(
+    "evidence_gap",
+    "gap in the evidence",
+    "gaps in the evidence",
+    "What would prove the delivery is missing. These events are not counted as lost.",
+    severity="warning",
+    subject="partition",
+)
+
+KINDS: Final = {kind.name: kind for kind in vars().values() if isinstance(kind, Kind)}
+"""All kinds by name, in the order of the report."""
+
+BREAKING: Final = tuple(kind.name for kind in KINDS.values() if kind.breaks_promise)
+"""The names of the kinds that break Fencepost's promise."""
+
+
+def with_subject(subject: Subject) -> tuple[str, ...]:
+    """Return the names of the kinds whose findings are about this subject."""
+    return tuple(kind.name for kind in KINDS.values() if kind.subject == subject)
+
+
+def with_surplus(*surplus: Surplus) -> tuple[str, ...]:
+    """Return the names of the kinds with such surplus copies; without arguments, of all kinds about copies."""
+    return tuple(kind.name for kind in KINDS.values() if kind.surplus in (surplus or get_args(Surplus)))
