@@ -14,11 +14,12 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import job, show
+from spark import job, show, silences
 from spark.console import Console
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JError
 from spark.report import model
+from spark.rules.kinds import kinds_of
 from spark.session import open_session
 from spark.settings import Settings, parse, parse_about
 from spark.tables import view
@@ -54,7 +55,9 @@ def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     console = Console(sys.stderr)
     shared = SharedSettings.from_env()
-    settings = Settings(shared=shared, options=options, rules=Rules.read(shared.rules))
+    kinds_of("--fail-on", options.fail_on)
+    known = silences.read(options.silences)
+    settings = Settings(shared=shared, options=options, rules=Rules.read(shared.rules), silences=known)
     session = open_session()
     with console.watching(session):
         report = job.run(session, settings, console)

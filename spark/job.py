@@ -499,14 +499,22 @@ def _ended(last_run: dict[str, Any] | None, plan: Plan) -> set[str]:
 def terminal_text(report: document.Report, folder: str) -> str:
     """Format a report in a few lines for a terminal; `folder` is that of the report."""
     of_run, balance = report.document["run"], report.document["balance"]
+    silenced = sum(use["findings"] for use in report.document["silences"])
     parts = "  ".join(f"{name} {balance[name]}" for name in CATEGORIES if balance[name] or name == "delivered_once")
     lines = [
-        f"verdict    {of_run['verdict']}, {of_run['findings']} findings",
+        f"verdict    {of_run['verdict']}, {of_run['findings']} findings" + (f", {silenced} silenced" * bool(silenced)),
         f"balance    accepted {balance['accepted']} = {parts}",
         f"records    {balance['records']} delivered, {balance['phantom']} phantom",
     ]
     for row in report.document["causes"]:
         name = f"{row['kind']}{'/' + row['cause'] if row['cause'] else ''}"
         lines.append(f"finding    {name} in {row['topic']}: {row['findings']} findings, {row['records']} records")
+    for use in report.document["silences"]:
+        if use["state"] == "expired":
+            lines.append(f"silence    {use['finding']} has expired at {use['until']}: {use['reason']}")
+        elif use["state"] == "unmatched":
+            lines.append(f"silence    {use['finding']} matches no finding: {use['reason']}")
+    if of_run["findings"] and not of_run["failing"]:
+        lines.append(f"exit       0: no finding of {', '.join(of_run['fail_on'])} (--fail-on)")
     lines.append(f"report     {folder}/report.html")
     return "\n".join(lines) + "\n"

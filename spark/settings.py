@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from service.contract import Rules, SharedSettings, wire
+from spark.silences import Silence
 
 HOUR_MS: Final = 3_600_000
 
@@ -36,15 +37,18 @@ class Options:
     keep_days: int | None = None
     optimize: bool = False
     vacuum_h: int | None = None
+    fail_on: tuple[str, ...] = ()
+    silences: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of a run, validated."""
+    """All settings of a run, validated; `silences` are those of the file that the options name."""
 
     shared: SharedSettings
     options: Options
     rules: Rules = field(default_factory=Rules)
+    silences: tuple[Silence, ...] = ()
 
     @property
     def grace_ms(self) -> int:
@@ -84,9 +88,10 @@ def parse(arguments: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(
         prog="python -m spark",
         description="Audit what was delivered to Kafka against what was requested; one run.",
-        epilog="Exit status: 0 clean, 3 any finding, 2 could not run. Kafka, the namespace and the key retention "
-        "come from the same FENCEPOST_ variables as the service's. Other commands: view TOPIC (a topic as a table with "
-        "each id once), show ID (all data about an id); -h after a command prints its options.",
+        epilog="Exit status: 0 clean, 3 any finding (of --fail-on), 2 could not run. Kafka, the namespace and the key "
+        "retention come from the same FENCEPOST_ variables as the service's. Other commands: view TOPIC (a topic as a "
+        "table with each id once), show ID (all data about an id), findings (the current findings, as CSV, JSON or "
+        "Parquet), schema (of report.json); -h after a command prints its options. The command run is the default.",
     )
     parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables; created if missing")
     parser.add_argument("--report", required=True, help="folder or URL for report.json, report.html and metrics.prom")
@@ -148,6 +153,20 @@ def parse(arguments: Sequence[str]) -> Options:
         type=_integer(1, HOURS_MOST),
         help="delete files that no table version of the last VACUUM_H hours needs; default: none",
     )
+    parser.add_argument(
+        "--fail-on",
+        default="",
+        metavar="KINDS",
+        help="comma-separated kinds of findings, or severities (error, warning, information), that make the exit "
+        "status 3; default: all",
+    )
+    parser.add_argument(
+        "--silences",
+        default="",
+        metavar="FILE",
+        help="a TOML file of known findings, each with a time and a reason: until then exit status, metrics and "
+        "the counts of the report leave the finding out",
+    )
     parsed = parser.parse_args(arguments)
     identity = dict(parsed.identity)
     if len(identity) < len(parsed.identity):
@@ -159,8 +178,8 @@ def parse(arguments: Sequence[str]) -> Options:
     return Options(
         lake=parsed.lake.rstrip("/") or "/",
         report=parsed.report.rstrip("/") or "/",
-        topics=_globs(parsed.topics),
-        without_topics=_globs(parsed.without_topics),
+        topics=_listed(parsed.topics),
+        without_topics=_listed(parsed.without_topics),
         max_records=parsed.max_records,
         grace_s=parsed.grace_s,
         window_h=parsed.window_h,
@@ -171,12 +190,14 @@ def parse(arguments: Sequence[str]) -> Options:
         vacuum_h=parsed.vacuum_h,
         publish=not parsed.no_publish,
         replace_findings=parsed.replace_findings,
+        fail_on=_listed(parsed.fail_on),
+        silences=parsed.silences,
     )
 
 
-def _globs(separated: str) -> tuple[str, ...]:
-    """Split globs that are separated by commas."""
-    return tuple(glob.strip() for glob in separated.split(",") if glob.strip())
+def _listed(separated: str) -> tuple[str, ...]:
+    """Split names or globs that are separated by commas."""
+    return tuple(name.strip() for name in separated.split(",") if name.strip())
 
 
 def parse_about(command: str, name: str, help: str, description: str, arguments: Sequence[str]) -> tuple[str, str]:

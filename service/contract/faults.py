@@ -43,3 +43,26 @@ def quarantine_faults(table: Mapping[str, Any]) -> Faults:
 def is_topic(name: Any) -> bool:
     """Whether Kafka allows a topic of this name."""
     return isinstance(name, str) and TOPIC.fullmatch(name) is not None and name not in (".", "..")
+
+
+def shown(name: str) -> str:
+    """Format a name of the file for a message: names in TOML may contain line breaks."""
+    return name if name.isprintable() else repr(name)
+
+
+def start_of(text: str, section: str, index: int) -> int:
+    """Find where a section's table of this index begins in the text."""
+    starts = [match.start(1) for match in re.finditer(rf"^[ \t]*(\[\[)\s*{section}\s*\]\]", text, re.MULTILINE)]
+    return starts[index] if index < len(starts) else 0
+
+
+def line_of(text: str, name: str, table: int | None = None) -> int:
+    """Find the line, from 1, of a name in the table that begins at `table`; of the table itself if it lacks the name.
+
+    Without a table, the line of the name anywhere in the file.
+    """
+    start = table or 0
+    found = re.compile(rf"^\s*\[*\s*(?:\w+\.)?{re.escape(name)}\b", re.MULTILINE).search(text, start)
+    following = re.compile(r"^[ \t]*\[\[", re.MULTILINE).search(text, start + 2) if table is not None else None
+    inside = found is not None and (following is None or found.start() < following.start())
+    return text.count("\n", 0, found.end() if found is not None and inside else start) + 1

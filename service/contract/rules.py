@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from service.contract.cors_rules import CorsRule, cors_faults, cors_rule
-from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, quarantine_faults, rate_faults, ttl_faults
+from service.contract.faults import (
+    NAME,
+    NAME_REMEDY,
+    Faults,
+    Table,
+    line_of,
+    quarantine_faults,
+    rate_faults,
+    shown,
+    start_of,
+    ttl_faults,
+)
 from service.contract.issuer_rules import IssuerRule, issuer_faults, issuer_rule
 from service.contract.registry_rules import RegistryRule, registry_faults, registry_rule
 from service.contract.settings import PREFIX, SettingsError, SharedSettings
@@ -205,20 +216,20 @@ class Rules:
         except (ValueError, RecursionError) as error:  # not TOML, or a number too long or lists too deep for Python
             raise SettingsError(f"{path}: {error}: write TOML that can be read") from None
         wrong = [
-            f"{path}:{_line_of(text, name)}: {_shown(name)}: no such section; write {_SECTIONS}"
+            f"{path}:{line_of(text, name)}: {shown(name)}: no such section; write {_SECTIONS}"
             for name in document.keys() - _FAULTS.keys()
         ]
         found: dict[str, list[dict[str, Any]]] = {}
         for section, faults_of in _FAULTS.items():
             tables = document.get(section, [])
             if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-                wrong.append(f"{path}:{_line_of(text, section)}: {section}: write [[{section}]], once for each")
+                wrong.append(f"{path}:{line_of(text, section)}: {section}: write [[{section}]], once for each")
                 tables = []
             found[section] = tables
             for index, table in enumerate(tables):
-                start = _start_of(text, section, index)
+                start = start_of(text, section, index)
                 for name, remedy in faults_of(table, tables[:index]):
-                    wrong.append(f"{path}:{_line_of(text, name, start)}: {_shown(name)}: {remedy}")
+                    wrong.append(f"{path}:{line_of(text, name, start)}: {shown(name)}: {remedy}")
         if wrong:
             raise SettingsError("\n".join(wrong))
         folder = Path(path).parent
@@ -342,26 +353,3 @@ _FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {
     "issuers": issuer_faults,
 }
 _SECTIONS: Final = " or ".join(f"[[{section}]]" for section in _FAULTS)
-
-
-def _shown(name: str) -> str:
-    """Format a name of the file for a message: names in TOML may contain line breaks."""
-    return name if name.isprintable() else repr(name)
-
-
-def _start_of(text: str, section: str, index: int) -> int:
-    """Find where a section's table of this index begins in the text."""
-    starts = [match.start(1) for match in re.finditer(rf"^[ \t]*(\[\[)\s*{section}\s*\]\]", text, re.MULTILINE)]
-    return starts[index] if index < len(starts) else 0
-
-
-def _line_of(text: str, name: str, table: int | None = None) -> int:
-    """Find the line, from 1, of a name in the table that begins at `table`; of the table itself if it lacks the name.
-
-    Without a table, the line of the name anywhere in the file.
-    """
-    start = table or 0
-    found = re.compile(rf"^\s*\[*\s*(?:\w+\.)?{re.escape(name)}\b", re.MULTILINE).search(text, start)
-    following = re.compile(r"^[ \t]*\[\[", re.MULTILINE).search(text, start + 2) if table is not None else None
-    inside = found is not None and (following is None or found.start() < following.start())
-    return text.count("\n", 0, found.end() if found is not None and inside else start) + 1

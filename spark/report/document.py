@@ -1,7 +1,8 @@
 """The report of a run: one document, written as JSON, as a page and as metrics."""
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, cast
@@ -13,8 +14,9 @@ from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
 from spark.report import heatmap, metrics, model, page
 from spark.rules import current_findings
 from spark.rules.balance import ByTopic, Closed
-from spark.rules.kinds import KINDS, with_surplus
+from spark.rules.kinds import KINDS, kinds_of, with_surplus
 from spark.rules.record_counts import PARTITIONS_MAX
+from spark.silences import Silence
 from spark.tables import files, hours
 
 # Further findings are counted, and stay in the lake: the report must fit into the driver's memory.
@@ -25,6 +27,9 @@ FINDINGS: Final = "findings"
 EXIT_CLEAN: Final = 0
 EXIT_FINDINGS: Final = 3
 
+CauseRow = dict[str, Any]
+"""A row of current_findings.causes."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -34,8 +39,8 @@ class Report:
 
     @property
     def status(self) -> int:
-        """Exit status: 0 for a clean run, 3 for findings."""
-        return EXIT_CLEAN if self.document["run"]["verdict"] == CLEAN else EXIT_FINDINGS
+        """Exit status: 3 for findings of the kinds of `--fail-on` that are not silenced, else 0."""
+        return EXIT_FINDINGS if self.document["run"]["failing"] else EXIT_CLEAN
 
 
 class RunKind(NamedTuple):
@@ -62,9 +67,11 @@ def build(
     time of each step, `revised` the changed verdicts (verdict_history.counted).
     """
     plan, topics = context.plan, balance.topics
-    collected = _collect(by_hour, found, partitions=plan.partitions <= PARTITIONS_MAX)
+    silences = context.settings.silences
+    active = [silence for silence in silences if silence.is_active(plan.frozen_ms)]
+    collected = _collect(by_hour, found, active, partitions=plan.partitions <= PARTITIONS_MAX)
     window = hours.text_of(context.window_from), hours.text_of(plan.frozen_ms)
-    run = _run(context, collected.number, kind)
+    run = _run(context, collected.by_kind, kind)
     cost: model.Cost = {
         "seconds": dict(seconds),
         "offsets": plan.unread,
@@ -77,6 +84,8 @@ def build(
             "balance": cast(model.Balance, balance.line),
             "topics": [cast(model.TopicCounts, {"topic": topic, **counts}) for topic, counts in topics.items()],
             "kinds": collected.by_kind,
+            "silenced": collected.silenced,
+            "silences": [_use_of(silence, plan.frozen_ms, collected.silencing.get(silence, 0)) for silence in silences],
             "causes": cast(list[model.CauseCounts], collected.causes),
             "map": cast(model.Map, drawn),
             "timeline": cast(list[model.TimelinePoint], by_cause),
@@ -97,40 +106,85 @@ def build(
 class _Collected(NamedTuple):
     """The current findings on the driver.
 
-    `causes`: their counts by kind, topic and cause; `by_kind`: the number of each kind; `listed`: the first
-    FINDINGS_MAX of them; `counts`: their records by hour and partition (current_findings.finding_counts).
+    `causes`: the counts of those that are not silenced, by kind, topic and cause; `by_kind`: the number of each kind of
+    these; `silenced`: the number of each kind of the others; `silencing`: the number of findings that a silence is of;
+    `listed`: the first FINDINGS_MAX of all; `counts`: their records by hour and partition
+    (current_findings.finding_counts).
     """
 
     causes: list[dict[str, Any]]
     by_kind: dict[str, int]
+    silenced: dict[str, int]
+    silencing: dict[Silence, int]
     listed: list[model.Finding]
     counts: list[dict[str, Any]]
 
     @property
     def number(self) -> int:
         """The number of all current findings."""
-        return sum(self.by_kind.values())
+        return sum(self.by_kind.values()) + sum(self.silenced.values())
 
 
-def _collect(by_hour: DataFrame, found: DataFrame, *, partitions: bool) -> _Collected:
-    """Collect the current findings; only their number is queried if there are none."""
-    causes = current_findings.causes(found)
-    by_kind = {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
-    if not causes:
-        return _Collected(causes, by_kind, [], [])
-    shown = current_findings.in_order(found).limit(FINDINGS_MAX).select(current_findings.as_json().alias("finding"))
-    listed = [json.loads(row["finding"]) for row in shown.collect()]
+def _collect(by_hour: DataFrame, found: DataFrame, active: Sequence[Silence], *, partitions: bool) -> _Collected:
+    """Collect the current findings, with the silences that are `active`; only their number is queried if there are
+    none."""
+    found = current_findings.with_silence(found, active)
+    all_causes = current_findings.causes(found)
+    counted, silenced = _split_by_silence(all_causes)
+    by_kind, silenced_by_kind = _by_kind(counted), _by_kind(silenced)
+    silencing: Counter[Silence] = Counter()
+    for row in silenced:
+        silencing[active[row["silence"]]] += row["findings"]
+    causes = [{name: value for name, value in row.items() if name != "silence"} for row in counted]
+    if not all_causes:
+        return _Collected(causes, by_kind, silenced_by_kind, silencing, [], [])
+    shown = current_findings.in_order(found).limit(FINDINGS_MAX)
+    rows = shown.select(current_findings.as_json().alias("finding"), "silence").collect()
+    listed = [_listed(json.loads(row["finding"]), active, row["silence"]) for row in rows]
     counts = current_findings.finding_counts(by_hour, partitions=partitions)
-    return _Collected(causes, by_kind, listed, [row.asDict() for row in counts.collect()])
+    return _Collected(causes, by_kind, silenced_by_kind, silencing, listed, [row.asDict() for row in counts.collect()])
 
 
-def _run(context: RunContext, number: int, kind: RunKind) -> model.Run:
-    """Describe the run; `number` is the number of its findings."""
+def _split_by_silence(causes: Sequence[CauseRow]) -> tuple[list[CauseRow], list[CauseRow]]:
+    """Split rows of current_findings.causes into those that count, and those that are silenced."""
+    counted = [row for row in causes if row["silence"] is None]
+    return counted, [row for row in causes if row["silence"] is not None]
+
+
+def _by_kind(causes: Sequence[CauseRow]) -> dict[str, int]:
+    return {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
+
+
+def _listed(finding: dict[str, Any], active: Sequence[Silence], nth: int | None) -> model.Finding:
+    """Mark a finding with its silence, by the index of that silence."""
+    silence = None if nth is None else active[nth]
+    silenced = None if silence is None else {"until": _iso(silence.until_ms), "reason": silence.reason}
+    return cast(model.Finding, {**finding, "silenced": silenced})
+
+
+def _use_of(silence: Silence, frozen_ms: int, findings: int) -> model.SilenceUse:
+    """Describe what a silence did in the run; `findings` is the number of findings that it is of."""
+    is_active = silence.is_active(frozen_ms)
+    return {
+        "finding": silence.finding,
+        "until": _iso(silence.until_ms),
+        "reason": silence.reason,
+        "state": "expired" if not is_active else "active" if findings else "unmatched",
+        "findings": findings,
+    }
+
+
+def _run(context: RunContext, by_kind: Mapping[str, int], kind: RunKind) -> model.Run:
+    """Describe the run; `by_kind` is the number of its findings of each kind, without those that are silenced."""
     plan, settings = context.plan, context.settings
+    number = sum(by_kind.values())
+    fail_on = kinds_of("--fail-on", settings.options.fail_on)
     return {
         "number": plan.run,
         "verdict": FINDINGS if number else CLEAN,
         "findings": number,
+        "failing": sum(by_kind[name] for name in fail_on),
+        "fail_on": list(fail_on),
         "frozen_at": _iso(plan.frozen_ms),
         "window_from": _iso(context.window_from),
         "namespace": settings.shared.namespace,

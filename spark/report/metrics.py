@@ -1,14 +1,15 @@
 """metrics.prom: the counts of a report in the text format of Prometheus."""
 
+from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Final, cast
+from typing import Final, cast, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from spark.report.model import Document
+from spark.report.model import Document, SilenceState
 from spark.rules.kinds import KINDS
 
 PREFIX: Final = "fencepost_audit_"
@@ -40,13 +41,27 @@ class _OfDocument(Collector):
         )
         yield _gauges(
             "findings",
-            "Findings of the window by kind.",
+            "Findings of the window by kind, without those that are silenced.",
             ("kind", "severity"),
             (((name, KINDS[name].severity), count) for name, count in document["kinds"].items()),
         )
         yield _gauges(
+            "silenced_findings",
+            "Silenced findings of the window by kind.",
+            ("kind",),
+            (((kind,), count) for kind, count in document["silenced"].items()),
+        )
+        states = Counter(silence["state"] for silence in document["silences"])
+        yield _gauges(
+            "silences",
+            "Silences by state: active, expired, unmatched (of no finding).",
+            ("state",),
+            (((state,), states[state]) for state in get_args(SilenceState)),
+        )
+        yield _gauges(
             "finding_records",
-            "Records of findings (surplus copies of duplicates and conflicts) by kind, topic and cause.",
+            "Records of findings (surplus copies of duplicates and conflicts) by kind, topic and cause, without those "
+            "of silenced findings.",
             ("kind", "topic", "cause"),
             (((row["kind"], row["topic"] or "", row["cause"] or ""), row["records"]) for row in document["causes"]),
         )

@@ -20,6 +20,7 @@ Category = Literal[
     "pending", "lost", "duplicated", "conflicted", "delivered_once", "stuck", "unprovable", "phantom", "evidence_gap"
 ]
 GapCause = Literal["retention", "truncated", "recreated"]
+SilenceState = Literal["active", "expired", "unmatched"]
 
 
 def _about(text: str, **limits: Any) -> Meta:
@@ -74,8 +75,12 @@ class Run(TypedDict):
     """The run and its verdict."""
 
     number: Annotated[int, _about("Number of the run on this lake, from 1.", ge=1)]
-    verdict: Annotated[Verdict, _about("clean: no finding.")]
-    findings: Annotated[int, _about("All current findings in the window. Unit: findings.", ge=0)]
+    verdict: Annotated[Verdict, _about("clean: no finding, or none that is not silenced.")]
+    findings: Annotated[int, _about("All current findings in the window that are not silenced. Unit: findings.", ge=0)]
+    failing: Annotated[
+        int, _about("Those of the kinds in fail_on: the exit status is 3 if there are any. Unit: findings.", ge=0)
+    ]
+    fail_on: Annotated[list[Kind], _about("The kinds of --fail-on; all without that option.")]
     frozen_at: FrozenAt
     window_from: Annotated[Time, _about("Start of the report's window.")]
     namespace: Annotated[str, _about("FENCEPOST_NAMESPACE.")]
@@ -132,7 +137,7 @@ class TopicCounts(Balance):
 
 
 class CauseCounts(TypedDict):
-    """The findings of one kind, topic and cause."""
+    """The findings of one kind, topic and cause, without those that are silenced."""
 
     kind: Annotated[Kind, _about("Kind of finding.")]
     topic: Annotated[str | None, _about("Kafka topic.")]
@@ -213,6 +218,24 @@ class Coordinate(TypedDict):
     ]
 
 
+class Silenced(TypedDict):
+    """The silence of a finding."""
+
+    until: Annotated[Time, _about("When the silence ends.")]
+    reason: Annotated[str, _about("Why the finding need not be acted on.")]
+
+
+class SilenceUse(Silenced):
+    """A silence of the file of --silences, and what it did in this run."""
+
+    finding: Annotated[str, _about("The finding_id, or a glob of several.")]
+    state: Annotated[
+        SilenceState,
+        _about("active: of current findings; expired: ended before the ends were frozen; unmatched: of no finding."),
+    ]
+    findings: Annotated[int, _about("Findings that it silences. Unit: findings.", ge=0)]
+
+
 class Finding(TypedDict):
     """One finding."""
 
@@ -250,6 +273,7 @@ class Finding(TypedDict):
         list[Coordinate],
         _about("The copies in their order (at most 128), or the claims without a record."),
     ]
+    silenced: Annotated[Silenced | None, _about("The silence of the finding; null: it counts.")]
 
 
 class HeldUp(TypedDict):
@@ -369,8 +393,10 @@ class Document(TypedDict):
     run: Annotated[Run, _about("The run and its verdict.")]
     balance: Annotated[Balance, _about("The closed balance of the window.")]
     topics: Annotated[list[TopicCounts], _about("Counts of the window by topic.")]
-    kinds: Annotated[Kinds, _about("Findings by kind.")]
-    causes: Annotated[list[CauseCounts], _about("Findings by kind, topic and cause.")]
+    kinds: Annotated[Kinds, _about("Findings by kind, without those that are silenced.")]
+    silenced: Annotated[Kinds, _about("Silenced findings by kind.")]
+    silences: Annotated[list[SilenceUse], _about("The silences of --silences, in the order of the file.")]
+    causes: Annotated[list[CauseCounts], _about("Findings by kind, topic and cause, without those that are silenced.")]
     map: Annotated[Map, _about("Records and findings by hour and partition, reduced to the size of a page.")]
     timeline: Annotated[list[TimelinePoint], _about("Surplus copies over time.")]
     findings: Annotated[

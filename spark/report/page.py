@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -17,7 +17,7 @@ from spark.report.model import Document, Finding, TopicCounts
 from spark.rules.classify import CATEGORIES
 from spark.rules.kinds import KINDS, Kind
 
-LIMITS: Final = SimpleNamespace(findings=100, copies=5, open=10, causes=60, topics=60, logs=200)
+LIMITS: Final = SimpleNamespace(findings=100, copies=5, open=10, causes=60, topics=60, logs=200, silences=200)
 """Maximum number of rows of each part of the page (`open`: kinds with at most so many findings are unfolded).
 
 All rows are in report.json or in the lake.
@@ -113,6 +113,8 @@ def _headline(document: Document) -> str:
     """Return the verdict in one line."""
     run, balance = document["run"], document["balance"]
     if run["verdict"] == "clean":
+        if silenced := _silenced(document):
+            return f"Clean, but for {counted(silenced, 'silenced finding', 'silenced findings')}"
         if not balance["accepted"] and not balance["records"]:
             return "Clean: nothing was written yet"
         return f"Clean: {_count(balance['delivered_once'])} accepted events, each delivered exactly once"
@@ -123,10 +125,21 @@ def _headline(document: Document) -> str:
     return f"{counted(run['findings'], 'finding', 'findings')}: {listed}{more}"
 
 
+def _silenced(document: Document) -> int:
+    """Return the number of silenced findings."""
+    return sum(document["silenced"].values())
+
+
 def _subline(document: Document) -> str:
     """Return what restricts the verdict: pending events, revisions, options that leave records or ids out."""
     run, balance = document["run"], document["balance"]
     parts = []
+    if run["findings"] > run["failing"]:
+        parts.append(
+            f"Of the findings, {_count(run['failing'])} make the exit status 3 (--fail-on {','.join(run['fail_on'])})."
+        )
+    if run["findings"] and (silenced := _silenced(document)):
+        parts.append(f"{counted(silenced, 'more finding is', 'more findings are')} silenced.")
     if balance["pending"]:
         parts.append(f"{counted(balance['pending'], 'accepted event', 'accepted events')} cannot be judged yet.")
     if revised := document["verdicts"]["revised"]:
@@ -171,17 +184,23 @@ def timeline(document: Document) -> tuple[Markup | str, list[tuple[str, str]]]:
 
 def _groups(document: Document) -> list[dict[str, Any]]:
     """Return the findings that the page shows, by kind."""
-    counts = document["kinds"]
+    counts, silenced = document["kinds"], document["silenced"]
     return [
         {
-            "number": counts[name],
-            "title": _counted_kind(counts[name], kind),
+            "number": counts[name] + silenced[name],
+            "title": _counted_kind(counts[name] + silenced[name], kind),
+            "silenced": silenced[name],
             "meaning": kind.meaning,
-            "findings": [row for row in document["findings"] if row["kind"] == name][: LIMITS.findings],
+            "findings": _shown([row for row in document["findings"] if row["kind"] == name]),
         }
         for name, kind in KINDS.items()
-        if counts[name]
+        if counts[name] + silenced[name]
     ]
+
+
+def _shown(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings that the page shows of a kind: those that are silenced come last."""
+    return sorted(findings, key=lambda row: row["silenced"] is not None)[: LIMITS.findings]
 
 
 def _counted_kind(number: int, kind: Kind) -> str:

@@ -1,5 +1,7 @@
 """The current findings: findings of the lake that are not revoked and lie in the window, each with a stable id."""
 
+import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 from pyspark.sql import Column, DataFrame
@@ -8,6 +10,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark import rule_table
 from spark.rules.findings import IDS
 from spark.rules.kinds import KINDS, with_subject, with_surplus
+from spark.settings import glob_regex
+from spark.silences import Silence
 from spark.tables import hours
 from spark.tables.deliveries import hour_of
 
@@ -125,11 +129,28 @@ def in_order(found: DataFrame) -> DataFrame:
     return found.orderBy(rank, "topic", "partition", "cause", "id")
 
 
-def causes(found: DataFrame) -> list[dict[str, Any]]:
-    """Count findings (FIELDS) and their records by kind, topic and cause; the number of rows is bounded.
+def with_silence(found: DataFrame, silences: Sequence[Silence]) -> DataFrame:
+    """Add `silence int` to rows of FIELDS: the index of the silence that is of the finding, null for none.
 
-    For _COPIES the records are the surplus copies. Each counts for its own topic and cause; copies without kept
-    coordinates count with their finding.
+    Of several the first one that names the finding counts, else the first glob.
+    """
+    exact = {silence.finding: nth for nth, silence in reversed([*enumerate(silences)]) if not silence.is_glob}
+    globs = [(nth, glob_regex([silence.finding])) for nth, silence in enumerate(silences) if silence.is_glob]
+    of_finding = F.lit(None).cast("int")
+    for nth, regex in reversed(globs):
+        of_finding = F.when(F.col("finding_id").rlike(f"^(?:{regex})$"), nth).otherwise(of_finding)
+    if exact:
+        # JSON: a map of literals takes a call into the JVM for each of them.
+        named = F.from_json(F.lit(json.dumps(exact)), "map<string, int>")
+        of_finding = F.coalesce(F.try_element_at(named, F.col("finding_id")), of_finding)
+    return found.withColumn("silence", of_finding)
+
+
+def causes(found: DataFrame) -> list[dict[str, Any]]:
+    """Count findings (FIELDS with `silence`) and their records by kind, topic, cause and silence.
+
+    The number of rows is bounded. For _COPIES the records are the surplus copies. Each counts for its own topic and
+    cause; copies without kept coordinates count with their finding.
     """
     uncounted = F.col("count") - F.size("coordinates")
     has_copies = F.col("kind").isin(*_COPIES)
@@ -137,16 +158,21 @@ def causes(found: DataFrame) -> list[dict[str, Any]]:
         "kind",
         "topic",
         "cause",
+        "silence",
         F.lit(1).alias("findings"),
         F.when(has_copies, uncounted).otherwise(F.col("count")).alias("records"),
     )
     copies = (
-        found.where(has_copies).select("kind", F.explode("coordinates").alias("copy")).where("copy.cause is not null")
+        found.where(has_copies)
+        .select("kind", "silence", F.explode("coordinates").alias("copy"))
+        .where("copy.cause is not null")
     )
-    surplus = copies.select("kind", "copy.topic", "copy.cause", F.lit(0).alias("findings"), F.lit(1).alias("records"))
+    surplus = copies.select(
+        "kind", "copy.topic", "copy.cause", "silence", F.lit(0).alias("findings"), F.lit(1).alias("records")
+    )
     summed = (
         each.unionByName(surplus)
-        .groupBy("kind", "topic", "cause")
+        .groupBy("kind", "topic", "cause", "silence")
         .agg(F.sum("findings").alias("findings"), F.sum("records").alias("records"))
     )
     rows = [row.asDict() for row in summed.collect()]

@@ -5,8 +5,11 @@ the topic of findings and the exit status take from the entry what they need to 
 README's table, the alerts and the runbook.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
+
+from spark.errors import CannotRun
 
 Severity = Literal["error", "warning", "information"]
 Subject = Literal["id", "content", "partition"]
@@ -136,3 +139,15 @@ def with_subject(subject: Subject) -> tuple[str, ...]:
 def with_surplus(*surplus: Surplus) -> tuple[str, ...]:
     """Return the names of the kinds with such surplus copies; without arguments, of all kinds about copies."""
     return tuple(kind.name for kind in KINDS.values() if kind.surplus in (surplus or get_args(Surplus)))
+
+
+def kinds_of(option: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the kinds that an option names by their names or their severity, in the order of KINDS; all for no names.
+
+    CannotRun for a name that is neither.
+    """
+    if wrong := [name for name in names if name not in KINDS and name not in SEVERITIES]:
+        raise CannotRun(
+            f"{option} {wrong[0]!r} is no kind of finding: write {', '.join(KINDS)}, or {', '.join(SEVERITIES)}"
+        )
+    return tuple(name for name, kind in KINDS.items() if not names or name in names or kind.severity in names)

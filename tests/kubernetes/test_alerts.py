@@ -49,6 +49,8 @@ AUDIT: Final[Any] = {
     "run": {"number": 1, "frozen_at": "2026-01-01T00:00:00.000Z", "verdict": "clean"},
     "balance": {"accepted": 1, "records": 1},
     "kinds": dict.fromkeys(KINDS, 0),
+    "silenced": dict.fromkeys(KINDS, 0),
+    "silences": [],
     "causes": [{"kind": "duplicate", "topic": "orders", "cause": "rewrite", "records": 1}],
     "evidence": {"rejects": 0, "held_up": []},
     "cost": {"seconds": {"plan": 0.1}},

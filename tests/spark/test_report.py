@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from hashlib import md5
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.console import StackError
 from service.contract import SharedSettings
+from spark import job
 from spark.reading.run_plan import DATA, Log, Plan, RunContext
 from spark.report import document, metrics, page
 from spark.report.model import Document, TimelinePoint, schema
@@ -22,6 +24,7 @@ from spark.rules.classify import CATEGORIES
 from spark.rules.findings import HOUR, IDS, LOG, SUMS
 from spark.rules.kinds import CONFLICT, DUPLICATE, KINDS, LOST
 from spark.settings import Options, Settings
+from spark.silences import Silence
 from spark.tables import hours, lake
 from tests.conftest import LONG
 from tests.spark import browser
@@ -32,6 +35,17 @@ MANY = 100_000 if LONG else 3_000
 DUPLICATES = -(-MANY // 3)
 SIZE_MAX = 5 * 1024 * 1024
 TOPIC = "orders.with-a-rather-long-name"
+FIRST_DUPLICATE, FIRST_CONFLICT = (
+    f"{kind.name}:{md5(number, usedforsecurity=False).hexdigest()}"
+    for kind, number in ((DUPLICATE, b"0"), (CONFLICT, b"1"))
+)
+SILENCES = (
+    Silence(FIRST_DUPLICATE, NOW_MS + 1, "known <b>"),
+    Silence(f"{FIRST_CONFLICT[:-2]}?*", NOW_MS + 2000, "known too"),
+    Silence("lost:*", NOW_MS, "over"),
+    Silence("phantom:*", NOW_MS + 1, "there is none"),
+)
+SILENCED = 2
 HOSTILE = '<img src=x onerror="document.title=1">'
 
 
@@ -88,18 +102,21 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
     root = tmp_path_factory.mktemp("large")
     tables = lake.Lake(spark, str(root / "lake"))
     _findings(tables)
-    made = _built(tables, tables.read("findings"))
+    made = _built(tables, tables.read("findings"), SILENCES, ("lost", "warning"))
     document.write(spark, str(root / "report"), made)
     return dict(made.document), root / "report"
 
 
-def _built(tables: lake.Lake, findings: DataFrame) -> document.Report:
+def _built(
+    tables: lake.Lake, findings: DataFrame, silences: tuple[Silence, ...] = (), fail_on: tuple[str, ...] = ()
+) -> document.Report:
     """Build the report of a run that has these findings (lake.FINDING)."""
     logs = tuple(Log(DATA, TOPIC, n, "topic_id", True, False, 0, 0, 0, 9, 9, 9, 0, NOW_MS) for n in range(39))
     # Blocked by a transaction that the broker does not name; its first record has a timestamp in microseconds.
     logs += (Log(DATA, TOPIC, 39, "topic_id", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
-    settings = Settings(shared=SharedSettings(), options=Options(lake=tables.root, report="report"))
+    options = Options(lake=tables.root, report="report", fail_on=fail_on)
+    settings = Settings(shared=SharedSettings(), options=options, silences=silences)
     context = RunContext(plan, settings)
     held = current_findings.by_hour(findings, context.window_from)
     closed = Balance().close(hours.text_of(context.window_from))
@@ -151,8 +168,8 @@ def test_many_findings_make_a_page_that_a_browser_opens_and_a_complete_report(
 ) -> None:
     document, folder = large
     assert (folder / "report.html").stat().st_size < SIZE_MAX
-    assert document["run"]["findings"] == len(document["findings"]) == MANY
-    assert sum(document["kinds"].values()) == MANY
+    assert document["run"]["findings"] + SILENCED == len(document["findings"]) == MANY
+    assert sum(document["kinds"].values()) + SILENCED == MANY
     assert len({one["finding_id"] for one in document["findings"]}) == MANY
     assert json.loads((folder / "report.json").read_text()) == document
     few = {**document, "findings": document["findings"][:: MANY // 100]}
@@ -161,6 +178,53 @@ def test_many_findings_make_a_page_that_a_browser_opens_and_a_complete_report(
     assert sum(sum(row["troubled"]) for row in document["map"]["rows"]) == sum(
         {DUPLICATE.name: 1, CONFLICT.name: 1, LOST.name: 2}[one["kind"]] for one in document["findings"]
     )
+
+
+def test_a_silenced_finding_stays_in_the_report_and_counts_nowhere(large: tuple[dict[str, Any], Path]) -> None:
+    document, folder = large
+    silenced = {one["finding_id"]: one["silenced"] for one in document["findings"] if one["silenced"]}
+    assert list(silenced) == [FIRST_DUPLICATE, FIRST_CONFLICT]
+    assert silenced[FIRST_DUPLICATE] == {"until": "2023-11-14T22:13:20.001Z", "reason": "known <b>"}
+    assert {kind: count for kind, count in document["silenced"].items() if count} == {"duplicate": 1, "conflict": 1}
+    assert [(use["state"], use["findings"]) for use in document["silences"]] == [
+        ("active", 1),
+        ("active", 1),
+        ("expired", 0),
+        ("unmatched", 0),
+    ]
+    counted = {row["kind"]: (row["findings"], row["records"]) for row in document["causes"]}
+    assert counted["duplicate"] == (DUPLICATES - 1, DUPLICATES - 1)
+    metrics = (folder / "metrics.prom").read_text()
+    assert f'fencepost_audit_findings{{kind="duplicate",severity="error"}} {DUPLICATES - 1}.0' in metrics
+    assert 'fencepost_audit_silenced_findings{kind="duplicate"} 1.0' in metrics
+    assert 'fencepost_audit_silences{state="expired"} 1.0' in metrics
+    page = (folder / "report.html").read_text()
+    assert "2 more findings are silenced." in page
+    assert "known &lt;b&gt;" in page
+
+
+def test_only_findings_of_the_chosen_kinds_make_the_exit_status_3(large: tuple[dict[str, Any], Path]) -> None:
+    run = large[0]["run"]
+    assert run["fail_on"] == ["derived_copy", "lost", "unkeyed", "stuck", "evidence_gap"]
+    assert run["failing"] == large[0]["kinds"]["lost"] > 0
+
+    def status(failing: int) -> int:
+        return document.Report(cast(Document, {**large[0], "run": {**run, "failing": failing}})).status
+
+    assert (status(1), status(0)) == (3, 0)
+    text = job.terminal_text(document.Report(cast(Document, {**large[0], "run": {**run, "failing": 0}})), "r")
+    assert f"verdict    findings, {MANY - SILENCED} findings, 2 silenced\n" in text
+    assert "silence    lost:* has expired at 2023-11-14T22:13:20.000Z: over\n" in text
+    assert "silence    phantom:* matches no finding: there is none\n" in text
+    assert "exit       0: no finding of derived_copy, lost, unkeyed, stuck, evidence_gap (--fail-on)\n" in text
+
+
+def test_a_report_with_silenced_findings_only_is_clean_and_says_so(large: tuple[dict[str, Any], Path]) -> None:
+    document = {**large[0], "run": {**large[0]["run"], "verdict": "clean", "findings": 0, "failing": 0}}
+    document["kinds"] = dict.fromkeys(KINDS, 0)
+    text = "".join(page.render(cast(Document, document)))
+    assert "<h1>Clean, but for 2 silenced findings</h1>" in text
+    assert "<h3>1 duplicate, 1 silenced</h3>" in text
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +248,7 @@ def test_the_page_is_laid_out_and_complete_in_a_real_browser(
     tab.open(file, width=width, dark=dark)
     assert tab.value("document.documentElement.scrollWidth") <= width
     assert tab.value("document.querySelector('h1').textContent").startswith(
-        f"{MANY:,} findings: {DUPLICATES:,} duplicates"
+        f"{MANY - SILENCED:,} findings: {DUPLICATES - 1:,} duplicates"
     )
     assert tab.value("document.title") == "Fencepost audit, run 1: findings"
     text = tab.value("document.body.textContent")
