@@ -1,27 +1,28 @@
-"""`python -m spark`: one reconciliation run.
+"""`python -m spark`: one reconciliation run, as the command `run` makes it.
 
-`view` creates a table of a topic with each id once, `show` prints all data about an id, `schema` prints the JSON Schema
-of report.json.
+`view` creates a table of a topic with each id once, `show` prints all data about an id, `findings` the current
+findings, `schema` the JSON Schema of report.json.
 """
 
 import json
 import sys
+import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import job, show, silences
+from spark import export, job, show, silences
 from spark.console import Console
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JError
 from spark.report import model
 from spark.rules.kinds import kinds_of
 from spark.session import open_session
-from spark.settings import Settings, parse, parse_about
+from spark.settings import Settings, parse, parse_about, parse_findings
 from spark.tables import view
 
 EXIT_CANNOT_RUN: Final = 2
@@ -33,13 +34,8 @@ def main() -> int:
     # PySpark warns about the version of an installed pandas, which the job does not use.
     warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas", category=FutureWarning)
     try:
-        if command == "view":
-            return _view(arguments)
-        if command == "show":
-            return _show(arguments)
-        if command == "schema":
-            sys.stdout.write(json.dumps(model.schema(), indent=1) + "\n")
-            return 0
+        if command in _COMMANDS:
+            return _COMMANDS[command](arguments)
         return _run(sys.argv[1:])
     except (SettingsError, CannotRun) as error:
         sys.stderr.write(f"cannot run: {error}\n")
@@ -81,6 +77,28 @@ def _show(arguments: Sequence[str]) -> int:
     for line in show.show(open_session(), shared, root, text):
         sys.stdout.write(line + "\n")
     return 0
+
+
+def _findings(arguments: Sequence[str]) -> int:
+    options = parse_findings(arguments, int(time.time() * 1000))
+    kinds_of("--kind", options.kinds)
+    for line in export.export(open_session(), options):
+        sys.stdout.write(line)
+    return 0
+
+
+def _schema(arguments: Sequence[str]) -> int:
+    sys.stdout.write(json.dumps(model.schema(), indent=1) + "\n")
+    return 0
+
+
+_COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
+    "run": _run,
+    "view": _view,
+    "show": _show,
+    "findings": _findings,
+    "schema": _schema,
+}
 
 
 if __name__ == "__main__":

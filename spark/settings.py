@@ -4,6 +4,7 @@ import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Final
 
 from service.contract import Rules, SharedSettings, wire
@@ -210,6 +211,82 @@ def parse_about(command: str, name: str, help: str, description: str, arguments:
     parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables that the runs fill")
     parsed = parser.parse_args(arguments)
     return getattr(parsed, name), parsed.lake.rstrip("/") or "/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingsOptions:
+    """The options of the command `findings`.
+
+    `since_ms` is the time from which evidence counts; None for the window of the last run. `output` is the folder of
+    Parquet files, empty for the other formats, which are printed.
+    """
+
+    lake: str
+    kinds: tuple[str, ...] = ()
+    topics: tuple[str, ...] = ()
+    since_ms: int | None = None
+    format: str = "json"
+    output: str = ""
+
+
+CSV: Final = "csv"
+JSON: Final = "json"
+PARQUET: Final = "parquet"
+
+
+def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
+    """Parse the command line of `findings`; on errors argparse prints a message and exits with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spark findings",
+        description="List the current findings of a lake: those of the last report, or since a time.",
+    )
+    parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables that the runs fill")
+    parser.add_argument(
+        "--kind", default="", help="comma-separated kinds, or severities (error, warning, information); default: all"
+    )
+    parser.add_argument("--topic", default="", help="comma-separated globs of topics; default: all")
+    parser.add_argument(
+        "--since",
+        type=_since(now_ms),
+        help="only findings with evidence since then: a time (UTC without an offset), as 2026-12-24T18:00, or how "
+        "long ago, as 24h or 7d; default: the window of the last run",
+    )
+    parser.add_argument(
+        "--format",
+        choices=(CSV, JSON, PARQUET),
+        default=JSON,
+        help="json: an object for each finding, in a line of its own; csv: coordinates as JSON; parquet: into --output",
+    )
+    parser.add_argument("--output", default="", help="a new folder or URL for the Parquet files")
+    parsed = parser.parse_args(arguments)
+    if (parsed.format == PARQUET) != bool(parsed.output):
+        parser.error("argument --output: give it with --format parquet, and only then; other formats are printed")
+    return FindingsOptions(
+        lake=parsed.lake.rstrip("/") or "/",
+        kinds=_listed(parsed.kind),
+        topics=_listed(parsed.topic),
+        since_ms=parsed.since,
+        format=parsed.format,
+        output=parsed.output,
+    )
+
+
+_AGO: Final = re.compile(r"([0-9]{1,6})([hd])")
+
+
+def _since(now_ms: int) -> Callable[[str], int]:
+    """Return a parser for a time, or for how long ago it was; the result is in ms."""
+
+    def read(text: str) -> int:
+        if ago := _AGO.fullmatch(text):
+            return now_ms - int(ago[1]) * HOUR_MS * (24 if ago[2] == "d" else 1)
+        try:
+            time = datetime.fromisoformat(text)
+            return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"{text!r} is no time, as 2026-12-24T18:00, and no age, as 7d") from None
+
+    return read
 
 
 def _identity(text: str) -> tuple[str, str]:

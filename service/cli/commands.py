@@ -5,7 +5,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import structlog
@@ -45,18 +45,33 @@ def serve() -> None:
     raise typer.Exit(main())
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    options_metavar="--lake DIR --report DIR [...]",
-)
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=_PASSED_ON, options_metavar="run|view|show|findings|schema [...]")
+def audit(context: typer.Context) -> None:
+    """Audit what was delivered against what was requested, and show what was found, as `python -m spark` does.
+
+    run: one run; findings: the current findings, as CSV, JSON or Parquet; show: all data about an id; view: a topic as
+    a table with each id once; schema: of report.json. Each prints its options with --help.
+    """
+    _run_job(context.args or ["--help"])
+
+
+@app.command(context_settings=_PASSED_ON, options_metavar="--lake DIR --report DIR [...]")
 def reconcile(context: typer.Context) -> None:
-    """Audit what was delivered against what was requested, as `python -m spark` does (its --help tells the options).
+    """Do what `fencepost audit run` does (its --help tells the options).
 
     Ends with 0: clean, 3: findings, 2: could not run.
     """
+    _run_job(context.args)
+
+
+def _run_job(arguments: Sequence[str]) -> NoReturn:
+    """Become `python -m spark` with these arguments."""
     if importlib.util.find_spec("pyspark") is None or importlib.util.find_spec("spark") is None:
         give_up("the audit is not installed here: pip install 'fencepost[spark]' (it needs Java 17 besides)")
-    os.execv(sys.executable, [sys.executable, "-m", "spark", *context.args])  # noqa: S606 - this very Python
+    os.execv(sys.executable, [sys.executable, "-m", "spark", *arguments])  # noqa: S606 - this very Python
 
 
 @app.command()

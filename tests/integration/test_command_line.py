@@ -154,10 +154,16 @@ def test_the_command_reconcile_runs_the_job() -> None:
     assert "--report" in done.stderr
 
 
+def test_the_command_audit_has_the_commands_of_the_job() -> None:
+    done = fencepost({}, "audit", "findings", "--lake", "x", "--format", "parquet")
+    assert done.returncode == 2
+    assert "argument --output: give it with --format parquet" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("missing", "arguments", "remedy"),
     [
-        ("pyspark", ["reconcile"], "pip install 'fencepost[spark]'"),
+        ("pyspark", ["audit", "run"], "pip install 'fencepost[spark]'"),
         ("rich", ["slots"], "pip install 'fencepost[service]'"),
     ],
 )

@@ -1,0 +1,79 @@
+"""The command `findings`: the current findings of a lake as JSON, CSV or Parquet."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Final
+
+from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark.errors import CannotRun
+from spark.rules import current_findings
+from spark.rules.findings import kinds_of
+from spark.settings import CSV, PARQUET, FindingsOptions, glob_regex
+from spark.tables.lake import Lake
+
+_EXISTS: Final = "PATH_ALREADY_EXISTS"
+
+
+def export(spark: SparkSession, options: FindingsOptions) -> Iterator[str]:
+    """Yield the lines of JSON or CSV; no lines for Parquet, which is written into a folder.
+
+    The findings are those of the last run's report, unless the options say since when. CannotRun if the lake has no
+    finished run, or is of an earlier version.
+    """
+    found = current_findings.in_order(selected(Lake(spark, options.lake), options))
+    if options.format == PARQUET:
+        _write(found, options.output)
+    elif options.format == CSV:
+        yield from _csv(found)
+    else:
+        yield from (f"{row[0]}\n" for row in found.select(current_findings.as_json()).toLocalIterator())
+
+
+def selected(lake: Lake, options: FindingsOptions) -> DataFrame:
+    """Return the current findings that the options select: → current_findings.FIELDS."""
+    kinds = kinds_of("--kind", options.kinds)
+    lake.check_version()
+    window_from_ms = _window_from_ms(lake)
+    since_ms = window_from_ms if options.since_ms is None else options.since_ms
+    found = current_findings.by_finding(current_findings.by_hour(lake.read("findings"), since_ms))
+    if options.topics:
+        found = found.where(F.col("topic").rlike(f"^(?:{glob_regex(options.topics)})$"))
+    return found.where(F.col("kind").isin(*kinds))
+
+
+def _window_from_ms(lake: Lake) -> int:
+    """Return the start (ms) of the window of the last finished run; CannotRun if there is none."""
+    newest = lake.read("runs").orderBy(F.desc("run")).select("report").first()
+    if newest is None:
+        raise CannotRun(f"--lake {lake.root} has no finished run: give the --lake of a run")
+    return int(datetime.fromisoformat(json.loads(newest["report"])["run"]["window_from"]).timestamp() * 1000)
+
+
+def _write(found: DataFrame, folder: str) -> None:
+    """Write Parquet files into a new folder; CannotRun if the folder exists."""
+    try:
+        found.write.parquet(folder)
+    except AnalysisException as error:
+        if error.getCondition() != _EXISTS:
+            raise
+        raise CannotRun(f"--output {folder} exists: give a new folder") from None
+
+
+def _csv(found: DataFrame) -> Iterator[str]:
+    """Yield a line of names, then a line for each finding (RFC 4180); the coordinates are JSON."""
+    written = io.StringIO()
+    writer = csv.writer(written)
+    coordinates = F.to_json("coordinates", {"ignoreNullFields": "false"}).alias("coordinates")
+    writer.writerow(current_findings.FIELDS)
+    for row in found.withColumn("coordinates", coordinates).select(*current_findings.FIELDS).toLocalIterator():
+        writer.writerow(row)
+        yield written.getvalue()
+        written.seek(0)
+        written.truncate()
+    yield written.getvalue()
