@@ -5,6 +5,7 @@ findings, `schema` the JSON Schema of report.json.
 """
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -22,7 +23,7 @@ from spark.reading.jvm import Py4JError
 from spark.report import model
 from spark.rules.kinds import kinds_of
 from spark.session import open_session
-from spark.settings import Settings, parse, parse_about, parse_findings
+from spark.settings import Settings, parse, parse_about, parse_findings, read_webhook
 from spark.tables import view
 
 EXIT_CANNOT_RUN: Final = 2
@@ -52,8 +53,13 @@ def _run(arguments: Sequence[str]) -> int:
     console = Console(sys.stderr)
     shared = SharedSettings.from_env()
     kinds_of("--fail-on", options.fail_on)
-    known = silences.read(options.silences)
-    settings = Settings(shared=shared, options=options, rules=Rules.read(shared.rules), silences=known)
+    settings = Settings(
+        shared=shared,
+        options=options,
+        rules=Rules.read(shared.rules),
+        silences=silences.read(options.silences),
+        webhook=read_webhook(options),
+    )
     session = open_session()
     with console.watching(session):
         report = job.run(session, settings, console)
@@ -82,8 +88,13 @@ def _show(arguments: Sequence[str]) -> int:
 def _findings(arguments: Sequence[str]) -> int:
     options = parse_findings(arguments, int(time.time() * 1000))
     kinds_of("--kind", options.kinds)
-    for line in export.export(open_session(), options):
-        sys.stdout.write(line)
+    lines = export.export(open_session(), options)
+    try:
+        sys.stdout.writelines(lines)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has enough, as in `| head`. Python would flush once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

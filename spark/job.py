@@ -17,7 +17,7 @@ from spark.errors import CannotRun
 from spark.reading import decode, planning, run_plan, source, wire_expressions
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
-from spark.report import document, publish
+from spark.report import document, publish, webhook
 from spark.rules import cross_hour, current_findings
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
@@ -117,6 +117,8 @@ class _Run:
         self.replaced: Sequence[Plan] = ()
         # The topic of findings; None if the run does not publish.
         self.findings_topic: publish.PublishedTopic | None = None
+        # What the webhook was told (webhook.decide), for the next run.
+        self.webhook_state: Mapping[str, int] = {}
         # The claims of ledger and journal (deliveries.summarize) that were read for the plan, with their spans.
         self.claims: tuple[tuple[Spans, Spans], DataFrame] | None = None
 
@@ -424,10 +426,32 @@ class _Run:
                 kind,
             )
             self.lake.check_held()
+            report = self._notify(report, context)
             document.write(self.spark, self.settings.options.report, report)
         for frame in (by_hour, found):
             frame.unpersist()
         return report
+
+    def _notify(self, report: document.Report, context: RunContext) -> document.Report:
+        """Send the new findings of a report to the webhook, if there is one; returns the report with the outcome.
+
+        A delivery that fails does not fail the run.
+        """
+        hook = self.settings.webhook
+        self.webhook_state = context.of_last_run("webhook", {})
+        if hook is None:
+            return report
+        made, run = report.document, report.document["run"]
+        decision = webhook.decide(made["findings"], run["fail_on"], self.webhook_state, hook.after)
+        self.webhook_state = decision.sent
+        if not decision.due:
+            return report
+        body = webhook.body_of(made, decision.due, self.settings.options.report, hook.format)
+        error = webhook.send(hook, body, webhook.key_of(made, decision.due))
+        if error is not None:
+            self.webhook_state = decision.failed
+            self.on_progress(f"--webhook: not delivered, and sent again by the next run: {error}")
+        return document.Report({**made, "webhook": {"findings": len(decision.due), "error": error}})
 
     def _finish(
         self, plan: Plan, balance: Balance, report: document.Report, last_run: Mapping[str, Any] | None
@@ -440,6 +464,7 @@ class _Run:
             "kept_from": self.kept_from,
             "last_pass": last_pass_of(last_run) if self.settings.options.skip_ids else plan.run,
             "published": asdict(self.findings_topic) if self.findings_topic else (last_run or {}).get("published"),
+            "webhook": self.webhook_state,
             **balance.document(),
         }
         row = {
@@ -514,6 +539,9 @@ def terminal_text(report: document.Report, folder: str) -> str:
             lines.append(f"silence    {use['finding']} has expired at {use['until']}: {use['reason']}")
         elif use["state"] == "unmatched":
             lines.append(f"silence    {use['finding']} matches no finding: {use['reason']}")
+    if (delivery := report.document["webhook"]) is not None:
+        outcome = "sent" if delivery["error"] is None else f"not delivered, the next run sends them: {delivery['error']}"
+        lines.append(f"webhook    {delivery['findings']} findings {outcome}")
     if of_run["findings"] and not of_run["failing"]:
         lines.append(f"exit       0: no finding of {', '.join(of_run['fail_on'])} (--fail-on)")
     lines.append(f"report     {folder}/report.html")

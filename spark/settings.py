@@ -5,9 +5,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
-from service.contract import Rules, SharedSettings, wire
+from service.contract import Rules, SettingsError, SharedSettings, wire
 from spark.silences import Silence
 
 HOUR_MS: Final = 3_600_000
@@ -18,6 +20,15 @@ HOURS_MOST: Final = DAYS_MOST * 24
 SECONDS_MOST: Final = HOURS_MOST * 3600
 # The largest offset of Kafka, and the largest bigint of Spark.
 OFFSETS_MOST: Final = 2**63 - 1
+RUNS_MOST: Final = 1000
+
+CSV: Final = "csv"
+JSON: Final = "json"
+PARQUET: Final = "parquet"
+SLACK: Final = "slack"
+"""Formats of findings: all but the last of the command `findings`, JSON and SLACK of the webhook."""
+
+URL_CHARS_MOST: Final = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +51,19 @@ class Options:
     vacuum_h: int | None = None
     fail_on: tuple[str, ...] = ()
     silences: str = ""
+    webhook: str = field(default="", repr=False)
+    webhook_format: str = JSON
+    webhook_after: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """Where a run sends new findings: the URL, the shape of the body (JSON or SLACK), and after how many runs that had
+    the finding."""
+
+    url: str = field(repr=False)
+    format: str = JSON
+    after: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +74,7 @@ class Settings:
     options: Options
     rules: Rules = field(default_factory=Rules)
     silences: tuple[Silence, ...] = ()
+    webhook: Webhook | None = None
 
     @property
     def grace_ms(self) -> int:
@@ -168,6 +193,22 @@ def parse(arguments: Sequence[str]) -> Options:
         help="a TOML file of known findings, each with a time and a reason: until then exit status, metrics and "
         "the counts of the report leave the finding out",
     )
+    parser.add_argument(
+        "--webhook",
+        default="",
+        metavar="URL",
+        help="where to POST new findings, each once; @FILE for a file with the URL, which may be a secret",
+    )
+    parser.add_argument(
+        "--webhook-format", choices=(JSON, SLACK), default=JSON, help="the body: a JSON document, or a message of Slack"
+    )
+    parser.add_argument(
+        "--webhook-after",
+        type=_integer(1, RUNS_MOST),
+        default=1,
+        metavar="RUNS",
+        help="send a finding when so many runs in a row had it",
+    )
     parsed = parser.parse_args(arguments)
     identity = dict(parsed.identity)
     if len(identity) < len(parsed.identity):
@@ -193,7 +234,44 @@ def parse(arguments: Sequence[str]) -> Options:
         replace_findings=parsed.replace_findings,
         fail_on=_listed(parsed.fail_on),
         silences=parsed.silences,
+        webhook=parsed.webhook,
+        webhook_format=parsed.webhook_format,
+        webhook_after=parsed.webhook_after,
     )
+
+
+def read_webhook(options: Options) -> Webhook | None:
+    """Return the webhook of the options, with the URL of the file `@FILE`; None without one.
+
+    SettingsError, which does not show the URL, if it cannot be read or is no URL.
+    """
+    if not options.webhook:
+        return None
+    url = options.webhook
+    if url.startswith("@"):
+        try:
+            url = Path(url[1:]).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"--webhook {url}: {error}; give a file with the URL in it") from None
+    if not _is_url(url):
+        raise SettingsError(
+            f"--webhook: that is no URL of http or https, of at most {URL_CHARS_MOST} characters, without a user: give "
+            "https://HOST/PATH, or @FILE for a file with it"
+        )
+    return Webhook(url, options.webhook_format, options.webhook_after)
+
+
+def _is_url(text: str) -> bool:
+    """Check whether a text is an http or https URL that can be requested as it is."""
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return known and "@" not in parts.netloc and len(text) <= URL_CHARS_MOST and _PRINTABLE.fullmatch(text) is not None
+
+
+_PRINTABLE: Final = re.compile(r"[!-~]+")
 
 
 def _listed(separated: str) -> tuple[str, ...]:
@@ -225,13 +303,8 @@ class FindingsOptions:
     kinds: tuple[str, ...] = ()
     topics: tuple[str, ...] = ()
     since_ms: int | None = None
-    format: str = "json"
+    format: str = JSON
     output: str = ""
-
-
-CSV: Final = "csv"
-JSON: Final = "json"
-PARQUET: Final = "parquet"
 
 
 def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:

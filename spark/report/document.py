@@ -94,6 +94,7 @@ def build(
             "evidence": _evidence(plan, topics),
             "verdicts": cast(model.Revisions, revised),
             "requests": _requests(topics),
+            "webhook": None,
             "cost": cost,
             "history": [
                 _past_run({"run": run, "balance": balance.line, "cost": cost}),

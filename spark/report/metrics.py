@@ -65,6 +65,9 @@ class _OfDocument(Collector):
             ("kind", "topic", "cause"),
             (((row["kind"], row["topic"] or "", row["cause"] or ""), row["records"]) for row in document["causes"]),
         )
+        delivery = document["webhook"]
+        failed = delivery is not None and delivery["error"] is not None
+        yield _gauge("webhook_failed", "1 if the last run could not deliver findings to the webhook, else 0.", failed)
         yield _gauge("rejects", "Records that could not be decoded.", evidence["rejects"])
         yield _gauge("held_up_partitions", "Partitions blocked by an open transaction.", len(evidence["held_up"]))
         oldest_s = max((log["age_s"] or 0 for log in evidence["held_up"]), default=0)

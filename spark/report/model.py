@@ -387,6 +387,15 @@ class PastRun(TypedDict):
     seconds: Annotated[float, _about("Time up to the report. Unit: seconds.", ge=0)]
 
 
+class WebhookDelivery(TypedDict):
+    """What the run has sent to the webhook."""
+
+    findings: Annotated[int, _about("Findings that were to be sent. Unit: findings.", ge=0)]
+    error: Annotated[
+        str | None, _about("Why they could not be delivered: the next run sends them again; null: delivered.")
+    ]
+
+
 class Document(TypedDict):
     """The report of one run of the audit."""
 
@@ -408,6 +417,7 @@ class Document(TypedDict):
     evidence: Annotated[Evidence, _about("The evidence for the verdict.")]
     verdicts: Annotated[Revisions, _about("Verdicts that differ from those of earlier runs.")]
     requests: Annotated[Requests, _about("Answers of the window by status.")]
+    webhook: Annotated[WebhookDelivery | None, _about("The delivery to --webhook; null: nothing was to be sent.")]
     cost: Annotated[Cost, _about("The cost of the run.")]
     history: Annotated[list[PastRun], _about("This run and earlier runs, newest first; at most 20.")]
 

@@ -98,15 +98,17 @@ class Ran:
 def run(
     spark: SparkSession, history: History, root: Path, now_ms: int, *, lake: str = "lake", rules: str = "", **given: Any
 ) -> Ran:
-    """Run the job at this time, with its lake below `root`; `given`: options of the command line, key retention.
+    """Run the job at this time, with its lake below `root`; `given`: options of the command line, key retention,
+    silences, webhook.
 
     `rules` is the path of a TOML file.
     """
+    settings_given = {name: given.pop(name) for name in ("silences", "webhook") if name in given}
     shared_given = {name: given.pop(name) for name in ("key_ttl_s",) if name in given}
     report = root / f"report-{uuid.uuid4().hex[:8]}"
     # Few tests need the topic of findings.
     options = Options(lake=str(root / lake), report=str(report), **({"publish": False} | given))
     shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace, rules=rules, **shared_given)
-    settings = Settings(shared=shared, options=options, rules=Rules.read(rules))
+    settings = Settings(shared=shared, options=options, rules=Rules.read(rules), **settings_given)
     made = job.run(spark, settings, lambda line: None, now_ms)
     return Ran(made, root / lake, report)

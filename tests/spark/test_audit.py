@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import jsonschema
 import pytest
@@ -13,6 +14,8 @@ from pyspark.sql import SparkSession
 from deploy.stack import Kafka
 from service.contract import wire
 from spark.report.model import schema
+from spark.settings import Webhook
+from tests.http_server import Handler, HttpServer
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Writer, Written
 from tests.spark.runs import as_large
@@ -240,10 +243,26 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+class Receiver(Handler):
+    """Takes what the runs send to the webhook."""
+
+    received: ClassVar[list[Any]] = []
+
+    def respond(self, body: bytes) -> None:
+        self.received.append(json.loads(body))
+        self.answer(200, b"")
+
+
 @pytest.fixture(scope="module")
-def ran(spark: SparkSession, audit: Audit, faults: Faults, rules: str) -> Ran:
+def hook() -> Iterator[Webhook]:
+    with HttpServer(Receiver) as server:
+        yield Webhook(server.url)
+
+
+@pytest.fixture(scope="module")
+def ran(spark: SparkSession, audit: Audit, faults: Faults, rules: str, hook: Webhook) -> Ran:
     with as_large(spark):
-        return audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True)
+        return audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True, webhook=hook)
 
 
 def test_each_planted_fault_is_found_with_its_cause_and_nothing_else(ran: Ran, faults: Faults) -> None:
@@ -301,14 +320,17 @@ def test_unkeyed_records_are_one_finding_a_partition(ran: Ran) -> None:
     assert counts == {0: 2, 1: 1}
 
 
-def test_a_second_run_without_new_records_finds_the_same(ran: Ran, audit: Audit, faults: Faults, rules: str) -> None:
+def test_a_second_run_without_new_records_finds_the_same_and_tells_nobody(
+    ran: Ran, audit: Audit, faults: Faults, rules: str, hook: Webhook
+) -> None:
+    assert ran.document["webhook"] == {"findings": len(ran.document["findings"]), "error": None}
     before = ran.written()
     published = records(faults.history)
     # The topic has every finding, silenced or not.
     found = [{name: value for name, value in one.items() if name != "silenced"} for one in ran.document["findings"]]
     assert dict(published) == {one["finding_id"]: {"v": 1, **one} for one in found}
-    again = audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True, fail_on=("derived_copy",))
-    assert again.made.status == 0
+    again = audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True, webhook=hook)
+    assert (again.document["webhook"], len(Receiver.received)) == (None, 1)
     assert records(faults.history) == published
     assert again.document["run"]["number"] == ran.document["run"]["number"] + 1
     assert again.document["cost"]["offsets"] == 0
