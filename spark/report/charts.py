@@ -95,6 +95,37 @@ def stacked(chart: Mapping[str, Any], series: Sequence[tuple[str, str, Sequence[
     return _svg(height + 20, "Surplus copies by hour and cause", "".join(shapes) + _axis(chart, height + 14))
 
 
+def trend(history: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the findings of the recent runs (model.PastRun, newest first) as bars, the oldest on the left; "" if there
+    were none, or is only one run."""
+    runs = [*reversed(history)]
+    most = max((run["findings"] for run in runs), default=0)
+    if len(runs) < 2 or not most:
+        return ""
+    height, left = 90.0, 16 + CHAR * len(f"{most:,}")
+    step = min((WIDTH - left) / len(runs), COLUMN_MAX)
+    shapes = [
+        f'<text x="{left - 8:g}" y="12" text-anchor="end">{most:,}</text>',
+        f'<text x="{left - 8:g}" y="{height:g}" text-anchor="end">0</text>',
+        f'<path class="baseline" d="M{left:g} {height:g}H{left + len(runs) * step:.1f}"/>',
+    ]
+    for nth, run in enumerate(runs):
+        x = left + nth * step
+        tall = max(2.5, (height - 6) * run["findings"] / most) if run["findings"] else 0
+        # A run without findings has a title too: over the whole height.
+        shapes.append(
+            f'<g><title>run {run["number"]}, {escape(run["frozen_at"])}: {run["findings"]:,} findings</title>'
+            f'<rect class="blank" x="{x:.1f}" y="0" width="{step:.1f}" height="{height:g}"/>'
+            f'<rect class="c1" x="{x:.1f}" y="{height - tall:.1f}" width="{step * 0.75:.1f}" height="{tall:.1f}" '
+            'rx="1.5"/></g>'
+        )
+    ends = ((0, "start"), (len(runs) - 1, "end")) if len(runs) > 3 else ((0, "start"),)
+    for nth, anchor in ends:
+        x = left + (nth + (anchor == "end")) * step
+        shapes.append(f'<text x="{x:.1f}" y="{height + 14:g}" text-anchor="{anchor}">run {runs[nth]["number"]}</text>')
+    return _svg(height + 20, "Findings of the recent runs", "".join(shapes))
+
+
 def row_name(row: Mapping[str, Any], folded: int) -> str:
     """Return the label of a row of the map."""
     if row["topic"] is None:

@@ -78,6 +78,7 @@ def render(document: Document) -> Iterator[str]:
                 for step, taken in seconds.items()
             ],
             "past_counts": _PAST_COUNTS,
+            "trend": Markup(charts.trend(document["history"])),  # noqa: S704 - trend escapes its texts
         }
     )
 
@@ -94,6 +95,8 @@ def _template() -> Any:
         time=_time,
         time_of_ms=lambda ms: _time(datetime.fromtimestamp(ms / 1000, UTC).isoformat()),
         duration=_duration,
+        newest=_newest_ms,
+        per_million=_per_million,
     )
     return environment.get_template("report.html")
 
@@ -231,6 +234,16 @@ def counted(number: int, singular: str, plural: str) -> str:
 
 def _count(number: int) -> str:
     return f"{number:,}"
+
+
+def _newest_ms(finding: Finding) -> int:
+    """Return the time of the newest copy of a finding, 0 if none has a time."""
+    return max((copy["timestamp"] or 0 for copy in finding["coordinates"]), default=0)
+
+
+def _per_million(row: TopicCounts) -> str:
+    """Format the surplus copies of a topic for each million of its ids."""
+    return f"{row['copies_extra'] / row['ids'] * 1e6:,.1f}" if row["ids"] else ""
 
 
 def _words(name: str) -> str:

@@ -16,7 +16,7 @@ from deploy.console import StackError
 from service.contract import SharedSettings
 from spark import job
 from spark.reading.run_plan import DATA, Log, Plan, RunContext
-from spark.report import document, metrics, page
+from spark.report import charts, document, metrics, page
 from spark.report.model import Document, TimelinePoint, schema
 from spark.rules import current_findings, kinds
 from spark.rules.balance import Balance
@@ -310,6 +310,53 @@ def test_a_button_copies_the_commands_of_a_finding(large: tuple[dict[str, Any], 
     )
 
 
+_SHOWN = "[...document.querySelectorAll('article')].filter(one => one.checkVisibility()).length"
+
+
+def _entered(tab: browser.Page, selector: str, value: str) -> None:
+    """Enter a value into a control, as a user does."""
+    control = f"document.querySelector({json.dumps(selector)})"
+    tab.value(f"{control}.value = {json.dumps(value)}; {control}.dispatchEvent(new Event('input'))")
+
+
+def test_findings_are_searched_filtered_and_sorted_in_the_page(
+    large: tuple[dict[str, Any], Path], tab: browser.Page, tmp_path: Path
+) -> None:
+    document, folder = large
+    tab.open(folder / "report.html", width=1280)
+    told = "document.querySelector('#find output').value"
+    assert (tab.value(_SHOWN), tab.value(told)) == (0, "")
+    _entered(tab, "#find input", f"{document['findings'][7]['id'].upper()} rewrite")
+    assert (tab.value(_SHOWN), tab.value(told)) == (0, "0 of the 300 findings on this page")
+    _entered(tab, "#find input", f"{document['findings'][7]['id'].upper()} producer_restart")
+    assert (tab.value(_SHOWN), tab.value(told)) == (1, "1 of the 300 findings on this page")
+    _entered(tab, "#find input", "")
+    assert (tab.value(_SHOWN), tab.value(told)) == (0, "")
+    _entered(tab, "#find select", TOPIC)
+    assert tab.value(_SHOWN) == 300
+    _entered(tab, "#find select[aria-label=order]", "newest first")
+    times = tab.value("[...document.querySelector('.kind').querySelectorAll('article')].map(one => one.dataset.time)")
+    assert times == sorted(times, key=int, reverse=True)
+    assert len(set(times)) > 1
+    # A page of few findings, one of them silenced and one without a topic.
+    few = [one for one in document["findings"] if one["silenced"]] + [{**document["findings"][0], "topic": None}]
+    (tmp_path / "few.html").write_text("".join(page.render(cast(Document, {**document, "findings": few}))))
+    tab.open(tmp_path / "few.html", width=1280)
+    tab.value("document.querySelector('#find input[type=checkbox]').click()")
+    assert (tab.value(_SHOWN), tab.value(told)) == (1, "1 of the 3 findings on this page")
+    options = tab.value("[...document.querySelector('#find select').options].map(one => one.text)")
+    assert options == ["all", "none", TOPIC]
+    assert tab.problems == []
+
+
+def test_the_findings_of_the_recent_runs_are_bars() -> None:
+    runs = [{"number": 9 - nth, "frozen_at": "<now>", "findings": nth} for nth in range(5)]
+    drawn = charts.trend(runs)
+    assert drawn.index("run 5, &lt;now&gt;: 4 findings") < drawn.index("run 9, &lt;now&gt;: 0 findings")
+    assert 'height="84.0"' in drawn
+    assert charts.trend(runs[:1]) == charts.trend([{**one, "findings": 0} for one in runs]) == ""
+
+
 def test_the_page_prints_with_every_shown_finding_opened(
     large: tuple[dict[str, Any], Path], tab: browser.Page, tmp_path: Path
 ) -> None:
@@ -336,8 +383,10 @@ def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[
     gap |= {"finding_id": "evidence_gap:no_coordinates:orders:", "kind": "evidence_gap", "cause": "no_coordinates"}
     document["findings"] = [gap | {"severity": "warning", "topic": "orders", "count": 1, "coordinates": []}]
     document["kinds"] = {**document["kinds"], "evidence_gap": 1}
+    document["topics"] = [{"topic": "orders", **dict.fromkeys(SUMS, 0), "ids": 3000, "copies_extra": 1}]
     jsonschema.Draft202012Validator(schema()).validate(document)
     text = "".join(page.render(cast(Document, document)))
+    assert '<td class="n">333.3</td>' in text
     assert "Of 3 events an earlier run had said something else." in text
     assert "<td>orders[3]</td>" in text
     assert "<b>orders</b>" in text
