@@ -16,7 +16,7 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import export, job, show, silences
+from spark import dry_run, export, job, show, silences
 from spark.console import Console
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JError
@@ -61,6 +61,11 @@ def _run(arguments: Sequence[str]) -> int:
         webhook=read_webhook(options),
     )
     session = open_session()
+    if options.dry_run:
+        with console.watching(session):
+            preview = job.preview(session, settings, console)
+        sys.stdout.writelines(f"{line}\n" for line in dry_run.lines(preview))
+        return 0
     with console.watching(session):
         report = job.run(session, settings, console)
     sys.stdout.write(job.terminal_text(report, options.report))

@@ -12,7 +12,7 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import session
+from spark import dry_run, session
 from spark.errors import CannotRun
 from spark.reading import decode, planning, run_plan, source, wire_expressions
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
@@ -65,6 +65,15 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
             return report
         # The interrupted run is finished with the options of its plan; now a run with those of this command line.
         return _Run(tables, settings, on_progress, now_ms, finished=report.document["run"]["number"]).carry_out()
+
+
+def preview(spark: SparkSession, settings: Settings, on_progress: OnProgress) -> dry_run.Preview:
+    """Make the plan of the next run, and carry out nothing: neither lake nor topics are written.
+
+    No lock is needed, so that another run may be at work. CannotRun as for a run.
+    """
+    with decode.newer_versions_refused(), session.restored(spark):
+        return _Run(lake.Lake(spark, settings.options.lake), settings, on_progress, None).preview()
 
 
 def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
@@ -160,6 +169,17 @@ class _Run:
             self._tidy(plan, last_run)
         return report
 
+    def preview(self) -> dry_run.Preview:
+        """Make the plan that `carry_out` would make, without a write to the lake."""
+        self._expect(0)
+        self.lake.check_version()
+        last_run = last_finished_run(self.lake)
+        last_number = last_run["run"] if last_run else 0
+        interrupted = max(self._plans_since(last_number), default=None)
+        plan = self._freeze(interrupted or last_number)
+        self._release_claims()
+        return dry_run.Preview(plan, interrupted, (last_run or {}).get("reports", []))
+
     def _upgrade(self) -> None:
         """Upgrade a lake of an earlier version; CannotRun, with the lake as it was, if it is another namespace's."""
         if not self.lake.is_outdated():
@@ -174,10 +194,7 @@ class _Run:
     def _plan(self, last_run: dict[str, Any] | None) -> tuple[Plan, bool]:
         """Return this run's plan, and whether the plan is that of an interrupted run."""
         last_number = last_run["run"] if last_run else 0
-        plans = _plans_of(self.lake.read_cached("progress").where(F.col("run") >= last_number).collect())
-        self.last_plan = plans.pop(last_number, None)
-        if self.last_plan is not None:
-            self._check_namespace(self.last_plan.options)
+        plans = self._plans_since(last_number)
         newest = max(plans, default=last_number)
         if newest > last_number:
             # A run that has lost its lease may be alive, and about to merge. It merges now, or not any more.
@@ -193,15 +210,28 @@ class _Run:
             self.on_progress(f"run {newest} was interrupted before its merge; planning again")
         self.replaced = list(plans.values())
         self._report_identities()
+        plan = self._freeze(newest)
+        self._store(plan)
+        return plan, False
+
+    def _plans_since(self, last_number: int) -> dict[int, Plan]:
+        """Read the plan of the last finished run (`last_plan`), and return those of the runs that were interrupted
+        since, by number."""
+        plans = _plans_of(self.lake.read_cached("progress").where(F.col("run") >= last_number).collect())
+        self.last_plan = plans.pop(last_number, None)
+        if self.last_plan is not None:
+            self._check_namespace(self.last_plan.options)
+        return plans
+
+    def _freeze(self, newest: int) -> Plan:
+        """Make the plan of the run after the run `newest`."""
         now_ms = int(time.time() * 1000) if self.now_ms is None else self.now_ms
         with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
             discover = partial(self._discover, now_ms)
             # `newest + 1`: the number of the interrupted run is fenced.
-            plan = planning.freeze(
+            return planning.freeze(
                 admin, self.settings, self.last_plan, now_ms, discover, self._topics_in_lake, newest + 1
             )
-        self._store(plan)
-        return plan, False
 
     def _store(self, plan: Plan) -> None:
         """Store the plan; CannotRun if another run has stored a plan under this number, since Delta skips the second

@@ -54,6 +54,7 @@ class Options:
     webhook: str = field(default="", repr=False)
     webhook_format: str = JSON
     webhook_after: int = 1
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,9 @@ def parse(arguments: Sequence[str]) -> Options:
         metavar="RUNS",
         help="send a finding when so many runs in a row had it",
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what a run would read, and about how long; write nothing"
+    )
     parsed = parser.parse_args(arguments)
     identity = dict(parsed.identity)
     if len(identity) < len(parsed.identity):
@@ -237,6 +241,7 @@ def parse(arguments: Sequence[str]) -> Options:
         webhook=parsed.webhook,
         webhook_format=parsed.webhook_format,
         webhook_after=parsed.webhook_after,
+        dry_run=parsed.dry_run,
     )
 
 

@@ -5,19 +5,19 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, ClassVar
 
 import jsonschema
 import pytest
 from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
-from service.contract import wire
+from service.contract import SharedSettings, wire
+from spark import dry_run, job
 from spark.report.model import schema
-from spark.settings import Webhook
-from tests.http_server import Handler, HttpServer
+from spark.settings import Options, Settings, Webhook
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Writer, Written
+from tests.spark.receiver import Receiver, receiving
 from tests.spark.runs import as_large
 from tests.spark.test_publish import records
 
@@ -243,26 +243,16 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-class Receiver(Handler):
-    """Takes what the runs send to the webhook."""
-
-    received: ClassVar[list[Any]] = []
-
-    def respond(self, body: bytes) -> None:
-        self.received.append(json.loads(body))
-        self.answer(200, b"")
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[tuple[Receiver, Webhook]]:
+    with receiving() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def hook() -> Iterator[Webhook]:
-    with HttpServer(Receiver) as server:
-        yield Webhook(server.url)
-
-
-@pytest.fixture(scope="module")
-def ran(spark: SparkSession, audit: Audit, faults: Faults, rules: str, hook: Webhook) -> Ran:
+def ran(spark: SparkSession, audit: Audit, faults: Faults, rules: str, receiver: tuple[Receiver, Webhook]) -> Ran:
     with as_large(spark):
-        return audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True, webhook=hook)
+        return audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True, webhook=receiver[1])
 
 
 def test_each_planted_fault_is_found_with_its_cause_and_nothing_else(ran: Ran, faults: Faults) -> None:
@@ -321,7 +311,7 @@ def test_unkeyed_records_are_one_finding_a_partition(ran: Ran) -> None:
 
 
 def test_a_second_run_without_new_records_finds_the_same_and_tells_nobody(
-    ran: Ran, audit: Audit, faults: Faults, rules: str, hook: Webhook
+    spark: SparkSession, ran: Ran, audit: Audit, faults: Faults, rules: str, receiver: tuple[Receiver, Webhook]
 ) -> None:
     assert ran.document["webhook"] == {"findings": len(ran.document["findings"]), "error": None}
     before = ran.written()
@@ -329,8 +319,12 @@ def test_a_second_run_without_new_records_finds_the_same_and_tells_nobody(
     # The topic has every finding, silenced or not.
     found = [{name: value for name, value in one.items() if name != "silenced"} for one in ran.document["findings"]]
     assert dict(published) == {one["finding_id"]: {"v": 1, **one} for one in found}
+    shared = SharedSettings(kafka=faults.history.bootstrap, namespace=faults.history.namespace)
+    settings = Settings(shared=shared, options=Options(lake=str(ran.lake), report="none"))
+    assert "total      0 offsets" in dry_run.lines(job.preview(spark, settings, lambda line: None))
+    made, hook = receiver
     again = audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True, webhook=hook)
-    assert (again.document["webhook"], len(Receiver.received)) == (None, 1)
+    assert (again.document["webhook"], len(made.received)) == (None, 1)
     assert records(faults.history) == published
     assert again.document["run"]["number"] == ran.document["run"]["number"] + 1
     assert again.document["cost"]["offsets"] == 0

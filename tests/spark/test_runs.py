@@ -33,13 +33,14 @@ from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.run_plan import Plan
 from spark.report import document, publish
 from spark.rules import balance
-from spark.settings import Options, Settings
+from spark.settings import Options, Settings, Webhook
 from spark.tables import hours, lake, lock, view
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
 from tests.kubernetes.rendering import HERE, Rendered, render
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Writer
+from tests.spark.receiver import Receiver, receiving
 from tests.spark.runs import Ran, run
 from tests.spark.test_classify import plan as a_plan
 
@@ -201,8 +202,18 @@ CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
 )
 
 
+@pytest.fixture
+def receiver() -> Iterator[tuple[Receiver, Webhook]]:
+    with receiving() as found:
+        yield found
+
+
 def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
-    spark: SparkSession, stages: Stages, audit: Audit, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession,
+    stages: Stages,
+    audit: Audit,
+    monkeypatch: pytest.MonkeyPatch,
+    receiver: tuple[Receiver, Webhook],
 ) -> None:
     history, whole = stages.history, stages.whole
     assert whole.document["balance"] == {
@@ -222,14 +233,17 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     assert "duplicate/foreign_writer" in text
     assert "somewhere/report.html" in text
     stages.lake("cut")
+    made, hook = receiver
     for owner, step, after, only in CUTS:
         with cut(monkeypatch, owner, step, after=after, only=only):
-            audit(history, later_s=LATER_S, lake="cut")
+            audit(history, later_s=LATER_S, lake="cut", webhook=hook)
         if step == "append_once" and only == "progress":
             # This run has fenced the interrupted one, when it finds that it cannot make a plan.
             with pytest.raises(CannotRun, match="matches no topic"):
                 audit(history, lake="cut", topics=("mistyped",))
-    again = audit(history, later_s=2 * LATER_S, lake="cut")
+    again = audit(history, later_s=2 * LATER_S, lake="cut", webhook=hook)
+    # Sent before and after the report was written, and by the last run: one request for its receiver.
+    assert (len(made.received), len({key for _, key, _ in made.received})) == (3, 1)
     # Runs 2 and 3 were interrupted before their merge, and replaced.
     assert (again.document["run"]["resumed"], again.document["run"]["number"]) == (True, 4)
     assert again.written() == whole.written()

@@ -14,7 +14,7 @@ from spark.report.model import Document, Finding
 from spark.rules import current_findings
 from spark.rules.findings import KINDS
 from spark.settings import JSON, SLACK, Webhook, parse, read_webhook
-from tests.http_server import Handler, HttpServer
+from tests.spark.receiver import Receiver, receiving
 
 
 def finding(kind: str = "lost", id: str | None = "a" * 32, **more: Any) -> Finding:
@@ -102,37 +102,11 @@ def test_a_message_of_slack_shows_a_clients_key_as_text() -> None:
     assert lines[-2:] == ["and 2 more", "s3a://b/r/report.html"]
 
 
-class Receiver:
-    """Answers with the given statuses in turn, the last of them from then on, and keeps what it was sent."""
-
-    def __init__(self) -> None:
-        self.statuses = [200]
-        self.pause_s = 0.0
-        self.received: list[tuple[str, str, Any]] = []
-
-    def handler(self) -> type[Handler]:
-        receiver = self
-
-        class Answer(Handler):
-            def respond(self, body: bytes) -> None:
-                known = self.command, self.headers["idempotency-key"], json.loads(body or b"null")
-                receiver.received.append(known)
-                time.sleep(receiver.pause_s)
-                status = receiver.statuses.pop(0) if len(receiver.statuses) > 1 else receiver.statuses[0]
-                self.send_response(status)
-                self.send_header("location", "/elsewhere")
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-        return Answer
-
-
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Receiver, Webhook]]:
     monkeypatch.setattr(webhook, "PAUSES_S", (0.0, 0.0))
-    made = Receiver()
-    with HttpServer(made.handler()) as server:
-        yield made, Webhook(f"{server.url}/secret")
+    with receiving() as found:
+        yield found
 
 
 @pytest.mark.parametrize(
