@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, cast
@@ -26,6 +26,8 @@ CLEAN: Final = "clean"
 FINDINGS: Final = "findings"
 EXIT_CLEAN: Final = 0
 EXIT_FINDINGS: Final = 3
+
+INSTANCES_MAX: Final = 100
 
 CauseRow = dict[str, Any]
 """A row of current_findings.causes."""
@@ -89,6 +91,7 @@ def build(
             "causes": cast(list[model.CauseCounts], collected.causes),
             "map": cast(model.Map, drawn),
             "timeline": cast(list[model.TimelinePoint], by_cause),
+            "instances": instances(collected.listed),
             "findings": collected.listed,
             "findings_left_out": collected.number - len(collected.listed),
             "evidence": _evidence(plan, topics),
@@ -150,6 +153,20 @@ def _split_by_silence(causes: Sequence[CauseRow]) -> tuple[list[CauseRow], list[
     """Split rows of current_findings.causes into those that count, and those that are silenced."""
     counted = [row for row in causes if row["silence"] is None]
     return counted, [row for row in causes if row["silence"] is not None]
+
+
+def instances(findings: Iterable[model.Finding]) -> list[model.InstanceCounts]:
+    """Count the surplus copies of findings by the process that wrote them; at most INSTANCES_MAX, the most copies
+    first. Copies without Fencepost's header are left out."""
+    counted = Counter(
+        copy["instance"]
+        for finding in findings
+        if finding["kind"] in current_findings.COPIES
+        for copy in finding["coordinates"]
+        if copy["cause"] is not None and copy["instance"] is not None
+    )
+    ordered = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
+    return [{"instance": instance, "copies": copies} for instance, copies in ordered[:INSTANCES_MAX]]
 
 
 def _by_kind(causes: Sequence[CauseRow]) -> dict[str, int]:

@@ -65,6 +65,18 @@ class _OfDocument(Collector):
             ("kind", "topic", "cause"),
             (((row["kind"], row["topic"] or "", row["cause"] or ""), row["records"]) for row in document["causes"]),
         )
+        yield _gauges(
+            "delivered_ids",
+            "Delivered ids of the window by topic.",
+            ("topic",),
+            (((row["topic"],), row["ids"]) for row in document["topics"]),
+        )
+        yield _gauges(
+            "copies_extra",
+            "Copies of the window beyond the first of their id, by topic.",
+            ("topic",),
+            (((row["topic"],), row["copies_extra"]) for row in document["topics"]),
+        )
         delivery = document["webhook"]
         failed = delivery is not None and delivery["error"] is not None
         yield _gauge("webhook_failed", "1 if the last run could not deliver findings to the webhook, else 0.", failed)

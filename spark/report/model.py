@@ -193,6 +193,13 @@ class TimelinePoint(TypedDict):
     records: Annotated[int, _records("Surplus copies")]
 
 
+class InstanceCounts(TypedDict):
+    """The surplus copies that one process wrote."""
+
+    instance: Annotated[str, _about("Process of the copies' producer.")]
+    copies: Annotated[int, _records("Copies of duplicates and conflicts after the first")]
+
+
 class Coordinate(TypedDict):
     """The coordinates of a record, or of a claim without a record."""
 
@@ -408,6 +415,10 @@ class Document(TypedDict):
     causes: Annotated[list[CauseCounts], _about("Findings by kind, topic and cause, without those that are silenced.")]
     map: Annotated[Map, _about("Records and findings by hour and partition, reduced to the size of a page.")]
     timeline: Annotated[list[TimelinePoint], _about("Surplus copies over time.")]
+    instances: Annotated[
+        list[InstanceCounts],
+        _about("Surplus copies in `findings` by the process that wrote them, the most first; at most 100."),
+    ]
     findings: Annotated[
         list[Finding], _about("The findings, in an order that does not depend on the run; at most 100,000.")
     ]

@@ -17,7 +17,7 @@ from spark.report.model import Document, Finding, TopicCounts
 from spark.rules.classify import CATEGORIES
 from spark.rules.kinds import KINDS, Kind
 
-LIMITS: Final = SimpleNamespace(findings=100, copies=5, open=10, causes=60, topics=60, logs=200, silences=200)
+LIMITS: Final = SimpleNamespace(findings=100, copies=5, open=10, causes=60, topics=60, logs=200, silences=200, instances=20)
 """Maximum number of rows of each part of the page (`open`: kinds with at most so many findings are unfolded).
 
 All rows are in report.json or in the lake.
@@ -153,6 +153,8 @@ def _subline(document: Document) -> str:
         )
     if run["recounted"]:
         parts.append("The balance did not close, and was counted again: a fault of the audit; please open an issue.")
+    if (delivery := document["webhook"]) and delivery["error"] is not None:
+        parts.append(f"New findings were not delivered to the webhook ({delivery['error']}); the next run sends them.")
     if not run["caught_up"]:
         parts.append("This run was limited by --max-records: some records are not read yet.")
     if not run["ids_pass"]:

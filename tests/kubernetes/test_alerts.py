@@ -51,6 +51,7 @@ AUDIT: Final[Any] = {
     "kinds": dict.fromkeys(KINDS, 0),
     "silenced": dict.fromkeys(KINDS, 0),
     "silences": [],
+    "topics": [{"topic": "orders", "ids": 1, "copies_extra": 0}],
     "webhook": None,
     "causes": [{"kind": "duplicate", "topic": "orders", "cause": "rewrite", "records": 1}],
     "evidence": {"rejects": 0, "held_up": []},

@@ -194,6 +194,8 @@ def test_a_silenced_finding_stays_in_the_report_and_counts_nowhere(large: tuple[
     ]
     counted = {row["kind"]: (row["findings"], row["records"]) for row in document["causes"]}
     assert counted["duplicate"] == (DUPLICATES - 1, DUPLICATES - 1)
+    surplus = sum(len(one["coordinates"]) - 1 for one in document["findings"] if one["kind"] != "lost")
+    assert document["instances"] == [{"instance": "a-host-with-a-name.example:8000", "copies": surplus}]
     metrics = (folder / "metrics.prom").read_text()
     assert f'fencepost_audit_findings{{kind="duplicate",severity="error"}} {DUPLICATES - 1}.0' in metrics
     assert 'fencepost_audit_silenced_findings{kind="duplicate"} 1.0' in metrics
