@@ -13,7 +13,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark.errors import CannotRun
 from spark.rules import current_findings
-from spark.rules.findings import kinds_of
+from spark.rules.kinds import kinds_of
 from spark.settings import CSV, PARQUET, FindingsOptions, glob_regex
 from spark.tables.lake import Lake
 

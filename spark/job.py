@@ -570,7 +570,8 @@ def terminal_text(report: document.Report, folder: str) -> str:
         elif use["state"] == "unmatched":
             lines.append(f"silence    {use['finding']} matches no finding: {use['reason']}")
     if (delivery := report.document["webhook"]) is not None:
-        outcome = "sent" if delivery["error"] is None else f"not delivered, the next run sends them: {delivery['error']}"
+        error = delivery["error"]
+        outcome = "sent" if error is None else f"not delivered, the next run sends them: {error}"
         lines.append(f"webhook    {delivery['findings']} findings {outcome}")
     if of_run["findings"] and not of_run["failing"]:
         lines.append(f"exit       0: no finding of {', '.join(of_run['fail_on'])} (--fail-on)")

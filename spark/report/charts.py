@@ -114,7 +114,7 @@ def trend(history: Sequence[Mapping[str, Any]]) -> str:
         tall = max(2.5, (height - 6) * run["findings"] / most) if run["findings"] else 0
         # A run without findings has a title too: over the whole height.
         shapes.append(
-            f'<g><title>run {run["number"]}, {escape(run["frozen_at"])}: {run["findings"]:,} findings</title>'
+            f"<g><title>run {run['number']}, {escape(run['frozen_at'])}: {run['findings']:,} findings</title>"
             f'<rect class="blank" x="{x:.1f}" y="0" width="{step:.1f}" height="{height:g}"/>'
             f'<rect class="c1" x="{x:.1f}" y="{height - tall:.1f}" width="{step * 0.75:.1f}" height="{tall:.1f}" '
             'rx="1.5"/></g>'

@@ -161,7 +161,7 @@ def instances(findings: Iterable[model.Finding]) -> list[model.InstanceCounts]:
     counted = Counter(
         copy["instance"]
         for finding in findings
-        if finding["kind"] in current_findings.COPIES
+        if finding["kind"] in with_surplus("with_cause")
         for copy in finding["coordinates"]
         if copy["cause"] is not None and copy["instance"] is not None
     )

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -17,7 +17,9 @@ from spark.report.model import Document, Finding, TopicCounts
 from spark.rules.classify import CATEGORIES
 from spark.rules.kinds import KINDS, Kind
 
-LIMITS: Final = SimpleNamespace(findings=100, copies=5, open=10, causes=60, topics=60, logs=200, silences=200, instances=20)
+LIMITS: Final = SimpleNamespace(
+    findings=100, copies=5, open=10, causes=60, topics=60, logs=200, silences=200, instances=20
+)
 """Maximum number of rows of each part of the page (`open`: kinds with at most so many findings are unfolded).
 
 All rows are in report.json or in the lake.

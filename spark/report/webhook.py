@@ -1,8 +1,8 @@
 """The webhook: each finding that counts is sent once, after a number of runs in a row that had it.
 
-A finding counts if it is not silenced, and of a kind of `--fail-on`. The summary of the last finished run has the state:
-by a hash of each such finding the number of runs that had it, or SENT. A finding about an id is a new one when its number
-of records changes; one about a partition is not, since its number grows with each record.
+A finding counts if it is not silenced, and of a kind of `--fail-on`. The summary of the last finished run has the
+state: by a hash of each such finding the number of runs that had it, or SENT. A finding about an id is a new one when
+its number of records changes; one about a partition is not, since its number grows with each record.
 
 If a delivery fails, the next run sends its findings again. A run that is killed after it has sent, and before it is
 finished, sends again when it is resumed: with the same `Idempotency-Key`, by which a receiver knows the request.
@@ -16,13 +16,13 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from http.client import HTTPException
 from typing import Any, Final, NamedTuple
 
 from spark.report.model import Document, Finding
-from spark.rules.findings import KINDS, SEVERITIES
+from spark.rules.kinds import KINDS, SEVERITIES
 from spark.settings import SLACK, Webhook
 
 VERSION: Final = 1
@@ -44,6 +44,7 @@ PAUSES_S: Final = (1.0, 3.0)
 """Between the attempts."""
 
 _TEMPORARY: Final = (408, 425, 429)
+_RANKS: Final = {severity: rank for rank, severity in enumerate(SEVERITIES)}
 
 
 class Decision(NamedTuple):
@@ -54,11 +55,10 @@ class Decision(NamedTuple):
     failed: dict[str, int]
 
 
-def decide(findings: Iterable[Finding], kinds: Sequence[str], state: Mapping[str, int], after: int) -> Decision:
+def decide(findings: Iterable[Finding], kinds: Collection[str], state: Mapping[str, int], after: int) -> Decision:
     """Decide which findings of a report are sent, by the `state` that the last run left."""
-    order = {kind: nth for nth, kind in enumerate(sorted(KINDS, key=_rank))}
     counted = [finding for finding in findings if finding["silenced"] is None and finding["kind"] in kinds]
-    tracked = sorted(counted, key=lambda finding: order[finding["kind"]])[:TRACKED_MAX]
+    tracked = sorted(counted, key=lambda finding: _RANKS[KINDS[finding["kind"]].severity])[:TRACKED_MAX]
     due, sent, failed = [], {}, {}
     for finding in tracked:
         name = state_of(finding)
@@ -71,10 +71,6 @@ def decide(findings: Iterable[Finding], kinds: Sequence[str], state: Mapping[str
             due.append(finding)
             sent[name] = SENT
     return Decision(due, sent, failed)
-
-
-def _rank(kind: str) -> int:
-    return list(dict.fromkeys(SEVERITIES.values())).index(SEVERITIES[kind])
 
 
 def state_of(finding: Finding) -> str:
@@ -93,7 +89,7 @@ def key_of(document: Document, due: Sequence[Finding]) -> str:
 def body_of(document: Document, due: Sequence[Finding], report: str, shape: str) -> bytes:
     """Encode the body of a request; `report` is the folder of the report."""
     body = _message(document, due, report) if shape == SLACK else _document(document, due, report)
-    return json.dumps(body, ensure_ascii=False).encode()
+    return json.dumps(body).encode()
 
 
 def _document(document: Document, due: Sequence[Finding], report: str) -> dict[str, Any]:
@@ -101,7 +97,11 @@ def _document(document: Document, due: Sequence[Finding], report: str) -> dict[s
     listed = [{**finding, "coordinates": finding["coordinates"][:COPIES_MAX]} for finding in due[:LISTED_MAX]]
     return {
         "v": VERSION,
-        **{name: run[name] for name in ("namespace", "number", "frozen_at", "kafka", "lake")},  # type: ignore[literal-required]
+        "namespace": run["namespace"],
+        "number": run["number"],
+        "frozen_at": run["frozen_at"],
+        "kafka": run["kafka"],
+        "lake": run["lake"],
         "report": report,
         "kinds": Counter(finding["kind"] for finding in due),
         "findings": listed,
@@ -117,7 +117,8 @@ def _message(document: Document, due: Sequence[Finding], report: str) -> dict[st
     for finding in due[:LISTED_MAX]:
         cause = f"/{finding['cause']}" if finding["cause"] else ""
         name = finding["key"] or finding["id"] or finding["finding_id"]
-        where = ", ".join(f"{copy['topic']}[{copy['partition']}]@{copy['offset']}" for copy in finding["coordinates"][:2])
+        copies = finding["coordinates"][:2]
+        where = ", ".join(f"{copy['topic']}[{copy['partition']}]@{copy['offset']}" for copy in copies)
         lines.append(f"• {finding['kind']}{_plain(cause)} `{_plain(name)}` {where or _plain(finding['topic'] or '')}")
     if len(due) > LISTED_MAX:
         lines.append(f"and {len(due) - LISTED_MAX:,} more")
@@ -159,7 +160,8 @@ def _attempts(hook: Webhook, body: bytes, key: str) -> str | None:
 def _post(hook: Webhook, body: bytes, key: str) -> tuple[str | None, bool]:
     """POST once: returns why the delivery failed (None: it did not), and whether it may succeed later."""
     headers = {"Content-Type": "application/json", "User-Agent": "fencepost-audit", "Idempotency-Key": key}
-    request = urllib.request.Request(hook.url, body, headers, method="POST")  # noqa: S310 - settings.read_webhook checks it
+    # settings.read_webhook has checked the scheme.
+    request = urllib.request.Request(hook.url, body, headers, method="POST")  # noqa: S310
     try:
         with _OPENER.open(request, timeout=TIMEOUT_S):
             return None, False

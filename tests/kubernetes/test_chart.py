@@ -10,6 +10,7 @@ import yaml
 
 from deploy.places import ROOT
 from service.contract.settings import MECHANISMS
+from spark.settings import parse
 from tests.kubernetes.charts import CHART, comparable, helm, template, try_template, values
 from tests.kubernetes.rendering import HERE, Rendered, render_with
 from tests.kubernetes.test_code import selects
@@ -195,6 +196,21 @@ def test_values_that_cannot_work_are_refused(given: Any, error: str, tmp_path: P
     done = try_template(CHART, file)
     assert done.returncode != 0
     assert error in done.stderr
+
+
+def test_the_audit_gets_its_silences_and_further_options(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    silences = '[[silences]]\nfinding = "unkeyed::orders:*"\nuntil = 2026-12-24\nreason = "a mirror"\n'
+    file.write_text(yaml.safe_dump({"audit": {"silences": silences, "extraArgs": ["--fail-on=error"]}}))
+    made = Rendered("audit", template(file))
+    assert made.one("ConfigMap", "fencepost-rules")["data"]["silences.toml"] == silences
+    pod = made.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    arguments = pod["containers"][0]["args"]
+    assert arguments[-2:] == ["--silences=/etc/fencepost/silences.toml", "--fail-on=error"]
+    parsed = parse([argument for argument in arguments if argument.startswith("--")])
+    assert parsed.fail_on == ("error",)
+    (mounted,) = (one["mountPath"] for one in pod["containers"][0]["volumeMounts"] if one["name"] == "rules")
+    assert parsed.silences == f"{mounted}/silences.toml"
 
 
 def test_the_pods_log_in_by_tokens_of_an_endpoint_or_of_their_own_account(tmp_path: Path) -> None:

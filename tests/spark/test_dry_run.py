@@ -12,7 +12,8 @@ def _log(role: str, topic: str, partition: int, end: int, high_watermark: int | 
 
 
 def _report(number: int, offsets: int, seconds: float) -> dict[str, object]:
-    return {"run": {"number": number}, "cost": {"offsets": offsets, "seconds": {"plan": seconds / 2, "rest": seconds / 2}}}
+    cost = {"offsets": offsets, "seconds": {"plan": seconds / 2, "rest": seconds / 2}}
+    return {"run": {"number": number}, "cost": cost}
 
 
 def test_the_offsets_are_listed_by_topic_with_the_time_of_the_largest_run() -> None:

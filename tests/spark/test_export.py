@@ -39,9 +39,7 @@ def root(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def printed(
-    spark: SparkSession, root: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Any:
+def printed(spark: SparkSession, root: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Return the function that carries out the command, and returns its exit status, output and errors."""
 
     def carry_out(*arguments: str, root: str = root) -> tuple[int, str, str]:
@@ -104,7 +102,9 @@ def test_a_lake_without_a_finished_run_and_an_unknown_kind_are_told(printed: Any
     assert "--kind 'losst' is no kind of finding: write duplicate" in printed("--kind", "losst")[2]
 
 
-@pytest.mark.parametrize(("text", "ms"), [("24h", 76_000), ("1970-01-01T00:01:00+00:01", 0), ("1970-01-02", 86_400_000)])
+@pytest.mark.parametrize(
+    ("text", "ms"), [("24h", 76_000), ("1970-01-01T00:01:00+00:01", 0), ("1970-01-02", 86_400_000)]
+)
 def test_since_is_a_time_or_an_age(text: str, ms: int) -> None:
     assert parse_findings(["--lake", "l", "--since", text], 86_400_000 + 76_000).since_ms == ms
 

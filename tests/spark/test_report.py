@@ -371,8 +371,9 @@ def test_the_page_prints_with_every_shown_finding_opened(
 
 
 def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[dict[str, Any], Path]) -> None:
-    whole = {"caught_up": True, "ids_pass": True}
+    whole = {"caught_up": True, "ids_pass": True, "failing": large[0]["run"]["findings"]}
     document = {**large[0], "run": large[0]["run"] | whole, "verdicts": {"revised": 0, "changes": []}}
+    document["silenced"] = dict.fromkeys(KINDS, 0)
     assert [(one["partition"], one["open_since"]) for one in document["evidence"]["held_up"]] == [(39, None)]
     assert "Every accepted event is accounted for." in "".join(page.render(cast(Document, document)))
     held = {"role": "data", "topic": "orders", "partition": 3, "offset": 17, "high_watermark": 21}
@@ -381,7 +382,7 @@ def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[
     document["evidence"] = {**document["evidence"], "held_up": [held | by | since], "rejects": 2}
     document["verdicts"] = {"revised": 3, "changes": [{"before": "lost", "after": "delivered_once", "ids": 3}]}
     # A 201 without coordinates.
-    gap: dict[str, Any] = dict.fromkeys(current_findings.FIELDS)
+    gap: dict[str, Any] = dict.fromkeys([*current_findings.FIELDS, "silenced"])
     gap |= {"finding_id": "evidence_gap:no_coordinates:orders:", "kind": "evidence_gap", "cause": "no_coordinates"}
     document["findings"] = [gap | {"severity": "warning", "topic": "orders", "count": 1, "coordinates": []}]
     document["kinds"] = {**document["kinds"], "evidence_gap": 1}

@@ -78,5 +78,5 @@ def test_kinds_are_named_by_themselves_or_by_their_severity(names: tuple[str, ..
 
 
 def test_an_unknown_kind_is_named_with_those_that_there_are() -> None:
-    with pytest.raises(CannotRun, match="--fail-on 'losst' is no kind of finding: write duplicate, .*, or error, w"):
+    with pytest.raises(CannotRun, match=r"--fail-on 'losst' is no kind of finding: write duplicate, .*, or error, w"):
         kinds_of("--fail-on", ("lost", "losst"))

@@ -12,7 +12,7 @@ from service.contract import SettingsError
 from spark.report import webhook
 from spark.report.model import Document, Finding
 from spark.rules import current_findings
-from spark.rules.findings import KINDS
+from spark.rules.kinds import KINDS
 from spark.settings import JSON, SLACK, Webhook, parse, read_webhook
 from tests.spark.receiver import Receiver, receiving
 
@@ -40,7 +40,8 @@ DOCUMENT = cast(
 
 
 def test_a_finding_is_due_once_after_so_many_runs_in_a_row() -> None:
-    found, state, due = [finding()], {}, []
+    found, due = [finding()], []
+    state: dict[str, int] = {}
     for _ in range(4):
         decision = webhook.decide(found, KINDS, state, after=3)
         due.append(len(decision.due))

@@ -142,6 +142,7 @@ capabilities:
 {{/* The files at /etc/fencepost, as YAML. */}}
 {{- define "fencepost.rules" -}}
 {{- $files := dict "rules.toml" (default (.Files.Get "files/rules.toml") .Values.rules) -}}
+{{- with .Values.audit.silences }}{{ $_ := set $files "silences.toml" . }}{{ end -}}
 {{- toYaml (merge $files .Values.schemas) }}
 {{- end }}
 
