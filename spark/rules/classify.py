@@ -258,13 +258,21 @@ def _missing(evidence: LogEvidence) -> Column:
     """
 
     def claims(listed: Column | str, source: str) -> Column:
-        return F.transform(
+        # The bounds of all logs are a constant, which is in the plan once for each look-up.
+        with_bound = F.transform(
             listed,
             lambda claim: F.struct(
-                _outcome(claim, evidence).alias("outcome"),
-                *(claim[name].alias(name) for name in ("topic", "partition", "offset")),
+                claim.alias("claim"),
+                wire_expressions.at_partition(evidence.bounds, claim["topic"], claim["partition"]).alias("bound"),
+            ),
+        )
+        return F.transform(
+            with_bound,
+            lambda pair: F.struct(
+                _outcome(pair["claim"], pair["bound"], evidence).alias("outcome"),
+                *(pair["claim"][name].alias(name) for name in ("topic", "partition", "offset")),
                 F.lit(source).alias("source"),
-                claim["proven_lost"].alias("proven_lost"),
+                pair["claim"]["proven_lost"].alias("proven_lost"),
             ),
         )
 
@@ -290,10 +298,9 @@ def _is_also_entered(answer: Column) -> Column:
     return F.exists("entries", lambda entry: deliveries.same_coordinates(answer, entry))
 
 
-def _outcome(claim: Column, evidence: LogEvidence) -> Column:
+def _outcome(claim: Column, bound: Column, evidence: LogEvidence) -> Column:
     """Return the outcome of a claim: PRESENT, LOST, PENDING, or the cause of a gap (`topic_gone`, `below_start`,
-    `retention`, `truncated`, `recreated`, `compacted`)."""
-    bound = wire_expressions.at_partition(evidence.bounds, claim["topic"], claim["partition"])
+    `retention`, `truncated`, `recreated`, `compacted`). `bound` (_BOUND) is of the claim's log, null without one."""
     offset = claim["offset"]
     settled_at_ms = evidence.settled_at_ms(claim["accepted_ms"], claim["seen_ms"])
     settled = rule_table.is_settled(settled_at_ms, evidence.frozen_ms)
