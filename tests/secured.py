@@ -29,6 +29,7 @@ from service.contract import SharedSettings, wire
 # Characters that a careless configuration would not escape, or would reveal.
 PASSWORD: Final = 'pa"ss\\wo,r=d $1'
 USER: Final = "fencepost"
+DAYS: Final = 2
 _ANSWER_S: Final = 10.0
 _CLOSED_S: Final = 5.0
 
@@ -75,18 +76,18 @@ class Authority:
         self.cafile, self._keyfile = folder / "ca.crt", folder / "ca.key"
         self._openssl("-x509", "-keyout", self._keyfile, "-out", self.cafile, "-subj", "/CN=Test Authority")
 
-    def issue(self, name: str, *names: str) -> Certificate:
-        """Make a certificate for a subject, and for a server's names ("DNS:localhost")."""
+    def issue(self, name: str, *names: str, days: int = DAYS) -> Certificate:
+        """Make a certificate for a subject, and for a server's names ("DNS:localhost"), valid for `days`."""
         made = Certificate(*(self._folder / f"{name}.{kind}" for kind in ("crt", "key", "pem")))
         signed = ("-x509", "-CA", self.cafile, "-CAkey", self._keyfile, "-subj", f"/CN={name}")
         more = ("-addext", f"subjectAltName={','.join(names)}") if names else ()
         plain = ("-addext", "basicConstraints=critical,CA:FALSE")
-        self._openssl(*signed, *more, *plain, "-keyout", made.keyfile, "-out", made.certfile)
+        self._openssl(*signed, *more, *plain, "-keyout", made.keyfile, "-out", made.certfile, days=days)
         made.both.write_text(made.keyfile.read_text() + made.certfile.read_text())
         return made
 
-    def _openssl(self, *arguments: str | Path) -> None:
-        kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-noenc", "-days", "2")
+    def _openssl(self, *arguments: str | Path, days: int = DAYS) -> None:
+        kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-noenc", "-days", str(days))
         subprocess.run(["openssl", "req", *kind, *map(str, arguments)], check=True, capture_output=True, timeout=30)
 
 

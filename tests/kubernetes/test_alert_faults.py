@@ -20,7 +20,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     ResourceType,
 )
 
-from deploy.stack import Kafka, Redis, Service
+from deploy.stack import Kafka, Redis, Service, free_port
 from service.contract.wire import ledger_topic, requests_topic, transactional_id
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
@@ -31,7 +31,8 @@ from tests.faults.proxy import Proxy
 from tests.integration.hanging import Rig
 from tests.kubernetes.alerting import NOTHING, Rules, Scrape, check_metrics, scrape, together
 from tests.kubernetes.rendering import Rendered
-from tests.secured import PASSWORD, SecuredKafka, acls_of_service
+from tests.secured import PASSWORD, Authority, SecuredKafka, acls_of_service
+from tests.unit.identity.signing import Signer, key_set
 
 SETTINGS: Final = {
     "FENCEPOST_LEASE_TTL_MS": "1000",
@@ -327,6 +328,59 @@ def test_a_schema_registry_that_is_away(
     rules.assert_firing([], healthy, fault, 3 * MINUTE_S)
     unasked = fault[1], fault[1]
     rules.assert_firing([], healthy, unasked, 30 * MINUTE_S)
+
+
+def test_rules_certificates_and_keys_of_issuers_that_cannot_be_used(
+    serve: Serve, rules: Rules, authority: Authority, tmp_path: Path
+) -> None:
+    file, jwks = tmp_path / "rules.toml", tmp_path / "jwks.json"
+    jwks.write_bytes(key_set(Signer.new()))
+    issuer = '[[issuers]]\nname = "{}"\nissuer = "https://{}.example"\naudience = "fencepost"\njwks_{} = "{}"\n'
+    usable = issuer.format("corp", "corp", "file", "jwks.json")
+    file.write_text(usable)
+    certificate = tmp_path / "tls.pem"
+    certificate.write_text(authority.issue("long", "DNS:localhost", days=90).both.read_text())
+
+    def prepare(service: Service) -> None:
+        pem = dict.fromkeys(("FENCEPOST_HTTP_TLS_CERTFILE", "FENCEPOST_HTTP_TLS_KEYFILE"), str(certificate))
+        ports = {"FENCEPOST_MANAGEMENT_PORT": str(service.port), "FENCEPOST_PORT": str(free_port())}
+        service.env |= {**pem, **ports, "FENCEPOST_RULES": str(file)}
+
+    def fetches(found: Scrape, name: str, outcome: str) -> float:
+        return found.value("fencepost_issuer_fetches_total", issuer=name, outcome=outcome) or 0
+
+    served = serve(prepare=prepare)
+    healthy = served.when(lambda found: is_ready(found) and fetches(found, "corp", "ok") > 0)
+    until_s = healthy.value("fencepost_http_tls_certificate_expiry_timestamp_seconds") or 0
+    # An issuer that is away, and a certificate for six days.
+    file.write_text(usable + issuer.format("away", "away", "url", f"http://127.0.0.1:{free_port()}/keys"))
+    certificate.write_text(authority.issue("short", "DNS:localhost", days=6).both.read_text())
+
+    def is_short(found: Scrape) -> bool:
+        return (found.value("fencepost_http_tls_certificate_expiry_timestamp_seconds") or until_s) < until_s
+
+    first = served.when(lambda found: is_short(found) and fetches(found, "away", "failed") > 0)
+    second = served.when(lambda found: fetches(found, "away", "failed") > fetches(first, "away", "failed"))
+    assert fetches(second, "corp", "failed") == fetches(second, "away", "ok") == 0
+    fault = first, second
+    expiring = ["FencepostCertificateExpires"]
+    rules.assert_firing([*expiring, "FencepostIssuerKeysUnread"], healthy, fault, 40 * MINUTE_S)
+    rules.assert_firing([], healthy, fault, 10 * MINUTE_S)
+    # Files that cannot be used: what was before stays.
+    certificate.write_text("no certificate")
+    file.write_text("no rules")
+    refused = served.twice(
+        lambda found: (
+            found.value("fencepost_http_tls_last_reload_successful") == 0
+            and found.value("fencepost_rules_last_reload_successful") == 0
+        )
+    )
+    assert is_short(refused[1])
+    held = refused[0], refused[0]  # without the counters of the issuer that is away
+    both = ["FencepostCertificateRefused", "FencepostRulesRefused"]
+    rules.assert_firing(both, healthy, held, 7 * MINUTE_S)
+    rules.assert_firing([*both, *expiring], healthy, held, 20 * MINUTE_S)
+    rules.assert_firing([], healthy, held, 4 * MINUTE_S)
 
 
 @pytest.mark.skipif(bool(lacking()), reason=lacking())
