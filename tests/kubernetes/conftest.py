@@ -33,6 +33,12 @@ def managed(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
 
 
 @pytest.fixture(scope="session")
+def https(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    """The production overlay with HTTPS by the pods, and a management port."""
+    return Rendered("https", render_with("prod", tmp_path_factory.mktemp("https"), "management-port", "https"))
+
+
+@pytest.fixture(scope="session")
 def operated(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     """The production overlay with the Spark Operator instead of the CronJob."""
     return Rendered("spark-operator", render_with("prod", tmp_path_factory.mktemp("operated"), "spark-operator"))

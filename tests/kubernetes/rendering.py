@@ -59,7 +59,7 @@ _TEMPLATES: Final = {
 
 
 def render(folder: Path) -> tuple[Object, ...]:
-    """Run `kustomize build` for a folder."""
+    """Run `kustomize build` for a folder. Raises AssertionError with what it says if it fails."""
     if shutil.which("kustomize"):
         command = ["kustomize", "build"]
     elif shutil.which("kubectl"):

@@ -17,7 +17,7 @@ from tests.kubernetes.test_code import selects
 from tests.kubernetes.test_restricted import breaches
 from tests.kubernetes.test_schemas import VERSIONS, check
 
-EXAMPLES: Final = ("dev", "prod", "full")
+EXAMPLES: Final = ("dev", "prod", "full", "https")
 # The components of the overlay `prod` that `full` has in addition.
 COMPONENTS: Final = (
     "management-port",
@@ -26,6 +26,7 @@ COMPONENTS: Final = (
     "redis-sentinel",
     "schema-registry",
     "schema-registry-tls",
+    "issuer",
     "tracing",
     "ingress",
     "gateway",
@@ -116,9 +117,14 @@ def test_the_chart_makes_the_objects_of_the_components(full: Rendered) -> None:
     assert made == expected
 
 
-def test_every_object_fits_its_schema() -> None:
+def test_the_chart_makes_the_objects_of_the_component_for_https(https: Rendered) -> None:
+    assert comparable(template(values("https"))) == comparable(https.objects)
+
+
+@pytest.mark.parametrize("example", ["full", "https"])
+def test_every_object_fits_its_schema(example: str) -> None:
     """Also with the labels that the comparison leaves out."""
-    for found in template(values("full")):
+    for found in template(values(example)):
         check(found, VERSIONS[-1])
 
 
@@ -183,6 +189,11 @@ def test_a_release_with_the_longest_name_has_valid_names() -> None:
         ({"redis": {"url": "redis+sentinel://a:26379/keys/0"}}, "redis.sentinel.enabled and a redis.url"),
         ({"redis": {"sentinel": {"enabled": True}, "url": "redis://a:6379/0"}}, "redis.sentinel.enabled and"),
         ({"redis": {"url": "redis+nodes://a:6379"}}, "redis/url"),
+        ({"https": {"enabled": True}}, "https.enabled needs management.enabled"),
+        (
+            {"https": {"enabled": True}, "management": {"enabled": True}, "gateway": {"enabled": True}},
+            "TLS ends there, or at ingress or gateway; enable one",
+        ),
         ({"monitoring": {"enabled": True}, "audit": {"enabled": False}}, "monitoring.enabled needs audit.enabled"),
         ({"setings": {}}, "setings"),
         ({"settings": {"FENCEPOST_REDIS": "redis://:secret@a:6379/0"}}, "FENCEPOST_REDIS"),

@@ -115,6 +115,10 @@ capabilities:
 {{- $_ := set $settings "OTEL_EXPORTER_OTLP_ENDPOINT" .Values.tracing.endpoint -}}
 {{- end }}
 {{- with .Values.management }}{{ if .enabled }}{{ $_ := set $settings "FENCEPOST_MANAGEMENT_PORT" (toString .port) }}{{ end }}{{ end }}
+{{- if .Values.https.enabled }}
+{{- $_ := set $settings "FENCEPOST_HTTP_TLS_CERTFILE" "/etc/fencepost-https/tls.crt" -}}
+{{- $_ := set $settings "FENCEPOST_HTTP_TLS_KEYFILE" "/etc/fencepost-https/tls.key" -}}
+{{- end }}
 {{- range $name, $value := .Values.settings }}{{ $_ := set $settings $name (toString $value) }}{{ end }}
 {{- toYaml $settings }}
 {{- end }}
@@ -179,6 +183,12 @@ capabilities:
 {{- end -}}
 {{- if and .Values.registry.enabled .Values.registry.tls.enabled (not (hasPrefix "https://" .Values.registry.url)) -}}
 {{- fail "registry.tls needs a registry.url that begins with https://" -}}
+{{- end -}}
+{{- if and .Values.https.enabled (not .Values.management.enabled) -}}
+{{- fail "https.enabled needs management.enabled: probes and scrapes speak HTTP without TLS" -}}
+{{- end -}}
+{{- if and .Values.https.enabled (or .Values.ingress.enabled .Values.gateway.enabled) -}}
+{{- fail "https.enabled is for clients that reach the pods themselves: TLS ends there, or at ingress or gateway; enable one" -}}
 {{- end -}}
 {{- if and .Values.monitoring.enabled (not .Values.audit.enabled) -}}
 {{- fail "monitoring.enabled needs audit.enabled: its alerts are about the audit too" -}}
