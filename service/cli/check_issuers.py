@@ -16,7 +16,7 @@ async def examine(rules: Rules) -> list[Finding]:
             _, keys = await key_source_of(rule).keys()
             keys.check_usable()
         except KeysUnreadable as error:
-            change = "correct jwks_url or jwks_file in the rules, or let this machine reach the issuer"
+            change = "correct issuer, jwks_url or jwks_file in the rules, or let this machine reach the issuer"
             rows.append((rule.name, Finding("issuers.keys", Level.ERROR, str(error), change)))
         else:
             left_out = "; ".join(keys.left_out)

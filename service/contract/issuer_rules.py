@@ -34,9 +34,9 @@ class IssuerRule:
     `subjects`, if it is not None: the first of its globs that matches the name tells the globs of the topics; a name
     that matches none is refused.
 
-    The keys are read from `jwks_url` or `jwks_file`. `jwks_cafile` has the authorities that sign the URL's certificate,
-    `jwks_token_file` a bearer token for the URL; empty for neither. `rate` is in events a second of each caller,
-    `rate_bytes` in bytes of its bodies.
+    The keys are read from `jwks_url` or `jwks_file`; without both, from the URL that the issuer's OpenID configuration
+    names. `jwks_cafile` has the authorities that sign the URLs' certificates, `jwks_token_file` a bearer token for the
+    URLs; empty for neither. `rate` is in events a second of each caller, `rate_bytes` in bytes of its bodies.
     """
 
     name: str
@@ -63,6 +63,11 @@ class IssuerRule:
         caller has none, and the first two colons end the name of the issuer.
         """
         return f"issuer:{self.name}:{name}"
+
+    @property
+    def configuration_url(self) -> str:
+        """Where the issuer has its OpenID configuration (OpenID Connect Discovery 1.0, section 4.1)."""
+        return f"{self.issuer.removesuffix('/')}/.well-known/openid-configuration"
 
     @property
     def known_scopes(self) -> tuple[str, ...]:
@@ -154,16 +159,18 @@ def issuer_faults(table: Table, before: Sequence[Table]) -> Faults:
 
 def _key_faults(table: Table) -> Faults:
     """Find the mistakes about where the keys are."""
-    if ("jwks_url" in table) == ("jwks_file" in table):
+    if "jwks_url" in table and "jwks_file" in table:
         yield "jwks_url", "write where the issuer's keys are: jwks_url or jwks_file, one of them"
-    if "jwks_url" in table and not _is_safe_url(table["jwks_url"]):
+    if not {"jwks_url", "jwks_file"} & set(table) and not _has_configuration(table.get("issuer")):
+        yield "jwks_url", "write where the keys are, or jwks_file: only an issuer https://host/path can name the place"
+    if "jwks_url" in table and not is_safe_url(table["jwks_url"]):
         yield "jwks_url", "write https://host/path, or http:// with an address of this machine, without a password"
     for name in _FILES:
         if name in table and not _is_word(table[name]):
             yield name, "write the path of a file, or leave it out"
     for name in ("jwks_cafile", "jwks_token_file"):
-        if name in table and "jwks_url" not in table:
-            yield name, "means nothing without jwks_url: leave it out"
+        if name in table and "jwks_file" in table and "jwks_url" not in table:
+            yield name, "means nothing with jwks_file: leave it out"
 
 
 def _token_faults(table: Table) -> Faults:
@@ -210,7 +217,12 @@ def _are_globs(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_word, value))
 
 
-def _is_safe_url(url: Any) -> bool:
+def _has_configuration(issuer: Any) -> bool:
+    """Whether an OpenID configuration can be below the issuer: it is a URL without a query."""
+    return is_safe_url(issuer) and "?" not in issuer
+
+
+def is_safe_url(url: Any) -> bool:
     """Whether nobody on the way can change what the URL returns: who can, chooses the keys."""
     try:
         parts = urlsplit(url) if isinstance(url, str) else urlsplit("")

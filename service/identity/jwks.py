@@ -1,4 +1,4 @@
-"""The public keys of an issuer (JWK Set, RFC 7517): parsed, and read from a URL or a file."""
+"""The public keys of an issuer (JWK Set, RFC 7517): parsed, and read from a file or from a URL."""
 
 import asyncio
 import json
@@ -13,10 +13,13 @@ from joserfc.jwk import ECKey, JWKRegistry, OKPKey, RSAKey
 from joserfc.jws import JWSRegistry
 
 from service.contract import IssuerRule, tls_context
+from service.contract.issuer_rules import is_safe_url
 
 # Bytes of a JWK Set, and its keys: those of Keycloak and of Kubernetes have a few, Google's three.
 JWKS_BYTES_MAX: Final = 256 * 1024
 KEYS_MAX: Final = 100
+# Bytes of an OpenID configuration: that of Keycloak has 7,000.
+CONFIGURATION_BYTES_MAX: Final = 64 * 1024
 KID_CHARS_MAX: Final = 256
 # Bits of an RSA key: NIST SP 800-131A forbids fewer, and a verification with more takes milliseconds.
 RSA_BITS: Final = (2048, 4096)
@@ -147,11 +150,16 @@ class FileSource(KeySource):
                 content = file.read(JWKS_BYTES_MAX + 1)
         except OSError as error:
             raise KeysUnreadable(error.strerror or str(error)) from None
-        return _bounded(content)
+        if len(content) > JWKS_BYTES_MAX:
+            raise KeysUnreadable(f"it has more than {JWKS_BYTES_MAX} bytes")
+        return content
 
 
 class UrlSource(KeySource):
-    """A URL, such as `jwks_uri` in an issuer's OpenID configuration. Redirects are not followed."""
+    """A URL: that of the rule, or `jwks_uri` in the issuer's OpenID configuration, which is read each time before.
+
+    Redirects are not followed.
+    """
 
     period_s = 300.0
 
@@ -161,31 +169,29 @@ class UrlSource(KeySource):
         self._transport = transport
 
     async def read(self) -> bytes:
-        received = bytearray()
+        rule = self._rule
         try:
-            headers = await self._authorization()
-            async with (
-                httpx.AsyncClient(
-                    headers={"accept": "application/json", "accept-encoding": "identity"},
-                    verify=await self._authorities(),
-                    transport=self._transport,
-                    timeout=FETCH_TIMEOUT_S,
-                    trust_env=False,
-                ) as client,
-                client.stream("GET", self._rule.jwks_url, headers=headers) as response,
-            ):
-                if response.status_code != 200:
-                    raise KeysUnreadable(f"the URL answers {response.status_code}")
-                async for piece in response.aiter_raw():
-                    received += piece
-                    _bounded(received)
-        except (httpx.HTTPError, OSError, UnicodeDecodeError) as error:
+            async with httpx.AsyncClient(
+                headers={"accept": "application/json", "accept-encoding": "identity", **await self._authorization()},
+                verify=await self._authorities(),
+                transport=self._transport,
+                timeout=FETCH_TIMEOUT_S,
+                trust_env=False,
+            ) as client:
+                if rule.jwks_url:
+                    return await _get(client, rule.jwks_url, JWKS_BYTES_MAX)
+                try:
+                    configuration = await _get(client, rule.configuration_url, CONFIGURATION_BYTES_MAX)
+                    jwks_uri = jwks_uri_of(configuration, rule.issuer)
+                except KeysUnreadable as error:
+                    raise KeysUnreadable(f"{rule.configuration_url}: {error}") from None
+                return await _get(client, jwks_uri, JWKS_BYTES_MAX)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeDecodeError) as error:
             raise KeysUnreadable(f"{type(error).__name__}: {error}") from None
-        return bytes(received)
 
     async def _authorities(self) -> ssl.SSLContext | Literal[False]:
         """Read whom to trust, anew for each fetch: a cluster rotates its authorities. In a thread: it takes ms."""
-        if not self._rule.jwks_url.startswith("https:"):
+        if self._rule.jwks_url.startswith("http:"):
             return False
         return await asyncio.to_thread(tls_context, self._rule.jwks_cafile, "", "")
 
@@ -197,12 +203,39 @@ class UrlSource(KeySource):
         return {"authorization": f"Bearer {token.strip()}"}
 
 
+async def _get(client: httpx.AsyncClient, url: str, bytes_max: int) -> bytes:
+    """Read what a URL answers. Raises KeysUnreadable for another status than 200, and for more than `bytes_max`."""
+    received = bytearray()
+    async with client.stream("GET", url) as response:
+        if response.status_code != 200:
+            raise KeysUnreadable(f"the URL answers {response.status_code}")
+        async for piece in response.aiter_raw():
+            received += piece
+            if len(received) > bytes_max:
+                raise KeysUnreadable(f"it has more than {bytes_max} bytes")
+    return bytes(received)
+
+
+def jwks_uri_of(configuration: bytes, issuer: str) -> str:
+    """Return the URL of the keys in an OpenID configuration (OpenID Connect Discovery 1.0, sections 3 and 4.3).
+
+    Raises KeysUnreadable for a configuration of another issuer, or if anybody on the way could change the keys.
+    """
+    try:
+        document = json.loads(configuration)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise KeysUnreadable("it is no OpenID configuration, a JSON object")
+    if document.get("issuer") != issuer:
+        given = repr(document.get("issuer"))[:200]
+        raise KeysUnreadable(f"its issuer is {given}: the rule must have the same, to the character")
+    jwks_uri: Any = document.get("jwks_uri")
+    if not is_safe_url(jwks_uri) or (issuer.startswith("https:") and not jwks_uri.startswith("https:")):
+        raise KeysUnreadable('its "jwks_uri" is no URL that begins with https://')
+    return str(jwks_uri)
+
+
 def key_source_of(rule: IssuerRule) -> KeySource:
     """Make the source that a rule names."""
     return FileSource(rule.jwks_file) if rule.jwks_file else UrlSource(rule)
-
-
-def _bounded(content: bytes | bytearray) -> bytes:
-    if len(content) > JWKS_BYTES_MAX:
-        raise KeysUnreadable(f"it has more than {JWKS_BYTES_MAX} bytes")
-    return bytes(content)

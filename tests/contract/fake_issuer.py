@@ -84,6 +84,8 @@ class FakeRealm:
 
     def answer(self, path: str, form: Mapping[str, Sequence[str]]) -> tuple[int, bytes]:
         """Answer a request below the realm."""
+        if path == "openid-configuration":
+            return 200, json.dumps({"issuer": self.issuer, "jwks_uri": self.jwks_url}).encode()
         if path == "certs":
             self.fetches += 1
             return 200, key_set(*self.signers)

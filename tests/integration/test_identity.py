@@ -46,8 +46,18 @@ def realms(issuer: IssuerUnderTest) -> tuple[Realm, Realm]:
 
 
 @pytest.fixture(scope="module")
+def discovered(issuer: IssuerUnderTest) -> Realm:
+    """A realm of which the rules name only the issuer."""
+    return issuer.realm("discovered", CLIENTS)
+
+
+@pytest.fixture(scope="module")
 def served(
-    kafka: Kafka, redis: Redis, realms: tuple[Realm, Realm], tmp_path_factory: pytest.TempPathFactory
+    kafka: Kafka,
+    redis: Redis,
+    realms: tuple[Realm, Realm],
+    discovered: Realm,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Service]:
     """One process of the service for all tests."""
     folder: Path = tmp_path_factory.mktemp("served")
@@ -62,6 +72,12 @@ azp = ["shop", "till", "brief", "stray"]
 name_claim = "azp"
 topics_claim = "topics"
 leeway_s = {LEEWAY_S}
+
+[[issuers]]
+name = "found"
+issuer = "{discovered.issuer}"
+audience = "fencepost"
+name_claim = "azp"
 """
     )
     environment = {
@@ -111,6 +127,16 @@ async def test_the_tokens_of_a_realm_name_callers(
     assert (forbidden.status_code, forbidden.json()["code"]) == (403, "forbidden-topic")
     assert (await refusal(http, topic, realm.token("stray"))).startswith("Authorization: aud: ")
     assert (await refusal(http, topic, other.token("shop"))).startswith("Authorization: iss: ")
+
+
+async def test_an_issuer_s_own_configuration_names_the_place_of_its_keys(
+    http: httpx.AsyncClient, discovered: Realm, make_topic: MakeTopic
+) -> None:
+    topic, key = make_topic(), uuid.uuid4().hex
+    answer = await post(http, topic, discovered.token("shop"), key)
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["id"] == event_id(key, "issuer:found:shop").hex()
+    assert (await refusal(http, topic, discovered.token("stray"))).startswith("Authorization: aud: ")
 
 
 async def test_keys_change_and_tokens_expire_while_the_service_runs(

@@ -58,6 +58,15 @@ def test_an_issuer_is_read_with_all_its_settings(tmp_path: Path) -> None:
     assert rule.subjects == {"a": ("x",), "b*": ("y", "z")}
 
 
+@pytest.mark.parametrize("issuer", ["https://id.example/realms/shop", "https://id.example/", "http://127.0.0.1:8080"])
+def test_an_issuer_may_name_the_place_of_its_keys_itself(issuer: str, tmp_path: Path) -> None:
+    text = table(issuer=f'"{issuer}"', jwks_url=None, jwks_cafile='"ca.crt"', jwks_token_file='"token"')
+    (rule,) = Rules.parse(text, str(tmp_path / "rules.toml")).issuers
+    assert (rule.jwks_url, rule.jwks_file) == ("", "")
+    assert rule.configuration_url == f"{issuer.rstrip('/')}/.well-known/openid-configuration"
+    assert rule.jwks_cafile == str(tmp_path / "ca.crt")
+
+
 def test_the_keys_of_an_api_server_need_its_authority_and_a_token(tmp_path: Path) -> None:
     folder = "/var/run/secrets/kubernetes.io/serviceaccount"
     text = table(jwks_cafile=f'"{folder}/ca.crt"', jwks_token_file=f'"{folder}/token"')
@@ -76,7 +85,9 @@ def test_the_keys_of_an_api_server_need_its_authority_and_a_token(tmp_path: Path
         ({"audience": None}, 1, "audience"),
         ({"audience": "[]"}, 4, "audience"),
         ({"audience": '["a", 7]'}, 4, "audience"),
-        ({"jwks_url": None}, 1, "jwks_url"),
+        ({"jwks_url": None, "issuer": '"http://id.example/realms/shop"'}, 1, "jwks_url"),
+        ({"jwks_url": None, "issuer": '"https://id.example?realm=shop"'}, 1, "jwks_url"),
+        ({"jwks_url": None, "issuer": '"shop"'}, 1, "jwks_url"),
         ({"jwks_file": '"keys.json"'}, 5, "jwks_url"),
         ({"jwks_url": '"http://id.example/certs"'}, 5, "jwks_url"),
         ({"jwks_url": '"https://user:secret@id.example/certs"'}, 5, "jwks_url"),

@@ -17,7 +17,16 @@ from service.core.metrics import Telemetry
 from service.core.problems import INVALID_TOKEN, NOT_WRITTEN, Problem
 from service.identity import jwks as jwks_module
 from service.identity.issuer_keys import FAILED_PAUSE_S, KEPT_S, REFETCH_LEAST_S, IssuerKeys
-from service.identity.jwks import JWKS_BYTES_MAX, FileSource, JwkSet, KeySource, KeysUnreadable, PublicKey, UrlSource
+from service.identity.jwks import (
+    CONFIGURATION_BYTES_MAX,
+    JWKS_BYTES_MAX,
+    FileSource,
+    JwkSet,
+    KeySource,
+    KeysUnreadable,
+    PublicKey,
+    UrlSource,
+)
 from service.identity.refusals import JwksPending
 from tests.secured import Authority
 from tests.unit.identity.signing import ISSUER, Published, Signer, key_set
@@ -298,7 +307,66 @@ async def test_a_url_is_read_with_the_token_that_its_file_has_now(tmp_path: Path
         await source.keys()
 
 
-async def test_the_authorities_of_a_url_are_read_for_each_fetch(authority: Authority, tmp_path: Path) -> None:
+OWN = {"issuer": ISSUER, "jwks_uri": "https://keys.example/certs"}
+
+
+def discovering(configuration: bytes, **changes: Any) -> tuple[UrlSource, list[str]]:
+    """Return the source of a rule that names only its issuer, and the URLs that it has read."""
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        is_configuration = request.url.path.endswith("/openid-configuration")
+        return httpx.Response(200, content=_once(configuration if is_configuration else key_set(FIRST)))
+
+    return UrlSource(
+        IssuerRule("corp", **{"issuer": ISSUER, **changes}, audience=("f",)), httpx.MockTransport(answer)
+    ), asked
+
+
+async def test_the_issuer_s_configuration_names_the_place_of_its_keys_at_each_read() -> None:
+    source, asked = discovering(json.dumps(OWN).encode())
+    for _ in range(2):
+        assert (await source.keys())[0] == key_set(FIRST)
+    assert asked == [f"{ISSUER}/.well-known/openid-configuration", "https://keys.example/certs"] * 2
+
+
+async def test_on_this_machine_the_place_may_be_without_tls() -> None:
+    local = {"issuer": "http://localhost:8080/r", "jwks_uri": "http://127.0.0.1:8080/r/certs"}
+    source, asked = discovering(json.dumps(local).encode(), issuer=local["issuer"])
+    await source.keys()
+    assert asked == ["http://localhost:8080/r/.well-known/openid-configuration", local["jwks_uri"]]
+
+
+@pytest.mark.parametrize(
+    ("configuration", "why"),
+    [
+        (b"<html>", "it is no OpenID configuration"),
+        (b"[" * 50_000, "it is no OpenID configuration"),
+        (b"[]", "it is no OpenID configuration"),
+        (b"{}", "its issuer is None"),
+        (json.dumps({**OWN, "issuer": f"{ISSUER}/"}).encode(), "its issuer is 'https://id.example/realms/shop/'"),
+        (json.dumps({"issuer": ISSUER}).encode(), '"jwks_uri" is no URL'),
+        (json.dumps({**OWN, "jwks_uri": ["https://keys.example"]}).encode(), '"jwks_uri" is no URL'),
+        (json.dumps({**OWN, "jwks_uri": "http://keys.example/certs"}).encode(), '"jwks_uri" is no URL'),
+        (json.dumps({**OWN, "jwks_uri": "http://127.0.0.1/certs"}).encode(), '"jwks_uri" is no URL'),
+        (json.dumps({**OWN, "jwks_uri": "file:///etc/passwd"}).encode(), '"jwks_uri" is no URL'),
+        (json.dumps({**OWN, "jwks_uri": "https://u:p@keys.example/"}).encode(), '"jwks_uri" is no URL'),
+        (json.dumps({**OWN, "more": "x" * CONFIGURATION_BYTES_MAX}).encode(), "more than 65536 bytes"),
+    ],
+)
+async def test_a_configuration_that_does_not_name_a_safe_place_is_refused(configuration: bytes, why: str) -> None:
+    source, asked = discovering(configuration)
+    with pytest.raises(KeysUnreadable, match=why) as caught:
+        await source.keys()
+    assert str(caught.value).startswith(f"{ISSUER}/.well-known/openid-configuration: ")
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("scheme", ["https", "HTTPS"])
+async def test_the_authorities_of_a_url_are_read_for_each_fetch(
+    scheme: str, authority: Authority, tmp_path: Path
+) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + key_set(FIRST))
@@ -310,7 +378,7 @@ async def test_the_authorities_of_a_url_are_read_for_each_fetch(authority: Autho
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     cafile = tmp_path / "ca.crt"
     shutil.copy(Authority(tmp_path / "before").cafile, cafile)
-    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/certs"
+    url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}/certs"
     source = UrlSource(IssuerRule("corp", ISSUER, ("f",), url, jwks_cafile=str(cafile)))
     with pytest.raises(KeysUnreadable, match="certificate verify failed"):
         await source.keys()
