@@ -30,6 +30,7 @@ from service.events.loaded_rules import LoadedRules, contradictions, load_rules
 from service.events.schemas import Schemas
 from service.events.strict_json import check_json, in_thread
 from service.http.rates import Rates
+from service.http.token_callers import TokenCallers
 from service.kafka.admin import KafkaAdmin
 from service.kafka.listing import TopicLister
 from service.kafka.security import Security
@@ -50,7 +51,6 @@ from service.slots.recovery import STORE_STATES, CurrentStore, SlotRecovery
 
 if TYPE_CHECKING:
     from service.events.encoding import Encoder
-    from service.identity.tokens import Issuers
     from service.pipeline.tracing import Tracing
     from service.registry.client import RegistryClient
 
@@ -85,7 +85,6 @@ class Service:
         self.settings = settings
         self.telemetry = telemetry
         self.registry, encoder = _registry_of(settings, rules, telemetry)
-        self.issuers = _issuers_of(rules, telemetry)
         self.tracing = _tracing_of(settings)
         self._give_up = give_up
         timeouts_ms = settings.request_timeout_ms + settings.transaction_timeout_ms
@@ -149,6 +148,7 @@ class Service:
             recovered=self.writer.recovered,
         )
         self.rates = Rates(self.keys, lambda: self.pool.members)
+        self.tokens = TokenCallers.of_rules(rules, telemetry, self.rates)
         self.lso_watch = LsoWatch(
             settings, self.cluster, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
         )
@@ -156,7 +156,7 @@ class Service:
         self.was_ready = False
         self._tasks: list[asyncio.Task[None]] = []
         self._redis_check: asyncio.Task[str] | None = None  # in flight, shared by concurrent probes
-        self._leaving: set[asyncio.Task[None]] = set()  # issuers of earlier rules, which requests may still need
+        self._leaving: set[asyncio.Task[None]] = set()  # of earlier rules, whose issuers' keys requests may still need
 
     def _show_states(self) -> None:
         """Have each scrape read the parts' present states."""
@@ -194,8 +194,8 @@ class Service:
         telemetry = self.telemetry
         log_loop_errors(asyncio.get_running_loop(), telemetry)
         self.journal.start()
-        if self.issuers is not None:
-            self.issuers.start()
+        if self.tokens is not None:
+            self.tokens.start()
         self._tasks += [
             supervise("bring-up", self._bring_up, telemetry),
             supervise("sweep", self.resolver.sweep, telemetry),
@@ -293,23 +293,23 @@ class Service:
         for task in self._leaving:
             task.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)
-        if self.issuers is not None:
-            await self.issuers.close()
+        if self.tokens is not None:
+            await self.tokens.close()
         await self.cluster.close()
 
-    def issuers_of(self, rules: Rules) -> "Issuers | None":
-        """Make the issuers of changed rules, whose new keys are not read before `use_issuers`."""
-        return _issuers_of(rules, self.telemetry, self.issuers)
+    def tokens_of(self, rules: Rules) -> TokenCallers | None:
+        """Make the callers with tokens by changed rules; new keys are not read before `use_tokens`."""
+        return TokenCallers.of_rules(rules, self.telemetry, self.rates, self.tokens)
 
-    def use_issuers(self, issuers: "Issuers | None") -> None:
-        """Read the keys of these issuers instead of those before, which requests that have begun may need a little."""
-        if issuers is self.issuers:
+    def use_tokens(self, tokens: TokenCallers | None) -> None:
+        """Read the keys of these callers' issuers; requests that have begun may need those before for a little."""
+        if tokens is self.tokens:
             return
-        before, self.issuers = self.issuers, issuers
-        if issuers is not None:
-            issuers.start()
+        before, self.tokens = self.tokens, tokens
+        if tokens is not None:
+            tokens.start()
         if before is not None:
-            leaving = asyncio.create_task(_close_later(before, issuers))
+            leaving = asyncio.create_task(_close_later(before, tokens))
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
 
@@ -383,21 +383,12 @@ def _registry_of(
     return client, Encoder(client, settings, rules, telemetry)
 
 
-def _issuers_of(rules: Rules, telemetry: Telemetry, before: "Issuers | None" = None) -> "Issuers | None":
-    """Make the issuers of tokens if the rules name some; else the libraries for their keys are not imported."""
-    if not rules.issuers:
-        return None
-    from service.identity.tokens import Issuers
-
-    return Issuers(rules.issuers, telemetry, before=before)
-
-
-async def _close_later(issuers: "Issuers", after: "Issuers | None") -> None:
-    """Close issuers, but for what `after` has kept, after ISSUERS_KEPT_S, or at once if this is cancelled."""
+async def _close_later(tokens: TokenCallers, after: TokenCallers | None) -> None:
+    """Close callers, but for the keys that `after` has kept, after ISSUERS_KEPT_S, or at once if this is cancelled."""
     try:
         await asyncio.sleep(ISSUERS_KEPT_S)
     finally:
-        await issuers.close(after)
+        await tokens.close(after)
 
 
 def _tracing_of(settings: Settings) -> "Tracing | None":

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from starlette.routing import BaseRoute
 
@@ -22,21 +22,18 @@ from service.http.sources import SourcesEndpoint
 from service.http.token_callers import TokenCallers
 from service.pipeline.admission import Admission
 
-if TYPE_CHECKING:
-    from service.identity.tokens import Issuers
-
 
 class ServiceParts(Parts, ListingParts, Protocol):
     """The parts of a running service that take requests."""
 
     settings: Settings
     admission: Admission
-    issuers: "Issuers | None"
+    tokens: TokenCallers | None
     rates: Rates
 
-    def issuers_of(self, rules: Rules) -> "Issuers | None": ...
+    def tokens_of(self, rules: Rules) -> TokenCallers | None: ...
 
-    def use_issuers(self, issuers: "Issuers | None") -> None: ...
+    def use_tokens(self, tokens: TokenCallers | None) -> None: ...
 
 
 class RoutesOfRules(NamedTuple):
@@ -84,8 +81,8 @@ class Router:
         return partial(self._swap, self._made(loaded, self.current))
 
     def _swap(self, made: RoutesOfRules) -> None:
-        cors, tokens = made.loaded.rules.cors, made.callers.tokens
-        self._service.use_issuers(None if tokens is None else tokens.issuers)
+        cors = made.loaded.rules.cors
+        self._service.use_tokens(made.callers.tokens)
         self.current = made
         self.app.router.routes = [*self._always, *made.routes]
         self.app.set_cors(cors)
@@ -121,5 +118,4 @@ class Router:
         """Return the callers with JSON Web Tokens: those of `before`, with their rates, while no issuer has changed."""
         if before is not None and before.loaded.rules.issuers == rules.issuers:
             return before.callers.tokens
-        issuers = self._service.issuers if before is None else self._service.issuers_of(rules)
-        return None if issuers is None else TokenCallers(issuers, self._service.rates)
+        return self._service.tokens if before is None else self._service.tokens_of(rules)

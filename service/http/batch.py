@@ -26,7 +26,7 @@ from service.events.event import (
     make_event,
 )
 from service.events.strict_json import LONG_BYTES, in_thread, strictly
-from service.http.callers import ANYBODY, Caller
+from service.http.caller import ANYBODY, Caller
 from service.pipeline.admission import Admission
 from service.pipeline.key_checks import KeyAge
 from service.pipeline.request import CHUNK_EVENTS_MAX, WriteResult

@@ -29,7 +29,8 @@ from service.http.batch import (
     write_atomic,
     write_each,
 )
-from service.http.callers import Caller, Callers
+from service.http.caller import Caller
+from service.http.callers import Callers
 from service.http.certificates import NONE as NO_CERTIFICATE
 from service.http.certificates import Names
 from service.http.encodings import Decoder, coding_of, decode

@@ -45,7 +45,7 @@ from service.events.produce import (
 from service.events.strict_json import LONG_BYTES
 from service.http.asgi import AsgiEndpoint
 from service.http.batch import write_each
-from service.http.callers import Caller
+from service.http.caller import Caller
 from service.http.encodings import PIECE_BYTES
 from service.http.events import RENDERED_AT_ONCE, EventsEndpoint
 from service.http.headers import JSON, UsedHeaders, essence, unsupported

@@ -3,9 +3,10 @@
 Error codes are those of kafka-rest (`Errors`) and rest-utils (`KafkaExceptionMapper`), and of the API's documentation.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -136,26 +137,27 @@ class _Data(msgspec.Struct, gc=False, omit_defaults=True):
     schema_version: int | None = None
 
 
-class _V3Answer(msgspec.Struct, gc=False, omit_defaults=True):
+class _Written(msgspec.Struct, gc=False, omit_defaults=True, kw_only=True):
+    """What the answer to a written v3 record says, behind the fields of its subclass, which are not keyword-only."""
+
+    cluster_id: str
+    topic_name: str
+    partition_id: int
+    offset: int
+    timestamp: str
+    key: _Data | None = None
+    value: _Data | None = None
+
+
+class _V3Answer(_Written, gc=False, omit_defaults=True):
     error_code: int
-    cluster_id: str
-    topic_name: str
-    partition_id: int
-    offset: int
-    timestamp: str
-    key: _Data | None = None
-    value: _Data | None = None
 
 
-class _Success(msgspec.Struct, gc=False, omit_defaults=True):
+class _Success(_Written, gc=False, omit_defaults=True):
     id: str
-    cluster_id: str
-    topic_name: str
-    partition_id: int
-    offset: int
-    timestamp: str
-    key: _Data | None = None
-    value: _Data | None = None
+
+
+_W = TypeVar("_W", bound=_Written)
 
 
 class _Failure(msgspec.Struct, gc=False):
@@ -296,22 +298,28 @@ def render_v3_batch(
             failures.append(_Failure(id, *_code_and_message(result, again)))
         else:
             assert isinstance(record, V3Event)  # no entry without an event is written
-            successes.append(_Success(id, cluster, *_written(record, result)))
+            successes.append(_written(partial(_Success, id), cluster, record, result))
     return _encode(_Batch(successes, failures))
 
 
 def _v3_answer(cluster: str, record: V3Event, result: Committed) -> bytes:
-    return _encode(_V3Answer(WRITTEN, cluster, *_written(record, result)))
+    return _encode(_written(partial(_V3Answer, WRITTEN), cluster, record, result))
 
 
-def _written(record: V3Event, result: Committed) -> tuple[str, int, int, str, _Data | None, _Data | None]:
-    """Return what the answer to a written record says: topic, partition, offset, time, key and value."""
+def _written(make: Callable[..., _W], cluster: str, record: V3Event, result: Committed) -> _W:
+    """Make what the answer to a written record says."""
     _, there = result.deliveries[0]
     event = record.event
     encoded = event.encoded
-    key = _data_of(record.key_format, event.record_key, None if encoded is None else encoded.key)
-    value = _data_of(record.value_format, event.value, None if encoded is None else encoded.value)
-    return there.topic, there.partition, there.offset, rfc3339(there.ts), key, value
+    return make(
+        cluster_id=cluster,
+        topic_name=there.topic,
+        partition_id=there.partition,
+        offset=there.offset,
+        timestamp=rfc3339(there.ts),
+        key=_data_of(record.key_format, event.record_key, None if encoded is None else encoded.key),
+        value=_data_of(record.value_format, event.value, None if encoded is None else encoded.value),
+    )
 
 
 def _v3_error(problem: Problem, remedy: str) -> bytes:

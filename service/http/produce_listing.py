@@ -19,7 +19,7 @@ from service.core.time_slice import TimeSlice
 from service.events.event import invalid
 from service.events.produce import PARTITION_NOT_FOUND, ProduceProblem
 from service.http.asgi import send_whole
-from service.http.callers import Caller
+from service.http.caller import Caller
 from service.http.certificates import NONE as NO_CERTIFICATE
 from service.http.certificates import SCOPE_KEY
 from service.http.events import EventsEndpoint

@@ -9,7 +9,7 @@ from typing import Any
 from service.core.problems import RECORD_REFUSED, Problem
 from service.events.dead_letters import DeadLetter
 from service.events.event import Event
-from service.http.callers import Sender
+from service.http.caller import Sender
 from service.http.prefer import NONE, Preference
 from service.http.request import PostRequest
 from service.http.responder import Responder

@@ -16,7 +16,7 @@ from service.events.event import Event
 from service.events.signatures import values
 from service.events.strict_json import LONG_BYTES, in_thread
 from service.http.asgi import AsgiEndpoint
-from service.http.callers import ANYBODY, Caller, Sender
+from service.http.caller import ANYBODY, Caller, Sender
 from service.http.prefer import Preference
 from service.http.rates import RatePending, Rates
 from service.http.request import Bodies, PostRequest

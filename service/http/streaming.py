@@ -20,7 +20,7 @@ from service.core.time_slice import TimeSlice
 from service.events.event import Event, invalid, parse_traceparent
 from service.http.asgi import send_whole
 from service.http.batch import write_each
-from service.http.callers import Caller
+from service.http.caller import Caller
 from service.http.certificates import NONE as NO_CERTIFICATE
 from service.http.certificates import SCOPE_KEY, Names
 from service.http.encodings import Decoder, coding_of

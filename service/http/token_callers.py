@@ -1,4 +1,7 @@
-"""Callers whom JSON Web Tokens name. Verified tokens are kept, so that a caller's next request costs a look-up."""
+"""Callers whom JSON Web Tokens name. Verified tokens are kept, so that a caller's next request costs a look-up.
+
+`identity.tokens` and its libraries are imported only for rules that name an issuer.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,9 +9,10 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from service.contract import IssuerRule
+from service.contract import IssuerRule, Rules
 from service.core.bounded import Bounded
-from service.http.callers import Caller
+from service.core.metrics import Telemetry
+from service.http.caller import Caller
 from service.http.rates import Bucket, Rates
 from service.identity.refusals import invalid_token
 
@@ -47,14 +51,44 @@ class TokenCaller(Caller):
 
 
 class TokenCallers:
-    """The callers whom the tokens of some issuers name. All tokens of one caller share its keys and its rate."""
+    """The callers whom the tokens of some issuers name. All tokens of one caller share its keys and its rate.
+
+    Reads the keys of these issuers from `start` to `close`.
+    """
 
     def __init__(self, issuers: "Issuers", rates: Rates | None = None, now: Callable[[], float] = time.time) -> None:
-        self.issuers = issuers
+        self._issuers = issuers
         self._rates = rates or Rates()
         self._now = now
         self._known: Bounded[tuple[TokenCaller, int]] = Bounded(TOKENS_MAX, TOKENS_BYTES_MAX)
         self._buckets: Bounded[Sequence[Bucket]] = Bounded(BUCKETS_MAX, BUCKETS_MAX)
+
+    @classmethod
+    def of_rules(
+        cls, rules: Rules, telemetry: Telemetry, rates: Rates, before: "TokenCallers | None" = None
+    ) -> "TokenCallers | None":
+        """Make the callers of the issuers that the rules name; None if they name none.
+
+        `before` are those of earlier rules: keys that are still read from the same place are kept.
+        """
+        if not rules.issuers:
+            return None
+        from service.identity.tokens import Issuers
+
+        return cls(Issuers(rules.issuers, telemetry, before=None if before is None else before._issuers), rates)
+
+    def start(self) -> None:
+        """Start to read the keys of the issuers."""
+        self._issuers.start()
+
+    async def close(self, after: "TokenCallers | None" = None) -> None:
+        """Stop reading the keys, but for those that `after` has kept."""
+        await self._issuers.close(None if after is None else after._issuers)
+
+    @property
+    def keys_version(self) -> int:
+        """A number that grows with each change of the issuers' keys."""
+        return self._issuers.version
 
     def __len__(self) -> int:
         """The number of verified tokens that are kept."""
@@ -62,14 +96,14 @@ class TokenCallers:
 
     def of(self, token: str, digest: bytes) -> Caller:
         """Return the caller whom a token names; `digest` is that of the token. Raises what Issuers.verify raises."""
-        version = self.issuers.version
+        version = self._issuers.version
         known = self._known.get(digest)
         if known is not None:
             caller, verified_with = known
             if verified_with == version and self._now() < caller.expires_s:
                 return caller
             self._known.drop(digest)
-        identity = self.issuers.verify(token)
+        identity = self._issuers.verify(token)
         caller = TokenCaller(identity, self._buckets_of(identity.scope, identity.rule), self._now)
         size = TOKEN_BYTES + sum(len(glob) for globs in identity.topics[1:] for glob in globs)
         self._known.put(digest, (caller, version), size)

@@ -43,7 +43,7 @@ from service.http.batch import (
     write_atomic,
     write_each,
 )
-from service.http.callers import Caller
+from service.http.caller import Caller
 from service.http.lines import Lines, line_of
 from service.kafka import topics
 from service.kafka.admin import Topic

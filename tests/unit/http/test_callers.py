@@ -7,7 +7,8 @@ import pytest
 
 from service.contract import CallerRule
 from service.core.problems import FORBIDDEN_TOPIC, UNAUTHORIZED, Problem
-from service.http.callers import ANYBODY, Caller, Callers
+from service.http.caller import ANYBODY, Caller
+from service.http.callers import Callers
 
 DIGEST = hashlib.sha256(b"s3cret").hexdigest()
 

@@ -7,7 +7,7 @@ import pytest
 
 from service.claims.rates import Ask, Granted
 from service.core.problems import RATE_LIMITED, Problem, StoreAway, StoreUnanswered
-from service.http.callers import Caller
+from service.http.caller import Caller
 from service.http.rates import HELD_S, PAUSE_S, SLICE_S, TIMEOUT_S, RatePending, Rates, rate_lines
 
 

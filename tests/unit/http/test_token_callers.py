@@ -16,7 +16,8 @@ from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_TOPIC, INVALID_TOKEN, UNAUTHORIZED, Problem
 from service.core.settings import Settings
 from service.http import token_callers as module
-from service.http.callers import TOKEN_CHARS_MAX, Caller, Callers
+from service.http.caller import Caller
+from service.http.callers import TOKEN_CHARS_MAX, Callers
 from service.http.events import EventsEndpoint
 from service.http.lines import lines_exchange
 from service.http.produce import ProduceEndpoint
