@@ -3,8 +3,9 @@
     with SentinelStore(folder, namespace) as store: …     # 2 servers, 3 sentinels
     with ClusterStore(folder, namespace) as store: …      # 3 primaries, of which one has the keys, and its replica
 
-`store.url` is FENCEPOST_REDIS, `store.settings` are the other variables. `primary` and `replica` are the servers with
-the keys; `follow_failover` waits for a promotion and exchanges them.
+With an Authority, the service, the replica, sentinels and nodes reach each server by TLS; the tests' own calls go to a
+port without it. `store.url` is FENCEPOST_REDIS, `store.settings` are the other variables. `primary` and `replica` are
+the servers with the keys; `follow_failover` waits for a promotion and exchanges them.
 """
 
 import time
@@ -19,7 +20,8 @@ from redis.crc import key_slot
 
 from deploy import places
 from deploy.stack import Process, Redis, StackError, free_port
-from deploy.stack.redis import find_server
+from deploy.stack.redis import BUS_DISTANCE, find_server
+from tests.secured import Authority
 
 NAME: Final = "keys"
 HASH_SLOTS: Final = 16_384
@@ -42,21 +44,61 @@ SENTINEL_PASSWORD: Final = "for-sentinels"
 DIRECTLY: Final = ["--repl-diskless-sync-delay", "0"]
 
 
+Directives = Mapping[str, str]
+"""Directives of a server's configuration."""
+
+
+class Tls:
+    """What servers need to speak TLS, with one certificate for this machine's address."""
+
+    def __init__(self, authority: Authority) -> None:
+        self._authority = authority
+        self._certificate = authority.issue("redis", "IP:127.0.0.1")
+
+    def directives(self, port: int) -> Directives:
+        """Have a server listen at a port with TLS, and reach other servers by it."""
+        return {
+            "tls-port": str(port),
+            "tls-replication": "yes",
+            "tls-auth-clients": "no",
+            "tls-cert-file": str(self._certificate.certfile),
+            "tls-key-file": str(self._certificate.keyfile),
+            "tls-ca-cert-file": str(self._authority.cafile),
+        }
+
+
+class StoreServer(Redis):
+    """A server that others reach at `reached_at`: its port, or another one by TLS."""
+
+    def __init__(self, folder: Path, name: str, tls: Tls | None, args: Sequence[str]) -> None:
+        super().__init__(folder, name=name, args=args)
+        self.reached_at = self.port
+        if tls is not None:
+            self.reached_at = free_port(BUS_DISTANCE if "--cluster-enabled" in args else 0)
+            for directive, value in tls.directives(self.reached_at).items():
+                self.args += [f"--{directive}", value]
+
+
 class Sentinel(Process):
     """One sentinel; it keeps its state in its configuration file over restarts."""
 
-    def __init__(self, folder: Path, name: str, primary: Redis, quorum: int) -> None:
+    def __init__(self, folder: Path, name: str, primary: StoreServer, quorum: int, tls: Tls | None) -> None:
         super().__init__(name, folder.absolute())
-        self.port = free_port()
+        self.port = self.reached_at = free_port()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = self.folder / "sentinel.conf"
+        directives: Directives = {}
+        if tls is not None:
+            self.reached_at = free_port()
+            directives = tls.directives(self.reached_at)
         lines = [
             f"port {self.port}",
             "bind 127.0.0.1",
             f"dir {self.folder}",
             f"requirepass {SENTINEL_PASSWORD}",
             f"sentinel sentinel-pass {SENTINEL_PASSWORD}",
-            f"sentinel monitor {NAME} 127.0.0.1 {primary.port} {quorum}",
+            *(f"{directive} {value}" for directive, value in directives.items()),
+            f"sentinel monitor {NAME} 127.0.0.1 {primary.reached_at} {quorum}",
             f"sentinel down-after-milliseconds {NAME} {SILENT_MS}",
             f"sentinel failover-timeout {NAME} {FAILOVER_MS}",
             f"sentinel auth-user {NAME} {SENTINEL}",
@@ -80,13 +122,16 @@ class Sentinel(Process):
 class Store(ABC):
     """A store of several processes, which end with it."""
 
-    def __init__(self, folder: Path, namespace: str) -> None:
+    def __init__(self, folder: Path, namespace: str, authority: Authority | None = None) -> None:
+        """`authority` signs the servers' certificate; without one there is no TLS."""
         self.folder = folder
         self.namespace = namespace
+        self.tls = None if authority is None else Tls(authority)
+        self.scheme = "redis" if authority is None else "rediss"
         self.prefix = f"{{{namespace}:0}}"
         self.exits = ExitStack()
-        self.primary: Redis
-        self.replica: Redis
+        self.primary: StoreServer
+        self.replica: StoreServer
 
     def __enter__(self) -> Self:
         try:
@@ -137,9 +182,9 @@ class Store(ABC):
 
         until(has_it, "the replica has what was written")
 
-    def _server(self, number: int, args: Sequence[str]) -> Redis:
+    def _server(self, number: int, args: Sequence[str]) -> StoreServer:
         name = f"redis-{number}"
-        server = Redis(self.folder / name, name=name, args=[*DIRECTLY, *args])
+        server = StoreServer(self.folder / name, name, self.tls, [*DIRECTLY, *args])
         self.exits.callback(server.kill)
         server.start()
         return server
@@ -186,20 +231,22 @@ def info(server: Redis, section: str) -> Mapping[str, Any]:
         return found
 
 
-def is_followed(primary: Redis, replica: Redis) -> bool:
+def is_followed(primary: StoreServer, replica: StoreServer) -> bool:
     found = info(replica, "replication")
-    return (found.get("master_link_status"), found.get("master_port")) == ("up", primary.port)
+    return (found.get("master_link_status"), found.get("master_port")) == ("up", primary.reached_at)
 
 
 class SentinelStore(Store):
     """A primary and its replica, under three sentinels with a quorum of two."""
 
     def _bring_up(self) -> None:
-        self._cut_off: Redis | None = None
+        self._cut_off: StoreServer | None = None
         self.primary, self.replica = (self._server(number, self._replica_login()) for number in range(2))
         self._admit(self.primary)
         self._follow()
-        self.sentinels = [Sentinel(self.folder / f"sentinel-{n}", f"sentinel-{n}", self.primary, 2) for n in range(3)]
+        self.sentinels = [
+            Sentinel(self.folder / f"sentinel-{n}", f"sentinel-{n}", self.primary, 2, self.tls) for n in range(3)
+        ]
         for sentinel in self.sentinels:
             self.exits.callback(sentinel.kill)
             sentinel.start()
@@ -207,12 +254,12 @@ class SentinelStore(Store):
 
     @property
     def url(self) -> str:
-        return self.url_by([sentinel.port for sentinel in self.sentinels])
+        return self.url_by([sentinel.reached_at for sentinel in self.sentinels])
 
     def url_by(self, ports: Sequence[int]) -> str:
         """Make the address with these ports for the sentinels."""
         hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
-        return f"redis+sentinel://{SERVICE}:{SERVICE}@{hosts}/{NAME}/0"
+        return f"{self.scheme}+sentinel://{SERVICE}:{SERVICE}@{hosts}/{NAME}/0"
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -221,7 +268,7 @@ class SentinelStore(Store):
     def promoted(self) -> bool:
         told = [sentinel.state().get("port") for sentinel in self.sentinels if sentinel.running]
         role = info(self.replica, "replication")["role"]
-        return role == "master" and told.count(str(self.replica.port)) >= 2
+        return role == "master" and told.count(str(self.replica.reached_at)) >= 2
 
     def cut_off(self) -> None:
         """Cut the primary off from sentinels and replica: it lets neither in, and serves its clients on."""
@@ -255,8 +302,8 @@ class SentinelStore(Store):
     def _follow(self) -> None:
         """Let the replica follow the primary, as sentinels do in the end, ten seconds later."""
         self._admit(self.replica)
-        if info(self.replica, "replication").get("master_port") != self.primary.port:
-            ask(self.replica, "REPLICAOF", "127.0.0.1", self.primary.port)
+        if info(self.replica, "replication").get("master_port") != self.primary.reached_at:
+            ask(self.replica, "REPLICAOF", "127.0.0.1", self.primary.reached_at)
         until(lambda: is_followed(self.primary, self.replica), "the replica follows")
 
     def _admit(self, server: Redis) -> None:
@@ -266,7 +313,7 @@ class SentinelStore(Store):
     def _is_watched(self) -> bool:
         states = [sentinel.state() for sentinel in self.sentinels]
         return all(
-            (state.get("port"), state.get("flags")) == (str(self.primary.port), "master")
+            (state.get("port"), state.get("flags")) == (str(self.primary.reached_at), "master")
             and state["num-other-sentinels"] == "2"
             and state["num-slaves"] != "0"
             for state in states
@@ -290,7 +337,7 @@ class ClusterStore(Store):
             ask(node, "CLUSTER", "ADDSLOTS", *served)
         for epoch, node in enumerate(self.nodes, 1):
             ask(node, "CLUSTER", "SET-CONFIG-EPOCH", epoch)
-            ask(node, "CLUSTER", "MEET", "127.0.0.1", self.primary.port)
+            ask(node, "CLUSTER", "MEET", "127.0.0.1", self.primary.reached_at)
         until(self._is_ready, "each node knows the others")
         ask(self.replica, "CLUSTER", "REPLICATE", self.id_of(self.primary))
         until(self._is_followed, "the replica follows")
@@ -298,7 +345,7 @@ class ClusterStore(Store):
     @property
     def url(self) -> str:
         """The address by two of the nodes, neither of which has the keys."""
-        return f"redis+cluster://127.0.0.1:{self.second.port},127.0.0.1:{self.third.port}"
+        return f"{self.scheme}+cluster://127.0.0.1:{self.second.reached_at},127.0.0.1:{self.third.reached_at}"
 
     def promoted(self) -> bool:
         """Whether a node apart from the shard says so."""
@@ -347,9 +394,9 @@ class ClusterStore(Store):
         """Whether the replica follows the primary; after a move it follows the earlier one."""
         return is_followed(self.primary, self.replica) or is_followed(self.second, self.replica)
 
-    @staticmethod
-    def _cluster() -> list[str]:
+    def _cluster(self) -> list[str]:
         return [
             *("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf"),
+            *(("--tls-cluster", "yes") if self.tls is not None else ()),
             *("--cluster-node-timeout", str(SILENT_MS), "--cluster-replica-validity-factor", "0"),
         ]

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import redis
 
@@ -14,7 +15,8 @@ from deploy.stack.ports import free_port
 from deploy.stack.process import Process
 
 _START_S = 20.0
-_BUS_DISTANCE = 10_000  # In cluster mode a server listens for other nodes at the port that lies so far above its own.
+# In cluster mode a server listens for other nodes at the port that lies so far above its own.
+BUS_DISTANCE: Final = 10_000
 
 
 class Redis(Process):
@@ -30,7 +32,7 @@ class Redis(Process):
             name: the name of the log.
         """
         super().__init__(name, folder.absolute())
-        self.port = port or free_port(_BUS_DISTANCE if "--cluster-enabled" in args else 0)
+        self.port = port or free_port(BUS_DISTANCE if "--cluster-enabled" in args else 0)
         self.args = list(args)
 
     @property

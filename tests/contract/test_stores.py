@@ -2,20 +2,33 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from redis import ResponseError
 
+from deploy.stack import StackError
 from service.claims.redis_store import RedisKeys, ServerIdentity, StoreGeneration
 from service.claims.states import Outcome
 from service.cli.parts import keys_view
-from service.contract import SettingsError
+from service.contract import SettingsError, tls_context
 from service.core.metrics import Telemetry
 from service.core.problems import StoreAway, StoreLost, StoreUnanswered
 from service.core.settings import Settings
-from tests.stores import SENTINEL_PASSWORD, ClusterStore, SentinelStore, Store, ask, ask_amid_move, info
+from tests.secured import Authority
+from tests.stores import (
+    SENTINEL_PASSWORD,
+    ClusterStore,
+    SentinelStore,
+    Store,
+    StoreServer,
+    Tls,
+    ask,
+    ask_amid_move,
+    info,
+)
 
 FREED = (10, 20)
 ANSWER_S = 20.0
@@ -23,7 +36,7 @@ ANSWER_S = 20.0
 
 @contextlib.asynccontextmanager
 async def keys_at(
-    url: str, namespace: str, login: tuple[str, str] = ("", SENTINEL_PASSWORD)
+    url: str, namespace: str, login: tuple[str, str] = ("", SENTINEL_PASSWORD), tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[RedisKeys]:
     keys = RedisKeys(
         url,
@@ -33,6 +46,7 @@ async def keys_at(
         lease_ttl_ms=1_000,
         timeout_s=2.0,
         telemetry=Telemetry(),
+        tls=tls,
         sentinel_login=login,
     )
     yield keys
@@ -80,6 +94,31 @@ async def follow_failover(store: Store, keys: RedisKeys, generation: StoreGenera
     assert await keys.recover_read(found.store, "nonce", 2) == [*FREED], "a replica has what it has in its order"
     await keys.recover_abandon(found.store, "nonce")
     return found
+
+
+def skip_without_tls(folder: Path, authority: Authority) -> None:
+    """Skip the test if the server of this run was built without TLS."""
+    try:
+        with StoreServer(folder, "with-tls", Tls(authority), []):
+            pass
+    except StackError:
+        pytest.skip("the Redis here is built without TLS: python -m tests.redis_versions 8.0 runs this test")
+
+
+@pytest.mark.parametrize("kind", [SentinelStore, ClusterStore])
+async def test_each_connection_to_sentinels_nodes_and_primaries_has_tls(
+    kind: type[SentinelStore | ClusterStore], authority: Authority, tmp_path: Path, namespace: str
+) -> None:
+    skip_without_tls(tmp_path / "probe", authority)
+    with kind(tmp_path, namespace, authority) as store:
+        assert store.url.startswith("rediss+")
+        stranger = Authority(tmp_path / "stranger")
+        async with keys_at(store.url, namespace, tls=tls_context(str(stranger.cafile), "", "")) as keys:
+            with pytest.raises(StoreAway, match="certificate verify failed"):
+                await keys.check()
+        async with keys_at(store.url, namespace, tls=tls_context(str(authority.cafile), "", "")) as keys:
+            await keys.check()
+            await follow_failover(store, keys, await settled(keys, 1))
 
 
 async def check_survey(store: SentinelStore) -> None:

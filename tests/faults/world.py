@@ -141,7 +141,7 @@ class World:
     def _bring_up(self) -> None:
         if self._make_stores is not None:
             self.stores = self.exits.enter_context(self._make_stores(self.folder / "stores", self.namespace))
-            self.redis = self.stores.primary
+            self.redis: Redis = self.stores.primary
         else:
             self.redis = Redis(self.folder / "redis-0", name="redis-0", args=["--enable-debug-command", "yes"])
             self.redis.start()
