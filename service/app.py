@@ -212,6 +212,8 @@ class Service:
             try:
                 await self.topics.ensure()
                 self._keep_to_limits()
+                if self.topics.longest_ttl_s > self.settings.key_ttl_s:
+                    await self.control.remember_retention(self.topics.longest_ttl_s)
                 await self.keys.check()
                 await self.clocks.measure()  # before anything is written
                 break
@@ -450,7 +452,7 @@ def build_router(settings: Settings, loaded: LoadedRules, give_up: Callable[[Set
     @contextlib.asynccontextmanager
     async def running(build: Callable[[LoadedRules], Callable[[], None]]) -> AsyncIterator[None]:
         service.start()
-        reload = RulesReload(settings, loaded, service.topics, service.telemetry, build)
+        reload = RulesReload(settings, loaded, service.topics, service.control, service.telemetry, build)
         watching = supervise("rules", reload.run, service.telemetry)
         try:
             yield

@@ -21,6 +21,7 @@ from service.core.problems import KafkaAway
 from service.core.settings import Settings
 from service.events.loaded_rules import LoadedRules, contradictions, files_of, load_rules
 from service.kafka.topics import InternalTopics
+from service.slots.generation_log import Control
 
 log = structlog.get_logger(__name__)
 
@@ -50,12 +51,14 @@ class RulesReload:
         settings: Settings,
         loaded: LoadedRules,
         topics: InternalTopics,
+        control: Control,
         telemetry: Telemetry,
         build: Callable[[LoadedRules], Callable[[], None]],
     ) -> None:
         self._settings = settings
         self._loaded = loaded  # the rules in force
         self._topics = topics
+        self._control = control
         self._telemetry = telemetry
         self._build = build
         self._is_asked = asyncio.Event()
@@ -145,6 +148,8 @@ class RulesReload:
         if wrong:
             raise SettingsError("\n".join(wrong))
         await self._topics.keep_for(found.rules.longest_ttl_s)
+        if found.rules.longest_ttl_s > self._settings.key_ttl_s:
+            await self._control.remember_retention(found.rules.longest_ttl_s)
         return found
 
     async def _take(self, loaded: LoadedRules) -> None:
@@ -155,8 +160,8 @@ class RulesReload:
         self._telemetry.rules_read(applied=True)
         kept_s = self._topics.longest_ttl_s
         is_shorter = max(self._settings.key_ttl_s, loaded.rules.longest_ttl_s) < kept_s
-        until_restart = {"longest_retention_until_restart_s": kept_s} if is_shorter else {}
-        log.info("the rules are in force", before=before.sha256, sha256=loaded.sha256, **until_restart)
+        earlier = {"earlier_longest_retention_s": kept_s} if is_shorter else {}
+        log.info("the rules are in force", before=before.sha256, sha256=loaded.sha256, **earlier)
 
 
 def opens_to_all(before: Rules, after: Rules) -> str:

@@ -52,6 +52,7 @@ TOPIC: Final = re.compile(rf"[a-zA-Z0-9._-]{{1,{TOPIC_CHARS_MAX}}}")
 
 GENERATION_KEY: Final = b"generation"
 _BARRIER: Final = re.compile(rb"barrier/([0-9]{1,4})")
+_RETENTION: Final = re.compile(rb"retention/([0-9]{1,9})")
 
 Header = tuple[str, bytes]
 
@@ -448,6 +449,22 @@ def slot_of_barrier(key: bytes | None) -> int | None:
     """Decode the slot from a barrier's key; None for another key."""
     found = _BARRIER.fullmatch(key or b"")
     return None if found is None else int(found[1])
+
+
+def retention_key(ttl_s: int) -> bytes:
+    """Encode the key of a retention in the control topic, in seconds; compaction keeps each one that was in force."""
+    return f"retention/{ttl_s}".encode()
+
+
+def ttl_of_retention(key: bytes | None) -> int | None:
+    """Decode the seconds from the key of a retention; None for another key."""
+    found = _RETENTION.fullmatch(key or b"")
+    return None if found is None else int(found[1])
+
+
+def encode_retention(instance: str, at: int) -> bytes:
+    """Encode a retention record: from then on keys may be remembered for as long as its key says. `at` is in ms."""
+    return json.dumps({"v": VERSION, "retention": True, "instance": instance, "at": at}, separators=(",", ":")).encode()
 
 
 def encode_barrier(instance: str, nonce: str, at: int) -> bytes:

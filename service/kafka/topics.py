@@ -82,8 +82,8 @@ class InternalTopics:
     async def keep_for(self, longest_ttl_s: int) -> None:
         """Count with a longer retention of keys by a rule, if the topics keep their records for it.
 
-        A shorter one counts after a restart only: keys that were claimed before live on, and a store recovery must find
-        them. Raises SettingsError with what to set on the topics, KafkaAway.
+        A shorter one counts after a restart only: keys that were claimed before live on. Raises SettingsError with what
+        to set on the topics, KafkaAway.
         """
         if longest_ttl_s <= self.longest_ttl_s:
             return

@@ -5,7 +5,16 @@ import contextlib
 import secrets
 
 from service.claims.redis_store import StoreGeneration
-from service.contract.wire import GENERATION_KEY, Generation, barrier_key, encode_barrier, slot_of_barrier
+from service.contract.wire import (
+    GENERATION_KEY,
+    Generation,
+    barrier_key,
+    encode_barrier,
+    encode_retention,
+    retention_key,
+    slot_of_barrier,
+    ttl_of_retention,
+)
 from service.core.time_of_day import now_ms
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
@@ -27,6 +36,8 @@ class Control:
         self._next: asyncio.Task[StoreGeneration | None] | None = None
         self._next_slot = 0  # the highest slot of the calls that share the next read
         self.slots = 0  # one more than the highest slot with a barrier in the records read so far
+        self.longest_ttl_s = 0  # the longest retention that any rules ever had, by the records read so far, in seconds
+        self._remembered_ttl_s = 0
 
     async def close(self) -> None:
         await self._producer.close()
@@ -35,6 +46,16 @@ class Control:
         """Append a generation record that names `store`; returns its offset, the new generation's number."""
         record = Generation(store, self._instance, now_ms())
         return await self._producer.send(self._topic, 0, GENERATION_KEY, record.encode())
+
+    async def remember_retention(self, ttl_s: int) -> None:
+        """Have each later store recovery, by any process, read back as far as keys of this retention (seconds) live.
+
+        Call it before the first key is claimed for so long: rules that are shorter later do not know of it.
+        """
+        if ttl_s > self._remembered_ttl_s:
+            record = encode_retention(self._instance, now_ms())
+            await self._producer.send(self._topic, 0, retention_key(ttl_s), record)
+            self._remembered_ttl_s = ttl_s
 
     async def newest_generation(self, slot: int = 0) -> StoreGeneration | None:
         """Read the newest generation up to a barrier appended after this call began; None in a new namespace.
@@ -57,7 +78,7 @@ class Control:
             barrier = encode_barrier(self._instance, secrets.token_hex(8), now_ms())
             through = await self._producer.send(self._topic, 0, barrier_key(slot), barrier)
             if through < self._position:  # the topic was created again, without the records read before
-                self._position, self._newest, self.slots = 0, None, 0
+                self._position, self._newest, self.slots, self.longest_ttl_s = 0, None, 0, 0
             spans = {0: Span(self._position, through)}
             records = read_through(self._cluster, self._topic, spans, "read_uncommitted", self._cluster.timeout_s)
             async with contextlib.aclosing(records):
@@ -67,5 +88,7 @@ class Control:
                             self._newest = StoreGeneration(item.offset, Generation.decode(item.value).store)
                         elif (of := slot_of_barrier(item.key)) is not None:
                             self.slots = max(self.slots, of + 1)
+                        elif (ttl_s := ttl_of_retention(item.key)) is not None:
+                            self.longest_ttl_s = max(self.longest_ttl_s, ttl_s)
                     self._position = items[-1].offset + 1
             return self._newest

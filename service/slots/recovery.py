@@ -448,7 +448,8 @@ class CurrentStore:
         applied = await self._keys.recover_read(store, nonce, len(barriers))
         unknown = [slot for slot, offset in enumerate(applied) if offset is None]
         now_ms = min(await self._keys.clock_ms(), *(barrier.timestamp for barrier in barriers.values()))
-        since_ms = max(0, now_ms - self._topics.longest_ttl_s * 1000 - CLOCKS_APART_MS)
+        longest_ttl_s = max(self._topics.longest_ttl_s, self._control.longest_ttl_s)
+        since_ms = max(0, now_ms - longest_ttl_s * 1000 - CLOCKS_APART_MS)
         starts = await offsets_since(self._cluster, self._topics.ledger, unknown, since_ms) if unknown else {}
         return {
             slot: Span(starts.get(slot) if applied[slot] is None else applied[slot], barrier.offset)

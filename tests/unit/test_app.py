@@ -53,6 +53,30 @@ async def test_an_unforeseen_error_of_the_start_is_logged_and_the_start_continue
         await whole.stop()
 
 
+@pytest.mark.parametrize("key_ttl_s", [86_400, 86_401])
+async def test_a_longer_retention_by_rule_is_remembered_before_a_slot_is_held(
+    monkeypatch: pytest.MonkeyPatch, key_ttl_s: int
+) -> None:
+    monkeypatch.setattr(service.app, "BRING_UP_PAUSE_S", 0.001)
+    rules = Rules.parse(f'[[topics]]\npattern = "*"\nkey_ttl_s = {key_ttl_s}\n')
+    whole = Service(Settings(key_ttl_s=86_400), rules, Schemas(rules), Telemetry(), lambda _: None)
+    whole.topics.ensure = AsyncMock()  # type: ignore[method-assign]
+    whole.keys.check = AsyncMock()  # type: ignore[method-assign]
+    whole.clocks.measure = AsyncMock()  # type: ignore[method-assign]
+    remember = AsyncMock(side_effect=[KafkaAway("no broker"), None])
+    whole.control.remember_retention = remember  # type: ignore[method-assign]
+
+    async def keep() -> None:
+        assert [call.args for call in remember.await_args_list] == ([] if key_ttl_s == 86_400 else [(86_401,)] * 2)
+
+    whole.pool.keep = AsyncMock(side_effect=keep)  # type: ignore[method-assign]
+    try:
+        await whole._bring_up()
+        whole.pool.keep.assert_awaited_once()
+    finally:
+        await whole.stop()
+
+
 @pytest.mark.parametrize("task", BACKGROUND)
 async def test_a_background_task_that_fails_is_logged_and_restarted(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
     """Without the sweep no deadline is answered, and without the watch its metrics do not change."""

@@ -22,6 +22,7 @@ from service.events.loaded_rules import LoadedRules, load_rules
 from service.events.schemas import Schemas
 from service.kafka.topics import InternalTopics
 from service.rules_reload import RulesReload
+from service.slots.generation_log import Control
 from tests.unit.fakes import until
 from tests.unit.scrape import sample
 
@@ -40,6 +41,19 @@ class Topics:
         self.longest_ttl_s = max(self.longest_ttl_s, longest_ttl_s)
 
 
+class Retentions:
+    """The retentions that control has."""
+
+    def __init__(self) -> None:
+        self.remembered: list[int] = []
+        self.fault: Exception | None = None
+
+    async def remember_retention(self, ttl_s: int) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.remembered.append(ttl_s)
+
+
 class Bed:
     """A file of rules that is watched, and the rules that were taken from it."""
 
@@ -50,12 +64,13 @@ class Bed:
         self.topics = Topics()
         self.taken: list[LoadedRules] = []
         settings = Settings(rules=str(path))
-        topics = cast(InternalTopics, self.topics)
+        self.control = Retentions()
+        parts = cast(InternalTopics, self.topics), cast(Control, self.control)
 
         def build(loaded: LoadedRules) -> Callable[[], None]:
             return partial(self.taken.append, loaded)
 
-        self.reload = RulesReload(settings, load_rules(str(path)), topics, self.telemetry, build)
+        self.reload = RulesReload(settings, load_rules(str(path)), *parts, self.telemetry, build)
         self.logged: list[Any] = []
 
     async def look(self, times: int = 2) -> None:
@@ -250,11 +265,21 @@ async def test_rules_that_wait_for_kafka_give_way_to_a_later_file(bed: Bed) -> N
     assert bed.callers == [["till"]]
 
 
-async def test_a_shorter_retention_is_told_to_hold_after_a_restart(bed: Bed) -> None:
-    for ttl_s, told in ((500_000, {}), (400_000, {"longest_retention_until_restart_s": 500_000})):
+async def test_a_longer_retention_is_remembered_before_its_rules_hold(bed: Bed) -> None:
+    bed.control.fault = KafkaAway("no broker")
+    bed.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nkey_ttl_s = 500000\n')
+    await bed.look(3)
+    assert (bed.taken, bed.control.remembered) == ([], [])
+    bed.control.fault = None
+    await bed.look()
+    assert (len(bed.taken), bed.control.remembered) == (1, [500_000])
+
+
+async def test_an_earlier_longer_retention_is_told(bed: Bed) -> None:
+    for ttl_s, told in ((500_000, {}), (400_000, {"earlier_longest_retention_s": 500_000})):
         bed.path.write_text(SHOP + f'[[topics]]\npattern = "orders"\nkey_ttl_s = {ttl_s}\n')
         await bed.look()
-        assert {name: bed.logged[-1][name] for name in bed.logged[-1] if name.startswith("longest")} == told
+        assert {name: bed.logged[-1][name] for name in bed.logged[-1] if name.startswith("earlier")} == told
     assert len(bed.taken) == 2
 
 
@@ -275,9 +300,9 @@ async def test_a_hangup_has_the_rules_read_at_once(bed: Bed, monkeypatch: pytest
 
 
 async def test_without_a_file_of_rules_a_hangup_does_nothing() -> None:
-    topics = cast(InternalTopics, Topics())
+    parts = cast(InternalTopics, Topics()), cast(Control, Retentions())
     taken: list[LoadedRules] = []
-    reload = RulesReload(Settings(), load_rules(""), topics, Telemetry(), lambda loaded: partial(taken.append, loaded))
+    reload = RulesReload(Settings(), load_rules(""), *parts, Telemetry(), lambda loaded: partial(taken.append, loaded))
     reload.ask()
     await reload.look()
     assert taken == []

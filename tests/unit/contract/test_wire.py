@@ -166,6 +166,11 @@ def test_data_of_no_version_are_not_taken_for_those_of_a_later_one(text: str) ->
     assert not isinstance(raised.value, wire.NewerVersion)
 
 
+@pytest.mark.parametrize("vector", vectors("records", "retention"))
+def test_a_retention_is_written_as_its_vector(vector: dict[str, Any]) -> None:
+    assert wire.encode_retention(**vector["fields"]) == vector["text"].encode()
+
+
 def test_topics_ids_and_headers_are_named_as_in_the_vectors() -> None:
     names = vectors("records", "names")
     namespace, slot = names["namespace"], names["slot"]
@@ -175,6 +180,9 @@ def test_topics_ids_and_headers_are_named_as_in_the_vectors() -> None:
     assert wire.transactional_id(namespace, slot) == names["transactional_id"]
     assert wire.barrier_key(slot).decode() == names["barrier_key"]
     assert wire.slot_of_barrier(wire.barrier_key(slot)) == slot
+    assert wire.retention_key(names["retention_s"]).decode() == names["retention_key"]
+    assert wire.ttl_of_retention(wire.retention_key(names["retention_s"])) == names["retention_s"]
+    assert wire.ttl_of_retention(wire.barrier_key(slot)) is wire.ttl_of_retention(None) is None
     assert wire.GENERATION_KEY.decode() == names["generation_key"]
     assert (names["key_header"], names["stamp_header"]) == (wire.KEY_HEADER, wire.STAMP_HEADER)
 

@@ -77,6 +77,22 @@ async def test_each_recovered_slot_is_covered_by_a_barrier(topic: _Topic, contro
     assert other.slots == 3
 
 
+async def test_the_longest_retention_of_any_rules_is_remembered_for_each_process(
+    topic: _Topic, control: Control
+) -> None:
+    for ttl_s in (500_000, 400_000, 500_000, 600_000):  # a restart would write each again
+        await control.remember_retention(ttl_s)
+    assert [key for key, _ in topic.records] == [b"retention/500000", b"retention/600000"]
+    other = Control(FakeCluster(), "fp.control", "other")
+    other._producer = topic  # type: ignore[assignment]
+    await other.remember_retention(300_000)
+    assert await other.newest_generation() is None
+    assert other.longest_ttl_s == 600_000
+    topic.records.clear()
+    await other.newest_generation()
+    assert other.longest_ttl_s == 0
+
+
 async def test_a_recreated_control_topic_is_read_from_its_beginning(topic: _Topic, control: Control) -> None:
     """A running process must not keep the generation of the earlier topic."""
     for _ in range(5):

@@ -55,6 +55,7 @@ class Kafka(FakeCluster):
         self.spans: dict[int, Span] = {}
         self.newest = StoreGeneration(GENERATION.number, GENERATION.store)
         self.slots = 0  # the number of slots in control
+        self.longest_ttl_s = 0  # the longest retention in control
         self.closed: list[FakeProducer] = []
         self.fencing = asyncio.Event()  # set when the fencing may end
         self.fencing.set()
@@ -367,8 +368,13 @@ async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed
     assert bed.keys.server.nonce is None
 
 
-async def test_the_ledger_is_read_back_as_far_as_the_keys_of_any_rule_live(bed: Bed) -> None:
-    bed.world.topics.longest_ttl_s = 3 * 86_400
+@pytest.mark.parametrize(("by_rules_d", "earlier_d"), [(3, 0), (3, 2), (1, 3)])
+async def test_the_ledger_is_read_back_as_far_as_the_keys_of_any_rule_live(
+    bed: Bed, by_rules_d: int, earlier_d: int
+) -> None:
+    """Also of a rule that only an earlier process knew."""
+    bed.world.topics.longest_ttl_s = by_rules_d * 86_400
+    bed.kafka.longest_ttl_s = earlier_d * 86_400
     bed.keys.server.flush()
     await asyncio.wait_for(bed.store.wait_until_settled(), 3.0)
     assert NOW_MS - bed.kafka.since_ms == 3 * 86_400_000 + CLOCKS_APART_MS

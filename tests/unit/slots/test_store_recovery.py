@@ -69,6 +69,7 @@ class _Control:
         self.generation = NAMED.number
         self.superseded = False
         self.slots = 0
+        self.longest_ttl_s = 0
 
     async def newest_generation(self, slot: int = 0) -> StoreGeneration | None:
         return None if self.generation < 0 else StoreGeneration(self.generation, NAMED.store)
