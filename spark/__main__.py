@@ -60,6 +60,8 @@ def _run(arguments: Sequence[str]) -> int:
         silences=silences.read(options.silences),
         webhook=read_webhook(options),
     )
+    for rule in settings.rules.topics:
+        kinds_of(f"{shared.rules}: findings of the topics {rule.pattern!r}:", rule.findings)
     session = open_session()
     if options.dry_run:
         with console.watching(session):

@@ -554,7 +554,7 @@ def _ended(last_run: dict[str, Any] | None, plan: Plan) -> set[str]:
 def terminal_text(report: document.Report, folder: str) -> str:
     """Format a report in a few lines for a terminal; `folder` is that of the report."""
     of_run, balance = report.document["run"], report.document["balance"]
-    silenced = sum(use["findings"] for use in report.document["silences"])
+    silenced = sum(report.document["silenced"].values())
     parts = "  ".join(f"{name} {balance[name]}" for name in CATEGORIES if balance[name] or name == "delivered_once")
     lines = [
         f"verdict    {of_run['verdict']}, {of_run['findings']} findings" + (f", {silenced} silenced" * bool(silenced)),

@@ -49,7 +49,7 @@ class TopicRule:
     written whose key tells that it was made before the retention, and is unknown. `quarantine` is the topic for events
     that the schema refuses; empty if they are only refused. The rest is for the audit: `derived`: programs write copies
     of other topics' events here, with their headers. `client_duplicates`: whether equal contents under several keys are
-    reported.
+    reported. `findings`: the kinds, or severities, of findings that count; all if empty.
     """
 
     pattern: str
@@ -62,6 +62,7 @@ class TopicRule:
     takes_old_keys: bool = False
     quarantine: str = ""
     registry: RegistryRule | None = None
+    findings: tuple[str, ...] = ()
 
 
 USUAL: Final = TopicRule("*")
@@ -243,7 +244,16 @@ class Rules:
 
 
 _SWITCHES: Final = ("takes_old_keys", "derived", "client_duplicates")
-_TOPIC_SETTINGS: Final = ("pattern", "guarantee", "schema", "registry", "key_ttl_s", "keyless", "quarantine")
+_TOPIC_SETTINGS: Final = (
+    "pattern",
+    "guarantee",
+    "schema",
+    "registry",
+    "key_ttl_s",
+    "keyless",
+    "quarantine",
+    "findings",
+)
 _KEYLESS: Final = ("allow", "refuse")
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
 _CALLER_SETTINGS: Final = ("name", "token_sha256", "certificates", "topics", "rate", "rate_bytes")
@@ -266,6 +276,7 @@ def _topic_rule(table: Table, folder: Path) -> TopicRule:
         table.get("takes_old_keys", False),
         table.get("quarantine", ""),
         registry_rule(table),
+        tuple(table.get("findings", ())),
     )
 
 
@@ -300,6 +311,9 @@ def _topic_faults(table: Table, before: Sequence[Table]) -> Faults:
     yield from registry_faults(table)
     yield from ttl_faults(table)
     yield from quarantine_faults(table)
+    findings = table.get("findings", ["-"])
+    if not isinstance(findings, list) or not findings or not all(isinstance(name, str) and name for name in findings):
+        yield "findings", 'write kinds or severities of findings, as in findings = ["error", "stuck"], or leave it out'
     for name in _SWITCHES:
         if not isinstance(table.get(name, False), bool):
             yield name, "write true or false"

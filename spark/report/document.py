@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from pyspark.sql import DataFrame, SparkSession
 
+from service.contract import Rules
 from spark.reading.decode import PLAUSIBLE_MS
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
 from spark.report import heatmap, metrics, model, page
@@ -71,6 +72,7 @@ def build(
     plan, topics = context.plan, balance.topics
     silences = context.settings.silences
     active = [silence for silence in silences if silence.is_active(plan.frozen_ms)]
+    found = current_findings.with_silence(found, active, uncounted(plan, context.settings.rules))
     collected = _collect(by_hour, found, active, partitions=plan.partitions <= PARTITIONS_MAX)
     window = hours.text_of(context.window_from), hours.text_of(plan.frozen_ms)
     run = _run(context, collected.by_kind, kind)
@@ -130,15 +132,15 @@ class _Collected(NamedTuple):
 
 
 def _collect(by_hour: DataFrame, found: DataFrame, active: Sequence[Silence], *, partitions: bool) -> _Collected:
-    """Collect the current findings, with the silences that are `active`; only their number is queried if there are
-    none."""
-    found = current_findings.with_silence(found, active)
+    """Collect the current findings with `silence`, by the silences that are `active`; only their number is queried if
+    there are none."""
     all_causes = current_findings.causes(found)
     counted, silenced = _split_by_silence(all_causes)
     by_kind, silenced_by_kind = _by_kind(counted), _by_kind(silenced)
     silencing: Counter[Silence] = Counter()
     for row in silenced:
-        silencing[active[row["silence"]]] += row["findings"]
+        if row["silence"] != current_findings.BY_RULE:
+            silencing[active[row["silence"]]] += row["findings"]
     causes = [{name: value for name, value in row.items() if name != "silence"} for row in counted]
     if not all_causes:
         return _Collected(causes, by_kind, silenced_by_kind, silencing, [], [])
@@ -169,14 +171,24 @@ def instances(findings: Iterable[model.Finding]) -> list[model.InstanceCounts]:
     return [{"instance": instance, "copies": copies} for instance, copies in ordered[:INSTANCES_MAX]]
 
 
+def uncounted(plan: Plan, rules: Rules) -> dict[str, list[str]]:
+    """Return the kinds that do not count by the rules, for each audited topic that has such."""
+    known = {topic: rules.rule(topic).findings for topic in plan.topics}
+    counted = {topic: kinds_of("findings", names) for topic, names in known.items() if names}
+    return {topic: [kind for kind in KINDS if kind not in kinds] for topic, kinds in counted.items()}
+
+
 def _by_kind(causes: Sequence[CauseRow]) -> dict[str, int]:
     return {kind: sum(row["findings"] for row in causes if row["kind"] == kind) for kind in KINDS}
 
 
 def _listed(finding: dict[str, Any], active: Sequence[Silence], nth: int | None) -> model.Finding:
     """Mark a finding with its silence, by the index of that silence."""
-    silence = None if nth is None else active[nth]
-    silenced = None if silence is None else {"until": _iso(silence.until_ms), "reason": silence.reason}
+    silenced: model.Silenced | None = None
+    if nth == current_findings.BY_RULE:
+        silenced = {"until": None, "reason": f"the rule of {finding['topic']} does not count this kind"}
+    elif nth is not None:
+        silenced = {"until": _iso(active[nth].until_ms), "reason": active[nth].reason}
     return cast(model.Finding, {**finding, "silenced": silenced})
 
 

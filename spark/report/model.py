@@ -226,15 +226,19 @@ class Coordinate(TypedDict):
 
 
 class Silenced(TypedDict):
-    """The silence of a finding."""
+    """Why a finding does not count."""
 
-    until: Annotated[Time, _about("When the silence ends.")]
+    until: Annotated[
+        Annotated[str, _TIME] | None, _about("When the silence ends; null: by the rule of the finding's topic.")
+    ]
     reason: Annotated[str, _about("Why the finding need not be acted on.")]
 
 
-class SilenceUse(Silenced):
+class SilenceUse(TypedDict):
     """A silence of the file of --silences, and what it did in this run."""
 
+    until: Annotated[Time, _about("When the silence ends.")]
+    reason: Annotated[str, _about("Why the finding need not be acted on.")]
     finding: Annotated[str, _about("The finding_id, or a glob of several.")]
     state: Annotated[
         SilenceState,

@@ -1,7 +1,8 @@
 """The current findings: findings of the lake that are not revoked and lie in the window, each with a stable id."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from pyspark.sql import Column, DataFrame
@@ -129,14 +130,27 @@ def in_order(found: DataFrame) -> DataFrame:
     return found.orderBy(rank, "topic", "partition", "cause", "id")
 
 
-def with_silence(found: DataFrame, silences: Sequence[Silence]) -> DataFrame:
-    """Add `silence int` to rows of FIELDS: the index of the silence that is of the finding, null for none.
+BY_RULE: Final = -1
+"""In place of the index of a silence: the rule of the finding's topic says that its kind does not count."""
 
-    Of several the first one that names the finding counts, else the first glob.
+
+def with_silence(
+    found: DataFrame, silences: Sequence[Silence], uncounted: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> DataFrame:
+    """Add `silence int` to rows of FIELDS: the index of the silence that is of the finding, BY_RULE, or null for none.
+
+    Of several silences the first one that names the finding counts, else the first glob. `uncounted` are the kinds by
+    topic that do not count.
     """
     exact = {silence.finding: nth for nth, silence in reversed([*enumerate(silences)]) if not silence.is_glob}
     globs = [(nth, glob_regex([silence.finding])) for nth, silence in enumerate(silences) if silence.is_glob]
     of_finding = F.lit(None).cast("int")
+    if uncounted:
+        by_topic = F.from_json(
+            F.lit(json.dumps({topic: [*kinds] for topic, kinds in uncounted.items()})), "map<string, array<string>>"
+        )
+        of_topic = F.array_contains(F.try_element_at(by_topic, F.col("topic")), F.col("kind"))
+        of_finding = F.when(of_topic, BY_RULE).otherwise(of_finding)
     for nth, regex in reversed(globs):
         of_finding = F.when(F.col("finding_id").rlike(f"^(?:{regex})$"), nth).otherwise(of_finding)
     if exact:

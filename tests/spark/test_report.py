@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.console import StackError
-from service.contract import SharedSettings
+from service.contract import Rules, SharedSettings, TopicRule
 from spark import job
 from spark.reading.run_plan import DATA, Log, Plan, RunContext
 from spark.report import charts, document, metrics, page
@@ -46,6 +46,7 @@ SILENCES = (
     Silence("phantom:*", NOW_MS + 1, "there is none"),
 )
 SILENCED = 2
+NO_RULES = Rules()
 HOSTILE = '<img src=x onerror="document.title=1">'
 
 
@@ -108,7 +109,11 @@ def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def _built(
-    tables: lake.Lake, findings: DataFrame, silences: tuple[Silence, ...] = (), fail_on: tuple[str, ...] = ()
+    tables: lake.Lake,
+    findings: DataFrame,
+    silences: tuple[Silence, ...] = (),
+    fail_on: tuple[str, ...] = (),
+    rules: Rules = NO_RULES,
 ) -> document.Report:
     """Build the report of a run that has these findings (lake.FINDING)."""
     logs = tuple(Log(DATA, TOPIC, n, "topic_id", True, False, 0, 0, 0, 9, 9, 9, 0, NOW_MS) for n in range(39))
@@ -116,7 +121,7 @@ def _built(
     logs += (Log(DATA, TOPIC, 39, "topic_id", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
     options = Options(lake=tables.root, report="report", fail_on=fail_on)
-    settings = Settings(shared=SharedSettings(), options=options, silences=silences)
+    settings = Settings(shared=SharedSettings(), options=options, silences=silences, rules=rules)
     context = RunContext(plan, settings)
     held = current_findings.by_hour(findings, context.window_from)
     closed = Balance().close(hours.text_of(context.window_from))
@@ -203,6 +208,23 @@ def test_a_silenced_finding_stays_in_the_report_and_counts_nowhere(large: tuple[
     page = (folder / "report.html").read_text()
     assert "2 more findings are silenced." in page
     assert "known &lt;b&gt;" in page
+
+
+def test_a_kind_that_the_rule_of_its_topic_does_not_list_counts_nowhere(spark: SparkSession, tmp_path: Path) -> None:
+    a_finding = {"scope": IDS, "last_ms": NOW_MS, "count": 1, "id": b"i" * 16}
+    rows = [{"kind": kind, "topic": TOPIC, **a_finding} for kind in ("lost", "stuck")]
+    rows.append({"kind": "stuck", "topic": "another", **a_finding, "id": b"a" * 16})
+    rules = Rules((TopicRule("orders.*", findings=("error",)), TopicRule("*", findings=("lost",))))
+    tables = lake.Lake(spark, str(tmp_path))
+    made = _built(tables, spark.createDataFrame(rows, lake.schema("findings")), rules=rules)
+    # The other topic is not audited any more: its findings count.
+    assert {kind: count for kind, count in made.document["kinds"].items() if count} == {"lost": 1, "stuck": 1}
+    assert {kind: count for kind, count in made.document["silenced"].items() if count} == {"stuck": 1}
+    silenced = {"until": None, "reason": f"the rule of {TOPIC} does not count this kind"}
+    assert [one["silenced"] for one in made.document["findings"] if one["topic"] == TOPIC] == [None, silenced]
+    jsonschema.Draft202012Validator(schema()).validate(json.loads(json.dumps(made.document)))
+    assert f"silenced: the rule of {TOPIC} does" in "".join(page.render(made.document))
+    assert ", 1 silenced\n" in job.terminal_text(made, "r")
 
 
 def test_only_findings_of_the_chosen_kinds_make_the_exit_status_3(large: tuple[dict[str, Any], Path]) -> None:

@@ -201,6 +201,9 @@ def test_a_wrong_rule_is_reported_with_its_line(text: str, line: int) -> None:
         ('[[topics]]\npattern = "a"\nguarantee = {}', "3: guarantee: write"),
         ('[[topics]]\npattern = "a"\nschema = ["a.json"]', "3: schema: write"),
         ('[[topics]]\npattern = "a"\nkeyless = ["refuse"]', "3: keyless: write one of allow, refuse"),
+        ('[[topics]]\npattern = "a"\nfindings = "error"', "3: findings: write kinds or severities of findings"),
+        ('[[topics]]\npattern = "a"\nfindings = []', "3: findings: write kinds or severities of findings"),
+        ('[[topics]]\npattern = "a"\nfindings = [1]', "3: findings: write kinds or severities of findings"),
         (f'[[callers]]\nname = ["a"]\ntoken_sha256 = "{DIGEST}"', "2: name: write"),
         ('[[topics]]\nguarantee = "idempotent"\n[[topics]]\npattern = "b"', "1: pattern: write"),
         ('[[topics]]\npattern = "a"\n\n\n\n[[topics]]\npattern = 2', "7: pattern: write"),
@@ -224,6 +227,11 @@ def test_a_rule_of_a_wrong_shape_is_one_line(text: str, named: str) -> None:
         Rules.parse(text, "rules.toml")
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"rules.toml:{named}")
+
+
+def test_the_findings_that_count_are_those_of_the_first_rule_that_matches() -> None:
+    rules = Rules.parse('[[topics]]\npattern = "a*"\nfindings = ["error", "stuck"]\n[[topics]]\npattern = "*"\n')
+    assert [rules.rule(topic).findings for topic in ("ab", "b")] == [("error", "stuck"), ()]
 
 
 def test_two_callers_without_a_name_are_one_mistake_each() -> None:
