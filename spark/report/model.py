@@ -67,7 +67,7 @@ _KIND_COUNTS: Final = {
 }
 Kinds = Annotated[
     dict[str, int],
-    Meta(extra_json_schema={"properties": _KIND_COUNTS, "required": list(_KIND_COUNTS), "additionalProperties": False}),
+    Meta(extra_json_schema={"properties": _KIND_COUNTS, "required": list(_KIND_COUNTS)}),
 ]
 
 
@@ -441,8 +441,10 @@ def schema() -> dict[str, Any]:
     """Generate the JSON Schema (2020-12) of report.json. Objects have no additional fields."""
     generated = msgspec.json.schema(Document)
     for definition in generated["$defs"].values():
-        if "properties" in definition:
-            definition["additionalProperties"] = False
+        # Kinds is a dict for msgspec, whose schema allows additional fields.
+        for described in (definition, *definition.get("properties", {}).values()):
+            if "properties" in described:
+                described["additionalProperties"] = False
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": SCHEMA_ID,
