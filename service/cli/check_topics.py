@@ -42,6 +42,26 @@ def own_topics(
     return grouped(rows)
 
 
+def retention(before_s: int | None, longest_s: int, key_ttl_s: int) -> list[Finding]:
+    """Compare the longest retention of keys by the rules with the longest that the control topic remembers, in seconds.
+
+    `before_s` is None if no process has written to the topic; `key_ttl_s` is that of keys for which no rule sets one.
+    """
+    remembered_s = max(before_s or 0, key_ttl_s)
+    if before_s is None or longest_s == remembered_s == key_ttl_s:
+        return []
+    if longest_s > remembered_s:
+        found = f"keys live for {longest_s} s, by earlier rules for {remembered_s} s at most"
+        change = (
+            "let the running processes take these rules (SIGHUP) before any process starts with them: a start does not "
+            "know that keys were remembered for less, and may write again what was forgotten"
+        )
+        return [Finding("rules.retention", Level.WARNING, found, change)]
+    more = f"; the recovery of a lost Redis reads back {remembered_s} s, as earlier rules need it"
+    found = f"keys live for {longest_s} s at most{more if longest_s < remembered_s else ''}"
+    return [Finding("rules.retention", Level.OK, found)]
+
+
 def _takes_our_records(topic: Topic, internal: InternalTopics) -> Iterator[Finding]:
     """Check that one of the own topics takes records of the needed size and time, if its settings may be read."""
     if "max.message.bytes" in topic.settings:

@@ -26,7 +26,14 @@ from service.cli.finding import Finding, Level
 from service.cli.parts import acl_inspector, keys_view
 from service.cli.redis_view import KeysView
 from service.contract import Rules
-from service.contract.wire import LedgerRecord, WireError, decode_ledger, encode_answers, transactional_id
+from service.contract.wire import (
+    LedgerRecord,
+    WireError,
+    decode_ledger,
+    encode_answers,
+    transactional_id,
+    ttl_of_retention,
+)
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.core.redis_address import kind_of
 from service.core.settings import Settings
@@ -55,7 +62,13 @@ def rules_file(settings: Settings, rules: Rules) -> list[Finding]:
     """Tell which rules a service would take now, to compare with `fencepost_rules_info`; nothing without a file."""
     if not settings.rules:
         return []
-    tables = {"topics": rules.topics, "callers": rules.callers, "sources": rules.sources, "cors": rules.cors}
+    tables = {
+        "topics": rules.topics,
+        "callers": rules.callers,
+        "issuers": rules.issuers,
+        "sources": rules.sources,
+        "cors": rules.cors,
+    }
     counts = ", ".join(f"{len(of)} {name}" for name, of in tables.items() if of)
     digest = hashlib.sha256(Path(settings.rules).read_bytes()).hexdigest()
     return [Finding("rules.file", Level.OK, f"{settings.rules}: {counts or 'no tables'}; sha256 {digest}")]
@@ -96,6 +109,9 @@ async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now
         findings += check_brokers.transaction_markers(versions)
         findings += await _access(kafka, settings, snapshot, own)
         findings += await _topics(kafka, settings, rules, snapshot, internal, own)
+        if settings.rules and _may(snapshot, internal.control, Operation.READ):
+            before_s = await remembered_retention(kafka, internal.control)
+            findings += check_topics.retention(before_s, internal.longest_ttl_s, settings.key_ttl_s)
         rate = None
         if _may(snapshot, internal.ledger, Operation.READ):
             rate = await ledger_rate(kafka, internal.ledger, snapshot.topics[internal.ledger].partitions, now())
@@ -143,6 +159,21 @@ async def _described(kafka: AclInspector, names: list[str]) -> Mapping[str, Topi
 
 def _may(snapshot: ClusterSnapshot, topic: str, operation: Operation) -> bool:
     return topic in snapshot.topics and operation in snapshot.topics[topic].may
+
+
+async def remembered_retention(kafka: AclInspector, control: str) -> int | None:
+    """Find the longest retention of keys that the control topic remembers, in seconds, 0 for none.
+
+    None if the topic has no record. Raises KafkaAway.
+    """
+    until = (await high_watermarks(kafka, control, [0]))[0]
+    start = (await offsets_since(kafka, control, [0], 0))[0]
+    if start is None or start >= until:
+        return None
+    longest_s = 0
+    async for items in read_between(kafka, control, {0: (start, until)}, kafka.timeout_s):
+        longest_s = max([longest_s, *(ttl_of_retention(item.key) or 0 for item in items)])
+    return longest_s
 
 
 async def ledger_rate(kafka: AclInspector, ledger: str, partitions: int, now: float) -> Rate | None:

@@ -1,19 +1,24 @@
 """Tests checks of the doctor that need servers which are not available here: old versions, and counts."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from service.claims.redis_requirements import unmet_demands
 from service.claims.redis_seeds import View
-from service.cli import check_access, check_brokers, check_login, check_redis, check_topics
+from service.cli import check_access, check_brokers, check_login, check_redis, check_topics, doctor
 from service.cli.finding import Finding, Level, grouped, judged, worst
 from service.contract import Rules, TopicRule
+from service.contract.wire import GENERATION_KEY, retention_key
 from service.core.problems import StoreAway
 from service.core.settings import Settings
 from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic, supported_features
 from service.kafka.admin import Topic
+from service.kafka.reader import Item
 from service.kafka.tokens import token_source_of
+from tests.unit.fakes import FakeCluster
 
 INFO = {
     "redis_version": "7.2.4",
@@ -224,3 +229,51 @@ def test_a_quarantine_topic_that_is_missing_or_compacted_is_an_error() -> None:
     compacted = {"there": Topic("there", 1, {"cleanup.policy": "compact", "min.insync.replicas": "2"})}
     found = wrong(check_topics.data_topic_settings(compacted, seen, rules.quarantine_topics))
     assert found == {"topics.quarantine-policy": "it is compacted"}
+
+
+@pytest.mark.parametrize(
+    ("before_s", "longest_s", "level", "found"),
+    [
+        (None, 259_200, None, ""),  # of a namespace in which nothing was written yet
+        (0, 86_400, None, ""),
+        (0, 259_200, Level.WARNING, "keys live for 259200 s, by earlier rules for 86400 s at most"),
+        (200_000, 259_200, Level.WARNING, "keys live for 259200 s, by earlier rules for 200000 s at most"),
+        (259_200, 259_200, Level.OK, "keys live for 259200 s at most"),
+        (
+            604_800,
+            86_400,
+            Level.OK,
+            "keys live for 86400 s at most; the recovery of a lost Redis reads back 604800 s, as earlier rules need it",
+        ),
+    ],
+)
+def test_a_longer_retention_is_to_come_by_a_reload(
+    before_s: int | None, longest_s: int, level: Level | None, found: str
+) -> None:
+    told = check_topics.retention(before_s, longest_s, 86_400)
+    assert [(one.check, one.level, one.found) for one in told] == ([("rules.retention", level, found)] if level else [])
+    assert all(("SIGHUP" in one.change) is (one.level is Level.WARNING) for one in told)
+
+
+async def test_the_doctor_finds_the_longest_retention_in_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[bytes] = []
+
+    async def read(_: object, topic: str, spans: dict[int, tuple[int, int]], __: float) -> AsyncIterator[list[Item]]:
+        (start, until), offsets = spans[0], range(len(keys))
+        for offset in offsets[start:until]:
+            yield [Item(0, offset, keys[offset], b"")]
+
+    async def until(*_: object) -> dict[int, int]:
+        return {0: len(keys)}
+
+    async def since(*_: object) -> dict[int, int | None]:
+        return {0: 0 if keys else None}
+
+    for name, fake in (("read_between", read), ("high_watermarks", until), ("offsets_since", since)):
+        monkeypatch.setattr(doctor, name, fake)
+    kafka: Any = FakeCluster()
+    assert await doctor.remembered_retention(kafka, "fencepost.control") is None
+    keys += [b"barrier/3", GENERATION_KEY]
+    assert await doctor.remembered_retention(kafka, "fencepost.control") == 0
+    keys += [retention_key(600_000), retention_key(500_000), b"barrier/3"]
+    assert await doctor.remembered_retention(kafka, "fencepost.control") == 600_000
