@@ -44,8 +44,8 @@ WINDOW_S: Final = 0.01
 # Bytes of results that wait for a client that does not read: those of 10,000 events and more, so that a client that
 # reads nothing before it has sent all may send as many.
 UNREAD_BYTES_MAX: Final = 4 * 1024 * 1024
-# The longest pause of a stream whose caller is over its rate. Only a rate of less than one event in it needs a longer,
-# or the debt of several streams of one caller.
+# The longest pause of a stream whose caller is over its rate: proxies close a connection without bytes after a minute.
+# Only a rate of less than one event in it needs a longer one, or the debt of several streams of one caller.
 RATE_PAUSE_MAX_S: Final = 60.0
 # The longest time that a stream waits while the queue is full; then its events get 503.
 OVERLOAD_WAIT_S: Final = 10.0
