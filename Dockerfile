@@ -1,7 +1,8 @@
-# Two images: `--target service` (the default) and `--target spark`, the audit.
+# Three images: `--target service` (the default), `--target spark`, the audit, and `--target spark-s3`, the audit with what a
+# lake or a report on S3 needs.
 #
 # BASE is any Debian with Python 3.11 or 3.12, its venv and CA certificates. Packages come from the indexes that the
-# builder is configured with. Their checksums are locked: wheels by uv.lock, jars by spark/jars.lock.
+# builder is configured with. Their checksums are locked: wheels by uv.lock, jars by spark/*.lock.
 ARG BASE=python:3.11-slim-bookworm
 
 # ------------------------------------------------------------------------------------------ how packages come in
@@ -77,6 +78,11 @@ COPY spark/jars.lock spark/jars.lock
 RUN FENCEPOST_CACHE=/build/cache /opt/fencepost/bin/python -c \
       'from deploy.install import jars; jars.ensure(jars.read_lock("spark", jars.LOCKS["spark"]))'
 
+# hadoop-aws, modules of the AWS SDK, and the log store, which the compiler in Spark makes of its source.
+FROM jars AS s3-jars
+COPY spark spark
+RUN FENCEPOST_CACHE=/build/cache /opt/fencepost/bin/python -m deploy.install.s3
+
 FROM java AS spark
 # A new volume mounted at /data takes the owner of this folder.
 RUN echo 'fencepost:x:10001:' >> /etc/group \
@@ -98,6 +104,9 @@ WORKDIR /tmp
 USER 10001:10001
 ENTRYPOINT ["/opt/entrypoint.sh"]
 CMD ["python", "-m", "spark", "--help"]
+
+FROM spark AS spark-s3
+COPY --from=s3-jars /build/cache/jars/spark /opt/jars
 
 # ----------------------------------------------------------------------------------------------- the service
 FROM ${BASE} AS service

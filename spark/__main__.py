@@ -62,7 +62,7 @@ def _run(arguments: Sequence[str]) -> int:
     )
     for rule in settings.rules.topics:
         kinds_of(f"{shared.rules}: findings of the topics {rule.pattern!r}:", rule.findings)
-    session = open_session()
+    session = open_session(urls=(options.lake, options.report))
     if options.dry_run:
         with console.watching(session):
             preview = job.preview(session, settings, console)
@@ -78,7 +78,7 @@ def _view(arguments: Sequence[str]) -> int:
     described = "Create a topic's view: a Delta table with each id once. Each later run updates the view."
     topic, root = parse_about("view", "topic", "a topic that the last run has audited", described, arguments)
     shared = SharedSettings.from_env()
-    rows = view.register(open_session(), shared, root, topic)
+    rows = view.register(open_session(urls=(root,)), shared, root, topic)
     sys.stdout.write(f"view       {root}/{view.FOLDER}/{topic}\nrows       {rows}\n")
     return 0
 
@@ -87,7 +87,7 @@ def _show(arguments: Sequence[str]) -> int:
     described = "Show all data about an id: its rows in the lake, its findings, its records in Kafka."
     text, root = parse_about("show", "id", "an id (hexadecimal), or an idempotency key", described, arguments)
     shared = SharedSettings.from_env()
-    for line in show.show(open_session(), shared, root, text):
+    for line in show.show(open_session(urls=(root,)), shared, root, text):
         sys.stdout.write(line + "\n")
     return 0
 
@@ -95,7 +95,7 @@ def _show(arguments: Sequence[str]) -> int:
 def _findings(arguments: Sequence[str]) -> int:
     options = parse_findings(arguments, int(time.time() * 1000))
     kinds_of("--kind", options.kinds)
-    lines = export.export(open_session(), options)
+    lines = export.export(open_session(urls=(options.lake, options.output)), options)
     try:
         sys.stdout.writelines(lines)
         sys.stdout.flush()

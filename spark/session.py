@@ -37,6 +37,8 @@ _ALWAYS: Final = {
     "spark.sql.optimizer.excludedRules": "org.apache.spark.sql.catalyst.optimizer.InferFiltersFromGenerate",
     # The source of a MERGE is deterministic (frozen offsets, total order) and checkpointed already.
     "spark.databricks.delta.merge.materializeSource": "none",
+    # Delta's own log store for S3 does not prevent that two processes commit the same version.
+    jars.LOG_STORE_SETTING: jars.LOG_STORE_CLASS,
 }
 
 # On one machine: no web server, few partitions, a snapshot of a small table in one task.
@@ -69,11 +71,13 @@ JAVA_OPTIONS: Final = (
 )
 
 
-def open_session(environ: Mapping[str, str] | None = None, java_options: str = JAVA_OPTIONS) -> SparkSession:
-    """Create the session of this process.
+def open_session(
+    environ: Mapping[str, str] | None = None, java_options: str = JAVA_OPTIONS, urls: Sequence[str] = ()
+) -> SparkSession:
+    """Create the session of this process; `urls` are those of lake and report.
 
     Under spark-submit, master, sizes and jars are those of the submission. Otherwise the master is `local[*]`, with the
-    jars of the lock (CannotRun if one is missing), in a JVM with `java_options`.
+    jars of the lock, and those for S3 if a URL needs them (CannotRun if one is missing), in a JVM with `java_options`.
     """
     environ = os.environ if environ is None else environ
     builder = SparkSession.builder.appName(APP)
@@ -81,7 +85,8 @@ def open_session(environ: Mapping[str, str] | None = None, java_options: str = J
         builder = builder.config(name, value)
     if "PYSPARK_GATEWAY_PORT" not in environ:
         master = environ.get("FENCEPOST_SPARK_MASTER", "local[*]")
-        builder = builder.master(master).config(*jars_of(master, jars.find(environ)))
+        paths = [*jars.find(environ), *(jars.find_s3(environ) if jars.needs_s3(urls) else ())]
+        builder = builder.master(master).config(*jars_of(master, paths))
         options = f"{java_options} -Dlog4j2.configurationFile={LOGGING.as_uri()}"
         builder = builder.config("spark.driver.extraJavaOptions", options)
         for name, value in _LOCAL.items():

@@ -76,6 +76,11 @@ def test_packages_come_by_lock_and_checksum() -> None:
     assert "jars.ensure" in "".join(stage("jars"))  # it checks every jar against the lock
 
 
+def test_the_image_for_s3_is_the_audits_with_further_jars() -> None:
+    assert "deploy.install.s3" in "".join(stage("s3-jars"))  # it checks every jar against the lock
+    assert stage("spark-s3") == ["FROM spark AS spark-s3", "COPY --from=s3-jars /build/cache/jars/spark /opt/jars"]
+
+
 def test_the_port_is_the_settings() -> None:
     assert f"EXPOSE {Settings().port}" in stage("service")
 

@@ -43,7 +43,7 @@ def printed(spark: SparkSession, root: str, monkeypatch: pytest.MonkeyPatch, cap
     """Return the function that carries out the command, and returns its exit status, output and errors."""
 
     def carry_out(*arguments: str, root: str = root) -> tuple[int, str, str]:
-        monkeypatch.setattr("spark.__main__.open_session", lambda: spark)
+        monkeypatch.setattr("spark.__main__.open_session", lambda **_: spark)
         monkeypatch.setattr("sys.argv", ["spark", "findings", "--lake", root, *arguments])
         status = main()
         captured = capsys.readouterr()

@@ -61,7 +61,7 @@ def test_a_wrong_expression_stops_the_start(spark: SparkSession, expression: str
     assert why in str(caught.value)
 
 
-@pytest.mark.parametrize("root", ["s3a://bucket/lake", "S3N://bucket/lake", "oss://bucket/lake", "/lake"])
+@pytest.mark.parametrize("root", ["s3://bucket/lake", "S3N://bucket/lake", "oss://bucket/lake", "/lake"])
 def test_a_lake_where_two_runs_could_both_commit_is_refused_before_it_is_opened(spark: SparkSession, root: str) -> None:
     """A folder without a scheme lies on Hadoop's default file system."""
     configuration = hadoop_configuration(spark)
@@ -69,12 +69,20 @@ def test_a_lake_where_two_runs_could_both_commit_is_refused_before_it_is_opened(
     configuration.set("fs.defaultFS", "cosn://bucket")
     try:
         with (
-            pytest.raises(CannotRun, match=r"^--lake [^\n]* begins with file:, [^\n]* or gs:$"),
+            pytest.raises(CannotRun, match=r"^--lake [^\n]* begins with file:, [^\n]* or s3a:$"),
             lock.held(spark, root),
         ):
             pass
     finally:
         configuration.set("fs.defaultFS", before)
+
+
+def test_a_lake_on_s3_without_the_jars_for_it_is_refused(spark: SparkSession) -> None:
+    with (
+        pytest.raises(CannotRun, match=r"^--lake s3a:[^\n]* lacks the jars for S3; python -m deploy\.[^\n]*$"),
+        lock.held(spark, "s3a://bucket/lake"),
+    ):
+        pass
 
 
 @pytest.fixture

@@ -302,7 +302,7 @@ def test_a_run_on_a_lake_that_another_process_holds_exits_with_2(
 ) -> None:
     root = tmp_path / "lake"
     root.mkdir()
-    monkeypatch.setattr("spark.__main__.open_session", lambda: spark)
+    monkeypatch.setattr("spark.__main__.open_session", lambda **_: spark)
     monkeypatch.setattr("sys.argv", ["spark", "--lake", str(root), "--report", str(tmp_path / "report")])
     monkeypatch.setenv("FENCEPOST_KAFKA", "127.0.0.1:1")
     command = [sys.executable, "-c", HOLDER, str(root / "_lock")]

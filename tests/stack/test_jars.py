@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from deploy.console import StackError
-from deploy.install import jars
+from deploy.install import fetchers, jars
 from deploy.install.fetchers import Artifact, FetchError
 from deploy.install.jars import Jar
+from spark.errors import CannotRun
+from spark.jars import S3_LOCK, find_s3, locked, log_store, needs_s3
 
 GOOD = b"the right bytes"
 
@@ -86,3 +88,23 @@ def test_a_lock_file_with_a_bad_line_is_refused(tmp_path: Path) -> None:
     lock.write_text("# fine\nnot a line\n")
     with pytest.raises(StackError, match=r"x\.lock:2"):
         jars.read_lock("kafka", lock)
+
+
+def test_hadoop_aws_is_of_the_hadoop_in_pyspark() -> None:
+    ivy = fetchers.ivy_jar()
+    assert ivy is not None
+    (hadoop,) = ivy.parent.glob("hadoop-client-api-*.jar")
+    (aws,) = [jar for jar in jars.read_lock("spark", S3_LOCK) if jar.artifact == "hadoop-aws"]
+    assert hadoop.name == f"hadoop-client-api-{aws.version}.jar"
+
+
+def test_a_url_on_s3_needs_the_jars_of_its_lock_and_the_log_store_of_its_source(tmp_path: Path) -> None:
+    assert needs_s3(["lake", "S3A://bucket/report"])
+    assert not needs_s3(["/s3a:/lake", "hdfs://name/lake"])
+    for name in locked(S3_LOCK):
+        (tmp_path / name).touch()
+    (tmp_path / log_store("000000000000")).touch()
+    with pytest.raises(CannotRun, match=rf"missing in [^:]*: {log_store()}; run python -m deploy.install.s3 once"):
+        find_s3({"FENCEPOST_JARS": str(tmp_path)})
+    (tmp_path / log_store()).touch()
+    assert len(find_s3({"FENCEPOST_JARS": str(tmp_path)})) == len(locked(S3_LOCK)) + 1
