@@ -14,7 +14,7 @@ NAME: Final = "kinds of findings"
 """The name in the markers."""
 
 HEAD: Final = ("kind", "severity", "breaks the promise", "about", "what a finding says")
-_SUBJECTS: Final = {"id": "an id", "content": "a content", "partition": "a partition"}
+_SUBJECTS: Final = {"id": "an id", "content": "a content", "partition": "a partition", "sink": "an id in a sink"}
 
 
 def table() -> str:

@@ -15,7 +15,7 @@ from typing import Final
 
 from pyspark.errors import PySparkException
 
-from service.contract import Rules, SettingsError, SharedSettings
+from service.contract import SettingsError, SharedSettings
 from spark import dry_run, export, job, show, silences
 from spark.console import Console
 from spark.errors import CannotRun
@@ -23,7 +23,7 @@ from spark.reading.jvm import Py4JError
 from spark.report import model
 from spark.rules.kinds import kinds_of
 from spark.session import open_session
-from spark.settings import Settings, parse, parse_about, parse_findings, read_webhook
+from spark.settings import Settings, parse, parse_about, parse_findings, read_webhook, rules_of
 from spark.tables import view
 
 EXIT_CANNOT_RUN: Final = 2
@@ -56,7 +56,7 @@ def _run(arguments: Sequence[str]) -> int:
     settings = Settings(
         shared=shared,
         options=options,
-        rules=Rules.read(shared.rules),
+        rules=rules_of(shared, options),
         silences=silences.read(options.silences),
         webhook=read_webhook(options),
     )

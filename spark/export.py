@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark.errors import CannotRun
-from spark.rules import current_findings
+from spark.rules import current_findings, sink_audit
 from spark.rules.kinds import kinds_of
 from spark.settings import CSV, PARQUET, FindingsOptions, glob_regex
 from spark.tables.lake import Lake
@@ -41,7 +41,8 @@ def selected(lake: Lake, options: FindingsOptions) -> DataFrame:
     lake.check_version()
     window_from_ms = _window_from_ms(lake)
     since_ms = window_from_ms if options.since_ms is None else options.since_ms
-    found = current_findings.by_finding(current_findings.by_hour(lake.read("findings"), since_ms))
+    findings = sink_audit.with_findings(lake, lake.read("findings"))
+    found = current_findings.by_finding(current_findings.by_hour(findings, since_ms))
     if options.topics:
         found = found.where(F.col("topic").rlike(f"^(?:{glob_regex(options.topics)})$"))
     return found.where(F.col("kind").isin(*kinds))

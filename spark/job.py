@@ -14,11 +14,11 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark import dry_run, session
 from spark.errors import CannotRun
-from spark.reading import decode, planning, run_plan, source, wire_expressions
+from spark.reading import decode, planning, run_plan, sinks, source, wire_expressions
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
 from spark.report import document, publish, webhook
-from spark.rules import cross_hour, current_findings
+from spark.rules import cross_hour, current_findings, sink_audit
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
 from spark.rules.reconcile import reconcile, recount, unchanged_balance
@@ -53,6 +53,7 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
     that was killed after its merge.
     """
     decode.check_identities(spark, settings.options.identity)
+    sinks.check_expressions(spark, settings.rules.sinks)
     with (
         decode.newer_versions_refused(),
         lock.held(spark, settings.options.lake) as check_held,
@@ -163,7 +164,9 @@ class _Run:
             self.on_progress(f"run {plan.run}: the balance does not close; counting all hours of the lake again")
             with self.timer.step("count again"):
                 balance = recount(self.lake, context, balance)
-        report = self._report(context, balance, document.RunKind(resumed, self.finished, recounted))
+        with self.timer.step("compare sinks"):
+            compared = sink_audit.audit(self.lake, context, self.on_progress)
+        report = self._report(context, balance, compared, document.RunKind(resumed, self.finished, recounted))
         self._finish(plan, balance, report, last_run)
         with self.timer.step("clean up the lake"):
             self._tidy(plan, last_run)
@@ -428,7 +431,13 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ done
 
-    def _report(self, context: RunContext, balance: Balance, kind: document.RunKind) -> document.Report:
+    def _report(
+        self,
+        context: RunContext,
+        balance: Balance,
+        compared: Sequence[sink_audit.SinkReport],
+        kind: document.RunKind,
+    ) -> document.Report:
         """Close the balance, publish the current findings, and write the report; CannotRun before that if the balance
         does not close."""
         window_from = context.window_from
@@ -437,6 +446,7 @@ class _Run:
         if findings.isEmpty():
             # Without rows Spark plans next to nothing of what follows.
             findings = wire_expressions.rows_of(self.spark, lake.schema("findings"), [])
+        findings = sink_audit.with_findings(self.lake, findings)
         by_hour = current_findings.by_hour(findings, window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
         if self.findings_topic is not None:
@@ -454,6 +464,7 @@ class _Run:
                 self.timer.seconds,
                 verdict_history.counted(self.lake.read_cached("verdicts"), window_from),
                 kind,
+                compared,
             )
             self.lake.check_held()
             report = self._notify(report, context)
@@ -564,6 +575,13 @@ def terminal_text(report: document.Report, folder: str) -> str:
     for row in report.document["causes"]:
         name = f"{row['kind']}{'/' + row['cause'] if row['cause'] else ''}"
         lines.append(f"finding    {name} in {row['topic']}: {row['findings']} findings, {row['records']} records")
+    for sink in report.document["sinks"]:
+        counts: Mapping[str, Any] = sink
+        names = ("present_once", "missing", "twice", "late", "pending")
+        parts = "  ".join(f"{name} {counts[name]}" for name in names if counts[name] or name == "present_once")
+        lines.append(f"sink       {sink['name']}: expected {sink['expected']} = {parts}, extra {sink['extra']}")
+        if sink["unreadable"] is not None:
+            lines.append(f"sink       {sink['name']} could not be read: {sink['unreadable']}")
     for use in report.document["silences"]:
         if use["state"] == "expired":
             lines.append(f"silence    {use['finding']} has expired at {use['until']}: {use['reason']}")

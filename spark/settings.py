@@ -3,13 +3,13 @@
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from service.contract import Rules, SettingsError, SharedSettings, wire
+from service.contract import PREFIX, Rules, SettingsError, SharedSettings, wire
 from spark.silences import Silence
 
 HOUR_MS: Final = 3_600_000
@@ -55,6 +55,8 @@ class Options:
     webhook_format: str = JSON
     webhook_after: int = 1
     dry_run: bool = False
+    sinks: str = ""
+    recheck_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,20 @@ class Settings:
     def longest_ttl_ms(self) -> int:
         """The longest key retention of all topics, ms."""
         return max(self.key_ttl_ms, 1000 * self.rules.longest_ttl_s)
+
+
+def rules_of(shared: SharedSettings, options: Options) -> Rules:
+    """Read the rules of a run: those of FENCEPOST_RULES, with the sinks of --sinks if that is given.
+
+    Raises SettingsError with a line for each mistake.
+    """
+    rules = Rules.read(shared.rules)
+    if not options.sinks:
+        return rules
+    given = Rules.read(options.sinks)
+    if given != Rules(sinks=given.sinks):
+        raise SettingsError(f"--sinks {options.sinks}: write [[sinks]] only; other rules belong into {PREFIX}RULES")
+    return replace(rules, sinks=given.sinks)
 
 
 def glob_regex(globs: Sequence[str]) -> str:
@@ -213,6 +229,17 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--dry-run", action="store_true", help="print what a run would read, and about how long; write nothing"
     )
+    parser.add_argument(
+        "--sinks",
+        default="",
+        metavar="FILE",
+        help="a TOML file with [[sinks]] tables, in place of those in FENCEPOST_RULES",
+    )
+    parser.add_argument(
+        "--recheck-sinks",
+        action="store_true",
+        help="compare every hour of the window with the sinks again; default: hours that may have changed",
+    )
     parsed = parser.parse_args(arguments)
     identity = dict(parsed.identity)
     if len(identity) < len(parsed.identity):
@@ -242,6 +269,8 @@ def parse(arguments: Sequence[str]) -> Options:
         webhook_format=parsed.webhook_format,
         webhook_after=parsed.webhook_after,
         dry_run=parsed.dry_run,
+        sinks=parsed.sinks,
+        recheck_sinks=parsed.recheck_sinks,
     )
 
 

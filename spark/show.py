@@ -61,6 +61,8 @@ def _id(spark: SparkSession, shared: SharedSettings, lake: Lake, id: bytes, foun
         yield from _row(row)
         writers.update({_coordinates(copy): _writer(copy) for copy in row["ordered"]})
     copies = {_coordinates(copy): _identity(row["key"], copy) for row in found_rows for copy in row["coordinates"]}
+    for row in _of(lake.read("sinks").where("kind IS NOT NULL"), [id]).collect():
+        yield f"finding    {row['kind']}{'/' + row['cause'] if row['cause'] else ''} {row['sink']}"
     for row in _findings(lake, id, found_rows):
         yield f"finding    {row['kind']}{'/' + row['cause'] if row['cause'] else ''}, {row['count']} records"
     shown = list(writers)[:RECORDS_MAX]

@@ -18,6 +18,7 @@ from service.contract.settings import (
     tls_context,
     tls_faults,
 )
+from service.contract.sink_rules import SinkRule
 from service.contract.source_rules import KeyPlace, SignatureRule, SourceRule
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SettingsError",
     "SharedSettings",
     "SignatureRule",
+    "SinkRule",
     "SourceRule",
     "TopicRule",
     "integer",

@@ -1,4 +1,4 @@
-"""The rules of `FENCEPOST_RULES`: which guarantee topics have, who may write what, and which webhooks are taken."""
+"""The rules of `FENCEPOST_RULES`: guarantees of topics, who may write what, webhooks, and what the audit compares."""
 
 import re
 import tomllib
@@ -25,6 +25,7 @@ from service.contract.faults import (
 from service.contract.issuer_rules import IssuerRule, issuer_faults, issuer_rule
 from service.contract.registry_rules import RegistryRule, registry_faults, registry_rule
 from service.contract.settings import PREFIX, SettingsError, SharedSettings
+from service.contract.sink_rules import SinkRule, sink_faults, sink_rule
 from service.contract.source_rules import SourceRule, source_faults, source_rule
 from service.contract.wire import internal_topics
 
@@ -96,6 +97,7 @@ class Rules:
     sources: tuple[SourceRule, ...] = ()
     cors: tuple[CorsRule, ...] = ()
     issuers: tuple[IssuerRule, ...] = ()
+    sinks: tuple[SinkRule, ...] = ()
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -240,6 +242,7 @@ class Rules:
             tuple(source_rule(table, folder) for table in found["sources"]),
             tuple(map(cors_rule, found["cors"])),
             tuple(issuer_rule(table, folder) for table in found["issuers"]),
+            tuple(sink_rule(table, folder) for table in found["sinks"]),
         )
 
 
@@ -365,5 +368,6 @@ _FAULTS: Final[Mapping[str, Callable[[Table, Sequence[Table]], Faults]]] = {
     "sources": source_faults,
     "cors": cors_faults,
     "issuers": issuer_faults,
+    "sinks": sink_faults,
 }
 _SECTIONS: Final = " or ".join(f"[[{section}]]" for section in _FAULTS)

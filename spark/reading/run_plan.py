@@ -265,7 +265,8 @@ def _sources_of(rules: Rules) -> list[dict[str, Any]]:
 def settings_of(options: str, now: Settings) -> Settings:
     """Restore the settings that a plan was made with from its `options` (options_of); the rest is taken from `now`.
 
-    Plans of an earlier version lack the window, the callers, or the identities (which that version did not have).
+    Plans of an earlier version lack the window, the callers, or the identities (which that version did not have). The
+    sinks are those of `now`: what a run has merged does not depend on them.
     """
     parsed = json.loads(options)
     options_then = replace(
@@ -285,7 +286,9 @@ def settings_of(options: str, now: Settings) -> Settings:
     sources = tuple(map(_source_of, parsed.get("sources", [])))
     scopes = {source.scope for source in sources}
     callers = tuple(CallerRule(name, ()) for name in parsed.get("callers", now.rules.scopes[1:]) if name not in scopes)
-    return replace(now, options=options_then, shared=shared, rules=Rules(topics, callers, sources))
+    return replace(
+        now, options=options_then, shared=shared, rules=Rules(topics, callers, sources, sinks=now.rules.sinks)
+    )
 
 
 def _rule_of(stored: Sequence[Any], quarantine: str) -> TopicRule:

@@ -17,6 +17,7 @@ from spark.rules import current_findings
 from spark.rules.balance import ByTopic, Closed
 from spark.rules.kinds import KINDS, kinds_of, with_surplus
 from spark.rules.record_counts import PARTITIONS_MAX
+from spark.rules.sink_audit import SinkReport
 from spark.silences import Silence
 from spark.tables import files, hours
 
@@ -63,11 +64,12 @@ def build(
     seconds: Mapping[str, float],
     revised: Mapping[str, Any],
     kind: RunKind,
+    compared: Sequence[SinkReport] = (),
 ) -> Report:
     """Build the document of a run.
 
     `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS), `seconds` the
-    time of each step, `revised` the changed verdicts (verdict_history.counted).
+    time of each step, `revised` the changed verdicts (verdict_history.counted), `compared` the sinks of the rules.
     """
     plan, topics = context.plan, balance.topics
     silences = context.settings.silences
@@ -96,6 +98,7 @@ def build(
             "instances": instances(collected.listed),
             "findings": collected.listed,
             "findings_left_out": collected.number - len(collected.listed),
+            "sinks": [_sink(sink) for sink in compared],
             "evidence": _evidence(plan, topics),
             "verdicts": cast(model.Revisions, revised),
             "requests": _requests(topics),
@@ -308,6 +311,20 @@ def _blocked_since_ms(log: Log) -> int | None:
         return log.blocking_transaction.since_ms
     earliest, latest = PLAUSIBLE_MS
     return log.decided_until_ms if earliest <= log.decided_until_ms <= latest else None
+
+
+def _sink(sink: SinkReport) -> model.Sink:
+    """Describe a sink. The names of its counts leave out that they are those of a sink."""
+    counts = {name.removesuffix("_in_sink"): count for name, count in sink.counts.items()}
+    times = {"judged_until": sink.judged_until_ms, "read_at": sink.read_ms}
+    described = {
+        "name": sink.rule.name,
+        "format": sink.rule.format,
+        **counts,
+        **{name: None if ms is None else _iso(ms) for name, ms in times.items()},
+        "unreadable": sink.unreadable,
+    }
+    return cast(model.Sink, described)
 
 
 def _requests(topics: ByTopic) -> model.Requests:

@@ -1,7 +1,7 @@
 """metrics.prom: the counts of a report in the text format of Prometheus."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Final, cast, get_args
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from spark.report.model import Document, SilenceState
+from spark.report.model import Document, SilenceState, Sink
 from spark.rules.kinds import KINDS
 
 PREFIX: Final = "fencepost_audit_"
@@ -86,12 +86,40 @@ class _OfDocument(Collector):
         yield _gauge(
             "held_up_oldest_seconds", "Age of the oldest of these transactions when the ends were frozen.", oldest_s
         )
+        yield from _of_sinks(document["sinks"])
         yield _gauges(
             "step_seconds",
             "Time of the last run by step.",
             ("step",),
             (((step,), taken_s) for step, taken_s in document["cost"]["seconds"].items()),
         )
+
+
+def _of_sinks(sinks: Sequence[Sink]) -> Iterable[GaugeMetricFamily]:
+    """Yield the metrics of the sinks; none of their families has a value without sinks."""
+    counts = ("expected", "present_once", "missing", "twice", "late", "pending", "extra")
+    yield _gauges(
+        "sink_ids",
+        "Ids of the window by sink and state in the sink's balance.",
+        ("sink", "state"),
+        (((sink["name"], state), cast(int, sink[state])) for sink in sinks for state in counts),  # type: ignore[literal-required]
+    )
+    yield _gauges(
+        "sink_readable",
+        "1 if the last run has read the sink, else 0.",
+        ("sink",),
+        (((sink["name"],), sink["unreadable"] is None) for sink in sinks),
+    )
+    yield _gauges(
+        "sink_judged_until_timestamp_seconds",
+        "The sink's watermark: every event that was accepted before is judged.",
+        ("sink",),
+        (
+            ((sink["name"],), datetime.fromisoformat(judged).timestamp())
+            for sink in sinks
+            if (judged := sink["judged_until"]) is not None
+        ),
+    )
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:

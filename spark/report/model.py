@@ -253,14 +253,19 @@ class Finding(TypedDict):
     finding_id: Annotated[
         str,
         _about(
-            "Id of the finding, the same in every run: kind:id, client_duplicate:fingerprint, or "
-            "kind:cause:topic:partition for a finding about a partition. The key in the topic of findings."
+            "Id of the finding, the same in every run: kind:id, client_duplicate:fingerprint, "
+            "kind:cause:topic:partition for a finding about a partition, or kind:sink:id (kind:sink:topic:partition "
+            "for coordinates that no event has). The key in the topic of findings."
         ),
     ]
     kind: Annotated[Kind, _about("Kind of finding.")]
     cause: Annotated[
         str | None,
-        _about("Cause of the second copy. For lost: the source of the claim; for stuck: the status of the answer."),
+        _about(
+            "Cause of the second copy. For lost: the source of the claim; for stuck: the status of the answer; for "
+            "twice_in_sink: repeated (more rows than records in Kafka) or copied (as many); for late_in_sink: arrived "
+            "(by the column for the arrival) or was_missing (an earlier run had found the event missing)."
+        ),
     ]
     severity: Annotated[
         Severity,
@@ -277,7 +282,9 @@ class Finding(TypedDict):
     key: Annotated[str | None, _about("The idempotency key, if a record has one; at most 255 characters.")]
     topic: Annotated[str | None, _about("Kafka topic; of several the first in alphabetical order.")]
     partition: Annotated[PartitionOrNone, _about("Kafka partition, for a finding about a partition.")]
-    count: Annotated[int, _records("Records of the finding (for an evidence_gap of a log: offsets)")]
+    count: Annotated[
+        int, _records("Records of the finding (for an evidence_gap of a log: offsets; for a sink: rows, or 1)")
+    ]
     first_offset: Annotated[OffsetOrNone, _about("The lowest offset, for a finding about a partition.")]
     last_offset: Annotated[OffsetOrNone, _about("The highest offset, for a finding about a partition.")]
     coordinates: Annotated[
@@ -285,6 +292,14 @@ class Finding(TypedDict):
         _about("The copies in their order (at most 128), or the claims without a record."),
     ]
     silenced: Annotated[Silenced | None, _about("The silence of the finding; null: it counts.")]
+    sink: Annotated[str | None, _about("Name of the sink, for a finding about a sink.")]
+    sink_ms: Annotated[
+        int | None,
+        _about(
+            "For late_in_sink: when the first row arrived, by its column; for missing_in_sink: when the ends of the "
+            "run were frozen that found the event missing. Unit: milliseconds since the epoch."
+        ),
+    ]
 
 
 class HeldUp(TypedDict):
@@ -407,6 +422,33 @@ class WebhookDelivery(TypedDict):
     ]
 
 
+class Sink(TypedDict):
+    """A sink: expected = present_once + missing + twice + late + pending."""
+
+    name: Annotated[str, _about("Name of the sink in the rules.")]
+    format: Annotated[str, _about("Format of the sink: delta, parquet or jdbc.")]
+    expected: Annotated[int, _ids("Ids of the window with a record that a consumer could read")]
+    present_once: Annotated[int, _ids("Expected ids with one row that was not late")]
+    missing: Annotated[int, _ids("Expected ids without a row, whose time to arrive is over")]
+    twice: Annotated[int, _ids("Expected ids with several rows")]
+    late: Annotated[int, _ids("Expected ids whose row arrived when that time was over")]
+    pending: Annotated[int, _ids("Expected ids without a row that may still arrive")]
+    extra: Annotated[int, _ids("Ids with rows that were never delivered, in an exclusive sink")]
+    unidentified: Annotated[int, _about("Rows that name no event. Unit: rows.", ge=0)]
+    judged_until: Annotated[
+        Annotated[str, _TIME] | None,
+        _about("The sink's watermark: every event that was accepted before is judged; null if none is."),
+    ]
+    read_at: Annotated[
+        Annotated[str, _TIME] | None,
+        _about("When the ends were frozen of the last run that has read the sink; null if none has."),
+    ]
+    unreadable: Annotated[
+        str | None,
+        _about("Why this run could not read the sink: its counts are those of the last run that could; else null."),
+    ]
+
+
 class Document(TypedDict):
     """The report of one run of the audit."""
 
@@ -429,6 +471,7 @@ class Document(TypedDict):
     findings_left_out: Annotated[
         int, _about("Findings that are only in the lake, not in this report. Unit: findings.", ge=0)
     ]
+    sinks: Annotated[list[Sink], _about("The sinks of the rules, compared with what was delivered.")]
     evidence: Annotated[Evidence, _about("The evidence for the verdict.")]
     verdicts: Annotated[Revisions, _about("Verdicts that differ from those of earlier runs.")]
     requests: Annotated[Requests, _about("Answers of the window by status.")]

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from spark.report import charts, commands
 from spark.report.model import Document, Finding, TopicCounts
 from spark.rules.classify import CATEGORIES
-from spark.rules.kinds import KINDS, Kind
+from spark.rules.kinds import EXTRA_IN_SINK, KINDS, Kind
 
 LIMITS: Final = SimpleNamespace(
     findings=100, copies=5, open=10, causes=60, topics=60, logs=200, silences=200, instances=20
@@ -40,6 +40,7 @@ CAUSES: Final = {
 _CATEGORY_CLASSES: Final = {"delivered_once": "good", "pending": "wait", "unprovable": "wait"}
 """The style class of a category of the balance; `bad` for all other categories."""
 _TOPIC_COUNTS: Final = ("records", "ids", "copies_extra", "accepted", "unrequested", "unkeyed", "rejects")
+_SINK_COUNTS: Final = ("expected", "present_once", "missing", "twice", "late", "pending", "extra")
 _PAST_COUNTS: Final = ("findings", "accepted", "delivered_once", "pending", "records", "offsets")
 
 
@@ -81,6 +82,7 @@ def render(document: Document) -> Iterator[str]:
             ],
             "past_counts": _PAST_COUNTS,
             "trend": Markup(charts.trend(document["history"])),  # noqa: S704 - trend escapes its texts
+            "sink_counts": _SINK_COUNTS,
         }
     )
 
@@ -159,6 +161,11 @@ def _subline(document: Document) -> str:
         parts.append(f"New findings were not delivered to the webhook ({delivery['error']}); the next run sends them.")
     if not run["caught_up"]:
         parts.append("This run was limited by --max-records: some records are not read yet.")
+    parts += [
+        f"The sink {sink['name']} could not be read: what it has is as of an earlier run."
+        for sink in document["sinks"]
+        if sink["unreadable"] is not None
+    ]
     if not run["ids_pass"]:
         parts.append("The pass over all ids was skipped: copies in other hours are not in this report.")
     return " ".join(parts) or "Every accepted event is accounted for."
@@ -216,7 +223,8 @@ def _counted_kind(number: int, kind: Kind) -> str:
 
 def _commands(run: Mapping[str, Any], finding: Finding) -> Sequence[str]:
     """Return the commands that print the records of a finding."""
-    show = [commands.show(run, finding["id"])] if finding["id"] else []
+    is_known = finding["id"] and finding["kind"] != EXTRA_IN_SINK.name
+    show = [commands.show(run, finding["id"])] if is_known and finding["id"] else []
     return show + commands.kcat(run, finding)
 
 

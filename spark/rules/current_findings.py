@@ -33,6 +33,8 @@ FIELDS: Final = (
     "first_offset",
     "last_offset",
     "coordinates",
+    "sink",
+    "sink_ms",
 )
 """The fields of a finding, in this order. `id` and `fingerprint` are in hexadecimal digits."""
 
@@ -40,6 +42,7 @@ _COPIES: Final = with_surplus("with_cause")
 """Kinds whose records are surplus copies, each with its cause."""
 
 _OF_PARTITIONS: Final = with_subject("partition")
+_OF_SINKS: Final = with_subject("sink")
 _PARTITION_KEY: Final = ("kind", "cause", "topic", "partition")
 
 
@@ -62,7 +65,7 @@ def unrevoked(findings: DataFrame) -> DataFrame:
     made = findings.where("kind is not null")
     revoking = findings.where((F.col("scope") == IDS) & F.col("kind").isNull())
     passes = revoking.select("id", F.coalesce("run", F.lit(0)).alias("passed"))
-    over_hours = (F.col("scope") == IDS) | F.col("kind").isin(*_OF_PARTITIONS)
+    over_hours = (F.col("scope") == IDS) | F.col("kind").isin(*_OF_PARTITIONS, *_OF_SINKS)
     revoked = rule_table.is_revoked(F.coalesce("run", F.lit(0)), F.col("passed"))
     of_hours = made.where(~over_hours).join(passes, "id", "left")
     of_hours = of_hours.where(F.col("passed").isNull() | ~revoked).select(*made.columns)
@@ -79,20 +82,23 @@ def by_finding(current: DataFrame) -> DataFrame:
     """Convert current findings (`by_hour`) to FIELDS, one row a finding: those about partitions are summed over hours.
 
     `finding_id` is the same in every run: `duplicate:<id>`; `client_duplicate:<fingerprint>`, since an id may be in
-    several of these; `unkeyed::orders:3` for a finding about a partition. If two hours have a finding of one kind about
-    an id (only without the pass over all ids), the later one is kept.
+    several of these; `unkeyed::orders:3` for a finding about a partition; `missing_in_sink:warehouse:<id>`. If two
+    hours have a finding of one kind about an id (but for sinks only without the pass over all ids), the later one is
+    kept.
     """
-    of_partitions = F.col("kind").isin(*_OF_PARTITIONS)
+    current = _with_sink(current)
+    of_partitions = _is_about_partition()
     single = (
         current.where(~of_partitions)
-        .groupBy("kind", subject().alias("subject"))
+        .groupBy("kind", "sink", subject().alias("subject"))
         .agg(F.max_by(F.struct(*current.columns), F.struct("accepted_hour", "last_ms")).alias("newest"))
         .select("newest.*")
     )
     summed = (
         current.where(of_partitions)
-        .groupBy(*_PARTITION_KEY)
+        .groupBy(*_PARTITION_KEY, "sink")
         .agg(
+            F.min("sink_ms").alias("sink_ms"),
             F.sum("count").alias("count"),
             F.min("first_offset").alias("first_offset"),
             F.max("last_offset").alias("last_offset"),
@@ -103,8 +109,14 @@ def by_finding(current: DataFrame) -> DataFrame:
     shown_id, fingerprint = F.lower(F.hex("id")), F.lower(F.hex("fingerprint"))
     severity = F.create_map(*(F.lit(word) for kind in KINDS.values() for word in (kind.name, kind.severity)))
     partition_key = F.concat_ws(":", *(F.coalesce(F.col(name).cast("string"), F.lit("")) for name in _PARTITION_KEY))
+    of_sink = F.concat_ws(":", "kind", "sink", F.coalesce(subject(), F.concat_ws(":", "topic", "partition")))
+    finding_id = (
+        F.when(F.col("sink").isNotNull(), of_sink)
+        .when(F.col("id").isNull(), partition_key)
+        .otherwise(F.concat_ws(":", "kind", subject()))
+    )
     return rows.select(
-        F.when(F.col("id").isNull(), partition_key).otherwise(F.concat_ws(":", "kind", subject())).alias("finding_id"),
+        finding_id.alias("finding_id"),
         *_PARTITION_KEY[:2],
         severity[F.col("kind")].alias("severity"),
         shown_id.alias("id"),
@@ -116,7 +128,20 @@ def by_finding(current: DataFrame) -> DataFrame:
         "first_offset",
         "last_offset",
         F.coalesce("coordinates", F.array().cast(rows.schema["coordinates"].dataType)).alias("coordinates"),
+        "sink",
+        "sink_ms",
     ).select(*FIELDS)
+
+
+def _with_sink(current: DataFrame) -> DataFrame:
+    """Add the columns about a sink, null, to findings without them."""
+    missing = {"sink": F.lit(None).cast("string"), "sink_ms": F.lit(None).cast("bigint")}
+    return current.withColumns({name: column for name, column in missing.items() if name not in current.columns})
+
+
+def _is_about_partition() -> Column:
+    """Check whether a finding is about a partition: by its kind, or about coordinates in a sink."""
+    return F.col("kind").isin(*_OF_PARTITIONS) | (F.col("kind").isin(*_OF_SINKS) & F.col("id").isNull())
 
 
 def as_json() -> Column:
@@ -125,9 +150,9 @@ def as_json() -> Column:
 
 
 def in_order(found: DataFrame) -> DataFrame:
-    """Sort rows of FIELDS, in the same order in every run: by kind as in KINDS, topic, partition, cause, id."""
+    """Sort rows of FIELDS, in the same order in every run: by kind as in KINDS, topic, partition, cause, sink, id."""
     rank = F.array_position(F.array(*(F.lit(name) for name in KINDS)), F.col("kind"))
-    return found.orderBy(rank, "topic", "partition", "cause", "id")
+    return found.orderBy(rank, "topic", "partition", "cause", "sink", "id")
 
 
 BY_RULE: Final = -1

@@ -12,7 +12,7 @@ from typing import Final, Literal, get_args
 from spark.errors import CannotRun
 
 Severity = Literal["error", "warning", "information"]
-Subject = Literal["id", "content", "partition"]
+Subject = Literal["id", "content", "partition", "sink"]
 Surplus = Literal["with_cause", "after_first", "each"]
 
 SEVERITIES: Final[dict[Severity, str]] = {
@@ -34,7 +34,8 @@ class Kind:
     breaks_promise: whether such a finding breaks Fencepost's promise, that every accepted event is in Kafka exactly
         once, as it was accepted. Such findings page an operator, all others make a ticket.
     subject: the scope of one finding, by which it has the same `finding_id` in every run: an id, a content (a
-        fingerprint), or a partition with a cause, whose findings of single hours are summed up.
+        fingerprint), a partition with a cause, whose findings of single hours are summed up, or an id in a sink (a
+        partition in a sink whose rows name coordinates that no event has).
     surplus: which of its coordinates are surplus copies, shown over time: those with a cause, those after the first, or
         each; None if such a finding is not about copies.
     """
@@ -122,6 +123,39 @@ EVIDENCE_GAP: Final = Kind(
     "What would prove the delivery is missing. These events are not counted as lost.",
     severity="warning",
     subject="partition",
+)
+
+MISSING_IN_SINK: Final = Kind(
+    "missing_in_sink",
+    "event missing in a sink",
+    "events missing in sinks",
+    "A delivered event that the sink has not, although its time to arrive there is over.",
+    severity="error",
+    subject="sink",
+)
+TWICE_IN_SINK: Final = Kind(
+    "twice_in_sink",
+    "event twice in a sink",
+    "events twice in sinks",
+    "A delivered event of which the sink has several rows.",
+    severity="error",
+    subject="sink",
+)
+LATE_IN_SINK: Final = Kind(
+    "late_in_sink",
+    "event late in a sink",
+    "events late in sinks",
+    "A delivered event that arrived in the sink when its time to arrive was over.",
+    severity="warning",
+    subject="sink",
+)
+EXTRA_IN_SINK: Final = Kind(
+    "extra_in_sink",
+    "unknown event in a sink",
+    "unknown events in sinks",
+    "Rows of a sink, which is to have events of Fencepost only, about an event that was never delivered.",
+    severity="error",
+    subject="sink",
 )
 
 KINDS: Final = {kind.name: kind for kind in vars().values() if isinstance(kind, Kind)}

@@ -121,6 +121,33 @@ REJECT: Final = {
 `content` has the first decode.CONTENT_MAX bytes.
 """
 
+SINK: Final = {
+    "sink": "string",
+    **FINDING,
+    "sink_ms": "bigint",
+    "events": "bigint",
+    "read_ms": "bigint",
+    "is_closed": "boolean",
+    "definition": "string",
+    "released": "string",
+    "expected": "bigint",
+    "present_once": "bigint",
+    "missing_in_sink": "bigint",
+    "twice_in_sink": "bigint",
+    "late_in_sink": "bigint",
+    "pending": "bigint",
+    "extra_in_sink": "bigint",
+    "unidentified": "bigint",
+}
+"""The columns of a row about a sink: a finding (with `kind`), the counts of an hour (without), or, without an hour, the
+sink's own row.
+
+`sink_ms` is when the row of a late event arrived, or when the run froze that found an event missing; `events` the
+number of events of a finding. `read_ms` is when the run froze that compared the hour, in the sink's own row the last
+run that has read the sink, as is `run`. `is_closed`: no verdict of the hour may change. `definition`: the rule of the
+sink then, as a digest. `released`: what open transactions hid from consumers (sink_verdicts.Released), as JSON.
+"""
+
 SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "deliveries": deliveries.ROW,
     "findings": FINDING,
@@ -128,12 +155,13 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "published": PUBLISHED,
     "runs": RUN,
     "rejects": REJECT,
+    "sinks": SINK,
     "verdicts": VERDICT,
 }
-WRITTEN_AFTER_MERGE: Final = ("rejects", "findings", "verdicts", "runs")
+WRITTEN_AFTER_MERGE: Final = ("rejects", "findings", "verdicts", "sinks", "runs")
 """The tables that a run writes with its number after it has merged its records into `deliveries`, besides views."""
 
-COMPACTED: Final = ("findings", "progress", "published", "rejects", "verdicts")
+COMPACTED: Final = ("findings", "progress", "published", "rejects", "sinks", "verdicts")
 """The tables that are compacted as a whole. Of `runs` only the newest rows are read, by their files' statistics."""
 
 PARTITIONS: Final = {"deliveries": ("accepted_hour", "is_clean")}
@@ -415,7 +443,9 @@ class Lake:
         """Delete rows accepted before `first_hour` (`yyyy-MM-dd HH:mm:ss`, UTC), and the plans of runs before that."""
         before_ms = f"unix_millis(TIMESTAMP '{first_hour}')"
         conditions = {
-            **dict.fromkeys(("deliveries", "findings", "verdicts"), f"accepted_hour < TIMESTAMP '{first_hour}'"),
+            **dict.fromkeys(
+                ("deliveries", "findings", "sinks", "verdicts"), f"accepted_hour < TIMESTAMP '{first_hour}'"
+            ),
             "rejects": f"seen_ms < {before_ms}",
             **dict.fromkeys(("progress", "runs"), f"frozen_ms < {before_ms} AND run < {run}"),
         }

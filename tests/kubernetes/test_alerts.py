@@ -54,6 +54,14 @@ AUDIT: Final[Any] = {
     "topics": [{"topic": "orders", "ids": 1, "copies_extra": 0}],
     "webhook": None,
     "causes": [{"kind": "duplicate", "topic": "orders", "cause": "rewrite", "records": 1}],
+    "sinks": [
+        {
+            "name": "warehouse",
+            **dict.fromkeys(("expected", "present_once", "missing", "twice", "late", "pending", "extra"), 0),
+            "judged_until": "2026-01-01T00:00:00.000Z",
+            "unreadable": None,
+        }
+    ],
     "evidence": {"rejects": 0, "held_up": []},
     "cost": {"seconds": {"plan": 0.1}},
 }

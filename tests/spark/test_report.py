@@ -11,6 +11,7 @@ import pytest
 from markupsafe import escape
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import StringType, StructField, StructType
 
 from deploy.console import StackError
 from service.contract import Rules, SharedSettings, TopicRule
@@ -23,6 +24,7 @@ from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
 from spark.rules.findings import HOUR, IDS, LOG, SUMS
 from spark.rules.kinds import CONFLICT, DUPLICATE, KINDS, LOST
+from spark.rules.sink_audit import SCOPE
 from spark.settings import Options, Settings
 from spark.silences import Silence
 from spark.tables import hours, lake
@@ -146,10 +148,12 @@ def test_a_finding_of_each_kind_counts_in_report_exit_status_page_and_metrics(
         "id": {"scope": IDS, "id": b"i" * 16},
         "content": {"scope": IDS, "id": b"i" * 16, "fingerprint": b"f" * 8},
         "partition": {"scope": LOG, "partition": 3, "first_offset": 7, "last_offset": 7},
+        "sink": {"scope": SCOPE, "id": b"i" * 16, "sink": "warehouse"},
     }
     rows = [{"kind": name, **a_finding, **subjects[kind.subject]} for name, kind in KINDS.items()]
     tables = lake.Lake(spark, str(tmp_path))
-    made = _built(tables, spark.createDataFrame(rows, lake.schema("findings")))
+    with_sink = StructType([*lake.schema("findings"), StructField("sink", StringType())])
+    made = _built(tables, spark.createDataFrame(rows, with_sink))
     jsonschema.Draft202012Validator(schema()).validate(json.loads(json.dumps(made.document)))
     assert made.document["kinds"] == dict.fromkeys(KINDS, 1)
     assert (made.document["run"]["findings"], made.status) == (len(KINDS), 3)
@@ -161,6 +165,7 @@ def test_a_finding_of_each_kind_counts_in_report_exit_status_page_and_metrics(
     assert subject_of["duplicate"] == f"duplicate:{(b'i' * 16).hex()}"
     assert subject_of["client_duplicate"] == f"client_duplicate:{(b'f' * 8).hex()}"
     assert subject_of["unkeyed"] == "unkeyed::orders:3"
+    assert subject_of["late_in_sink"] == f"late_in_sink:warehouse:{(b'i' * 16).hex()}"
     text, numbers = "".join(page.render(made.document)), metrics.text(made.document)
     for name, kind in KINDS.items():
         assert f"<h3>1 {kind.title}</h3>" in text, name

@@ -7,7 +7,8 @@ import pytest
 from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 
 import spark.__main__
-from spark.settings import parse
+from service.contract import SettingsError, SharedSettings
+from spark.settings import parse, rules_of
 
 GIVEN = ["--lake", "l", "--report", "r"]
 
@@ -94,3 +95,20 @@ def test_a_jvm_that_died_exits_with_2_and_no_verdict(
     monkeypatch.setattr("sys.argv", ["spark", *GIVEN])
     assert spark.__main__.main() == 2
     assert "cannot run: Spark failed, see above" in capsys.readouterr().err
+
+
+SINK = (
+    '[[sinks]]\nname = "a"\ntopics = ["t"]\nformat = "delta"\npath = "p"\nid = "id"\nevent_time = "at"\nlate_s = 60\n'
+)
+
+
+def test_sinks_of_a_file_take_the_place_of_those_in_the_rules(tmp_path: Path) -> None:
+    rules, sinks = tmp_path / "rules.toml", tmp_path / "sinks.toml"
+    rules.write_text(f'[[topics]]\npattern = "t"\n{SINK}')
+    sinks.write_text(SINK.replace('"a"', '"b"'))
+    shared = SharedSettings(rules=str(rules))
+    assert [sink.name for sink in rules_of(shared, parse(GIVEN)).sinks] == ["a"]
+    read = rules_of(shared, parse([*GIVEN, "--sinks", str(sinks)]))
+    assert ([sink.name for sink in read.sinks], [rule.pattern for rule in read.topics]) == (["b"], ["t"])
+    with pytest.raises(SettingsError, match=r"rules.toml: write \[\[sinks\]\] only; other rules belong into "):
+        rules_of(shared, parse([*GIVEN, "--sinks", str(rules)]))

@@ -1,0 +1,193 @@
+"""The `[[sinks]]` tables of the rules: tables that consumers fill from topics, which the audit compares with them."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+from service.contract.faults import NAME, NAME_REMEDY, Faults, Table
+
+DELTA: Final = "delta"
+PARQUET: Final = "parquet"
+JDBC: Final = "jdbc"
+SINK_FORMATS: Final = (DELTA, PARQUET, JDBC)
+
+MARGIN_S: Final = 3600  # a retry within the hour keeps the time of acceptance of the first attempt
+LATE_MOST_S: Final = 30 * 86_400
+MARGIN_MOST_S: Final = 7 * 86_400
+
+_COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+# Drivers take a password in the URL, as a parameter or before the host.
+_PASSWORD: Final = re.compile(r"[?&;](?:password|pwd|sslpassword)=|//[^/@]*:[^/@]*@|:[^:/@]+/[^/@]+@", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class SinkRule:
+    """One `[[sinks]]` table: a table that must have each event of its topics once.
+
+    `topics` are globs. `path` is the folder or URL of a Delta table or of Parquet files; `url` and `table` are those of
+    a database, whose `user` has the password in `password_file`. `id` is an expression of Spark SQL for the id of an
+    event; `coordinates` are three of them, for topic, partition and offset, in its place. `event_time` is a column with
+    the time of the event's acceptance, or of its record, which may differ from the acceptance by `margin_s`; `arrived`
+    one with the time when the row arrived, empty if the table has none. An event may arrive `late_s` after it became
+    visible. `exclusive`: the table has events of Fencepost only. Events that were accepted before `since_ms` (ms since
+    the epoch) are not expected.
+    """
+
+    name: str
+    topics: tuple[str, ...]
+    format: str
+    event_time: str
+    late_s: int
+    path: str = ""
+    url: str = ""
+    table: str = ""
+    user: str = ""
+    password_file: str = ""
+    id: str = ""
+    coordinates: tuple[str, ...] = ()
+    arrived: str = ""
+    margin_s: int = MARGIN_S
+    exclusive: bool = False
+    since_ms: int = 0
+
+    def expects(self, topic: str) -> bool:
+        """Check whether the events of a topic belong into the table."""
+        return any(fnmatchcase(topic, glob) for glob in self.topics)
+
+    @property
+    def expressions(self) -> tuple[str, ...]:
+        """The expressions of Spark SQL that identify an event: one for its id, or three for its coordinates."""
+        return (self.id,) if self.id else self.coordinates
+
+    @property
+    def definition(self) -> str:
+        """What verdicts depend on, as a digest: if it changes, every hour is compared again."""
+        values = [getattr(self, name) for name in SinkRule.__slots__ if name not in ("user", "password_file")]
+        return sha256(repr(values).encode()).hexdigest()[:32]
+
+
+def sink_rule(table: Table, folder: Path) -> SinkRule:
+    """Make the rule of a table without faults; the password's file is relative to the folder of the rules."""
+    values: dict[str, Any] = dict(table)
+    values["topics"] = tuple(table["topics"])
+    values["coordinates"] = tuple(table.get("coordinates", ()))
+    if "password_file" in table:
+        values["password_file"] = str(folder / table["password_file"])
+    since = values.pop("since", None)
+    return SinkRule(**values, since_ms=0 if since is None else int(since.timestamp() * 1000))
+
+
+# ----------------------------------------------------------------------------------------------------- mistakes
+
+_SETTINGS: Final = (
+    "name",
+    "topics",
+    "format",
+    "path",
+    "url",
+    "table",
+    "user",
+    "password_file",
+    "id",
+    "coordinates",
+    "event_time",
+    "arrived",
+    "late_s",
+    "margin_s",
+    "exclusive",
+    "since",
+)
+_OF_FILES: Final = ("path",)
+_OF_DATABASES: Final = ("url", "table", "user", "password_file")
+_NEEDED: Final = {DELTA: ("path",), PARQUET: ("path",), JDBC: ("url", "table")}
+_EXAMPLES: Final = {
+    "path": 'path = "s3a://warehouse/orders"',
+    "url": 'url = "jdbc:postgresql://db:5432/warehouse"',
+    "table": 'table = "public.orders"',
+    "user": 'user = "auditor"',
+    "password_file": 'password_file = "warehouse.password"',
+}
+
+
+def sink_faults(table: Table, before: Sequence[Table]) -> Faults:
+    """Find the mistakes of a `[[sinks]]` table after those `before` it: the name concerned, and the remedy."""
+    for unknown in table.keys() - set(_SETTINGS):
+        yield unknown, f"no such setting; write {', '.join(_SETTINGS[:-1])} and {_SETTINGS[-1]}"
+    name = table.get("name")
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        yield "name", NAME_REMEDY
+    elif any(name == other.get("name") for other in before):
+        yield "name", "another sink has it: write a different one"
+    if not _are_texts(table.get("topics")):
+        yield "topics", 'write names or globs, as in topics = ["orders.*"]'
+    yield from _place_faults(table)
+    yield from _identity_faults(table)
+    yield from _time_faults(table)
+    if not isinstance(table.get("exclusive", False), bool):
+        yield "exclusive", "write true or false"
+
+
+def _place_faults(table: Table) -> Faults:
+    """Find the mistakes about where the table of a sink is."""
+    form = table.get("format")
+    if form not in SINK_FORMATS:
+        yield "format", f"write one of {', '.join(SINK_FORMATS)}"
+        return
+    foreign = _OF_FILES if form == JDBC else _OF_DATABASES
+    for name in foreign:
+        if name in table:
+            yield name, f"{form} has no such setting; leave it out"
+    for name in (*_OF_FILES, *_OF_DATABASES):
+        wanted = name in table or name in _NEEDED[form]
+        if name not in foreign and wanted and not _is_text(table.get(name)):
+            yield name, f"write a text, as in {_EXAMPLES[name]}"
+    url = table.get("url")
+    if form == JDBC and isinstance(url, str) and url:
+        if not url.startswith("jdbc:"):
+            yield "url", f"write a URL of JDBC, as in {_EXAMPLES['url']}"
+        elif _PASSWORD.search(url):
+            yield "url", f"a password in it would come into logs: write {_EXAMPLES['password_file']} instead"
+
+
+def _identity_faults(table: Table) -> Faults:
+    """Find the mistakes of `id` and `coordinates`."""
+    if ("id" in table) == ("coordinates" in table):
+        yield (
+            "id",
+            'write an expression for the id, as in id = "event_id", or coordinates = ["topic", "partition", "offset"]'
+            ", but not both",
+        )
+    if "id" in table and not _is_text(table["id"]):
+        yield "id", 'write a column or an expression of Spark SQL, as in id = "event_id"'
+    coordinates = table.get("coordinates", ["-"] * 3)
+    if not _are_texts(coordinates) or len(coordinates) != 3:
+        yield "coordinates", 'write three expressions of Spark SQL, as in ["topic", "partition", "offset"]'
+
+
+def _time_faults(table: Table) -> Faults:
+    """Find the mistakes of times: two columns, lateness and margin in seconds, and the time since which to compare."""
+    for name, default in (("event_time", None), ("arrived", "_")):
+        column = table.get(name, default)
+        if not isinstance(column, str) or _COLUMN.fullmatch(column) is None:
+            yield name, f'write the name of a column (letters, digits and _), as in {name} = "{name}"'
+    bounds = {"late_s": (1, LATE_MOST_S), "margin_s": (0, MARGIN_MOST_S)}
+    for name, (least, most) in bounds.items():
+        seconds = table.get(name, None if name == "late_s" else MARGIN_S)
+        if isinstance(seconds, bool) or not isinstance(seconds, int) or not least <= seconds <= most:
+            yield name, f"write seconds, from {least} to {most}"
+    since = table.get("since")
+    if "since" in table and not (isinstance(since, datetime) and since.tzinfo is not None):
+        yield "since", "write a time with its zone, without quotes, as in since = 2026-01-31T00:00:00Z"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(map(_is_text, values))

@@ -1,0 +1,538 @@
+"""Compare sinks with what was delivered: is each event in the table, once, and in time?
+
+An event is expected in a sink if Kafka has a record of it that consumers can read: a lost event is not missing there.
+Each hour of acceptance is compared by itself, and again while a verdict about one of its events may change. The table
+`sinks` of the lake has the findings and the counts of each hour, and a row of state for each sink; one commit replaces
+them, and a report is made of what the table has.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import reduce
+from typing import Any, Final, NamedTuple
+
+from pyspark import StorageLevel
+from pyspark.sql import Column, DataFrame, Row
+from pyspark.sql import functions as F  # noqa: N812
+
+from service.contract import SinkRule
+from spark import rule_table
+from spark.errors import CannotRun
+from spark.reading import sinks as reading
+from spark.reading import wire_expressions
+from spark.reading.decode import EVENT
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, RunContext
+from spark.reading.sinks import Interval, Unreadable
+from spark.rule_table import PENDING
+from spark.rules import sink_verdicts
+from spark.rules.sink_verdicts import (
+    CATEGORIES,
+    COUNTS,
+    EXTRA,
+    KINDS,
+    LATE,
+    MISSING,
+    NEVER_READ,
+    TWICE,
+    WAS_MISSING,
+    HourState,
+    Released,
+    SinkState,
+)
+from spark.settings import HOUR_MS, glob_regex
+from spark.step_timer import OnProgress
+from spark.tables import deliveries, hours, lake
+from spark.tables.lake import Lake
+
+TABLE: Final = "sinks"
+# More spans of time are read as one, which is a shorter condition.
+MANY_INTERVALS: Final = 100
+SCOPE: Final = "sink"
+"""The scope of a finding about a sink: the hour of the sink."""
+
+
+def _keep(rows: DataFrame, until: ExitStack) -> DataFrame:
+    """Cache rows in memory and on disk until the stack is closed."""
+    rows.persist(StorageLevel.MEMORY_AND_DISK)
+    until.callback(rows.unpersist)
+    return rows
+
+
+class SinkReport(NamedTuple):
+    """A sink in the report of a run: its counts in the window, and its own watermark.
+
+    `judged_until_ms`: every event that was accepted before is judged; None if the sink was never read. `unreadable`
+    says why this run could not read it, None if it could.
+    """
+
+    rule: SinkRule
+    counts: dict[str, int]
+    read_ms: int | None
+    judged_until_ms: int | None
+    unreadable: str | None
+
+
+class _Evidence(NamedTuple):
+    """What a run knows besides the rows: times in ms. From `complete_since_ms` to before `decided_until_ms` the run
+    knows each event of a sink's topics."""
+
+    run: int
+    frozen_ms: int
+    max_settle_ms: int
+    complete_since_ms: int
+    decided_until_ms: int
+
+
+def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[SinkReport]:
+    """Compare the sinks of the rules with the lake, store the result in `sinks`, and return it by sink.
+
+    A sink that cannot be read keeps its findings and its watermark. What is stored of a sink that the rules no longer
+    have is dropped. CannotRun if the stored counts do not agree.
+    """
+    rules = context.settings.rules.sinks
+    if not rules:
+        if not tables.read_cached(TABLE).isEmpty():
+            nothing = wire_expressions.rows_of(tables.spark, lake.schema(TABLE), [])
+            tables.replace_once(TABLE, nothing, "true", context.plan.run)
+        return []
+    states = _states(tables.read_cached(TABLE))
+    newest = _newest_hours(tables, context, states)
+    written: list[DataFrame] = []
+    names = ", ".join(f"'{rule.name}'" for rule in rules)
+    replaced = [f"sink NOT IN ({names})"]
+    errors: dict[str, str] = {}
+    for rule in rules:
+        compared = _Comparison(tables, context, rule, states.get(rule.name, NEVER_READ))
+        try:
+            rows, condition = compared.carry_out(newest.get(rule.name, {}))
+        except Unreadable as error:
+            errors[rule.name] = str(error)
+            on_progress(f"the sink {rule.name} cannot be read: {error}")
+            rows, condition = compared.unread()
+        written.append(rows)
+        replaced.append(condition)
+    tables.replace_once(TABLE, reduce(DataFrame.unionByName, written), " OR ".join(replaced), context.plan.run)
+    return reports(tables, context, errors)
+
+
+def reports(tables: Lake, context: RunContext, errors: Mapping[str, str]) -> list[SinkReport]:
+    """Read the sinks of a report from the table; `errors` are those of sinks that could not be read, by name."""
+    stored = tables.read_cached(TABLE)
+    since = hours.since(hours.text_of(context.window_from))
+    counted = [F.sum(name).alias(name) for name in COUNTS]
+    of_hours = stored.where(f"kind IS NULL AND {since}")
+    sums = {row["sink"]: row for row in of_hours.groupBy("sink").agg(*counted).collect()}
+    pending = (
+        of_hours.where(f"{PENDING} > 0").groupBy("sink").agg(F.min(hours.as_text(F.col("accepted_hour")))).collect()
+    )
+    open_since = {row[0]: row[1] for row in pending}
+    found = stored.where(f"kind IS NOT NULL AND {since}").groupBy("sink", "kind").agg(F.sum("events")).collect()
+    findings = {(row[0], row[1]): row[2] for row in found}
+    states = _states(stored)
+    settled_ms = context.settings.max_settle_ms
+    made = []
+    for rule in context.settings.rules.sinks:
+        counts = {name: int(sums[rule.name][name] or 0) if rule.name in sums else 0 for name in COUNTS}
+        _check(rule, counts, {kind: findings.get((rule.name, kind), 0) for kind in KINDS})
+        read_ms = states.get(rule.name, NEVER_READ).read_ms
+        first_open = [_ms_of(open_since[rule.name])] if rule.name in open_since else []
+        watermark = sink_verdicts.judged_until_ms(rule, settled_ms, read_ms, first_open)
+        made.append(SinkReport(rule, counts, read_ms, watermark, errors.get(rule.name)))
+    return made
+
+
+def _check(rule: SinkRule, counts: Mapping[str, int], findings: Mapping[str, int]) -> None:
+    """Check the balance of a sink: its categories add up, and each fault has its finding; CannotRun otherwise."""
+    adds_up = counts["expected"] == sum(counts[name] for name in CATEGORIES)
+    if not adds_up or any(counts[kind] != findings[kind] for kind in KINDS):
+        text = ", ".join(f"{name} {counts[name]}" for name in COUNTS)
+        raise CannotRun(
+            f"the balance of the sink {rule.name} does not close: {text}; findings: {dict(findings)}; this is a fault "
+            "of the audit: keep the lake as it is, open an issue, and leave the sink out until then"
+        )
+
+
+def _ms_of(hour: str) -> int:
+    return int(hours.at(hour).timestamp() * 1000)
+
+
+def _states(stored: DataFrame) -> dict[str, SinkState]:
+    """Read the state of each sink: its own row, and those of its hours."""
+    rows = stored.where("kind IS NULL").select(
+        *("sink", "run", "read_ms", "is_closed", "definition", "released"),
+        hours.as_text(F.col("accepted_hour")).alias("hour"),
+    )
+    by_sink: dict[str, dict[str, Row]] = {}
+    for row in rows.collect():
+        by_sink.setdefault(row["sink"], {})[row["hour"] or ""] = row
+    states = {}
+    for name, of_sink in by_sink.items():
+        own = of_sink.pop("")
+        known = tuple(Released(*span) for span in json.loads(own["released"]))
+        of_hours = {hour: HourState(row["run"], row["is_closed"], row["definition"]) for hour, row in of_sink.items()}
+        states[name] = SinkState(own["run"], own["read_ms"], known, own["definition"], of_hours)
+    return states
+
+
+def _newest_hours(tables: Lake, context: RunContext, states: Mapping[str, SinkState]) -> dict[str, dict[str, int]]:
+    """Return for each sink the last run that wrote a row about its topics into each hour of the window.
+
+    Of hours that no run has written to since the sink was last read, nothing is read.
+    """
+    rules = context.settings.rules.sinks
+    since_run = min(_since_run(rule, context, states) for rule in rules)
+    recent = tables.read_cached("deliveries").where(hours.since(hours.text_of(context.window_from)))
+    written = recent.where((F.col("run") > since_run) & (F.col("kind") == EVENT))
+    rows = written.groupBy("accepted_hour", "topic").agg(F.max("run").alias("run"))
+    found: dict[str, dict[str, int]] = {}
+    for row in rows.select(hours.as_text(F.col("accepted_hour")).alias("hour"), "topic", "run").collect():
+        for rule in rules:
+            if rule.expects(row["topic"]):
+                of_sink = found.setdefault(rule.name, {})
+                of_sink[row["hour"]] = max(row["run"], of_sink.get(row["hour"], 0))
+    return found
+
+
+def _definition(rule: SinkRule, context: RunContext) -> str:
+    """Return what the verdicts of a sink depend on: the rule, and the window, before which no hour is compared."""
+    return f"{rule.definition}-{context.settings.options.window_h}"
+
+
+def _since_run(rule: SinkRule, context: RunContext, states: Mapping[str, SinkState]) -> int:
+    """Return the last run that has read a sink as it is defined now; 0 if none has."""
+    state = states.get(rule.name, NEVER_READ)
+    return state.run if state.definition == _definition(rule, context) else 0
+
+
+def _is_expected_record() -> Column:
+    """Return `is_expected` of a deliveries.ROW."""
+    is_event = F.col("kind") == EVENT
+    return is_event & sink_verdicts.is_expected(F.col("count"), deliveries.claimed(), F.col("has_fencepost_header"))
+
+
+class _Comparison:
+    """The comparison of one sink in a run."""
+
+    def __init__(self, tables: Lake, context: RunContext, rule: SinkRule, state: SinkState) -> None:
+        self.spark = tables.spark
+        self.rule = rule
+        self.state = state
+        self.definition = _definition(rule, context)
+        plan, self.settings = context.plan, context.settings
+        of_topics = [log for log in plan.of(DATA) if rule.expects(log.topic)]
+        claims = [*plan.of(LEDGER), *plan.of(REQUESTS)]
+        decided_ms = min((log.decided_until_ms for log in (*of_topics, *claims)), default=plan.frozen_ms)
+        self.evidence = _Evidence(
+            plan.run,
+            plan.frozen_ms,
+            self.settings.max_settle_ms,
+            max((log.complete_since_ms for log in claims), default=plan.frozen_ms),
+            min(decided_ms, plan.frozen_ms) - self.settings.max_settle_ms,
+        )
+        self.first_ms = max(context.window_from, -(-rule.since_ms // HOUR_MS) * HOUR_MS)
+        kept_ms = plan.frozen_ms - self.settings.max_settle_ms - 1000 * rule.late_s
+        self.released = sink_verdicts.released(plan, context.last_plan, state.released, kept_ms)
+        self.all_rows = tables.read_cached("deliveries").where(F.col("kind") == EVENT)
+        self.stored = tables.read_cached(TABLE).where(F.col("sink") == rule.name)
+
+    def carry_out(self, newest: Mapping[str, int]) -> tuple[DataFrame, str]:
+        """Compare the hours that are due: rows of the table `sinks`, and the SQL condition of the rows they replace.
+
+        Raises Unreadable.
+        """
+        due = self._due(newest)
+        if not due:
+            return self._own_row(), self._condition()
+        intervals = reading.merged(map(self._interval_of, due))
+        read = reading.read(self.spark, self.rule, intervals)
+        records = self._records(due)
+        with ExitStack() as cache:
+            judged = _keep(self._judged(records, read), cache)
+            if (more := self._second_look(judged, intervals)) is not None:
+                judged = _keep(self._judged(records, read.unionByName(more)), cache)
+            unknown = self._unknown(read, due) if self.rule.exclusive else None
+            counts = self._counts(judged, unknown, read, due)
+            rows = [self._own_row(), self._hours(counts)]
+            if _has_any(counts, MISSING, TWICE, LATE):
+                rows.append(lake.checkpointed(self._findings(judged, records)))
+            if unknown is not None and _has_any(counts, EXTRA):
+                rows.append(self._findings_of_unknown(unknown))
+        return reduce(DataFrame.unionByName, rows), self._condition(due)
+
+    def unread(self) -> tuple[DataFrame, str]:
+        """Return the same if the sink cannot be read: all stays as the last run that could read the sink has left it.
+
+        What open transactions hid until this run is kept.
+        """
+        own = self._own_row().withColumns(
+            {
+                "run": F.lit(self.state.run).cast("bigint"),
+                "read_ms": F.lit(self.state.read_ms).cast("bigint"),
+                "definition": F.lit(self.state.definition),
+            }
+        )
+        return own, self._condition()
+
+    def _condition(self, due: Iterable[str] = ()) -> str:
+        """Return the SQL condition of the replaced rows of the table `sinks`: the sink's own, and those of hours."""
+        return f"(sink = '{self.rule.name}' AND (accepted_hour IS NULL OR {hours.sql(due)}))"
+
+    def _due(self, newest: Mapping[str, int]) -> set[str]:
+        """Return the hours to compare, none before the window or the sink's beginning."""
+        first = hours.text_of(self.first_ms)
+        possible: list[str] = []
+        if self.rule.exclusive:
+            possible = [hours.text_of(ms) for ms in range(self.first_ms, self.evidence.frozen_ms, HOUR_MS)]
+        again = self.settings.options.recheck_sinks
+        due = sink_verdicts.due_hours(newest, self.state, self.definition, possible, again=again)
+        return {hour for hour in due if hour >= first}
+
+    def _interval_of(self, hour: str) -> Interval:
+        """Return the times (ms) that rows of the events of an hour may have."""
+        start, margin_ms = _ms_of(hour), 1000 * self.rule.margin_s
+        return start - margin_ms, start + HOUR_MS + margin_ms
+
+    def _in_topics(self) -> Column:
+        """Check whether a record belongs into the sink. What is refused is no event."""
+        quarantine = self.settings.rules.quarantine_topics
+        is_of_sink = F.col("topic").rlike(f"^(?:{glob_regex(self.rule.topics)})$")
+        return is_of_sink & ~F.col("topic").isin(*quarantine) if quarantine else is_of_sink
+
+    def _records(self, due: Iterable[str]) -> DataFrame:
+        """Select the records (deliveries.ROW) of these hours that are expected in the sink, each with `due_ms`."""
+        named_ms = F.coalesce(F.least("entry_seen_ms", "answer_seen_ms"), "last_ms")
+        seen_ms = sink_verdicts.visible_ms(
+            F.col("accepted_ms"), named_ms, self._released_ms(), self.evidence.max_settle_ms
+        )
+        records = self.all_rows.where(hours.within(due)).where(_is_expected_record() & self._in_topics())
+        return records.withColumn("due_ms", seen_ms + 1000 * self.rule.late_s)
+
+    def _released_ms(self) -> Column:
+        """Return when an open transaction no longer hid a record; null if none hid it."""
+        found = F.lit(None).cast("bigint")
+        for span in self.released:
+            in_log = (F.col("topic") == span.topic) & (F.col("partition") == span.partition)
+            inside = rule_table.is_within(F.col("offset"), F.lit(span.first), F.lit(span.end))
+            found = F.when(in_log & inside, F.lit(span.visible_ms)).otherwise(found)
+        return found
+
+    def _judged(self, records: DataFrame, read: DataFrame) -> DataFrame:
+        """Judge each event of each hour:
+
+        → `accepted_hour, id, topic, key, last_ms, due_ms, records, rows, arrived_ms, was_missing, category, cause`.
+        """
+        by, rows = self._counted(read)
+        joined = records.join(rows, by, "left")
+        # Of several records of an id, rows that name the id are those of all.
+        number = F.max("rows") if self.rule.id else F.sum("rows")
+        events = joined.groupBy("accepted_hour", "id").agg(
+            F.min("topic").alias("topic"),
+            F.min("key").alias("key"),
+            F.max("last_ms").alias("last_ms"),
+            F.max("due_ms").alias("due_ms"),
+            F.count("*").alias("records"),
+            F.coalesce(number, F.lit(0)).alias("rows"),
+            F.min("arrived_ms").alias("arrived_ms"),
+        )
+        known = events.join(self._known_missing(), ["accepted_hour", "id"], "left")
+        was_missing = F.coalesce("was_missing", F.lit(False))
+        judged = known.withColumn("was_missing", was_missing).withColumn(
+            "category",
+            sink_verdicts.category(
+                F.col("rows"),
+                F.col("arrived_ms"),
+                F.col("was_missing"),
+                F.col("due_ms"),
+                self.evidence.frozen_ms,
+            ),
+        )
+        return judged.withColumn(
+            "cause", sink_verdicts.cause(F.col("category"), F.col("rows"), F.col("records"), F.col("was_missing"))
+        )
+
+    def _counted(self, read: DataFrame) -> tuple[list[str], DataFrame]:
+        """Count the rows of each event by what names it: the columns, and these with `rows, arrived_ms`."""
+        by = self._names()
+        named = read.where(_names_event(by))
+        return by, named.groupBy(*by).agg(F.count("*").alias("rows"), F.min("arrived_ms").alias("arrived_ms"))
+
+    def _known_missing(self) -> DataFrame:
+        """Select the events that an earlier run found missing, or late: `accepted_hour, id, was_missing`."""
+        is_same_sink = F.col("definition").startswith(self.rule.definition)
+        of_earlier_runs = self.stored.where(is_same_sink & (F.col("run") < self.evidence.run))
+        found = of_earlier_runs.where(F.col("kind").isin(MISSING, LATE))
+        was_missing = (F.col("kind") == MISSING) | (F.col("cause") == WAS_MISSING)
+        return found.where(was_missing).select("accepted_hour", "id", F.lit(True).alias("was_missing")).distinct()
+
+    def _second_look(self, judged: DataFrame, intervals: Sequence[Interval]) -> DataFrame | None:
+        """Read more rows (reading.ROW) for missing events: at the times of all records of their ids.
+
+        A client may set the timestamp of a record, and an id that was written in two hours may have one row. None if
+        nothing is missing, or all these times are in the `intervals` that were read.
+        """
+        # A new name of the column: Spark cannot join a checkpoint with the rows from which the checkpoint was made.
+        is_missing = F.col("category") == MISSING
+        missing = lake.checkpointed(judged.where(is_missing).select(F.col("id").alias("id")).distinct())
+        if missing.isEmpty():
+            return None
+        ids = lake.broadcast_if_small(missing)
+        first_hour = hours.text_of(self.first_ms - self.settings.longest_ttl_ms)
+        of_ids = self.all_rows.where(hours.since(first_hour)).join(ids, "id", "left_semi")
+        times = F.explode(F.array("accepted_ms", "timestamp_ms", "record_accepted_ms")).alias("ms")
+        hour = deliveries.hour_of(F.col("ms")).alias("accepted_hour")
+        others = hours.of(of_ids.select(times).where("ms IS NOT NULL").select(hour))
+        unread = reading.without(map(self._interval_of, others), intervals)
+        if not unread:
+            return None
+        if len(unread) > MANY_INTERVALS:
+            unread = reading.without([(unread[0][0], unread[-1][1])], intervals)
+        return reading.read(self.spark, self.rule, unread)
+
+    def _unknown(self, read: DataFrame, due: Iterable[str]) -> DataFrame:
+        """Select the rows of events that are nowhere in the lake: `accepted_hour`, and reading.ROW; checkpointed."""
+        by, evidence = self._names(), self.evidence
+        is_decided = sink_verdicts.is_unknown_decided(
+            F.col("event_ms"), 1000 * self.rule.margin_s, evidence.complete_since_ms, evidence.decided_until_ms
+        )
+        of_hours = read.withColumn("accepted_hour", deliveries.hour_of(F.col("event_ms"))).where(hours.within(due))
+        candidates = of_hours.where(is_decided & _names_event(by))
+        near = self.all_rows.where(hours.within(self._near(due)))
+        suspects = lake.checkpointed(candidates.join(near.select(*by), by, "left_anti"))
+        if suspects.isEmpty():
+            return suspects
+        known = self.all_rows.select(*(F.col(name).alias(name) for name in by))
+        found = known.join(lake.broadcast_if_small(suspects.select(*by).distinct()), by, "left_semi").distinct()
+        return lake.checkpointed(suspects.join(found, by, "left_anti"))
+
+    def _names(self) -> list[str]:
+        """Return the columns that name the event of a row."""
+        return ["id"] if self.rule.id else ["topic", "partition", "offset"]
+
+    def _near(self, due: Iterable[str]) -> set[str]:
+        """Return the hours of the events whose rows may have a time in one of these hours."""
+        around = (range(first, end, HOUR_MS) for first, end in map(self._interval_of, due))
+        return {hours.text_of(ms) for starts in around for ms in (*starts, starts.stop - 1)}
+
+    def _counts(
+        self, judged: DataFrame, unknown: DataFrame | None, read: DataFrame, due: Iterable[str]
+    ) -> dict[str, dict[str, int]]:
+        """Count the events and rows (COUNTS) of each hour that is due."""
+        counts: dict[str, dict[str, int]] = {text: dict.fromkeys(COUNTS, 0) for text in due}
+        hour = hours.as_text(F.col("accepted_hour")).alias("hour")
+        for row in judged.groupBy("accepted_hour", "category").count().select(hour, "category", "count").collect():
+            counts[row["hour"]][row["category"]] += row["count"]
+            counts[row["hour"]]["expected"] += row["count"]
+        if unknown is not None:
+            events = F.count_distinct(*self._names()).alias("events")
+            for row in unknown.groupBy("accepted_hour").agg(events).select(hour, "events").collect():
+                counts[row["hour"]][EXTRA] += row["events"]
+        nameless = read.where(~_names_event(self._names()))
+        of_hours = nameless.withColumn("accepted_hour", deliveries.hour_of(F.col("event_ms")))
+        for row in of_hours.groupBy("accepted_hour").count().select(hour, "count").collect():
+            if row["hour"] in counts:
+                counts[row["hour"]]["unidentified"] += row["count"]
+        return counts
+
+    def _hours(self, counts: Mapping[str, Mapping[str, int]]) -> DataFrame:
+        """Return the row of the table `sinks` of each hour."""
+        rows = [
+            {"hour_s": _ms_of(text) // 1000, **of_hour, "is_closed": self._closes(text, of_hour)}
+            for text, of_hour in counts.items()
+        ]
+        names = ", ".join(f"{name} bigint" for name in COUNTS)
+        made = wire_expressions.rows_of(self.spark, f"hour_s bigint, is_closed boolean, {names}", rows)
+        columns = {name: F.col(name) for name in ("is_closed", *COUNTS)}
+        return self._as_rows(made, columns | {"accepted_hour": F.timestamp_seconds("hour_s")})
+
+    def _closes(self, hour: str, counts: Mapping[str, int]) -> bool:
+        evidence = self.evidence
+        return sink_verdicts.closes(
+            _ms_of(hour), counts, self.rule, evidence.max_settle_ms, evidence.frozen_ms, evidence.decided_until_ms
+        )
+
+    def _own_row(self) -> DataFrame:
+        """Return the row of the sink itself: read by this run."""
+        spans = json.dumps([list(span) for span in self.released])
+        return self._as_rows(self.spark.range(1), {"released": F.lit(spans), "is_closed": F.lit(False)})
+
+    def _findings(self, judged: DataFrame, records: DataFrame) -> DataFrame:
+        """Return the findings about expected events, with the coordinates of their records: rows of `sinks`."""
+        found = judged.where(F.col("category").isin(MISSING, TWICE, LATE))
+        ids = found.select("accepted_hour", "id")
+        of_found = records.join(ids, ["accepted_hour", "id"], "left_semi")
+        coordinate = F.struct(
+            "topic",
+            "partition",
+            "offset",
+            F.col("timestamp_ms").alias("timestamp"),
+            *rule_table.PRODUCER,
+            F.lit(None).cast("string").alias("cause"),
+        )
+        listed = of_found.groupBy("accepted_hour", "id").agg(F.array_sort(F.collect_list(coordinate)).alias("listed"))
+        described = found.join(listed, ["accepted_hour", "id"])
+        columns = {name: F.col(name) for name in ("accepted_hour", "id", "key", "topic", "last_ms", "cause")}
+        return self._as_rows(
+            described,
+            {
+                **columns,
+                "kind": F.col("category"),
+                "count": F.when(F.col("category") == TWICE, F.col("rows")).otherwise(F.lit(1)),
+                "events": F.lit(1),
+                "coordinates": F.slice("listed", 1, deliveries.COORDINATES_MAX),
+                "sink_ms": F.when(F.col("category") == MISSING, F.lit(self.evidence.frozen_ms)).otherwise(
+                    F.col("arrived_ms")
+                ),
+            },
+        )
+
+    def _findings_of_unknown(self, unknown: DataFrame) -> DataFrame:
+        """Return the findings about rows of unknown events: by id, or by partition if rows name coordinates."""
+        names: tuple[str, ...]
+        common = (F.max("event_ms").alias("last_ms"), F.min("arrived_ms").alias("sink_ms"))
+        if self.rule.id:
+            grouped = unknown.groupBy("accepted_hour", "id").agg(F.count("*").alias("count"), *common)
+            names, events = ("id", "count"), F.lit(1)
+        else:
+            grouped = unknown.groupBy("accepted_hour", "topic", "partition").agg(
+                F.count_distinct("offset").alias("events"),
+                F.count("*").alias("count"),
+                F.min("offset").alias("first_offset"),
+                F.max("offset").alias("last_offset"),
+                *common,
+            )
+            names, events = ("topic", "partition", "count", "first_offset", "last_offset"), F.col("events")
+        of_group = {name: F.col(name) for name in ("accepted_hour", "last_ms", "sink_ms", *names)}
+        return self._as_rows(grouped, {**of_group, "kind": F.lit(EXTRA), "events": events})
+
+    def _as_rows(self, rows: DataFrame, columns: Mapping[str, Column]) -> DataFrame:
+        """Select the columns of the table `sinks`; those that are not given are null, or an empty array."""
+        default: dict[str, Any] = {
+            "sink": F.lit(self.rule.name),
+            "scope": F.lit(SCOPE),
+            "run": F.lit(self.evidence.run),
+            "read_ms": F.lit(self.evidence.frozen_ms),
+            "definition": F.lit(self.definition),
+            "coordinates": F.array(),
+        }
+        given = {**default, **columns}
+        types = lake.SINK.items()
+        return rows.select(*(given.get(name, F.lit(None)).cast(data_type).alias(name) for name, data_type in types))
+
+
+def _has_any(counts: Mapping[str, Mapping[str, int]], *names: str) -> bool:
+    """Check whether any hour has such a count."""
+    return any(of_hour[name] for of_hour in counts.values() for name in names)
+
+
+def _names_event(by: Sequence[str]) -> Column:
+    """Check whether a row of a sink names an event."""
+    return reduce(Column.__and__, (F.col(name).isNotNull() for name in by))
+
+
+def with_findings(tables: Lake, found: DataFrame) -> DataFrame:
+    """Add the findings about sinks to others: lake.FINDING → lake.FINDING, `sink, sink_ms` if the lake has sinks."""
+    if not tables.exists(TABLE):
+        return found
+    of_sinks = tables.read_cached(TABLE).where("kind IS NOT NULL").select(*lake.FINDING, "sink", "sink_ms")
+    return found.unionByName(of_sinks, allowMissingColumns=True)

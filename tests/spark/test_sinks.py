@@ -1,0 +1,460 @@
+"""Sinks compared with the lake: each fault with its kind and cause, when it may be said, and what is read for it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from pyspark.sql import SparkSession
+
+from service.contract import Rules, SinkRule
+from spark.errors import CannotRun
+from spark.reading import sinks as reading
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
+from spark.reading.sinks import Unreadable
+from spark.rules import sink_audit, sink_verdicts
+from spark.rules.sink_audit import SinkReport
+from spark.rules.sink_verdicts import HourState, Released, SinkState, due_hours, released
+from spark.settings import Settings
+from spark.tables import hours
+from spark.tables.lake import Lake
+from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
+from tests.spark.test_classify import log, settings
+
+HOUR: Final = NOW_MS // HOUR_MS * HOUR_MS
+MINUTE_MS: Final = 60_000
+LATE_S: Final = 600
+SETTLE_MS: Final = 80_000
+"""Timeouts and grace of `settings`."""
+FROZEN_MS: Final = HOUR + 4 * HOUR_MS
+RULE: Final = SinkRule("warehouse", ("t",), "delta", "accepted_at", LATE_S, id="event_id", margin_s=60)
+
+Found = tuple[str, str | None, str]
+SinkRow = tuple[str, int, int | None]
+"""The event's name, and the times of acceptance and of arrival (ms)."""
+
+
+def event(name: str, offset: int, at: int = HOUR, **more: Any) -> list[Any]:
+    """A record with its ledger entry."""
+    id = name.encode().ljust(16)[:16]
+    return [copy(offset, at=at, key=name, id=id, **more), entry(offset, at=at, id=id, **_place(more))]
+
+
+def _place(more: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: more[name] for name in ("topic", "partition") if name in more}
+
+
+def id_of(name: str) -> str:
+    return name.encode().ljust(16)[:16].hex()
+
+
+class Warehouse:
+    """A lake, and a sink as a Delta table. `run` compares both at a time."""
+
+    def __init__(self, spark: SparkSession, root: Path, rule: SinkRule = RULE) -> None:
+        self.spark = spark
+        self.rule = replace(rule, path=str(root / "sink"))
+        self.tables = Lake(spark, str(root / "lake"))
+        self.runs = 0
+        self.last_plan: Plan | None = None
+
+    def deliver(self, *evidence: Any) -> None:
+        """Merge records and claims as the next run does."""
+        self.tables.append_once("deliveries", reduced(self.spark, evidence, self.runs + 1), self.runs + 1)
+
+    def store(self, rows: Sequence[SinkRow]) -> None:
+        """Append rows to the sink."""
+        values = [(id_of(name), _time(at), arrived and _time(arrived)) for name, at, arrived in rows]
+        schema = "event_id string, accepted_at timestamp, loaded_at timestamp"
+        frame = self.spark.createDataFrame(values, schema).coalesce(1)
+        frame.write.format("delta").mode("append").save(self.rule.path)
+
+    def run(self, frozen_ms: int = FROZEN_MS, *, logs: Sequence[Log] = (), **options: Any) -> SinkReport:
+        self.runs += 1
+        default = (log(DATA, "t", 0, decided_until_ms=frozen_ms),)
+        claims = (
+            log(LEDGER, "l", 0, decided_until_ms=frozen_ms, complete_since_ms=HOUR - HOUR_MS),
+            log(REQUESTS, "r", 0, decided_until_ms=frozen_ms),
+        )
+        plan = Plan(self.runs, frozen_ms, "{}", (*(logs or default), *claims))
+        context = RunContext(plan, self._settings(**options), self.last_plan)
+        (report,) = sink_audit.audit(self.tables, context, lambda line: None)
+        self.last_plan = plan
+        return report
+
+    def _settings(self, **options: Any) -> Settings:
+        return replace(settings(**{"window_h": 24, **options}), rules=Rules(sinks=(self.rule,)))
+
+    def found(self) -> set[Found]:
+        """Return kind, cause and event (or partition) of each finding."""
+        rows = self.tables.read("sinks").where("kind IS NOT NULL").collect()
+        return {
+            (row["kind"], row["cause"], name_of(row["id"]) if row["id"] else f"{row['topic']}[{row['partition']}]")
+            for row in rows
+        }
+
+
+def _time(ms: int) -> datetime:
+    return datetime.fromtimestamp(ms / 1000, UTC)
+
+
+def counts(report: SinkReport) -> dict[str, int]:
+    """Return the counts of a report that are not 0."""
+    return {name: number for name, number in report.counts.items() if number}
+
+
+@pytest.fixture
+def warehouse(spark: SparkSession, tmp_path: Path) -> Warehouse:
+    return Warehouse(spark, tmp_path)
+
+
+def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> None:
+    warehouse.rule = replace(warehouse.rule, arrived="loaded_at")
+    due = HOUR + SETTLE_MS + 1000 * LATE_S
+    fresh = FROZEN_MS - SETTLE_MS - 1000 * LATE_S
+    warehouse.deliver(
+        *event("once", 1),
+        *event("gone", 2),
+        *event("again", 3),
+        *event("copied", 4),
+        *event("copied", 5),
+        *event("slow", 6),
+        *event("in time", 7),
+        *event("fresh", 8, at=fresh),
+        *event("other", 9, topic="u"),
+        # A claim without a record: lost, and not the fault of a sink.
+        *ids({"lost": [entry(10, at=HOUR)]}),
+        # In doubt, and never written.
+        *ids({"stuck": [answer(504, at=HOUR)]}),
+    )
+    warehouse.store(
+        [
+            *((name, HOUR, HOUR) for name in ("once", "again", "again", "copied", "copied")),
+            ("slow", HOUR, due + 6),
+            ("in time", HOUR, due + 5),
+            ("unknown", HOUR, HOUR),
+            ("once", HOUR - HOUR_MS, HOUR),
+        ]
+    )
+    report = warehouse.run()
+    assert warehouse.found() == {
+        ("missing_in_sink", None, "gone"),
+        ("twice_in_sink", "repeated", "again"),
+        ("twice_in_sink", "copied", "copied"),
+        ("late_in_sink", "arrived", "slow"),
+    }
+    assert counts(report) == {
+        "expected": 7,
+        "present_once": 2,
+        "missing_in_sink": 1,
+        "twice_in_sink": 2,
+        "late_in_sink": 1,
+        "pending": 1,
+    }
+    # Every event that was accepted before the hour with the pending one is judged.
+    assert (report.judged_until_ms, report.read_ms, report.unreadable) == (
+        min(fresh // HOUR_MS * HOUR_MS, FROZEN_MS - SETTLE_MS - 1000 * LATE_S),
+        FROZEN_MS,
+        None,
+    )
+    proofs = {
+        name_of(row["id"]): (row["count"], [one["offset"] for one in row["coordinates"]], row["sink_ms"])
+        for row in warehouse.tables.read("sinks").where("kind IS NOT NULL").collect()
+    }
+    assert proofs == {
+        "gone": (1, [2], FROZEN_MS),
+        "again": (2, [3], HOUR),
+        "copied": (2, [4, 5], HOUR),
+        "slow": (1, [6], due + 6),
+    }
+
+
+def test_nothing_is_missing_before_its_lateness_is_over(warehouse: Warehouse) -> None:
+    warehouse.deliver(*event("gone", 1))
+    warehouse.store([("other", HOUR, None)])
+    # The entry was written 5 ms after the acceptance.
+    due = HOUR + 5 + SETTLE_MS + 1000 * LATE_S
+    assert counts(warehouse.run(due)) == {"expected": 1, "pending": 1}
+    assert counts(warehouse.run(due + 1)) == {"expected": 1, "missing_in_sink": 1}
+
+
+def test_an_event_that_was_missing_and_comes_is_late_from_then_on(warehouse: Warehouse) -> None:
+    warehouse.deliver(*event("slow", 1), *event("once", 2))
+    warehouse.store([("once", HOUR, None)])
+    warehouse.run()
+    assert warehouse.found() == {("missing_in_sink", None, "slow")}
+    warehouse.store([("slow", HOUR, None)])
+    for later in (1, 2):
+        assert counts(warehouse.run(FROZEN_MS + later)) == {"expected": 2, "present_once": 1, "late_in_sink": 1}
+    assert warehouse.found() == {("late_in_sink", "was_missing", "slow")}
+
+
+def test_an_hour_that_matches_is_not_read_again_unless_it_has_new_records(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Sequence[reading.Interval]] = []
+
+    def noted(spark: SparkSession, rule: SinkRule, intervals: Sequence[reading.Interval]) -> Any:
+        read.append(intervals)
+        return original(spark, rule, intervals)
+
+    original: Callable[..., Any] = reading.read
+    monkeypatch.setattr(reading, "read", noted)
+    warehouse.deliver(*event("once", 1), *event("next", 2, at=HOUR + 2 * HOUR_MS))
+    warehouse.store([("once", HOUR, None), ("next", HOUR + 2 * HOUR_MS, None)])
+    around = MINUTE_MS
+    first_hour = (HOUR - around, HOUR + HOUR_MS + around)
+    third_hour = (HOUR + 2 * HOUR_MS - around, HOUR + 3 * HOUR_MS + around)
+    warehouse.run()
+    assert read == [[first_hour, third_hour]]
+    report = warehouse.run(FROZEN_MS + 1)
+    assert (len(read), counts(report)) == (1, {"expected": 2, "present_once": 2})
+    assert report.judged_until_ms == FROZEN_MS + 1 - SETTLE_MS - 1000 * LATE_S
+    warehouse.deliver(*event("more", 3))
+    warehouse.store([("more", HOUR, None)])
+    assert counts(warehouse.run(FROZEN_MS + 2)) == {"expected": 3, "present_once": 3}
+    assert read[1:] == [[first_hour]]
+    # Rows that are repeated in an hour that has matched are found on request.
+    warehouse.store([("once", HOUR, None)])
+    assert counts(warehouse.run(FROZEN_MS + 3)) == {"expected": 3, "present_once": 3}
+    assert counts(warehouse.run(FROZEN_MS + 4, recheck_sinks=True))["twice_in_sink"] == 1
+    # Another definition of the sink is another comparison.
+    warehouse.rule = replace(warehouse.rule, margin_s=30)
+    warehouse.run(FROZEN_MS + 5)
+    assert len(read) == 4
+
+
+def test_a_sink_that_cannot_be_read_keeps_its_findings_and_its_watermark(warehouse: Warehouse, tmp_path: Path) -> None:
+    warehouse.deliver(*event("gone", 1))
+    never = warehouse.run()
+    assert never.unreadable is not None
+    assert (counts(never), never.read_ms, never.judged_until_ms) == ({}, None, None)
+    warehouse.store([("other", HOUR, None)])
+    known = warehouse.run(FROZEN_MS + 1)
+    assert counts(known) == {"expected": 1, "missing_in_sink": 1}
+    warehouse.deliver(*event("new", 2))
+    folder = Path(warehouse.rule.path)
+    folder.rename(tmp_path / "away")
+    away = warehouse.run(FROZEN_MS + 2)
+    assert away.unreadable is not None
+    assert "\n" not in away.unreadable
+    assert away[:4] == known[:4]
+    assert warehouse.found() == {("missing_in_sink", None, "gone")}
+    (tmp_path / "away").rename(folder)
+    warehouse.store([("gone", HOUR, None), ("new", HOUR, None)])
+    assert counts(warehouse.run(FROZEN_MS + 3)) == {"expected": 2, "present_once": 1, "late_in_sink": 1}
+
+
+def test_what_no_delivered_event_has_is_extra_in_a_sink_of_its_own(warehouse: Warehouse) -> None:
+    warehouse.rule = replace(warehouse.rule, exclusive=True)
+    decided = FROZEN_MS - SETTLE_MS
+    warehouse.deliver(
+        *event("once", 1),
+        # Written in another hour, or to another topic, or lost: not unknown.
+        *event("earlier", 2, at=HOUR - 2 * HOUR_MS),
+        *event("other", 3, topic="u"),
+        *ids({"lost": [entry(10, at=HOUR)]}),
+    )
+    warehouse.store(
+        [
+            *((name, HOUR, None) for name in ("once", "earlier", "other", "lost", "made up", "made up")),
+            ("empty hour", HOUR + 2 * HOUR_MS, None),
+            ("last", decided - MINUTE_MS - 1, None),
+            ("too new", decided - MINUTE_MS, None),
+            ("too old", HOUR - HOUR_MS + MINUTE_MS - 1, None),
+        ]
+    )
+    report = warehouse.run()
+    extra = {name for kind, _, name in warehouse.found() if kind == "extra_in_sink"}
+    assert extra == {"made up", "empty hour", "last"}
+    assert report.counts["extra_in_sink"] == 3
+    by_hour = {
+        hours.text_at(row["accepted_hour"]): row["is_closed"]
+        for row in warehouse.tables.read("sinks").where("kind IS NULL AND accepted_hour IS NOT NULL").collect()
+    }
+    assert by_hour[hours.text_of(HOUR + HOUR_MS)] is True
+    assert by_hour[hours.text_of(decided)] is False
+
+
+def test_rows_may_name_coordinates_in_place_of_an_id(spark: SparkSession, tmp_path: Path) -> None:
+    rule = replace(RULE, id="", coordinates=("topic", "part", "off"), event_time="at_ms", exclusive=True)
+    warehouse = Warehouse(spark, tmp_path, rule)
+    warehouse.deliver(
+        *event("once", 1), *event("gone", 2), *event("again", 3), *event("copied", 4), *event("copied", 5)
+    )
+    rows = [("t", 0, offset, HOUR) for offset in (1, 3, 3, 4, 77, 79, 79)]
+    rows += [("t", 0, None, HOUR)]  # type: ignore[list-item]
+    frame = spark.createDataFrame(rows, "topic string, part int, off bigint, at_ms bigint")
+    frame.write.format("delta").save(warehouse.rule.path)
+    report = warehouse.run()
+    assert warehouse.found() == {
+        ("missing_in_sink", None, "gone"),
+        ("twice_in_sink", "repeated", "again"),
+        ("extra_in_sink", None, "t[0]"),
+    }
+    assert counts(report) == {
+        "expected": 4,
+        "present_once": 2,
+        "missing_in_sink": 1,
+        "twice_in_sink": 1,
+        "extra_in_sink": 2,
+        "unidentified": 1,
+    }
+    (extra,) = warehouse.tables.read("sinks").where("kind = 'extra_in_sink'").collect()
+    assert (extra["count"], extra["first_offset"], extra["last_offset"]) == (3, 77, 79)
+
+
+def test_an_event_is_looked_for_at_each_of_its_times_before_it_is_missing(warehouse: Warehouse) -> None:
+    """A client has set a timestamp, by which the sink keeps the row; an id of two hours has a row in the other one."""
+    long_ago, other = HOUR - 30 * 24 * HOUR_MS, HOUR - 3 * HOUR_MS
+    warehouse.deliver(
+        *event("dated", 1, timestamp_ms=long_ago),
+        *event("both", 2),
+        *event("both", 3, at=other),
+        *event("gone", 4, timestamp_ms=long_ago),
+    )
+    warehouse.store([("dated", long_ago, None), ("both", other, None)])
+    warehouse.run()
+    assert warehouse.found() == {("missing_in_sink", None, "gone")}
+
+
+def test_what_an_open_transaction_has_hidden_is_expected_from_when_it_no_longer_does(warehouse: Warehouse) -> None:
+    blocked = log(DATA, "t", 0, end=5, last_stable=5, high_watermark=9)
+    warehouse.deliver(*event("read", 4))
+    warehouse.store([("other", HOUR, None)])
+    assert counts(warehouse.run(FROZEN_MS, logs=(blocked,))) == {"expected": 1, "missing_in_sink": 1}
+    warehouse.deliver(*event("hidden", 6))
+    assert counts(warehouse.run(FROZEN_MS + 10)) == {"expected": 2, "missing_in_sink": 1, "pending": 1}
+    assert counts(warehouse.run(FROZEN_MS + 10 + 1000 * LATE_S))["pending"] == 1
+    assert counts(warehouse.run(FROZEN_MS + 11 + 1000 * LATE_S)) == {"expected": 2, "missing_in_sink": 2}
+
+
+def test_a_run_whose_rules_have_no_sink_forgets_it(warehouse: Warehouse) -> None:
+    warehouse.deliver(*event("gone", 1))
+    warehouse.store([("other", HOUR, None)])
+    warehouse.run()
+    assert warehouse.found() == {("missing_in_sink", None, "gone")}
+    without = replace(settings(window_h=24), rules=Rules())
+    context = RunContext(Plan(2, FROZEN_MS, "{}", ()), without)
+    assert sink_audit.audit(warehouse.tables, context, lambda line: None) == []
+    assert warehouse.tables.read("sinks").isEmpty()
+
+
+def test_events_before_the_beginning_of_a_sink_are_not_expected(warehouse: Warehouse) -> None:
+    warehouse.rule = replace(warehouse.rule, since_ms=HOUR + 1)
+    warehouse.deliver(*event("before", 1), *event("after", 2, at=HOUR + HOUR_MS))
+    warehouse.store([("after", HOUR + HOUR_MS, None)])
+    assert counts(warehouse.run()) == {"expected": 1, "present_once": 1}
+
+
+@pytest.fixture(scope="module")
+def one_row(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> SinkRule:
+    """A sink with a row of the event `once`, which its rule names by the column `event_id`, as Parquet files."""
+    path = str(tmp_path_factory.mktemp("one") / "row")
+    schema = "event_id string, accepted_at timestamp"
+    spark.createDataFrame([(id_of("once"), _time(HOUR))], schema).write.parquet(path)
+    return replace(RULE, format="parquet", path=path)
+
+
+WHOLE: Final = [(HOUR - HOUR_MS, HOUR + HOUR_MS)]
+
+
+@pytest.mark.parametrize(
+    ("expression", "identified"),
+    [
+        ("event_id", True),
+        ("upper(event_id)", True),
+        ("unhex(event_id)", True),
+        ("regexp_replace(event_id, '^(.{8})(.{4})(.{4})(.{4})(.{12})$', '$1-$2-$3-$4-$5')", True),
+        ("substring(event_id, 2)", False),
+        ("concat('-', substring(event_id, 2))", False),
+        ("unhex(substring(event_id, 3))", False),
+        ("cast(NULL AS string)", False),
+    ],
+)
+def test_an_id_is_bytes_hexadecimal_digits_or_a_uuid(
+    spark: SparkSession, one_row: SinkRule, expression: str, identified: bool
+) -> None:
+    (row,) = reading.read(spark, replace(one_row, id=expression), WHOLE).collect()
+    assert row["id"] == (bytes.fromhex(id_of("once")) if identified else None)
+    assert (row["event_ms"], row["arrived_ms"]) == (HOUR, None)
+
+
+def test_the_rows_of_an_interval_are_read_and_none_of_its_end(spark: SparkSession, one_row: SinkRule) -> None:
+    assert reading.read(spark, one_row, [(HOUR, HOUR + 1)]).count() == 1
+    assert reading.read(spark, one_row, [(HOUR - 1, HOUR), (HOUR + 1, HOUR + 2)]).count() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"id": "accepted_at"}, "the id is a timestamp: write an expression for its 16 bytes"),
+        ({"id": "no_such_column"}, "no_such_column"),
+        ({"id": "concat(event_id, rand())"}, "the expression for the event gives another value each time"),
+        ({"event_time": "event_id"}, "the column event_id is a string: name a timestamp"),
+        ({"arrived": "event_id"}, "the column event_id is a string"),
+        ({"path": "/no/such/folder"}, "/no/such/folder"),
+        ({"format": "jdbc", "url": "jdbc:nothing://127.0.0.1/", "table": "t"}, "No suitable driver"),
+        ({"password_file": "/no/such/file"}, "/no/such/file"),
+    ],
+)
+def test_a_sink_that_is_not_as_its_rule_says_is_unreadable(
+    spark: SparkSession, one_row: SinkRule, changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(Unreadable) as caught:
+        reading.read(spark, replace(one_row, **changes), WHOLE)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_expression_that_is_no_sql_stops_the_run_before_it_begins(spark: SparkSession) -> None:
+    reading.check_expressions(spark, [RULE, replace(RULE, id="lower(event_id)")])
+    with pytest.raises(CannotRun, match=r"^the sink 'warehouse': 'lower\(' is no expression of Spark SQL: "):
+        reading.check_expressions(spark, [replace(RULE, id="lower(")])
+
+
+# ------------------------------------------------------------------------------------------------- without Spark
+
+
+def test_intervals_are_united_and_subtracted() -> None:
+    assert reading.merged([(5, 7), (1, 3), (3, 4), (6, 9)]) == [(1, 4), (5, 9)]
+    assert reading.without([(0, 10), (20, 30)], [(2, 4), (8, 22)]) == [(0, 2), (4, 8), (22, 30)]
+    assert reading.without([(0, 10)], [(0, 10)]) == []
+    assert reading.without([(0, 10)], []) == [(0, 10)]
+
+
+def test_hours_are_due_that_are_open_or_have_new_records_or_another_definition() -> None:
+    state = SinkState(3, 1, (), "a", {"0": HourState(3, True, "a"), "1": HourState(2, False, "a")})
+    assert due_hours({}, state, "a", [], again=False) == {"1"}
+    assert due_hours({"0": 3, "2": 1}, state, "a", [], again=False) == {"1", "2"}
+    assert due_hours({"0": 4}, state, "a", ["3"], again=False) == {"0", "1", "3"}
+    assert due_hours({}, state, "b", [], again=False) == due_hours({}, state, "a", [], again=True) == {"0", "1"}
+
+
+def test_what_was_hidden_is_kept_as_long_as_it_may_arrive() -> None:
+    last = Plan(1, 10, "", (log(DATA, "t", 0, end=5, last_stable=5, high_watermark=9), log(DATA, "t", 1)))
+    now = Plan(2, 20, "", (log(DATA, "t", 0, end=8, last_stable=8, high_watermark=9), log(DATA, "t", 1, end=200)))
+    old, new = Released("u", 0, 1, 2, 5), Released("t", 0, 5, 8, 20)
+    assert released(now, last, [], 0) == (new,)
+    assert released(now, last, [old, new], 5) == (old, new)
+    assert released(now, last, [old], 6) == (new,)
+    assert released(now, None, [], 0) == ()
+
+
+def test_an_hour_closes_when_nothing_of_it_may_change() -> None:
+    none = dict.fromkeys(sink_verdicts.COUNTS, 0)
+    over = HOUR + HOUR_MS + SETTLE_MS + 1000 * LATE_S
+
+    def closes(frozen_ms: int, decided_ms: int = 0, rule: SinkRule = RULE, *counted: str) -> bool:
+        counts = none | dict.fromkeys(counted, 1)
+        return sink_verdicts.closes(HOUR, counts, rule, SETTLE_MS, frozen_ms, decided_ms)
+
+    assert (closes(over), closes(over + 1)) == (False, True)
+    assert closes(over + 1, 0, RULE, "expected", "late_in_sink")
+    for name in ("pending", "missing_in_sink", "twice_in_sink", "extra_in_sink"):
+        assert not closes(over + 1, 0, RULE, name), name
+    own = replace(RULE, exclusive=True)
+    decided = HOUR + HOUR_MS + 1000 * RULE.margin_s
+    assert (closes(over + 1, decided, own), closes(over + 1, decided + 1, own)) == (False, True)
