@@ -8,12 +8,16 @@ import hashlib
 import sys
 import tempfile
 from pathlib import Path
+from typing import Final
 
 from deploy import places
 from deploy.console import StackError, progress, run, say
 from deploy.install import jars, java
 from deploy.stack import Kafka
 from deploy.stack.kafka import BRIEF
+
+# The JVM writes the archive after the broker has shut down; on a busy machine that takes longer than other stops.
+WRITES_S: Final = 120.0
 
 
 def use() -> None:
@@ -64,6 +68,7 @@ def record(folder: Path) -> Path:
         broker.extra_env["JDK_JAVA_OPTIONS"] = f"-XX:ArchiveClassesAtExit={written}"
         broker.start()
         broker.create_topic("any")
+        broker.stop(WRITES_S)
     if not written.exists():
         raise StackError(f"the broker's classes were not recorded\n{broker.tail()}")
     return written

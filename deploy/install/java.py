@@ -1,4 +1,4 @@
-"""Finds or installs a Java runtime for both Kafka 4.3 and Spark 4.2."""
+"""Finds or installs a Java runtime for both Kafka 4.4 and Spark 4.2."""
 
 import functools
 import os

@@ -85,7 +85,7 @@ def releases(metadata_versions: Mapping[int, int | None]) -> list[Finding]:
 def skips_markers(versions: Mapping[int, int]) -> bool:
     """Whether a broker's version completes transactions without the markers of leaderless partitions.
 
-    `versions` as `AclInspector.versions_of` has them. No release up to 4.3.1 fixes it (KAFKA-20734).
+    `versions` as `AclInspector.versions_of` has them. No release up to 4.4.0 fixes it (KAFKA-20734).
     """
     return versions.get(WRITE_TXN_MARKERS, 0) >= MARKERS_SKIPPED_SINCE
 
@@ -101,7 +101,7 @@ def transaction_markers(versions: Mapping[int, Mapping[int, int]]) -> Iterator[F
                 "4.2 or newer: after a crash it may leave transactions open (KAFKA-20734)"
                 if skips_markers(of)
                 else "older than 4.2: it leaves no transaction without its markers",
-                "nothing, where the service may Read its topics: it ends what hangs; no release up to 4.3.1 mends it, "
+                "nothing, where the service may Read its topics: it ends what hangs; no release up to 4.4.0 mends it, "
                 "so replace one broker at a time, and never run `kafka-transactions abort` on a slot's transaction",
                 Level.WARNING,
             ),

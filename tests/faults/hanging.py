@@ -3,7 +3,7 @@
 After a kill no client sends a request, and the restarted processes of the service have nothing to write, because
 traffic would end the hanging transactions. Every partition must become readable to its end by `read_committed`;
 acknowledged events must be there once, and get the same answer again. `--service` runs the service of another tree;
-`results/hanging.md` has a line for each tree and number of brokers.
+`results/hanging.md` has a line for each tree, number of brokers and version of Kafka.
 
 How a marker is lost: a broker that starts takes over its earlier leadership, and loads the transactions of its
 coordinators. Then its new registration is published, which withdraws all leaders until the broker is unfenced. A
@@ -23,11 +23,13 @@ from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined] # its stubs forget the latter
 
 from deploy import places
+from deploy.install import jars
 from deploy.stack import Process
 from tests.faults import history
 from tests.faults.cluster import Cluster
 from tests.faults.results import RESULTS, machine, revision, table, update
 from tests.faults.world import SETTLED_S, World
+from tests.kafka_versions import broker_of
 
 Partition = tuple[str, int]
 
@@ -210,7 +212,7 @@ def _line(number: int, outcome: Kill) -> str:
 
 
 def write(project: Path, brokers: int, done: Sequence[Kill], path: Path = RESULTS / "hanging.md") -> None:
-    """Renew the line of this tree and number of brokers in the results; notes below the table stay."""
+    """Renew the line of this tree, brokers and Kafka in the results; notes below the table stay."""
     cells = [
         f"{len(done)}",
         f"{sum(bool(each.skipped) for each in done)}",
@@ -223,7 +225,8 @@ def write(project: Path, brokers: int, done: Sequence[Kill], path: Path = RESULT
         f"{sum(len(each.wrong) for each in done)}",
         machine(),
     ]
-    lines = update(path, HEADS, {f"{revision(project)}, {brokers} broker(s)": cells})
+    kafka = broker_of(jars.LOCKS["kafka"])
+    lines = update(path, HEADS, {f"{revision(project)}, {brokers} broker(s), Kafka {kafka}": cells})
     _, heading, notes = path.read_text().partition(NOTES) if path.exists() else ("", "", "")
     path.parent.mkdir(exist_ok=True)
     path.write_text(

@@ -85,7 +85,7 @@ async def test_each_careless_setting_of_a_broker_is_reported(
         ("kafka.transaction-timeout", "error"),
         ("kafka.id-expiration", "warning"),
         ("kafka.reauthentication", "warning"),
-        ("kafka.transaction-markers", "warning"),  # 4.3.1
+        ("kafka.transaction-markers", "warning"),  # since 4.2
     }
     assert found.wrong("access") == {("access.data-topics", "warning")}  # no topic exists yet
     assert found["kafka.transaction-timeout"][0].found == "transaction.max.timeout.ms=5000"

@@ -1,6 +1,6 @@
 """The supported versions of Kafka: `python -m tests.kafka_versions` runs tests of the service's Kafka client on each.
 
-The broker of all other tests is the one of `deploy/install/kafka.lock`.
+The lock files here are of older versions; the newest is the broker of all other tests, `deploy/install/kafka.lock`.
 """
 
 import os
@@ -10,7 +10,6 @@ from typing import Final
 from deploy.console import StackError
 from deploy.install import jars
 
-LOCKS: Final = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.lock"))}
 VARIABLE: Final = "TEST_KAFKA"
 TESTS: Final = (
     "tests/contract/test_producer_and_slot.py",
@@ -28,9 +27,18 @@ def broker_of(lock: Path) -> str:
     return next(jar.version for jar in jars.read_lock("kafka", lock) if jar.artifact == "kafka_2.13")
 
 
+def release_of(lock: Path) -> str:
+    """Return the release of the broker in a lock, as in "4.4"."""
+    return broker_of(lock).rpartition(".")[0]
+
+
+# By release. Before `use`, jars.LOCKS names the broker of all other tests.
+LOCKS: Final = {release_of(path): path for path in (*sorted(Path(__file__).parent.glob("*.lock")), jars.LOCKS["kafka"])}
+
+
 def running() -> str:
-    """Return the release of the brokers of this process, as in "4.3"."""
-    return broker_of(jars.LOCKS["kafka"]).rpartition(".")[0]
+    """Return the release of the brokers of this process."""
+    return release_of(jars.LOCKS["kafka"])
 
 
 def use() -> None:

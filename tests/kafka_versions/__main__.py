@@ -1,7 +1,7 @@
 """Fetches supported versions of Kafka into the cache, and runs the tests of the service's Kafka client on each.
 
     python -m tests.kafka_versions            every version
-    python -m tests.kafka_versions 3.9 4.0
+    python -m tests.kafka_versions 3.9 4.4
 
 Exit status: 0 when the tests passed on every version, 1 when they failed on one.
 """

@@ -19,7 +19,6 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.stack import Kafka, free_port
-from tests import kafka_versions
 from tests.http_server import Handler, HttpServer
 from tests.secured import Acl, bindings_of
 
@@ -125,12 +124,11 @@ class ManagedKafka(Kafka):
             ),
             "sasl.oauthbearer.jwks.endpoint.url": keys,
             "sasl.oauthbearer.expected.audience": AUDIENCE,
+            "sasl.oauthbearer.expected.issuer": ISSUER,
             "connections.max.reauth.ms": str(reauth_ms),
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
             "super.users": "User:ANONYMOUS",
         }
-        if kafka_versions.running() not in ("3.9", "4.0", "4.3"):  # Kafka 4.4 does not start without it
-            self.settings["sasl.oauthbearer.expected.issuer"] = ISSUER
 
     @property
     def logins(self) -> str:

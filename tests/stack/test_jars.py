@@ -12,8 +12,10 @@ from deploy.install.fetchers import Artifact, FetchError
 from deploy.install.jars import Jar
 from spark.errors import CannotRun
 from spark.jars import S3_LOCK, find_s3, locked, log_store, needs_s3
+from tests import kafka_versions
 
 GOOD = b"the right bytes"
+OLDER = Path(kafka_versions.__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +81,17 @@ def test_when_every_wayfails_the_error_says_why() -> None:
 def test_the_lock_files_name_both_kinds_and_no_jar_twice() -> None:
     names = [(jar.kind, jar.file) for jar in jars.locked()]
     assert len(names) == len(set(names))
-    assert ("kafka", "kafka_2.13-4.3.1.jar") in names
+    assert ("kafka", "kafka_2.13-4.4.0.jar") in names
     assert ("spark", "delta-spark_4.2_2.13-4.4.0.jar") in names
+
+
+def test_each_supported_kafka_has_one_lock_and_the_stacks_is_the_newest() -> None:
+    releases = [tuple(map(int, release.split("."))) for release in kafka_versions.LOCKS]
+    assert kafka_versions.LOCKS.keys() == {*(path.stem for path in OLDER.glob("*.lock")), kafka_versions.running()}
+    assert max(releases) == releases[-1] == tuple(map(int, kafka_versions.running().split(".")))
+    for lock in kafka_versions.LOCKS.values():
+        files = [jar.file for jar in jars.read_lock("kafka", lock)]
+        assert len(files) == len(set(files)), lock
 
 
 def test_a_lock_file_with_a_bad_line_is_refused(tmp_path: Path) -> None:
