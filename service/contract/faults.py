@@ -27,6 +27,13 @@ def rate_faults(table: Mapping[str, Any]) -> Faults:
             yield name, f"write {unit} a second, from {_RATES[0]:f} to {_RATES[1]}, or leave it out"
 
 
+def group_faults(table: Mapping[str, Any]) -> Faults:
+    """Find the mistakes of a table's optional `groups`, globs of consumer groups."""
+    groups = table.get("groups", [])
+    if not isinstance(groups, list) or not all(isinstance(glob, str) and glob for glob in groups):
+        yield "groups", 'write names or globs of consumer groups, as in groups = ["billing-*"], or leave it out'
+
+
 def ttl_faults(table: Mapping[str, Any]) -> Faults:
     """Find the mistakes of a table's optional `key_ttl_s`, in seconds."""
     ttl_s = table.get("key_ttl_s", 1)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, rate_faults
+from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, group_faults, rate_faults
 from service.contract.source_rules import pointer_steps
 
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519")
@@ -37,6 +37,7 @@ class IssuerRule:
     The keys are read from `jwks_url` or `jwks_file`; without both, from the URL that the issuer's OpenID configuration
     names. `jwks_cafile` has the authorities that sign the URLs' certificates, `jwks_token_file` a bearer token for the
     URLs; empty for neither. `rate` is in events a second of each caller, `rate_bytes` in bytes of its bodies.
+    `groups` are globs of the consumer groups whose offsets a caller may commit.
     """
 
     name: str
@@ -55,6 +56,7 @@ class IssuerRule:
     leeway_s: int = LEEWAY_S
     rate: float | None = None
     rate_bytes: float | None = None
+    groups: tuple[str, ...] = ()
 
     def scope_of(self, name: str) -> str:
         """Return the scope of the keys of a caller.
@@ -95,6 +97,7 @@ def issuer_rule(table: Table, folder: Path) -> IssuerRule:
         leeway_s=table.get("leeway_s", LEEWAY_S),
         rate=table.get("rate"),
         rate_bytes=table.get("rate_bytes"),
+        groups=tuple(table.get("groups", [])),
         **files,
     )
 
@@ -127,6 +130,7 @@ _SETTINGS: Final = (
     "topics_claim",
     "topics",
     "subjects",
+    "groups",
     "leeway_s",
     "rate",
     "rate_bytes",
@@ -154,6 +158,7 @@ def issuer_faults(table: Table, before: Sequence[Table]) -> Faults:
     yield from _key_faults(table)
     yield from _token_faults(table)
     yield from _topic_faults(table)
+    yield from group_faults(table)
     yield from rate_faults(table)
 
 

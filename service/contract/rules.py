@@ -15,6 +15,7 @@ from service.contract.faults import (
     NAME_REMEDY,
     Faults,
     Table,
+    group_faults,
     line_of,
     quarantine_faults,
     rate_faults,
@@ -77,7 +78,8 @@ class CallerRule:
     replaced by the next; a retry with the new token finds the keys of the old one. `rate` is in events a second,
     `rate_bytes` in bytes of bodies, for all tokens and all processes together, with bursts of one second; None for no
     limit. `certificates` are names of clients' certificates (mutual TLS) by which the caller is known too:
-    "subject:…", "dns:…", "uri:…", "email:…".
+    "subject:…", "dns:…", "uri:…", "email:…". `groups` are globs of the consumer groups whose offsets the caller may
+    commit with its events; none by default, because a caller of an earlier release could commit no offsets.
     """
 
     name: str
@@ -86,6 +88,7 @@ class CallerRule:
     rate: float | None = None
     rate_bytes: float | None = None
     certificates: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +262,7 @@ _TOPIC_SETTINGS: Final = (
 )
 _KEYLESS: Final = ("allow", "refuse")
 _GUARANTEES: Final = tuple(guarantee.value for guarantee in Guarantee)
-_CALLER_SETTINGS: Final = ("name", "token_sha256", "certificates", "topics", "rate", "rate_bytes")
+_CALLER_SETTINGS: Final = ("name", "token_sha256", "certificates", "topics", "groups", "rate", "rate_bytes")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _CERTIFICATE: Final = re.compile(r"(?:subject:[A-Za-z0-9.]+=|dns:|uri:|email:).+", re.DOTALL)
 
@@ -286,9 +289,9 @@ def _topic_rule(table: Table, folder: Path) -> TopicRule:
 def _caller_rule(table: Table) -> CallerRule:
     topics = tuple(table.get("topics", ["*"]))
     certificates = tuple(table.get("certificates", []))
-    return CallerRule(
-        table["name"], tuple(_digests(table)), topics, table.get("rate"), table.get("rate_bytes"), certificates
-    )
+    groups = tuple(table.get("groups", []))
+    rates = table.get("rate"), table.get("rate_bytes")
+    return CallerRule(table["name"], tuple(_digests(table)), topics, *rates, certificates, groups)
 
 
 def _digests(table: Table) -> list[Any]:
@@ -337,6 +340,7 @@ def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
     topics = table.get("topics", ["*"])
     if not isinstance(topics, list) or not topics or not all(isinstance(glob, str) and glob for glob in topics):
         yield "topics", 'write names or globs, as in topics = ["orders.*"]'
+    yield from group_faults(table)
     yield from rate_faults(table)
 
 

@@ -164,9 +164,23 @@ def _field(content: bytes | None) -> bytes:
 def batch_fingerprint(members: Iterable[bytes]) -> bytes:
     """Make the 8-byte fingerprint of an atomic batch from its members' fingerprints in order.
 
-    It can be computed from the ledger, which has only the members' fingerprints.
+    It can be computed from the ledger, which has only the members' fingerprints. If the batch commits offsets of a
+    group, their fingerprint (`offsets_fingerprint`) is the last one.
     """
     return hashlib.sha256(b"".join(members)).digest()[:FINGERPRINT_BYTES]
+
+
+def offsets_fingerprint(group: str, positions: Iterable[tuple[str, int, int, str]]) -> bytes:
+    """Make the 8-byte fingerprint of a group's offsets; positions are (topic, partition, offset, metadata).
+
+    Hashes the group, then each position in the order of topics and partitions; each field as in `fingerprint`. The
+    member and its generation are left out: they may change between two attempts of one request.
+    """
+    packed = _field(group.encode())
+    for topic, partition, offset, metadata in sorted(positions):
+        packed += _field(topic.encode()) + _field(b"%d" % partition) + _field(b"%d" % offset)
+        packed += _field(metadata.encode())
+    return hashlib.sha256(packed).digest()[:FINGERPRINT_BYTES]
 
 
 # ------------------------------------------------------------------------------------------------- record header
@@ -294,9 +308,55 @@ class Begin:
         ).encode()
 
 
+class CommittedOffset(NamedTuple):
+    """The offset of a group in a partition, committed by a transaction."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerOffsets:
+    """The offsets of a consumer group that an atomic batch has committed in the transaction of a ledger record.
+
+    `batch` is the batch's id, `fp` its fingerprint, `at` and `ttl` are as in Entry. `partition` of `__consumer_offsets`
+    has them, where the transaction begins at `offset`; both are None if the service may not see that topic.
+    """
+
+    batch: bytes
+    fp: bytes
+    at: int
+    group: str
+    member: str
+    generation: int
+    positions: Sequence[CommittedOffset]
+    partition: int | None = None
+    offset: int | None = None
+    ttl: int = 0
+
+    def encode(self) -> str:
+        """Encode them as JSON text."""
+        place = {} if self.partition is None else {"partition": self.partition, "offset": self.offset}
+        fields = {
+            "batch": self.batch.hex(),
+            "fp": self.fp.hex(),
+            "at": self.at,
+            **({"ttl": self.ttl} if self.ttl else {}),
+            "group": self.group,
+            "member": self.member,
+            "generation": self.generation,
+            **place,
+            "positions": [position._asdict() for position in self.positions],
+        }
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerRecord:
     """The events of one transaction; without entries, the record through which a store recovery reads a partition.
+
+    `offsets`: those that the transaction has committed too; it then holds one atomic batch, perhaps without events.
 
     `topic_ids`: the known ids (KIP-516) of the entries' topics, by name. A topic that was deleted and created again has
     another id. Earlier releases wrote no ids.
@@ -308,10 +368,12 @@ class LedgerRecord:
     instance: str
     entries: Sequence[Entry]
     topic_ids: Mapping[str, str] = field(default_factory=dict)
+    offsets: LedgerOffsets | None = None
 
     def encode(self) -> bytes:
         head = self.slot, self.producer_id, self.epoch, self.instance
-        return encode_ledger(*head, map(Entry.encode, self.entries), self.topic_ids)
+        offsets = "" if self.offsets is None else self.offsets.encode()
+        return encode_ledger(*head, map(Entry.encode, self.entries), self.topic_ids, offsets)
 
 
 def encode_ledger(
@@ -321,16 +383,18 @@ def encode_ledger(
     instance: str,
     entries: Iterable[str],
     topic_ids: Mapping[str, str] = MappingProxyType({}),
+    offsets: str = "",
 ) -> bytes:
-    """Encode a ledger record from entries that are JSON text already.
+    """Encode a ledger record from entries, and a group's offsets, that are JSON text already.
 
-    `topic_ids` has the known ids of the entries' topics, by name; the field is left out if it is empty.
+    `topic_ids` has the known ids of the entries' topics, by name. It and `offsets` are left out if they are empty.
     """
     topics = ",".join([f'"{name}":"{topic_id}"' for name, topic_id in topic_ids.items()])
     known = f'"topic_ids":{{{topics}}},' if topics else ""
+    committed = f',"offsets":{offsets}' if offsets else ""
     return (
         f'{{"v":{VERSION},"slot":{slot},"pid":{producer_id},"epoch":{epoch},"instance":"{instance}",'
-        f'{known}"entries":[{",".join(entries)}]}}'
+        f'{known}"entries":[{",".join(entries)}]{committed}}}'
     ).encode()
 
 
@@ -343,7 +407,8 @@ def decode_ledger(raw: bytes | None) -> Begin | LedgerRecord:
         if body.get("begin"):
             return Begin(*head, generation=_int(body["generation"]), at=_int(body["at"]))
         topic_ids = {name: _str(topic_id) for name, topic_id in body.get("topic_ids", {}).items()}
-        return LedgerRecord(*head, entries=[_entry(entry) for entry in body["entries"]], topic_ids=topic_ids)
+        entries = [_entry(entry) for entry in body["entries"]]
+        return LedgerRecord(*head, entries, topic_ids, _offsets(body["offsets"]) if "offsets" in body else None)
     except NewerVersion:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -364,6 +429,25 @@ def _entry(body: dict[str, Any]) -> Entry:
         None if i is None else _int(i),
         _int(body.get("ttl", 0)),
         _str(body.get("refused", "")),
+    )
+
+
+def _offsets(body: dict[str, Any]) -> LedgerOffsets:
+    partition, offset = body.get("partition"), body.get("offset")
+    return LedgerOffsets(
+        bytes.fromhex(body["batch"]),
+        bytes.fromhex(body["fp"]),
+        _int(body["at"]),
+        _str(body["group"]),
+        _str(body["member"]),
+        _int(body["generation"]),
+        [
+            CommittedOffset(_str(each["topic"]), _int(each["partition"]), _int(each["offset"]))
+            for each in body["positions"]
+        ],
+        None if partition is None else _int(partition),
+        None if offset is None else _int(offset),
+        _int(body.get("ttl", 0)),
     )
 
 

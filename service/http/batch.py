@@ -22,11 +22,14 @@ from service.events.event import (
     check_text,
     cut_batch,
     decode,
+    invalid,
     is_plain,
     make_event,
 )
+from service.events.offsets import fingerprint_of, parse_offsets
 from service.events.strict_json import LONG_BYTES, in_thread, strictly
 from service.http.caller import ANYBODY, Caller
+from service.kafka.group_offsets import GroupOffsets
 from service.pipeline.admission import Admission
 from service.pipeline.key_checks import KeyAge
 from service.pipeline.request import CHUNK_EVENTS_MAX, WriteResult
@@ -40,10 +43,21 @@ STEP_BYTES: Final = 8 * 1024
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The JSON of a batch. Its events are decoded one by one, so that a malformed event fails alone."""
+    """The JSON of a batch. Its events are decoded one by one, so that a malformed event fails alone.
+
+    `offsets`, of a consumer group, are committed with the events of an atomic batch.
+    """
 
     events: list[msgspec.Raw]
     atomic: bool = False
+    offsets: msgspec.Raw = msgspec.Raw()
+
+    def check(self) -> None:
+        """Check what the fields must have in common. Raises Problem (400, 413)."""
+        if self.offsets and not self.atomic:
+            raise invalid("offsets", 'they are committed with all events or with none: write "atomic": true')
+        if self.events or not self.offsets:
+            check_count(len(self.events), "events")
 
 
 class MemberBody(EventBody, forbid_unknown_fields=True):
@@ -58,13 +72,13 @@ T = TypeVar("T")
 
 
 def parse_batch(body: bytes) -> BatchBody:
-    """Parse a batch of at least one event, from a body of at most LONG_BYTES. Raises Problem (400, 413)."""
+    """Parse a batch of at least one event, or of offsets, from a body up to LONG_BYTES. Raises Problem (400, 413)."""
     return strictly(body, _batch_of)
 
 
 def _batch_of(body: bytes) -> BatchBody:
     batch = decode(_decode_batch, body)
-    check_count(len(batch.events), "events")
+    batch.check()
     return batch
 
 
@@ -73,7 +87,7 @@ async def parse_long_batch(body: bytes) -> BatchBody:
     frame, texts = await in_thread(cut_batch, body, "events")
     batch = decode(_decode_batch, frame)
     batch.events = texts or batch.events
-    check_count(len(batch.events), "events")
+    batch.check()
     return batch
 
 
@@ -207,19 +221,25 @@ async def write_atomic(
     `sent_ms`: when its request was first sent, ms since the Unix epoch, if it tells. Raises Problem for a batch that is
     refused before its key is claimed, also if no transaction could hold it.
     """
+    offsets = parse_offsets(batch.offsets) if batch.offsets else None
+    if offsets is not None:
+        caller.check_group(offsets.group)
     count = len(batch.events)
     if count > ATOMIC_EVENTS_MAX:
         raise Problem(TOO_LARGE, f"events: one transaction holds at most {ATOMIC_EVENTS_MAX}; there are {count}")
     events = await _parse_members(key, batch.events, traceparent, caller)
-    _check_size(events, admission)
+    _check_size(events, admission, offsets)
     id = event_id(key, caller.scope)
-    whole = id, batch_fingerprint(event.fp for event in events)
+    of_offsets = [] if offsets is None else [fingerprint_of(offsets)]
+    whole = id, batch_fingerprint([*(event.fp for event in events), *of_offsets])
+    if offsets is not None:
+        await admission.checks.check_positions(offsets, arrived)
     try:
         await _check_topics(events, admission, arrived)
     except Problem as problem:
         written = await admission.checks.batch_written_before(events, whole, problem)
         return id, admission.replay(events, written, arrived, whole).result()
-    return id, await admission.submit_atomic(events, whole, arrived, sent_ms)
+    return id, await admission.submit_atomic(key, events, whole, arrived, sent_ms, offsets)
 
 
 async def _parse_members(
@@ -237,10 +257,12 @@ async def _parse_members(
     return events
 
 
-def _check_size(events: Sequence[Event], admission: Admission) -> None:
-    """Raise Problem (413) if no transaction could hold the events, or the queue could never take them."""
+def _check_size(events: Sequence[Event], admission: Admission, offsets: GroupOffsets | None) -> None:
+    """Raise Problem (413) if no transaction could hold the batch, or the queue could never take its events."""
     ledger_bytes = sum(event.entry_bytes for event in events)
     event_bytes = sum(event.size for event in events)
+    if offsets is not None and ledger_bytes + offsets.ledger_bytes > admission.ledger_bytes_max:
+        raise Problem(TOO_LARGE, "offsets: one transaction does not hold so many positions beside the events")
     if ledger_bytes > admission.ledger_bytes_max:
         most = int(len(events) * admission.ledger_bytes_max / ledger_bytes)
         raise Problem(TOO_LARGE, f"events: one transaction holds about {most} such events; there are {len(events)}")

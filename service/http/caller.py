@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from service.contract import CallerRule
-from service.core.problems import FORBIDDEN_TOPIC, Problem
+from service.core.problems import FORBIDDEN_GROUP, FORBIDDEN_TOPIC, Problem
 from service.core.settings import TOPICS_MAX
 from service.http.rates import BYTES, EVENTS, Bucket, Rates, rate_lines
 from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge
@@ -30,12 +30,14 @@ class Caller:
         may_write_to: Callable[[str], bool],
         buckets: Sequence[Bucket] = (),
         rule: CallerRule | None = None,
+        groups: Sequence[str] = (),
     ) -> None:
         """`buckets` count what the caller sends, perhaps under several tokens; none for a caller without a rate.
 
-        `rule` is that of a caller whom the rules name.
+        `rule` is that of a caller whom the rules name. `groups`: globs of the groups whose offsets the caller commits.
         """
         self.scope = scope
+        self._groups = groups
         self.sender = Sender(scope)
         self.may_write_to = may_write_to  # whether the rules let the caller write to a topic
         self._buckets = tuple(buckets)
@@ -47,7 +49,7 @@ class Caller:
         """Make the caller of a rule, with buckets of its own among `rates`."""
         globs = rule.topics
         may = lru_cache(maxsize=TOPICS_MAX)(lambda topic: any(fnmatchcase(topic, glob) for glob in globs))
-        return cls(rule.name, may, (rates or Rates()).buckets(rule.name, rule.rate, rule.rate_bytes), rule)
+        return cls(rule.name, may, (rates or Rates()).buckets(rule.name, rule.rate, rule.rate_bytes), rule, rule.groups)
 
     def under(self, rule: CallerRule, rates: Rates | None = None) -> "Caller":
         """Return the caller of a changed rule: this one, with what is left of its rate, if only credentials changed."""
@@ -58,6 +60,12 @@ class Caller:
         """Raise Problem (403) if the rules do not let the caller write to the topic."""
         if not self.may_write_to(topic):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {self.scope} may not write to {topic}: the rules say where it may")
+
+    def check_group(self, group: str) -> None:
+        """Raise Problem (403) if the rules do not let the caller commit the offsets of a group."""
+        if not any(fnmatchcase(group, glob) for glob in self._groups):
+            why = f"{self.scope} may not commit for {group}: the groups of its rule say for which it may"
+            raise Problem(FORBIDDEN_GROUP, f"offsets.group: {why}")
 
     def check_validity(self) -> None:
         """Raise Problem (401, 503) if the caller's token is not valid any more. A stream checks each window."""
@@ -106,4 +114,4 @@ def _without_credentials(rule: CallerRule) -> CallerRule:
     return replace(rule, token_sha256=(), certificates=())
 
 
-ANYBODY: Final = Caller("", lambda _: True)
+ANYBODY: Final = Caller("", lambda _: True, groups=("*",))

@@ -245,7 +245,7 @@ class EventsEndpoint:
             await self._write_each(post, batch.events, parse, caller)
             return
         key, sent_ms = parse_key(raw_key_of(found)), sent_at_ms(found)
-        caller.spend(len(batch.events), post.size)
+        caller.spend(len(batch.events) or 1, post.size)
         id, answer = await write_atomic(self.admission, batch, key, post.arrived, traceparent, caller, sent_ms)
         if isinstance(answer, Problem):
             raise answer

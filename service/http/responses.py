@@ -52,7 +52,8 @@ def key_lines(key: str, answer: Committed | Quarantined, retention_s: int) -> by
 
 def expiry_s(answer: Committed | Quarantined, retention_s: int) -> int:
     """Return when the key of a result expires, in seconds since 1970."""
-    return answer.at // 1000 + (answer.deliveries[0][1].ttl_s or retention_s)
+    deliveries = answer.deliveries  # none of a batch that has only committed offsets
+    return answer.at // 1000 + ((deliveries[0][1].ttl_s if deliveries else 0) or retention_s)
 
 
 def location_of(key: str) -> bytes:

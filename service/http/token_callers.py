@@ -35,7 +35,8 @@ class TokenCaller(Caller):
 
     def __init__(self, identity: "VerifiedToken", buckets: Sequence[Bucket], now: Callable[[], float]) -> None:
         topics = identity.topics
-        super().__init__(identity.scope, lambda topic: _is_in_all(topics, topic), buckets)
+        groups = identity.rule.groups
+        super().__init__(identity.scope, lambda topic: _is_in_all(topics, topic), buckets, groups=groups)
         self.expires_s = identity.expires_s
         self._key, self._keys = identity.key, identity.keys
         self._verified_with = identity.keys.version

@@ -226,7 +226,7 @@ async def producer_id_of(client: AIOKafkaClient, node: int, transactional_id: st
 
 
 class LogEntry(NamedTuple):
-    """A record of a partition, or a transaction marker, which has no value."""
+    """A record of a partition, or a transaction marker, which has no value; `timestamp` is in ms."""
 
     offset: int
     producer_id: int
@@ -234,6 +234,7 @@ class LogEntry(NamedTuple):
     value: bytes | None
     headers: Sequence[tuple[str, bytes]]
     marker: Marker | None
+    timestamp: int = -1
 
 
 async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
@@ -267,4 +268,4 @@ def _entries(batch: Any) -> Iterable[LogEntry]:
         if batch.is_control_batch:
             yield LogEntry(*writer, None, (), MARKERS.get(ControlRecord.parse(record.key).type_))
         else:
-            yield LogEntry(*writer, record.value, record.headers, None)
+            yield LogEntry(*writer, record.value, record.headers, None, record.timestamp)

@@ -39,6 +39,10 @@ class OpenCheck:
             if node is not None and (connection := self._session.client.connection(node)) is not None:
                 self._clear[partition] = connection
 
+    def forget(self, partition: Partition) -> None:
+        """Have the leader of a partition asked again before the next write into the partition."""
+        self._clear.pop(partition, None)
+
     async def ask(
         self, partitions: Collection[Partition], timeout_s: float
     ) -> tuple[dict[Partition, int], set[Partition]]:

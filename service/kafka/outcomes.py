@@ -48,6 +48,16 @@ class OwnRecordFailed(KafkaAway):
         self.error = error
 
 
+class OffsetsRefused(Exception):
+    """Kafka refuses the offsets of a group, for the reason that the argument gives (RecordError)."""
+
+    @property
+    def error(self) -> RecordError:
+        error = self.args[0]
+        assert isinstance(error, RecordError)
+        return error
+
+
 class TransactionFailed(Exception):
     """A transaction did not end with a clean commit; the producer must be closed.
 

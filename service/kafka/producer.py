@@ -18,10 +18,13 @@ from service.core.time_of_day import now_ms
 from service.core.time_slice import yield_after
 from service.kafka import outcomes
 from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
+from service.kafka.group_offsets import CONCURRENT_TRANSACTIONS, OFFSETS_TOPIC, GroupOffsets, OffsetCommit
+from service.kafka.hanging import RecordCoordinates
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
     RECORD_ERRORS,
+    OffsetsRefused,
     OwnRecordFailed,
     PartitionUnknown,
     RecordError,
@@ -56,7 +59,6 @@ MARKERS_PAUSE_MOST_S: Final = 0.02
 OWN_CODEC: Final = COMPRESSION_CODECS["zstd"]
 # Smaller records are not compressed: a record of one entry saves little, and a single client would wait longer.
 COMPRESSED_LEAST_BYTES: Final = 1_024
-CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
 NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
 FENCED_CODES: Final = (errors.InvalidProducerEpoch.errno, outcomes.PRODUCER_FENCED)
 
@@ -74,6 +76,7 @@ class ProducerState(IdentityEnum):
     """States of a transactional producer."""
 
     READY = "ready"  # no records were sent
+    OFFSETS = "offsets"  # the offsets of a group are in the transaction, or on their way; no records were sent
     SENDING = "sending"
     SENT = "sent"  # the records are in Kafka, the ledger record is not
     COMMITTING = "committing"
@@ -83,6 +86,9 @@ class ProducerState(IdentityEnum):
 MOVES: Final = frozenset(
     {
         (ProducerState.READY, ProducerState.SENDING),
+        (ProducerState.READY, ProducerState.OFFSETS),
+        (ProducerState.OFFSETS, ProducerState.READY),
+        (ProducerState.OFFSETS, ProducerState.SENDING),
         (ProducerState.SENDING, ProducerState.SENT),
         (ProducerState.SENT, ProducerState.COMMITTING),
         (ProducerState.COMMITTING, ProducerState.READY),
@@ -94,7 +100,8 @@ class TransactionalProducer:
     """The producer of a transactional id, from its InitProducerId to its first failure (KIP-98).
 
     A transaction is four requests, each sent once: AddPartitionsToTxn for the data and the ledger (`begin_early`, or
-    else `send`), Produce of the data (`send`), Produce of the ledger record with their offsets, EndTxn (`commit`).
+    else `send`), Produce of the data (`send`), Produce of the ledger record with their offsets, EndTxn (`commit`). The
+    offsets of a consumer group take two more, before the data (`commit_offsets`).
     """
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
@@ -106,7 +113,9 @@ class TransactionalProducer:
         self._commit_timeout = SharedTimeout(self._timeout_s)
         self._start_timeout_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
         self._early_begin: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
+        self._has_offsets = False  # whether the partition of a group's offsets was added to the transaction
         self._open_check = OpenCheck(self._session)
+        self._offset_commit = OffsetCommit(self._session)
         self._state = ProducerState.READY
         self._sent: tuple[_Write, dict[Partition, int], Partition] | None = None  # with the leaders, and the ledger
         self._ends_at = 0.0  # the transaction's deadline, by the loop's time
@@ -154,16 +163,38 @@ class TransactionalProducer:
     async def write_missing_markers(self, partitions: Sequence[Partition], *, commit: bool) -> None:
         """Write missing markers into partitions, by a transaction that adds the partitions and writes no data.
 
-        Raises KafkaAway where the markers are not there in time.
+        Partitions of OFFSETS_TOPIC that the service may not add are left as they are. Raises KafkaAway where the
+        markers are not there in time.
         """
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await self._add(_Write([]), partitions)
+                if not (partitions := await self._add_hanging(partitions)):
+                    return
                 await self._end(commit)
                 while (await self.find_open_transactions(partitions)) != ({}, set()):  # noqa: ASYNC110 - Kafka sends no notification
                     await asyncio.sleep(MARKERS_PAUSE_MOST_S)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self._session.failed("end-hanging", f"{partitions}: no markers: {error!r}") from error
+
+    async def _add_hanging(self, partitions: Sequence[Partition]) -> list[Partition]:
+        """Add partitions with a hanging transaction; returns those that were added.
+
+        Kafka adds a partition of OFFSETS_TOPIC only by the name of a group that has its offsets there.
+        """
+        added = [partition for partition in partitions if partition[0] != OFFSETS_TOPIC]
+        if added:
+            await self._add(_Write([]), added)
+        for partition in partitions:
+            if partition[0] == OFFSETS_TOPIC:
+                group = await self._offset_commit.group_of(partition)
+                try:
+                    await self._offset_commit.add(group)
+                    added.append(partition)
+                except OffsetsRefused as refused:
+                    log.warning(
+                        "hanging transaction not ended", partition=partition, group=group, why=refused.error.why
+                    )
+        return added
 
     def begin_early(self, partitions: Sequence[Partition]) -> None:
         """Begin a transaction of these partitions without waiting; call `send` or `abandon` next.
@@ -219,6 +250,64 @@ class TransactionalProducer:
             return {}
         return leaders
 
+    async def commit_offsets(self, offsets: GroupOffsets) -> RecordCoordinates | None:
+        """Commit the offsets of a consumer group in the transaction of the next `send` (KIP-447).
+
+        Call `send` next. Returns the transaction's first record in the partition with the group's offsets; None where
+        the service may not see this partition. Raises OffsetsRefused after a clean abort: the transaction has written
+        nothing into any other partition, and the producer is ready. Raises TransactionFailed for any other response.
+        """
+        self._move(ProducerState.OFFSETS)
+        write = _Write([])
+        try:
+            async with asyncio.timeout(self._sends_timeout_s):
+                try:
+                    return await self._send_offsets(write, offsets)
+                except OffsetsRefused as error:
+                    await self._abandon_offsets(offsets.group)
+                    refused = error
+        except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too
+            failure = failure_of(error)
+            self._state = ProducerState.DEAD
+            outcome = outcomes.outcome_of(failure, may_commit=False)
+            raise TransactionFailed(outcome, f"offsets: {failure!r}", hanging=write.hanging) from failure
+        self._move(ProducerState.READY)
+        raise refused
+
+    async def _send_offsets(self, write: "_Write", offsets: GroupOffsets) -> RecordCoordinates | None:
+        """Add the partition of the group's offsets to the transaction, commit the offsets, and look where they are.
+
+        Raises OffsetsRefused, KafkaError, TimeoutError.
+        """
+        commit, early = self._offset_commit, self._early_begin
+        if early is None:
+            await self._session.client.renew_sessions()
+        if early is not None and await self._await_early_begin():
+            self._early_begin = early  # for `send`, which finds its response at once
+        if (partition := await commit.partition_of(offsets.group)) is not None:
+            await self._check_open(write, {partition: await self._session.find_leader(partition)})
+        await commit.add(offsets.group)
+        self._has_offsets = True
+        await commit.commit(offsets, partition)
+        if partition is None and (partition := await commit.partition_of(offsets.group)) is None:
+            return None
+        open_from, unanswered = await self._open_check.ask([partition], METADATA_TIMEOUT_S)
+        if unanswered:
+            raise TimeoutError(f"no leader answered where the transaction begins in {partition}")
+        return RecordCoordinates(partition, open_from[partition]) if partition in open_from else None
+
+    async def _abandon_offsets(self, group: str) -> None:
+        """Abort a transaction whose offsets were refused. Raises KafkaError.
+
+        Kafka may have kept some of the offsets: before the next ones, the leader of their partition is asked again
+        whether it has the marker.
+        """
+        if self._has_offsets or self._early_begin is not None:
+            await self._end(commit=False)
+        self._early_begin, self._has_offsets = None, False
+        if (partition := await self._offset_commit.partition_of(group)) is not None:
+            self._open_check.forget(partition)
+
     async def send(self, records: Sequence[Record], ledger: Partition) -> list[RecordMetadata]:
         """Send the records of a transaction that includes the ledger's partition, and await their metadata.
 
@@ -229,7 +318,7 @@ class TransactionalProducer:
         self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
             with self._sends_timeout.wait():
-                if self._early_begin is None:
+                if self._early_begin is None and not self._has_offsets:
                     await self._session.client.renew_sessions()
                 leaders = await self._add_missing(write, ledger)
                 metadata = await self._send(write, leaders)
@@ -246,6 +335,7 @@ class TransactionalProducer:
         Raises TransactionFailed for anything but a clean commit; the caller then closes this producer.
         """
         self._move(ProducerState.COMMITTING)
+        self._has_offsets = False
         assert self._sent is not None
         (write, leaders, ledger), self._sent = self._sent, None
         of_ledger: _Write | None = None

@@ -17,6 +17,7 @@ from service.core.settings import TOPICS_MAX, Settings
 from service.events.dead_letters import DeadLetter
 from service.events.event import Event
 from service.events.schemas import Schemas
+from service.kafka.group_offsets import GroupOffsets
 from service.pipeline.checks import EventChecks
 from service.pipeline.queue import Queue
 from service.pipeline.request import (
@@ -134,24 +135,31 @@ class Admission:
         return future
 
     async def submit_atomic(
-        self, events: Sequence[Event], whole: tuple[bytes, bytes], arrived: float, sent_ms: int | None = None
+        self,
+        key: str,
+        events: Sequence[Event],
+        whole: tuple[bytes, bytes],
+        arrived: float,
+        sent_ms: int | None = None,
+        offsets: GroupOffsets | None = None,
     ) -> WriteResult:
         """Write events of checked content in one transaction or not at all; `whole` is the batch's (id, fingerprint).
 
         Its keys are remembered for the longest retention of its topics. `arrived` is time.monotonic, `sent_ms` that of
-        KeyAge. Raises Problem where a topic is idempotent, or the batch is not admitted.
+        KeyAge. `offsets` are committed in the same transaction; only with them may there be no events. Raises Problem
+        where a topic is idempotent, or the batch is not admitted.
         """
         for event in events:
             if self._rule(event.topic).guarantee is not Guarantee.EXACTLY_ONCE:
                 detail = f"topic: {event.topic} is idempotent, which no atomic batch can be: send its events singly"
                 raise Problem(RECORD_REFUSED, detail)
         topics = {event.topic for event in events}
-        longest_s = max(self._rule(topic).key_ttl_s or self._key_ttl_s for topic in topics)
+        longest_s = max([self._rule(topic).key_ttl_s or self._key_ttl_s for topic in topics], default=self._key_ttl_s)
         deadline = arrived + self._timeout_s
-        await self.checks.keys.check_age_of_batch(events[0].key, whole[0], topics, longest_s, deadline, sent_ms)
+        await self.checks.keys.check_age_of_batch(key, whole[0], topics, longest_s, deadline, sent_ms)
         ttl_s = 0 if longest_s == self._key_ttl_s else longest_s
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
-        self._admit(WriteRequest.for_atomic(events, whole, arrived, deadline, ttl_s, future))
+        self._admit(WriteRequest.for_atomic(events, whole, arrived, deadline, ttl_s, future, offsets))
         return await future
 
     def replay(

@@ -1,6 +1,7 @@
 """Checks events before they are admitted, against their topics and schemas; of their keys, see key_checks.py."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -20,11 +21,13 @@ from service.core.problems import (
 )
 from service.core.settings import TOPICS_MAX, Settings
 from service.core.time_of_day import now_ms
+from service.core.time_slice import TimeSlice
 from service.events import dead_letters
 from service.events.dead_letters import REFUSED_BY_SCHEMA, REFUSED_OF_SOURCE, DeadLetter
 from service.events.event import NONE_IS_PLAIN, Event, check_topic, plain_bytes_max
 from service.events.schemas import Schemas
 from service.kafka.admin import Topic
+from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, partition_of_group
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge, KeyChecks, check_time
 from service.pipeline.request import Committed, WriteResult, result_of
@@ -222,6 +225,43 @@ class EventChecks:
         if topic is None:
             raise Problem(UNKNOWN_TOPIC, f"topic: {name} does not exist: make it, or correct its name")
         return topic
+
+    async def check_positions(self, offsets: GroupOffsets, arrived: float) -> None:
+        """Check that the topics and partitions of a group's positions are there. Raises Problem (403, 404, 503).
+
+        Kafka would keep the other positions of a request with an unknown one, so that the transaction must be aborted.
+        """
+        deadline = self._deadline(arrived, None)
+        time_slice = TimeSlice()
+        for index, each in enumerate(offsets.positions):
+            if time_slice.is_over:
+                await time_slice.next()
+            topic = self._topic_metadata.cached(each.topic)
+            try:
+                if topic is None or each.partition >= topic.partitions:
+                    topic = await self._topic(each.topic, arrived, deadline, after_arrival=topic is not None)
+            except Problem as problem:
+                raise Problem(problem.kind, f"offsets.positions[{index}].{problem.detail}") from None
+            if each.partition >= topic.partitions:
+                why = f"{each.topic} has {topic.partitions} partitions: correct it"
+                raise Problem(UNKNOWN_TOPIC, f"offsets.positions[{index}].partition: {why}")
+        await self._check_offsets_topic(offsets.group, arrived, deadline)
+
+    async def _check_offsets_topic(self, group: str, arrived: float, deadline: float) -> None:
+        """Raise Problem (503) if the partition with a group's offsets has too few replicas in sync for markers.
+
+        The look-up also tells the watch over last stable offsets of the topic. It may be hidden from the service, or
+        not be there yet.
+        """
+        topic = self._topic_metadata.cached(OFFSETS_TOPIC)
+        if topic is None:
+            with contextlib.suppress(KafkaAway, TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    topic = await self._topic_metadata.get(OFFSETS_TOPIC, arrived)
+        if topic is not None and partition_of_group(group, topic.partitions) in topic.under_min_isr:
+            raise Problem(
+                NOT_WRITTEN, "offsets: the partition of the group has too few replicas in sync: send it again"
+            )
 
     # ------------------------------------------------------------------------------------- schemas of a registry
 

@@ -81,7 +81,7 @@ class ClaimDecision:
         partition = next(iter(under_min_isr.values())) if under_min_isr else None
         found = self._next(request, request.id, claim, partition)
         if found is Step.WRITE:
-            self.claimed.append((request, [claim.state.at] * len(request.events)))
+            self.claimed.append((request, [claim.state.at] * (len(request.events) or 1)))
         else:
             self._leave(request, claim, found)
 

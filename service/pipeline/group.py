@@ -9,16 +9,26 @@ from msgspec.structs import replace
 
 from service.claims.states import Delivered, DeliveredBatch, Row
 from service.contract import Guarantee
-from service.contract.wire import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_stamp, stamp_end
+from service.contract.wire import (
+    KEY_HEADER,
+    STAMP_HEADER,
+    TRACE_HEADER,
+    CommittedOffset,
+    LedgerOffsets,
+    encode_stamp,
+    stamp_end,
+)
 from service.events.dead_letters import DeadLetter
 from service.events.event import Event, partition_of
 from service.kafka.admin import Topic
+from service.kafka.group_offsets import GroupOffsets
+from service.kafka.hanging import RecordCoordinates
 from service.kafka.metadata import Partition
 from service.kafka.session import Record, RecordMetadata
 from service.pipeline.request import Committed, Delivery, WriteRequest
 from service.slots.ledger_rows import LedgerEntry
 
-# A request whose claims stand, and the accepted_at (ms since the Unix epoch) of each of its events.
+# A request whose claims stand, and the accepted_at (ms since the Unix epoch) of each of its events; one without events.
 ClaimedRequest = tuple[WriteRequest, Sequence[int]]
 # A written request, and its result, which is given after the mark.
 CommittedRequest = tuple[WriteRequest, Committed]
@@ -43,6 +53,11 @@ class Group:
     def size(self) -> int:
         """The number of its events."""
         return sum([len(request.events) for request in self.requests])
+
+    @property
+    def offsets(self) -> GroupOffsets | None:
+        """The offsets of a consumer group to commit in its transaction; it is one atomic batch then."""
+        return self.requests[0].offsets
 
     @property
     def atomic(self) -> bool:
@@ -95,6 +110,8 @@ def records_of(
     name, most = "", 0
     accepted_at, same_for_all = -1, ""
     for request, accepted_ats in group:
+        if not request.events:
+            continue
         for event, partition, at in zip(request.events, request.partitions, accepted_ats, strict=True):
             if at != accepted_at:
                 accepted_at, same_for_all = at, stamp_end(at, writer)
@@ -121,6 +138,9 @@ def committed_of(
     committed: list[CommittedRequest] = []
     written = zip(records, metadata, strict=True)
     for request, accepted_ats in group:
+        if not request.events:
+            committed.append((request, Committed(accepted_ats[0], (), replayed=False)))
+            continue
         its_own = islice(written, len(request.events))
         ttl_s = request.ttl_s
         deliveries = tuple(
@@ -168,6 +188,29 @@ def entries_of(written: Iterable[CommittedRequest]) -> list[LedgerEntry]:
             for i, (id, state) in enumerate(committed.deliveries)
         ]
     return entries
+
+
+def ledger_offsets_of(written: Sequence[CommittedRequest], place: RecordCoordinates | None) -> LedgerOffsets:
+    """Make the part of a ledger record that names the offsets of a group, of the one batch that was written.
+
+    `place` is the first record of the transaction in the partition with the group's offsets, if that is known.
+    """
+    ((request, committed),) = written
+    offsets = request.offsets
+    assert offsets is not None
+    id, fp = request.to_claim[0]
+    return LedgerOffsets(
+        id,
+        fp,
+        committed.at,
+        offsets.group,
+        offsets.member,
+        offsets.generation,
+        [CommittedOffset(each.topic, each.partition, each.offset) for each in offsets.positions],
+        None if place is None else place.partition[1],
+        None if place is None else place.offset,
+        request.ttl_s,
+    )
 
 
 def topic_ids_of(records: Iterable[Record], topic_of: Callable[[str], Topic]) -> dict[str, str]:

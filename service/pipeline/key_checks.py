@@ -148,13 +148,16 @@ class KeyChecks:
         """Check the age of the key of an atomic batch, with the batch's id. Raises Problem (412, 503).
 
         `ttl_s` is the retention of the key, in seconds; `sent_ms` is that of KeyAge. An old key is taken if each of the
-        topics takes such keys.
+        topics takes such keys, of which a batch without events has none.
         """
-        made_ms = None if all(self._retentions.rule(topic).takes_old_keys for topic in topics) else made_at_ms(key)
+        made_ms = (
+            None if topics and all(self._retentions.rule(topic).takes_old_keys for topic in topics) else made_at_ms(key)
+        )
         earliest_ms = min((ms for ms in (made_ms, sent_ms) if ms is not None), default=None)
         if earliest_ms is None:
             return
-        ttl_s = min([ttl_s, *(max(map(rules.of_topic, topics)) for rules in self._held_at(earliest_ms))])
+        if topics:
+            ttl_s = min([ttl_s, *(max(map(rules.of_topic, topics)) for rules in self._held_at(earliest_ms))])
         if not self._was_before(earliest_ms, ttl_s, self._margin_ms):
             return
         found = await self._look_up(id, deadline)

@@ -59,8 +59,8 @@ class Queue:
         self.ledger_bytes_max = self._topic_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group, and by the topic's limit
 
     def admit(self, request: WriteRequest) -> None:
-        """Count a new request. Raises Problem (503) if a bound would be exceeded."""
-        events = len(request.events)
+        """Count a new request, one without events as one event. Raises Problem (503) if a bound would be exceeded."""
+        events = len(request.events) or 1
         if self.events + events > self._events_max:
             raise self.too_many
         if self.bytes + request.size > self._bytes_max:
@@ -97,7 +97,7 @@ class Queue:
 
     def leave(self, request: WriteRequest) -> None:
         """Remove an answered request from the counts."""
-        self.events -= len(request.events)
+        self.events -= len(request.events) or 1
         self.bytes -= request.size
 
     def forget_answered(self) -> None:

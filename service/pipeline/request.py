@@ -12,6 +12,7 @@ from service.core.problems import Problem
 from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES
 from service.events.dead_letters import DeadLetter, problem_of
 from service.events.event import Event
+from service.kafka.group_offsets import GroupOffsets
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from opentelemetry.trace import Span
@@ -161,7 +162,7 @@ class BatchChunk:
 
 
 def _totals_of(
-    events: Sequence[Event], to_claim: list[tuple[bytes, bytes]]
+    events: Sequence[Event], to_claim: list[tuple[bytes, bytes]], offsets: GroupOffsets | None = None
 ) -> tuple[list[tuple[bytes, bytes]], bool, int, int, int]:
     """Return the fields of a request from `to_claim` to `size`; the events' own pairs follow those in `to_claim`."""
     atomic = bool(to_claim)
@@ -170,7 +171,11 @@ def _totals_of(
         to_claim.append((event.id, event.fp))
         ledger_bytes += event.entry_bytes
         event_bytes += event.size
-    return to_claim, atomic, ledger_bytes, event_bytes, event_bytes + len(events) * WAITING_BYTES
+    size = event_bytes + len(events) * WAITING_BYTES
+    if offsets is not None:
+        ledger_bytes += offsets.ledger_bytes
+        size += offsets.size + WAITING_BYTES
+    return to_claim, atomic, ledger_bytes, event_bytes, size
 
 
 class WriteRequest(msgspec.Struct, eq=False):
@@ -179,7 +184,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     `resolve` sets the result once: in `future`, or for a chunk in `collector`, where `indexes` are the events' indexes
     in the chunk. Times are time.monotonic, which is also the loop's clock. `size` is the request's share of the queue's
     bytes. `to_claim` holds the (id, fingerprint) pairs to claim: one for each event, and before them the whole's for an
-    atomic batch.
+    atomic batch. Only an atomic batch has `offsets`, and only one with offsets may have no events.
     """
 
     events: Sequence[Event]
@@ -206,6 +211,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     partitions: Sequence[int] = ()  # of its events, chosen again for each group
     group_number: int = 0  # of the last group with this request
     spans: Sequence["Span"] = ()  # of its events, if they are traced
+    offsets: GroupOffsets | None = None  # of a consumer group, committed in the same transaction
 
     @classmethod
     def for_event(
@@ -260,10 +266,12 @@ class WriteRequest(msgspec.Struct, eq=False):
         deadline: float,
         ttl_s: int = 0,
         future: asyncio.Future[WriteResult] | None = None,
+        offsets: GroupOffsets | None = None,
     ) -> "WriteRequest":
         """Make the request of an atomic batch; `whole` is its (id, fingerprint)."""
+        totals = _totals_of(events, [whole], offsets)
         return cls(
-            events, arrived, deadline, Guarantee.EXACTLY_ONCE, *_totals_of(events, [whole]), ttl_s=ttl_s, future=future
+            events, arrived, deadline, Guarantee.EXACTLY_ONCE, *totals, ttl_s=ttl_s, future=future, offsets=offsets
         )
 
     def __repr__(self) -> str:
@@ -282,7 +290,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     @property
     def is_refused(self) -> bool:
         """Whether its events are dead letters: all are, or none, once a chunk is split by its queues."""
-        return isinstance(self.events[0], DeadLetter)
+        return bool(self.events) and isinstance(self.events[0], DeadLetter)
 
     @property
     def is_chunk(self) -> bool:
@@ -374,7 +382,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     @property
     def named(self) -> dict[str, str]:
         """The log fields that name the request."""
-        return {"key": self.events[0].key, "id": self.id.hex()}
+        return {**({"key": self.events[0].key} if self.events else {}), "id": self.id.hex()}
 
     @property
     def finished(self) -> bool:

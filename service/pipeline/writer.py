@@ -28,7 +28,7 @@ from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
 from service.core.time_of_day import now_ms
 from service.core.time_slice import after_responses, yield_after
-from service.kafka.outcomes import TransactionFailed, TransactionOutcome
+from service.kafka.outcomes import OffsetsRefused, TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
 from service.pipeline.attempt import Attempt
@@ -47,6 +47,7 @@ from service.pipeline.group import (
     Group,
     committed_of,
     entries_of,
+    ledger_offsets_of,
     records_of,
     route,
     rows_to_mark,
@@ -265,7 +266,8 @@ class Writer:
             generation = await asyncio.wait_for(
                 self._store.wait_until_settled(), self._settings.request_timeout_ms / 1000
             )
-            states = await self._keys.find_all(generation, [event.id for event in request.events])
+            ids = [event.id for event in request.events]
+            states = await self._keys.find_all(generation, ids) if ids else []
         except (StoreLost, StoreAway, StoreUnanswered, TimeoutError):
             self._resolver.resolve(request, again)
             return
@@ -313,16 +315,24 @@ class Writer:
         return self._tracing.sending(attempt.slot.n, [request for request, _ in attempt.claimed])
 
     async def _write_exactly_once(self, attempt: Attempt, identity: ProducerIdentity) -> None:
-        """Write a group in one transaction. Raises TransactionFailed after `_fail` has dealt with the requests."""
-        slot, claimed = attempt.slot, attempt.claimed
+        """Write a group in one transaction. Raises TransactionFailed after `_fail` has dealt with the requests.
+
+        The offsets of a group come first: if Kafka refuses them, the transaction has no records yet.
+        """
+        slot, claimed, offsets = attempt.slot, attempt.claimed, attempt.group.offsets
         try:
+            place = None if offsets is None else await slot.commit_offsets(offsets)
             records = self._records(attempt, identity)
             await yield_after(len(records))
             metadata = await slot.send(records)
             committed = committed_of(claimed, records, metadata)
             await yield_after(len(records))
             topic_ids = topic_ids_of(records, self._topic_metadata.last_known)
-            position = await slot.commit(entries_of(committed), topic_ids)
+            of_group = "" if offsets is None else ledger_offsets_of(committed, place).encode()
+            position = await slot.commit(entries_of(committed), topic_ids, of_group)
+        except OffsetsRefused as refused:
+            self._refuse(attempt, refused)
+            return
         except (Exception, asyncio.CancelledError) as error:
             cause = failure_of(error)
             failure = cause if isinstance(cause, TransactionFailed) else self._bug(slot, cause)
@@ -331,6 +341,13 @@ class Writer:
                 raise
             raise failure from cause
         attempt.delivered, attempt.position = committed, position
+
+    def _refuse(self, attempt: Attempt, refused: OffsetsRefused) -> None:
+        """Answer the batch whose offsets Kafka has refused: its transaction is aborted, and its claims are released."""
+        ((request, _),) = attempt.claimed
+        request.move(RequestEvent.RETURN)
+        self._resolver.resolve(request, Problem(refused.error.kind, f"offsets: {refused.error.why}"))
+        attempt.not_delivered = [ClaimToRelease(request, request.claimed_ids)]
 
     @staticmethod
     def _bug(slot: Slot, error: Exception) -> TransactionFailed:

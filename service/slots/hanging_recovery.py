@@ -16,6 +16,7 @@ from prometheus_client import Counter
 from service.contract.wire import STAMP_HEADER, NewerVersion, Stamp, WireError
 from service.core.time_slice import TimeSlice
 from service.kafka.admin import KafkaAdmin
+from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.hanging import (
     Marker,
     RecordCoordinates,
@@ -85,7 +86,10 @@ class LedgerTail:
 
 
 class FirstRecord(NamedTuple):
-    """The first record of an open transaction: its producer epoch, and its accepted_at (ms)."""
+    """The first record of an open transaction: its producer epoch, and its accepted_at (ms).
+
+    Of a group's offsets, which no event's header comes with, the time at which the broker appended them.
+    """
 
     epoch: int
     accepted_at: int
@@ -231,6 +235,8 @@ class HangingRecovery:
         except UNREADABLE:
             return None
         for entry in entries[:1]:
+            if partition[0] == OFFSETS_TOPIC:
+                return FirstRecord(entry.epoch, entry.timestamp)
             headers = dict(entry.headers)
             try:
                 return FirstRecord(entry.epoch, Stamp.decode(headers.get(STAMP_HEADER, b"")).accepted_at)

@@ -20,6 +20,7 @@ from service.contract.wire import (
     newer_version,
 )
 from service.events.event import PARTITION_MOST
+from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.reader import Item
 
 log = structlog.get_logger(__name__)
@@ -49,12 +50,24 @@ class LedgerEntry(msgspec.Struct, omit_defaults=True, gc=False):
     refused: Annotated[str, msgspec.Meta(max_length=REFUSED_CHARS_MAX)] = ""
 
 
+class _Offsets(msgspec.Struct):
+    """What a recovery needs of wire.LedgerOffsets."""
+
+    batch: _Id
+    fp: _Fingerprint
+    at: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    ttl: Annotated[int, msgspec.Meta(ge=0, le=KEY_TTL_MOST_S)] = 0
+    partition: Annotated[int, msgspec.Meta(ge=0, le=PARTITION_MOST)] | None = None
+    offset: _Number | None = None
+
+
 class _Record(msgspec.Struct):
     """wire.LedgerRecord in JSON, or a begin record, which has no entries."""
 
     v: int
     begin: bool = False
     entries: list[LedgerEntry] | None = None
+    offsets: _Offsets | None = None
 
 
 class _Versioned(msgspec.Struct):
@@ -96,7 +109,7 @@ def rows_of(items: Sequence[Item]) -> list[Row]:
 
 
 def lowest_offsets(value: bytes | None, slot: int, at: int) -> dict[tuple[str, int], int] | None:
-    """Find the partitions of a ledger record's entries, and the lowest offset in each; None for a begin record.
+    """Find the partitions of a ledger record's transaction, and the lowest offset in each; None for a begin record.
 
     `at` is the record's own offset in the slot's partition of the ledger. Empty for a record that is not Fencepost's.
     Raises NewerVersion.
@@ -115,6 +128,9 @@ def lowest_offsets(value: bytes | None, slot: int, at: int) -> dict[tuple[str, i
     for entry in record.entries or ():
         partition = entry.topic, entry.partition
         found[partition] = min(entry.offset, found.get(partition, entry.offset))
+    offsets = record.offsets
+    if offsets is not None and offsets.partition is not None and offsets.offset is not None:
+        found[OFFSETS_TOPIC, offsets.partition] = offsets.offset
     return found
 
 
@@ -136,6 +152,9 @@ def _rows_of(record: _Record) -> list[Row]:
         (_bytes(e.id), Delivered(e.at, _bytes(e.fp), e.topic, e.partition, e.offset, e.ts, e.ttl, e.refused))
         for e in record.entries
     ]
+    if (offsets := record.offsets) is not None:  # of the one batch of its transaction
+        whole = DeliveredBatch(offsets.at, _bytes(offsets.fp), len(record.entries), offsets.ttl)
+        return [*rows, (_bytes(offsets.batch), whole)]
     return rows + _wholes(record.entries)
 
 

@@ -11,6 +11,8 @@ from service.claims.states import SLOT, Claim, Row, SlotEvent, SlotState
 from service.contract.wire import Begin, encode_ledger
 from service.core.problems import StoreLost
 from service.core.time_slice import yield_after
+from service.kafka.group_offsets import GroupOffsets
+from service.kafka.hanging import RecordCoordinates
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
@@ -146,6 +148,19 @@ class Slot:
         self._expects_records = False
         await self.producer.abandon()
 
+    async def commit_offsets(self, offsets: GroupOffsets) -> RecordCoordinates | None:
+        """Commit a group's offsets in the transaction of the next `send`, as the producer does. Call `send` next.
+
+        Raises OffsetsRefused: the transaction is aborted, and the term goes on. Raises TransactionFailed, which ends
+        the term.
+        """
+        try:
+            return await self.producer.commit_offsets(offsets)
+        except TransactionFailed as failed:
+            self._sent = 0
+            self.fail(failed)
+            raise
+
     async def send(self, records: Sequence[Record]) -> list[RecordMetadata]:
         """Send the records of a transaction and await their metadata, in their order. Call `commit` next.
 
@@ -160,14 +175,16 @@ class Slot:
             self.fail(failed)
             raise
 
-    async def commit(self, entries: Sequence[LedgerEntry], topic_ids: Mapping[str, str]) -> LedgerPosition:
+    async def commit(
+        self, entries: Sequence[LedgerEntry], topic_ids: Mapping[str, str], offsets: str = ""
+    ) -> LedgerPosition:
         """Write the ledger record with these entries and commit; the position is for `mark`. Raises TransactionFailed.
 
-        `topic_ids` has the known ids of the records' topics, by name.
+        `topic_ids` has the known ids of the records' topics, by name; `offsets` those of a group, encoded.
         """
         try:
             head = self.n, self.producer.producer_id, self.producer.epoch, self._instance
-            value = encode_ledger(*head, [encode_entries(entries)], topic_ids)
+            value = encode_ledger(*head, [encode_entries(entries)], topic_ids, offsets)
             await yield_after(len(entries))
             offset = await self.producer.commit(value)
         except TransactionFailed as failed:

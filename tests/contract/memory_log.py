@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from service.core.problems import KafkaAway
-from service.kafka.outcomes import RECORD_ERRORS, TransactionFailed, TransactionOutcome
+from service.kafka.group_offsets import OFFSETS_TOPIC, REFUSALS, GroupOffsets
+from service.kafka.hanging import RecordCoordinates
+from service.kafka.outcomes import RECORD_ERRORS, OffsetsRefused, TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
 from service.kafka.session import Record, RecordMetadata
 
 UNKNOWN_TOPIC_CODE = 3
 TOO_LARGE_CODE = 10
+ILLEGAL_GENERATION_CODE = 22
 
 
 @dataclass
@@ -55,6 +58,8 @@ class Broker:
         self.open: dict[str, Transaction] = {}
         self.now_ms = 1_700_000_000_000
         self.away = False
+        self.generations: dict[tuple[str, str], int] = {}  # of groups, by (group, member)
+        self.offsets: list[GroupOffsets] = []  # that were committed
 
     def create(self, topic: str, partitions: int, bytes_max: int = 1_048_588) -> None:
         self.topics[topic] = [Log() for _ in range(partitions)]
@@ -88,6 +93,7 @@ class MemoryProducer(TransactionalProducer):
         self._over = True
         self._wanted: list[tuple[str, int]] | None = None  # the partitions to open
         self._half: tuple[Transaction, tuple[str, int]]  # sent and not committed
+        self._offsets: GroupOffsets | None = None  # of the transaction
 
     async def start(self) -> None:
         self._mine = self._broker.init_producer_id(self._transactional_id)
@@ -131,6 +137,14 @@ class MemoryProducer(TransactionalProducer):
             self._over = True
             raise TransactionFailed(TransactionOutcome.FENCED, "ProducerFenced()")
 
+    async def commit_offsets(self, offsets: GroupOffsets) -> RecordCoordinates | None:
+        self._check()
+        if self._broker.generations.get((offsets.group, offsets.member)) != offsets.generation:
+            self._wanted = None
+            raise OffsetsRefused(REFUSALS[ILLEGAL_GENERATION_CODE])
+        self._offsets = offsets
+        return RecordCoordinates((OFFSETS_TOPIC, 0), len(self._broker.offsets))
+
     async def send(self, records: Sequence[Record], ledger: tuple[str, int]) -> list[RecordMetadata]:
         broker = self._broker
         transaction = self._transaction()
@@ -147,6 +161,9 @@ class MemoryProducer(TransactionalProducer):
         offset = broker.append(transaction, Record(*ledger, None, ledger_record, [], broker.now_ms))
         del broker.open[self._transactional_id]
         transaction.end("committed")
+        if self._offsets is not None:
+            broker.offsets.append(self._offsets)
+            self._offsets = None
         return offset
 
     def _error_code(self, record: Record) -> int:

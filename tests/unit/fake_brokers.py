@@ -12,6 +12,8 @@ from aiokafka.errors import (
 )
 from aiokafka.protocol.produce import ProduceRequest, ProduceResponse_v7
 from aiokafka.protocol.transaction import (
+    AddOffsetsToTxnRequest,
+    AddOffsetsToTxnResponse_v0,
     AddPartitionsToTxnRequest,
     AddPartitionsToTxnResponse_v0,
     EndTxnRequest,
@@ -22,6 +24,7 @@ from aiokafka.structs import TopicPartition
 
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
+from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, TxnOffsetCommit, partition_of_group
 from service.kafka.inspection import DescribeProducers
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed
@@ -53,6 +56,13 @@ class DescribedProducers(NamedTuple):
     topics: list[tuple[str, list[Any], dict[int, bytes]]]
 
 
+class CommittedOffsets(NamedTuple):
+    """The response to a TxnOffsetCommit request."""
+
+    throttle_time_ms: int
+    topics: list[tuple[str, list[tuple[int, int, dict[int, bytes]]], dict[int, bytes]]]
+
+
 class FakeClient:
     """AIOKafkaClient as far as a session uses it, and its brokers."""
 
@@ -75,6 +85,8 @@ class FakeClient:
         self.has_due_session = False
         self.open_in: dict[Partition, int] = {}  # where producer 7 has an open transaction, and its first offset
         self.of_ledger: Met = RecordMetadata(9, -1)
+        self.offsets_added = 0  # the error code of AddOffsetsToTxn
+        self.offsets_committed: Callable[[str, int], int] = lambda topic, partition: 0  # and of TxnOffsetCommit
         self.refused: dict[Partition, int] = {}  # error codes in DescribeProducers responses
 
     def connection(self, node: int) -> object | None:
@@ -120,6 +132,10 @@ class FakeClient:
                 return DescribedProducers(
                     [(t, [self._active(t, n) for n in ns], {}) for t, ns in request.by_topic.items()]
                 )
+            case AddOffsetsToTxnRequest():
+                return AddOffsetsToTxnResponse_v0(0, self.offsets_added)
+            case TxnOffsetCommit():
+                return self._committed(request.offsets)
             case EndTxnRequest():
                 self.open_in = {}
                 return EndTxnResponse_v0(0, await self._meet(self.ended))
@@ -129,6 +145,22 @@ class FakeClient:
                     topics.append((topic, [await self._row(topic, partition) for partition, _ in batches]))
                 return ProduceResponse_v7(topics, self.throttle_ms)
         raise AssertionError(request)
+
+    def _committed(self, offsets: GroupOffsets) -> CommittedOffsets:
+        rows: list[tuple[str, list[tuple[int, int, dict[int, bytes]]], dict[int, bytes]]] = [
+            (topic, [(each.partition, self.offsets_committed(topic, each.partition), {}) for each in positions], {})
+            for topic, positions in offsets.topics
+        ]
+        if not all(code for _, codes, _ in rows for _, code, _ in codes):
+            self.open_in[OFFSETS_TOPIC, partition_of_group(offsets.group, 3)] = 55
+        return CommittedOffsets(0, rows)
+
+    async def coordinator_lookup(self, kind: int, name: str) -> int:
+        self.requests.append((0, f"look-up of {name}"))
+        return 2
+
+    def get_random_node(self) -> int:
+        return 1
 
     def _active(self, topic: str, number: int) -> tuple[Any, ...]:
         partition = topic, number

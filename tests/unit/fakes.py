@@ -21,7 +21,10 @@ from service.events.encoding import Encoder
 from service.events.event import Event, event_of
 from service.events.schemas import Schemas
 from service.kafka.admin import KafkaAdmin, Topic
+from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets
+from service.kafka.hanging import RecordCoordinates
 from service.kafka.metadata import Partition
+from service.kafka.outcomes import OffsetsRefused
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.session import Record, RecordMetadata, RecordResult
 from service.kafka.topics import InternalTopics, TopicMetadataCache
@@ -187,6 +190,8 @@ class FakeProducer(TransactionalProducer):
         self.cut_off = False  # a broker has ended a connection
         self._next = 10
         self.records_sent: list[Record] = []
+        self.offsets: list[GroupOffsets] = []
+        self.ledger: list[bytes] = []
 
     @property
     def producer_id(self) -> int:
@@ -209,6 +214,15 @@ class FakeProducer(TransactionalProducer):
             await self.trouble.enter("abandon")
             self.abandoned += 1
 
+    async def commit_offsets(self, offsets: GroupOffsets) -> RecordCoordinates | None:
+        try:
+            await self.trouble.enter("offsets")
+        except OffsetsRefused:
+            self.begun_early = None
+            raise
+        self.offsets.append(offsets)
+        return RecordCoordinates((OFFSETS_TOPIC, 3), 50)
+
     async def send(self, records: Sequence[Record], ledger: tuple[str, int]) -> list[RecordMetadata]:
         self.begun_early = None
         if records:
@@ -217,6 +231,7 @@ class FakeProducer(TransactionalProducer):
         return [RecordMetadata(self._next + n, NOW_MS) for n in range(len(records))]
 
     async def commit(self, ledger_record: bytes) -> int:
+        self.ledger.append(ledger_record)
         if self.records_sent:
             await self.trouble.enter("commit")
         self._next += len(self.records_sent) + 2

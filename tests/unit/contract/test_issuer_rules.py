@@ -49,12 +49,14 @@ def test_an_issuer_is_read_with_all_its_settings(tmp_path: Path) -> None:
         subjects='{ "a" = ["x"], "b*" = ["y", "z"] }',
         leeway_s="0",
         rate="2.5",
+        groups='["billing-*"]',
     )
     (rule,) = Rules.parse(text, str(tmp_path / "rules.toml")).issuers
     assert (rule.audience, rule.azp, rule.jwks_file) == (("a", "b"), ("sender",), str(tmp_path / "keys.json"))
     assert rule.algorithms == ("ES256", "PS512", "Ed25519")
     assert (rule.name_claim, rule.topics_claim) == (("azp",), ("resource_access", "fence/post", "roles"))
     assert (rule.topics, rule.leeway_s, rule.rate) == (("orders.*",), 0, 2.5)
+    assert rule.groups == ("billing-*",)
     assert rule.subjects == {"a": ("x",), "b*": ("y", "z")}
 
 
@@ -109,6 +111,7 @@ def test_the_keys_of_an_api_server_need_its_authority_and_a_token(tmp_path: Path
         ({"name_claim": '"/a~2"'}, 6, "name_claim"),
         ({"topics_claim": '["a"]'}, 6, "topics_claim"),
         ({"topics": '"orders"'}, 6, "topics"),
+        ({"groups": '"billing"'}, 6, "groups"),
         ({"subjects": "{}"}, 6, "subjects"),
         ({"subjects": '{ "a" = "x" }'}, 6, "subjects"),
         ({"subjects": '{ "a" = [] }'}, 6, "subjects"),

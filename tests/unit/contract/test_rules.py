@@ -160,6 +160,8 @@ def test_requests_without_a_key_are_allowed_unless_a_rule_refuses_them() -> None
         ('[[callers]]\nname = "a"\n', 1),
         (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ntopics = "a"\n', 4),
         (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ntopics = []\n', 4),
+        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ngroups = "a"\n', 4),
+        (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\ngroups = [""]\n', 4),
         (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrate = 0\n', 4),
         (f'[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrates = 1\n', 4),
         (f'[[topics]]\npattern = "a"\n[[callers]]\nname = "a"\ntoken_sha256 = "{DIGEST}"\nrate = true\n', 6),

@@ -195,6 +195,29 @@ def test_a_ledger_record_with_an_entry_that_is_nothing_is_no_ledger_record() -> 
             wire.decode_ledger(b'{"v":1,"slot":0,"pid":1,"epoch":0,"instance":"i","topic_ids":%s,"entries":[]}' % wrong)
 
 
+def test_a_ledger_record_names_the_offsets_of_a_group() -> None:
+    positions = [wire.CommittedOffset("orders", 0, 5), wire.CommittedOffset("orders", 1, 2**62)]
+    offsets = wire.LedgerOffsets(b"b" * 16, b"f" * 8, 3, 'g"é', "m", 7, positions, 13, 55, 60)
+    head = '{"v":1,"slot":0,"pid":1,"epoch":0,"instance":"i","entries":[],"offsets":'
+    text = (
+        f'{head}{{"batch":"{"62" * 16}","fp":"{"66" * 8}","at":3,"ttl":60,'
+        '"group":"g\\"é","member":"m","generation":7,"partition":13,"offset":55,"positions":['
+        '{"topic":"orders","partition":0,"offset":5},{"topic":"orders","partition":1,"offset":4611686018427387904}]}}'
+    )
+    record = wire.LedgerRecord(0, 1, 0, "i", [], offsets=offsets)
+    assert record.encode().decode() == text
+    assert wire.decode_ledger(text.encode()) == record
+    hidden = wire.LedgerRecord(
+        0, 1, 0, "i", [], offsets=wire.LedgerOffsets(b"b" * 16, b"f" * 8, 3, "g", "m", 7, positions)
+    )
+    assert wire.decode_ledger(hidden.encode()) == hidden
+    for wrong in ("7", "null", '{"batch":"62"}'):
+        with pytest.raises(wire.WireError, match="no ledger record"):
+            wire.decode_ledger(
+                b'{"v":1,"slot":0,"pid":1,"epoch":0,"instance":"i","entries":[],"offsets":%s}' % wrong.encode()
+            )
+
+
 @pytest.mark.parametrize(
     ("part", "wrong"),
     [

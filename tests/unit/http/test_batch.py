@@ -14,6 +14,7 @@ from service import native
 from service.contract import CallerRule
 from service.contract.wire import event_id, member_id
 from service.core.problems import (
+    FORBIDDEN_GROUP,
     FORBIDDEN_TOPIC,
     IN_PROGRESS,
     INVALID_EVENT,
@@ -215,6 +216,48 @@ async def test_a_bad_event_fails_alone_and_bad_json_fails_the_whole_batch() -> N
     with pytest.raises(Problem) as raised:
         parse_batch(b'{"events": [' + b"1," * BATCH_EVENTS_MAX + b"1]}")
     assert raised.value.kind is TOO_LARGE
+
+
+OFFSETS: dict[str, Any] = {
+    "group": "g",
+    "member": "m",
+    "generation": 7,
+    "positions": [{"topic": "orders", "partition": 1, "offset": 5}],
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "detail"),
+    [
+        ({"events": [], "offsets": OFFSETS}, "offsets"),
+        ({"events": [{}], "atomic": False, "offsets": OFFSETS}, "offsets"),
+        ({"events": [], "atomic": True}, "events"),
+        ({"atomic": True, "offsets": OFFSETS}, "events"),
+    ],
+)
+async def test_only_an_atomic_batch_takes_offsets_and_without_them_it_has_events(body: object, detail: str) -> None:
+    text = json.dumps(body).encode()
+    with pytest.raises(Problem, match=detail) as refused:
+        parse_batch(text)
+    assert refused.value.kind.status == 400
+    with pytest.raises(Problem, match=detail):
+        await parse_long_batch(text)
+
+
+async def test_an_atomic_batch_of_offsets_alone_is_written_for_a_group_of_its_caller() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    batch = parse_batch(json.dumps({"events": [], "atomic": True, "offsets": OFFSETS}).encode())
+    assert not parse_batch(json.dumps({"atomic": True, "events": [1]}).encode()).offsets
+    arrived = asyncio.get_running_loop().time()
+    id, answer = await write_atomic(world.admission, batch, "k", arrived)
+    assert (id, kind_of(answer)) == (event_id("k"), None)
+    assert [each.group for each in world.producers[0].offsets] == ["g"]
+    caller = Caller.of_rule(CallerRule("shop", ("00" * 32,), groups=("other",)))
+    with pytest.raises(Problem) as refused:
+        await write_atomic(world.admission, batch, "k", arrived, caller=caller)
+    assert refused.value.kind is FORBIDDEN_GROUP
+    await ended(serving)
 
 
 async def test_answers_are_given_chunk_by_chunk_in_the_order_of_the_lines() -> None:

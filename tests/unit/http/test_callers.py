@@ -6,7 +6,7 @@ import hashlib
 import pytest
 
 from service.contract import CallerRule
-from service.core.problems import FORBIDDEN_TOPIC, UNAUTHORIZED, Problem
+from service.core.problems import FORBIDDEN_GROUP, FORBIDDEN_TOPIC, UNAUTHORIZED, Problem
 from service.http.caller import ANYBODY, Caller
 from service.http.callers import Callers
 
@@ -69,3 +69,14 @@ def test_a_caller_writes_to_its_topics_only() -> None:
     with pytest.raises(Problem, match="shop") as caught:
         caller.check("audit.eu")
     assert caught.value.kind is FORBIDDEN_TOPIC
+
+
+def test_a_caller_commits_for_the_groups_of_its_rule_only() -> None:
+    """None by default: the rules of an earlier release say nothing of groups."""
+    caller = Caller.of_rule(CallerRule("shop", (DIGEST,), groups=("billing-*",)))
+    caller.check_group("billing-1")
+    ANYBODY.check_group("any")
+    for other, group in ((caller, "audit"), (Caller.of_rule(CallerRule("shop", (DIGEST,))), "billing-1")):
+        with pytest.raises(Problem, match=r"offsets\.group: shop") as caught:
+            other.check_group(group)
+        assert caught.value.kind is FORBIDDEN_GROUP

@@ -19,6 +19,7 @@ from service.core.settings import Settings
 from service.events.cloudevents import BATCHED, STRUCTURED, VERSION, CloudEvent
 from service.events.event import BATCH_EVENTS_MAX, EventBody
 from service.events.loaded_rules import LoadedRules
+from service.events.offsets import POSITIONS_MAX, OffsetsBody, PositionBody
 from service.events.produce import (
     ENTRIES_MAX,
     V2_FORMATS,
@@ -151,8 +152,11 @@ def test_the_documented_bodies_are_the_structs_that_are_decoded() -> None:
     cloudevents = event[BATCHED]["schema"]
     assert (cloudevents["minItems"], cloudevents["maxItems"]) == (0, BATCH_EVENTS_MAX)
     events = SCHEMAS["Batch"]["properties"]["events"]
-    assert (events["minItems"], events["maxItems"]) == (1, BATCH_EVENTS_MAX)
-    assert list(SCHEMAS["Batch"]["properties"]) == list(BatchBody.__struct_fields__)
+    assert events["maxItems"] == BATCH_EVENTS_MAX
+    positions = SCHEMAS["Offsets"]["properties"]["positions"]
+    assert (positions["minItems"], positions["maxItems"]) == (1, POSITIONS_MAX)
+    for name, body in (("Batch", BatchBody), ("Offsets", OffsetsBody), ("Position", PositionBody)):
+        assert set(SCHEMAS[name]["properties"]) == set(body.__struct_fields__)
     assert resolved(event["application/json"]["schema"]) == SCHEMAS["EventBody"]
     assert resolved(event[STRUCTURED]["schema"]) == resolved(cloudevents["items"]) == SCHEMAS["CloudEvent"]
     assert resolved(batch[LINES]["schema"]) == resolved(events["items"]) == SCHEMAS["MemberBody"]

@@ -85,7 +85,7 @@ async def test_an_atomic_batch_holds_no_event_that_is_idempotent() -> None:
     world = World()
     events = [make_event("a", "orders"), make_event("a", "plain.a")]
     with pytest.raises(Problem, match=r"plain\.a is idempotent") as caught:
-        await world.admission.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic())
+        await world.admission.submit_atomic(events[0].key, events, (b"w" * 16, b"f" * 8), time.monotonic())
     assert caught.value.kind is RECORD_REFUSED
     assert not world.queue.events
 
@@ -383,7 +383,7 @@ async def test_an_atomic_batch_is_as_old_as_its_longest_retention_allows(age_ms:
     events = [event_of(key, member_id(key, i), topic, None, b"1", []) for i, topic in enumerate(("orders", "kept"))]
     for event in events:
         await world.checks.check_content(event, time.monotonic())
-    writing = world.admission.submit_atomic(events, (event_id(key), b"f" * 8), time.monotonic())
+    writing = world.admission.submit_atomic(events[0].key, events, (event_id(key), b"f" * 8), time.monotonic())
     if refused:
         with pytest.raises(Problem, match="key-expired"):
             await writing

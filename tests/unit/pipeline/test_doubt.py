@@ -69,7 +69,7 @@ async def test_the_refusal_of_an_atomic_batch_names_the_refused_topic() -> None:
     events = [make_event("a/0", "orders"), make_event("a/1", "other")]
     for event in events:
         await world.checks.check(event, time.monotonic())
-    answer = await world.admission.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic())
+    answer = await world.admission.submit_atomic(events[0].key, events, (b"w" * 16, b"f" * 8), time.monotonic())
     assert isinstance(answer, Problem)
     assert answer.detail == "topic: other: it is too large"
     await end_of_term(serving)
@@ -573,7 +573,9 @@ async def test_an_atomic_batch_that_the_ledger_does_not_take_is_refused() -> Non
     slot._producer = Narrow(1)
     events = [make_event("w/0"), make_event("w/1")]
     await world.checks.check(events[0], time.monotonic())
-    answer = asyncio.create_task(world.admission.submit_atomic(events, (b"w" * 16, b"f" * 8), time.monotonic()))
+    answer = asyncio.create_task(
+        world.admission.submit_atomic(events[0].key, events, (b"w" * 16, b"f" * 8), time.monotonic())
+    )
     await end_of_term(world.serve(slot))
     assert kind_of(await answer) is TOO_LARGE
     assert not world.keys.is_claimed("w/0")

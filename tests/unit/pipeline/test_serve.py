@@ -209,7 +209,9 @@ async def test_a_batch_in_doubt_that_was_written_is_no_replay() -> None:
         await world.checks.check(event, asyncio.get_running_loop().time())
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "no answer"))
     whole = (b"w" * 16, b"f" * 8)
-    asked = asyncio.create_task(world.admission.submit_atomic(events, whole, asyncio.get_running_loop().time()))
+    asked = asyncio.create_task(
+        world.admission.submit_atomic(events[0].key, events, whole, asyncio.get_running_loop().time())
+    )
     await end_of_term(world.serve(slot))
     keys = world.keys.server.keys
     for n, event in enumerate(events):  # what the recovery finds in the ledger
@@ -245,7 +247,7 @@ async def test_an_atomic_batch_is_remembered_for_the_longest_retention_of_its_to
     for event in events:
         await world.checks.check(event, asyncio.get_running_loop().time())
     whole = (b"w" * 16, b"f" * 8)
-    answer = await world.admission.submit_atomic(events, whole, asyncio.get_running_loop().time())
+    answer = await world.admission.submit_atomic(events[0].key, events, whole, asyncio.get_running_loop().time())
     assert isinstance(answer, Committed)
     ids = [whole[0], *(event.id for event in events)]
     await until(lambda: isinstance(world.keys.server.keys[whole[0]], DeliveredBatch))
