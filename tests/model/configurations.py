@@ -35,6 +35,19 @@ DEFAULT: Final[dict[str, Configuration]] = {
     ),
     "a pair, a crash and a fence from outside": Configuration(Faults(kill=1, lose_send=1, fence=1), pair=True),
     "a pair and a split": Configuration(Faults(failover=1, lose_send=1, post_again=1), pair=True, split=True),
+    "offsets, a crash and a failed send": Configuration(Faults(kill=1, lose_send=1), offsets=True),
+    "offsets of a member that is replaced, and a crash": Configuration(
+        Faults(rebalance=1, kill=1, post_again=1), offsets=True
+    ),
+    "offsets of a member that is replaced, and a commit in doubt": Configuration(
+        Faults(rebalance=1, lose_reply=1, lose_script=1), offsets=True
+    ),
+    "markers of offsets that never come, and a commit in doubt": Configuration(
+        Faults(skip_marker=1, lose_send=1, lose_reply=1), offsets=True
+    ),
+    "markers of refused offsets that never come": Configuration(
+        Faults(skip_marker=1, rebalance=1, post_again=1), offsets=True
+    ),
     "a marker that never comes, and a crash": Configuration(Faults(skip_marker=1, kill=1)),
     "a marker that never comes, and a failed send": Configuration(
         Faults(skip_marker=1, lose_send=1, deadline=1, post_again=1)
@@ -116,6 +129,7 @@ class Mutant(NamedTuple):
 TWICE: Final = "an event is in the log twice"
 MISSING: Final = "an acknowledged event is missing"
 TORN: Final = "an atomic pair is torn"
+TORN_OFFSETS: Final = "offsets are torn from their event"
 STUCK: Final = "no way to an answer"
 STALLED: Final = "an LSO stands still"
 UNTRUE: Final = "503 was said of an event that is committed"
@@ -206,6 +220,15 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "a transaction is given up because a leader has moved": Mutant(
         "leader_followed", Configuration(Faults(skip_marker=1, move=1, other=1)), MISSING, 8
+    ),
+    "offsets are committed by themselves": Mutant(
+        "offsets_enclosed", Configuration(Faults(), offsets=True), TORN_OFFSETS, 3
+    ),
+    "a batch goes on without its offsets": Mutant(
+        "refusal_aborts", Configuration(Faults(rebalance=1), offsets=True), TORN_OFFSETS, 6
+    ),
+    "offsets hang, and no ledger record names them": Mutant(
+        "offsets_named", Configuration(Faults(skip_marker=1), offsets=True), MISSING, 10
     ),
     "nobody watches an idle slot": Mutant("stall_watched", Configuration(Faults(skip_marker=1)), STALLED, 5),
 }

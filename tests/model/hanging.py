@@ -18,7 +18,7 @@ from service.kafka.hanging import hanging as open_from
 from service.kafka.metadata import Partition
 from tests.model import kafka
 from tests.model.rules import Rules
-from tests.model.world import ABORT, COMMIT, NONE, Hung, Part, World, with_part
+from tests.model.world import ABORT, COMMIT, NONE, Hung, Part, World, has_offsets, with_part
 
 MARKERS = {ABORT: Marker.ABORT, COMMIT: Marker.COMMIT}
 ENDS = {Verdict.ABORT: ABORT, Verdict.COMMIT: COMMIT}
@@ -39,14 +39,18 @@ def settlements(world: World, s: int, applied: int, rules: Rules) -> Iterator[tu
     """List the transactions without data that end hanging ones: each is one step, and may be the last."""
     part = world.parts[s]
     found = seen(part, applied)
-    for verdict, partitions in _verdicts(part, s, found, applied, rules).items():
+    unnamed = 1 if has_offsets(world) and not rules.offsets_named else NONE
+    for verdict, partitions in _verdicts(part, s, found, applied, rules, unnamed).items():
         data = tuple(("data", number) in partitions for number in range(len(world.copies)))
         ledger = ("ledger", s) in partitions
         marker = ENDS[verdict]
         yield f"{verdict.value} what hangs in s{s}", kafka.mark_hung(world, s, marker, (data, ledger))
 
 
-def _verdicts(part: Part, s: int, found: list[Hung], applied: int, rules: Rules) -> dict[Verdict, set[Partition]]:
+def _verdicts(
+    part: Part, s: int, found: list[Hung], applied: int, rules: Rules, unnamed: int
+) -> dict[Verdict, set[Partition]]:
+    """Decide how each partition ends; `unnamed` is the data partition that no ledger record names."""
     transactions = []
     markers: dict[RecordCoordinates, Marker] = {}
     producers: dict[Partition, list[ActiveProducer]] = {}
@@ -56,7 +60,7 @@ def _verdicts(part: Part, s: int, found: list[Hung], applied: int, rules: Rules)
         for number, copies in enumerate(hung.copies):
             if copies:
                 producers.setdefault(("data", number), []).append(ActiveProducer(s, 0, start))
-            if hung.data and hung.data[number]:
+            if hung.data and hung.data[number] and number != unnamed:
                 offsets["data", number] = start
         if hung.ledger:
             producers.setdefault(("ledger", s), []).append(ActiveProducer(s, 0, hung.record))
@@ -66,7 +70,7 @@ def _verdicts(part: Part, s: int, found: list[Hung], applied: int, rules: Rules)
         ended = [RecordCoordinates(*place) for place in offsets.items() if not _is_open(hung, place[0])]
         if not rules.evidence_read:
             offsets = {partition: offset for partition, offset in offsets.items() if _is_open(hung, partition)}
-        elif hung.marker != NONE:
+        elif hung.marker != NONE and len(ended) < len(offsets):
             markers |= dict.fromkeys(ended, MARKERS[hung.marker])
         transactions.append(Transaction(offsets))
     begins = open_from(producers, {s})

@@ -213,6 +213,12 @@ def abort(world: World, s: int) -> World:
     return mark_hung(aborted, s, ABORT, _partitions(part.txn))
 
 
+def aborts(world: World, s: int) -> Iterator[Step]:
+    """EndTxn(abort) arrives; some partitions may get no marker."""
+    yield "", abort(world, s)
+    yield from _skip(world, s, ABORT)
+
+
 def read(ledger: tuple[int, ...], start: int, through: int) -> int | None:
     """Check whether the ledger, read_committed from `start` through a record, names the events; None: unreadable."""
     if through >= len(ledger) or OPEN in ledger[: through + 1]:

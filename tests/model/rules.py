@@ -39,6 +39,9 @@ class Rules(NamedTuple):
     check_renewed: bool = True  # and checks again if a broker was unreachable since
     leader_followed: bool = True  # a transaction goes on when the leader of one of its partitions has moved
     stall_watched: bool = True  # a slot is recovered if an LSO does not move
+    offsets_enclosed: bool = True  # the offsets of a group are committed by the transaction of their event
+    refusal_aborts: bool = True  # a transaction whose offsets are refused is aborted
+    offsets_named: bool = True  # the ledger record names the partition with the offsets
 
 
 class Faults(NamedTuple):
@@ -64,6 +67,7 @@ class Faults(NamedTuple):
     skip_marker: int = 0  # a broker dies during an EndTxn: markers of some of the partitions never come
     rewind: int = 0  # the store goes back to the replica's data without a restart, after a heartbeat of every process
     misjudge: int = 0  # a store recovery begins although another store is in use
+    rebalance: int = 0  # the group's member is replaced: its offsets are refused, perhaps after some of them were kept
     move: int = 0  # a leader moves, and the old one, still connected, reports nothing open before it answers NOT_LEADER
 
 
@@ -75,6 +79,7 @@ class Configuration(NamedTuple):
 
     faults: Faults
     pair: bool = False  # an atomic pair instead of a single event
+    offsets: bool = False  # an atomic batch of one event, and of offsets, which count as the second event
     take_over: bool = True  # a process may take the slot that the other began with
     split: bool = False  # a failover may leave one process at the old store
     # A heartbeat notices that `freed` is past a held slot's term, as in the service; this matters to idle holders only,
@@ -86,14 +91,15 @@ class Configuration(NamedTuple):
 def start(configuration: Configuration) -> World:
     """Make the first state: both processes are settled in generation 0, each with one slot READY in term 0."""
     counted = 0 if configuration.faults.rewind else NONE
-    store = Store(0, 0, NONE, (0, 0), (0, 0), (0, 0, 0) if configuration.pair else (0,), counted)
+    keys = (0, 0, 0) if configuration.pair else (0, 0) if configuration.offsets else (0,)
+    store = Store(0, 0, NONE, (0, 0), (0, 0), keys, counted)
     ready = View(READY, 0, 0, 0, 0, 0)
     return World(
         processes=tuple(
             Process(0, 0, 0, None, tuple(ready if s == p else View() for s in SLOTS), None) for p in (0, 1)
         ),
         parts=tuple(Part(0, 0, None, (0,)) for _ in SLOTS),
-        copies=(0, 0) if configuration.pair else (0,),
+        copies=(0, 0) if configuration.pair or configuration.offsets else (0,),
         control=(0,),
         deposed=(),
         stores=(store,),

@@ -41,7 +41,7 @@ def _claim(keys: tuple[int, ...], slot: int, term: int, freed: tuple[int, ...]) 
 
 
 def _rows(keys: tuple[int, ...]) -> tuple[states.Delivered | states.DeliveredBatch, ...]:
-    return (ONE,) if len(keys) == 1 else (WHOLE, ONE, ONE)
+    return (ONE,) if len(keys) == 1 else (WHOLE, ONE, ONE)[: len(keys)]
 
 
 @cache

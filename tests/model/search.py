@@ -9,7 +9,7 @@ from typing import Final
 
 from tests.model import faults, recovering, writing
 from tests.model.rules import Configuration, Rules, start
-from tests.model.world import PROCESSES, World
+from tests.model.world import PROCESSES, World, has_offsets
 
 # Far more than any search of the tests needs: bounds a search that a fault of the model makes endless.
 STATES_MOST: Final = 20_000_000
@@ -51,7 +51,7 @@ def violation(world: World) -> str:
         if world.acknowledged:
             return "an acknowledged event is missing"
         if 1 in world.copies:
-            return "an atomic pair is torn"
+            return "offsets are torn from their event" if has_offsets(world) else "an atomic pair is torn"
     return ""
 
 

@@ -211,6 +211,8 @@ class View(NamedTuple):
 
 # The progress of a request's transaction, in SENT.
 EVENTS_SENT, RECORD_SENT, COMMITTED = 1, 2, 3
+# Before it, only of a batch with offsets: these are in the transaction.
+OFFSETS_SENT = 4
 
 
 class Request(NamedTuple):
@@ -265,6 +267,11 @@ class World(NamedTuple):
 
 
 T = TypeVar("T")
+
+
+def has_offsets(world: World) -> bool:
+    """Check whether the second event stands for the offsets of a group, which have no key."""
+    return len(world.copies) == len(world.stores[0].keys) == 2
 
 
 def put(items: tuple[T, ...], place: int, item: T) -> tuple[T, ...]:

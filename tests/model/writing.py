@@ -11,6 +11,7 @@ from tests.model.world import (
     EVENTS_SENT,
     IN_DOUBT,
     NONE,
+    OFFSETS_SENT,
     OLDER,
     QUEUED,
     READY,
@@ -22,6 +23,7 @@ from tests.model.world import (
     Store,
     View,
     World,
+    has_offsets,
     put,
     request_move,
     request_state,
@@ -182,6 +184,9 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
     view = view._replace(checked=True)
     sent = request._replace(state=request_move(request.state, RequestEvent.SEND), phase=EVENTS_SENT)
     writing = with_view(world, p, s, view._replace(state=slot_move(view.state, SlotEvent.WRITE)))
+    if has_offsets(world):
+        yield from _send_offsets(label, writing, p, view, sent, rules)
+        return
     count = len(world.copies)
     after = kafka.produce(writing, s, view.owner, (1,) * count, p)
     if after is None:
@@ -198,6 +203,48 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
             for step, refused in _failed(f"{label}, the last is refused, 4xx", partly, p, s, view, rules):
                 yield step, _answer(refused, p, REFUSED)
         unsaid = spend(with_request(after, p, sent), FAULT.lose_send)
+        yield from _failed(f"{label}, reply lost", unsaid, p, s, view, rules)
+
+
+def _send_offsets(label: str, world: World, p: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
+    """Commit the offsets of a group in the transaction, before the event. The group's coordinator may refuse them."""
+    s, label = request.slot, f"{label}, the offsets"
+    on_their_way = with_request(world, p, request._replace(phase=OFFSETS_SENT))
+    after = kafka.produce(on_their_way, s, view.owner, (0, 1), p)
+    if after is None:
+        yield f"{label}: fenced", end_term(on_their_way, p, s, rules)
+        return
+    if rules.offsets_enclosed:
+        yield label, after
+    else:
+        yield f"{label}, by themselves", on_their_way._replace(copies=put(world.copies, 1, min(2, world.copies[1] + 1)))
+    if not world.left[FAULT.rebalance]:
+        return
+    label = f"{label}: stale member"
+    if not rules.refusal_aborts:
+        nothing = kafka.produce(on_their_way, s, view.owner, (0, 0), p)
+        assert nothing is not None
+        yield f"{label}, goes on", spend(nothing, FAULT.rebalance)
+        return
+    refused = _answer(spend(after, FAULT.rebalance), p, REFUSED)
+    for skipped, aborted in kafka.aborts(refused, s):
+        yield f"{label}, 409{skipped}", with_view(aborted, p, s, view._replace(unwanted=True))
+
+
+def _send_event(world: World, p: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
+    """Send the event behind the offsets."""
+    s = request.slot
+    label = f"p{p}: send in s{s} t{view.term}, the event"
+    after = kafka.produce(world, s, view.owner, (1, 0), p)
+    if after is None:
+        yield f"{label}: fenced", end_term(world, p, s, rules)
+        return
+    sent = request._replace(phase=EVENTS_SENT)
+    yield label, with_request(after, p, sent)
+    if world.left[FAULT.lose_send]:
+        lost = with_request(spend(world, FAULT.lose_send), p, sent)
+        yield from _failed(f"{label} is lost", lost, p, s, view, rules)
+        unsaid = with_request(spend(after, FAULT.lose_send), p, sent)
         yield from _failed(f"{label}, reply lost", unsaid, p, s, view, rules)
 
 
@@ -237,7 +284,9 @@ def _let_go(world: World, p: int, s: int, view: View) -> World:
 def _write(world: World, p: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
     """The rest of a transaction: its ledger record, its commit, its mark."""
     s = request.slot
-    if request.phase == EVENTS_SENT:
+    if request.phase == OFFSETS_SENT:
+        yield from _send_event(world, p, view, request, rules)
+    elif request.phase == EVENTS_SENT:
         after = kafka.append(world, s, view.owner, 1)
         label = f"p{p}: ledger record in s{s}"
         if after is None:
