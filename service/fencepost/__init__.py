@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         KeyExpired,
         KeyReused,
         NotAccepted,
+        Offsets,
         Refused,
         Result,
         SendError,
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
         SpoolError,
         SpoolFull,
         SpoolInUse,
+        StaleMember,
         Unsettled,
         Written,
+        WrittenBatch,
         new_key,
     )
     from .reader import (
@@ -50,6 +53,7 @@ __all__ = [
     "KeyReused",
     "NewerVersion",
     "NotAccepted",
+    "Offsets",
     "Overtaken",
     "Reader",
     "ReaderPosition",
@@ -63,8 +67,10 @@ __all__ = [
     "SpoolError",
     "SpoolFull",
     "SpoolInUse",
+    "StaleMember",
     "Unsettled",
     "Written",
+    "WrittenBatch",
     "id_of",
     "new_key",
 ]

@@ -18,11 +18,14 @@ from .events import (
     KeyExpired,
     KeyReused,
     NotAccepted,
+    Offsets,
     Refused,
     Result,
     SendError,
+    StaleMember,
     Unsettled,
     Written,
+    WrittenBatch,
     new_key,
 )
 from .spool import Spool, SpoolError, SpoolFull, SpoolInUse
@@ -34,6 +37,7 @@ __all__ = [
     "KeyExpired",
     "KeyReused",
     "NotAccepted",
+    "Offsets",
     "Refused",
     "Result",
     "SendError",
@@ -41,7 +45,9 @@ __all__ = [
     "SpoolError",
     "SpoolFull",
     "SpoolInUse",
+    "StaleMember",
     "Unsettled",
     "Written",
+    "WrittenBatch",
     "new_key",
 ]

@@ -14,7 +14,17 @@ from typing import Any, Final
 
 import httpx
 
-from .events import KeyExpired, KeyReused, NotAccepted, Pending, Refused, Unsettled, Written
+from .events import (
+    KeyExpired,
+    KeyReused,
+    NotAccepted,
+    Pending,
+    Refused,
+    StaleMember,
+    Unsettled,
+    Written,
+    WrittenBatch,
+)
 
 # The events of one request. Their results (some 200 bytes each, a problem up to 1,500) are fewer than the 4 MiB that
 # the service holds for a client that reads only when it has sent all.
@@ -32,8 +42,14 @@ NOTHING_WRITTEN: Final = frozenset(
     {"no-connection", "not-written", "rate-limited", "request-timeout", "store-incomplete"}
 )
 # Statuses and codes that refuse the event. Other ones of 4xx and 5xx refuse the request, whatever its event.
-OF_EVENT: Final = frozenset({400, 412, 413, 422, "forbidden-topic", "unknown-topic"})
-_REFUSALS: Final[Mapping[str, type[Refused]]] = {"key-expired": KeyExpired, "fingerprint-mismatch": KeyReused}
+OF_EVENT: Final = frozenset({400, 412, 413, 422, "forbidden-topic", "forbidden-group", "stale-member", "unknown-topic"})
+# The code of the one 409 that a retry does not change: the member of a group has been replaced.
+STALE_MEMBER: Final = "stale-member"
+_REFUSALS: Final[Mapping[str, type[Refused]]] = {
+    "key-expired": KeyExpired,
+    "fingerprint-mismatch": KeyReused,
+    STALE_MEMBER: StaleMember,
+}
 _DETAIL_CHARS_MAX: Final = 1_000
 
 
@@ -48,7 +64,7 @@ class Problem:
 
     @property
     def is_retried(self) -> bool:
-        return self.status in RETRIED
+        return self.status in RETRIED and self.code != STALE_MEMBER
 
     @property
     def leaves_doubt(self) -> bool:
@@ -107,7 +123,7 @@ class Answer:
 
 
 def request_of(events: Sequence[Pending]) -> dict[str, Any]:
-    """Make the arguments of httpx's `stream`: `POST /events` for one event, NDJSON for several."""
+    """Make the arguments of httpx's `stream`: `POST /events` for one event, NDJSON for several, JSON for a batch."""
     if len(events) > 1:
         lines = [b'%b,"idempotency_key":%b}\n' % (event.body[:-1], json.dumps(event.key).encode()) for event in events]
         headers = {"Content-Type": "application/x-ndjson"}
@@ -117,14 +133,17 @@ def request_of(events: Sequence[Pending]) -> dict[str, Any]:
     headers = {"Content-Type": "application/json", "Idempotency-Key": f'"{quoted}"'}
     if event.stored_ms is not None:  # by this time the service finds that a key of any form may be forgotten
         headers["Repeatability-First-Sent"] = formatdate(event.stored_ms / 1000, usegmt=True)
-    return {"method": "POST", "url": "/events", "headers": headers, "content": event.body}
+    url = "/events/batch" if event.is_batch else "/events"
+    return {"method": "POST", "url": url, "headers": headers, "content": event.body}
 
 
-def verdicts(events: Sequence[Pending], answer: Answer) -> list[Written | Problem]:
+def verdicts(events: Sequence[Pending], answer: Answer) -> list[Written | WrittenBatch | Problem]:
     """Read what an answer says of each event of its request, in their order."""
     if answer.status == MULTI_STATUS and len(events) > 1:
         lines = bytes(answer.body).split(b"\n")[:-1]  # behind the last line feed is an incomplete line, or nothing
-        found = [_of_line(event, _parsed(line)) for event, line in zip(events, lines, strict=False)]
+        found: list[Written | WrittenBatch | Problem] = [
+            _of_line(event, _parsed(line)) for event, line in zip(events, lines, strict=False)
+        ]
         missing = answer.failure or Problem(NO_ANSWER, "no-answer", "the answer has no result for this event")
         return found + [missing] * (len(events) - len(found))
     if answer.failure is not None:
@@ -132,7 +151,8 @@ def verdicts(events: Sequence[Pending], answer: Answer) -> list[Written | Proble
     content = _parsed(answer.body)
     if len(events) == 1:
         replayed = answer.headers.get("idempotent-replayed") == "true"
-        return [_verdict(events[0], answer.status, content, replayed)]
+        of = _verdict_of_batch if events[0].is_batch else _verdict
+        return [of(events[0], answer.status, content, replayed)]
     return [replace(_problem(answer.status, content), of_batch=True)] * len(events)
 
 
@@ -152,6 +172,20 @@ def _verdict(event: Pending, status: int, content: Any, replayed: bool) -> Writt
         return Written(event.key, content["id"], *coordinates, replayed)
     except (KeyError, TypeError):
         return _problem(status, content)
+
+
+def _verdict_of_batch(batch: Pending, status: int, content: Any, replayed: bool) -> WrittenBatch | Problem:
+    """Read where the events of an atomic batch were written, or why they were not."""
+    if status != CREATED:
+        return _problem(status, content)
+    try:
+        events = [_verdict(batch, status, result, replayed) for result in content["results"]]
+        written = tuple(event for event in events if isinstance(event, Written))
+        if len(written) == len(events):
+            return WrittenBatch(batch.key, content["id"], written, replayed)
+    except (KeyError, TypeError):
+        pass
+    return _problem(status, content)
 
 
 def _problem(status: int, content: Any) -> Problem:

@@ -15,7 +15,20 @@ from typing import Any, Final, Generic, Self, TypeVar
 import httpx
 
 from .answers import NO_ANSWER, PAGE_BYTES, PAGE_EVENTS, UNSENT, Answer, Problem, request_of, verdicts
-from .events import KEY, KEY_RULE, Event, Pending, Refused, Result, SendError, Unsettled, Written
+from .events import (
+    KEY,
+    KEY_RULE,
+    Event,
+    Offsets,
+    Pending,
+    Refused,
+    Result,
+    SendError,
+    Unsettled,
+    Written,
+    WrittenBatch,
+    atomic_batch,
+)
 from .spool import Spool, SpoolError
 
 LOG: Final = logging.getLogger(__name__)
@@ -97,7 +110,7 @@ class _Sender(ABC, Generic[H]):
         stop_at = time.monotonic() + self._deadline_s
         results: list[Result] = []
         for page in pages(pending):
-            results += yield from self._settle(page, stop_at)
+            results += without_batch((yield from self._settle(page, stop_at)))
         yield from self._close_events(pending, results)
         return results
 
@@ -117,7 +130,7 @@ class _Sender(ABC, Generic[H]):
         backlog.event = event
         if not KEY.fullmatch(event.key):  # it cannot be sent, and must not keep the events behind it
             return Refused(event, NO_ANSWER, "invalid-key", KEY_RULE, may_be_written=False)
-        (result,) = yield from self._settle([event], time.monotonic() + self._deadline_s)
+        (result,) = without_batch((yield from self._settle([event], time.monotonic() + self._deadline_s)))
         backlog.is_over = isinstance(result, Unsettled)
         return result
 
@@ -132,9 +145,18 @@ class _Sender(ABC, Generic[H]):
         if backlog.event is not None:
             yield from self._close_events([backlog.event], [result])
 
-    def _settle(self, page: Sequence[Pending], stop_at: float) -> Flow[list[Result]]:
+    def _send_atomic(self, key: str, events: Iterable[Event], offsets: Offsets | None) -> Flow[WrittenBatch]:
+        """Send an atomic batch until it is written. Raises SendError, and what atomic_batch raises."""
+        batch = atomic_batch(key, events, offsets)
+        (result,) = yield from self._settle([batch], time.monotonic() + self._deadline_s)
+        if isinstance(result, SendError):
+            raise result
+        assert isinstance(result, WrittenBatch)
+        return result
+
+    def _settle(self, page: Sequence[Pending], stop_at: float) -> Flow[list[Result | WrittenBatch]]:
         """Send the events of a page until each is settled or the deadline comes; results in the order of the events."""
-        results: dict[int, Result] = {}
+        results: dict[int, Result | WrittenBatch] = {}
         left: dict[int, Problem] = dict.fromkeys(range(len(page)), UNSENT)  # with the last problem of each
         doubtful = {n for n, event in enumerate(page) if event.stored_ms is not None}  # by an earlier call
         for attempt in itertools.count():
@@ -145,7 +167,7 @@ class _Sender(ABC, Generic[H]):
             found = dict(zip(left, verdicts(events, answer), strict=True))
             left = {n: each for n, each in found.items() if isinstance(each, Problem)}
             doubtful |= {n for n, problem in left.items() if problem.leaves_doubt}
-            results |= {n: each for n, each in found.items() if isinstance(each, Written)}
+            results |= {n: each for n, each in found.items() if not isinstance(each, Problem)}
             results |= {n: each.error(page[n], n in doubtful) for n, each in left.items() if not each.is_retried}
             left = {n: problem for n, problem in left.items() if problem.is_retried}
             pause_s = answer.retry_after_s + backoff_s(attempt)
@@ -200,6 +222,11 @@ def backoff_s(attempt: int) -> float:
     return min(PAUSE_MAX_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 16)) * random.uniform(0.5, 1.0)  # noqa: S311
 
 
+def without_batch(results: Iterable[Result | WrittenBatch]) -> list[Result]:
+    """Return the results of events, none of which is an atomic batch."""
+    return [result for result in results if not isinstance(result, WrittenBatch)]
+
+
 def written_or_raise(result: Result) -> Written:
     """Return the result of an event that is written. Raises SendError for another one."""
     if isinstance(result, SendError):
@@ -239,6 +266,20 @@ class Client(_Sender[httpx.Client]):
     def send_many(self, events: Iterable[Event]) -> list[Result]:
         """Send events in batches, each for itself; a Written, Refused or Unsettled of each, in their order."""
         return self._run(self._send(list(events)))
+
+    def send_atomic(self, key: str, events: Iterable[Event], offsets: Offsets | None = None) -> WrittenBatch:
+        """Send events until all are written in one transaction, in which a group's offsets are committed.
+
+        The spool is not used: after a crash, the program reads on from the committed offsets, and so sends the same
+        batch again if that was not written. `key` is that of the whole, best made of the coordinates of the source.
+
+        Raises:
+            StaleMember: the consumer has been replaced; nothing was written.
+            Refused: the service refuses the batch.
+            Unsettled: the deadline came first: send the same batch again, with the same key.
+            ValueError: `key` is not 1 to 255 printable ASCII characters.
+        """
+        return self._run(self._send_atomic(key, events, offsets))
 
     def resume(self) -> Iterator[Result]:
         """Send the events that are open in the spool, with their keys, and yield the results.
@@ -306,6 +347,10 @@ class AsyncClient(_Sender[httpx.AsyncClient]):
     async def send_many(self, events: Iterable[Event]) -> list[Result]:
         """As `Client.send_many`. If it is cancelled, all its events stay in the spool."""
         return await self._run(self._send(list(events)))
+
+    async def send_atomic(self, key: str, events: Iterable[Event], offsets: Offsets | None = None) -> WrittenBatch:
+        """As `Client.send_atomic`."""
+        return await self._run(self._send_atomic(key, events, offsets))
 
     async def resume(self) -> AsyncIterator[Result]:
         """As `Client.resume`."""

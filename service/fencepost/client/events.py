@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -65,15 +65,50 @@ class Event:
         return json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """The offsets of a consumer group, which `send_atomic` commits with its events (KIP-447).
+
+    `positions` has the next offset to read by (topic, partition). `member`, `generation` and `instance` (its
+    group.instance.id, if it has one) are those of the consumer that has read the records before.
+    """
+
+    group: str
+    member: str
+    generation: int
+    positions: Mapping[tuple[str, int], int]
+    instance: str | None = None
+
+    def encode(self) -> bytes:
+        """Encode the `offsets` of an atomic batch."""
+        rows = [{"topic": topic, "partition": n, "offset": at} for (topic, n), at in sorted(self.positions.items())]
+        identity = {"group": self.group, "member": self.member, "generation": self.generation}
+        return json.dumps({**identity, "instance": self.instance, "positions": rows}, separators=(",", ":")).encode()
+
+
 class Pending(NamedTuple):
     """An event that is to be sent: its idempotency key, and the body of its `POST /events`.
 
-    `stored_ms`: when the spool has stored it, in ms since the Unix epoch; None unless an earlier call has.
+    `stored_ms`: when the spool has stored it, in ms since the Unix epoch; None unless an earlier call has. `is_batch`:
+    it is an atomic batch, whose body is that of a `POST /events/batch`.
     """
 
     key: str
     body: bytes
     stored_ms: int | None = None
+    is_batch: bool = False
+
+
+def atomic_batch(key: str, events: Iterable[Event], offsets: Offsets | None) -> Pending:
+    """Make the request of an atomic batch. Raises ValueError for a key that no header carries, and what encode raises.
+
+    The events' own keys are left out: the batch has one for all of them.
+    """
+    if not KEY.fullmatch(key):
+        raise ValueError(f"{KEY_RULE}, not {key[:300]!r}")
+    of_group = b"" if offsets is None else b',"offsets":%b' % offsets.encode()
+    texts = b",".join([event.encode() for event in events])
+    return Pending(key, b'{"atomic":true,"events":[%b]%b}' % (texts, of_group), is_batch=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +121,16 @@ class Written:
     partition: int
     offset: int
     timestamp: int
+    replayed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenBatch:
+    """An atomic batch is in Kafka, once, and its offsets are committed. `replayed`: an earlier attempt wrote it."""
+
+    idempotency_key: str
+    id: str
+    events: tuple[Written, ...]
     replayed: bool
 
 
@@ -119,6 +164,10 @@ class KeyExpired(Refused):
 
 class KeyReused(Refused):
     """The key was used for another event (422 `fingerprint-mismatch`)."""
+
+
+class StaleMember(Refused):
+    """The member of `send_atomic` is not in the group's present generation (409): nothing was written or committed."""
 
 
 class Unsettled(SendError):

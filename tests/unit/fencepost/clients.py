@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.fencepost.client import AsyncClient, Client, Event, Result, SendError, Written
+from service.fencepost.client import AsyncClient, Client, Event, Offsets, Result, SendError, Written, WrittenBatch
 from tests.unit.fencepost.fakes import FakeTime
 
 URL = "http://fencepost.test"
@@ -39,6 +39,10 @@ class Threads:
         with Client(URL, transport=transport(self.fake), **self.options) as client:
             return client.send(event)
 
+    def send_atomic(self, key: str, *events: Event, offsets: Offsets | None = None) -> WrittenBatch:
+        with Client(URL, transport=transport(self.fake), **self.options) as client:
+            return client.send_atomic(key, events, offsets)
+
     def resume(self) -> list[Result]:
         with Client(URL, transport=transport(self.fake), **self.options) as client:
             return list(client.resume())
@@ -51,6 +55,13 @@ class Asyncio(Threads):
         async def run() -> list[Result]:
             async with AsyncClient(URL, transport=transport(self.fake), **self.options) as client:
                 return await client.send_many(events)
+
+        return asyncio.run(run())
+
+    def send_atomic(self, key: str, *events: Event, offsets: Offsets | None = None) -> WrittenBatch:
+        async def run() -> WrittenBatch:
+            async with AsyncClient(URL, transport=transport(self.fake), **self.options) as client:
+                return await client.send_atomic(key, events, offsets)
 
         return asyncio.run(run())
 

@@ -11,20 +11,26 @@ import pytest
 
 from service.core.problems import KINDS
 from service.events.key_time import made_at_ms
+from service.events.offsets import parse_offsets
 from service.fencepost.client import (
     Client,
     Event,
     KeyExpired,
     KeyReused,
     NotAccepted,
+    Offsets,
     Refused,
+    StaleMember,
     Unsettled,
     Written,
+    WrittenBatch,
     new_key,
 )
 from service.fencepost.client.answers import PAGE_BYTES, PAGE_EVENTS, Problem
 from service.fencepost.client.client import FIRST_PAUSE_S, PAUSE_MAX_S
 from service.fencepost.client.events import Pending
+from service.http.batch import parse_batch
+from service.kafka.group_offsets import GroupOffsets, Position
 from tests.unit.fencepost.clients import raised, transport
 from tests.unit.fencepost.fakes import (
     CONNECT,
@@ -227,6 +233,48 @@ def test_each_problem_that_the_service_has_is_repeated_or_final_as_it_says() -> 
     } <= {code for code, error in found.items() if isinstance(error, Refused)}
     of_request = {"unauthorized", "forbidden-caller", "not-found", "method-not-allowed", "unsupported-media-type"}
     assert of_request <= {code for code, error in found.items() if isinstance(error, NotAccepted)}
+
+
+# -------------------------------------------------------------------------------------------------- atomic batches
+
+OFFSETS = Offsets("g", "m", 7, {("orders", 1): 6, ("orders", 0): 5})
+ROW = {"status": 201, "id": "ab", "topic": "t", "partition": 0, "offset": 3, "timestamp": 4}
+
+
+class Answers:
+    """A service that gives these answers, one after the other."""
+
+    def __init__(self, *answers: httpx.Response) -> None:
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        return self.answers.pop(0)
+
+
+def test_an_atomic_batch_is_repeated_with_its_key_and_offsets_until_it_is_written(kind: Any, clock: FakeTime) -> None:
+    answer = httpx.Response(201, json={"id": "cd", "results": [ROW]}, headers={"idempotent-replayed": "true"})
+    fake = Answers(problem_response(KINDS["not-written"]), problem_response(KINDS["outcome-unknown"]), answer)
+    written = kind(fake).send_atomic("k 1", Event("t", 1, key="c"), offsets=OFFSETS)
+    assert written == WrittenBatch("k 1", "cd", (Written("k 1", "ab", "t", 0, 3, 4, True),), True)
+    first, *others = fake.requests
+    assert all((other.url, other.content) == (first.url, first.content) for other in others)
+    assert (first.url.path, first.headers["idempotency-key"]) == ("/events/batch", '"k 1"')
+    body = parse_batch(first.content)
+    assert (body.atomic, len(body.events)) == (True, 1)
+    positions = (Position("orders", 0, 5), Position("orders", 1, 6))
+    assert parse_offsets(body.offsets) == GroupOffsets("g", "m", 7, positions)
+
+
+def test_a_stale_member_is_told_at_once(kind: Any, clock: FakeTime) -> None:
+    with pytest.raises(StaleMember) as stale:
+        kind(Answers(problem_response(KINDS["stale-member"]))).send_atomic("k", offsets=OFFSETS)
+    assert (stale.value.may_be_written, clock.pauses) == (False, [])
+    with pytest.raises(NotAccepted):
+        kind(Answers(httpx.Response(201, json={"id": "cd", "results": [{}]}))).send_atomic("k", Event("t", 1))
+    with pytest.raises(ValueError, match="idempotency_key"):
+        kind(Answers()).send_atomic("é")
 
 
 # ------------------------------------------------------------------------------------------------- pauses, deadline
