@@ -249,8 +249,8 @@ class _Comparison:
         records = self._records(due)
         with ExitStack() as cache:
             judged = _keep(self._judged(records, read), cache)
-            if (more := self._second_look(judged, intervals)) is not None:
-                judged = _keep(self._judged(records, read.unionByName(more)), cache)
+            if (anywhere := self._second_look(judged, read, intervals)) is not None:
+                judged = _keep(self._judged(records, read, anywhere), cache)
             unknown = self._unknown(read, due) if self.rule.exclusive else None
             counts = self._counts(judged, unknown, read, due)
             rows = [self._own_row(), self._hours(counts)]
@@ -317,45 +317,53 @@ class _Comparison:
             found = F.when(in_log & inside, F.lit(span.visible_ms)).otherwise(found)
         return found
 
-    def _judged(self, records: DataFrame, read: DataFrame) -> DataFrame:
-        """Judge each event of each hour:
+    def _judged(self, records: DataFrame, read: DataFrame, anywhere: DataFrame | None = None) -> DataFrame:
+        """Judge each event of each hour by its rows, which are within the margin around the hour:
 
-        → `accepted_hour, id, topic, key, last_ms, due_ms, records, rows, arrived_ms, was_missing, category, cause`.
+        → `accepted_hour, id, topic, key, last_ms, due_ms, records, rows, arrived_ms, was_missing, category`. An event
+        without such rows is judged by those of its id (of its coordinates) in `anywhere`, if that is given.
         """
-        by, rows = self._counted(read)
-        joined = records.join(rows, by, "left")
-        # Of several records of an id, rows that name the id are those of all.
-        number = F.max("rows") if self.rule.id else F.sum("rows")
-        events = joined.groupBy("accepted_hour", "id").agg(
+        events = records.groupBy("accepted_hour", "id").agg(
             F.min("topic").alias("topic"),
             F.min("key").alias("key"),
             F.max("last_ms").alias("last_ms"),
             F.max("due_ms").alias("due_ms"),
             F.count("*").alias("records"),
-            F.coalesce(number, F.lit(0)).alias("rows"),
-            F.min("arrived_ms").alias("arrived_ms"),
         )
-        known = events.join(self._known_missing(), ["accepted_hour", "id"], "left")
+        event = ["accepted_hour", "id"]
+        joined = events.join(self._counted(records, read, near=True), event, "left")
+        rows, arrived_ms = F.coalesce("rows", F.lit(0)), F.col("arrived_ms")
+        if anywhere is not None:
+            far = self._counted(records, anywhere, near=False)
+            joined = joined.join(far.withColumnsRenamed({"rows": "far_rows", "arrived_ms": "far_ms"}), event, "left")
+            is_near = rows > 0
+            rows = F.when(is_near, rows).otherwise(F.coalesce("far_rows", F.lit(0)))
+            arrived_ms = F.when(is_near, arrived_ms).otherwise(F.col("far_ms"))
+        joined = joined.withColumns({"rows": rows, "arrived_ms": arrived_ms}).drop("far_rows", "far_ms")
+        known = joined.join(self._known_missing(), event, "left")
         was_missing = F.coalesce("was_missing", F.lit(False))
-        judged = known.withColumn("was_missing", was_missing).withColumn(
-            "category",
-            sink_verdicts.category(
-                F.col("rows"),
-                F.col("arrived_ms"),
-                F.col("was_missing"),
-                F.col("due_ms"),
-                self.evidence.frozen_ms,
-            ),
-        )
-        return judged.withColumn(
-            "cause", sink_verdicts.cause(F.col("category"), F.col("rows"), F.col("records"), F.col("was_missing"))
-        )
+        times = F.col("arrived_ms"), F.col("was_missing"), F.col("due_ms")
+        category = sink_verdicts.category(F.col("rows"), *times, self.evidence.frozen_ms)
+        return known.withColumn("was_missing", was_missing).withColumn("category", category)
 
-    def _counted(self, read: DataFrame) -> tuple[list[str], DataFrame]:
-        """Count the rows of each event by what names it: the columns, and these with `rows, arrived_ms`."""
+    def _counted(self, records: DataFrame, read: DataFrame, *, near: bool) -> DataFrame:
+        """Count the rows of each event: → `accepted_hour, id, rows, arrived_ms`; of an id those `near` its hour only.
+
+        Coordinates name one record, whatever the time of the row.
+        """
         by = self._names()
-        named = read.where(_names_event(by))
-        return by, named.groupBy(*by).agg(F.count("*").alias("rows"), F.min("arrived_ms").alias("arrived_ms"))
+        rows = read.where(_names_event(by)).select(*by, "event_ms", "arrived_ms")
+        counted = F.count("*").alias("rows"), F.min("arrived_ms").alias("arrived_ms")
+        if not self.rule.id:
+            return (
+                records.select("accepted_hour", "id", *by).join(rows, by).groupBy("accepted_hour", "id").agg(*counted)
+            )
+        named = records.select("accepted_hour", "id").distinct().join(rows, "id")
+        if near:
+            hour_ms, margin_ms = F.unix_millis("accepted_hour"), 1000 * self.rule.margin_s
+            is_near = (F.col("event_ms") >= hour_ms - margin_ms) & (F.col("event_ms") < hour_ms + HOUR_MS + margin_ms)
+            named = named.where(is_near)
+        return named.groupBy("accepted_hour", "id").agg(*counted)
 
     def _known_missing(self) -> DataFrame:
         """Select the events that an earlier run found missing, or late: `accepted_hour, id, was_missing`."""
@@ -365,11 +373,11 @@ class _Comparison:
         was_missing = (F.col("kind") == MISSING) | (F.col("cause") == WAS_MISSING)
         return found.where(was_missing).select("accepted_hour", "id", F.lit(True).alias("was_missing")).distinct()
 
-    def _second_look(self, judged: DataFrame, intervals: Sequence[Interval]) -> DataFrame | None:
-        """Read more rows (reading.ROW) for missing events: at the times of all records of their ids.
+    def _second_look(self, judged: DataFrame, read: DataFrame, intervals: Sequence[Interval]) -> DataFrame | None:
+        """Return the rows (reading.ROW) at the times of all records of the missing ids; None if nothing is missing.
 
-        A client may set the timestamp of a record, and an id that was written in two hours may have one row. None if
-        nothing is missing, or all these times are in the `intervals` that were read.
+        A client may set the timestamp of a record, and an id that was written in two hours may have one row. `read` are
+        the rows of the `intervals` that were read before.
         """
         # A new name of the column: Spark cannot join a checkpoint with the rows from which the checkpoint was made.
         is_missing = F.col("category") == MISSING
@@ -377,17 +385,18 @@ class _Comparison:
         if missing.isEmpty():
             return None
         ids = lake.broadcast_if_small(missing)
-        first_hour = hours.text_of(self.first_ms - self.settings.longest_ttl_ms)
-        of_ids = self.all_rows.where(hours.since(first_hour)).join(ids, "id", "left_semi")
+        of_ids = self._recent().join(ids, "id", "left_semi")
         times = F.explode(F.array("accepted_ms", "timestamp_ms", "record_accepted_ms")).alias("ms")
         hour = deliveries.hour_of(F.col("ms")).alias("accepted_hour")
         others = hours.of(of_ids.select(times).where("ms IS NOT NULL").select(hour))
         unread = reading.without(map(self._interval_of, others), intervals)
-        if not unread:
-            return None
         if len(unread) > MANY_INTERVALS:
             unread = reading.without([(unread[0][0], unread[-1][1])], intervals)
-        return reading.read(self.spark, self.rule, unread)
+        return read.unionByName(reading.read(self.spark, self.rule, unread)) if unread else read
+
+    def _recent(self) -> DataFrame:
+        """Select the rows (deliveries.ROW) of the hours of the sink, and of the longest key retention before these."""
+        return self.all_rows.where(hours.since(hours.text_of(self.first_ms - self.settings.longest_ttl_ms)))
 
     def _unknown(self, read: DataFrame, due: Iterable[str]) -> DataFrame:
         """Select the rows of events that are nowhere in the lake: `accepted_hour`, and reading.ROW; checkpointed."""
@@ -458,9 +467,8 @@ class _Comparison:
 
     def _findings(self, judged: DataFrame, records: DataFrame) -> DataFrame:
         """Return the findings about expected events, with the coordinates of their records: rows of `sinks`."""
-        found = judged.where(F.col("category").isin(MISSING, TWICE, LATE))
-        ids = found.select("accepted_hour", "id")
-        of_found = records.join(ids, ["accepted_hour", "id"], "left_semi")
+        found = self._with_all_records(judged.where(F.col("category").isin(MISSING, TWICE, LATE)))
+        of_found = records.join(found.select("accepted_hour", "id"), ["accepted_hour", "id"], "left_semi")
         coordinate = F.struct(
             "topic",
             "partition",
@@ -471,11 +479,13 @@ class _Comparison:
         )
         listed = of_found.groupBy("accepted_hour", "id").agg(F.array_sort(F.collect_list(coordinate)).alias("listed"))
         described = found.join(listed, ["accepted_hour", "id"])
-        columns = {name: F.col(name) for name in ("accepted_hour", "id", "key", "topic", "last_ms", "cause")}
+        columns = {name: F.col(name) for name in ("accepted_hour", "id", "key", "topic", "last_ms")}
+        verdict = F.col("category"), F.col("rows"), F.col("records"), F.col("was_missing")
         return self._as_rows(
             described,
             {
                 **columns,
+                "cause": sink_verdicts.cause(*verdict),
                 "kind": F.col("category"),
                 "count": F.when(F.col("category") == TWICE, F.col("rows")).otherwise(F.lit(1)),
                 "events": F.lit(1),
@@ -485,6 +495,13 @@ class _Comparison:
                 ),
             },
         )
+
+    def _with_all_records(self, found: DataFrame) -> DataFrame:
+        """Let `records` of events with several rows count those of all hours: a row near one may be of another."""
+        twice = found.where(F.col("category") == TWICE).select("id").distinct()
+        of_sink = self._recent().where(_is_expected_record() & self._in_topics())
+        totals = of_sink.join(twice, "id", "left_semi").groupBy("id").agg(F.count("*").alias("all_records"))
+        return found.join(totals, "id", "left").withColumn("records", F.greatest("records", "all_records"))
 
     def _findings_of_unknown(self, unknown: DataFrame) -> DataFrame:
         """Return the findings about rows of unknown events: by id, or by partition if rows name coordinates."""

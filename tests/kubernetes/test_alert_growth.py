@@ -90,6 +90,26 @@ def test_findings_that_stand_do_not_page_when_their_metrics_were_away(rules: Rul
     )
 
 
+def test_a_sink_that_two_runs_could_not_read_makes_a_ticket(rules: Rules) -> None:
+    def seen(reason: str | None) -> Scrape:
+        (sink,) = AUDIT["sinks"]
+        document = copy.deepcopy(AUDIT) | {"causes": [], "sinks": [{**sink, "unreadable": reason}]}
+        found = parse(metrics.text(document), 0, {"namespace": "fencepost", "pod": "report-0"})
+        return Scrape(shown().at, found.samples)
+
+    away, readable = seen("refused"), seen(None)
+    rules.assert_course(
+        [
+            (readable, TURN_S, []),
+            (away, TURN_S, []),
+            (readable, TURN_S, []),
+            (away, TURN_S, []),
+            (away, TURN_S, ["FencepostSinkUnreadable"]),
+            (readable, TURN_S, []),
+        ]
+    )
+
+
 def test_findings_from_while_the_metrics_were_away_page_afterwards(rules: Rules) -> None:
     before, after = shown(lost=2), shown("report-1", lost=3)
     rules.assert_course(

@@ -7,13 +7,14 @@ As a program (`python -m tests.sinks.consumer`, settings as JSON on stdin) it wr
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
 import psycopg
-from confluent_kafka import Consumer, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
 from service.contract import wire
 
@@ -91,8 +92,7 @@ def run(feed: Feed, store: Store, die: Callable[[str], None]) -> None:
         }
     )
     try:
-        (committed,) = consumer.committed([TopicPartition(feed.topic, 0)], TIMEOUT_S)
-        start = max(committed.offset, 0)
+        start = _position(consumer, feed.topic)
         consumer.assign([TopicPartition(feed.topic, 0, start)])
         while start <= feed.last:
             messages = _batch(consumer, feed)
@@ -100,6 +100,20 @@ def run(feed: Feed, store: Store, die: Callable[[str], None]) -> None:
             _handle(feed, consumer, [row_of(message) for message in messages], start, store, die)
     finally:
         consumer.close()
+
+
+def _position(consumer: Consumer, topic: str) -> int:
+    """Return the group's committed offset, 0 without one; the coordinator of a new broker may not be ready yet."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            (committed,) = consumer.committed([TopicPartition(topic, 0)], TIMEOUT_S)
+        except KafkaException as error:
+            if not error.args[0].retriable() or time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+        else:
+            return max(committed.offset, 0)
 
 
 def _batch(consumer: Consumer, feed: Feed) -> list[Message]:

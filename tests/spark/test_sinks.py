@@ -320,6 +320,22 @@ def test_an_event_is_looked_for_at_each_of_its_times_before_it_is_missing(wareho
     assert warehouse.found() == {("missing_in_sink", None, "gone")}
 
 
+def test_an_id_of_several_hours_is_compared_in_each_by_itself(warehouse: Warehouse) -> None:
+    """The sink has a row for each record; rows within the margin around an hour are copies, and no repetition."""
+    edge = HOUR + HOUR_MS - 1
+    warehouse.deliver(
+        *event("apart", 1),
+        *event("apart", 2, at=HOUR - 3 * HOUR_MS),
+        *event("close", 3, at=edge),
+        *event("close", 4, at=edge + 2),
+    )
+    warehouse.store(
+        [("apart", HOUR, None), ("apart", HOUR - 3 * HOUR_MS, None), ("close", edge, None), ("close", edge + 2, None)]
+    )
+    assert counts(warehouse.run()) == {"expected": 4, "present_once": 2, "twice_in_sink": 2}
+    assert warehouse.found() == {("twice_in_sink", "copied", "close")}
+
+
 def test_what_an_open_transaction_has_hidden_is_expected_from_when_it_no_longer_does(warehouse: Warehouse) -> None:
     blocked = log(DATA, "t", 0, end=5, last_stable=5, high_watermark=9)
     warehouse.deliver(*event("read", 4))
@@ -329,6 +345,18 @@ def test_what_an_open_transaction_has_hidden_is_expected_from_when_it_no_longer_
     assert counts(warehouse.run(FROZEN_MS + 10)) == {"expected": 2, "missing_in_sink": 1, "pending": 1}
     assert counts(warehouse.run(FROZEN_MS + 10 + 1000 * LATE_S))["pending"] == 1
     assert counts(warehouse.run(FROZEN_MS + 11 + 1000 * LATE_S)) == {"expected": 2, "missing_in_sink": 2}
+
+
+def test_a_resumed_run_reports_what_it_has_stored_before(warehouse: Warehouse) -> None:
+    """The row came after the run was killed, which had stored that the row is missing: the next run says that."""
+    warehouse.deliver(*event("gone", 1))
+    warehouse.store([("other", HOUR, None)])
+    stored = warehouse.run()
+    warehouse.store([("gone", HOUR, None)])
+    warehouse.runs -= 1
+    assert warehouse.run() == stored
+    assert warehouse.found() == {("missing_in_sink", None, "gone")}
+    assert counts(warehouse.run(FROZEN_MS + 1)) == {"expected": 1, "late_in_sink": 1}
 
 
 def test_a_run_whose_rules_have_no_sink_forgets_it(warehouse: Warehouse) -> None:
