@@ -8,6 +8,8 @@ from pyspark.sql import SparkSession
 from spark.reading.jvm import gateway, hadoop_configuration, jvm, nested
 
 CHUNK_CHARS: Final = 1 << 20
+CREATES_IN_CLOSE: Final = "fs.option.create.in.close"
+"""The capability of a file system whose files exist only when they are whole."""
 
 
 def local(spark: SparkSession, root: str) -> str | None:
@@ -18,24 +20,23 @@ def local(spark: SparkSession, root: str) -> str | None:
 
 
 def write(spark: SparkSession, folder: str, name: str, parts: Iterable[str]) -> None:
-    """Write a UTF-8 file atomically: to a temporary name in the folder, then renamed."""
+    """Write a UTF-8 file atomically.
+
+    A file system that creates files in `close` does so by itself, as S3 does. In others the file is written to a
+    temporary name in the folder, and renamed.
+    """
     hadoop = jvm(spark).org.apache.hadoop.fs
     path, system = _open(spark, folder)
     system.setWriteChecksum(False)
     system.mkdirs(path)
-    fresh = hadoop.Path(path, f".{name}.new")
     final = hadoop.Path(path, name)
+    if system.hasPathCapability(path, CREATES_IN_CLOSE):
+        _write_object(system.create(final, True), parts)
+        return
+    fresh = hadoop.Path(path, f".{name}.new")
     stream = system.create(fresh, True)
     try:
-        chunk: list[str] = []
-        size = 0
-        for part in parts:
-            chunk.append(part)
-            size += len(part)
-            if size >= CHUNK_CHARS:
-                stream.write("".join(chunk).encode())
-                chunk, size = [], 0
-        stream.write("".join(chunk).encode())
+        _write_parts(stream, parts)
     finally:
         stream.close()
     context = hadoop.FileContext.getFileContext(system.getUri(), hadoop_configuration(spark))
@@ -43,6 +44,29 @@ def write(spark: SparkSession, folder: str, name: str, parts: Iterable[str]) -> 
     overwrite = gateway(spark).new_array(option, 1)
     overwrite[0] = option.OVERWRITE
     context.rename(system.makeQualified(fresh), system.makeQualified(final), overwrite)
+
+
+def _write_object(stream: Any, parts: Iterable[str]) -> None:
+    """Write the parts and create the object; after an error create none."""
+    try:
+        _write_parts(stream, parts)
+    except BaseException:
+        stream.abort()
+        raise
+    stream.close()
+
+
+def _write_parts(stream: Any, parts: Iterable[str]) -> None:
+    """Write the parts in chunks, since each call goes from Python to the JVM."""
+    chunk: list[str] = []
+    size = 0
+    for part in parts:
+        chunk.append(part)
+        size += len(part)
+        if size >= CHUNK_CHARS:
+            stream.write("".join(chunk).encode())
+            chunk, size = [], 0
+    stream.write("".join(chunk).encode())
 
 
 def _open(spark: SparkSession, where: str) -> tuple[Any, Any]:

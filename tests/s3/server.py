@@ -63,7 +63,7 @@ class Server:
         self._holds: dict[str, Hold] = {}
         self._lost: set[str] = set()
         self._refused: set[str] = set()
-        self._puts: Counter[str] = Counter()
+        self._requests: Counter[tuple[str, str]] = Counter()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="s3", daemon=True)
@@ -97,9 +97,9 @@ class Server:
             self._holds.pop(name, None)
             hold.release()
 
-    def puts(self, name: str) -> int:
-        """Count the PUTs of an object, also those that were refused."""
-        return self._puts[name]
+    def count(self, method: str, name: str) -> int:
+        """Count the requests for an object, also those that were refused."""
+        return self._requests[method, name]
 
     @contextmanager
     def refusing(self, name: str) -> Iterator[None]:
@@ -135,8 +135,10 @@ class Server:
 
     def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         environ["wsgi.input"] = BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
-        name = environ["PATH_INFO"].removeprefix(f"/{BUCKET}/") if environ["REQUEST_METHOD"] == "PUT" else ""
-        self._puts[name] += 1
+        name = environ["PATH_INFO"].removeprefix(f"/{BUCKET}/")
+        self._requests[environ["REQUEST_METHOD"], name] += 1
+        if environ["REQUEST_METHOD"] != "PUT":
+            name = ""
         if name in self._refused:
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return []

@@ -19,7 +19,7 @@ from spark.errors import AnotherRun, CannotRun
 from spark.reading import wire_expressions
 from spark.session import INTERPRETED
 from spark.settings import Options, Settings
-from spark.tables import lock, stores, view
+from spark.tables import files, lock, stores, view
 from spark.tables.lake import Lake, schema
 from tests.s3 import BUCKET
 from tests.s3.server import Server
@@ -99,6 +99,18 @@ def test_a_suspended_run_whose_number_was_fenced_does_not_commit(
 def _object(lake: str, table: str, version: int) -> str:
     """Return the name of a version's object in Delta's log."""
     return f"{lake.removeprefix(f's3a://{BUCKET}/')}/{table}/_delta_log/{version:020}.json"
+
+
+def test_a_report_on_s3_is_there_at_every_moment(spark: SparkSession, lake: str, server: Server) -> None:
+    """It is replaced in one step, and not by an incomplete one."""
+    name = f"{lake.removeprefix(f's3a://{BUCKET}/')}/report.html"
+    files.write(spark, lake, "report.html", ["first"])
+    with pytest.raises(ZeroDivisionError):
+        files.write(spark, lake, "report.html", (str(1 // number) for number in (1, 0)))
+    assert server.get(name) == b"first"
+    files.write(spark, lake, "report.html", ["sec", "ond"])
+    assert server.get(name) == b"second"
+    assert (server.count("PUT", name), server.count("DELETE", name)) == (2, 0)
 
 
 def test_runs_on_s3_find_what_they_find_in_a_folder(
