@@ -125,14 +125,19 @@ def publish(
     if not is_new and not topic.has_records_of(last):
         _store_foreign(lake, shared, topic)
         _mark_unsent(lake)
-    _store_changes(lake, found)
-    unsent = lake.read(TABLE).where(~F.col("sent")).persist()
-    if not unsent.isEmpty():
+    unsent = _unsent(lake, found)
+    (counts,) = unsent.agg(
+        F.count("*").alias("values"),
+        F.count_if("is_changed").alias("changed"),
+        F.count_if(F.col("value").isNull()).alias("gone"),
+    ).collect()
+    if counts["changed"]:
+        _store(lake, unsent.where("is_changed"))
+    if counts["values"]:
         lake.check_held()
         _send(unsent, shared)
-        _mark_sent(lake, with_tombstones=not unsent.where("value IS NULL").isEmpty())
+        _mark_sent(lake, with_tombstones=counts["gone"] > 0)
         topic = _with_sent(lake, shared, topic)
-    unsent.unpersist()
     return topic
 
 
@@ -163,21 +168,27 @@ def _with_sent(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> Pub
         return replace(topic, high_watermarks=_state(admin, described).high_watermarks)
 
 
-def _store_changes(lake: Lake, found: DataFrame) -> None:
-    """Store the values that differ from the outbox, null for findings that are no longer current."""
+def _unsent(lake: Lake, found: DataFrame) -> DataFrame:
+    """Find the values to be sent: → `finding_id string, value string, is_changed boolean`.
+
+    These differ from the outbox (`is_changed`; the value is null for a finding that is no longer current), or an
+    interrupted run has stored them and not marked them as sent.
+    """
     value = F.to_json(F.struct(F.lit(VERSION).alias("v"), *current_findings.FIELDS), {"ignoreNullFields": "false"})
     now = found.select("finding_id", value.alias("value"))
-    stored = lake.read(TABLE).select("finding_id", F.col("value").alias("stored_value"))
-    changed = checkpointed(
-        now.join(stored, "finding_id", "full_outer")
-        .where(~F.col("value").eqNullSafe(F.col("stored_value")))
-        .select("finding_id", "value", F.lit(False).alias("sent"))
-    )
+    stored = lake.read(TABLE).select("finding_id", F.col("value").alias("stored_value"), "sent")
+    is_changed = ~F.col("value").eqNullSafe(F.col("stored_value"))
+    compared = now.join(stored, "finding_id", "full_outer").withColumn("is_changed", is_changed)
+    return checkpointed(compared.where("is_changed OR NOT sent").select("finding_id", "value", "is_changed"))
+
+
+def _store(lake: Lake, changed: DataFrame) -> None:
+    """Store changed values in the outbox, to be sent."""
+    rows = changed.select("finding_id", "value", F.lit(False).alias("sent"))
     if not lake.exists(TABLE):
-        lake.append(TABLE, changed)
-    elif not changed.isEmpty():
-        outbox = lake.table(TABLE).alias("old")
-        merge = outbox.merge(changed.alias("new"), "old.finding_id = new.finding_id")
+        lake.append(TABLE, rows)
+    else:
+        merge = lake.table(TABLE).alias("old").merge(rows.alias("new"), "old.finding_id = new.finding_id")
         merge.whenMatchedUpdateAll().whenNotMatchedInsertAll().execute()
 
 
