@@ -30,6 +30,8 @@ class Balance:
     these; kept for a window.
     `evidence_changed`: since the hours were counted, the logs prove something else (run_plan.evidence_changed), and no
     pass over all ids has been made.
+    `open_ids`: the last pass over all ids has judged an id with rows in several hours whose verdict may change by time
+    alone.
     """
 
     hours: ByHour = field(default_factory=dict)
@@ -37,6 +39,7 @@ class Balance:
     record_counts: RecordCounts = field(default_factory=dict)
     late_hours: dict[str, int] = field(default_factory=dict)
     evidence_changed: bool = False
+    open_ids: bool = False
 
     @classmethod
     def of(cls, summary: Mapping[str, Any] | None) -> "Balance":
@@ -47,7 +50,9 @@ class Balance:
         counts = summary.get("record_counts", summary.get("cells", {}))
         evidence_changed = summary.get("evidence_changed", summary.get("shifted", False))
         hours, adjustment = (dict(summary.get(name, {})) for name in ("hours", "adjustment"))
-        return cls(hours, adjustment, dict(counts), dict(summary.get("late_hours", {})), evidence_changed)
+        late_hours = dict(summary.get("late_hours", {}))
+        # Earlier versions did not store whether the verdict about any such id was open.
+        return cls(hours, adjustment, dict(counts), late_hours, evidence_changed, summary.get("open_ids", True))
 
     def document(self) -> dict[str, Any]:
         """Return the balance for the summary of this run."""
@@ -57,6 +62,7 @@ class Balance:
             "record_counts": self.record_counts,
             "late_hours": self.late_hours,
             "evidence_changed": self.evidence_changed,
+            "open_ids": self.open_ids,
         }
 
     def open_hours(self) -> set[str]:
@@ -89,6 +95,7 @@ class Balance:
     def adjust(self, judged_per_hour: Iterable[Any], judged_per_id: Iterable[Any]) -> None:
         """Make the ids of these rows (findings.sums) count once, not once for each of their hours."""
         self.adjustment = {}
+        self.open_ids = any(row["open"] for row in judged_per_id)
         _add(self.adjustment, judged_per_hour, -1)
         _add(self.adjustment, judged_per_id, 1)
 

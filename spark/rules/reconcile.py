@@ -154,11 +154,11 @@ def classifies_all(context: RunContext) -> bool:
 
 
 def unchanged_balance(context: RunContext) -> Balance | None:
-    """Return the balance of a run that would compute the last run's balance again, and no finding; None of any other.
+    """Return the balance of a run that would compute the last run's balance and findings again; None of any other.
 
-    The last run was clean, with the same options and the same pass over all ids. Since then nothing was written, no log
-    proves anything else, and no hour was deleted. No verdict can change by time alone: none is open, and no id has rows
-    in several hours, which are judged in each pass.
+    The last run had the same options and the same pass over all ids. Since then nothing was written, no log proves
+    anything else, and no hour was deleted. No verdict can change by time alone: none is open, in an hour or over the
+    hours of an id.
     """
     plan, last_run = context.plan, context.last_run
     if last_run is None or classifies_all(context) or not run_plan.reads_nothing_new(plan, context.last_plan):
@@ -166,8 +166,7 @@ def unchanged_balance(context: RunContext) -> Balance | None:
     balance = Balance.of(last_run)
     if balance.evidence_changed or balance.open_hours() or context.kept_from != last_run.get("kept_from", ""):
         return None
-    was_compared = last_run.get("last_pass") == last_run["run"] and not balance.adjustment
-    if last_run["reports"][0]["run"]["findings"] or (context.over_hours and not was_compared):
+    if context.over_hours and (balance.open_ids or last_run.get("last_pass") != last_run["run"]):
         return None
     balance.note_late_hours(context.window_from, plan.frozen_ms)
     return balance

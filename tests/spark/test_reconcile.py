@@ -1,5 +1,6 @@
 """The hours that a run classifies."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from service.contract import wire
 from spark import session
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, RunContext, reads_nothing_new
 from spark.rules.reconcile import classifies_all, may_differ, reconcile, unchanged_balance
@@ -15,7 +17,7 @@ from spark.settings import OFFSETS_MOST
 from spark.step_timer import StepTimer
 from spark.tables import hours, lake
 from spark.tables.lake import Lake
-from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
+from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, reduced
 from tests.spark.test_classify import log, settings
 from tests.spark.test_classify import plan as a_plan
 from tests.spark.test_lake import reads
@@ -133,7 +135,7 @@ IDLE_RUN: dict[str, Any] = {
     "hours": {"2026-01-01 00:00:00": {"t": {"accepted": 1, "delivered_once": 1}}},
     "adjustment": {},
     "evidence_changed": False,
-    "reports": [{"run": {"findings": 0}}],
+    "open_ids": False,
 }
 
 
@@ -143,13 +145,13 @@ IDLE_RUN: dict[str, Any] = {
         ({}, True, True),
         ({"options": "B"}, True, False),
         ({"hours": {"2026-01-01 00:00:00": {"t": {"accepted": 1, "pending": 1, "open": 1}}}}, True, False),
-        ({"adjustment": {"2026-01-01 00:00:00": {"t": {"accepted": -1}}}}, True, False),
-        ({"adjustment": {"2026-01-01 00:00:00": {"t": {"accepted": -1}}}}, False, True),
+        ({"adjustment": {"2026-01-01 00:00:00": {"t": {"accepted": -1}}}}, True, True),
+        ({"open_ids": True}, True, False),
+        ({"open_ids": True}, False, True),
         ({"last_pass": 0}, True, False),
         ({"last_pass": 0}, False, True),
         ({"evidence_changed": True}, True, False),
         ({"kept_from": "2025-01-01 00:00:00"}, True, False),
-        ({"reports": [{"run": {"findings": 1}}]}, True, False),
     ],
 )
 def test_a_run_is_unchanged_if_no_verdict_can_be_another_one(
@@ -162,3 +164,49 @@ def test_a_run_is_unchanged_if_no_verdict_can_be_another_one(
     assert balance is None or balance.hours == last_run["hours"]
     read = replace(plan, logs=(replace(READ, end=10), LEDGER_READ))
     assert unchanged_balance(replace(context, plan=read)) is None
+    # An earlier version did not store whether an id with rows in several hours has an open verdict.
+    earlier = {name: value for name, value in last_run.items() if name != "open_ids"}
+    assert unchanged_balance(replace(context, last_run=earlier)) is None or not over_hours
+
+
+def test_a_run_of_nothing_new_would_find_what_the_last_run_found(spark: SparkSession, tmp_path: Path) -> None:
+    tables, earlier, other = Lake(spark, str(tmp_path)), NOW_MS - 2 * HOUR_MS, (0, 11, 0, "b:1")
+    evidence = ids(
+        {
+            "twice": [copy(1), entry(1), copy(2, writer=None)],
+            "two hours": [copy(3, at=earlier), entry(3, at=earlier), copy(4, writer=other)],
+            "lost": [entry(5)],
+            "once": [copy(6), entry(6)],
+        }
+    )
+    for offset, key in ((7, "first"), (8, "second")):
+        by_key: dict[str, Any] = {"id": wire.event_id(key)}
+        evidence += [copy(offset, key=key, record_key_hash=7, **by_key), entry(offset, **by_key)]
+    tables.append_once("deliveries", reduced(spark, evidence), 1)
+    plan = a_plan()
+    first = RunContext(plan, settings())
+    timer = StepTimer(lambda line: None)
+    last_balance = reconcile(tables, first, timer)
+    last_balance.close(hours.text_of(first.window_from))
+    findings_then = _findings(tables)
+    kinds = {("duplicate", "hour"), ("duplicate", "ids"), ("lost", "hour"), ("client_duplicate", "ids")}
+    assert {(row["kind"], row["scope"]) for row in tables.read("findings").collect()} >= kinds
+    last_run: dict[str, Any] = {
+        "run": plan.run,
+        "options": plan.options,
+        "topics": plan.topics,
+        "last_pass": plan.run,
+        **json.loads(json.dumps(last_balance.document())),
+    }
+    logs = (replace(one, start=one.end) for one in plan.logs)
+    later = replace(plan, run=plan.run + 1, frozen_ms=plan.frozen_ms + HOUR_MS, logs=tuple(logs))
+    context = RunContext(later, settings(), plan, last_run)
+    unchanged = unchanged_balance(context)
+    assert unchanged is not None
+    assert unchanged == reconcile(tables, context, timer)
+    assert _findings(tables) == findings_then
+
+
+def _findings(tables: Lake) -> list[str]:
+    """Return the findings of a lake as text, without their run."""
+    return sorted(map(str, tables.read("findings").drop("run").collect()))
