@@ -332,7 +332,9 @@ class _Run:
     # ----------------------------------------------------------------------------------------------------- merge
 
     def _records(self, spans: Spans, *, headers: bool = True) -> DataFrame:
-        return source.read(self.spark, self.settings.shared, spans, headers=headers)
+        """Read the records of these spans (source.SCHEMA); few records in few tasks, not in one for each partition."""
+        records = source.read(self.spark, self.settings.shared, spans, headers=headers)
+        return records.coalesce(self.spark.sparkContext.defaultParallelism) if self.interprets else records
 
     def _read_claims(self, spans: tuple[Spans, Spans], frozen_ms: int) -> DataFrame:
         """Read the claims (decode.CLAIMS) of ledger and journal in their spans."""

@@ -296,6 +296,8 @@ def identity_of(expression: str) -> Column:
 
 def check_identities(spark: SparkSession, identities: Mapping[str, str]) -> None:
     """Check that each expression is valid and deterministic; CannotRun, with Spark's message, otherwise."""
+    if not identities:
+        return
     records = wire_expressions.rows_of(spark, f"{source.SCHEMA}, timestamp timestamp", [])
     for topic, expression in identities.items():
         try:
