@@ -62,14 +62,16 @@ def _run(arguments: Sequence[str]) -> int:
     )
     for rule in settings.rules.topics:
         kinds_of(f"{shared.rules}: findings of the topics {rule.pattern!r}:", rule.findings)
+    began_s = time.monotonic()
     session = open_session(urls=(options.lake, options.report))
+    before = {"start Spark": time.monotonic() - began_s}
     if options.dry_run:
         with console.watching(session):
             preview = job.preview(session, settings, console)
         sys.stdout.writelines(f"{line}\n" for line in dry_run.lines(preview))
         return 0
     with console.watching(session):
-        report = job.run(session, settings, console)
+        report = job.run(session, settings, console, before=before)
     sys.stdout.write(job.terminal_text(report, options.report))
     return report.status
 

@@ -36,10 +36,17 @@ CLAIMS_A_RECORD: Final = 20
 HISTORY_RUNS: Final = 19
 
 
-def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms: int | None = None) -> document.Report:
+def run(
+    spark: SparkSession,
+    settings: Settings,
+    on_progress: OnProgress,
+    now_ms: int | None = None,
+    before: Mapping[str, float] | None = None,
+) -> document.Report:
     """Carry out one run, or the rest of an interrupted run, and return its report; CannotRun if that is not possible.
 
-    `now_ms` replaces the clock, which each run reads when it makes its plan.
+    `now_ms` replaces the clock, which each run reads when it makes its plan. `before` are steps of the process before
+    the run, with their seconds.
 
     An interrupted run that has merged its records is finished with the options of its plan: other options could need
     records that it has not read. A resumed run has the `skip_ids` and `keep_days` of its plan too: it may have
@@ -60,12 +67,13 @@ def run(spark: SparkSession, settings: Settings, on_progress: OnProgress, now_ms
         session.restored(spark),
     ):
         tables = lake.Lake(spark, settings.options.lake, check_held)
-        first_run = _Run(tables, settings, on_progress, now_ms)
+        first_run = _Run(tables, settings, StepTimer(on_progress, before), now_ms)
         report = first_run.carry_out()
         if first_run.settings == settings:
             return report
         # The interrupted run is finished with the options of its plan; now a run with those of this command line.
-        return _Run(tables, settings, on_progress, now_ms, finished=report.document["run"]["number"]).carry_out()
+        finished = report.document["run"]["number"]
+        return _Run(tables, settings, StepTimer(on_progress), now_ms, finished).carry_out()
 
 
 def preview(spark: SparkSession, settings: Settings, on_progress: OnProgress) -> dry_run.Preview:
@@ -74,7 +82,7 @@ def preview(spark: SparkSession, settings: Settings, on_progress: OnProgress) ->
     No lock is needed, so that another run may be at work. CannotRun as for a run.
     """
     with decode.newer_versions_refused(), session.restored(spark):
-        return _Run(lake.Lake(spark, settings.options.lake), settings, on_progress, None).preview()
+        return _Run(lake.Lake(spark, settings.options.lake), settings, StepTimer(on_progress), None).preview()
 
 
 def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
@@ -109,17 +117,17 @@ class _Run:
         self,
         tables: lake.Lake,
         settings: Settings,
-        on_progress: OnProgress,
+        timer: StepTimer,
         now_ms: int | None,
         finished: int | None = None,
     ) -> None:
         self.spark = tables.spark
         self.settings = settings
         self.finished = finished
-        self.on_progress = on_progress
+        self.on_progress = timer.on_progress
         self.now_ms = now_ms
         self.lake = tables
-        self.timer = StepTimer(on_progress)
+        self.timer = timer
         # Whether Spark interprets plans now; None if that is not yet decided.
         self.interprets: bool | None = None
         self.kept_from = ""
@@ -463,7 +471,7 @@ class _Run:
                 found,
                 context,
                 closed,
-                self.timer.seconds,
+                self.timer,
                 verdict_history.counted(self.lake.read_cached("verdicts"), window_from),
                 kind,
                 compared,
@@ -515,7 +523,13 @@ class _Run:
             "frozen_ms": plan.frozen_ms,
             "verdict": report.document["run"]["verdict"],
             "summary": json.dumps(summary),
-            "report": json.dumps({name: report.document[name] for name in ("run", "balance", "cost")}),
+            "report": json.dumps(
+                {
+                    **{name: report.document[name] for name in ("run", "balance")},
+                    # The report was written before its own time was known.
+                    "cost": {**report.document["cost"], "seconds": self.timer.seconds()},
+                }
+            ),
         }
         with self.timer.step("finish the run"):
             rows = wire_expressions.rows_of(self.spark, lake.schema("runs"), [row])

@@ -19,6 +19,7 @@ from spark.rules.kinds import KINDS, kinds_of, with_surplus
 from spark.rules.record_counts import PARTITIONS_MAX
 from spark.rules.sink_audit import SinkReport
 from spark.silences import Silence
+from spark.step_timer import StepTimer
 from spark.tables import files, hours
 
 # Further findings are counted, and stay in the lake: the report must fit into the driver's memory.
@@ -61,15 +62,15 @@ def build(
     found: DataFrame,
     context: RunContext,
     balance: Closed,
-    seconds: Mapping[str, float],
+    timer: StepTimer,
     revised: Mapping[str, Any],
     kind: RunKind,
     compared: Sequence[SinkReport] = (),
 ) -> Report:
     """Build the document of a run.
 
-    `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS), `seconds` the
-    time of each step, `revised` the changed verdicts (verdict_history.counted), `compared` the sinks of the rules.
+    `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS), `timer` that of
+    the run's steps, `revised` the changed verdicts (verdict_history.counted), `compared` the sinks of the rules.
     """
     plan, topics = context.plan, balance.topics
     silences = context.settings.silences
@@ -79,7 +80,7 @@ def build(
     window = hours.text_of(context.window_from), hours.text_of(plan.frozen_ms)
     run = _run(context, collected.by_kind, kind)
     cost: model.Cost = {
-        "seconds": dict(seconds),
+        "seconds": timer.seconds(),
         "offsets": plan.unread,
     }
     by_cause = heatmap.timeline(collected.counts, with_surplus(), *window)

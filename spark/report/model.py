@@ -393,7 +393,8 @@ class Cost(TypedDict):
     """The cost of the run."""
 
     seconds: Annotated[
-        dict[str, Annotated[float, Meta(ge=0)]], _about("Time by step, up to the report. Unit: seconds.")
+        dict[str, Annotated[float, Meta(ge=0)]],
+        _about("Time by step, and between the steps, from the start of Spark up to the report. Unit: seconds."),
     ]
     offsets: OffsetsRead
 

@@ -27,6 +27,7 @@ from spark.rules.kinds import CONFLICT, DUPLICATE, KINDS, LOST
 from spark.rules.sink_audit import SCOPE
 from spark.settings import Options, Settings
 from spark.silences import Silence
+from spark.step_timer import StepTimer
 from spark.tables import hours, lake
 from tests.conftest import LONG
 from tests.spark import browser
@@ -133,7 +134,7 @@ def _built(
         current_findings.by_finding(held),
         context,
         closed,
-        {"plan": 1.5},
+        StepTimer(lambda line: None, {"plan": 1.5}),
         revised,
         document.RunKind(),
     )
