@@ -1,7 +1,7 @@
 """`python -m spark`: one reconciliation run, as the command `run` makes it.
 
 `view` creates a table of a topic with each id once, `show` prints all data about an id, `findings` the current
-findings, `schema` the JSON Schema of report.json.
+findings, `rates` surplus copies and latencies by topic, `schema` the JSON Schema of report.json.
 """
 
 import json
@@ -16,14 +16,14 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import SettingsError, SharedSettings
-from spark import dry_run, export, job, show, silences
+from spark import dry_run, export, job, rates, show, silences
 from spark.console import Console
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JError
 from spark.report import model
 from spark.rules.kinds import kinds_of
 from spark.session import open_session
-from spark.settings import Settings, parse, parse_about, parse_findings, read_webhook, rules_of
+from spark.settings import Settings, parse, parse_about, parse_findings, parse_rates, read_webhook, rules_of
 from spark.tables import view
 
 EXIT_CANNOT_RUN: Final = 2
@@ -107,6 +107,12 @@ def _findings(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _rates(arguments: Sequence[str]) -> int:
+    options = parse_rates(arguments, int(time.time() * 1000))
+    sys.stdout.writelines(rates.rates(open_session(), options))
+    return 0
+
+
 def _schema(arguments: Sequence[str]) -> int:
     sys.stdout.write(json.dumps(model.schema(), indent=1) + "\n")
     return 0
@@ -117,6 +123,7 @@ _COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "view": _view,
     "show": _show,
     "findings": _findings,
+    "rates": _rates,
     "schema": _schema,
 }
 

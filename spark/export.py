@@ -39,8 +39,7 @@ def selected(lake: Lake, options: FindingsOptions) -> DataFrame:
     """Return the current findings that the options select: → current_findings.FIELDS."""
     kinds = kinds_of("--kind", options.kinds)
     lake.check_version()
-    window_from_ms = _window_from_ms(lake)
-    since_ms = window_from_ms if options.since_ms is None else options.since_ms
+    since_ms = since(lake, options.since_ms)
     findings = sink_audit.with_findings(lake, lake.read("findings"))
     found = current_findings.by_finding(current_findings.by_hour(findings, since_ms))
     if options.topics:
@@ -48,11 +47,13 @@ def selected(lake: Lake, options: FindingsOptions) -> DataFrame:
     return found.where(F.col("kind").isin(*kinds))
 
 
-def _window_from_ms(lake: Lake) -> int:
-    """Return the start (ms) of the window of the last finished run; CannotRun if there is none."""
+def since(lake: Lake, since_ms: int | None) -> int:
+    """Return the given time (ms), else the start of the window of the last run; CannotRun without a finished run."""
     newest = lake.read("runs").orderBy(F.desc("run")).select("report").first()
     if newest is None:
         raise CannotRun(f"--lake {lake.root} has no finished run: give the --lake of a run")
+    if since_ms is not None:
+        return since_ms
     return int(datetime.fromisoformat(json.loads(newest["report"])["run"]["window_from"]).timestamp() * 1000)
 
 

@@ -134,7 +134,8 @@ def parse(arguments: Sequence[str]) -> Options:
         epilog="Exit status: 0 clean, 3 any finding (of --fail-on), 2 could not run. Kafka, the namespace and the key "
         "retention come from the same FENCEPOST_ variables as the service's. Other commands: view TOPIC (a topic as a "
         "table with each id once), show ID (all data about an id), findings (the current findings, as CSV, JSON or "
-        "Parquet), schema (of report.json); -h after a command prints its options. The command run is the default.",
+        "Parquet), rates (surplus copies and latencies by topic or process), schema (of report.json); -h after a "
+        "command prints its options. The command run is the default.",
     )
     parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables; created if missing")
     parser.add_argument("--report", required=True, help="folder or URL for report.json, report.html and metrics.prom")
@@ -375,6 +376,47 @@ def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
         since_ms=parsed.since,
         format=parsed.format,
         output=parsed.output,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatesOptions:
+    """The options of the command `rates`: `since_ms` as in FindingsOptions, `by_instance`: a row for each process."""
+
+    lake: str
+    topics: tuple[str, ...] = ()
+    since_ms: int | None = None
+    by_instance: bool = False
+    format: str = JSON
+
+
+def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
+    """Parse the command line of `rates`; on errors argparse prints a message and exits with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spark rates",
+        description="Count records and surplus copies by topic, and how long after its acceptance an event was in its "
+        "ledger record, which the commit makes visible.",
+    )
+    parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables that the runs fill")
+    parser.add_argument("--topic", default="", help="comma-separated globs of topics; default: all")
+    parser.add_argument(
+        "--by-instance", action="store_true", help="a row for each topic and process that wrote its records"
+    )
+    parser.add_argument(
+        "--since",
+        type=_since(now_ms),
+        help="only what was accepted since then: as for the command findings; default: the window of the last run",
+    )
+    parser.add_argument(
+        "--format", choices=(CSV, JSON), default=JSON, help="json: an object for each row, in a line of its own"
+    )
+    parsed = parser.parse_args(arguments)
+    return RatesOptions(
+        lake=parsed.lake.rstrip("/") or "/",
+        topics=_listed(parsed.topic),
+        since_ms=parsed.since,
+        by_instance=parsed.by_instance,
+        format=parsed.format,
     )
 
 

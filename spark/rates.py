@@ -1,0 +1,104 @@
+"""The command `rates`: surplus copies and latencies by topic, or by topic and process."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark import export
+from spark.reading.decode import EVENT
+from spark.rules import current_findings
+from spark.rules.kinds import with_surplus
+from spark.settings import CSV, RatesOptions, glob_regex
+from spark.tables import hours
+from spark.tables.lake import Lake
+
+FIELDS: Final = (
+    "topic",
+    "instance",
+    "records",
+    "surplus_copies",
+    "surplus_per_million",
+    "latency_p50_ms",
+    "latency_p99_ms",
+    "latency_max_ms",
+)
+"""The fields of a row, in this order. `instance` is null for all processes together, and for other writers' records."""
+
+Key = tuple[str, str | None]
+"""Topic and instance."""
+
+
+def rates(spark: SparkSession, options: RatesOptions) -> Iterator[str]:
+    """Yield the lines of JSON or CSV, a row for each topic (and instance) with records or surplus copies.
+
+    What was accepted, or for surplus copies has evidence, in the window of the last run counts, or since the time of
+    the options. CannotRun if the lake has no finished run, or is of an earlier version.
+    """
+    tables = Lake(spark, options.lake)
+    tables.check_version()
+    since_ms = export.since(tables, options.since_ms)
+    records = {_key(row): row.asDict() for row in _records(tables, options, since_ms).collect()}
+    copies = {_key(row): int(row["copies"]) for row in _surplus(tables, options, since_ms).collect()}
+    keys = sorted({*records, *copies}, key=lambda key: (key[0], key[1] or ""))
+    rows = [row_of(key, records.get(key), copies.get(key, 0)) for key in keys]
+    return _csv(rows) if options.format == CSV else (json.dumps(row) + "\n" for row in rows)
+
+
+def row_of(key: Key, counted: Mapping[str, Any] | None, copies: int) -> dict[str, Any]:
+    """Build a row (FIELDS) from the counts of the records of a topic and process, None for no records."""
+    records = counted["records"] if counted else 0
+    p50, p99 = (counted and counted["latencies"]) or (None, None)
+    most = counted["latency_max_ms"] if counted else None
+    per_million = round(copies / records * 1e6, 3) if records else None
+    return dict(zip(FIELDS, (*key, records, copies, per_million, p50, p99, most), strict=True))
+
+
+def _key(row: Any) -> Key:
+    return row["topic"], row["instance"]
+
+
+def _records(tables: Lake, options: RatesOptions, since_ms: int) -> DataFrame:
+    """Count the records by topic and instance, with the time from acceptance to ledger record."""
+    rows = tables.read("deliveries").where(hours.since(hours.text_of(since_ms)))
+    delivered = rows.where((F.col("kind") == EVENT) & (F.col("count") > 0) & (F.col("accepted_ms") >= since_ms))
+    latency_ms = F.col("entry_seen_ms") - F.col("record_accepted_ms")
+    return (
+        delivered.where(_is_of(options))
+        .groupBy("topic", _instance(options).alias("instance"))
+        .agg(
+            F.count(F.lit(1)).alias("records"),
+            F.percentile_approx(latency_ms, [0.5, 0.99]).alias("latencies"),
+            F.max(latency_ms).alias("latency_max_ms"),
+        )
+    )
+
+
+def _surplus(tables: Lake, options: RatesOptions, since_ms: int) -> DataFrame:
+    """Count the surplus copies of the current findings by topic and instance; at most 128 of a finding have one."""
+    found = current_findings.by_finding(current_findings.by_hour(tables.read("findings"), since_ms))
+    copies = found.where(F.col("kind").isin(*with_surplus("with_cause"))).select(F.explode("coordinates").alias("copy"))
+    each = copies.where("copy.cause is not null").select("copy.topic", "copy.instance").where(_is_of(options))
+    return each.groupBy("topic", _instance(options).alias("instance")).agg(F.count(F.lit(1)).alias("copies"))
+
+
+def _is_of(options: RatesOptions) -> Column:
+    """Return the condition that the topic of a row is wanted."""
+    return F.col("topic").rlike(f"^(?:{glob_regex(options.topics)})$") if options.topics else F.lit(True)
+
+
+def _instance(options: RatesOptions) -> Column:
+    return F.col("instance") if options.by_instance else F.lit(None).cast("string")
+
+
+def _csv(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line of names, then a line for each row (RFC 4180)."""
+    written = io.StringIO()
+    writer = csv.DictWriter(written, FIELDS)
+    writer.writeheader()
+    writer.writerows(rows)
+    yield written.getvalue()
