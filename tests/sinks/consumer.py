@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Final
 
 import psycopg
-from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from service.contract import wire
 
 TIMEOUT_S: Final = 30.0
+# librdkafka calls none of these retriable.
+_NO_COORDINATOR_YET: Final = (
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+)
 
 STORED: Final = "stored"
 COMMITTED: Final = "committed"
@@ -109,7 +115,7 @@ def _position(consumer: Consumer, topic: str) -> int:
         try:
             (committed,) = consumer.committed([TopicPartition(topic, 0)], TIMEOUT_S)
         except KafkaException as error:
-            if not error.args[0].retriable() or time.monotonic() > deadline:
+            if error.args[0].code() not in _NO_COORDINATOR_YET or time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
         else:
