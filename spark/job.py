@@ -54,10 +54,10 @@ def run(
     follows in this process. A run that was interrupted before its merge is not resumed: this run makes a plan of its
     own.
 
-    Each step after the merge that writes is idempotent for the run's number, or may be repeated. The order of the
-    tables is progress (the plan), deliveries, views, rejects, findings, verdicts, published, runs; the clean-up comes
-    last. A step reads the results of earlier steps from the lake, not from memory, so that the same code resumes a run
-    that was killed after its merge.
+    Each step after the merge may be repeated by a process that resumes the run. The order of the tables is progress
+    (the plan), deliveries, views, rejects, findings, verdicts, published, runs; the clean-up comes last. A step reads
+    the results of earlier steps from the lake, not from memory, so that the same code resumes a run that was killed
+    after its merge.
     """
     decode.check_identities(spark, settings.options.identity)
     sinks.check_expressions(spark, settings.rules.sinks)
@@ -154,6 +154,7 @@ class _Run:
                     self.lake,
                     self.settings.shared,
                     self.findings_topic,
+                    plan.run,
                     replaces=self.settings.options.replace_findings or (last_run or {}).get("published") is not None,
                 )
         if not resumed:
@@ -208,16 +209,19 @@ class _Run:
         plans = self._plans_since(last_number)
         newest = max(plans, default=last_number)
         if newest > last_number:
+            others = [publish.TABLE, *view.of_topics(self.lake)]
+            self.lake.take_over(newest, ["deliveries", *lake.WRITTEN_AFTER_MERGE, *others])
             # A run that has lost its lease may be alive, and about to merge. It merges now, or not any more.
             self.lake.fence(["deliveries"], newest)
             if self._has_merged(plans[newest]):
                 interrupted = plans.pop(newest)
                 self.replaced = list(plans.values())
                 self._check_namespace(interrupted.options)
+                self.lake.fence(others, newest)
                 self.on_progress(f"run {newest} was interrupted after its merge; resuming there")
                 self._use_options_of(interrupted)
                 return interrupted, True
-            self.lake.fence([*lake.WRITTEN_AFTER_MERGE, *view.of_topics(self.lake)], newest)
+            self.lake.fence([*lake.WRITTEN_AFTER_MERGE, *others], newest)
             self.on_progress(f"run {newest} was interrupted before its merge; planning again")
         self.replaced = list(plans.values())
         self._report_identities()
@@ -383,7 +387,7 @@ class _Run:
         with self.timer.step("merge records"):
             if self.last_plan is None or not self.lake.exists("deliveries"):
                 # There are no rows to merge into. Rebalanced by hour: a run over a long history writes few files.
-                self.lake.append_once("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
+                self.lake.append("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
             elif touched := hours.of(rows):
                 self.lake.merge(rows, touched, plan.run)
 
@@ -463,7 +467,7 @@ class _Run:
             with self.timer.step("publish findings"):
                 published = publish.PublishedTopic.of(context.of_last_run("published"))
                 self.findings_topic = publish.publish(
-                    self.lake, self.settings.shared, found, self.findings_topic, published
+                    self.lake, self.settings.shared, found, self.findings_topic, published, context.plan.run
                 )
         with self.timer.step("write the report"):
             report = document.build(

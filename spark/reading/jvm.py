@@ -18,6 +18,7 @@ __all__ = [
     "nested",
     "reason",
     "snapshot_of",
+    "transaction_number",
 ]
 
 
@@ -94,9 +95,19 @@ class Snapshot(NamedTuple):
 
 def snapshot_of(rows: DataFrame) -> Snapshot:
     """Return size and files of the Delta table that a frame reads unchanged; lists the log once more, runs no query."""
-    snapshot = rows._jdf.queryExecution().analyzed().relation().location().getSnapshot()
+    snapshot = _snapshot(rows)
     size, files = snapshot.sizeInBytesIfKnown(), snapshot.numOfFilesIfKnown()
     return Snapshot(
         int(size.get()) if size.isDefined() else None,
         int(files.get()) if files.isDefined() else None,
     )
+
+
+def transaction_number(rows: DataFrame, application: str) -> int | None:
+    """Return the `txnVersion` of an application's last commit to the Delta table that a frame reads unchanged."""
+    number = _snapshot(rows).transactions().get(application)
+    return int(number.get()) if number.isDefined() else None
+
+
+def _snapshot(rows: DataFrame) -> Any:
+    return rows._jdf.queryExecution().analyzed().relation().location().getSnapshot()

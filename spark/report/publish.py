@@ -74,7 +74,7 @@ def prepare(admin: KafkaAdmin, namespace: str) -> PublishedTopic:
     return _state(admin, topic)
 
 
-def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, *, replaces: bool) -> None:
+def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, run: int, *, replaces: bool) -> None:
     """Take the topic's records as the outbox of a lake that has none; CannotRun if there are any, unless `replaces`."""
     if lake.exists(TABLE) or topic.is_empty:
         return
@@ -86,7 +86,7 @@ def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, *, re
             f"topic {wire.findings_topic(shared.namespace)!r} has findings that another lake has published: pass "
             f"--replace-findings if --lake {lake.root} takes the place of that lake, else --no-publish"
         )
-    lake.append(TABLE, sent)
+    lake.append(TABLE, sent, run)
 
 
 def _in_topic(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> DataFrame:
@@ -112,9 +112,9 @@ def _state(admin: KafkaAdmin, topic: Topic) -> PublishedTopic:
 
 
 def publish(
-    lake: Lake, shared: SharedSettings, found: DataFrame, topic: PublishedTopic, last: PublishedTopic | None
+    lake: Lake, shared: SharedSettings, found: DataFrame, topic: PublishedTopic, last: PublishedTopic | None, run: int
 ) -> PublishedTopic:
-    """Update the topic to the current findings (current_findings.FIELDS), and return the topic with these.
+    """Update the topic to the current findings (current_findings.FIELDS) of a run, and return the topic with these.
 
     `topic` is its state before (`prepare`), `last` the state that the last run left. Unchanged findings are not sent,
     unless the topic has lost or got records since.
@@ -123,8 +123,8 @@ def publish(
     if is_new and found.isEmpty():
         return topic
     if not is_new and not topic.has_records_of(last):
-        _store_foreign(lake, shared, topic)
-        _mark_unsent(lake)
+        _store_foreign(lake, shared, topic, run)
+        mark_unsent(lake, run)
     unsent = _unsent(lake, found)
     (counts,) = unsent.agg(
         F.count("*").alias("values"),
@@ -132,27 +132,28 @@ def publish(
         F.count_if(F.col("value").isNull()).alias("gone"),
     ).collect()
     if counts["changed"]:
-        _store(lake, unsent.where("is_changed"))
+        store(lake, unsent.where("is_changed"), run)
     if counts["values"]:
         lake.check_held()
         _send(unsent, shared)
-        _mark_sent(lake, with_tombstones=counts["gone"] > 0)
+        mark_sent(lake, run, with_tombstones=counts["gone"] > 0)
         topic = _with_sent(lake, shared, topic)
     return topic
 
 
-def _store_foreign(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> None:
+def _store_foreign(lake: Lake, shared: SharedSettings, topic: PublishedTopic, run: int) -> None:
     """Store the findings in the topic that the outbox does not have: they get tombstones, unless they are current."""
     if topic.is_empty:
         return
     foreign = checkpointed(_in_topic(lake, shared, topic).join(lake.read(TABLE), "finding_id", "left_anti"))
     if not foreign.isEmpty():
-        lake.append(TABLE, foreign)
+        lake.append(TABLE, foreign, run)
 
 
-def _mark_unsent(lake: Lake) -> None:
+def mark_unsent(lake: Lake, run: int) -> None:
     """Mark every value to be sent again; repeated by the next run if this one is interrupted before it has sent all."""
-    lake.table(TABLE).update("sent", {"sent": "false"})
+    with lake.begin_commit(TABLE, run) as outbox:
+        outbox.update("sent", {"sent": "false"})
 
 
 def _with_sent(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> PublishedTopic:
@@ -182,14 +183,15 @@ def _unsent(lake: Lake, found: DataFrame) -> DataFrame:
     return checkpointed(compared.where("is_changed OR NOT sent").select("finding_id", "value", "is_changed"))
 
 
-def _store(lake: Lake, changed: DataFrame) -> None:
+def store(lake: Lake, changed: DataFrame, run: int) -> None:
     """Store changed values in the outbox, to be sent."""
     rows = changed.select("finding_id", "value", F.lit(False).alias("sent"))
     if not lake.exists(TABLE):
-        lake.append(TABLE, rows)
+        lake.append(TABLE, rows, run)
     else:
-        merge = lake.table(TABLE).alias("old").merge(rows.alias("new"), "old.finding_id = new.finding_id")
-        merge.whenMatchedUpdateAll().whenNotMatchedInsertAll().execute()
+        with lake.begin_commit(TABLE, run) as outbox:
+            merge = outbox.alias("old").merge(rows.alias("new"), "old.finding_id = new.finding_id")
+            merge.whenMatchedUpdateAll().whenNotMatchedInsertAll().execute()
 
 
 def _send(unsent: DataFrame, shared: SharedSettings) -> None:
@@ -200,9 +202,10 @@ def _send(unsent: DataFrame, shared: SharedSettings) -> None:
     records.write.format("kafka").options(**options).option("topic", topic).save()
 
 
-def _mark_sent(lake: Lake, *, with_tombstones: bool) -> None:
+def mark_sent(lake: Lake, run: int, *, with_tombstones: bool) -> None:
     """Mark the unsent values as sent, and delete sent tombstones."""
-    outbox = lake.table(TABLE)
     if with_tombstones:
-        outbox.delete("NOT sent AND value IS NULL")
-    outbox.update("NOT sent", {"sent": "true"})
+        with lake.begin_commit(TABLE, run) as outbox:
+            outbox.delete("NOT sent AND value IS NULL")
+    with lake.begin_commit(TABLE, run) as outbox:
+        outbox.update("NOT sent", {"sent": "true"})

@@ -63,8 +63,8 @@ def _keep(rows: DataFrame, until: ExitStack) -> DataFrame:
 def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
     """Classify the hours that a run touched, and the ids of several hours; write the findings; return the balance.
 
-    Writes the tables `rejects`, `findings` and `verdicts`, each idempotently for the run's number, and marks proven
-    losses in `deliveries`.
+    Writes the tables `rejects`, `findings` and `verdicts`, so that a process that repeats the run writes the same, and
+    marks proven losses in `deliveries`.
     """
     plan, over_hours, window_from = context.plan, context.over_hours, context.window_from
     evidence = classify.gather_evidence(plan, context.settings)
@@ -101,7 +101,7 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
             _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
             of_other_hours = None if several_hours is None else several_hours.rows
             recent = _recent(rows, window_from, evidence)
-            _mark_proven_lost(tables, classified, of_other_hours if over_hours else recent)
+            _mark_proven_lost(tables, classified, of_other_hours if over_hours else recent, plan.run)
     balance.evidence_changed &= not over_hours
     return balance
 
@@ -286,7 +286,7 @@ def _write_findings(
         return
     else:
         rows = wire_expressions.rows_of(tables.spark, lake.schema("findings"), [])
-    tables.replace_once("findings", rows, replaced, context.plan.run)
+    tables.replace("findings", rows, replaced, context.plan.run)
 
 
 def _hours_to_classify_again(several_hours: SeveralHours | None, balance: Balance) -> set[str]:
@@ -327,7 +327,7 @@ def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence,
     return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
 
 
-def _mark_proven_lost(tables: Lake, classified: Classified, other_rows: DataFrame | None) -> None:
+def _mark_proven_lost(tables: Lake, classified: Classified, other_rows: DataFrame | None, run: int) -> None:
     """Store which claims these rows prove to be lost: a log that is deleted or recreated later proves nothing more.
 
     `other_rows` (deliveries.ROW) are those that may have the record of a claim in another hour. The last write of the
@@ -338,7 +338,7 @@ def _mark_proven_lost(tables: Lake, classified: Classified, other_rows: DataFram
         if other_rows is not None:
             newly_lost = lake.checkpointed(findings.without_record(newly_lost, other_rows))
         if touched := hours.of(newly_lost):
-            tables.mark_proven_lost(newly_lost, touched)
+            tables.mark_proven_lost(newly_lost, touched, run)
 
 
 def _single_clean(rows: DataFrame, multi_row: MultiRow | None) -> DataFrame:

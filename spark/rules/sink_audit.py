@@ -94,7 +94,7 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
     if not rules:
         if not tables.read_cached(TABLE).isEmpty():
             nothing = wire_expressions.rows_of(tables.spark, lake.schema(TABLE), [])
-            tables.replace_once(TABLE, nothing, "true", context.plan.run)
+            tables.replace(TABLE, nothing, "true", context.plan.run)
         return []
     states = _states(tables.read_cached(TABLE))
     newest = _newest_hours(tables, context, states)
@@ -112,7 +112,7 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
             rows, condition = compared.unread()
         written.append(rows)
         replaced.append(condition)
-    tables.replace_once(TABLE, reduce(DataFrame.unionByName, written), " OR ".join(replaced), context.plan.run)
+    tables.replace(TABLE, reduce(DataFrame.unionByName, written), " OR ".join(replaced), context.plan.run)
     return reports(tables, context, errors)
 
 

@@ -1,11 +1,19 @@
-"""The Delta tables of a lake, with writes that are idempotent for each run."""
+"""The Delta tables of a lake, and the commits of a run, which no process can make that has lost the lake.
 
+Each commit of a run has a number (`commit_number`): Delta's `txnVersion`, which the table stores with the commit. Delta
+skips a commit whose number is not greater than the stored one, and fails one if another commit with a number has come
+first. So a process that was suspended, and lost its lease, cannot commit late: the process that took the run over, or a
+later run, has stored a greater number (`Lake.take_over`, `Lake.fence`). Other commits have no number, since they change
+no row: compaction, the upgrade of the lake, the list of views.
+"""
+
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
 from delta.tables import DeltaMergeBuilder, DeltaTable
-from pyspark.sql import Column, DataFrame, DataFrameWriter, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
@@ -13,12 +21,15 @@ from spark import session
 from spark.errors import CannotRun
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT
-from spark.reading.jvm import Snapshot, snapshot_of
+from spark.reading.jvm import Snapshot, snapshot_of, transaction_number
 from spark.reading.kafka_admin import TopicPartition
 from spark.tables import deliveries, hours, lock
 
 WRITER: Final = "fencepost"
-"""Delta's `txnAppId`. With the run's number as `txnVersion`, Delta skips a write that the run has committed before."""
+"""Delta's `txnAppId` of the commits of runs."""
+
+_COMMIT_BITS: Final = 12
+_TAKEOVER_BITS: Final = 20
 
 COORDINATES: Final = (
     "array<struct<topic: string, partition: int, offset: bigint, timestamp: bigint, slot: int, pid: bigint, "
@@ -159,7 +170,7 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "verdicts": VERDICT,
 }
 WRITTEN_AFTER_MERGE: Final = ("rejects", "findings", "verdicts", "sinks", "runs")
-"""The tables that a run writes with its number after it has merged its records into `deliveries`, besides views."""
+"""The tables that a run writes after it has merged its records into `deliveries`, besides views and `published`."""
 
 COMPACTED: Final = ("findings", "progress", "published", "rejects", "sinks", "verdicts")
 """The tables that are compacted as a whole. Of `runs` only the newest rows are read, by their files' statistics."""
@@ -214,6 +225,20 @@ _SAME_EVENT_ROW: Final = (
 )
 
 
+def commit_number(run: int, takeovers: int, commit: int) -> int:
+    """Return the number of a commit to a table: the `commit`-th (from 0) of a process on a run that was taken over so
+    many times. The number is greater than those of earlier runs, and of other processes that were at work on the
+    run."""
+    return (run << _TAKEOVER_BITS + _COMMIT_BITS) + (takeovers << _COMMIT_BITS) + commit
+
+
+def takeovers_in(number: int | None, run: int) -> int:
+    """Return how many times a run was taken over, by the number of the last commit; 0 if that is another run's."""
+    if number is None or number >> _TAKEOVER_BITS + _COMMIT_BITS != run:
+        return 0
+    return number >> _COMMIT_BITS & (1 << _TAKEOVER_BITS) - 1
+
+
 def schema(name: str) -> StructType:
     """Return the schema of a table."""
     struct = StructType.fromDDL(", ".join(f"`{column}` {data_type}" for column, data_type in SCHEMAS[name].items()))
@@ -244,7 +269,8 @@ def broadcast_if_small(rows: DataFrame) -> DataFrame:
 class Lake:
     """Delta tables below one root. The first write to a table creates the table.
 
-    `check_held` is called before each commit: CannotRun if this process does not hold the lake any more.
+    `check_held` is called before each commit: CannotRun if this process does not hold the lake any more. The process
+    may lose the lake between this check and the commit: then Delta refuses the commit by its number.
     """
 
     def __init__(self, spark: SparkSession, root: str, check_held: lock.CheckHeld = lock.unchecked) -> None:
@@ -253,6 +279,10 @@ class Lake:
         self.check_held = check_held
         # By table: the rows of its current version, which are kept in memory. Each commit drops those of its table.
         self._kept: dict[str, DataFrame] = {}
+        # By run: how many times the run was taken over, the last time by this process; 0 for a run that it began.
+        self._takeovers: Counter[int] = Counter()
+        # By table and run: the commits of this process.
+        self._commits: Counter[tuple[str, int]] = Counter()
 
     def path(self, name: str) -> str:
         """Return the path of a table."""
@@ -262,10 +292,12 @@ class Lake:
         """Check whether a table exists."""
         return DeltaTable.isDeltaTable(self.spark, self.path(name))
 
-    def table(self, name: str) -> DeltaTable:
-        """Open a table for a commit; CannotRun if this process does not hold the lake any more."""
-        self._begin_commit(name)
-        return DeltaTable.forPath(self.spark, self.path(name))
+    @contextmanager
+    def begin_commit(self, name: str, run: int) -> Iterator[DeltaTable]:
+        """Open a table for the one commit of a run that is made in the context; CannotRun if this process does not hold
+        the lake any more."""
+        with self._numbered(name, run):
+            yield self._open(name)
 
     def read(self, name: str) -> DataFrame:
         """Read the current rows of a table; no rows if the table does not exist."""
@@ -291,10 +323,45 @@ class Lake:
         self._kept[name] = rows.localCheckpoint(eager=False)
         return self._kept[name]
 
-    def _begin_commit(self, name: str) -> None:
+    def _open(self, name: str) -> DeltaTable:
+        return DeltaTable.forPath(self.spark, self.path(name))
+
+    def _begin_unnumbered(self, name: str) -> None:
         """Drop the rows of a table that are kept; CannotRun if this process does not hold the lake any more."""
         self.check_held()
         self._kept.pop(name, None)
+
+    @contextmanager
+    def _numbered(self, name: str, run: int) -> Iterator[None]:
+        """Give the next number of a run to the one commit to a table in the context; Delta reads the number from the
+        session's settings. CannotRun if this process does not hold the lake any more."""
+        self._begin_unnumbered(name)
+        number = commit_number(run, self._takeovers[run], self._commits[name, run])
+        self._commits[name, run] += 1
+        prefix = "spark.databricks.delta.write"
+        with session.settings(self.spark, {f"{prefix}.txnAppId": WRITER, f"{prefix}.txnVersion": str(number)}):
+            yield
+
+    def take_over(self, run: int, names: Iterable[str]) -> None:
+        """Number this process's commits of an interrupted run after those of the processes that were at work on it.
+
+        `names` are all tables to which these processes may have committed.
+        """
+        numbers = [transaction_number(self.read(name), WRITER) for name in names if self.exists(name)]
+        self._takeovers[run] = 1 + max(
+            self._takeovers[run], *(takeovers_in(number, run) for number in (None, *numbers))
+        )
+
+    def fence(self, names: Iterable[str], run: int) -> None:
+        """Refuse further commits to these tables by the process from which a run was taken over (`take_over`): an empty
+        commit to each.
+
+        Tables that each run writes are created. The others are left out as long as they do not exist (a view has no
+        table before its topic has an event).
+        """
+        for name in names:
+            if name in ("deliveries", *WRITTEN_AFTER_MERGE) or self.exists(name):
+                self.append(name, self.read(name).limit(0), run)
 
     def is_small(self, name: str) -> bool:
         """Check whether a table has at most some ten thousand rows; true if the table does not exist."""
@@ -310,7 +377,7 @@ class Lake:
         Both steps do nothing if they were done before, so that an interrupted upgrade resumes.
         """
         for name in sorted(_EXTENDED):
-            self._begin_commit(name)
+            self._begin_unnumbered(name)
             renamed = RENAMED.get(name, {})
             if self.exists(name) and renamed.keys() & set(self.read(name).columns):
                 self._rename(name, renamed)
@@ -340,42 +407,37 @@ class Lake:
         writer = renamed_rows.write.format("delta").mode("overwrite").option("overwriteSchema", True)
         writer.partitionBy(*PARTITIONS.get(name, ())).save(self.path(name))
 
+    def append(self, name: str, rows: DataFrame, run: int) -> None:
+        """Append rows in a commit of a run, at every call."""
+        self._write(name, rows, "append", run)
+
     def append_once(self, name: str, rows: DataFrame, run: int) -> None:
-        """Append rows; skipped if this run has appended to the table before."""
-        self._writer(name, rows, "append", run).save(self.path(name))
+        """Append rows with the column `run`. If the run was taken over, rows that it has appended before are
+        replaced."""
+        if self._takeovers[run] and self.exists(name):
+            self._write(name, rows, "overwrite", run, where=f"run = {run}")
+        else:
+            self._write(name, rows, "append", run)
 
-    def fence(self, names: Iterable[str], run: int) -> None:
-        """Let Delta skip what this run has not yet written to these tables: an empty commit with its number in each.
-
-        A view without a table (its topic has no event yet) is left out: the run that creates the table has a later
-        number, after which Delta skips this one.
-        """
-        for name in names:
-            if name in SCHEMAS or self.exists(name):
-                self.append_once(name, self.read(name).limit(0), run)
-
-    def append(self, name: str, rows: DataFrame) -> None:
-        """Append rows, at every call."""
-        self._begin_commit(name)
+    def append_unnumbered(self, name: str, rows: DataFrame) -> None:
+        """Append rows in a commit that belongs to no run, at every call."""
+        self._begin_unnumbered(name)
         rows.write.format("delta").mode("append").save(self.path(name))
 
-    def replace_once(self, name: str, rows: DataFrame, where: str, run: int) -> None:
-        """Replace the rows that meet the condition `where` by `rows`, which must meet it too.
-
-        Skipped if this run has replaced rows of the table before.
-        """
+    def replace(self, name: str, rows: DataFrame, where: str, run: int) -> None:
+        """Replace the rows that meet the condition `where` by `rows`, which must meet it too."""
         if self.exists(name):
-            self._writer(name, rows, "overwrite", run).option("replaceWhere", where).save(self.path(name))
+            self._write(name, rows, "overwrite", run, where=where)
         else:
-            self.append_once(name, rows, run)
+            self._write(name, rows, "append", run)
 
     def merge(self, rows: DataFrame, touched: list[str], run: int) -> None:
-        """Merge ROWs, one for each deliveries.ROW_KEY, into `deliveries`; CannotRun if this run's number was fenced.
+        """Merge ROWs, one for each deliveries.ROW_KEY, into `deliveries`; CannotRun if this run was taken over.
 
         `touched` are all hours of the rows. Rows may have the column `vanished` (deliveries.with_vanished).
         """
-        with self.once(run):
-            merge = self._into_deliveries(rows, touched, *(f"old.{name} <=> new.{name}" for name in deliveries.ROW_KEY))
+        same = (f"old.{name} <=> new.{name}" for name in deliveries.ROW_KEY)
+        with self._into_deliveries(rows, touched, run, *same) as merge:
             if "vanished" in rows.columns:
                 merge = merge.whenMatchedUpdate("new.vanished", set=dict(deliveries.merged(vanished=True)))
             merge = merge.whenMatchedUpdate(set=dict(deliveries.merged())).whenNotMatchedInsertAll()
@@ -393,7 +455,8 @@ class Lake:
         `rows` are `accepted_hour, id, topic, partition, offset, event_id`, `touched` all hours of these rows.
         """
         changed: dict[str, str | Column] = {"id": F.col("new.event_id"), "run": F.lit(run)}
-        self._into_deliveries(rows, touched, *_SAME_EVENT_ROW).whenMatchedUpdate(set=changed).execute()
+        with self._into_deliveries(rows, touched, run, *_SAME_EVENT_ROW) as merge:
+            merge.whenMatchedUpdate(set=changed).execute()
 
     def settle_elsewhere(self, rows: DataFrame, touched: list[str], run: int) -> None:
         """Set `elsewhere` and `freed_ms` of rows that were answered 202 or 504, by other rows of their ids; idempotent.
@@ -406,19 +469,20 @@ class Lake:
             "freed_ms": F.col("new.freed_ms"),
             "run": F.lit(run),
         }
-        self._into_deliveries(rows, touched, *same_id).whenMatchedUpdate(set=settled).execute()
+        with self._into_deliveries(rows, touched, run, *same_id) as merge:
+            merge.whenMatchedUpdate(set=settled).execute()
 
-    def _into_deliveries(self, rows: DataFrame, touched: list[str], *same: str) -> DeltaMergeBuilder:
+    @contextmanager
+    def _into_deliveries(
+        self, rows: DataFrame, touched: list[str], run: int, *same: str
+    ) -> Iterator[DeltaMergeBuilder]:
         """Begin a MERGE of `new` rows into the `old` ones of `deliveries`; `same` are conditions of a match.
 
         `touched` (`yyyy-MM-dd HH:mm:ss`, UTC) are all hours of the rows: literals in the condition let Delta prune all
         other hours.
         """
-        return (
-            self.table("deliveries")
-            .alias("old")
-            .merge(rows.alias("new"), " AND ".join([hours.sql(touched, "old."), *same]))
-        )
+        with self.begin_commit("deliveries", run) as table:
+            yield table.alias("old").merge(rows.alias("new"), " AND ".join([hours.sql(touched, "old."), *same]))
 
     def mark_past_end(self, ends: Mapping[TopicPartition, int], since: str, run: int) -> None:
         """Set `was_past_end` of claims on offsets at or past these ends of their logs; idempotent.
@@ -426,18 +490,17 @@ class Lake:
         `since` is the first hour (`yyyy-MM-dd HH:mm:ss`, UTC) of the rows that are read.
         """
         unmarked = F.expr(hours.since(since)) & ~F.coalesce("was_past_end", F.lit(False))
-        self.table("deliveries").update(
-            unmarked & deliveries.is_unwritten(ends), {"was_past_end": F.lit(True), "run": F.lit(run)}
-        )
+        marked: dict[str, str | Column] = {"was_past_end": F.lit(True), "run": F.lit(run)}
+        with self.begin_commit("deliveries", run) as table:
+            table.update(unmarked & deliveries.is_unwritten(ends), marked)
 
-    def mark_proven_lost(self, rows: DataFrame, touched: list[str]) -> None:
+    def mark_proven_lost(self, rows: DataFrame, touched: list[str], run: int) -> None:
         """Set `proven_lost` of rows of `deliveries`; idempotent. Their `run` stays, since no verdict changes by it.
 
         `rows` are `accepted_hour, id, topic, partition, offset` (findings.newly_lost), `touched` all hours of them.
         """
-        self._into_deliveries(rows, touched, *_SAME_EVENT_ROW).whenMatchedUpdate(
-            set={"proven_lost": F.lit(True)}
-        ).execute()
+        with self._into_deliveries(rows, touched, run, *_SAME_EVENT_ROW) as merge:
+            merge.whenMatchedUpdate(set={"proven_lost": F.lit(True)}).execute()
 
     def delete_before(self, first_hour: str, run: int) -> None:
         """Delete rows accepted before `first_hour` (`yyyy-MM-dd HH:mm:ss`, UTC), and the plans of runs before that."""
@@ -451,16 +514,18 @@ class Lake:
         }
         for name, condition in conditions.items():
             if self.exists(name):
-                self.table(name).delete(condition)
+                with self.begin_commit(name, run) as table:
+                    table.delete(condition)
 
     def optimize(self, some_hours: list[str], names: Iterable[str]) -> None:
         """Compact the small files of `deliveries` in these hours, and those of the tables `names` with many files."""
         if some_hours and self.exists("deliveries"):
-            self.table("deliveries").optimize().where(hours.sql(some_hours)).executeCompaction()
-
+            self._begin_unnumbered("deliveries")
+            self._open("deliveries").optimize().where(hours.sql(some_hours)).executeCompaction()
         for name in names:
             if self.exists(name) and _is_scattered(snapshot_of(self.read(name))):
-                self.table(name).optimize().executeCompaction()
+                self._begin_unnumbered(name)
+                self._open(name).optimize().executeCompaction()
 
     def vacuum(self, last_h: int, names: Iterable[str] = SCHEMAS) -> None:
         """Delete the files of these tables that no version of the last `last_h` hours needs."""
@@ -474,24 +539,20 @@ class Lake:
         with session.settings(self.spark, settings):
             for name in names:
                 if self.exists(name):
-                    self.table(name).vacuum(last_h)
+                    self._begin_unnumbered(name)
+                    self._open(name).vacuum(last_h)
 
-    def _writer(self, name: str, rows: DataFrame, mode: str, run: int) -> DataFrameWriter:
-        """Configure a write that Delta skips if this run has written to the table before."""
-        self._begin_commit(name)
-        writer = rows.write.format("delta").mode(mode).option("mergeSchema", name in _EXTENDED)
-        if name in PARTITIONS:
-            writer = writer.partitionBy(*PARTITIONS[name])
-        if name in _STATISTICS_OF and not self.exists(name):
-            writer = writer.option("delta.dataSkippingStatsColumns", _STATISTICS_OF[name])
-        return writer.option("txnAppId", WRITER).option("txnVersion", str(run))
-
-    @contextmanager
-    def once(self, run: int) -> Iterator[None]:
-        """Make a MERGE in the context idempotent for the run: Delta reads `txnVersion` from the session's settings."""
-        prefix = "spark.databricks.delta.write"
-        with session.settings(self.spark, {f"{prefix}.txnAppId": WRITER, f"{prefix}.txnVersion": str(run)}):
-            yield
+    def _write(self, name: str, rows: DataFrame, mode: str, run: int, where: str | None = None) -> None:
+        """Write rows in a commit of a run; with the mode `overwrite` in place of those that meet the condition."""
+        with self._numbered(name, run):
+            writer = rows.write.format("delta").mode(mode).option("mergeSchema", name in _EXTENDED)
+            if name in PARTITIONS:
+                writer = writer.partitionBy(*PARTITIONS[name])
+            if name in _STATISTICS_OF and not self.exists(name):
+                writer = writer.option("delta.dataSkippingStatsColumns", _STATISTICS_OF[name])
+            if where is not None:
+                writer = writer.option("replaceWhere", where)
+            writer.save(self.path(name))
 
 
 def _is_scattered(snapshot: Snapshot) -> bool:

@@ -112,9 +112,9 @@ class View:
         filled = _with_records(changes, records)
         if found == {_NEW} and stale is None:
             fresh = filled.select(*COLUMNS).hint("rebalance")
-            self.lake.append_once(self.name, fresh, run)
+            self.lake.append(self.name, fresh, run)
         else:
-            self._merge(filled, stale, run)
+            self.merge(filled, stale, run)
         changes.unpersist()
 
     def _stale(
@@ -146,7 +146,7 @@ class View:
         stale = checkpointed(reduce(DataFrame.unionByName, found).distinct())
         return None if stale.isEmpty() else stale
 
-    def _merge(self, filled: DataFrame, stale: DataFrame | None, run: int) -> None:
+    def merge(self, filled: DataFrame, stale: DataFrame | None, run: int) -> None:
         """Merge changes with their records into the table, and delete `stale` ids without a record; once for the
         run."""
         columns = {name: f"new.{name}" for name in COLUMNS}
@@ -154,10 +154,9 @@ class View:
         if stale is not None:
             gone = stale.join(rows.select("id"), "id", "left_anti").withColumn("change", F.lit(_GONE))
             rows = checkpointed(rows.unionByName(gone, allowMissingColumns=True))
-        with self.lake.once(run):
+        with self.lake.begin_commit(self.name, run) as table:
             (
-                self.lake.table(self.name)
-                .alias("old")
+                table.alias("old")
                 .merge(rows.alias("new"), "old.id = new.id")
                 .whenMatchedUpdate(f"new.change = '{_ENTERED}'", {"in_ledger": "new.in_ledger"})
                 .whenMatchedDelete(f"new.change = '{_GONE}'")
@@ -171,7 +170,8 @@ class View:
 def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -> int:
     """Create a topic's view from all that the last run has read, and return its number of rows.
 
-    Every later run updates the view. CannotRun if no finished run has audited the topic.
+    Every later run updates the view, and makes it if this process ends before it has. CannotRun if no finished run has
+    audited the topic.
     """
     with lock.held(spark, root) as check_held:
         lake = Lake(spark, root, check_held)
@@ -186,14 +186,15 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
                 "run python -m spark first, with --topics if neither the ledger nor the rules name it"
             )
         if topic not in registered(lake):
+            # Before the rows: a run that does not know of the view would leave its records out.
+            row = {"topic": topic, "run": plan.run}
+            lake.append_unnumbered(TABLE, wire_expressions.rows_of(spark, "topic string, run bigint", [row]))
+        if not lake.exists(view.name):
             logs = [log for log in plan.of(DATA) if log.topic == topic]
             with closing(KafkaAdmin(spark, shared)) as admin:
                 present = _present(admin, logs)
             planned = {log.topic_partition: (0, log.end) for log in logs}
             view.advance(lake.read("deliveries"), 0, _present_parts(planned, present), present, plan.run, {}, {})
-            lake.append(
-                TABLE, wire_expressions.rows_of(spark, "topic string, run bigint", [{"topic": topic, "run": plan.run}])
-            )
         return view.rows().count()
 
 

@@ -82,7 +82,7 @@ def test_a_run_without_the_pass_over_ids_is_finished_without_it(
     producer = history.transactional(ONE)
     for hours_ago in (5, 2):
         history.deliver(producer, ONE, topic, ["twice"], at=history.now_ms - hours_ago * HOUR_MS)
-    with cut(monkeypatch, lake.Lake, "replace_once", after=True, only="findings"):
+    with cut(monkeypatch, lake.Lake, "replace", after=True, only="findings"):
         audit(history, later_s=LATER_S, skip_ids=True)
     ran = audit(history, later_s=LATER_S)
     assert ran.findings() == {("duplicate", "rewrite", "twice")}

@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,14 +15,16 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
+from service.contract import SharedSettings
 from spark import job, session
 from spark.errors import CannotRun
 from spark.reading.run_plan import Log, Plan
+from spark.report import publish
 from spark.rules import cross_hour
 from spark.rules.classify import gather_evidence
 from spark.settings import OFFSETS_MOST
 from spark.tables import deliveries as deliveries_table
-from spark.tables import hours, lake
+from spark.tables import hours, lake, view
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
@@ -56,8 +59,8 @@ def _merge(tables: lake.Lake, run: int) -> dict[str, Any]:
     return {"version": last["version"], **last["operationMetrics"]}
 
 
-def _version(tables: lake.Lake) -> int:
-    version: int = DeltaTable.forPath(tables.spark, tables.path("deliveries")).history(1).collect()[0]["version"]
+def _version(tables: lake.Lake, name: str = "deliveries") -> int:
+    version: int = DeltaTable.forPath(tables.spark, tables.path(name)).history(1).collect()[0]["version"]
     return version
 
 
@@ -95,16 +98,19 @@ def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
     merged = small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0]
     assert merged == before + 40
     version = _version(small)
+    # Another process that has the same number.
     with pytest.raises(CannotRun, match=r"run 7 was taken over .* start the run again"):
-        _merge(small, 7)
+        _merge(lake.Lake(small.spark, small.root), 7)
     assert _version(small) == version
     assert small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0] == merged
-    finding = small.spark.createDataFrame([{"scope": "log", "kind": "k"}], lake.schema("findings"))
+    finding = small.spark.createDataFrame([{"scope": "log", "kind": "k", "run": 1}], lake.schema("findings"))
+    for tables in (small, lake.Lake(small.spark, small.root)):
+        if tables is not small:
+            tables.take_over(1, ["findings"])
+        tables.append_once("findings", finding, 1)
+        assert small.read("findings").count() == 1
     for _ in range(2):
-        small.append_once("findings", finding, 1)
-    assert small.read("findings").count() == 1
-    for _ in range(2):
-        small.replace_once("findings", finding, "scope = 'log'", 2)
+        small.replace("findings", finding, "scope = 'log'", 2)
     assert small.read("findings").count() == 1
 
 
@@ -219,7 +225,6 @@ YOUNGEST: Final = ("record_topic_id_hash", "key_ttl_s")
 
 
 def test_columns_of_the_first_version_get_their_present_names(spark: SparkSession, tmp_path: Path) -> None:
-    """The upgrade keeps the transaction numbers of the runs: a repeated write of a run is still skipped."""
     tables, of_now = lake.Lake(spark, str(tmp_path)), plan()
     written = {
         "deliveries": reduced(spark, [copy(1), entry(1), copy(2)]),
@@ -240,8 +245,6 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
     for name, rows in written.items():
         assert tables.read(name).columns == rows.columns
         assert tables.read(name).exceptAll(rows).isEmpty()
-        assert tables.read(name).count() == rows.count()
-        tables.append_once(name, rows, 1)
         assert tables.read(name).count() == rows.count()
     versions = DeltaTable.forPath(spark, tables.path("deliveries")).history().count()
     tables.upgrade()
@@ -342,24 +345,83 @@ def test_a_claim_past_the_end_of_a_log_that_was_blocked_is_marked_once(spark: Sp
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_fenced_run_writes_no_deliveries_any_more(spark: SparkSession, tmp_path: Path, is_new: bool) -> None:
     """The next run has planned the same records again, under another number."""
-    tables = lake.Lake(spark, str(tmp_path))
+    fenced, tables = (lake.Lake(spark, str(tmp_path)) for _ in range(2))
     if not is_new:
-        tables.append_once("deliveries", reduced(spark, [copy(1), entry(1)]), 1)
+        fenced.append("deliveries", reduced(spark, [copy(1), entry(1)]), 1)
     # A registered view whose topic has no event yet has no table.
-    tables.fence(["deliveries", "findings", "view/t"], 2)
+    names = ["deliveries", "findings", "published", "view/t"]
+    tables.take_over(2, names)
+    tables.fence(names, 2)
     assert not tables.exists("view/t")
+    assert not tables.exists("published")
     stale = reduced(spark, [entry(1), copy(2), entry(2)], 2).localCheckpoint()
     if is_new:
-        tables.append_once("deliveries", stale, 2)
+        fenced.append("deliveries", stale, 2)
     with pytest.raises(CannotRun, match="run 2 was taken over"):
-        tables.merge(stale, hours.of(stale), 2)
+        fenced.merge(stale, hours.of(stale), 2)
     finding = spark.createDataFrame([{"scope": "log", "kind": "k"}], lake.schema("findings"))
-    tables.replace_once("findings", finding, "scope = 'log'", 2)
+    fenced.replace("findings", finding, "scope = 'log'", 2)
     assert tables.read("findings").isEmpty()
     rows = reduced(spark, [entry(1), copy(2), entry(2)], 3).localCheckpoint()
     tables.merge(rows, hours.of(rows), 3)
     found = {row["offset"]: (row["entries_count"], row["run"]) for row in tables.read("deliveries").collect()}
     assert found == {1: (1 if is_new else 2, 3), 2: (1, 3)}
+
+
+def test_no_commit_of_a_run_lands_after_another_process_has_taken_the_run_over(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """A process that was suspended between its last check of the lease and its commit. Each commit of the process that
+    has taken over lands, so that each would have changed its table."""
+    late, heir = (lake.Lake(spark, str(tmp_path)) for _ in range(2))
+    doubtful = b"d" * 16
+    known = [copy(1), entry(1), entry(9), answer(202, id=doubtful)]
+    late.append("deliveries", reduced(spark, known, later_ends={("t", 0): OFFSETS_MOST}), 1)
+    sent = spark.createDataFrame([("a", "1", True), ("b", None, False)], lake.schema("published"))
+    late.append("published", sent, 1)
+    a_view = spark.createDataFrame([{"topic": "t", "id": b"i" * 16}], _ddl(view.COLUMNS))
+    late.append("view/t", a_view, 1)
+    finding = spark.createDataFrame([{"scope": "log", "kind": "k", "run": 2}], lake.schema("findings"))
+    verdict = spark.createDataFrame([{"run": 2, "verdict": "lost"}], lake.schema("verdicts"))
+    unsent = spark.createDataFrame([("a", None), ("c", "3")], "finding_id string, value string")
+    row_key = ("accepted_hour", "id", "topic", "partition", "offset")
+    rows = late.read("deliveries").select(*row_key).localCheckpoint()
+    touched, merged = hours.of(rows), reduced(spark, [copy(2), entry(2)], 2).localCheckpoint()
+    other_id = rows.where("offset = 1").withColumn("event_id", F.lit(bytearray(b"o" * 16)))
+    settled = rows.where("offset IS NULL").selectExpr("accepted_hour", "id", "true elsewhere", "1L freed_ms")
+    changed = a_view.withColumn("change", F.lit("new")).withColumn("id", F.lit(bytearray(b"n" * 16)))
+    commits: dict[str, tuple[str, Callable[[lake.Lake], object]]] = {
+        "append": ("view/t", lambda tables: tables.append("view/t", a_view, 2)),
+        "append_once": ("verdicts", lambda tables: tables.append_once("verdicts", verdict, 2)),
+        "replace": ("findings", lambda tables: tables.replace("findings", finding, "scope = 'log'", 2)),
+        "change_ids": ("deliveries", lambda tables: tables.change_ids(other_id, touched, 2)),
+        "settle_elsewhere": ("deliveries", lambda tables: tables.settle_elsewhere(settled, touched, 2)),
+        "mark_past_end": ("deliveries", lambda tables: tables.mark_past_end({("t", 0): 5}, hours.text_of(0), 2)),
+        "mark_proven_lost": (
+            "deliveries",
+            lambda tables: tables.mark_proven_lost(rows.where("offset = 9"), touched, 2),
+        ),
+        "mark_unsent": ("published", lambda tables: publish.mark_unsent(tables, 2)),
+        "store": ("published", lambda tables: publish.store(tables, unsent, 2)),
+        "mark_sent": ("published", lambda tables: publish.mark_sent(tables, 2, with_tombstones=True)),
+        "view": ("view/t", lambda tables: view.View(tables, SharedSettings(), "t").merge(changed, None, 2)),
+        "merge": ("deliveries", lambda tables: tables.merge(merged, touched, 2)),
+        "delete_before": ("deliveries", lambda tables: tables.delete_before(hours.text_of(2**41), 2)),
+    }
+    names = ["deliveries", "published", "view/t", *lake.WRITTEN_AFTER_MERGE]
+    heir.take_over(2, names)
+    heir.fence(names, 2)
+    for name, (table, commit) in commits.items():
+        version = _version(late, table)
+        with suppress(CannotRun):  # a MERGE of records says so
+            commit(late)
+        assert _version(late, table) == version, f"{name} landed late"
+        commit(heir)
+        assert _version(late, table) > version, f"{name} commits nothing"
+
+
+def _ddl(columns: Mapping[str, str]) -> str:
+    return ", ".join(f"`{name}` {data_type}" for name, data_type in columns.items())
 
 
 def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tmp_path: Path) -> None:
@@ -375,14 +437,15 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
     touched = hours.of(rows)
     commits: list[Callable[[], object]] = [
         lambda: tables.append_once("deliveries", rows, 2),
-        lambda: tables.append("deliveries", rows),
-        lambda: tables.replace_once("deliveries", rows, "true", 2),
+        lambda: tables.append("deliveries", rows, 2),
+        lambda: tables.append_unnumbered("deliveries", rows),
+        lambda: tables.replace("deliveries", rows, "true", 2),
         lambda: tables.fence(["deliveries"], 2),
         lambda: tables.merge(rows, touched, 2),
         lambda: tables.change_ids(rows, touched, 2),
         lambda: tables.settle_elsewhere(rows, touched, 2),
         lambda: tables.mark_past_end(ends, first, 2),
-        lambda: tables.mark_proven_lost(rows, touched),
+        lambda: tables.mark_proven_lost(rows, touched, 2),
         lambda: tables.delete_before(hours.text_of(2**41), 2),
         lambda: tables.optimize(touched, []),
         lambda: tables.vacuum(1),
@@ -404,7 +467,7 @@ def test_a_proven_loss_is_marked_without_a_new_run_and_stays_so(spark: SparkSess
     tables.append_once("deliveries", rows, 1)
     lost = rows.where("offset = 99").select("accepted_hour", "id", "topic", "partition", "offset").localCheckpoint()
     for _ in range(2):
-        tables.mark_proven_lost(lost, hours.of(lost))
+        tables.mark_proven_lost(lost, hours.of(lost), 1)
     again = reduced(spark, [answer(201, 99), answer(201, 100)], 2)
     tables.merge(again, hours.of(again), 2)
     found = {row["offset"]: (row["proven_lost"], row["run"]) for row in tables.read("deliveries").collect()}

@@ -61,7 +61,7 @@ class Outbox:
             return publish.prepare(broker, self.history.namespace)
 
     def own(self, *, replaces: bool) -> None:
-        publish.check_owner(self.lake, self.shared, self.prepare(), replaces=replaces)
+        publish.check_owner(self.lake, self.shared, self.prepare(), 1, replaces=replaces)
 
     def publish(self, found: Found) -> None:
         fields = {name: kind for name, kind in lake.FINDING.items() if name in current_findings.FIELDS} | {
@@ -70,7 +70,7 @@ class Outbox:
         schema = ", ".join(f"{name} {fields.get(name, 'string')}" for name in current_findings.FIELDS)
         rows = [{"finding_id": name, "kind": "lost", "count": count} for name, count in found.items()]
         frame = self.spark.createDataFrame(rows, schema)
-        self.last = publish.publish(self.lake, self.shared, frame, self.prepare(), self.last)
+        self.last = publish.publish(self.lake, self.shared, frame, self.prepare(), self.last, 1)
 
     def counts(self) -> Found:
         """The current values of a reader of the compacted topic."""
@@ -93,7 +93,7 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     changed = {**found, "lost:3": 2, "lost:new": 1}
     del changed["lost:7"]
     with monkeypatch.context() as patch:
-        patch.setattr(publish, "_mark_sent", _cut)
+        patch.setattr(publish, "mark_sent", _cut)
         with pytest.raises(Cut):
             outbox.publish(changed)
     assert outbox.counts() == changed
@@ -105,7 +105,8 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
 
     # A run that has lost its lease sends nothing; what it had sent before arrives after the next run.
     with monkeypatch.context() as patch:
-        outbox.lake.table(publish.TABLE).update("finding_id = 'lost:3'", {"sent": "false"})
+        with outbox.lake.begin_commit(publish.TABLE, 1) as table:
+            table.update("finding_id = 'lost:3'", {"sent": "false"})
         patch.setattr(outbox.lake, "check_held", _cut)
         with pytest.raises(Cut):
             outbox.publish(changed)

@@ -182,7 +182,7 @@ CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
     (planning, "check_read", False, None),
     (lake.Lake, "merge", True, None),
     (lake.Lake, "append_once", True, "rejects"),
-    (lake.Lake, "replace_once", True, "findings"),
+    (lake.Lake, "replace", True, "findings"),
     (lake.Lake, "append_once", True, "verdicts"),
     (document, "write", True, None),
     (lake.Lake, "append_once", False, "runs"),
@@ -251,7 +251,7 @@ def test_a_run_that_replaces_interrupted_runs_writes_its_own_rows(
     assert first.document["balance"]["pending"] == 1
     # Without new records, so that nothing is merged: interrupted twice, with other options each time.
     for grace_s in (7200, 7201):
-        with cut(monkeypatch, lake.Lake, "replace_once", after=True, only="findings"):
+        with cut(monkeypatch, lake.Lake, "replace", after=True, only="findings"):
             audit(history, later_s=LATER_S, grace_s=grace_s)
     last = audit(history, later_s=LATER_S)
     assert last.findings() == {("lost", "answer", None)}

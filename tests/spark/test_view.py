@@ -107,7 +107,7 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
     producer.begin_transaction()
     history.ledger(producer, ONE, [late.entry()])
     producer.commit_transaction(30)
-    with cut(monkeypatch, view.View, "_merge", after=False):
+    with cut(monkeypatch, view.View, "merge", after=False):
         audit(history, **options)
     assert views.rows(topic) == rows
     again = audit(history, **options)
