@@ -15,6 +15,7 @@ from spark.errors import CannotRun
 from spark.rules import current_findings, sink_audit
 from spark.rules.kinds import kinds_of
 from spark.settings import CSV, PARQUET, FindingsOptions, glob_regex
+from spark.tables import lake_version
 from spark.tables.lake import Lake
 
 _EXISTS: Final = "PATH_ALREADY_EXISTS"
@@ -38,7 +39,7 @@ def export(spark: SparkSession, options: FindingsOptions) -> Iterator[str]:
 def selected(lake: Lake, options: FindingsOptions) -> DataFrame:
     """Return the current findings that the options select: → current_findings.FIELDS."""
     kinds = kinds_of("--kind", options.kinds)
-    lake.check_version()
+    lake_version.check(lake)
     since_ms = since(lake, options.since_ms)
     findings = sink_audit.with_findings(lake, lake.read("findings"))
     found = current_findings.by_finding(current_findings.by_hour(findings, since_ms))

@@ -12,19 +12,19 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import dry_run, session
+from spark import dry_run, migrations, session
 from spark.errors import CannotRun
 from spark.reading import decode, planning, run_plan, sinks, source, wire_expressions
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
 from spark.report import document, publish, webhook
-from spark.rules import cross_hour, current_findings, sink_audit
+from spark.rules import cross_hour, current_findings, hourly, sink_audit
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
 from spark.rules.reconcile import reconcile, recount, unchanged_balance
 from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
-from spark.tables import deliveries, hours, lake, lock, verdict_history, view
+from spark.tables import deliveries, hours, lake, lake_version, lock, verdict_history, view
 
 Spans = dict[TopicPartition, source.Span]
 
@@ -55,9 +55,9 @@ def run(
     own.
 
     Each step after the merge may be repeated by a process that resumes the run. The order of the tables is progress
-    (the plan), deliveries, views, rejects, findings, verdicts, published, runs; the clean-up comes last. A step reads
-    the results of earlier steps from the lake, not from memory, so that the same code resumes a run that was killed
-    after its merge.
+    (the plan), deliveries, views, rejects, findings, verdicts, published, hourly_balance, hourly_records, runs; the
+    clean-up comes last. A step reads the results of earlier steps from the lake, not from memory, so that the same code
+    resumes a run that was killed after its merge.
     """
     decode.check_identities(spark, settings.options.identity)
     sinks.check_expressions(spark, settings.rules.sinks)
@@ -86,7 +86,7 @@ def preview(spark: SparkSession, settings: Settings, on_progress: OnProgress) ->
 
 
 def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
-    """Read the last finished run: its number, its summary (options, sums by hour), and the newest reports.
+    """Read the last finished run: its number, its summary, its sums by hour (hourly.STORED), and the newest reports.
 
     The newest number is read first, from Delta's statistics; by that number Delta prunes the files of older runs.
     """
@@ -96,8 +96,15 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
         return None
     newest_runs = runs.where(F.col("run") > newest - HISTORY_RUNS).orderBy(F.desc("run"))
     summary = F.when(F.col("run") == newest, F.col("summary")).alias("summary")
-    rows = newest_runs.select("report", summary).collect()
-    return {"run": newest, "reports": [json.loads(row["report"]) for row in rows], **json.loads(rows[0]["summary"])}
+    rows = newest_runs.select("report", "counted_run", summary).collect()
+    counted_run = rows[0]["counted_run"]
+    return {
+        "run": newest,
+        "reports": [json.loads(row["report"]) for row in rows],
+        "counted_run": counted_run,
+        **json.loads(rows[0]["summary"]),
+        **hourly.load(tables, counted_run),
+    }
 
 
 def last_pass_of(last_run: Mapping[str, Any] | None) -> int:
@@ -144,7 +151,7 @@ class _Run:
         """Carry out the steps that are not yet done."""
         with self.timer.step("plan the run"):
             self._expect(0)
-            self._upgrade()
+            migrations.migrate(self.lake, self.on_progress, self._check_namespace)
             last_run = last_finished_run(self.lake)
             plan, resumed = self._plan(last_run)
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, last_run)
@@ -184,22 +191,13 @@ class _Run:
     def preview(self) -> dry_run.Preview:
         """Make the plan that `carry_out` would make, without a write to the lake."""
         self._expect(0)
-        self.lake.check_version()
+        lake_version.check(self.lake)
         last_run = last_finished_run(self.lake)
         last_number = last_run["run"] if last_run else 0
         interrupted = max(self._plans_since(last_number), default=None)
         plan = self._freeze(interrupted or last_number)
         self._release_claims()
         return dry_run.Preview(plan, interrupted, (last_run or {}).get("reports", []))
-
-    def _upgrade(self) -> None:
-        """Upgrade a lake of an earlier version; CannotRun, with the lake as it was, if it is another namespace's."""
-        if not self.lake.is_outdated():
-            return
-        newest = self.lake.read_cached("progress").orderBy(F.desc("run")).select("options").first()
-        if newest is not None:
-            self._check_namespace(newest["options"])
-        self.lake.upgrade()
 
     # ------------------------------------------------------------------------------------------------------ plan
 
@@ -511,7 +509,9 @@ class _Run:
     def _finish(
         self, plan: Plan, balance: Balance, report: document.Report, last_run: Mapping[str, Any] | None
     ) -> None:
-        """Append the run to `runs`. With this row the run is finished, and the next start begins a new run."""
+        """Store the sums by hour, and append the run to `runs`. With this row the run is finished, and the next start
+        begins a new run."""
+        sums = balance.document()
         summary = {
             "options": plan.options,
             "topics": plan.topics,
@@ -520,7 +520,7 @@ class _Run:
             "last_pass": last_pass_of(last_run) if self.settings.options.skip_ids else plan.run,
             "published": asdict(self.findings_topic) if self.findings_topic else (last_run or {}).get("published"),
             "webhook": self.webhook_state,
-            **balance.document(),
+            **{name: found for name, found in sums.items() if name not in hourly.STORED},
         }
         row = {
             "run": plan.run,
@@ -536,6 +536,7 @@ class _Run:
             ),
         }
         with self.timer.step("finish the run"):
+            row["counted_run"] = hourly.store(self.lake, balance, last_run, plan.run)
             rows = wire_expressions.rows_of(self.spark, lake.schema("runs"), [row])
             self.lake.append_once("runs", rows, plan.run)
 

@@ -14,7 +14,7 @@ from spark.reading.decode import EVENT
 from spark.rules import current_findings
 from spark.rules.kinds import with_surplus
 from spark.settings import CSV, RatesOptions, glob_regex
-from spark.tables import hours
+from spark.tables import hours, lake_version
 from spark.tables.lake import Lake
 
 FIELDS: Final = (
@@ -40,7 +40,7 @@ def rates(spark: SparkSession, options: RatesOptions) -> Iterator[str]:
     the options. CannotRun if the lake has no finished run, or is of an earlier version.
     """
     tables = Lake(spark, options.lake)
-    tables.check_version()
+    lake_version.check(tables)
     since_ms = export.since(tables, options.since_ms)
     records = {_key(row): row.asDict() for row in _records(tables, options, since_ms).collect()}
     copies = {_key(row): int(row["copies"]) for row in _surplus(tables, options, since_ms).collect()}

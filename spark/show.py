@@ -17,7 +17,7 @@ from spark.reading.decode import EVENT
 from spark.reading.kafka_admin import KafkaAdmin, Topic, TopicPartition
 from spark.reading.source import Span
 from spark.rules import causes, current_findings
-from spark.tables import deliveries
+from spark.tables import deliveries, lake_version
 from spark.tables.lake import Lake
 
 Coordinates = tuple[str, int, int]
@@ -40,7 +40,7 @@ def ids_of(text: str) -> list[bytes]:
 def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> Iterator[str]:
     """Describe an id or a key, line by line; both, if a key looks like an id. CannotRun if the lake has neither."""
     lake = Lake(spark, root)
-    lake.check_version()
+    lake_version.check(lake)
     ids = ids_of(text)
     rows = deliveries.gathered(_of(lake.read("deliveries").where(F.col("kind") == EVENT), ids))
     found_rows = rows.withColumn("ordered", causes.ordered()).orderBy("accepted_ms").collect()

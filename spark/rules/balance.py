@@ -1,5 +1,6 @@
 """The balance over ids: sums by hour, carried over from run to run, and the line that must close."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -43,19 +44,18 @@ class Balance:
 
     @classmethod
     def of(cls, summary: Mapping[str, Any] | None) -> "Balance":
-        """Read the balance from the summary of the last finished run."""
+        """Read the balance (`document`) of the last finished run."""
         if summary is None:
             return cls()
-        # Runs of earlier versions wrote `cells` and `shifted`.
-        counts = summary.get("record_counts", summary.get("cells", {}))
-        evidence_changed = summary.get("evidence_changed", summary.get("shifted", False))
-        hours, adjustment = (dict(summary.get(name, {})) for name in ("hours", "adjustment"))
-        late_hours = dict(summary.get("late_hours", {}))
+        hours, adjustment, counts, late_hours = (
+            copy.deepcopy(summary.get(name, {})) for name in ("hours", "adjustment", "record_counts", "late_hours")
+        )
+        evidence_changed = summary.get("evidence_changed", False)
         # Earlier versions did not store whether the verdict about any such id was open.
-        return cls(hours, adjustment, dict(counts), late_hours, evidence_changed, summary.get("open_ids", True))
+        return cls(hours, adjustment, counts, late_hours, evidence_changed, summary.get("open_ids", True))
 
     def document(self) -> dict[str, Any]:
-        """Return the balance for the summary of this run."""
+        """Return the balance as the next run reads it."""
         return {
             "hours": self.hours,
             "adjustment": self.adjustment,

@@ -1,4 +1,4 @@
-"""Files beside the tables, written through Hadoop's file systems: wherever Spark can write."""
+"""Files beside the tables, through Hadoop's file systems: wherever Spark can write."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -17,6 +17,18 @@ def local(spark: SparkSession, root: str) -> str | None:
     path, system = _open(spark, root)
     uri = system.makeQualified(path).toUri()
     return str(uri.getPath()) if uri.getScheme() == "file" else None
+
+
+def read(spark: SparkSession, folder: str, name: str) -> str | None:
+    """Read a small UTF-8 file; None if it does not exist."""
+    path, system = _open(spark, f"{folder}/{name}")
+    if not system.exists(path):
+        return None
+    stream = system.open(path)
+    try:
+        return bytes(stream.readAllBytes()).decode()
+    finally:
+        stream.close()
 
 
 def write(spark: SparkSession, folder: str, name: str, parts: Iterable[str]) -> None:

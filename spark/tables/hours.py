@@ -32,6 +32,11 @@ def as_text(hour: Column) -> Column:
     return F.date_format(hour, _SPARK_FORMAT)
 
 
+def of_text(text: Column) -> Column:
+    """Parse hours."""
+    return F.to_timestamp(text, _SPARK_FORMAT)
+
+
 def of(rows: DataFrame) -> list[str]:
     """Collect the distinct hours of rows, sorted."""
     found = rows.select(as_text(F.col("accepted_hour")).alias("hour")).distinct().collect()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from delta.tables import DeltaMergeBuilder, DeltaTable
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
@@ -97,7 +97,43 @@ PROGRESS: Final = {
 PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"}
 """The value of a finding in the topic of findings, or, if not `sent`, the value to be sent; null for a tombstone."""
 
-RUN: Final = {"run": "bigint", "frozen_ms": "bigint", "verdict": "string", "summary": "string", "report": "string"}
+RUN: Final = {
+    "run": "bigint",
+    "frozen_ms": "bigint",
+    "verdict": "string",
+    "summary": "string",
+    "report": "string",
+    "counted_run": "bigint",
+}
+"""The columns of a finished run. `counted_run`: the run that wrote the rows of HOURLY_BALANCE and HOURLY_RECORDS that
+were right for this one; null for runs of an earlier version, before the last one."""
+
+COUNTS: Final = (
+    *("ids", "records", "copies_extra", "accepted"),
+    *("delivered_once", "duplicated", "conflicted", "lost", "pending", "stuck", "unprovable"),
+    *("phantom", "open", "unrequested", "unrequested_multiple", "unkeyed", "rejects"),
+    *("answered_201", "answered_202", "answered_503", "answered_504", "answered_other", "replayed"),
+)
+"""The counts of an hour and topic (findings.SUMS)."""
+
+HOURLY_BALANCE: Final = {
+    "run": "bigint",
+    "accepted_hour": "timestamp",
+    "topic": "string",
+    "is_adjustment": "boolean",
+    **dict.fromkeys(COUNTS, "bigint"),
+}
+"""The balance by hour and topic. The rows with `is_adjustment` are added to the others, so that an id with rows in
+several hours counts once."""
+
+HOURLY_RECORDS: Final = {
+    "run": "bigint",
+    "accepted_hour": "timestamp",
+    "topic": "string",
+    "partition": "int",
+    "records": "bigint",
+}
+"""Records by hour of acceptance, topic and partition; `partition` is null for the records of all partitions."""
 
 VERDICT: Final = {
     "run": "bigint",
@@ -165,51 +201,25 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "progress": PROGRESS,
     "published": PUBLISHED,
     "runs": RUN,
+    "hourly_balance": HOURLY_BALANCE,
+    "hourly_records": HOURLY_RECORDS,
     "rejects": REJECT,
     "sinks": SINK,
     "verdicts": VERDICT,
 }
-WRITTEN_AFTER_MERGE: Final = ("rejects", "findings", "verdicts", "sinks", "runs")
+WRITTEN_AFTER_MERGE: Final = ("rejects", "findings", "verdicts", "sinks", "hourly_balance", "hourly_records", "runs")
 """The tables that a run writes after it has merged its records into `deliveries`, besides views and `published`."""
 
 COMPACTED: Final = ("findings", "progress", "published", "rejects", "sinks", "verdicts")
 """The tables that are compacted as a whole. Of `runs` only the newest rows are read, by their files' statistics."""
 
-PARTITIONS: Final = {"deliveries": ("accepted_hour", "is_clean")}
-"""The few rows of an hour that are not clean lie in a partition of their own, since only they are read in full."""
-
-RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
-    "deliveries": {
-        "plain": "is_clean",
-        "entered_ms": "entry_seen_ms",
-        "answered_ms": "answer_seen_ms",
-        "unsure_ms": "in_doubt_ms",
-        "copied_ms": "timestamp_ms",
-        "copied_at": "record_accepted_ms",
-        "fp": "fingerprint",
-        "alt": "alternative_fingerprints",
-        "stamped": "has_fencepost_header",
-        "keyed": "has_record_key",
-        "record_key": "record_key_hash",
-        "batch": "batch_hash",
-        "topic_id": "topic_id_hash",
-    },
-    "progress": {
-        "life": "topic_id",
-        "since_ms": "recreated_at_ms",
-        "complete_ms": "complete_since_ms",
-        "decided_ms": "decided_until_ms",
-        "holder": "blocking_transaction",
-        "heard_run": "caught_up_run",
-        "mark_run": "behind_run",
-        "mark_end": "behind_end",
-        "first_ms": "first_record_ms",
-    },
+PARTITIONS: Final = {
+    "deliveries": ("accepted_hour", "is_clean"),
+    "hourly_balance": ("run",),
+    "hourly_records": ("run",),
 }
-"""Names of columns in lakes of the first version, and their present names."""
-
-# Tables that have got columns since the first version: only their schema is extended by a write.
-_EXTENDED: Final = frozenset({"deliveries", "findings", "progress"})
+"""The few rows of an hour that are not clean lie in a partition of their own, since only they are read in full. The
+hourly sums of a run replace those of runs before the last, whose files need not be read for that."""
 
 # Some ten thousand rows, which fit into memory many times over.
 SMALL_BYTES: Final = 4 << 20
@@ -367,57 +377,37 @@ class Lake:
         """Check whether a table has at most some ten thousand rows; true if the table does not exist."""
         return not self.exists(name) or _is_small(snapshot_of(self.read(name)))
 
-    def is_outdated(self) -> bool:
-        """Check whether any table is of an earlier version: a column has another name, or is missing."""
-        return any(self._outdated(name) for name in _EXTENDED)
+    def add_columns(self, name: str, run: int) -> None:
+        """Add the columns that a table of an earlier version lacks, in a commit of the run; they are null there."""
+        if self.exists(name) and not set(SCHEMAS[name]) <= set(self.read(name).columns):
+            none = wire_expressions.rows_of(self.spark, schema(name), [])
+            self._write(name, none.write.option("mergeSchema", True), "append", run)
 
-    def upgrade(self) -> None:
-        """Upgrade the tables of an earlier version: rename columns, then add missing ones, each in a commit.
+    def rename_columns(self, name: str, renamed: Mapping[str, str], run: int) -> None:
+        """Rewrite a table with renamed columns (old and new names), in a commit of the run; nothing if no column has an
+        old name.
 
-        Both steps do nothing if they were done before, so that an interrupted upgrade resumes.
+        Delta cannot rename a partition column.
         """
-        for name in sorted(_EXTENDED):
-            self._begin_unnumbered(name)
-            renamed = RENAMED.get(name, {})
-            if self.exists(name) and renamed.keys() & set(self.read(name).columns):
-                self._rename(name, renamed)
-            if self._outdated(name):
-                empty = wire_expressions.rows_of(self.spark, schema(name), [])
-                empty.write.format("delta").mode("append").option("mergeSchema", True).save(self.path(name))
-
-    def check_version(self) -> None:
-        """Check the version of the tables; CannotRun if the lake is of an earlier version."""
-        if outdated := [name for name in sorted(_EXTENDED) if self._outdated(name)]:
-            raise CannotRun(
-                f"--lake {self.root} is of an earlier version (tables: {', '.join(outdated)}): "
-                "run python -m spark on it once, which upgrades the lake"
-            )
-
-    def _outdated(self, name: str) -> bool:
-        """Check whether a table lacks a column of its schema."""
-        return self.exists(name) and not set(SCHEMAS[name]) <= set(self.read(name).columns)
-
-    def _rename(self, name: str, renamed: Mapping[str, str]) -> None:
-        """Rewrite a table with renamed columns; Delta cannot rename a partition column."""
         rows = self.read(name)
-        columns = [F.col(old).alias(renamed.get(old, old)) for old in rows.columns]
-        renamed_rows = rows.select(*columns)
+        if not renamed.keys() & set(rows.columns):
+            return
+        renamed_rows = rows.select(*(F.col(old).alias(renamed.get(old, old)) for old in rows.columns))
         if name in PARTITIONS:
             renamed_rows = renamed_rows.hint("rebalance", *PARTITIONS[name])
-        writer = renamed_rows.write.format("delta").mode("overwrite").option("overwriteSchema", True)
-        writer.partitionBy(*PARTITIONS.get(name, ())).save(self.path(name))
+        self._write(name, renamed_rows.write.option("overwriteSchema", True), "overwrite", run)
 
     def append(self, name: str, rows: DataFrame, run: int) -> None:
         """Append rows in a commit of a run, at every call."""
-        self._write(name, rows, "append", run)
+        self._write(name, rows.write, "append", run)
 
     def append_once(self, name: str, rows: DataFrame, run: int) -> None:
         """Append rows with the column `run`. If the run was taken over, rows that it has appended before are
         replaced."""
         if self._takeovers[run] and self.exists(name):
-            self._write(name, rows, "overwrite", run, where=f"run = {run}")
+            self.replace(name, rows, f"run = {run}", run)
         else:
-            self._write(name, rows, "append", run)
+            self.append(name, rows, run)
 
     def append_unnumbered(self, name: str, rows: DataFrame) -> None:
         """Append rows in a commit that belongs to no run, at every call."""
@@ -427,9 +417,9 @@ class Lake:
     def replace(self, name: str, rows: DataFrame, where: str, run: int) -> None:
         """Replace the rows that meet the condition `where` by `rows`, which must meet it too."""
         if self.exists(name):
-            self._write(name, rows, "overwrite", run, where=where)
+            self._write(name, rows.write.option("replaceWhere", where), "overwrite", run)
         else:
-            self._write(name, rows, "append", run)
+            self.append(name, rows, run)
 
     def merge(self, rows: DataFrame, touched: list[str], run: int) -> None:
         """Merge ROWs, one for each deliveries.ROW_KEY, into `deliveries`; CannotRun if this run was taken over.
@@ -542,17 +532,12 @@ class Lake:
                     self._begin_unnumbered(name)
                     self._open(name).vacuum(last_h)
 
-    def _write(self, name: str, rows: DataFrame, mode: str, run: int, where: str | None = None) -> None:
-        """Write rows in a commit of a run; with the mode `overwrite` in place of those that meet the condition."""
+    def _write(self, name: str, writer: DataFrameWriter, mode: str, run: int) -> None:
+        """Write rows in a commit of a run; `writer` has their options."""
         with self._numbered(name, run):
-            writer = rows.write.format("delta").mode(mode).option("mergeSchema", name in _EXTENDED)
-            if name in PARTITIONS:
-                writer = writer.partitionBy(*PARTITIONS[name])
             if name in _STATISTICS_OF and not self.exists(name):
                 writer = writer.option("delta.dataSkippingStatsColumns", _STATISTICS_OF[name])
-            if where is not None:
-                writer = writer.option("replaceWhere", where)
-            writer.save(self.path(name))
+            writer.format("delta").mode(mode).partitionBy(*PARTITIONS.get(name, ())).save(self.path(name))
 
 
 def _is_scattered(snapshot: Snapshot) -> bool:

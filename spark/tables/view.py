@@ -27,12 +27,15 @@ from spark.reading.decode import EVENT, clamped
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, Log, Plan
 from spark.reading.source import Span
-from spark.tables import lock
+from spark.tables import lake_version, lock
 from spark.tables.deliveries import in_spans, is_of_earlier_topic
 from spark.tables.lake import Lake, broadcast_if_small, checkpointed
 
 TABLE: Final = "views"
 """The table of the topics that have a view."""
+
+LISTED: Final = {"topic": "string", "run": "bigint"}
+"""The columns of that table: the topic, and the last finished run when the view was created."""
 
 FOLDER: Final = "view"
 """The folder of the views in the lake."""
@@ -75,9 +78,7 @@ class View:
         """Read the current rows (COLUMNS); no rows if the table does not exist."""
         if self.lake.exists(self.name):
             return self.lake.spark.read.format("delta").load(self.lake.path(self.name))
-        return wire_expressions.rows_of(
-            self.lake.spark, ", ".join(f"`{name}` {data_type}" for name, data_type in COLUMNS.items()), []
-        )
+        return wire_expressions.rows_of(self.lake.spark, _ddl(COLUMNS), [])
 
     def advance(
         self,
@@ -175,7 +176,7 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
     """
     with lock.held(spark, root) as check_held:
         lake = Lake(spark, root, check_held)
-        lake.check_version()
+        lake_version.check(lake)
         view = View(lake, shared, topic)
         last_run = lake.read("runs").agg(F.max("run").alias("run")).collect()[0]["run"]
         rows = lake.read("progress").where(F.col("run") == last_run).collect() if last_run is not None else []
@@ -188,7 +189,7 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
         if topic not in registered(lake):
             # Before the rows: a run that does not know of the view would leave its records out.
             row = {"topic": topic, "run": plan.run}
-            lake.append_unnumbered(TABLE, wire_expressions.rows_of(spark, "topic string, run bigint", [row]))
+            lake.append_unnumbered(TABLE, wire_expressions.rows_of(spark, _ddl(LISTED), [row]))
         if not lake.exists(view.name):
             logs = [log for log in plan.of(DATA) if log.topic == topic]
             with closing(KafkaAdmin(spark, shared)) as admin:
@@ -196,6 +197,10 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
             planned = {log.topic_partition: (0, log.end) for log in logs}
             view.advance(lake.read("deliveries"), 0, _present_parts(planned, present), present, plan.run, {}, {})
         return view.rows().count()
+
+
+def _ddl(columns: Mapping[str, str]) -> str:
+    return ", ".join(f"`{name}` {data_type}" for name, data_type in columns.items())
 
 
 def registered(lake: Lake) -> list[str]:

@@ -57,9 +57,3 @@ def test_an_hour_that_left_the_window_with_open_verdicts_is_late_for_a_window_af
     for since_ms, is_late in ((ms(THIRD) + 1, True), (ms(THIRD) + 2, False)):
         balance.note_late_hours(since_ms, ms(THIRD) + 9)
         assert balance.late_hours == ({FIRST: ms(THIRD) + 1} if is_late else {})
-
-
-def test_the_summary_of_an_earlier_version_is_read_by_its_names() -> None:
-    balance = Balance.of({"hours": {}, "adjustment": {}, "cells": {FIRST: {"t": {"0": 5}}}, "shifted": True})
-    assert (balance.record_counts, balance.evidence_changed) == ({FIRST: {"t": {"0": 5}}}, True)
-    assert Balance.of(balance.document()) == balance

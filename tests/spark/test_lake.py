@@ -1,10 +1,12 @@
 """The tables of the lake: idempotent writes, upgrades, and reads that do not grow with the history."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,15 +18,16 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
 from service.contract import SharedSettings
-from spark import job, session
+from spark import job, migrations, session
 from spark.errors import CannotRun
 from spark.reading.run_plan import Log, Plan
 from spark.report import publish
-from spark.rules import cross_hour
+from spark.rules import cross_hour, findings, hourly
+from spark.rules.balance import Balance
 from spark.rules.classify import gather_evidence
 from spark.settings import OFFSETS_MOST
 from spark.tables import deliveries as deliveries_table
-from spark.tables import hours, lake, view
+from spark.tables import hours, lake, lake_version, lock, view
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
@@ -194,15 +197,19 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
 def test_the_readme_has_every_column_of_every_table_and_no_other() -> None:
     text = (Path(__file__).parents[2] / "spark" / "README.md").read_text(encoding="utf-8")
     section = text.partition("## The tables of the lake")[2].partition("\n## ")[0]
-    for name, columns in lake.SCHEMAS.items():
-        _, _, part = section.partition(f"`{name}`:")
-        table = part.partition("\n\n`")[0] if name in ("deliveries", "findings", "progress", "sinks") else part
-        listed = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)) or table)
+    views = {"view/<topic>": view.COLUMNS, view.TABLE: view.LISTED}
+    for name, columns in {**lake.SCHEMAS, **views}.items():
+        _, _, part = section.partition(f"\n`{name}`:")
+        table = re.split(r"\n\n`(?!``)", part)[0]
+        rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+        listed = re.findall(r"`(\w+)`", "\n".join(rows))
         # A finding about a sink has the columns of any finding, and more.
         own = set(columns) - set(lake.FINDING) if name == "sinks" else set(columns)
-        assert own <= set(listed), (name, own - set(listed))
-        if table != part:
-            assert set(listed) == own, name
+        assert sorted(listed) == sorted(own), name
+
+
+def test_the_lake_has_a_column_for_each_count_of_an_hour() -> None:
+    assert tuple(findings.SUMS) == lake.COUNTS
 
 
 # The columns of the last version without the present names.
@@ -231,28 +238,34 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
         "progress": spark.createDataFrame(of_now.rows(), lake.schema("progress")),
     }
     for name, rows in written.items():
-        old = {present: first for first, present in lake.RENAMED[name].items()}
+        old = {present: first for first, present in migrations.RENAMED[name].items()}
         # These are younger than the present names.
         first = rows.withColumnsRenamed(old).drop("skip_ids", "keep_days", "proven_lost", *YOUNGEST)
         assert sorted(first.columns) == sorted(FIRST_VERSION[name].split())
         writer = first.write.format("delta").option("txnAppId", lake.WRITER)
         parts = [old.get(column, column) for column in lake.PARTITIONS.get(name, ())]
         writer.option("txnVersion", "1").partitionBy(*parts).save(tables.path(name))
-    with pytest.raises(CannotRun, match=r"tables: deliveries, progress.* run python -m spark on it once"):
-        tables.check_version()
-    tables.upgrade()
-    tables.check_version()
+    with pytest.raises(CannotRun, match=r"of an earlier version \(0, not 2\): run python -m spark on it once"):
+        lake_version.check(tables)
+    _migrate(tables)
+    lake_version.check(tables)
     for name, rows in written.items():
         assert tables.read(name).columns == rows.columns
         assert tables.read(name).exceptAll(rows).isEmpty()
         assert tables.read(name).count() == rows.count()
     versions = DeltaTable.forPath(spark, tables.path("deliveries")).history().count()
-    tables.upgrade()
+    # As after a run that was killed before it stored the version.
+    (tmp_path / lake_version.FILE).unlink()
+    _migrate(tables)
     assert DeltaTable.forPath(spark, tables.path("deliveries")).history().count() == versions
 
 
+def _migrate(tables: lake.Lake) -> None:
+    migrations.migrate(tables, lambda line: None, lambda options: None)
+
+
 def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, tmp_path: Path) -> None:
-    """Its tables lack columns; an unknown column in a table that is not extended is an error."""
+    """Its tables lack columns; an unknown column is an error."""
     tables, old = lake.Lake(spark, str(tmp_path)), plan()
     assert old.logs
     rows = spark.createDataFrame(old.rows(), lake.schema("progress"))
@@ -270,18 +283,17 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
         for log in old.logs
     }
     assert read(1) == known
+    deliveries = reduced(spark, [copy(1), entry(1)])
+    more = ["freed_ms", "record_key_hash", "batch_hash", "topic_id_hash", "was_past_end", "elsewhere", "proven_lost"]
+    tables.append("deliveries", deliveries.drop(*more, *YOUNGEST), 1)
+    finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], lake.schema("findings"))
+    tables.append("findings", finding.drop("run", "late_ms"), 1)
+    _migrate(tables)
     marks: dict[str, Any] = {"behind_run": 1, "behind_end": 7, "first_record_ms": 8, "leader_epoch": 0}
     marked = [{**row, "run": 2, **marks} for row in old.rows()]
     tables.append_once("progress", spark.createDataFrame(marked, lake.schema("progress")), 2)
     assert read(1) == known
     assert read(2) == {replace(log, **marks) for log in old.logs}
-    deliveries = reduced(spark, [copy(1), entry(1)])
-    more = ["freed_ms", "record_key_hash", "batch_hash", "topic_id_hash", "was_past_end", "elsewhere", "proven_lost"]
-    tables.append_once("deliveries", deliveries.drop(*more, *YOUNGEST), 1)
-    finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], lake.schema("findings"))
-    tables.append_once("findings", finding.drop("run", "late_ms"), 1)
-    tables.upgrade()
-    tables.upgrade()
     assert set(tables.read("deliveries").columns) == set(deliveries_table.ROW)
     assert [(row["run"], row["late_ms"]) for row in tables.read("findings").collect()] == [(None, None)]
     later = reduced(spark, [copy(1), answer(503), answer(201, 7)], 2, later_ends={("t", 0): 5})
@@ -449,7 +461,8 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
         lambda: tables.delete_before(hours.text_of(2**41), 2),
         lambda: tables.optimize(touched, []),
         lambda: tables.vacuum(1),
-        tables.upgrade,
+        lambda: tables.rename_columns("deliveries", {"key": "k"}, 2),
+        lambda: _migrate(tables),
     ]
     held = False
     for commit in commits:
@@ -457,8 +470,8 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
             commit()
     assert _version(filled) == 0
     for path in (Path(__file__).parents[2] / "spark").rglob("*.py"):
-        opens = len(re.findall(r"DeltaTable\.forPath|\.write\.format\(.delta.\)", path.read_text(encoding="utf-8")))
-        assert opens == {"lake.py": 5, "lock.py": 2}.get(path.name, 0), path
+        opens = re.findall(r"DeltaTable\.forPath|(?<!read)\.format\(.delta.\)", path.read_text(encoding="utf-8"))
+        assert len(opens) == {"lake.py": 3, "lock.py": 2}.get(path.name, 0), path
 
 
 def test_a_proven_loss_is_marked_without_a_new_run_and_stays_so(spark: SparkSession, tmp_path: Path) -> None:
@@ -472,6 +485,82 @@ def test_a_proven_loss_is_marked_without_a_new_run_and_stays_so(spark: SparkSess
     tables.merge(again, hours.of(again), 2)
     found = {row["offset"]: (row["proven_lost"], row["run"]) for row in tables.read("deliveries").collect()}
     assert found == {1: (None, 1), 99: (True, 2), 100: (None, 2)}
+
+
+def test_a_lake_of_a_newer_release_is_refused_in_a_line(spark: SparkSession, tmp_path: Path) -> None:
+    tables = lake.Lake(spark, str(tmp_path))
+    newer = lake_version.VERSION + 1
+    lake_version.store(tables, newer)
+    said = rf"^--lake {tmp_path} is of version {newer}, which a newer release has written: run that release [^\n]*$"
+    for refuses in (_migrate, lake_version.check):
+        with pytest.raises(CannotRun, match=said):
+            refuses(tables)
+    assert [path.name for path in tmp_path.iterdir()] == [lake_version.FILE]
+    (tmp_path / lake_version.FILE).write_text("{}")
+    with pytest.raises(CannotRun, match=rf"{lake_version.FILE} has no version: restore this file"):
+        _migrate(tables)
+
+
+def test_a_new_lake_has_the_version_of_this_release(spark: SparkSession, tmp_path: Path) -> None:
+    tables = lake.Lake(spark, str(tmp_path))
+    lake_version.check(tables)
+    _migrate(tables)
+    assert lake_version.stored(tables) == lake_version.VERSION == migrations.MIGRATIONS[-1].version
+    assert [step.version for step in migrations.MIGRATIONS] == list(range(1, lake_version.VERSION + 1))
+
+
+SUMS_OF_RUN: Final[dict[str, Any]] = {
+    "hours": {"2026-01-01 00:00:00": {"t": {"accepted": 2, "delivered_once": 2}, "u": {"ids": 1}}},
+    "adjustment": {"2026-01-01 01:00:00": {"t": {"accepted": -1}}},
+    "late_hours": {"2026-01-01 00:00:00": 5},
+}
+COUNTED_RECORDS: Final = {"2026-01-01 00:00:00": {"t": {"0": 7, "12": 1}, "u": {"-1": 3}}}
+
+
+def _killed_at(number: int) -> lock.CheckHeld:
+    """Return the check of a process that is killed before its `number`-th commit or version."""
+    checks = count(1)
+
+    def check_held() -> None:
+        if next(checks) == number:
+            raise CannotRun("killed")
+
+    return check_held
+
+
+def test_sums_by_hour_move_from_the_summary_of_the_last_run_to_tables(spark: SparkSession, tmp_path: Path) -> None:
+    """Also with the names of the first release, and if the upgrade is interrupted after any commit."""
+    tables = lake.Lake(spark, str(tmp_path))
+    planned = [{**row, "run": 2} for row in plan().rows()]
+    tables.append("progress", spark.createDataFrame(planned, lake.schema("progress")), 2)
+    summary = {**SUMS_OF_RUN, "cells": COUNTED_RECORDS, "shifted": True, "options": "{}"}
+    rows = [
+        {"run": run, "frozen_ms": NOW_MS, "verdict": "clean", "summary": json.dumps(found), "report": "{}"}
+        for run, found in ((1, {"hours": {}}), (2, summary))
+    ]
+    tables.append("runs", spark.createDataFrame(rows, lake.schema("runs")).drop("counted_run"), 2)
+    # Before it stores a version, after the new column, after one table, both tables, and the summary.
+    for number in (1, 3, 2, 3, 4):
+        with pytest.raises(CannotRun, match="killed"):
+            _migrate(lake.Lake(spark, str(tmp_path), _killed_at(number)))
+    _migrate(lake.Lake(spark, str(tmp_path), _killed_at(2)))
+    found = job.last_finished_run(tables)
+    assert found is not None
+    assert {name: found[name] for name in SUMS_OF_RUN} == SUMS_OF_RUN
+    assert (found["record_counts"], found["evidence_changed"]) == (COUNTED_RECORDS, True)
+    assert (found["counted_run"], found["options"]) == (2, "{}")
+    assert "hours" not in json.loads(tables.read("runs").where("run = 2").collect()[0]["summary"])
+    # A run that has counted the same writes nothing; another one replaces the sums, and keeps those of the last run.
+    balance = Balance.of(found)
+    assert hourly.store(tables, balance, found, 3) == 2
+    balance.hours["2026-01-01 02:00:00"] = {"t": {"accepted": 5}}
+    assert hourly.store(tables, balance, found, 3) == 3
+    assert hourly.load(tables, 2)["hours"] == SUMS_OF_RUN["hours"]
+    assert hourly.load(tables, 3)["hours"] == balance.hours
+    found |= {"counted_run": 3, **hourly.load(tables, 3)}
+    balance.hours.popitem()
+    assert hourly.store(tables, balance, found, 4) == 4
+    assert {row["run"] for row in tables.read("hourly_balance").collect()} == {3, 4}
 
 
 def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
@@ -488,7 +577,8 @@ def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
             "runs", spark.createDataFrame(runs, lake.schema("runs")).repartitionByRange(length, "run"), first
         )
     with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
-        assert job.last_finished_run(tables) == {"run": 42, "n": 42, "reports": list(range(42, 23, -1))}
+        reports = list(range(42, 23, -1))
+        assert job.last_finished_run(tables) == {"run": 42, "n": 42, "reports": reports, "counted_run": None}
     assert reads(spark, tmp_path, "runs")["number of files read"] == job.HISTORY_RUNS
     assert len(tables.read("runs").inputFiles()) >= 2 * job.HISTORY_RUNS
 

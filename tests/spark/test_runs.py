@@ -1,7 +1,6 @@
 """Tests runs after one another: each counts once, also after interruptions."""
 
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -18,9 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from confluent_kafka import Producer
-from delta.tables import DeltaTable
-from pyspark.sql import SparkSession
-from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql import Row, SparkSession
 
 from deploy import places
 from deploy.stack import Kafka
@@ -33,6 +30,7 @@ from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.run_plan import Plan
 from spark.report import document, publish
 from spark.rules import balance
+from spark.rules.classify import CATEGORIES
 from spark.settings import Options, Settings, Webhook
 from spark.tables import hours, lake, lock, view
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
@@ -40,6 +38,7 @@ from tests.kubernetes.alerting import Rules as AlertRules
 from tests.kubernetes.rendering import HERE, Rendered, render
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Writer
+from tests.spark.layouts import without_version
 from tests.spark.receiver import Receiver, receiving
 from tests.spark.runs import Ran, run
 from tests.spark.test_classify import plan as a_plan
@@ -181,10 +180,15 @@ CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
     (planning, "freeze", False, None),
     (planning, "check_read", False, None),
     (lake.Lake, "merge", True, None),
+    # The view of a topic is registered, and has no table yet.
+    (view.View, "advance", False, None),
+    (view.View, "advance", True, None),
     (lake.Lake, "append_once", True, "rejects"),
     (lake.Lake, "replace", True, "findings"),
     (lake.Lake, "append_once", True, "verdicts"),
     (document, "write", True, None),
+    (lake.Lake, "replace", True, "hourly_balance"),
+    (lake.Lake, "replace", True, "hourly_records"),
     (lake.Lake, "append_once", False, "runs"),
 )
 
@@ -219,8 +223,15 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     assert "accepted 60 = delivered_once 46  duplicated 9  conflicted 5" in text
     assert "duplicate/foreign_writer" in text
     assert "somewhere/report.html" in text
+    cut_lake, whole_lake = (whole.lake.with_name(name) for name in ("cut", "whole-with-view"))
     stages.lake("cut")
     made, hook = receiver
+    shutil.copytree(whole.lake, whole_lake)
+    shared, topic = SharedSettings(kafka=history.bootstrap, namespace=history.namespace), f"{history.namespace}-t"
+    with cut(monkeypatch, view.View, "advance", after=False):
+        view.register(spark, shared, str(cut_lake), topic)
+    assert not (cut_lake / view.FOLDER).exists()
+    without_version(spark, cut_lake)
     for owner, step, after, only in CUTS:
         with cut(monkeypatch, owner, step, after=after, only=only):
             audit(history, later_s=LATER_S, lake="cut", webhook=hook)
@@ -234,9 +245,31 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     # Runs 2 and 3 were interrupted before their merge, and replaced.
     assert (again.document["run"]["resumed"], again.document["run"]["number"]) == (True, 4)
     assert again.written() == whole.written()
-    for name in ("rejects", "findings", "verdicts"):
+    # The sums that the lake of an earlier release had in its summary are right.
+    assert not again.document["run"]["recounted"]
+    assert view.register(spark, shared, str(whole_lake), topic) == 60
+    views = [
+        {(bytes(row["id"]), row["partition"], row["offset"]) for row in _view(spark, root, topic)}
+        for root in (cut_lake, whole_lake)
+    ]
+    assert views[0] == views[1]
+    assert _balance_by_sql(spark, cut_lake) == _balance_by_sql(spark, whole_lake) == whole.document["balance"]
+    for name in ("rejects", "findings", "verdicts", "hourly_balance", "hourly_records"):
         rows = [lake.Lake(spark, str(ran.lake)).read(name) for ran in (whole, again)]
         assert rows[0].count() == rows[1].count() > 0, name
+
+
+def _view(spark: SparkSession, root: Path, topic: str) -> list[Row]:
+    return spark.read.format("delta").load(f"{root}/{view.FOLDER}/{topic}").collect()
+
+
+def _balance_by_sql(spark: SparkSession, root: Path) -> dict[str, int]:
+    """Sum up the hours as spark/README.md says."""
+    names = ("accepted", *CATEGORIES, "phantom", "records")
+    sums = ", ".join(f"sum({name}) AS {name}" for name in names)
+    counted_run = f"SELECT max_by(counted_run, run) FROM delta.`{root}/runs`"
+    (row,) = spark.sql(f"SELECT {sums} FROM delta.`{root}/hourly_balance` WHERE run = ({counted_run})").collect()
+    return row.asDict()
 
 
 @pytest.mark.long
@@ -493,13 +526,13 @@ def test_a_run_whose_number_another_run_has_used_for_its_plan_stops(
 
 
 def test_a_balance_that_does_not_close_is_counted_again(spark: SparkSession, stages: Stages, audit: Audit) -> None:
-    """The sums of earlier hours are carried over from the last run's summary."""
+    """The sums of earlier hours are carried over from the last run."""
     name = stages.lake("recounted")
-    runs = DeltaTable.forPath(spark, str(stages.clean.with_name(name) / "runs"))
-    summary = json.loads(runs.toDF().collect()[0]["summary"])
+    tables = lake.Lake(spark, str(stages.clean.with_name(name)))
     # An hour that this run does not classify.
-    summary["hours"][hours.text_of(stages.history.now_ms - 5 * HOUR_S * 1000)] = {"t": {"accepted": 1}}
-    runs.update(set={"summary": F.lit(json.dumps(summary))})
+    hour = hours.at(hours.text_of(stages.history.now_ms - 5 * HOUR_S * 1000))
+    wrong = {"run": 1, "accepted_hour": hour, "topic": "t", "is_adjustment": False, "accepted": 1}
+    tables.append_unnumbered("hourly_balance", spark.createDataFrame([wrong], lake.schema("hourly_balance")))
     ran = audit(stages.history, later_s=LATER_S, lake=name)
     assert ran.document["run"]["recounted"]
     assert not stages.whole.document["run"]["recounted"]

@@ -1,0 +1,28 @@
+"""Lakes in the layouts of earlier releases, made from lakes of this one."""
+
+import json
+import shutil
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from spark import job
+from spark.rules import hourly
+from spark.tables import lake, lake_version
+
+
+def without_version(spark: SparkSession, root: Path) -> None:
+    """Turn a lake into one of the last release that stored no version: the sums by hour are in the summary of a run."""
+    tables = lake.Lake(spark, str(root))
+    last = job.last_finished_run(tables)
+    assert last is not None
+    sums = {name: last[name] for name in hourly.STORED}
+    rows = [row.asDict() for row in tables.read("runs").drop("counted_run").collect()]
+    for row in rows:
+        row["summary"] = json.dumps(json.loads(row["summary"]) | (sums if row["run"] == last["run"] else {}))
+    columns = ", ".join(f"{name} {data_type}" for name, data_type in lake.RUN.items() if name != "counted_run")
+    earlier = spark.createDataFrame(rows, columns).write.format("delta").mode("overwrite")
+    earlier.option("overwriteSchema", True).save(tables.path("runs"))
+    for name in ("hourly_balance", "hourly_records"):
+        shutil.rmtree(root / name)
+    (root / lake_version.FILE).unlink()
