@@ -12,9 +12,9 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import dry_run, migrations, session
+from spark import dry_run, frames, migrations, session
 from spark.errors import CannotRun
-from spark.reading import decode, planning, run_plan, sinks, source, wire_expressions
+from spark.reading import decode, planning, run_plan, sinks, source
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
 from spark.report import document, publish, webhook
@@ -249,7 +249,7 @@ class _Run:
     def _store(self, plan: Plan) -> None:
         """Store the plan; CannotRun if another run has stored a plan under this number, since Delta skips the second
         commit of a number."""
-        rows = wire_expressions.rows_of(self.spark, lake.schema("progress"), plan.rows())
+        rows = frames.rows_of(self.spark, lake.schema("progress"), plan.rows())
         self.lake.append_once("progress", rows, plan.run)
         stored = _plans_of(self.lake.read("progress").where(F.col("run") == plan.run).collect()).get(plan.run)
         if stored is None or not stored.is_same_as(plan):
@@ -457,7 +457,7 @@ class _Run:
         findings = self.lake.read_cached("findings")
         if findings.isEmpty():
             # Without rows Spark plans next to nothing of what follows.
-            findings = wire_expressions.rows_of(self.spark, lake.schema("findings"), [])
+            findings = frames.rows_of(self.spark, lake.schema("findings"), [])
         findings = sink_audit.with_findings(self.lake, findings)
         by_hour = current_findings.by_hour(findings, window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
@@ -537,7 +537,7 @@ class _Run:
         }
         with self.timer.step("finish the run"):
             row["counted_run"] = hourly.store(self.lake, balance, last_run, plan.run)
-            rows = wire_expressions.rows_of(self.spark, lake.schema("runs"), [row])
+            rows = frames.rows_of(self.spark, lake.schema("runs"), [row])
             self.lake.append_once("runs", rows, plan.run)
 
     def _tidy(self, plan: Plan, last_run: dict[str, Any] | None) -> None:

@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
-from spark import rule_table
+from spark import frames, rule_table
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
 from spark.reading.decode import EVENT
@@ -149,7 +149,7 @@ def read_records(
 
     Records that no longer exist are left out. `is_its_record`: the record is that of the copy.
     """
-    known = wire_expressions.rows_of(spark, _IDENTITY, copies)
+    known = frames.rows_of(spark, _IDENTITY, copies)
     is_its_record = decode.is_record_of(
         wire_expressions.literal(id),
         F.col("was_with_header"),

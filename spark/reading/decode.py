@@ -14,7 +14,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
-from spark import rule_table
+from spark import frames, rule_table
 from spark.errors import CannotRun
 from spark.reading import source, wire_expressions
 from spark.reading.jvm import Py4JError, is_deterministic
@@ -298,7 +298,7 @@ def check_identities(spark: SparkSession, identities: Mapping[str, str]) -> None
     """Check that each expression is valid and deterministic; CannotRun, with Spark's message, otherwise."""
     if not identities:
         return
-    records = wire_expressions.rows_of(spark, f"{source.SCHEMA}, timestamp timestamp", [])
+    records = frames.rows_of(spark, f"{source.SCHEMA}, timestamp timestamp", [])
     for topic, expression in identities.items():
         try:
             computed = records.select(

@@ -8,7 +8,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
-from spark.reading import wire_expressions
+from spark import frames
 from spark.reading.kafka_admin import TopicPartition, connection
 
 SCHEMA: Final = (
@@ -34,7 +34,7 @@ def read(
     """
     spans = {partition: span for partition, span in spans.items() if span[1] > span[0]}
     if not spans:
-        return wire_expressions.rows_of(spark, SCHEMA, [])
+        return frames.rows_of(spark, SCHEMA, [])
     records = (
         spark.read.format("kafka")
         .options(**{f"kafka.{name}": value for name, value in connection(shared).items()})

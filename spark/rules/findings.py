@@ -6,8 +6,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import rule_table
-from spark.reading import wire_expressions
+from spark import frames, rule_table
 from spark.reading.decode import EVENT, REJECT, UNKEYED
 from spark.reading.run_plan import RETENTION, TRUNCATED, UNWANTED, Plan
 from spark.rule_table import LOST, PENDING
@@ -267,7 +266,7 @@ def of_logs(spark: SparkSession, plan: Plan) -> list[DataFrame]:
         if log.role != UNWANTED
         for gap in log.gaps
     ]
-    return [wire_expressions.rows_of(spark, lake.schema("findings"), rows)] if rows else []
+    return [frames.rows_of(spark, lake.schema("findings"), rows)] if rows else []
 
 
 def _found(kind: Column, cause: Column, coordinates: Column, count: str | None = None) -> Column:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark.reading import wire_expressions
+from spark import frames
 from spark.rules.balance import Balance, ByHour, RecordCounts
 from spark.rules.record_counts import NO_PARTITION
 from spark.tables import hours, lake
@@ -57,7 +57,7 @@ def store(
     kept = "true" if counted_run is None else f"run <> {counted_run}"
     for name, of_table in rows.items():
         columns = {**lake.SCHEMAS[name], "accepted_hour": "string"}
-        frame = wire_expressions.rows_of(
+        frame = frames.rows_of(
             tables.spark, ", ".join(f"`{column}` {data_type}" for column, data_type in columns.items()), of_table
         )
         frame = frame.withColumn("accepted_hour", hours.of_text(F.col("accepted_hour"))).coalesce(1)

@@ -13,7 +13,8 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark.reading import run_plan, wire_expressions
+from spark import frames
+from spark.reading import run_plan
 from spark.reading.decode import EVENT, REJECT
 from spark.reading.run_plan import Plan, RunContext
 from spark.rule_table import LOST, PENDING
@@ -285,7 +286,7 @@ def _write_findings(
     elif tables.exists("findings") and known.where(replaced).isEmpty():
         return
     else:
-        rows = wire_expressions.rows_of(tables.spark, lake.schema("findings"), [])
+        rows = frames.rows_of(tables.spark, lake.schema("findings"), [])
     tables.replace("findings", rows, replaced, context.plan.run)
 
 

@@ -17,10 +17,9 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SinkRule
-from spark import rule_table
+from spark import frames, rule_table
 from spark.errors import CannotRun
 from spark.reading import sinks as reading
-from spark.reading import wire_expressions
 from spark.reading.decode import EVENT
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, RunContext
 from spark.reading.sinks import Interval, Unreadable
@@ -93,7 +92,7 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
     rules = context.settings.rules.sinks
     if not rules:
         if not tables.read_cached(TABLE).isEmpty():
-            nothing = wire_expressions.rows_of(tables.spark, lake.schema(TABLE), [])
+            nothing = frames.rows_of(tables.spark, lake.schema(TABLE), [])
             tables.replace(TABLE, nothing, "true", context.plan.run)
         return []
     states = _states(tables.read_cached(TABLE))
@@ -450,7 +449,7 @@ class _Comparison:
             for text, of_hour in counts.items()
         ]
         names = ", ".join(f"{name} bigint" for name in COUNTS)
-        made = wire_expressions.rows_of(self.spark, f"hour_s bigint, is_closed boolean, {names}", rows)
+        made = frames.rows_of(self.spark, f"hour_s bigint, is_closed boolean, {names}", rows)
         columns = {name: F.col(name) for name in ("is_closed", *COUNTS)}
         return self._as_rows(made, columns | {"accepted_hour": F.timestamp_seconds("hour_s")})
 

@@ -17,9 +17,8 @@ from pyspark.sql import Column, DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
-from spark import session
+from spark import frames, session
 from spark.errors import CannotRun
-from spark.reading import wire_expressions
 from spark.reading.decode import EVENT
 from spark.reading.jvm import Snapshot, snapshot_of, transaction_number
 from spark.reading.kafka_admin import TopicPartition
@@ -312,7 +311,7 @@ class Lake:
     def read(self, name: str) -> DataFrame:
         """Read the current rows of a table; no rows if the table does not exist."""
         if name in SCHEMAS and not self.exists(name):
-            return wire_expressions.rows_of(self.spark, schema(name), [])
+            return frames.rows_of(self.spark, schema(name), [])
         return self.spark.read.format("delta").load(self.path(name))
 
     def read_cached(self, name: str) -> DataFrame:
@@ -380,7 +379,7 @@ class Lake:
     def add_columns(self, name: str, run: int) -> None:
         """Add the columns that a table of an earlier version lacks, in a commit of the run; they are null there."""
         if self.exists(name) and not set(SCHEMAS[name]) <= set(self.read(name).columns):
-            none = wire_expressions.rows_of(self.spark, schema(name), [])
+            none = frames.rows_of(self.spark, schema(name), [])
             self._write(name, none.write.option("mergeSchema", True), "append", run)
 
     def rename_columns(self, name: str, renamed: Mapping[str, str], run: int) -> None:

@@ -16,8 +16,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
+from spark import frames
 from spark.errors import AnotherRun, CannotRun
-from spark.reading import wire_expressions
 from spark.reading.jvm import Py4JJavaError, jvm
 from spark.tables import files, stores
 
@@ -190,7 +190,7 @@ class Lease:
                 written: dict[str, str | Column] = {name: F.lit(value) for name, value in row.items()}
                 DeltaTable.forPath(self._spark, self._path).update(condition, written)
             else:
-                wire_expressions.rows_of(self._spark, _LEASE, [row]).write.format("delta").save(self._path)
+                frames.rows_of(self._spark, _LEASE, [row]).write.format("delta").save(self._path)
         except (PySparkException, Py4JJavaError) as error:
             # After a conflict another commit came first; the row says which process holds the lease.
             if not _is_conflict(error):

@@ -20,7 +20,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
-from spark import rule_table
+from spark import frames, rule_table
 from spark.errors import CannotRun
 from spark.reading import decode, run_plan, source, wire_expressions
 from spark.reading.decode import EVENT, clamped
@@ -78,7 +78,7 @@ class View:
         """Read the current rows (COLUMNS); no rows if the table does not exist."""
         if self.lake.exists(self.name):
             return self.lake.spark.read.format("delta").load(self.lake.path(self.name))
-        return wire_expressions.rows_of(self.lake.spark, _ddl(COLUMNS), [])
+        return frames.rows_of(self.lake.spark, _ddl(COLUMNS), [])
 
     def advance(
         self,
@@ -189,7 +189,7 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
         if topic not in registered(lake):
             # Before the rows: a run that does not know of the view would leave its records out.
             row = {"topic": topic, "run": plan.run}
-            lake.append_unnumbered(TABLE, wire_expressions.rows_of(spark, _ddl(LISTED), [row]))
+            lake.append_unnumbered(TABLE, frames.rows_of(spark, _ddl(LISTED), [row]))
         if not lake.exists(view.name):
             logs = [log for log in plan.of(DATA) if log.topic == topic]
             with closing(KafkaAdmin(spark, shared)) as admin:

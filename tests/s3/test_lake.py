@@ -14,9 +14,8 @@ from pyspark.sql import SparkSession
 from deploy import places
 from deploy.install import java
 from service.contract import Rules, SharedSettings
-from spark import jars, job
+from spark import frames, jars, job
 from spark.errors import AnotherRun, CannotRun
-from spark.reading import wire_expressions
 from spark.session import INTERPRETED
 from spark.settings import Options, Settings
 from spark.tables import files, lock, stores, view
@@ -84,7 +83,7 @@ def test_a_suspended_run_whose_number_was_fenced_does_not_commit(
     spark: SparkSession, lake: str, server: Server
 ) -> None:
     suspended, heir = Lake(spark, lake), Lake(spark.newSession(), lake)
-    rows = wire_expressions.rows_of(spark, schema("rejects"), [{"run": 2, "topic": "t", "count": 1}])
+    rows = frames.rows_of(spark, schema("rejects"), [{"run": 2, "topic": "t", "count": 1}])
     heir.append_once("rejects", rows, 1)
     with ThreadPoolExecutor(1) as threads, server.holding(_object(lake, "rejects", 1)) as held:
         result = threads.submit(suspended.append_once, "rejects", rows, 2)

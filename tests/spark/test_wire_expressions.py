@@ -10,6 +10,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
+from spark import frames
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
 from tests.unit.contract.test_wire import content, vectors
@@ -194,5 +195,5 @@ def test_negative_coordinates_count_as_missing(spark: SparkSession) -> None:
 
 def test_a_row_from_the_driver_may_be_longer_than_jackson_s_limit(spark: SparkSession) -> None:
     summary = "x" * 20_000_001
-    (row,) = wire_expressions.rows_of(spark, "run bigint, summary string", [{"run": 1, "summary": summary}]).collect()
+    (row,) = frames.rows_of(spark, "run bigint, summary string", [{"run": 1, "summary": summary}]).collect()
     assert row["summary"] == summary

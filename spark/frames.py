@@ -1,0 +1,26 @@
+"""Frames of a few rows from the driver."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import ArrayType, StructType
+
+# Jackson limits a string to 20 MB by default, against untrusted input. The summary of a run with many hours is longer.
+_PARSED: Final = {"mode": "FAILFAST", "maxStringLen": str(2**31 - 1)}
+
+
+def rows_of(spark: SparkSession, schema: str | StructType, items: Sequence[Mapping[str, Any]]) -> DataFrame:
+    """Create a frame of a few rows from the driver, through JSON: `createDataFrame` would start Python on an executor.
+
+    Binary and timestamp columns can only be null. Spark optimises away everything derived from an empty relation.
+    """
+    fields = StructType.fromDDL(schema) if isinstance(schema, str) else schema
+    assert isinstance(fields, StructType)
+    if not items:
+        nulls = [F.lit(None).cast(field.dataType).alias(field.name) for field in fields]
+        return spark.range(1).where("false").select(*nulls)
+    parsed = F.from_json(F.lit(json.dumps(items)), ArrayType(fields), _PARSED)
+    return spark.range(1).select(F.inline(parsed)).select(*(F.col(f"`{field.name}`") for field in fields))
