@@ -36,26 +36,22 @@ class _KeptClass(JavaClass):  # type: ignore[misc]
         return member
 
 
-# The classes that PySpark looks up for each column and each table, under these names.
-_CLASSES: Final = {
-    "functions": "org.apache.spark.sql.functions",
-    "org.apache.spark.sql.functions": "org.apache.spark.sql.functions",
-    "PythonUtils": "org.apache.spark.api.python.PythonUtils",
-    "PythonSQLUtils": "org.apache.spark.sql.api.python.PythonSQLUtils",
-}
+# What PySpark looks up for each column and each table.
+_CLASSES: Final = ("functions", "org.apache.spark.sql.functions", "PythonUtils", "PythonSQLUtils")
 _PACKAGES: Final = ("io", "java", "org", "scala")
 
 
 def keep_classes(spark: SparkSession) -> None:
-    """Look up the classes that PySpark uses for each column once.
+    """Keep what Spark's view of the JVM answers for the names that PySpark looks up for each column.
 
-    For each name py4j asks the JVM, which searches all jars in each imported package.
+    For each name py4j asks the JVM, which searches all jars in each imported package. No name gets another meaning:
+    each keeps the class or package that the view has found.
     """
-    packages = jvm(spark)
-    for name, java_class in _CLASSES.items():
-        setattr(packages, name, _KeptClass(java_class, gateway(spark)._gateway_client))
+    view = jvm(spark)
+    for name in _CLASSES:
+        setattr(view, name, _KeptClass(getattr(view, name)._fqn, gateway(spark)._gateway_client))
     for name in _PACKAGES:
-        setattr(packages, name, getattr(packages, name))
+        setattr(view, name, getattr(view, name))
 
 
 def gateway(spark: SparkSession) -> Any:
