@@ -120,7 +120,8 @@ def stages(kafka: Kafka, audit: Audit) -> Stages:
     again = audit(history, later_s=2 * LATER_S, lake="again")
     _second_stage(history)
     # An open transaction.
-    hanging = Producer({"bootstrap.servers": history.bootstrap, "transactional.id": f"{history.namespace}-foreign"})
+    lasting = {"transactional.id": f"{history.namespace}-foreign", "transaction.timeout.ms": 600_000}
+    hanging = Producer({"bootstrap.servers": history.bootstrap, **lasting})
     hanging.init_transactions(TIMEOUT_S)
     hanging.begin_transaction()
     history.raw(hanging, f"{history.namespace}-t", b"no end", 1, headers=[("idempotency-key", b"z")])
