@@ -33,7 +33,7 @@ class Broker:
         request = struct.pack(">iiiibi", -1, 0, 1, _FETCH_BYTES, 0, 1)  # a client; read_uncommitted; one topic
         request += struct.pack(f">h{len(name)}sii", len(name), name, 1, partition)
         request += struct.pack(">qi", offset, _FETCH_BYTES)
-        answer = self._ask(_FETCH, _FETCH_VERSION, request)
+        answer = self.ask(_FETCH, _FETCH_VERSION, request)
         at = 4 + 4 + 2 + len(name) + 4 + 4  # throttle time, one topic, its name, one partition, its number
         error, _, _, aborted = struct.unpack_from(">hqqi", answer, at)
         assert error == 0, f"{topic}/{partition}: Fetch answered error {error}"
@@ -46,13 +46,13 @@ class Broker:
         name = transactional_id.encode()
         request = struct.pack(f">h{len(name)}si", len(name), name, timeout_ms)
         while True:
-            answer = self._ask(_INIT_PRODUCER_ID, _INIT_PRODUCER_ID_VERSION, request)
+            answer = self.ask(_INIT_PRODUCER_ID, _INIT_PRODUCER_ID_VERSION, request)
             _, error, producer_id, epoch = struct.unpack_from(">ihqh", answer)
             if error not in (_CONCURRENT_TRANSACTIONS, _COORDINATOR_LOAD_IN_PROGRESS):
                 assert error == 0, f"{transactional_id}: InitProducerId answered error {error}"
                 return producer_id, epoch
 
-    def _ask(self, api: int, version: int, request: bytes) -> bytes:
+    def ask(self, api: int, version: int, request: bytes) -> bytes:
         """Send one request and read its response, without their headers."""
         head = struct.pack(f">hhih{len(_CLIENT)}s", api, version, 0, len(_CLIENT), _CLIENT)
         self._socket.sendall(struct.pack(">i", len(head) + len(request)) + head + request)
