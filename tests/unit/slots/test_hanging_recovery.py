@@ -8,9 +8,18 @@ from typing import Any, cast
 import pytest
 from aiokafka import errors
 
-from service.contract.wire import STAMP_HEADER, Begin, Entry, LedgerRecord, Stamp
+from service.contract.wire import (
+    STAMP_HEADER,
+    Begin,
+    CommittedOffset,
+    Entry,
+    LedgerOffsets,
+    LedgerRecord,
+    Stamp,
+)
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
+from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.hanging import Marker
 from service.kafka.inspection import LogEntry
 from service.kafka.metadata import Partition
@@ -22,6 +31,7 @@ from tests.unit.fakes import NOW_MS
 LEDGER: Partition = ("ledger", 3)
 X: Partition = ("orders", 0)
 Y: Partition = ("orders", 1)
+OFFSETS: Partition = (OFFSETS_TOPIC, 13)
 PRODUCER_ID, EPOCH = 7, 5
 MINUTE_MS = 60_000
 TERM_MINUTES = 5_000  # a term that began three days ago, with a record each minute
@@ -150,6 +160,25 @@ async def test_a_ledger_record_that_is_found_decides(log: Log) -> None:
         log.append(ledger_record(("payments", 0), minute), NOW_MS - minute * MINUTE_MS)
     log.hang(X, NOW_MS - 60 * MINUTE_MS)
     assert await recover(log) == ({X: "commit"}, {"commit": 1})
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+async def test_offsets_of_a_group_hang_as_their_ledger_record_says(log: Log, has_record: bool) -> None:
+    """Their first record has no header: the time at which the broker appended it bounds the search."""
+    at_ms = NOW_MS - 60 * MINUTE_MS
+    log.starts[OFFSETS] = log.open_from[OFFSETS] = HANGS_AT
+    first = LogEntry(HANGS_AT, PRODUCER_ID, EPOCH, b"", (), None, at_ms)
+    log.entries[OFFSETS] = [(at_ms, first)]
+    log.entries[LEDGER] = log.entries[LEDGER][: 2 * (TERM_MINUTES - 60)]
+    if has_record:
+        place = OFFSETS[1], HANGS_AT
+        offsets = LedgerOffsets(b"i" * 16, b"f" * 8, at_ms, "g", "m", 7, [CommittedOffset("orders", 0, 5)], *place)
+        log.append(LedgerRecord(LEDGER[1], PRODUCER_ID, EPOCH, "me", [], offsets=offsets).encode(), at_ms)
+    for minute in range(59, 0, -1):
+        log.append(ledger_record(("payments", 0), minute), NOW_MS - minute * MINUTE_MS)
+    verdict = "commit" if has_record else "abort"
+    assert await recover(log) == ({OFFSETS: verdict}, {verdict: 1})
+    assert len(log.read) - LOOK_BACK - FETCHED <= 2 * (60 + CLOCKS_APART_MS // MINUTE_MS)
 
 
 async def test_an_abort_needs_a_ledger_that_is_complete_since_then_or_since_the_begin_record(log: Log) -> None:
