@@ -22,7 +22,9 @@ from deploy.stack import Kafka
 from service.contract.wire import (
     STAMP_HEADER,
     Begin,
+    CommittedOffset,
     Entry,
+    LedgerOffsets,
     LedgerRecord,
     Stamp,
     event_id,
@@ -32,8 +34,10 @@ from service.contract.wire import (
 )
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
+from service.kafka.group_offsets import GroupOffsets, OffsetCommit
 from service.kafka.metadata import Partition
-from service.kafka.outcomes import TransactionFailed
+from service.kafka.open_check import OpenCheck
+from service.kafka.outcomes import OffsetsRefused, TransactionFailed
 from service.kafka.producer import TransactionalProducer, own_record
 from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnRequest
 from service.kafka.session import ProducerSession, Record, RecordMetadata
@@ -114,6 +118,43 @@ class Rig:
             assert (await session.request(session.coordinator, end)).error_code == 0
         await session.close()
         return offsets
+
+    async def write_offsets(self, entry: tuple[Partition, bytes], offsets: GroupOffsets, *, commit: bool) -> Partition:
+        """Write an event and a group's offsets; the partition of these gets no marker. Returns that partition.
+
+        Without `commit`, there is no ledger record.
+        """
+        now_ms = time.time_ns() // 1_000_000
+        async with asyncio.timeout(WAIT_S):
+            session = await self._begun(now_ms)
+            partition, id = entry
+            topics = [(topic, [n]) for topic, n in (partition, self._ledger)]
+            add = AddPartitionsToTxnRequest(session.transactional_id, session.producer_id, session.epoch, topics)
+            while any(row[1] for _, rows in (await session.request(session.coordinator, add)).errors for row in rows):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            (place,) = await self._send(session, [Record(*partition, None, id, [], now_ms)])
+            of_group = OffsetCommit(session)
+            while True:  # the topic of offsets may be new, and the broker does not know its new setting yet
+                with contextlib.suppress(OffsetsRefused, *VERIFYING):
+                    await of_group.commit(offsets, None)
+                    break
+                await asyncio.sleep(0.05)
+            at = await of_group.partition_of(offsets.group)
+            assert at is not None
+            open_from, _ = await OpenCheck(session).ask([at], WAIT_S)
+        if commit:
+            named = Entry(id, b"f" * 8, now_ms, *partition, place.offset, now_ms, id, 0)
+            positions = [CommittedOffset(each.topic, each.partition, each.offset) for each in offsets.positions]
+            committed = LedgerOffsets(
+                id, b"f" * 8, now_ms, offsets.group, offsets.member, offsets.generation, positions, at[1], open_from[at]
+            )
+            head = self._ledger[1], session.producer_id, session.epoch, "rig"
+            line = LedgerRecord(*head, [named], {}, committed).encode()
+            await self._send(session, [own_record(*self._ledger, None, line)])
+        end = EndTxnRequest(session.transactional_id, session.producer_id, session.epoch, commit)
+        assert (await session.request(session.coordinator, end)).error_code == 0
+        await session.close()
+        return at
 
     async def _begun(self, accepted_at: int) -> ProducerSession:
         """Start a producer and write its begin record, again if the broker changes VERIFICATION meanwhile."""

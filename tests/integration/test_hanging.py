@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
+from confluent_kafka import OFFSET_INVALID, ConsumerGroupTopicPartitions, TopicPartition
 
 from deploy.stack import Kafka
 from service.contract.wire import Begin
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
+from service.kafka.group_offsets import GroupOffsets, Position
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
@@ -148,6 +150,22 @@ async def test_the_ledger_record_of_a_long_hanging_transaction_is_searched_for(b
     await producer.close()
     await (await bench.recovered(maybe_hanging=(bench.a,))).close()
     assert await bench.visible() == ({ONE} if commit else set())
+
+
+@pytest.mark.parametrize("commit", [True, False])
+async def test_the_offsets_of_a_group_that_hang_end_as_their_events(bench: Bench, commit: bool) -> None:
+    """Kafka adds the partition with the group's offsets to a transaction by a group's name only."""
+    offsets = GroupOffsets(f"group-{bench.name}", "", -1, (Position(bench.a[0], 0, 5),))  # of no member
+    with unverified(bench.kafka):
+        hangs = await bench.rig().write_offsets((bench.a, ONE), offsets, commit=commit)
+    await (await bench.recovered(maybe_hanging=() if commit else (hangs,))).close()
+    assert await bench.visible() == ({ONE} if commit else set())
+    assert bench.ended() == {"commit" if commit else "abort": 1}
+    asked = ConsumerGroupTopicPartitions(offsets.group, [TopicPartition(bench.a[0], 0)])
+    admin = bench.kafka.admin()
+    (future,) = admin.list_consumer_group_offsets([asked], require_stable=True).values()
+    (found,) = (await asyncio.wait_for(asyncio.wrap_future(future), WAIT_S)).topic_partitions
+    assert (found.error, found.offset) == (None, 5 if commit else OFFSET_INVALID)
 
 
 async def test_the_coordinator_names_the_partitions_that_are_open_at_the_fence(bench: Bench) -> None:
