@@ -12,6 +12,10 @@ from service.kafka.group_offsets import GroupOffsets, Position
 POSITIONS_MAX: Final = 1_000
 # The JSON of all of them: decoding it takes a fraction of a time slice.
 OFFSETS_BYTES_MAX: Final = 256 * 1024
+# Kafka writes all positions as one record batch, of at most 1,048,588 bytes by default: a record with the group's name
+# for each position.
+RECORDS_BYTES_MAX: Final = 900_000
+_RECORD_BYTES: Final = 80  # of a record beside names and metadata
 # Kafka bounds neither names of groups nor ids of members, which have the name of their client in them.
 NAME_CHARS_MAX: Final = 255
 # The default of Kafka's offset.metadata.max.bytes.
@@ -50,6 +54,12 @@ def parse_offsets(text: msgspec.Raw) -> GroupOffsets:
         body = decode(_decode, text)
     except Problem as problem:
         raise Problem(problem.kind, f"offsets.{problem.detail}") from None
+    records_bytes = sum(
+        _RECORD_BYTES + len(body.group.encode()) + len(each.topic) + len((each.metadata or "").encode())
+        for each in body.positions
+    )
+    if records_bytes > RECORDS_BYTES_MAX:
+        raise Problem(TOO_LARGE, f"offsets: Kafka keeps them in {records_bytes} bytes; at most {RECORDS_BYTES_MAX} fit")
     seen: set[tuple[str, int]] = set()
     for index, each in enumerate(body.positions):
         where = f"offsets.positions[{index}]"

@@ -22,7 +22,6 @@ from service.core.problems import (
     NOT_WRITTEN,
     OFFSETS_REFUSED,
     STALE_MEMBER,
-    UNKNOWN_TOPIC,
 )
 from service.kafka.admin import any_node
 from service.kafka.metadata import Partition
@@ -34,7 +33,8 @@ OFFSETS_TOPIC: Final = "__consumer_offsets"
 RETRY_S: Final = 1.0
 RETRY_PAUSE_S: Final = 0.02
 CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
-# Codes of a coordinator that moves or loads. It has kept none of the offsets.
+# Codes of a coordinator that moves or loads. It may have kept the offsets: it also names replicas that are not in sync
+# by them.
 RETRIED: Final = frozenset(
     {
         errors.GroupLoadInProgressError.errno,
@@ -48,7 +48,12 @@ FENCED_MEMBER_EPOCH: Final = 110
 STALE_MEMBER_EPOCH: Final = 113
 
 _GONE: Final = RecordError(STALE_MEMBER, "the group has no such member in this generation: rejoin it")
-_AWAY: Final = RecordError(NOT_WRITTEN, "the group's coordinator cannot be reached: send it again")
+AWAY: Final = RecordError(NOT_WRITTEN, "the group's coordinator cannot be reached: send it again")
+_TOO_LARGE: Final = RecordError(
+    OFFSETS_REFUSED, f"the positions are larger than a record batch of {OFFSETS_TOPIC}: send fewer"
+)
+# Newer coordinators answer with it whatever has no code of its own, as a batch that is too large.
+_UNNAMED: Final = RecordError(NOT_WRITTEN, "the group's coordinator failed: send it again, with fewer positions")
 # By error code, why offsets are refused. The broker has kept none of the partition's offsets.
 REFUSALS: Final[Mapping[int, RecordError]] = {
     errors.IllegalGenerationError.errno: _GONE,
@@ -64,15 +69,16 @@ REFUSALS: Final[Mapping[int, RecordError]] = {
     errors.TopicAuthorizationFailedError.errno: RecordError(
         FORBIDDEN_TOPIC, "the service has no permission to Read a topic of the positions"
     ),
+    # The topics were there just now: a coordinator may not know them yet. If they are gone, the next try is told so.
     errors.UnknownTopicOrPartitionError.errno: RecordError(
-        UNKNOWN_TOPIC, "a topic or partition of the positions is not there (any more)"
+        NOT_WRITTEN, "the group's coordinator does not know a topic of the positions: send it again"
     ),
     errors.OffsetMetadataTooLargeError.errno: RecordError(
         OFFSETS_REFUSED, "metadata is longer than the brokers' offset.metadata.max.bytes"
     ),
-    errors.InvalidCommitOffsetSizeError.errno: RecordError(
-        OFFSETS_REFUSED, f"the positions are larger than a record batch of {OFFSETS_TOPIC}: send fewer"
-    ),
+    errors.InvalidCommitOffsetSizeError.errno: _TOO_LARGE,
+    errors.MessageSizeTooLargeError.errno: _TOO_LARGE,
+    errors.RecordListTooLargeError.errno: _TOO_LARGE,
     errors.InvalidGroupIdError.errno: RecordError(OFFSETS_REFUSED, "Kafka does not allow the group's name"),
 }
 
@@ -279,10 +285,12 @@ class OffsetCommit:
         while True:
             codes = await self._codes(request, partition)
             if RETRIED.isdisjoint(codes):
+                if errors.UnknownError.errno in codes:
+                    raise OffsetsRefused(_UNNAMED)
                 _raise_if_refused(codes, "TxnOffsetCommit")
                 return
             if time.monotonic() >= give_up_at:
-                raise OffsetsRefused(_AWAY)
+                raise OffsetsRefused(AWAY)
             await asyncio.sleep(RETRY_PAUSE_S)
             await session.client.force_metadata_update()
 
@@ -297,7 +305,10 @@ class OffsetCommit:
             except errors.BrokerResponseError as error:
                 return {error.errno}
         response = await session.request(int(node), request)
-        return {row[1] for _, rows, _ in response.topics for row in rows}
+        codes = [row[1] for _, rows, _ in response.topics for row in rows]
+        if len(codes) < len(request.offsets.positions):
+            raise errors.KafkaError("TxnOffsetCommit: the response lacks partitions")
+        return set(codes)
 
 
 def _raise_if_refused(codes: Iterable[int], what: str) -> None:

@@ -18,7 +18,7 @@ from service.core.time_of_day import now_ms
 from service.core.time_slice import yield_after
 from service.kafka import outcomes
 from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
-from service.kafka.group_offsets import CONCURRENT_TRANSACTIONS, OFFSETS_TOPIC, GroupOffsets, OffsetCommit
+from service.kafka.group_offsets import AWAY, CONCURRENT_TRANSACTIONS, OFFSETS_TOPIC, GroupOffsets, OffsetCommit
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
@@ -285,7 +285,10 @@ class TransactionalProducer:
         if early is not None and await self._await_early_begin():
             self._early_begin = early  # for `send`, which finds its response at once
         if (partition := await commit.partition_of(offsets.group)) is not None:
-            await self._check_open(write, {partition: await self._session.find_leader(partition)})
+            try:
+                await self._check_open(write, {partition: await self._session.find_leader(partition)})
+            except (TimeoutError, PartitionUnknown) as error:  # nothing was added to the transaction for the group
+                raise OffsetsRefused(AWAY) from error
         await commit.add(offsets.group)
         self._has_offsets = True
         await commit.commit(offsets, partition)

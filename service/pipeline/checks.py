@@ -113,7 +113,7 @@ class EventChecks:
 
         NONE_IS_PLAIN if each event must be checked.
         """
-        known = self._topic_metadata.cached(topic)
+        known = self._cached(topic)
         if known is None or self._schemas.has_one_for(topic):
             return NONE_IS_PLAIN
         if self._encoder is not None and self._encoder.has_rule_for(topic):
@@ -201,7 +201,7 @@ class EventChecks:
 
         Refuses nothing: the topic's settings may have changed since they were cached.
         """
-        topic = self._topic_metadata.cached(event.topic)
+        topic = self._cached(event.topic)
         if topic is None:
             return False
         try:
@@ -209,6 +209,10 @@ class EventChecks:
         except Problem:
             return False
         return True
+
+    def _cached(self, name: str) -> Topic | None:
+        """Return the cached metadata of a topic that is open to clients; OFFSETS_TOPIC may be cached as well."""
+        return None if self._topics.reserved(name) else self._topic_metadata.cached(name)
 
     async def _topic(self, name: str, arrived: float, deadline: float, *, after_arrival: bool = False) -> Topic:
         """Look up a topic until `deadline` as TopicMetadataCache.get does. Raises Problem (403, 404, 503)."""
@@ -236,7 +240,7 @@ class EventChecks:
         for index, each in enumerate(offsets.positions):
             if time_slice.is_over:
                 await time_slice.next()
-            topic = self._topic_metadata.cached(each.topic)
+            topic = self._cached(each.topic)
             try:
                 if topic is None or each.partition >= topic.partitions:
                     topic = await self._topic(each.topic, arrived, deadline, after_arrival=topic is not None)

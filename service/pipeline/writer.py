@@ -28,6 +28,7 @@ from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
 from service.core.time_of_day import now_ms
 from service.core.time_slice import after_responses, yield_after
+from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.outcomes import OffsetsRefused, TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
@@ -346,6 +347,8 @@ class Writer:
         """Answer the batch whose offsets Kafka has refused: its transaction is aborted, and its claims are released."""
         ((request, _),) = attempt.claimed
         request.move(RequestEvent.RETURN)
+        if refused.error.kind is NOT_WRITTEN:
+            self._topic_metadata.invalidate(OFFSETS_TOPIC)  # its replicas may be out of sync by now
         self._resolver.resolve(request, Problem(refused.error.kind, f"offsets: {refused.error.why}"))
         attempt.not_delivered = [ClaimToRelease(request, request.claimed_ids)]
 

@@ -63,6 +63,16 @@ def test_their_json_has_a_bound() -> None:
     assert refused.value.kind.status == 413
 
 
+def test_the_record_batch_that_kafka_makes_of_them_has_a_bound() -> None:
+    """Each record has the group's name, so that few bytes of JSON become many."""
+    positions = [{**POSITION, "partition": n, "metadata": ""} for n in range(POSITIONS_MAX)]
+    body = {**BODY, "group": "𝄞" * 255, "positions": positions}
+    with pytest.raises(Problem) as refused:
+        parse_offsets(msgspec.Raw(json.dumps(body, ensure_ascii=False).encode()))
+    assert refused.value.kind.status == 413
+    assert parse_offsets(raw({**body, "group": "g"})).group == "g"
+
+
 def test_the_fingerprint_has_group_and_positions_and_not_the_member() -> None:
     one = parse_offsets(raw(BODY))
     assert fingerprint_of(one) == offsets_fingerprint("g", [("orders", 0, 5, "seen")])

@@ -3,7 +3,7 @@
 import pytest
 from aiokafka.protocol.transaction import AddOffsetsToTxnRequest
 
-from service.core.problems import FORBIDDEN_GROUP, NOT_WRITTEN, OFFSETS_REFUSED, STALE_MEMBER, UNKNOWN_TOPIC
+from service.core.problems import FORBIDDEN_GROUP, NOT_WRITTEN, OFFSETS_REFUSED, STALE_MEMBER
 from service.kafka import group_offsets as module
 from service.kafka.group_offsets import (
     OFFSETS_TOPIC,
@@ -19,6 +19,7 @@ from service.kafka.hanging import RecordCoordinates
 from service.kafka.inspection import DescribeProducers
 from service.kafka.outcomes import OffsetsRefused, TransactionFailed, TransactionOutcome
 from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnRequest
+from service.kafka.session import ProducerSession
 from tests.unit.fake_brokers import LEDGER, record, transactional, write
 
 OFFSETS = GroupOffsets("g", "member-1", 7, (Position("a", 0, 5), Position("a", 1, 6, "seen"), Position("b", 0, 2**40)))
@@ -92,7 +93,10 @@ async def test_offsets_alone_begin_the_transaction() -> None:
         (FORBIDDEN, FORBIDDEN_GROUP),
         (12, OFFSETS_REFUSED),
         (28, OFFSETS_REFUSED),
-        (UNKNOWN_TOPIC_CODE, UNKNOWN_TOPIC),
+        (10, OFFSETS_REFUSED),
+        (18, OFFSETS_REFUSED),
+        (-1, NOT_WRITTEN),
+        (UNKNOWN_TOPIC_CODE, NOT_WRITTEN),
     ],
 )
 async def test_a_refusal_aborts_the_transaction_and_the_producer_goes_on(code: int, kind: object) -> None:
@@ -134,6 +138,24 @@ async def test_if_kafka_keeps_some_of_the_offsets_the_leader_is_asked_before_the
         await producer.commit_offsets(OFFSETS)
     assert (failed.value.outcome, set(failed.value.hanging)) == (TransactionOutcome.ABORTED, {OF_GROUP})
     assert len(kafka.sent(TxnOffsetCommit)) == 1
+
+
+async def test_a_group_whose_partition_has_no_leader_is_refused_and_the_producer_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    producer, kafka = transactional()
+
+    async def without_leader(*_: object) -> int:
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProducerSession, "find_leader", without_leader)
+        with pytest.raises(OffsetsRefused) as refused:
+            await producer.commit_offsets(OFFSETS)
+    assert refused.value.error.kind is NOT_WRITTEN
+    assert kafka.sent(AddOffsetsToTxnRequest) == kafka.sent(EndTxnRequest) == []
+    await producer.commit_offsets(OFFSETS)
+    await write(producer)
 
 
 async def test_a_loading_coordinator_is_asked_again_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from service.claims.states import Delivered, DeliveredBatch, SlotState
 from service.contract.wire import CommittedOffset, LedgerRecord, batch_fingerprint, decode_ledger
-from service.core.problems import KEY_EXPIRED, NOT_WRITTEN, STALE_MEMBER, UNKNOWN_TOPIC, Problem
+from service.core.problems import FORBIDDEN_TOPIC, KEY_EXPIRED, NOT_WRITTEN, STALE_MEMBER, UNKNOWN_TOPIC, Problem
 from service.core.settings import WAITING_BYTES
-from service.events.event import Event
+from service.events.event import NONE_IS_PLAIN, Event
 from service.events.offsets import fingerprint_of
 from service.kafka.admin import Topic
 from service.kafka.group_offsets import OFFSETS_TOPIC, REFUSALS, GroupOffsets, Position
@@ -157,7 +157,23 @@ async def test_a_group_whose_partition_can_get_no_marker_waits() -> None:
         assert found is (NOT_WRITTEN if under_min_isr else None)
 
 
-async def problem_or_none(checking: Awaitable[None]) -> WriteResult:
+async def test_the_topic_of_offsets_is_closed_to_events_and_positions_when_it_is_known() -> None:
+    """The check of a group's partition looks the topic up."""
+    world = World()
+    arrived = asyncio.get_running_loop().time()
+    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
+    await world.checks.check_positions(OFFSETS, arrived)
+    assert world.topic_metadata.cached(OFFSETS_TOPIC) is not None
+    position = Position(OFFSETS_TOPIC, 0, 1)
+    for checking in (
+        world.checks.check(make_event("k", OFFSETS_TOPIC), arrived),
+        world.checks.check_positions(GroupOffsets("g", "m", 1, (position,)), arrived),
+    ):
+        assert kind_of(await problem_or_none(checking)) is FORBIDDEN_TOPIC
+    assert world.checks.plain_bytes_max(OFFSETS_TOPIC) == NONE_IS_PLAIN
+
+
+async def problem_or_none(checking: Awaitable[object]) -> WriteResult:
     try:
         await checking
     except Problem as problem:
