@@ -32,7 +32,9 @@ class Writer:
             die_on_exit=True,
             return_proc=True,
         )
-        self._gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port, auto_convert=True))
+        # Without memory management py4j does not tell a killed JVM which objects are collected, over sockets left open.
+        parameters = GatewayParameters(port=port, auto_convert=True, enable_memory_management=False)
+        self._gateway = JavaGateway(gateway_parameters=parameters)
         self.jvm: Any = self._gateway.jvm
         self.configuration = self.jvm.org.apache.hadoop.conf.Configuration()
         for name, value in settings.items():
