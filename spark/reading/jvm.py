@@ -16,6 +16,7 @@ __all__ = [
     "jvm",
     "keep_classes",
     "nested",
+    "parse_expression",
     "reason",
     "snapshot_of",
     "transaction_number",
@@ -80,6 +81,14 @@ def reason(error: Py4JJavaError) -> str:
 def is_deterministic(rows: DataFrame) -> bool:
     """Check whether every expression of a frame is deterministic."""
     return bool(rows._jdf.queryExecution().analyzed().deterministic())
+
+
+def parse_expression(spark: SparkSession, text: str) -> None:
+    """Parse an expression of Spark SQL, whose columns need not exist; raises ParseException.
+
+    Spark logs an error for each expression that it fails to resolve.
+    """
+    spark._jsparkSession.sessionState().sqlParser().parseExpression(text)
 
 
 class Snapshot(NamedTuple):
