@@ -1,5 +1,6 @@
 """Tests the log store for S3: of the commits of one version one wins, whatever the other processes do and when."""
 
+import gc
 import json
 import os
 import signal
@@ -101,6 +102,7 @@ def test_a_suspended_process_does_not_replace_the_commit_of_the_next(
     assert suspended.commit(f"{log}/8.json", "after it")
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_a_process_that_is_killed_amid_a_commit_leaves_it_whole_or_not_at_all(
     server: Server, writers: tuple[Writer, Writer], log: str
 ) -> None:
@@ -112,6 +114,8 @@ def test_a_process_that_is_killed_amid_a_commit_leaves_it_whole_or_not_at_all(
         killed.process.kill()
         with pytest.raises(Py4JError):
             result.result(60)
+        del result
+        gc.collect()  # py4j leaves the socket open by which it tries to reach the killed JVM again
         assert server.get(name) is None
     # The server had the request, and carries it out after the death of its process.
     assert heir.commit(name, "heir") is False
