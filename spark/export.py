@@ -41,7 +41,7 @@ def selected(lake: Lake, options: FindingsOptions) -> DataFrame:
     kinds = kinds_of("--kind", options.kinds)
     lake_version.check(lake)
     since_ms = since(lake, options.since_ms)
-    findings = sink_audit.with_findings(lake, lake.read("findings"))
+    findings = sink_audit.with_findings(lake, lake.read("findings"), since_ms)
     found = current_findings.by_finding(current_findings.by_hour(findings, since_ms))
     if options.topics:
         found = found.where(F.col("topic").rlike(f"^(?:{glob_regex(options.topics)})$"))

@@ -458,7 +458,7 @@ class _Run:
         if findings.isEmpty():
             # Without rows Spark plans next to nothing of what follows.
             findings = frames.rows_of(self.spark, lake.schema("findings"), [])
-        findings = sink_audit.with_findings(self.lake, findings)
+        findings = sink_audit.with_findings(self.lake, findings, window_from)
         by_hour = current_findings.by_hour(findings, window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
         if self.findings_topic is not None:

@@ -21,8 +21,10 @@ LATE_MOST_S: Final = 30 * 86_400
 MARGIN_MOST_S: Final = 7 * 86_400
 
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-# Drivers take a password in the URL, as a parameter or before the host.
-_PASSWORD: Final = re.compile(r"[?&;](?:password|pwd|sslpassword)=|//[^/@]*:[^/@]*@|:[^:/@]+/[^/@]+@", re.IGNORECASE)
+# Drivers take a secret in the URL, as a parameter (sslpassword, trustStorePassword, accessToken) or before the host.
+_PASSWORD: Final = re.compile(
+    r"[?&;:,/(]\s*[\w.]*(?:password|passwd|pwd|token|secret)\s*=|//[^/@]*:[^/@]*@|:[^:/@]+/[^/@]+@", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from spark import frames, rule_table
 from spark.errors import CannotRun
 from spark.reading import sinks as reading
 from spark.reading.decode import EVENT
-from spark.reading.run_plan import DATA, LEDGER, REQUESTS, RunContext
+from spark.reading.run_plan import RunContext
 from spark.reading.sinks import Interval, Unreadable
 from spark.rule_table import PENDING
 from spark.rules import sink_verdicts
@@ -61,8 +61,8 @@ def _keep(rows: DataFrame, until: ExitStack) -> DataFrame:
 class SinkReport(NamedTuple):
     """A sink in the report of a run: its counts in the window, and its own watermark.
 
-    `judged_until_ms`: every event that was accepted before is judged; None if the sink was never read. `unreadable`
-    says why this run could not read it, None if it could.
+    `judged_until_ms`: every event that was accepted before is judged; None if none is, or the sink was never read.
+    `unreadable` says why this run could not read it, None if it could.
     """
 
     rule: SinkRule
@@ -118,27 +118,26 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
 def reports(tables: Lake, context: RunContext, errors: Mapping[str, str]) -> list[SinkReport]:
     """Read the sinks of a report from the table; `errors` are those of sinks that could not be read, by name."""
     stored = tables.read_cached(TABLE)
-    since = hours.since(hours.text_of(context.window_from))
-    counted = [F.sum(name).alias(name) for name in COUNTS]
-    of_hours = stored.where(f"kind IS NULL AND {since}")
-    sums = {row["sink"]: row for row in of_hours.groupBy("sink").agg(*counted).collect()}
-    pending = (
-        of_hours.where(f"{PENDING} > 0").groupBy("sink").agg(F.min(hours.as_text(F.col("accepted_hour")))).collect()
-    )
-    open_since = {row[0]: row[1] for row in pending}
-    found = stored.where(f"kind IS NOT NULL AND {since}").groupBy("sink", "kind").agg(F.sum("events")).collect()
+    first = hours.text_of(context.window_from)
+    of_window = _findings_since(stored, context.window_from)
+    found = of_window.groupBy("sink", "kind").agg(F.sum("events")).collect()
     findings = {(row[0], row[1]): row[2] for row in found}
     states = _states(stored)
-    settled_ms = context.settings.max_settle_ms
     made = []
     for rule in context.settings.rules.sinks:
-        counts = {name: int(sums[rule.name][name] or 0) if rule.name in sums else 0 for name in COUNTS}
+        state = states.get(rule.name, NEVER_READ)
+        by_hour = {hour: known.counts for hour, known in state.hours.items() if hour >= first}
+        counts = {name: sum(of_hour[name] for of_hour in by_hour.values()) for name in COUNTS}
         _check(rule, counts, {kind: findings.get((rule.name, kind), 0) for kind in KINDS})
-        read_ms = states.get(rule.name, NEVER_READ).read_ms
-        first_open = [_ms_of(open_since[rule.name])] if rule.name in open_since else []
-        watermark = sink_verdicts.judged_until_ms(rule, settled_ms, read_ms, first_open)
-        made.append(SinkReport(rule, counts, read_ms, watermark, errors.get(rule.name)))
+        open_hours_ms = [_ms_of(hour) for hour, of_hour in by_hour.items() if of_hour[PENDING]]
+        watermark = sink_verdicts.judged_until_ms(rule, context.settings.max_settle_ms, state, open_hours_ms)
+        made.append(SinkReport(rule, counts, state.read_ms, watermark, errors.get(rule.name)))
     return made
+
+
+def _findings_since(stored: DataFrame, since_ms: int) -> DataFrame:
+    """Select the findings about sinks in the hours since a time: others are not compared any more."""
+    return stored.where(f"kind IS NOT NULL AND {hours.since(hours.text_of(since_ms))}")
 
 
 def _check(rule: SinkRule, counts: Mapping[str, int], findings: Mapping[str, int]) -> None:
@@ -159,7 +158,7 @@ def _ms_of(hour: str) -> int:
 def _states(stored: DataFrame) -> dict[str, SinkState]:
     """Read the state of each sink: its own row, and those of its hours."""
     rows = stored.where("kind IS NULL").select(
-        *("sink", "run", "read_ms", "is_closed", "definition", "released"),
+        *("sink", "run", "read_ms", "is_closed", "definition", "released", "last_ms", *COUNTS),
         hours.as_text(F.col("accepted_hour")).alias("hour"),
     )
     by_sink: dict[str, dict[str, Row]] = {}
@@ -169,9 +168,13 @@ def _states(stored: DataFrame) -> dict[str, SinkState]:
     for name, of_sink in by_sink.items():
         own = of_sink.pop("")
         known = tuple(Released(*span) for span in json.loads(own["released"]))
-        of_hours = {hour: HourState(row["run"], row["is_closed"], row["definition"]) for hour, row in of_sink.items()}
-        states[name] = SinkState(own["run"], own["read_ms"], known, own["definition"], of_hours)
+        of_hours = {hour: _hour_state(row) for hour, row in of_sink.items()}
+        states[name] = SinkState(own["run"], own["read_ms"], known, own["definition"], of_hours, own["last_ms"])
     return states
+
+
+def _hour_state(row: Row) -> HourState:
+    return HourState(row["run"], row["is_closed"], row["definition"], {name: row[name] for name in COUNTS})
 
 
 def _newest_hours(tables: Lake, context: RunContext, states: Mapping[str, SinkState]) -> dict[str, dict[str, int]]:
@@ -193,15 +196,10 @@ def _newest_hours(tables: Lake, context: RunContext, states: Mapping[str, SinkSt
     return found
 
 
-def _definition(rule: SinkRule, context: RunContext) -> str:
-    """Return what the verdicts of a sink depend on: the rule, and the window, before which no hour is compared."""
-    return f"{rule.definition}-{context.settings.options.window_h}"
-
-
 def _since_run(rule: SinkRule, context: RunContext, states: Mapping[str, SinkState]) -> int:
     """Return the last run that has read a sink as it is defined now; 0 if none has."""
     state = states.get(rule.name, NEVER_READ)
-    return state.run if state.definition == _definition(rule, context) else 0
+    return state.run if state.definition == sink_verdicts.definition(rule, context.settings) else 0
 
 
 def _is_expected_record() -> Column:
@@ -217,21 +215,18 @@ class _Comparison:
         self.spark = tables.spark
         self.rule = rule
         self.state = state
-        self.definition = _definition(rule, context)
         plan, self.settings = context.plan, context.settings
-        of_topics = [log for log in plan.of(DATA) if rule.expects(log.topic)]
-        claims = [*plan.of(LEDGER), *plan.of(REQUESTS)]
-        decided_ms = min((log.decided_until_ms for log in (*of_topics, *claims)), default=plan.frozen_ms)
+        self.definition = sink_verdicts.definition(rule, self.settings)
+        max_settle_ms = self.settings.max_settle_ms
         self.evidence = _Evidence(
             plan.run,
             plan.frozen_ms,
-            self.settings.max_settle_ms,
-            max((log.complete_since_ms for log in claims), default=plan.frozen_ms),
-            min(decided_ms, plan.frozen_ms) - self.settings.max_settle_ms,
+            max_settle_ms,
+            sink_verdicts.complete_since_ms(plan, _ms_of(context.kept_from) if context.kept_from else 0),
+            sink_verdicts.decided_until_ms(rule, plan, max_settle_ms),
         )
         self.first_ms = max(context.window_from, -(-rule.since_ms // HOUR_MS) * HOUR_MS)
-        kept_ms = plan.frozen_ms - self.settings.max_settle_ms - 1000 * rule.late_s
-        self.released = sink_verdicts.released(plan, context.last_plan, state.released, kept_ms)
+        self.released = sink_verdicts.released(rule, plan, context.last_plan, state.released, context.window_from)
         self.all_rows = tables.read_cached("deliveries").where(F.col("kind") == EVENT)
         self.stored = tables.read_cached(TABLE).where(F.col("sink") == rule.name)
 
@@ -269,6 +264,7 @@ class _Comparison:
                 "run": F.lit(self.state.run).cast("bigint"),
                 "read_ms": F.lit(self.state.read_ms).cast("bigint"),
                 "definition": F.lit(self.state.definition),
+                "last_ms": F.lit(self.state.decided_ms).cast("bigint"),
             }
         )
         return own, self._condition()
@@ -309,12 +305,18 @@ class _Comparison:
 
     def _released_ms(self) -> Column:
         """Return when an open transaction no longer hid a record; null if none hid it."""
-        found = F.lit(None).cast("bigint")
+        by_log: dict[str, list[dict[str, int]]] = {}
         for span in self.released:
-            in_log = (F.col("topic") == span.topic) & (F.col("partition") == span.partition)
-            inside = rule_table.is_within(F.col("offset"), F.lit(span.first), F.lit(span.end))
-            found = F.when(in_log & inside, F.lit(span.visible_ms)).otherwise(found)
-        return found
+            offsets = {"first": span.first, "end": span.end, "visible_ms": span.visible_ms}
+            by_log.setdefault(f"{span.topic}:{span.partition}", []).append(offsets)
+        if not by_log:
+            return F.lit(None).cast("bigint")
+        # JSON: a condition for each span would make an expression as deep as there are spans.
+        span_type = "struct<first: bigint, `end`: bigint, visible_ms: bigint>"
+        of_logs = F.from_json(F.lit(json.dumps(by_log)), f"map<string, array<{span_type}>>")
+        of_log = F.try_element_at(of_logs, F.concat_ws(":", "topic", "partition"))
+        around = F.filter(of_log, lambda span: rule_table.is_within(F.col("offset"), span["first"], span["end"]))
+        return F.array_max(F.transform(around, lambda span: span["visible_ms"]))
 
     def _judged(self, records: DataFrame, read: DataFrame, anywhere: DataFrame | None = None) -> DataFrame:
         """Judge each event of each hour by its rows, which are within the margin around the hour:
@@ -365,10 +367,12 @@ class _Comparison:
         return named.groupBy("accepted_hour", "id").agg(*counted)
 
     def _known_missing(self) -> DataFrame:
-        """Select the events that an earlier run found missing, or late: `accepted_hour, id, was_missing`."""
+        """Select the events that were found missing before, or late: `accepted_hour, id, was_missing`.
+
+        A process that was killed on the same run has read the sink after the freeze, too.
+        """
         is_same_sink = F.col("definition").startswith(self.rule.definition)
-        of_earlier_runs = self.stored.where(is_same_sink & (F.col("run") < self.evidence.run))
-        found = of_earlier_runs.where(F.col("kind").isin(MISSING, LATE))
+        found = self.stored.where(is_same_sink & F.col("kind").isin(MISSING, LATE))
         was_missing = (F.col("kind") == MISSING) | (F.col("cause") == WAS_MISSING)
         return found.where(was_missing).select("accepted_hour", "id", F.lit(True).alias("was_missing")).distinct()
 
@@ -462,7 +466,9 @@ class _Comparison:
     def _own_row(self) -> DataFrame:
         """Return the row of the sink itself: read by this run."""
         spans = json.dumps([list(span) for span in self.released])
-        return self._as_rows(self.spark.range(1), {"released": F.lit(spans), "is_closed": F.lit(False)})
+        decided = F.lit(self.evidence.decided_until_ms)
+        own = {"released": F.lit(spans), "is_closed": F.lit(False), "last_ms": decided}
+        return self._as_rows(self.spark.range(1), own)
 
     def _findings(self, judged: DataFrame, records: DataFrame) -> DataFrame:
         """Return the findings about expected events, with the coordinates of their records: rows of `sinks`."""
@@ -546,9 +552,10 @@ def _names_event(by: Sequence[str]) -> Column:
     return reduce(Column.__and__, (F.col(name).isNotNull() for name in by))
 
 
-def with_findings(tables: Lake, found: DataFrame) -> DataFrame:
-    """Add the findings about sinks to others: lake.FINDING → lake.FINDING, `sink, sink_ms` if the lake has sinks."""
+def with_findings(tables: Lake, found: DataFrame, since_ms: int) -> DataFrame:
+    """Add the findings about sinks, in the hours since a time (ms), to others: lake.FINDING → lake.FINDING,
+    `sink, sink_ms` if the lake has sinks."""
     if not tables.exists(TABLE):
         return found
-    of_sinks = tables.read_cached(TABLE).where("kind IS NOT NULL").select(*lake.FINDING, "sink", "sink_ms")
+    of_sinks = _findings_since(tables.read_cached(TABLE), since_ms).select(*lake.FINDING, "sink", "sink_ms")
     return found.unionByName(of_sinks, allowMissingColumns=True)

@@ -5,16 +5,17 @@ Times are ms since the epoch, offsets are offsets of Kafka.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Final, NamedTuple
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SinkRule
-from spark.reading.run_plan import DATA, Plan
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Log, Plan
 from spark.rule_table import PENDING
 from spark.rules import kinds
-from spark.settings import HOUR_MS
+from spark.settings import HOUR_MS, Settings
 
 MISSING: Final = kinds.MISSING_IN_SINK.name
 TWICE: Final = kinds.TWICE_IN_SINK.name
@@ -87,11 +88,13 @@ def is_unknown_decided(event_ms: Column, margin_ms: int, complete_since_ms: int,
 
 
 class HourState(NamedTuple):
-    """An hour as it was last compared: the run, whether its verdicts are final, and the rule's definition then."""
+    """An hour as it was last compared: the run, whether its verdicts are final, the sink's definition then, and the
+    counts by name (COUNTS)."""
 
     run: int
     is_closed: bool
     definition: str
+    counts: Mapping[str, int]
 
 
 class Released(NamedTuple):
@@ -107,16 +110,50 @@ class Released(NamedTuple):
 @dataclass(frozen=True)
 class SinkState:
     """What is known of a sink: the last run that has read it (0: none), when that run froze, the sink's definition
-    then, and its hours."""
+    then, its hours, and the run's `decided_until_ms` (None in lakes of an earlier version)."""
 
     run: int
     read_ms: int | None
     released: tuple[Released, ...]
     definition: str
     hours: Mapping[str, HourState]
+    decided_ms: int | None = None
 
 
 NEVER_READ: Final = SinkState(0, None, (), "", {})
+
+RELEASED_MOST: Final = 10_000
+"""How many spans of hidden records are kept of a sink, the latest ones."""
+
+
+def definition(rule: SinkRule, settings: Settings) -> str:
+    """Return what the verdicts of a sink depend on besides rows and records; it begins with the rule's own definition.
+
+    The rest is the window, before which no hour is compared, how long a request may be unsettled, and the topics of
+    what was refused.
+    """
+    others = settings.max_settle_ms, sorted(settings.rules.quarantine_topics)
+    return f"{rule.definition}-{settings.options.window_h}-{sha256(repr(others).encode()).hexdigest()[:16]}"
+
+
+def complete_since_ms(plan: Plan, kept_from_ms: int) -> int:
+    """Return since when a run knows each accepted event: ledger and journal are complete, and the lake has its rows.
+
+    `kept_from_ms` is the first hour that the lake keeps, 0 for all.
+    """
+    claims = (*plan.of(LEDGER), *plan.of(REQUESTS))
+    return max(kept_from_ms, max((log.complete_since_ms for log in claims), default=plan.frozen_ms))
+
+
+def decided_until_ms(rule: SinkRule, plan: Plan, max_settle_ms: int) -> int:
+    """Return until when a run knows each accepted event of a sink's topics: it has read the records of all before.
+
+    Of a topic that only earlier runs audited nothing is known since these.
+    """
+    unaudited = (log for log in plan.logs if log.role == UNWANTED)
+    of_topics = (log for log in (*plan.of(DATA), *unaudited) if rule.expects(log.topic))
+    logs = (*of_topics, *plan.of(LEDGER), *plan.of(REQUESTS))
+    return min((plan.frozen_ms, *(log.decided_until_ms for log in logs))) - max_settle_ms
 
 
 def due_hours(
@@ -149,21 +186,34 @@ def closes(
     return not is_open and is_over and is_decided
 
 
-def judged_until_ms(
-    rule: SinkRule, max_settle_ms: int, read_ms: int | None, open_hours_ms: Sequence[int]
-) -> int | None:
-    """Return the watermark of a sink: the start of its first hour with a pending event, or when lateness began."""
-    if read_ms is None:
+def judged_until_ms(rule: SinkRule, max_settle_ms: int, state: SinkState, open_hours_ms: Sequence[int]) -> int | None:
+    """Return the watermark of a sink: the start of its first hour with a pending event, when lateness began, or until
+    when the records were read, whichever is first. None if no event is known to be judged."""
+    if state.read_ms is None:
         return None
-    return min((read_ms - max_settle_ms - 1000 * rule.late_s, *open_hours_ms))
+    read_until_ms = [] if state.decided_ms is None else [state.decided_ms]
+    found = min((state.read_ms - max_settle_ms - 1000 * rule.late_s, *read_until_ms, *open_hours_ms))
+    return found if found > 0 else None
 
 
-def released(plan: Plan, last_plan: Plan | None, known: Sequence[Released], kept_ms: int) -> tuple[Released, ...]:
-    """Return what open transactions hid until this run, and until earlier runs that froze since `kept_ms`."""
+def released(
+    rule: SinkRule, plan: Plan, last_plan: Plan | None, known: Sequence[Released], window_from: int
+) -> tuple[Released, ...]:
+    """Return what open transactions hid of a sink's topics until this run, and until earlier runs that froze in the
+    window, whose hours may be compared again; at most RELEASED_MOST spans.
+
+    A run with --max-records may read later what is visible now.
+    """
     last_logs = {} if last_plan is None else last_plan.logs_by_partition
-    found = [span for span in known if span.visible_ms >= kept_ms and span.visible_ms != plan.frozen_ms]
+    found = [span for span in known if span.visible_ms >= window_from and span.visible_ms != plan.frozen_ms]
     for log in plan.of(DATA):
         last_log = last_logs.get(log.topic_partition)
-        if last_log is not None and last_log.last_stable < min(last_log.high_watermark, log.end):
-            found.append(Released(log.topic, log.partition, last_log.last_stable, log.end, plan.frozen_ms))
-    return tuple(found)
+        if rule.expects(log.topic) and last_log is not None and _is_released(log, last_log):
+            found.append(Released(log.topic, log.partition, last_log.last_stable, log.last_stable, plan.frozen_ms))
+    return tuple(found[-RELEASED_MOST:])
+
+
+def _is_released(log: Log, last_log: Log) -> bool:
+    """Check whether records of a log are visible now that were hidden when the last run froze."""
+    is_same = log.topic_id == last_log.topic_id
+    return is_same and last_log.last_stable < min(last_log.high_watermark, log.last_stable)

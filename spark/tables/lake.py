@@ -190,8 +190,9 @@ sink's own row.
 
 `sink_ms` is when the row of a late event arrived, or when the run froze that found an event missing; `events` the
 number of events of a finding. `read_ms` is when the run froze that compared the hour, in the sink's own row the last
-run that has read the sink, as is `run`. `is_closed`: no verdict of the hour may change. `definition`: the rule of the
-sink then, as a digest. `released`: what open transactions hid from consumers (sink_verdicts.Released), as JSON.
+run that has read the sink, as is `run`; `last_ms` is there until when that run knew each event of the sink's topics.
+`is_closed`: no verdict of the hour may change. `definition`: the rule of the sink then, and what else verdicts depend
+on, as digests. `released`: what open transactions hid from consumers (sink_verdicts.Released), as JSON.
 """
 
 SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {

@@ -111,6 +111,9 @@ def test_no_two_sinks_have_one_name() -> None:
         "jdbc:postgresql://db/w?user=a&password=secret",
         "jdbc:postgresql://a:secret@db/w",
         "jdbc:sqlserver://db;PASSWORD=secret",
+        "jdbc:sqlserver://db;encrypt=true;trustStorePassword=secret",
+        "jdbc:sqlserver://db;accessToken=secret",
+        "jdbc:db2://db:50000/w:user=a;password=secret;",
         "jdbc:oracle:thin:a/secret@//db:1521/w",
     ],
 )
@@ -118,6 +121,12 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(SettingsError, match=r"^rules:5: url: a password in it would come into logs") as caught:
         Rules.parse(JDBC.replace("jdbc:postgresql://db:5432/warehouse", url))
     assert "secret" not in str(caught.value)
+
+
+def test_a_url_may_name_files_of_keys() -> None:
+    url = "jdbc:postgresql://db:5432/warehouse?sslmode=verify-full&sslkey=/etc/key&sslpasswordcallback=a.B"
+    (sink,) = Rules.parse(JDBC.replace("jdbc:postgresql://db:5432/warehouse", url)).sinks
+    assert sink.url == url
 
 
 def test_a_url_of_a_database_is_one_of_jdbc() -> None:
