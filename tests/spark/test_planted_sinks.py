@@ -1,6 +1,6 @@
 """Sinks in a real PostgreSQL and as Delta tables, whose consumer drops, repeats, is late and dies: all is found.
 
-A few seeds; `python -m tests.sinks` has twenty.
+Some seeds; `python -m tests.sinks` has twenty. What a run says of each fault is tested in test_sinks.py too.
 """
 
 from pathlib import Path
@@ -10,13 +10,13 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
-from tests.conftest import LONG
 from tests.sinks.planted import Trial
 from tests.sinks.postgres import Postgres
 
-SEEDS: Final = range(4 if LONG else 1)
+SEEDS: Final = range(4)
 
 
+@pytest.mark.long
 def test_each_planted_fault_of_a_sink_is_found_and_nothing_else(
     spark: SparkSession, kafka: Kafka, tmp_path: Path
 ) -> None:
