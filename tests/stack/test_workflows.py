@@ -68,10 +68,10 @@ def test_no_registry_is_named() -> None:
         assert re.findall(r"(?:[a-z0-9-]+\.)+(?:io|com|org|dev)\b", path.read_text()) == [], path.name
 
 
-def test_a_release_builds_both_images_for_both_architectures_with_sbom_and_signature() -> None:
+def test_a_release_builds_all_images_for_both_architectures_with_sbom_and_signature() -> None:
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())
     job = release["jobs"]["images"]
-    assert job["strategy"]["matrix"]["target"] == ["service", "spark"]
+    assert job["strategy"]["matrix"]["target"] == ["service", "spark", "spark-s3"]
     (build,) = (step["with"] for step in job["steps"] if step.get("uses", "").startswith("docker/build-push-action"))
     assert build["platforms"] == "linux/amd64,linux/arm64"
     assert (build["push"], build["sbom"], build["provenance"]) == (True, True, "mode=max")
