@@ -48,6 +48,7 @@ def test_post_is_measured_checked_and_shown(stage: Stage, make_topic: MakeTopic)
         checks.exactly_once(stage.kafka.bootstrap, namespace, [make_topic()], 0, 0)
 
 
+@pytest.mark.long
 def test_two_services_are_measured_in_turn_and_held_to_the_floors(stage: Stage) -> None:
     plan = against.Plan.of(["HEAD", "--quick", "--rows", "one,replay", "--rounds", "2"])
     itself = Checkout(ROOT, "itself")

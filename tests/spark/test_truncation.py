@@ -47,6 +47,7 @@ def _wait_for_end(history: History, topic: str, end: int) -> None:
         consumer.close()
 
 
+@pytest.mark.long
 def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     spark: SparkSession, broker: Kafka, namespace: str, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
