@@ -20,18 +20,17 @@ def uses_native(module: Path) -> bool:
     return False
 
 
-def test_every_package_that_uses_service_native_is_tested_without_it_too() -> None:
+def test_every_module_that_uses_service_native_is_tested_without_it_too() -> None:
     line = next(line for line in RUN.splitlines() if line.strip().startswith("WITHOUT_NATIVE=1"))
     targets = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {line.partition('--quiet')[2]}"], capture_output=True, text=True, check=True
     ).stdout.split()
-    packages = {
-        path.parent.name
-        for path in (ROOT / "service").glob("*/*.py")
-        if uses_native(path) or path.parent.name == "native"
-    }
-    assert "kafka" in packages
-    assert {f"tests/unit/{package}" for package in packages} <= set(targets)
+    modules = {path for path in (ROOT / "service").glob("*/*.py") if uses_native(path)}
+    assert "record_batch" in {path.stem for path in modules}
+    for module in modules:
+        folder = f"tests/unit/{module.parent.name}"
+        assert {folder, f"{folder}/test_{module.stem}.py"} & set(targets), module
+    assert "tests/unit/native" in targets
     assert all((ROOT / target).exists() for target in targets if target.startswith("tests/"))
 
 
