@@ -67,6 +67,15 @@ class PublishedTopic:
         high_watermarks = zip(last.high_watermarks, self.high_watermarks, strict=False)
         return all(then == now for then, now in starts) and all(then == now for then, now in high_watermarks)
 
+    def with_sent(self, high_watermarks: tuple[int, ...], sent: int) -> "PublishedTopic":
+        """Return the topic with the high watermarks after sending; unchanged if not exactly `sent` records were added.
+
+        The idempotent producer stores each record once: others are of a run that has lost its lease. Id and first
+        offsets stay those before sending. If any of these has changed, the next run finds a difference.
+        """
+        is_exact = sum(high_watermarks) - sum(self.high_watermarks) == sent
+        return replace(self, high_watermarks=high_watermarks) if is_exact else self
+
 
 def prepare(admin: KafkaAdmin, namespace: str) -> PublishedTopic:
     """Create the topic if needed, and return its state; CannotRun if the topic exists and is not compacted."""
@@ -137,7 +146,7 @@ def publish(
         lake.check_held()
         _send(unsent, shared)
         mark_sent(lake, run, with_tombstones=counts["gone"] > 0)
-        topic = _with_sent(lake, shared, topic)
+        topic = _with_sent(lake, shared, topic, counts["values"])
     return topic
 
 
@@ -156,17 +165,15 @@ def mark_unsent(lake: Lake, run: int) -> None:
         outbox.update("sent", {"sent": "false"})
 
 
-def _with_sent(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> PublishedTopic:
-    """Return the topic with the high watermarks after sending; unchanged if it was deleted or recreated meanwhile.
-
-    Id and first offsets stay those before sending: if they have changed, the next run finds a difference.
-    """
+def _with_sent(lake: Lake, shared: SharedSettings, topic: PublishedTopic, sent: int) -> PublishedTopic:
+    """Return the topic after so many records were sent; unchanged if it was deleted or recreated meanwhile, or has
+    other records."""
     name = wire.findings_topic(shared.namespace)
     with closing(KafkaAdmin(lake.spark, shared)) as admin:
         described = admin.describe([name]).get(name)
         if described is None or described.topic_id != topic.topic_id:
             return topic
-        return replace(topic, high_watermarks=_state(admin, described).high_watermarks)
+        return topic.with_sent(_state(admin, described).high_watermarks, sent)
 
 
 def _unsent(lake: Lake, found: DataFrame) -> DataFrame:

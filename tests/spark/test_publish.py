@@ -194,6 +194,11 @@ def test_a_topic_has_what_was_sent_unless_it_was_recreated_emptied_truncated_or_
     assert PUBLISHED.has_records_of(publish.PublishedTopic.of(stored)) == has_records
 
 
+def test_a_topic_is_not_known_with_records_that_another_run_has_sent_meanwhile() -> None:
+    after = dataclasses.replace(PUBLISHED, high_watermarks=(12, 8))
+    assert [PUBLISHED.with_sent((12, 8), sent) for sent in (2, 3, 4)] == [PUBLISHED, after, PUBLISHED]
+
+
 def _cut(*_: Any, **__: Any) -> None:
     raise Cut
 
