@@ -4,7 +4,6 @@
 """
 
 import sys
-from pathlib import Path
 from typing import Final
 
 from deploy import markers
@@ -32,18 +31,5 @@ def table() -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (HEAD, ("---",) * len(HEAD), *rows))
 
 
-def main() -> int:
-    match sys.argv[1:]:
-        case []:
-            sys.stdout.write(table())
-        case [name]:
-            path = Path(name)
-            path.write_text(markers.put(path.read_text(encoding="utf-8"), NAME, table()), encoding="utf-8")
-        case _:
-            print("usage: python -m deploy.kinds_table [FILE]", file=sys.stderr)
-            return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(markers.command("deploy.kinds_table", NAME, table(), sys.argv[1:]))

@@ -1,6 +1,9 @@
 """Generated text in a Markdown file, between the markers `<!-- name -->` and `<!-- /name -->`."""
 
 import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 
 def current(text: str, name: str) -> str | None:
@@ -12,6 +15,20 @@ def current(text: str, name: str) -> str | None:
 def put(text: str, name: str, generated: str) -> str:
     """Return the text with `generated`, which ends with a line feed, between its markers."""
     return _between(name).sub(lambda _: f"<!-- {name} -->\n{generated}<!-- /{name} -->", text)
+
+
+def command(program: str, name: str, generated: str, arguments: Sequence[str]) -> int:
+    """Print the text, or put it between its markers in the file that the arguments name; returns the exit status."""
+    match arguments:
+        case []:
+            sys.stdout.write(generated)
+        case [file]:
+            path = Path(file)
+            path.write_text(put(path.read_text(encoding="utf-8"), name, generated), encoding="utf-8")
+        case _:
+            print(f"usage: python -m {program} [FILE]", file=sys.stderr)
+            return 2
+    return 0
 
 
 def _between(name: str) -> re.Pattern[str]:

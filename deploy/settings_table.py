@@ -6,7 +6,6 @@ markers.
 
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import Final
 
 from deploy import markers
@@ -42,18 +41,5 @@ def _line(cells: tuple[str, ...]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def main() -> int:
-    match sys.argv[1:]:
-        case []:
-            sys.stdout.write(table())
-        case [name]:
-            path = Path(name)
-            path.write_text(markers.put(path.read_text(encoding="utf-8"), NAME, table()), encoding="utf-8")
-        case _:
-            print("usage: python -m deploy.settings_table [FILE]", file=sys.stderr)
-            return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(markers.command("deploy.settings_table", NAME, table(), sys.argv[1:]))

@@ -110,7 +110,7 @@ class Service:
         self.topics = InternalTopics(self.cluster, settings, rules.longest_ttl_s)
         self.topic_metadata = TopicMetadataCache(self.cluster)
         self.topic_lister = TopicLister(self.cluster.list_topics, self.cluster.describe)
-        self.control = Control(self.cluster, self.topics.control, settings.name)
+        self.control = Control(self.cluster, self.topics.control, settings.name, settings.key_ttl_s)
         self.store = CurrentStore(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
         self.queue = Queue(settings)
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
@@ -212,8 +212,7 @@ class Service:
             try:
                 await self.topics.ensure()
                 self._keep_to_limits()
-                if self.topics.longest_ttl_s > self.settings.key_ttl_s:
-                    await self.control.remember_retention(self.topics.longest_ttl_s)
+                await self.control.remember_retention(self.topics.longest_ttl_s)
                 await self.keys.check()
                 await self.clocks.measure()  # before anything is written
                 break

@@ -148,8 +148,7 @@ class RulesReload:
         if wrong:
             raise SettingsError("\n".join(wrong))
         await self._topics.keep_for(found.rules.longest_ttl_s)
-        if found.rules.longest_ttl_s > self._settings.key_ttl_s:
-            await self._control.remember_retention(found.rules.longest_ttl_s)
+        await self._control.remember_retention(found.rules.longest_ttl_s)
         return found
 
     async def _take(self, loaded: LoadedRules) -> None:

@@ -1,7 +1,7 @@
 """What the tables of the rules have in common: names, rates, retentions, and how their mistakes are reported."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from service.contract.settings import KEY_TTL_MOST_S
@@ -17,6 +17,21 @@ TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 NAME_REMEDY: Final = "write 1 to 64 of letters, digits, '.', '_' and '-'"
 # Bounds of a rate, in events or bytes a second, within which its waiting times are meaningful.
 _RATES: Final = (0.000001, 1_000_000_000)
+
+
+def unknown_faults(table: Table, settings: Sequence[str]) -> Faults:
+    """Find the names of a table that are no settings."""
+    for unknown in table.keys() - set(settings):
+        yield unknown, f"no such setting; write {', '.join(settings[:-1])} and {settings[-1]}"
+
+
+def name_faults(table: Table, before: Sequence[Table], taken: str) -> Faults:
+    """Find the mistakes of a table's `name`; `taken` is the remedy where a table `before` has it."""
+    name = table.get("name")
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        yield "name", NAME_REMEDY
+    elif any(name == other.get("name") for other in before):
+        yield "name", taken
 
 
 def rate_faults(table: Mapping[str, Any]) -> Faults:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from service.contract.faults import NAME, NAME_REMEDY, Faults, Table, group_faults, rate_faults
+from service.contract.faults import Faults, Table, group_faults, name_faults, rate_faults, unknown_faults
 from service.contract.source_rules import pointer_steps
 
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519")
@@ -140,13 +140,10 @@ _WORD: Final = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")
 
 def issuer_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of an `[[issuers]]` table after those `before` it: the name concerned, and the remedy."""
-    for unknown in table.keys() - set(_SETTINGS):
-        yield unknown, f"no such setting; write {', '.join(_SETTINGS[:-1])} and {_SETTINGS[-1]}"
-    name = table.get("name")
-    if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        yield "name", NAME_REMEDY
-    elif any(name == other.get("name") for other in before):
-        yield "name", "another issuer has it, and with it the scopes of its callers: write a different one"
+    yield from unknown_faults(table, _SETTINGS)
+    yield from name_faults(
+        table, before, "another issuer has it, and with it the scopes of its callers: write a different one"
+    )
     if not _is_word(table.get("issuer")):
         yield "issuer", 'write what the tokens have as `iss`, as in issuer = "https://id.example.com/realms/shop"'
     elif any(table["issuer"] == other.get("issuer") for other in before):

@@ -11,12 +11,11 @@ from typing import Any, Final
 
 from service.contract.cors_rules import CorsRule, cors_faults, cors_rule
 from service.contract.faults import (
-    NAME,
-    NAME_REMEDY,
     Faults,
     Table,
     group_faults,
     line_of,
+    name_faults,
     quarantine_faults,
     rate_faults,
     shown,
@@ -329,11 +328,8 @@ def _caller_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[callers]]` table after those `before` it: the name concerned, and the remedy."""
     for unknown in table.keys() - set(_CALLER_SETTINGS):
         yield unknown, f"no such setting; write {', '.join(_CALLER_SETTINGS)}"
-    name = table.get("name")
-    if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        yield "name", NAME_REMEDY
-    elif any(name == other.get("name") for other in before):
-        yield "name", "another caller has it: write a different one, or list all tokens of a caller in one table"
+    taken = "another caller has it: write a different one, or list all tokens of a caller in one table"
+    yield from name_faults(table, before, taken)
     if "token_sha256" in table or "certificates" not in table:
         yield from _token_faults(_digests(table), before)
     yield from _certificate_faults(table.get("certificates", ["dns:-"]), before)

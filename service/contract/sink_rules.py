@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from service.contract.faults import NAME, NAME_REMEDY, Faults, Table
+from service.contract.faults import Faults, Table, name_faults, unknown_faults
 
 DELTA: Final = "delta"
 PARQUET: Final = "parquet"
@@ -118,13 +118,8 @@ _EXAMPLES: Final = {
 
 def sink_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[sinks]]` table after those `before` it: the name concerned, and the remedy."""
-    for unknown in table.keys() - set(_SETTINGS):
-        yield unknown, f"no such setting; write {', '.join(_SETTINGS[:-1])} and {_SETTINGS[-1]}"
-    name = table.get("name")
-    if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        yield "name", NAME_REMEDY
-    elif any(name == other.get("name") for other in before):
-        yield "name", "another sink has it: write a different one"
+    yield from unknown_faults(table, _SETTINGS)
+    yield from name_faults(table, before, "another sink has it: write a different one")
     if not _are_texts(table.get("topics")):
         yield "topics", 'write names or globs, as in topics = ["orders.*"]'
     yield from _place_faults(table)

@@ -21,6 +21,7 @@ from service.contract.faults import (
     quarantine_faults,
     rate_faults,
     ttl_faults,
+    unknown_faults,
 )
 from service.contract.wire import RESERVED_HEADERS, TRACE_HEADER
 
@@ -181,8 +182,7 @@ _SETTINGS: Final = (
 
 def source_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[sources]]` table after those `before` it: the name concerned, and the remedy."""
-    for unknown in table.keys() - set(_SETTINGS):
-        yield unknown, f"no such setting; write {', '.join(_SETTINGS[:-1])} and {_SETTINGS[-1]}"
+    yield from unknown_faults(table, _SETTINGS)
     name = table.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None or name in (".", ".."):
         yield "name", f"{NAME_REMEDY}, but not . or .. alone"

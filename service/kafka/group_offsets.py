@@ -69,7 +69,8 @@ REFUSALS: Final[Mapping[int, RecordError]] = {
     errors.TopicAuthorizationFailedError.errno: RecordError(
         FORBIDDEN_TOPIC, "the service has no permission to Read a topic of the positions"
     ),
-    # The topics were there just now: a coordinator may not know them yet. If they are gone, the next try is told so.
+    # Admission has found the topics: the coordinator has older metadata, or a topic was deleted since, and then
+    # admission refuses the next attempt.
     errors.UnknownTopicOrPartitionError.errno: RecordError(
         NOT_WRITTEN, "the group's coordinator does not know a topic of the positions: send it again"
     ),

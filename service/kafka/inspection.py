@@ -26,6 +26,8 @@ OK: Final = errors.NoError.errno
 UNSUPPORTED_VERSION: Final = errors.UnsupportedVersionError.errno
 # No permission to Read the topic, or a broker older than 2.8: a retry does not change these.
 FINAL: Final = frozenset({errors.TopicAuthorizationFailedError.errno, UNSUPPORTED_VERSION})
+# aiokafka raises one of these where a broker is too old for a request.
+UNSUPPORTED: Final = (errors.IncompatibleBrokerVersion, NotImplementedError)
 RETRY_PAUSE_S: Final = 0.02
 MARKERS: Final = {0: Marker.ABORT, 1: Marker.COMMIT}  # by the type in a control record's key
 # The same bound as in kafka/reader.py: unpacking a larger response blocks the event loop.
@@ -186,7 +188,7 @@ async def _ask_leaders(client: AIOKafkaClient, partitions: Iterable[Partition], 
 async def _ask_leader(client: AIOKafkaClient, node: int, partitions: Sequence[Partition], found: Producers) -> None:
     try:
         response = await client.send(node, DescribeProducers(partitions))
-    except (errors.IncompatibleBrokerVersion, NotImplementedError):
+    except UNSUPPORTED:
         found.failed.update(dict.fromkeys(partitions, UNSUPPORTED_VERSION))
         return
     except (errors.KafkaError, OSError):
@@ -207,7 +209,7 @@ async def open_partitions(client: AIOKafkaClient, node: int, transactional_id: s
     """
     try:
         response = await client.send(node, DescribeTransactions(transactional_id))
-    except (errors.IncompatibleBrokerVersion, NotImplementedError):
+    except UNSUPPORTED:
         return set()
     ((code, _, _state, _, _, _, _, topics, _),) = response.transactions
     if code != OK and (kind := errors.for_code(code)).retriable:
@@ -219,7 +221,7 @@ async def producer_id_of(client: AIOKafkaClient, node: int, transactional_id: st
     """Ask a coordinator for the producer id of a transactional id; None where it is unknown or the broker too old."""
     try:
         response = await client.send(node, DescribeTransactions(transactional_id))
-    except (errors.IncompatibleBrokerVersion, NotImplementedError):
+    except UNSUPPORTED:
         return None
     ((code, _, _state, _, _, producer_id, *_),) = response.transactions
     return int(producer_id) if code == OK else None

@@ -214,8 +214,13 @@ class EventChecks:
         """Return the cached metadata of a topic that is open to clients; OFFSETS_TOPIC may be cached as well."""
         return None if self._topics.reserved(name) else self._topic_metadata.cached(name)
 
-    async def _topic(self, name: str, arrived: float, deadline: float, *, after_arrival: bool = False) -> Topic:
-        """Look up a topic until `deadline` as TopicMetadataCache.get does. Raises Problem (403, 404, 503)."""
+    async def _topic(
+        self, name: str, arrived: float, deadline: float, *, after_arrival: bool = False, to_read: bool = False
+    ) -> Topic:
+        """Look up a topic until `deadline` as TopicMetadataCache.get does; `to_read`: it is not written to.
+
+        Raises Problem (403, 404, 503).
+        """
         if self._topics.reserved(name):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
         check_time(f"topic: {name}", deadline)
@@ -223,7 +228,8 @@ class EventChecks:
             async with asyncio.timeout_at(deadline):
                 topic = await self._topic_metadata.get(name, arrived, after_arrival=after_arrival)
         except KafkaForbids as error:
-            raise Problem(FORBIDDEN_TOPIC, f"topic: {error}: have it allowed to Describe and Write it") from error
+            may = "Describe and Read" if to_read else "Describe and Write"
+            raise Problem(FORBIDDEN_TOPIC, f"topic: {error}: have it allowed to {may} it") from error
         except (KafkaAway, TimeoutError) as error:
             raise Problem(NOT_WRITTEN, f"topic: {name} cannot be looked up now: send it again") from error
         if topic is None:
@@ -243,7 +249,9 @@ class EventChecks:
             topic = self._cached(each.topic)
             try:
                 if topic is None or each.partition >= topic.partitions:
-                    topic = await self._topic(each.topic, arrived, deadline, after_arrival=topic is not None)
+                    topic = await self._topic(
+                        each.topic, arrived, deadline, after_arrival=topic is not None, to_read=True
+                    )
             except Problem as problem:
                 raise Problem(problem.kind, f"offsets.positions[{index}].{problem.detail}") from None
             if each.partition >= topic.partitions:

@@ -148,7 +148,7 @@ class KeyChecks:
         """Check the age of the key of an atomic batch, with the batch's id. Raises Problem (412, 503).
 
         `ttl_s` is the retention of the key, in seconds; `sent_ms` is that of KeyAge. An old key is taken if each of the
-        topics takes such keys, of which a batch without events has none.
+        topics takes such keys; a batch without events has no topics, and its old key is refused.
         """
         made_ms = (
             None if topics and all(self._retentions.rule(topic).takes_old_keys for topic in topics) else made_at_ms(key)

@@ -229,13 +229,18 @@ class Writer:
         """
         if not to_release:
             return
-        try:
-            await slot.release([id for each in to_release for id in each.ids])
-        except (StoreLost, StoreAway, StoreUnanswered) as error:
-            raise StoreUnanswered(f"a release is open: {error}") from error
+        await self._release_claims(slot, [id for each in to_release for id in each.ids])
         self._queue.put_back([each.request for each in to_release if each.then is Step.REQUEUE])
         self._parked += [each.request for each in to_release if each.then is Step.PARK]
         self._split(each.request for each in to_release if each.then is Step.SPLIT)
+
+    @staticmethod
+    async def _release_claims(slot: Slot, ids: Sequence[bytes]) -> None:
+        """Release claims of the slot's term. Raises StoreUnanswered for any release that may still come."""
+        try:
+            await slot.release(ids)
+        except (StoreLost, StoreAway, StoreUnanswered) as error:
+            raise StoreUnanswered(f"a release is open: {error}") from error
 
     def _split(self, chunks: Iterable[WriteRequest]) -> None:
         """Have the coroutine of each chunk's batch send the chunk again in parts."""
@@ -332,7 +337,7 @@ class Writer:
             of_group = "" if offsets is None else ledger_offsets_of(committed, place).encode()
             position = await slot.commit(entries_of(committed), topic_ids, of_group)
         except OffsetsRefused as refused:
-            self._refuse(attempt, refused)
+            await self._refuse(attempt, refused)
             return
         except (Exception, asyncio.CancelledError) as error:
             cause = failure_of(error)
@@ -343,14 +348,19 @@ class Writer:
             raise failure from cause
         attempt.delivered, attempt.position = committed, position
 
-    def _refuse(self, attempt: Attempt, refused: OffsetsRefused) -> None:
-        """Answer the batch whose offsets Kafka has refused: its transaction is aborted, and its claims are released."""
+    async def _refuse(self, attempt: Attempt, refused: OffsetsRefused) -> None:
+        """Release the claims of the batch whose offsets Kafka has refused, then answer it: its transaction is aborted.
+
+        Raises StoreUnanswered, after the answer, where the claims may still stand.
+        """
         ((request, _),) = attempt.claimed
         request.move(RequestEvent.RETURN)
         if refused.error.kind is NOT_WRITTEN:
             self._topic_metadata.invalidate(OFFSETS_TOPIC)  # its replicas may be out of sync by now
-        self._resolver.resolve(request, Problem(refused.error.kind, f"offsets: {refused.error.why}"))
-        attempt.not_delivered = [ClaimToRelease(request, request.claimed_ids)]
+        try:
+            await self._release_claims(attempt.slot, request.claimed_ids)
+        finally:
+            self._resolver.resolve(request, Problem(refused.error.kind, f"offsets: {refused.error.why}"))
 
     @staticmethod
     def _bug(slot: Slot, error: Exception) -> TransactionFailed:

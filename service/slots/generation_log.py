@@ -25,7 +25,8 @@ from service.kafka.reader import Span, read_through
 class Control:
     """Appends to `{ns}.control` and reads it through barriers. Every call may raise KafkaAway, reads NewerVersion."""
 
-    def __init__(self, cluster: KafkaAdmin, topic: str, instance: str) -> None:
+    def __init__(self, cluster: KafkaAdmin, topic: str, instance: str, key_ttl_s: int) -> None:
+        """Make it; `key_ttl_s` is the retention (seconds) that each process knows without a record."""
         self._cluster = cluster
         self._topic = topic
         self._instance = instance
@@ -37,7 +38,7 @@ class Control:
         self._next_slot = 0  # the highest slot of the calls that share the next read
         self.slots = 0  # one more than the highest slot with a barrier in the records read so far
         self.longest_ttl_s = 0  # the longest retention that any rules ever had, by the records read so far, in seconds
-        self._remembered_ttl_s = 0
+        self._remembered_ttl_s = key_ttl_s
 
     async def close(self) -> None:
         await self._producer.close()

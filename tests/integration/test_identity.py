@@ -47,7 +47,7 @@ def realms(issuer: IssuerUnderTest) -> tuple[Realm, Realm]:
 
 @pytest.fixture(scope="module")
 def discovered(issuer: IssuerUnderTest) -> Realm:
-    """A realm of which the rules name only the issuer."""
+    """Make a realm for a rule without `jwks_url`: the keys are found by OpenID discovery."""
     return issuer.realm("discovered", CLIENTS)
 
 

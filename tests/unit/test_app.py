@@ -17,6 +17,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaLoginFailed
 from service.core.settings import Settings
 from service.events.schemas import Schemas
+from service.kafka.producer import IdempotentProducer
 from tests.unit.fakes import ended, steps, until
 from tests.unit.scrape import sample
 
@@ -63,11 +64,12 @@ async def test_a_longer_retention_by_rule_is_remembered_before_a_slot_is_held(
     whole.topics.ensure = AsyncMock()  # type: ignore[method-assign]
     whole.keys.check = AsyncMock()  # type: ignore[method-assign]
     whole.clocks.measure = AsyncMock()  # type: ignore[method-assign]
-    remember = AsyncMock(side_effect=[KafkaAway("no broker"), None])
-    whole.control.remember_retention = remember  # type: ignore[method-assign]
+    send = AsyncMock(side_effect=[KafkaAway("no broker"), 0])
+    monkeypatch.setattr(IdempotentProducer, "send", send)
 
     async def keep() -> None:
-        assert [call.args for call in remember.await_args_list] == ([] if key_ttl_s == 86_400 else [(86_401,)] * 2)
+        keys = [call.args[2] for call in send.await_args_list]
+        assert keys == ([] if key_ttl_s == 86_400 else [b"retention/86401"] * 2)
 
     whole.pool.keep = AsyncMock(side_effect=keep)  # type: ignore[method-assign]
     try:

@@ -223,7 +223,7 @@ def backoff_s(attempt: int) -> float:
 
 
 def without_batch(results: Iterable[Result | WrittenBatch]) -> list[Result]:
-    """Return the results of events, none of which is an atomic batch."""
+    """Narrow the type of results: `send` and `send_many` settle single events only."""
     return [result for result in results if not isinstance(result, WrittenBatch)]
 
 

@@ -7,7 +7,15 @@ import pytest
 
 from service.claims.states import Delivered, DeliveredBatch, SlotState
 from service.contract.wire import CommittedOffset, LedgerRecord, batch_fingerprint, decode_ledger
-from service.core.problems import FORBIDDEN_TOPIC, KEY_EXPIRED, NOT_WRITTEN, STALE_MEMBER, UNKNOWN_TOPIC, Problem
+from service.core.problems import (
+    FORBIDDEN_TOPIC,
+    KEY_EXPIRED,
+    NOT_WRITTEN,
+    STALE_MEMBER,
+    UNKNOWN_TOPIC,
+    Problem,
+    StoreUnanswered,
+)
 from service.core.settings import WAITING_BYTES
 from service.events.event import NONE_IS_PLAIN, Event
 from service.events.offsets import fingerprint_of
@@ -95,13 +103,27 @@ async def test_a_stale_member_is_refused_alone_and_the_term_goes_on() -> None:
     stale = asyncio.create_task(submit(world, make_event("k/0")))
     others = [world.submit(key) for key in "abc"]
     assert kind_of(await stale) is STALE_MEMBER
+    assert ID not in world.keys.server.keys  # a retry finds no claim
     assert all(isinstance(other, Committed) for other in await asyncio.gather(*others))
     assert (slot.term, slot.state) == (term, SlotState.READY)
-    await until(lambda: ID not in world.keys.server.keys)
     assert not any(key.startswith("k/") for keys in world.keys_written() for key in keys)
     answer = await submit(world, make_event("k/0"))  # by a member of the new generation
     assert isinstance(answer, Committed)
     assert not answer.replayed
+    await ended(serving)
+
+
+async def test_a_stale_member_is_answered_although_its_claim_cannot_be_released() -> None:
+    """The term ends: its recovery frees the claim."""
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["offsets"].append(STALE)
+    world.keys.trouble.before["release"].append(StoreUnanswered("no answer"))
+    stale = asyncio.create_task(submit(world, make_event("k/0")))
+    await end_of_term(world.serve(slot))
+    assert kind_of(await stale) is STALE_MEMBER
+    serving = await world.serve_again(slot)
+    assert isinstance(await submit(world, make_event("k/0")), Committed)
     await ended(serving)
 
 

@@ -20,6 +20,9 @@ class _Item:
         self.offset, self.key, self.value = offset, key, value
 
 
+KEY_TTL_S = 86_400
+
+
 class _Topic:
     """The control topic in memory; `clear` creates it again."""
 
@@ -47,7 +50,7 @@ def topic(monkeypatch: pytest.MonkeyPatch) -> _Topic:
 
 @pytest.fixture
 def control(topic: _Topic) -> Control:
-    control = Control(FakeCluster(), "fp.control", "test")
+    control = Control(FakeCluster(), "fp.control", "test", KEY_TTL_S)
     control._producer = topic  # type: ignore[assignment]
     return control
 
@@ -66,7 +69,7 @@ async def test_each_recovered_slot_is_covered_by_a_barrier(topic: _Topic, contro
     await control.newest_generation()
     assert [key for key, _ in topic.records] == [b"barrier/99", b"barrier/0"]
     assert control.slots == 100
-    other = Control(FakeCluster(), "fp.control", "other")
+    other = Control(FakeCluster(), "fp.control", "other", KEY_TTL_S)
     other._producer = topic  # type: ignore[assignment]
     topic.records += [(b"barrier/odd", b""), (b"barrier/123456", b"")]
     assert other.slots == 0
@@ -80,10 +83,10 @@ async def test_each_recovered_slot_is_covered_by_a_barrier(topic: _Topic, contro
 async def test_the_longest_retention_of_any_rules_is_remembered_for_each_process(
     topic: _Topic, control: Control
 ) -> None:
-    for ttl_s in (500_000, 400_000, 500_000, 600_000):  # a restart would write each again
+    for ttl_s in (KEY_TTL_S, 500_000, 400_000, 500_000, 600_000):  # a restart would write each again
         await control.remember_retention(ttl_s)
     assert [key for key, _ in topic.records] == [b"retention/500000", b"retention/600000"]
-    other = Control(FakeCluster(), "fp.control", "other")
+    other = Control(FakeCluster(), "fp.control", "other", KEY_TTL_S)
     other._producer = topic  # type: ignore[assignment]
     await other.remember_retention(300_000)
     assert await other.newest_generation() is None
