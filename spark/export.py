@@ -3,9 +3,9 @@
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
@@ -24,14 +24,16 @@ _EXISTS: Final = "PATH_ALREADY_EXISTS"
 def export(spark: SparkSession, options: FindingsOptions) -> Iterator[str]:
     """Yield the lines of JSON or CSV; no lines for Parquet, which is written into a folder.
 
-    The findings are those of the last run's report, unless the options say since when. CannotRun if the lake has no
-    finished run, or is of an earlier version.
+    In CSV the coordinates are JSON. The findings are those of the last run's report, unless the options say since when.
+    CannotRun if the lake has no finished run, or is of an earlier version.
     """
     found = current_findings.in_order(selected(Lake(spark, options.lake), options))
     if options.format == PARQUET:
         _write(found, options.output)
     elif options.format == CSV:
-        yield from _csv(found)
+        coordinates = F.to_json("coordinates", {"ignoreNullFields": "false"}).alias("coordinates")
+        rows = found.withColumn("coordinates", coordinates).select(*current_findings.FIELDS)
+        yield from csv_lines(current_findings.FIELDS, rows.toLocalIterator())
     else:
         yield from (f"{row[0]}\n" for row in found.select(current_findings.as_json()).toLocalIterator())
 
@@ -44,7 +46,7 @@ def selected(lake: Lake, options: FindingsOptions) -> DataFrame:
     findings = sink_audit.with_findings(lake, lake.read("findings"), since_ms)
     found = current_findings.by_finding(current_findings.by_hour(findings, since_ms))
     if options.topics:
-        found = found.where(F.col("topic").rlike(f"^(?:{glob_regex(options.topics)})$"))
+        found = found.where(F.col("topic").rlike(glob_regex(options.topics)))
     return found.where(F.col("kind").isin(*kinds))
 
 
@@ -68,13 +70,12 @@ def _write(found: DataFrame, folder: str) -> None:
         raise CannotRun(f"--output {folder} exists: give a new folder") from None
 
 
-def _csv(found: DataFrame) -> Iterator[str]:
-    """Yield a line of names, then a line for each finding (RFC 4180); the coordinates are JSON."""
+def csv_lines(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
+    """Yield a line of names, then a line for each row (RFC 4180)."""
     written = io.StringIO()
     writer = csv.writer(written)
-    coordinates = F.to_json("coordinates", {"ignoreNullFields": "false"}).alias("coordinates")
-    writer.writerow(current_findings.FIELDS)
-    for row in found.withColumn("coordinates", coordinates).select(*current_findings.FIELDS).toLocalIterator():
+    writer.writerow(names)
+    for row in rows:
         writer.writerow(row)
         yield written.getvalue()
         written.seek(0)

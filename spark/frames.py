@@ -1,4 +1,4 @@
-"""Frames of a few rows from the driver."""
+"""Frames of a few rows from the driver, and their schemas."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,11 @@ from pyspark.sql.types import ArrayType, StructType
 
 # Jackson limits a string to 20 MB by default, against untrusted input. The summary of a run with many hours is longer.
 _PARSED: Final = {"mode": "FAILFAST", "maxStringLen": str(2**31 - 1)}
+
+
+def ddl(columns: Mapping[str, str]) -> str:
+    """Write names and types of columns as a schema."""
+    return ", ".join(f"`{name}` {data_type}" for name, data_type in columns.items())
 
 
 def rows_of(spark: SparkSession, schema: str | StructType, items: Sequence[Mapping[str, Any]]) -> DataFrame:

@@ -142,7 +142,7 @@ class _Run:
         self.replaced: Sequence[Plan] = ()
         # The topic of findings; None if the run does not publish.
         self.findings_topic: publish.PublishedTopic | None = None
-        # What the webhook was told (webhook.decide), for the next run.
+        # The webhook's state of each finding (webhook.Decision), which the next run reads.
         self.webhook_state: Mapping[str, int] = {}
         # The claims of ledger and journal (deliveries.summarize) that were read for the plan, with their spans.
         self.claims: tuple[tuple[Spans, Spans], DataFrame] | None = None

@@ -1,7 +1,5 @@
 """The command `rates`: surplus copies and latencies by topic, or by topic and process."""
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -46,7 +44,9 @@ def rates(spark: SparkSession, options: RatesOptions) -> Iterator[str]:
     copies = {_key(row): int(row["copies"]) for row in _surplus(tables, options, since_ms).collect()}
     keys = sorted({*records, *copies}, key=lambda key: (key[0], key[1] or ""))
     rows = [row_of(key, records.get(key), copies.get(key, 0)) for key in keys]
-    return _csv(rows) if options.format == CSV else (json.dumps(row) + "\n" for row in rows)
+    if options.format == CSV:
+        return export.csv_lines(FIELDS, ([*row.values()] for row in rows))
+    return (json.dumps(row) + "\n" for row in rows)
 
 
 def row_of(key: Key, counted: Mapping[str, Any] | None, copies: int) -> dict[str, Any]:
@@ -88,17 +88,8 @@ def _surplus(tables: Lake, options: RatesOptions, since_ms: int) -> DataFrame:
 
 def _is_of(options: RatesOptions) -> Column:
     """Return the condition that the topic of a row is wanted."""
-    return F.col("topic").rlike(f"^(?:{glob_regex(options.topics)})$") if options.topics else F.lit(True)
+    return F.col("topic").rlike(glob_regex(options.topics)) if options.topics else F.lit(True)
 
 
 def _instance(options: RatesOptions) -> Column:
     return F.col("instance") if options.by_instance else F.lit(None).cast("string")
-
-
-def _csv(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line of names, then a line for each row (RFC 4180)."""
-    written = io.StringIO()
-    writer = csv.DictWriter(written, FIELDS)
-    writer.writeheader()
-    writer.writerows(rows)
-    yield written.getvalue()

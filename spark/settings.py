@@ -115,10 +115,9 @@ def rules_of(shared: SharedSettings, options: Options) -> Rules:
 
 
 def glob_regex(globs: Sequence[str]) -> str:
-    """Convert globs (`*`, `?`) to one regular expression, which Python and Spark interpret alike."""
-    return "|".join(
-        "(?:" + "".join({"*": ".*", "?": "."}.get(char, re.escape(char)) for char in glob) + ")" for glob in globs
-    )
+    """Convert globs (`*`, `?`) to one regular expression of the whole name, which Python and Spark interpret alike."""
+    parts = ("".join({"*": ".*", "?": "."}.get(char, re.escape(char)) for char in glob) for glob in globs)
+    return f"^(?:{'|'.join(parts)})$"
 
 
 def matches(globs: Sequence[str], name: str) -> bool:
@@ -137,8 +136,10 @@ def parse(arguments: Sequence[str]) -> Options:
         "Parquet), rates (surplus copies and latencies by topic or process), schema (of report.json); -h after a "
         "command prints its options. The command run is the default.",
     )
-    parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables; created if missing")
-    parser.add_argument("--report", required=True, help="folder or URL for report.json, report.html and metrics.prom")
+    _add_lake(parser, "folder or URL of the Delta tables; created if missing")
+    parser.add_argument(
+        "--report", type=_folder, required=True, help="folder or URL for report.json, report.html and metrics.prom"
+    )
     parser.add_argument(
         "--topics",
         default="",
@@ -250,8 +251,8 @@ def parse(arguments: Sequence[str]) -> Options:
             f"argument --keep-days: a report of {parsed.window_h} hours needs {-(-parsed.window_h // 24)} days"
         )
     return Options(
-        lake=parsed.lake.rstrip("/") or "/",
-        report=parsed.report.rstrip("/") or "/",
+        lake=parsed.lake,
+        report=parsed.report,
         topics=_listed(parsed.topics),
         without_topics=_listed(parsed.without_topics),
         max_records=parsed.max_records,
@@ -309,6 +310,15 @@ def _is_url(text: str) -> bool:
 _PRINTABLE: Final = re.compile(r"[!-~]+")
 
 
+def _add_lake(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--lake", type=_folder, required=True, help=help)
+
+
+def _folder(text: str) -> str:
+    """Parse a folder or URL, without slashes at its end."""
+    return text.rstrip("/") or "/"
+
+
 def _listed(separated: str) -> tuple[str, ...]:
     """Split names or globs that are separated by commas."""
     return tuple(name.strip() for name in separated.split(",") if name.strip())
@@ -321,9 +331,9 @@ def parse_about(command: str, name: str, help: str, description: str, arguments:
     """
     parser = argparse.ArgumentParser(prog=f"python -m spark {command}", description=description)
     parser.add_argument(name, help=help)
-    parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables that the runs fill")
+    _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
     parsed = parser.parse_args(arguments)
-    return getattr(parsed, name), parsed.lake.rstrip("/") or "/"
+    return getattr(parsed, name), parsed.lake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +358,7 @@ def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
         prog="python -m spark findings",
         description="List the current findings of a lake: those of the last report, or since a time.",
     )
-    parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables that the runs fill")
+    _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
     parser.add_argument(
         "--kind", default="", help="comma-separated kinds, or severities (error, warning, information); default: all"
     )
@@ -370,7 +380,7 @@ def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
     if (parsed.format == PARQUET) != bool(parsed.output):
         parser.error("argument --output: give it with --format parquet, and only then; other formats are printed")
     return FindingsOptions(
-        lake=parsed.lake.rstrip("/") or "/",
+        lake=parsed.lake,
         kinds=_listed(parsed.kind),
         topics=_listed(parsed.topic),
         since_ms=parsed.since,
@@ -397,7 +407,7 @@ def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
         description="Count records and surplus copies by topic, and how long after its acceptance an event was in its "
         "ledger record, which the commit makes visible.",
     )
-    parser.add_argument("--lake", required=True, help="folder or URL of the Delta tables that the runs fill")
+    _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
     parser.add_argument("--topic", default="", help="comma-separated globs of topics; default: all")
     parser.add_argument(
         "--by-instance", action="store_true", help="a row for each topic and process that wrote its records"
@@ -412,7 +422,7 @@ def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
     )
     parsed = parser.parse_args(arguments)
     return RatesOptions(
-        lake=parsed.lake.rstrip("/") or "/",
+        lake=parsed.lake,
         topics=_listed(parsed.topic),
         since_ms=parsed.since,
         by_instance=parsed.by_instance,

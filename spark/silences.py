@@ -9,14 +9,13 @@ A file has a TOML table for each:
 """
 
 import re
-import tomllib
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
 from service.contract import SettingsError
-from service.contract.faults import Faults, Table, line_of, shown, start_of
+from service.contract.faults import Faults, Table, line_of, parse_toml, shown, start_of, unknown_faults
 
 SILENCES_MAX: Final = 1_000
 """Each finding is compared with each glob."""
@@ -60,10 +59,7 @@ def read(path: str) -> tuple[Silence, ...]:
 
 def parse(text: str, path: str) -> tuple[Silence, ...]:
     """Parse silences. Raises SettingsError with a line for each mistake: the file, its line, and what to write."""
-    try:
-        document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # not TOML, or a number too long or lists too deep for Python
-        raise SettingsError(f"{path}: {error}: write TOML that can be read") from None
+    document = parse_toml(text, path)
     wrong = [
         f"{path}:{line_of(text, name)}: {shown(name)}: no such section; write [[{_SECTION}]]"
         for name in document.keys() - {_SECTION}
@@ -86,8 +82,7 @@ def parse(text: str, path: str) -> tuple[Silence, ...]:
 
 def _faults(table: Table) -> Faults:
     """Find the mistakes of a table: the name concerned, and the remedy."""
-    for name in table.keys() - set(_SETTINGS):
-        yield name, f"no such setting; write {', '.join(_SETTINGS)}"
+    yield from unknown_faults(table, _SETTINGS)
     finding, reason = table.get("finding"), table.get("reason")
     if not isinstance(finding, str) or len(finding) > FINDING_CHARS or _FINDING.fullmatch(finding) is None:
         yield "finding", 'write a finding_id of report.json, or its kind and a glob, as in "client_duplicate:*"'

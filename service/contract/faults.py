@@ -1,10 +1,11 @@
 """What the tables of the rules have in common: names, rates, retentions, and how their mistakes are reported."""
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from service.contract.settings import KEY_TTL_MOST_S
+from service.contract.settings import KEY_TTL_MOST_S, SettingsError
 from service.contract.wire import TOPIC
 
 Table = dict[str, Any]
@@ -17,6 +18,14 @@ TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 NAME_REMEDY: Final = "write 1 to 64 of letters, digits, '.', '_' and '-'"
 # Bounds of a rate, in events or bytes a second, within which its waiting times are meaningful.
 _RATES: Final = (0.000001, 1_000_000_000)
+
+
+def parse_toml(text: str, path: str) -> Table:
+    """Parse the text of a file. Raises SettingsError if the text is not TOML."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # not TOML, or a number too long or lists too deep for Python
+        raise SettingsError(f"{path}: {error}: write TOML that can be read") from None
 
 
 def unknown_faults(table: Table, settings: Sequence[str]) -> Faults:

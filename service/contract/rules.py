@@ -1,7 +1,6 @@
 """The rules of `FENCEPOST_RULES`: guarantees of topics, who may write what, webhooks, and what the audit compares."""
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,6 +15,7 @@ from service.contract.faults import (
     group_faults,
     line_of,
     name_faults,
+    parse_toml,
     quarantine_faults,
     rate_faults,
     shown,
@@ -216,10 +216,7 @@ class Rules:
     @classmethod
     def parse(cls, text: str, path: str = "rules") -> "Rules":
         """Parse rules. Raises SettingsError with a line for each mistake: the file, its line, and what to write."""
-        try:
-            document = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # not TOML, or a number too long or lists too deep for Python
-            raise SettingsError(f"{path}: {error}: write TOML that can be read") from None
+        document = parse_toml(text, path)
         wrong = [
             f"{path}:{line_of(text, name)}: {shown(name)}: no such section; write {_SECTIONS}"
             for name in document.keys() - _FAULTS.keys()

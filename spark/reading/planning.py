@@ -358,7 +358,7 @@ def _next_log(
         gap = LogGap(last_log.end, last_log.end, RECREATED, now_ms)
         log = replace(draft.log, recreated_at_ms=now_ms, complete_since_ms=now_ms, gaps=(*last_log.gaps, gap))
         return replace(draft, log=log, complete_since=None)
-    return _with_gaps(_continued(draft, last_log, last_plan.frozen_ms, ends), last_log, ends, diverged, now_ms)
+    return _with_gaps(_continued(draft, last_log, ends), last_log, ends, diverged, now_ms)
 
 
 def _log_of(plan: Plan | None, partition: TopicPartition) -> Log | None:
@@ -394,8 +394,8 @@ def _new_log(role: str, topic: Topic, partition: TopicPartition, ends: Ends, now
     return _Draft(log, None if role == DATA else oldest, needs_first_record=has_first_record)
 
 
-def _continued(draft: _Draft, last_log: Log, last_frozen_ms: int, ends: Ends) -> _Draft:
-    """Continue a log of this run from the same log in the last run, which froze the ends at `last_frozen_ms`."""
+def _continued(draft: _Draft, last_log: Log, ends: Ends) -> _Draft:
+    """Continue a log of this run from the same log in the last run."""
     # Lakes of an earlier version have 0 for every log that began at offset 0.
     is_complete_since_known = last_log.complete_since_ms != 0 or ends.log_start > 0
     is_first_record_known = last_log.first_record_ms != 0 and last_log.high_watermark > 0

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from spark.report.model import Document, SilenceState, Sink
+from spark.report.model import SINK_COUNTS, Document, SilenceState, Sink
 from spark.rules.kinds import KINDS
 
 PREFIX: Final = "fencepost_audit_"
@@ -97,12 +97,11 @@ class _OfDocument(Collector):
 
 def _of_sinks(sinks: Sequence[Sink]) -> Iterable[GaugeMetricFamily]:
     """Yield the metrics of the sinks; none of their families has a value without sinks."""
-    counts = ("expected", "present_once", "missing", "twice", "late", "pending", "extra")
     yield _gauges(
         "sink_ids",
         "Ids of the window by sink and state in the sink's balance.",
         ("sink", "state"),
-        (((sink["name"], state), cast(int, sink[state])) for sink in sinks for state in counts),  # type: ignore[literal-required]
+        (((sink["name"], state), sink[state]) for sink in sinks for state in SINK_COUNTS),
     )
     yield _gauges(
         "sink_readable",

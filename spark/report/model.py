@@ -75,7 +75,7 @@ class Run(TypedDict):
     """The run and its verdict."""
 
     number: Annotated[int, _about("Number of the run on this lake, from 1.", ge=1)]
-    verdict: Annotated[Verdict, _about("clean: no finding, or none that is not silenced.")]
+    verdict: Annotated[Verdict, _about("clean: there is no finding, or all of them are silenced.")]
     findings: Annotated[int, _about("All current findings in the window that are not silenced. Unit: findings.", ge=0)]
     failing: Annotated[
         int, _about("Those of the kinds in fail_on: the exit status is 3 if there are any. Unit: findings.", ge=0)
@@ -421,6 +421,10 @@ class WebhookDelivery(TypedDict):
     error: Annotated[
         str | None, _about("Why they could not be delivered: the next run sends them again; null: delivered.")
     ]
+
+
+SINK_COUNTS: Final = ("expected", "present_once", "missing", "twice", "late", "pending", "extra")
+"""The names of the counts of ids in a Sink."""
 
 
 class Sink(TypedDict):

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from spark.report import charts, commands
-from spark.report.model import Document, Finding, TopicCounts
+from spark.report.model import SINK_COUNTS, Document, Finding, TopicCounts
 from spark.rules.classify import CATEGORIES
 from spark.rules.kinds import EXTRA_IN_SINK, KINDS, Kind
 
@@ -40,7 +40,6 @@ CAUSES: Final = {
 _CATEGORY_CLASSES: Final = {"delivered_once": "good", "pending": "wait", "unprovable": "wait"}
 """The style class of a category of the balance; `bad` for all other categories."""
 _TOPIC_COUNTS: Final = ("records", "ids", "copies_extra", "accepted", "unrequested", "unkeyed", "rejects")
-_SINK_COUNTS: Final = ("expected", "present_once", "missing", "twice", "late", "pending", "extra")
 _PAST_COUNTS: Final = ("findings", "accepted", "delivered_once", "pending", "records", "offsets")
 
 
@@ -82,7 +81,7 @@ def render(document: Document) -> Iterator[str]:
             ],
             "past_counts": _PAST_COUNTS,
             "trend": Markup(charts.trend(document["history"])),  # noqa: S704 - trend escapes its texts
-            "sink_counts": _SINK_COUNTS,
+            "sink_counts": SINK_COUNTS,
         }
     )
 

@@ -87,7 +87,7 @@ def gather_evidence(plan: Plan, settings: Settings) -> LogEvidence:
     of_slots = {log.topic_partition: _slot_of(log) for log in ledger}
     slots = by_partition(of_slots).get(ledger[0].topic, []) if ledger else []
     globs, without, unwanted = settings.options.topics, settings.options.without_topics, plan.unwanted
-    pattern, left_out = (f"^(?:{glob_regex(some)})$" for some in (globs, without))
+    pattern, left_out = glob_regex(globs), glob_regex(without)
     rules = settings.rules
     quarantine = tuple(sorted(rules.quarantine_topics))
 

@@ -177,7 +177,7 @@ def with_silence(
         of_topic = F.array_contains(F.try_element_at(by_topic, F.col("topic")), F.col("kind"))
         of_finding = F.when(of_topic, BY_RULE).otherwise(of_finding)
     for nth, regex in reversed(globs):
-        of_finding = F.when(F.col("finding_id").rlike(f"^(?:{regex})$"), nth).otherwise(of_finding)
+        of_finding = F.when(F.col("finding_id").rlike(regex), nth).otherwise(of_finding)
     if exact:
         # JSON: a map of literals takes a call into the JVM for each of them.
         named = F.from_json(F.lit(json.dumps(exact)), "map<string, int>")

@@ -57,9 +57,7 @@ def store(
     kept = "true" if counted_run is None else f"run <> {counted_run}"
     for name, of_table in rows.items():
         columns = {**lake.SCHEMAS[name], "accepted_hour": "string"}
-        frame = frames.rows_of(
-            tables.spark, ", ".join(f"`{column}` {data_type}" for column, data_type in columns.items()), of_table
-        )
+        frame = frames.rows_of(tables.spark, frames.ddl(columns), of_table)
         frame = frame.withColumn("accepted_hour", hours.of_text(F.col("accepted_hour"))).coalesce(1)
         tables.replace(name, frame, kept, run if commits_of is None else commits_of)
     return run

@@ -137,7 +137,7 @@ TWICE_IN_SINK: Final = Kind(
     "twice_in_sink",
     "event twice in a sink",
     "events twice in sinks",
-    "A delivered event of which the sink has several rows.",
+    "A delivered event that has several rows in the sink.",
     severity="error",
     subject="sink",
 )

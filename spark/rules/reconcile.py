@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from functools import reduce
 from typing import Any, NamedTuple
 
-from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -52,13 +51,6 @@ class Classified(NamedTuple):
     rows: DataFrame
     sums: Sequence[Any]
     double_counted: Sequence[Any]
-
-
-def _keep(rows: DataFrame, until: ExitStack) -> DataFrame:
-    """Cache rows in memory and on disk until the stack is closed."""
-    rows.persist(StorageLevel.MEMORY_AND_DISK)
-    until.callback(rows.unpersist)
-    return rows
 
 
 def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
@@ -175,12 +167,12 @@ def unchanged_balance(context: RunContext) -> Balance | None:
 
 def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow | None:
     """Find the ids with several of these rows; None, which keeps the plans of most runs small, if there are none."""
-    ids = _keep(cross_hour.repeated(rows), cache)
+    ids = lake.cached(cross_hour.repeated(rows), cache)
     spans = cross_hour.hour_spans(ids)
     if not spans:
         return None
     several_hours = any(first_hour < last_hour for first_hour, last_hour in spans)
-    return MultiRow(ids, _keep(cross_hour.rows_of(rows, ids, spans), cache), several_hours)
+    return MultiRow(ids, lake.cached(cross_hour.rows_of(rows, ids, spans), cache), several_hours)
 
 
 def _several_hours(multi_row: MultiRow | None, evidence: LogEvidence, cache: ExitStack) -> SeveralHours | None:
@@ -189,7 +181,7 @@ def _several_hours(multi_row: MultiRow | None, evidence: LogEvidence, cache: Exi
         return None
     rows = multi_row.rows.join(multi_row.ids.where("first_hour < last_hour"), "id", "left_semi")
     judged_per_hour = classify.classify(deliveries_table.gathered(rows, quarantine=evidence.quarantine), evidence)
-    return SeveralHours(rows, _keep(judged_per_hour, cache))
+    return SeveralHours(rows, lake.cached(judged_per_hour, cache))
 
 
 def _classify_hours(
@@ -203,13 +195,13 @@ def _classify_hours(
     events = rows.where((F.col("is_clean") == 0) & (F.col("kind") == EVENT))
     counted = classify.classify_clean(rows.where((F.col("is_clean") == 1) | (F.col("kind") != EVENT)), evidence)
     if multi_row is None:
-        classified = _keep(classify.classify(deliveries_table.gathered_single(events), evidence), cache)
+        classified = lake.cached(classify.classify(deliveries_table.gathered_single(events), evidence), cache)
         sums, _ = _collect_sums([classified, counted], [])
         return Classified(classified, sums, [])
     single = deliveries_table.gathered_single(events.join(multi_row.ids, "id", "left_anti"))
     multiple = multi_row.rows.where(hours.within(touched))
     gathered = single.unionByName(deliveries_table.gathered(multiple, quarantine=evidence.quarantine))
-    classified = _keep(classify.classify(gathered, evidence), cache)
+    classified = lake.cached(classify.classify(gathered, evidence), cache)
     double_counted = classify.classify_clean(multiple.where("is_clean = 1"), evidence)
     return Classified(classified, *_collect_sums([classified, counted], [double_counted]))
 
@@ -254,7 +246,7 @@ def _judge_per_id(
         balance.adjust([], [])
         return []
     gathered = deliveries_table.gathered(several_hours.rows, quarantine=evidence.quarantine, by_hour=False)
-    judged_per_id = _keep(classify.classify(gathered, evidence), cache)
+    judged_per_id = lake.cached(classify.classify(gathered, evidence), cache)
     per_id, per_hour = _collect_sums([judged_per_id], [several_hours.judged_per_hour])
     balance.adjust(per_hour, per_id)
     suspicious = judged_per_id.where("suspicious")
@@ -323,7 +315,7 @@ def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence,
     `window_from` is the start of the window in ms. Rows older by the longest key retention are retries of no row in it.
     """
     recent = _recent(rows, window_from, evidence)
-    retried = _keep(cross_hour.retried(recent, evidence), cache)
+    retried = lake.cached(cross_hour.retried(recent, evidence), cache)
     spans = cross_hour.hour_spans(retried)
     return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from functools import reduce
 from typing import Any, Final, NamedTuple
 
-from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -49,13 +48,6 @@ TABLE: Final = "sinks"
 MANY_INTERVALS: Final = 100
 SCOPE: Final = "sink"
 """The scope of a finding about a sink: the hour of the sink."""
-
-
-def _keep(rows: DataFrame, until: ExitStack) -> DataFrame:
-    """Cache rows in memory and on disk until the stack is closed."""
-    rows.persist(StorageLevel.MEMORY_AND_DISK)
-    until.callback(rows.unpersist)
-    return rows
 
 
 class SinkReport(NamedTuple):
@@ -136,7 +128,7 @@ def reports(tables: Lake, context: RunContext, errors: Mapping[str, str]) -> lis
 
 
 def _findings_since(stored: DataFrame, since_ms: int) -> DataFrame:
-    """Select the findings about sinks in the hours since a time: others are not compared any more."""
+    """Select the findings about sinks in the hours since a time: earlier hours are not compared any more."""
     return stored.where(f"kind IS NOT NULL AND {hours.since(hours.text_of(since_ms))}")
 
 
@@ -231,9 +223,9 @@ class _Comparison:
         self.stored = tables.read_cached(TABLE).where(F.col("sink") == rule.name)
 
     def carry_out(self, newest: Mapping[str, int]) -> tuple[DataFrame, str]:
-        """Compare the hours that are due: rows of the table `sinks`, and the SQL condition of the rows they replace.
+        """Compare the hours that are due. Raises Unreadable.
 
-        Raises Unreadable.
+        Returns new rows of the table `sinks`, and the SQL condition of the rows that these replace.
         """
         due = self._due(newest)
         if not due:
@@ -242,9 +234,9 @@ class _Comparison:
         read = reading.read(self.spark, self.rule, intervals)
         records = self._records(due)
         with ExitStack() as cache:
-            judged = _keep(self._judged(records, read), cache)
+            judged = lake.cached(self._judged(records, read), cache)
             if (anywhere := self._second_look(judged, read, intervals)) is not None:
-                judged = _keep(self._judged(records, read, anywhere), cache)
+                judged = lake.cached(self._judged(records, read, anywhere), cache)
             unknown = self._unknown(read, due) if self.rule.exclusive else None
             counts = self._counts(judged, unknown, read, due)
             rows = [self._own_row(), self._hours(counts)]
@@ -255,9 +247,10 @@ class _Comparison:
         return reduce(DataFrame.unionByName, rows), self._condition(due)
 
     def unread(self) -> tuple[DataFrame, str]:
-        """Return the same if the sink cannot be read: all stays as the last run that could read the sink has left it.
+        """Return rows and condition, as `carry_out` does, for a sink that cannot be read: only its own row is replaced.
 
-        What open transactions hid until this run is kept.
+        That row keeps what the last run that has read the sink stored. What open transactions hid until this run is
+        added to it.
         """
         own = self._own_row().withColumns(
             {
@@ -289,9 +282,9 @@ class _Comparison:
         return start - margin_ms, start + HOUR_MS + margin_ms
 
     def _in_topics(self) -> Column:
-        """Check whether a record belongs into the sink. What is refused is no event."""
+        """Check whether a record is of the sink's topics, without the quarantine topics: these have refused events."""
         quarantine = self.settings.rules.quarantine_topics
-        is_of_sink = F.col("topic").rlike(f"^(?:{glob_regex(self.rule.topics)})$")
+        is_of_sink = F.col("topic").rlike(glob_regex(self.rule.topics))
         return is_of_sink & ~F.col("topic").isin(*quarantine) if quarantine else is_of_sink
 
     def _records(self, due: Iterable[str]) -> DataFrame:
@@ -319,10 +312,11 @@ class _Comparison:
         return F.array_max(F.transform(around, lambda span: span["visible_ms"]))
 
     def _judged(self, records: DataFrame, read: DataFrame, anywhere: DataFrame | None = None) -> DataFrame:
-        """Judge each event of each hour by its rows, which are within the margin around the hour:
+        """Judge each event of each hour by its rows in the sink within the margin around that hour.
 
-        → `accepted_hour, id, topic, key, last_ms, due_ms, records, rows, arrived_ms, was_missing, category`. An event
-        without such rows is judged by those of its id (of its coordinates) in `anywhere`, if that is given.
+        deliveries.ROW → `accepted_hour, id, topic, key, last_ms, due_ms, records, rows, arrived_ms, was_missing,
+        category`. An event without such rows is judged by the rows with its id (with its coordinates) in `anywhere`, if
+        `anywhere` is given.
         """
         events = records.groupBy("accepted_hour", "id").agg(
             F.min("topic").alias("topic"),
@@ -348,9 +342,10 @@ class _Comparison:
         return known.withColumn("was_missing", was_missing).withColumn("category", category)
 
     def _counted(self, records: DataFrame, read: DataFrame, *, near: bool) -> DataFrame:
-        """Count the rows of each event: → `accepted_hour, id, rows, arrived_ms`; of an id those `near` its hour only.
+        """Count the rows of each event in the sink, and find when the first of them arrived.
 
-        Coordinates name one record, whatever the time of the row.
+        deliveries.ROW → `accepted_hour, id, rows, arrived_ms`. With `near`, only rows within the margin around the hour
+        of an id count. Rows with coordinates count at any time, since coordinates name one record.
         """
         by = self._names()
         rows = read.where(_names_event(by)).select(*by, "event_ms", "arrived_ms")
@@ -502,7 +497,10 @@ class _Comparison:
         )
 
     def _with_all_records(self, found: DataFrame) -> DataFrame:
-        """Let `records` of events with several rows count those of all hours: a row near one may be of another."""
+        """Let `records` of events with several rows count their records of all hours.
+
+        A row within the margin around one hour may be of a record of another hour.
+        """
         twice = found.where(F.col("category") == TWICE).select("id").distinct()
         of_sink = self._recent().where(_is_expected_record() & self._in_topics())
         totals = of_sink.join(twice, "id", "left_semi").groupBy("id").agg(F.count("*").alias("all_records"))
@@ -553,8 +551,10 @@ def _names_event(by: Sequence[str]) -> Column:
 
 
 def with_findings(tables: Lake, found: DataFrame, since_ms: int) -> DataFrame:
-    """Add the findings about sinks, in the hours since a time (ms), to others: lake.FINDING → lake.FINDING,
-    `sink, sink_ms` if the lake has sinks."""
+    """Add the findings about sinks, in the hours since a time (ms), to other findings.
+
+    lake.FINDING → lake.FINDING; with `sink, sink_ms` if the lake has sinks.
+    """
     if not tables.exists(TABLE):
         return found
     of_sinks = _findings_since(tables.read_cached(TABLE), since_ms).select(*lake.FINDING, "sink", "sink_ms")

@@ -148,7 +148,7 @@ def complete_since_ms(plan: Plan, kept_from_ms: int) -> int:
 def decided_until_ms(rule: SinkRule, plan: Plan, max_settle_ms: int) -> int:
     """Return until when a run knows each accepted event of a sink's topics: it has read the records of all before.
 
-    Of a topic that only earlier runs audited nothing is known since these.
+    A topic that this run does not audit is known up to the last run that audited the topic.
     """
     unaudited = (log for log in plan.logs if log.role == UNWANTED)
     of_topics = (log for log in (*plan.of(DATA), *unaudited) if rule.expects(log.topic))

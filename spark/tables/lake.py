@@ -9,10 +9,11 @@ no row: compaction, the upgrade of the lake, the list of views.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from delta.tables import DeltaMergeBuilder, DeltaTable
+from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
@@ -251,7 +252,7 @@ def takeovers_in(number: int | None, run: int) -> int:
 
 def schema(name: str) -> StructType:
     """Return the schema of a table."""
-    struct = StructType.fromDDL(", ".join(f"`{column}` {data_type}" for column, data_type in SCHEMAS[name].items()))
+    struct = StructType.fromDDL(frames.ddl(SCHEMAS[name]))
     assert isinstance(struct, StructType)
     return struct
 
@@ -265,6 +266,13 @@ def checkpointed(rows: DataFrame) -> DataFrame:
     repetition of a rare failure.
     """
     return rows.localCheckpoint()
+
+
+def cached(rows: DataFrame, until: ExitStack) -> DataFrame:
+    """Cache rows in memory and on disk until the stack is closed."""
+    rows.persist(StorageLevel.MEMORY_AND_DISK)
+    until.callback(rows.unpersist)
+    return rows
 
 
 # Ids with few numbers each: some 10 MB in the driver and in each executor.

@@ -78,7 +78,7 @@ class View:
         """Read the current rows (COLUMNS); no rows if the table does not exist."""
         if self.lake.exists(self.name):
             return self.lake.spark.read.format("delta").load(self.lake.path(self.name))
-        return frames.rows_of(self.lake.spark, _ddl(COLUMNS), [])
+        return frames.rows_of(self.lake.spark, frames.ddl(COLUMNS), [])
 
     def advance(
         self,
@@ -189,7 +189,7 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
         if topic not in registered(lake):
             # Before the rows: a run that does not know of the view would leave its records out.
             row = {"topic": topic, "run": plan.run}
-            lake.append_unnumbered(TABLE, frames.rows_of(spark, _ddl(LISTED), [row]))
+            lake.append_unnumbered(TABLE, frames.rows_of(spark, frames.ddl(LISTED), [row]))
         if not lake.exists(view.name):
             logs = [log for log in plan.of(DATA) if log.topic == topic]
             with closing(KafkaAdmin(spark, shared)) as admin:
@@ -197,10 +197,6 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
             planned = {log.topic_partition: (0, log.end) for log in logs}
             view.advance(lake.read("deliveries"), 0, _present_parts(planned, present), present, plan.run, {}, {})
         return view.rows().count()
-
-
-def _ddl(columns: Mapping[str, str]) -> str:
-    return ", ".join(f"`{name}` {data_type}" for name, data_type in columns.items())
 
 
 def registered(lake: Lake) -> list[str]:

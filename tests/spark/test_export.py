@@ -96,7 +96,7 @@ def test_parquet_goes_into_a_new_folder_only(spark: SparkSession, printed: Any, 
     assert (status, errors) == (2, f"cannot run: --output {output} exists: give a new folder\n")
 
 
-def test_a_lake_without_a_finished_run_and_an_unknown_kind_are_told(printed: Any, tmp_path: Path) -> None:
+def test_a_lake_without_a_finished_run_and_an_unknown_kind_are_refused(printed: Any, tmp_path: Path) -> None:
     status, _, errors = printed(root=str(tmp_path))
     assert (status, errors) == (2, f"cannot run: --lake {tmp_path} has no finished run: give the --lake of a run\n")
     assert "--kind 'losst' is no kind of finding: write duplicate" in printed("--kind", "losst")[2]

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -18,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
 from service.contract import SharedSettings
-from spark import job, migrations, session
+from spark import frames, job, migrations, session
 from spark.errors import CannotRun
 from spark.reading.run_plan import Log, Plan
 from spark.report import publish
@@ -391,7 +391,7 @@ def test_no_commit_of_a_run_lands_after_another_process_has_taken_the_run_over(
     late.append("deliveries", reduced(spark, known, later_ends={("t", 0): OFFSETS_MOST}), 1)
     sent = spark.createDataFrame([("a", "1", True), ("b", None, False)], lake.schema("published"))
     late.append("published", sent, 1)
-    a_view = spark.createDataFrame([{"topic": "t", "id": b"i" * 16}], _ddl(view.COLUMNS))
+    a_view = spark.createDataFrame([{"topic": "t", "id": b"i" * 16}], frames.ddl(view.COLUMNS))
     late.append("view/t", a_view, 1)
     finding = spark.createDataFrame([{"scope": "log", "kind": "k", "run": 2}], lake.schema("findings"))
     verdict = spark.createDataFrame([{"run": 2, "verdict": "lost"}], lake.schema("verdicts"))
@@ -430,10 +430,6 @@ def test_no_commit_of_a_run_lands_after_another_process_has_taken_the_run_over(
         assert _version(late, table) == version, f"{name} landed late"
         commit(heir)
         assert _version(late, table) > version, f"{name} commits nothing"
-
-
-def _ddl(columns: Mapping[str, str]) -> str:
-    return ", ".join(f"`{name}` {data_type}" for name, data_type in columns.items())
 
 
 def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tmp_path: Path) -> None:

@@ -355,14 +355,14 @@ def test_findings_are_searched_filtered_and_sorted_in_the_page(
 ) -> None:
     document, folder = large
     tab.open(folder / "report.html", width=1280)
-    told = "document.querySelector('#find output').value"
-    assert (tab.value(_SHOWN), tab.value(told)) == (0, "")
+    note = "document.querySelector('#find output').value"
+    assert (tab.value(_SHOWN), tab.value(note)) == (0, "")
     _entered(tab, "#find input", f"{document['findings'][7]['id'].upper()} rewrite")
-    assert (tab.value(_SHOWN), tab.value(told)) == (0, "0 of the 300 findings on this page")
+    assert (tab.value(_SHOWN), tab.value(note)) == (0, "0 of the 300 findings on this page")
     _entered(tab, "#find input", f"{document['findings'][7]['id'].upper()} producer_restart")
-    assert (tab.value(_SHOWN), tab.value(told)) == (1, "1 of the 300 findings on this page")
+    assert (tab.value(_SHOWN), tab.value(note)) == (1, "1 of the 300 findings on this page")
     _entered(tab, "#find input", "")
-    assert (tab.value(_SHOWN), tab.value(told)) == (0, "")
+    assert (tab.value(_SHOWN), tab.value(note)) == (0, "")
     _entered(tab, "#find select", TOPIC)
     assert tab.value(_SHOWN) == 300
     _entered(tab, "#find select[aria-label=order]", "newest first")
@@ -374,7 +374,7 @@ def test_findings_are_searched_filtered_and_sorted_in_the_page(
     (tmp_path / "few.html").write_text("".join(page.render(cast(Document, {**document, "findings": few}))))
     tab.open(tmp_path / "few.html", width=1280)
     tab.value("document.querySelector('#find input[type=checkbox]').click()")
-    assert (tab.value(_SHOWN), tab.value(told)) == (1, "1 of the 3 findings on this page")
+    assert (tab.value(_SHOWN), tab.value(note)) == (1, "1 of the 3 findings on this page")
     options = tab.value("[...document.querySelector('#find select').options].map(one => one.text)")
     assert options == ["all", "none", TOPIC]
     assert tab.problems == []

@@ -44,15 +44,15 @@ def test_a_silence_ends_with_its_day_in_utc_or_at_its_time() -> None:
         (GOOD.replace('"unkeyed::orders:*"', "7"), "s.toml:8: finding: write a finding_id of report.json, or its kind"),
         (GOOD.replace('"a mirror"', '""'), "s.toml:10: reason: write a line of at most 500 characters"),
         (GOOD.replace('"a mirror"', '"a\\nb"'), "s.toml:10: reason: write a line of at most 500 characters"),
-        (GOOD + "topic = 'orders'", "s.toml:11: topic: no such setting; write finding, until, reason"),
+        (GOOD + "topic = 'orders'", "s.toml:11: topic: no such setting; write finding, until and reason"),
         (GOOD * (SILENCES_MAX // 2) + GOOD, "s.toml:5002: silences: write at most 1000; a glob is of several"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_line_number(text: str, line: str) -> None:
     with pytest.raises(SettingsError) as raised:
         parse(text, "s.toml")
-    (told,) = str(raised.value).splitlines()
-    assert told.startswith(line)
+    (shown,) = str(raised.value).splitlines()
+    assert shown.startswith(line)
 
 
 def test_many_silences_are_read_in_one_pass() -> None:

@@ -46,12 +46,12 @@ class Views:
     def rows(self, topic: str) -> Rows:
         """Return partition, offset, value, and `in_ledger`, by id; each id must occur once."""
         found = self.spark.read.format("delta").load(self.path(topic)).collect()
-        told: Rows = {}
+        by_id: Rows = {}
         for row in found:
             value = None if row["value"] is None else bytes(row["value"])
-            told[bytes(row["id"]).hex()] = (row["partition"], row["offset"], value, row["in_ledger"])
-        assert len(told) == len(found)
-        return told
+            by_id[bytes(row["id"]).hex()] = (row["partition"], row["offset"], value, row["in_ledger"])
+        assert len(by_id) == len(found)
+        return by_id
 
     def version(self, topic: str) -> int:
         history = DeltaTable.forPath(self.spark, self.path(topic)).history(1)
@@ -146,9 +146,9 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
 
 def _shown(spark: SparkSession, shared: SharedSettings, root: str, topic: str) -> None:
     """Return the output of `show` for ids of the history, by key or by id."""
-    told = list(show.show(spark, shared, root, "k-1"))
-    assert told == list(show.show(spark, shared, root, id_of("k-1")))
-    text = "\n".join(told)
+    lines = list(show.show(spark, shared, root, "k-1"))
+    assert lines == list(show.show(spark, shared, root, id_of("k-1")))
+    text = "\n".join(lines)
     assert text.startswith(f"id         {id_of('k-1')}\n")
     assert f"record     {topic}[0]@1  in the ledger, slot 0, producer 100 epoch 0, a:1" in text
     assert "  header   h: 1" in text
@@ -363,11 +363,11 @@ def test_a_record_is_matched_to_a_row_by_its_own_headers_and_content(spark: Spar
         fp = wire.fingerprint("t", None, None, (), value)
         row = (name, wire.event_id(id), stamped, fp, key, "t", 0, 0, 1, None, its_value, headers)
         rows.append(row)
-    told = spark.createDataFrame(
+    written = spark.createDataFrame(
         rows,
         f"name string, id binary, has_fencepost_header boolean, fingerprint binary, known_key string, {source.SCHEMA}",
     )
-    read = decode.with_own_identity(told.withColumnRenamed("has_fencepost_header", "was_ours"))
+    read = decode.with_own_identity(written.withColumnRenamed("has_fencepost_header", "was_ours"))
     its = decode.is_record_of(F.col("id"), F.col("was_ours"), F.col("fingerprint"), F.col("known_key"))
     assert {row["name"]: row["its"] for row in read.withColumn("its", its).collect()} == {
         name: case[1][3] for name, case in RECORDS.items()
