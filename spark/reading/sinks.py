@@ -6,7 +6,7 @@ A sink is not ours: whatever is wrong with it is Unreadable, and ends no run.
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from pyspark.errors import ParseException, PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -39,13 +39,6 @@ _UUID_DASHES: Final = r"^(.{8})-(.{4})-(.{4})-(.{4})-(.{12})$"
 
 class Unreadable(Exception):
     """A sink cannot be read, or not as its rule says; the message is one line without secrets."""
-
-
-class _Source(NamedTuple):
-    """The rows of a sink in some spans of time, and the type of its column for the event's time."""
-
-    rows: DataFrame
-    time_type: DataType
 
 
 def check_expressions(spark: SparkSession, rules: Iterable[SinkRule]) -> None:
@@ -88,10 +81,10 @@ def read(spark: SparkSession, rule: SinkRule, intervals: Sequence[Interval]) -> 
     secret = ""
     try:
         secret = _password(rule)
-        source = (
+        table = (
             _of_database(spark, rule, intervals, secret) if rule.format == JDBC else _of_files(spark, rule, intervals)
         )
-        return _rows(source, rule).localCheckpoint()
+        return _rows(table, rule).localCheckpoint()
     except Py4JJavaError as error:
         raise Unreadable(_shown(reason(error), secret)) from None
     except (PySparkException, Py4JError, OSError, ValueError) as error:
@@ -103,18 +96,18 @@ def _password(rule: SinkRule) -> str:
     return Path(rule.password_file).read_text(encoding="utf-8").rstrip("\r\n") if rule.password_file else ""
 
 
-def _of_files(spark: SparkSession, rule: SinkRule, intervals: Sequence[Interval]) -> _Source:
+def _of_files(spark: SparkSession, rule: SinkRule, intervals: Sequence[Interval]) -> DataFrame:
     """Read a Delta table or Parquet files; the format skips files and row groups by the statistics of the time."""
     table = spark.read.format(rule.format).load(rule.path)
-    time_type = _time_type(table, rule)
+    time_type = _time_type(table, rule.event_time)
     inside = F.lit(False)
     for first, end in intervals:
         after, before = (F.expr(_literal(ms, time_type, standard=False)) for ms in (first, end))
         inside = inside | ((F.col(rule.event_time) >= after) & (F.col(rule.event_time) < before))
-    return _Source(table.where(inside), time_type)
+    return table.where(inside)
 
 
-def _of_database(spark: SparkSession, rule: SinkRule, intervals: Sequence[Interval], password: str) -> _Source:
+def _of_database(spark: SparkSession, rule: SinkRule, intervals: Sequence[Interval], password: str) -> DataFrame:
     """Read a table by JDBC: each of at most CONNECTIONS queries has its own intervals in its condition.
 
     The conditions are in standard SQL; the database finds the rows by an index on the column. Spark would push down a
@@ -130,7 +123,7 @@ def _of_database(spark: SparkSession, rule: SinkRule, intervals: Sequence[Interv
     }
     reader = spark.read.options(**options)
     table = reader.format("jdbc").options(url=rule.url, dbtable=rule.table).load()
-    time_type = _time_type(table, rule)
+    time_type = _time_type(table, rule.event_time)
     column = jvm(spark).org.apache.spark.sql.jdbc.JdbcDialects.get(rule.url).quoteIdentifier(rule.event_time)
     conditions = [
         f"({column} >= {_literal(first, time_type, standard=True)} AND "
@@ -138,8 +131,7 @@ def _of_database(spark: SparkSession, rule: SinkRule, intervals: Sequence[Interv
         for first, end in _pieces(intervals, CONNECTIONS)
     ]
     shares = [conditions[nth::CONNECTIONS] for nth in range(min(CONNECTIONS, len(conditions)))]
-    rows = spark.read.options(**options).jdbc(rule.url, rule.table, predicates=[" OR ".join(share) for share in shares])
-    return _Source(rows, time_type)
+    return spark.read.options(**options).jdbc(rule.url, rule.table, predicates=[" OR ".join(share) for share in shares])
 
 
 def _driver_options(url: str) -> dict[str, str]:
@@ -162,16 +154,18 @@ def _pieces(intervals: Sequence[Interval], least: int) -> list[Interval]:
     return [(start, min(start + length, end)) for first, end in intervals for start in range(first, end, length)]
 
 
-def _time_type(table: DataFrame, rule: SinkRule) -> DataType:
-    """Return the type of the column for the event's time. Raises Unreadable if it is no time."""
-    names = [name for name in (rule.event_time, rule.arrived) if name]
-    for name in names:
-        found = table.select(F.col(name)).schema[0].dataType
-        if not isinstance(found, TimestampType | TimestampNTZType | IntegralType):
-            raise Unreadable(
-                f"the column {name} is a {found.simpleString()}: name a timestamp, or a number of ms since the epoch"
-            )
-    return table.select(F.col(rule.event_time)).schema[0].dataType
+def _type_of(table: DataFrame, column: Column) -> DataType:
+    return table.select(column).schema[0].dataType
+
+
+def _time_type(table: DataFrame, name: str) -> DataType:
+    """Return the type of a column for a time. Raises Unreadable if the column is no time."""
+    found = _type_of(table, F.col(name))
+    if not isinstance(found, TimestampType | TimestampNTZType | IntegralType):
+        raise Unreadable(
+            f"the column {name} is a {found.simpleString()}: name a timestamp, or a number of ms since the epoch"
+        )
+    return found
 
 
 def _literal(ms: int, time_type: DataType, *, standard: bool) -> str:
@@ -187,24 +181,23 @@ def _literal(ms: int, time_type: DataType, *, standard: bool) -> str:
     return f"TIMESTAMP WITH TIME ZONE '{text}+00:00'" if standard else f"TIMESTAMP_LTZ '{text}+00:00'"
 
 
-def _ms(column: str, time_type: DataType) -> Column:
-    """Convert a time of a sink to ms since the epoch."""
-    if isinstance(time_type, IntegralType):
-        return F.col(column).cast("bigint")
-    return F.unix_millis(F.col(column).cast("timestamp"))
+def _ms(table: DataFrame, name: str) -> Column:
+    """Convert a time of a sink to ms since the epoch. Raises Unreadable if the column is no time."""
+    if isinstance(_time_type(table, name), IntegralType):
+        return F.col(name).cast("bigint")
+    return F.unix_millis(F.col(name).cast("timestamp"))
 
 
-def _rows(source: _Source, rule: SinkRule) -> DataFrame:
+def _rows(table: DataFrame, rule: SinkRule) -> DataFrame:
     """Convert the rows of a sink to ROW."""
-    table = source.rows
     identity = [F.expr(expression) for expression in rule.expressions]
     if not is_deterministic(table.select(*identity)):
         raise Unreadable("the expression for the event gives another value each time: name the table's columns")
-    columns: dict[str, Any] = {"event_ms": _ms(rule.event_time, source.time_type)}
+    columns: dict[str, Any] = {"event_ms": _ms(table, rule.event_time)}
     if rule.arrived:
-        columns["arrived_ms"] = _ms(rule.arrived, table.select(F.col(rule.arrived)).schema[0].dataType)
+        columns["arrived_ms"] = _ms(table, rule.arrived)
     if rule.id:
-        columns["id"] = _id(identity[0], table.select(identity[0]).schema[0].dataType)
+        columns["id"] = _id(identity[0], _type_of(table, identity[0]))
     else:
         columns |= dict(zip(("topic", "partition", "offset"), identity, strict=True))
     types = (field.split(" ") for field in ROW.split(", "))

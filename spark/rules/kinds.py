@@ -129,7 +129,7 @@ MISSING_IN_SINK: Final = Kind(
     "missing_in_sink",
     "event missing in a sink",
     "events missing in sinks",
-    "A delivered event that the sink has not, although its time to arrive there is over.",
+    "A delivered event that has no row in the sink, although its time to arrive is over.",
     severity="error",
     subject="sink",
 )
@@ -145,7 +145,7 @@ LATE_IN_SINK: Final = Kind(
     "late_in_sink",
     "event late in a sink",
     "events late in sinks",
-    "A delivered event that arrived in the sink when its time to arrive was over.",
+    "A delivered event whose row arrived in the sink after its time to arrive.",
     severity="warning",
     subject="sink",
 )
@@ -153,7 +153,7 @@ EXTRA_IN_SINK: Final = Kind(
     "extra_in_sink",
     "unknown event in a sink",
     "unknown events in sinks",
-    "Rows of a sink, which is to have events of Fencepost only, about an event that was never delivered.",
+    "Rows about an event that was never delivered, in a sink that is to have events of Fencepost only.",
     severity="error",
     subject="sink",
 )
