@@ -138,7 +138,10 @@ def parse(arguments: Sequence[str]) -> Options:
     )
     _add_lake(parser, "folder or URL of the Delta tables; created if missing")
     parser.add_argument(
-        "--report", type=_folder, required=True, help="folder or URL for report.json, report.html and metrics.prom"
+        "--report",
+        type=_without_slash,
+        required=True,
+        help="folder or URL for report.json, report.html and metrics.prom",
     )
     parser.add_argument(
         "--topics",
@@ -311,11 +314,11 @@ _PRINTABLE: Final = re.compile(r"[!-~]+")
 
 
 def _add_lake(parser: argparse.ArgumentParser, help: str) -> None:
-    parser.add_argument("--lake", type=_folder, required=True, help=help)
+    parser.add_argument("--lake", type=_without_slash, required=True, help=help)
 
 
-def _folder(text: str) -> str:
-    """Parse a folder or URL, without slashes at its end."""
+def _without_slash(text: str) -> str:
+    """Remove the slashes at the end of a folder or URL."""
     return text.rstrip("/") or "/"
 
 
