@@ -1,4 +1,4 @@
-"""The errors that end a run. Each message is one line that names the problem and the remedy."""
+"""The errors of a run. Each message is one line that names the problem and the remedy."""
 
 
 class CannotRun(Exception):
@@ -7,3 +7,7 @@ class CannotRun(Exception):
 
 class AnotherRun(CannotRun):
     """Another run holds the lock of the lake."""
+
+
+class Unreadable(Exception):
+    """A sink cannot be read, or not as its rule says, which ends no run; the message is one line without secrets."""

@@ -1,7 +1,7 @@
 """The `[[sinks]]` tables of the rules: tables that consumers fill from topics, which the audit compares with them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -14,7 +14,6 @@ from service.contract.faults import Faults, Table, name_faults, unknown_faults
 DELTA: Final = "delta"
 PARQUET: Final = "parquet"
 JDBC: Final = "jdbc"
-SINK_FORMATS: Final = (DELTA, PARQUET, JDBC)
 
 MARGIN_S: Final = 3600  # a retry within the hour keeps the time of acceptance of the first attempt
 LATE_MOST_S: Final = 30 * 86_400
@@ -86,15 +85,10 @@ def sink_rule(table: Table, folder: Path) -> SinkRule:
 
 # ----------------------------------------------------------------------------------------------------- mistakes
 
-_SETTINGS: Final = (
+_OF_EACH: Final = (
     "name",
     "topics",
     "format",
-    "path",
-    "url",
-    "table",
-    "user",
-    "password_file",
     "id",
     "coordinates",
     "event_time",
@@ -104,9 +98,6 @@ _SETTINGS: Final = (
     "exclusive",
     "since",
 )
-_OF_FILES: Final = ("path",)
-_OF_DATABASES: Final = ("url", "table", "user", "password_file")
-_NEEDED: Final = {DELTA: ("path",), PARQUET: ("path",), JDBC: ("url", "table")}
 _EXAMPLES: Final = {
     "path": 'path = "s3a://warehouse/orders"',
     "url": 'url = "jdbc:postgresql://db:5432/warehouse"',
@@ -118,7 +109,7 @@ _EXAMPLES: Final = {
 
 def sink_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[sinks]]` table after those `before` it: the name concerned, and the remedy."""
-    yield from unknown_faults(table, _SETTINGS)
+    yield from unknown_faults(table, (*_OF_EACH, *_EXAMPLES))
     yield from name_faults(table, before, "another sink has it: write a different one")
     if not _are_texts(table.get("topics")):
         yield "topics", 'write names or globs, as in topics = ["orders.*"]'
@@ -131,24 +122,51 @@ def sink_faults(table: Table, before: Sequence[Table]) -> Faults:
 
 def _place_faults(table: Table) -> Faults:
     """Find the mistakes about where the table of a sink is."""
-    form = table.get("format")
-    if form not in SINK_FORMATS:
+    name = table.get("format")
+    form = SINK_FORMATS.get(name) if isinstance(name, str) else None
+    if form is None:
         yield "format", f"write one of {', '.join(SINK_FORMATS)}"
         return
-    foreign = _OF_FILES if form == JDBC else _OF_DATABASES
-    for name in foreign:
-        if name in table:
-            yield name, f"{form} has no such setting; leave it out"
-    for name in (*_OF_FILES, *_OF_DATABASES):
-        wanted = name in table or name in _NEEDED[form]
-        if name not in foreign and wanted and not _is_text(table.get(name)):
-            yield name, f"write a text, as in {_EXAMPLES[name]}"
+    for setting, example in _EXAMPLES.items():
+        if setting not in form.settings:
+            if setting in table:
+                yield setting, f"{name} has no such setting; leave it out"
+        elif (setting in table or setting in form.needed) and not _is_text(table.get(setting)):
+            yield setting, f"write a text, as in {example}"
+    yield from form.faults(table)
+
+
+def _no_faults(table: Table) -> Faults:
+    """Find no mistake: the settings of the format are independent texts."""
+    return iter(())
+
+
+def _database_faults(table: Table) -> Faults:
+    """Find the mistakes of a URL of JDBC."""
     url = table.get("url")
-    if form == JDBC and isinstance(url, str) and url:
-        if not url.startswith("jdbc:"):
-            yield "url", f"write a URL of JDBC, as in {_EXAMPLES['url']}"
-        elif _PASSWORD.search(url):
-            yield "url", f"a password in it would come into logs: write {_EXAMPLES['password_file']} instead"
+    if not isinstance(url, str) or not url:
+        return
+    if not url.startswith("jdbc:"):
+        yield "url", f"write a URL of JDBC, as in {_EXAMPLES['url']}"
+    elif _PASSWORD.search(url):
+        yield "url", f"a password in it would come into logs: write {_EXAMPLES['password_file']} instead"
+
+
+@dataclass(frozen=True, slots=True)
+class SinkFormat:
+    """How a format says where the table of a sink is: settings (of _EXAMPLES) that it may have, those `needed`, and
+    what else `faults` finds wrong with them."""
+
+    settings: tuple[str, ...]
+    needed: tuple[str, ...]
+    faults: Callable[[Table], Faults] = _no_faults
+
+
+SINK_FORMATS: Final[Mapping[str, SinkFormat]] = {
+    DELTA: SinkFormat(("path",), ("path",)),
+    PARQUET: SinkFormat(("path",), ("path",)),
+    JDBC: SinkFormat(("url", "table", "user", "password_file"), ("url", "table"), _database_faults),
+}
 
 
 def _identity_faults(table: Table) -> Faults:

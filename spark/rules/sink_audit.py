@@ -17,11 +17,11 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SinkRule
 from spark import frames, rule_table
-from spark.errors import CannotRun
-from spark.reading import sinks as reading
+from spark.errors import CannotRun, Unreadable
 from spark.reading.decode import EVENT
+from spark.reading.intervals import Interval, merged, without
 from spark.reading.run_plan import RunContext
-from spark.reading.sinks import Interval, Unreadable
+from spark.reading.sinks import SinkReader
 from spark.rule_table import PENDING
 from spark.rules import sink_verdicts
 from spark.rules.sink_verdicts import (
@@ -206,6 +206,7 @@ class _Comparison:
     def __init__(self, tables: Lake, context: RunContext, rule: SinkRule, state: SinkState) -> None:
         self.spark = tables.spark
         self.rule = rule
+        self.reader = SinkReader(tables.spark, rule)
         self.state = state
         plan, self.settings = context.plan, context.settings
         self.definition = sink_verdicts.definition(rule, self.settings)
@@ -230,8 +231,8 @@ class _Comparison:
         due = self._due(newest)
         if not due:
             return self._own_row(), self._condition()
-        intervals = reading.merged(map(self._interval_of, due))
-        read = reading.read(self.spark, self.rule, intervals)
+        intervals = merged(map(self._interval_of, due))
+        read = self.reader.read(intervals)
         records = self._records(due)
         with ExitStack() as cache:
             judged = lake.cached(self._judged(records, read), cache)
@@ -372,7 +373,7 @@ class _Comparison:
         return found.where(was_missing).select("accepted_hour", "id", F.lit(True).alias("was_missing")).distinct()
 
     def _second_look(self, judged: DataFrame, read: DataFrame, intervals: Sequence[Interval]) -> DataFrame | None:
-        """Return the rows (reading.ROW) at the times of all records of the missing ids; None if nothing is missing.
+        """Return the rows (sinks.ROW) at the times of all records of the missing ids; None if nothing is missing.
 
         A client may set the timestamp of a record, and an id that was written in two hours may have one row. `read` are
         the rows of the `intervals` that were read before.
@@ -387,17 +388,17 @@ class _Comparison:
         times = F.explode(F.array("accepted_ms", "timestamp_ms", "record_accepted_ms")).alias("ms")
         hour = deliveries.hour_of(F.col("ms")).alias("accepted_hour")
         others = hours.of(of_ids.select(times).where("ms IS NOT NULL").select(hour))
-        unread = reading.without(map(self._interval_of, others), intervals)
+        unread = without(map(self._interval_of, others), intervals)
         if len(unread) > MANY_INTERVALS:
-            unread = reading.without([(unread[0][0], unread[-1][1])], intervals)
-        return read.unionByName(reading.read(self.spark, self.rule, unread)) if unread else read
+            unread = without([(unread[0][0], unread[-1][1])], intervals)
+        return read.unionByName(self.reader.read(unread)) if unread else read
 
     def _recent(self) -> DataFrame:
         """Select the rows (deliveries.ROW) of the hours of the sink, and of the longest key retention before these."""
         return self.all_rows.where(hours.since(hours.text_of(self.first_ms - self.settings.longest_ttl_ms)))
 
     def _unknown(self, read: DataFrame, due: Iterable[str]) -> DataFrame:
-        """Select the rows of events that are nowhere in the lake: `accepted_hour`, and reading.ROW; checkpointed."""
+        """Select the rows of events that are nowhere in the lake: `accepted_hour`, and sinks.ROW; checkpointed."""
         by, evidence = self._names(), self.evidence
         is_decided = sink_verdicts.is_unknown_decided(
             F.col("event_ms"), 1000 * self.rule.margin_s, evidence.complete_since_ms, evidence.decided_until_ms

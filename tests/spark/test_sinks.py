@@ -12,10 +12,10 @@ from pyspark.sql import SparkSession
 
 from service.contract import Rules, SinkRule
 from spark import frames
-from spark.errors import CannotRun
-from spark.reading import sinks as reading
+from spark.errors import CannotRun, Unreadable
+from spark.reading.intervals import Interval, merged, without
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Log, Plan, RunContext
-from spark.reading.sinks import Unreadable
+from spark.reading.sinks import SinkReader, check_expressions
 from spark.rules import sink_audit, sink_verdicts
 from spark.rules.sink_audit import SinkReport
 from spark.rules.sink_verdicts import NEVER_READ, RELEASED_MOST, HourState, Released, SinkState, due_hours, released
@@ -201,14 +201,14 @@ def test_an_event_is_missing_when_its_lateness_is_over_and_late_when_it_comes(wa
 def test_an_hour_that_matches_is_not_read_again_unless_it_has_new_records(
     warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[Sequence[reading.Interval]] = []
+    read: list[Sequence[Interval]] = []
 
-    def noted(spark: SparkSession, rule: SinkRule, intervals: Sequence[reading.Interval]) -> Any:
+    def noted(reader: SinkReader, intervals: Sequence[Interval]) -> Any:
         read.append(intervals)
-        return original(spark, rule, intervals)
+        return original(reader, intervals)
 
-    original: Callable[..., Any] = reading.read
-    monkeypatch.setattr(reading, "read", noted)
+    original: Callable[..., Any] = SinkReader.read
+    monkeypatch.setattr(SinkReader, "read", noted)
     warehouse.deliver(*event("once", 1), *event("next", 2, at=HOUR + 2 * HOUR_MS))
     warehouse.store([("once", HOUR, None), ("next", HOUR + 2 * HOUR_MS, None)])
     around = MINUTE_MS
@@ -398,7 +398,7 @@ WHOLE: Final = [(HOUR - HOUR_MS, HOUR + HOUR_MS)]
 def test_an_id_is_bytes_hexadecimal_digits_or_a_uuid(
     spark: SparkSession, forms: SinkRule, expression: str, identified: int
 ) -> None:
-    rows = reading.read(spark, replace(forms, id=expression), WHOLE).orderBy("event_ms").collect()
+    rows = SinkReader(spark, replace(forms, id=expression)).read(WHOLE).orderBy("event_ms").collect()
     assert [row["event_ms"] - HOUR for row in rows] == [*range(len(TEXTS))]
     assert [row["id"] for row in rows] == [BYTES[0]] * identified + [None] * (len(TEXTS) - identified)
     assert {row["arrived_ms"] for row in rows} == {None}
@@ -406,7 +406,7 @@ def test_an_id_is_bytes_hexadecimal_digits_or_a_uuid(
 
 def test_the_rows_of_an_interval_are_read_and_none_of_its_end(spark: SparkSession, forms: SinkRule) -> None:
     past = HOUR + len(TEXTS)
-    rows = reading.read(spark, forms, [(HOUR - 1, HOUR), (HOUR + 1, HOUR + 2), (past, past + 1)]).collect()
+    rows = SinkReader(spark, forms).read([(HOUR - 1, HOUR), (HOUR + 1, HOUR + 2), (past, past + 1)]).collect()
     assert [row["event_ms"] for row in rows] == [HOUR + 1]
 
 
@@ -427,25 +427,25 @@ def test_a_sink_that_is_not_as_its_rule_says_is_unreadable(
     spark: SparkSession, forms: SinkRule, changes: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(Unreadable) as caught:
-        reading.read(spark, replace(forms, **changes), WHOLE)
+        SinkReader(spark, replace(forms, **changes)).read(WHOLE)
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_an_expression_that_is_no_sql_stops_the_run_before_it_begins(spark: SparkSession) -> None:
-    reading.check_expressions(spark, [RULE, replace(RULE, id="lower(event_id)")])
+    check_expressions(spark, [RULE, replace(RULE, id="lower(event_id)")])
     with pytest.raises(CannotRun, match=r"^the sink 'warehouse': 'lower\(' is no expression of Spark SQL: "):
-        reading.check_expressions(spark, [replace(RULE, id="lower(")])
+        check_expressions(spark, [replace(RULE, id="lower(")])
 
 
 # ------------------------------------------------------------------------------------------------- without Spark
 
 
 def test_intervals_are_united_and_subtracted() -> None:
-    assert reading.merged([(5, 7), (1, 3), (3, 4), (6, 9)]) == [(1, 4), (5, 9)]
-    assert reading.without([(0, 10), (20, 30)], [(2, 4), (8, 22)]) == [(0, 2), (4, 8), (22, 30)]
-    assert reading.without([(0, 10)], [(0, 10)]) == []
-    assert reading.without([(0, 10)], []) == [(0, 10)]
+    assert merged([(5, 7), (1, 3), (3, 4), (6, 9)]) == [(1, 4), (5, 9)]
+    assert without([(0, 10), (20, 30)], [(2, 4), (8, 22)]) == [(0, 2), (4, 8), (22, 30)]
+    assert without([(0, 10)], [(0, 10)]) == []
+    assert without([(0, 10)], []) == [(0, 10)]
 
 
 def test_hours_are_due_that_are_open_or_have_new_records_or_another_definition() -> None:
