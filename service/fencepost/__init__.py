@@ -1,4 +1,5 @@
-"""What applications import: `Client` sends events, each under one key; `Reader` reads them, each id once.
+"""What applications import: `Client` sends events, each under one key; `Reader` reads them, each id once; `GroupReader`
+reads as a member of a consumer group, and commits its offsets with the results that a client sends.
 
 An installation has this folder as the package `fencepost`, so its modules import each other relatively, and nothing of
 the service. Each name is loaded at its first use, and needs only the packages of its own extra:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         WrittenBatch,
         new_key,
     )
+    from .group_reader import AtomicSender, GroupBatch, GroupReader
     from .reader import (
         BOUNDS,
         Bounds,
@@ -46,9 +48,12 @@ if TYPE_CHECKING:
 __all__ = [
     "BOUNDS",
     "AsyncClient",
+    "AtomicSender",
     "Bounds",
     "Client",
     "Event",
+    "GroupBatch",
+    "GroupReader",
     "KeyExpired",
     "KeyReused",
     "NewerVersion",
@@ -75,6 +80,7 @@ __all__ = [
     "new_key",
 ]
 
+_GROUP: Final = {"AtomicSender", "GroupBatch", "GroupReader"}
 _READER: Final = {
     "BOUNDS",
     "Bounds",
@@ -92,12 +98,14 @@ _READER: Final = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # The module, and the extra with the packages that it needs.
-    part = "reader" if name in _READER else "client"
+    # The module, and the extras with the packages that it needs.
+    part, extra = ("reader", "reader") if name in _READER else ("client", "client")
+    if name in _GROUP:
+        part, extra = "group_reader", "client,reader"
     try:
         return getattr(importlib.import_module(f".{part}", __name__), name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{name} needs {error.name}: pip install 'fencepost[{part}]'") from error
+        raise ImportError(f"{name} needs {error.name}: pip install 'fencepost[{extra}]'") from error
 
 
 def __dir__() -> list[str]:

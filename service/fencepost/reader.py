@@ -21,7 +21,7 @@ import re
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -183,8 +183,7 @@ class Reader(Generic[R]):
         Raises:
             TypeError: a setting of the consumer is one that the reader sets itself.
         """
-        if refused := sorted(_FIXED.keys() & consumer.keys()):
-            raise TypeError(f"the reader sets {' and '.join(refused)} itself: leave it out")
+        refuse_settings(_FIXED.keys(), consumer)
         self._topic = topic
         self._store = store
         self._partitions = None if partitions is None else frozenset(partitions)
@@ -240,6 +239,12 @@ class Reader(Generic[R]):
                 consumer.seek(partition, position.offsets[partition.partition])
             else:
                 await consumer.seek_to_beginning(partition)
+
+
+def refuse_settings(own: Collection[str], given: Mapping[str, Any]) -> None:
+    """Raise TypeError if settings of a consumer are given that its reader sets itself."""
+    if refused := sorted(given.keys() & set(own)):
+        raise TypeError(f"the reader sets {' and '.join(refused)} itself: leave it out")
 
 
 async def _look_up(consumer: AIOKafkaConsumer, topic: str) -> set[int]:

@@ -111,7 +111,7 @@ print(Client.__module__)
     "none": """
 import fencepost
 assert {"Client", "Reader"} <= set(dir(fencepost))
-for name in ("Client", "Reader"):
+for name in ("Client", "Reader", "GroupReader"):
     try:
         getattr(fencepost, name)
     except ImportError as error:
@@ -128,7 +128,8 @@ for name in ("Client", "Reader"):
         (
             "none",
             "Client needs httpx: pip install 'fencepost[client]'\n"
-            "Reader needs aiokafka: pip install 'fencepost[reader]'",
+            "Reader needs aiokafka: pip install 'fencepost[reader]'\n"
+            "GroupReader needs aiokafka: pip install 'fencepost[client,reader]'",
         ),
     ],
 )

@@ -8,7 +8,7 @@ from service import fencepost
 
 
 def test_every_name_is_that_of_a_module() -> None:
-    for part in ("client", "reader"):
+    for part in ("client", "reader", "group_reader"):
         module = importlib.import_module(f"service.fencepost.{part}")
         assert set(module.__all__) <= set(fencepost.__all__)
         assert all(getattr(fencepost, name) is getattr(module, name) for name in module.__all__)

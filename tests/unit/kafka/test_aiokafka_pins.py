@@ -2,7 +2,8 @@
 
 Seven are of clients: `_get_conn`, `_metadata_update`, `_md_synchronizer` and its `_sync_task`, `_conns`,
 `_on_connection_closed`, and `_client` of a consumer. No public method lets a subclass open connections, ask for
-metadata or hear of a connection's end.
+metadata or hear of a connection's end. One is of a consumer: `_coordinator`, which has its member and generation in the
+group; aiokafka has no `groupMetadata()`.
 
 Seven are of connections: `_writer`, `_requests`, `_versions`, `_last_action`, `_handle_frame`, `_do_sasl_handshake` and
 `_sasl_plain_password`. The requests of a transaction go over the connections that aiokafka has logged in, between its
@@ -19,9 +20,11 @@ import sys
 from typing import Any, Final
 
 import pytest
+from aiokafka import AIOKafkaConsumer
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.conn import AIOKafkaConnection
 from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.consumer.group_coordinator import CoordinatorGroupRebalance, GroupCoordinator
 from aiokafka.errors import KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.produce import ProduceRequest
@@ -150,6 +153,19 @@ async def test_a_consumer_uses_our_client() -> None:
     assert consumer._client._client_id == "c"
     with pytest.raises(KafkaConnectionError):
         await consumer.start()
+    await consumer.stop()
+
+
+async def test_a_consumer_has_a_coordinator_that_tells_member_and_generation() -> None:
+    consumer = AIOKafkaConsumer("t", bootstrap_servers="127.0.0.1:1", group_id="g")
+    assert consumer._coordinator is None  # until it is started
+    assert {"_coordinator"} <= set(AIOKafkaConsumer.start.__code__.co_names)
+    assert {"member_id", "generation"} <= set(GroupCoordinator.__init__.__code__.co_names)
+    # The listener is told of an assignment when both are those of its generation.
+    joined = inspect.getsource(CoordinatorGroupRebalance)
+    assert joined.index("self._coordinator.generation = response.generation_id") < joined.index("_on_join_follower()")
+    rejoined = inspect.getsource(GroupCoordinator._do_rejoin_group)
+    assert rejoined.index("perform_group_join()") < rejoined.index("_on_join_complete(")
     await consumer.stop()
 
 
