@@ -4,6 +4,7 @@ Programs are built, which takes minutes on a slow machine; of other modules the 
 does not get them: a test that lacks one is skipped, and says so. Go checks each module against its checksum database.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -32,12 +33,17 @@ TOOLS: Final = {
     "actionlint": Package("github.com/rhysd/actionlint/cmd/actionlint", "v1.7.12"),
     "helm": Package("helm.sh/helm/v3/cmd/helm", "v3.22.0"),
 }
+# Programs of this project, by their folders.
+PROGRAMS: Final = {"process_orders": places.ROOT / "deploy" / "examples" / "process_orders"}
 # Modules with files that tests read: the CustomResourceDefinitions of the Gateway API.
 MODULES: Final = {"gateway-api": Package("sigs.k8s.io/gateway-api", "v1.6.3")}
 
 
 def path(name: str) -> Path:
     """Return where a program, or the folder of a module, is kept."""
+    if name in PROGRAMS:
+        sources = [each.read_bytes() for each in sorted(PROGRAMS[name].iterdir())]
+        return places.cache() / "go" / f"{name}-{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}" / name
     package, version = (TOOLS | MODULES)[name]
     folder = places.cache() / "go"
     return folder / f"{name}-{version}" / name if name in TOOLS else folder / "mod" / f"{package}@{version}"
@@ -66,6 +72,12 @@ def ensure(name: str) -> Path:
     folder = places.cache() / "go"
     folder.mkdir(parents=True, exist_ok=True)
     with progress(f"getting {name}"), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        if name in PROGRAMS:
+            modules = str(folder / "mod")
+            _go(scratch, "build", "-C", str(PROGRAMS[name]), "-o", f"{scratch}/{name}", ".", GOMODCACHE=modules)
+            found.parent.mkdir(exist_ok=True)
+            Path(scratch, name).replace(found)
+            return found
         package, version = (TOOLS | MODULES)[name]
         if name in TOOLS:
             _go(scratch, "install", f"{package}@{version}", GOBIN=scratch)
@@ -92,7 +104,7 @@ def _go(folder: str, *arguments: str, **variables: str) -> None:
 
 
 def main() -> int:
-    known = [*TOOLS, *MODULES]
+    known = [*TOOLS, *PROGRAMS, *MODULES]
     names = sys.argv[1:] or known
     if unknown := [name for name in names if name not in known]:
         raise StackError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")

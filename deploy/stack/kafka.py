@@ -38,6 +38,7 @@ _SETTINGS = {
     "share.coordinator.state.topic.min.isr": "1",
     "log.cleaner.dedupe.buffer.size": "8388608",  # the default, 128 MiB, takes a quarter of the heap and 0.4 s at start
     "group.initial.rebalance.delay.ms": "0",  # a test's consumer is alone in its group
+    "group.min.session.timeout.ms": "1000",  # a killed consumer's partitions move as soon as the consumer asks for
     # A killed broker can register again only after its old session has expired: 9 s by default.
     "broker.session.timeout.ms": "4000",
     "broker.heartbeat.interval.ms": "500",
