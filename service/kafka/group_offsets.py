@@ -49,6 +49,10 @@ STALE_MEMBER_EPOCH: Final = 113
 
 _GONE: Final = RecordError(STALE_MEMBER, "the group has no such member in this generation: rejoin it")
 AWAY: Final = RecordError(NOT_WRITTEN, "the group's coordinator cannot be reached: send it again")
+NOT_KEPT: Final = RecordError(NOT_WRITTEN, "the group's coordinator does not keep the offsets: send it again")
+TOO_FEW_REPLICAS: Final = RecordError(
+    NOT_WRITTEN, "the partition of the group has too few replicas in sync: send it again"
+)
 _TOO_LARGE: Final = RecordError(
     OFFSETS_REFUSED, f"the positions are larger than a record batch of {OFFSETS_TOPIC}: send fewer"
 )
@@ -119,6 +123,11 @@ class GroupOffsets(msgspec.Struct, frozen=True, gc=False):
     def size(self) -> int:
         """The share of the queue's bytes: about what they take in memory beside their objects."""
         return self.ledger_bytes + sum(len(each.metadata) for each in self.positions)
+
+    @property
+    def isolation_name(self) -> str:
+        """The name under which the queue isolates the group; no topic can have it."""
+        return f"group {self.group}"
 
     @property
     def topics(self) -> list[tuple[str, list[Position]]]:
@@ -277,7 +286,8 @@ class OffsetCommit:
     async def commit(self, offsets: GroupOffsets, partition: Partition | None) -> None:
         """Send the offsets to the group's coordinator, the leader of `partition`, and again while it moves or loads.
 
-        Raises OffsetsRefused, KafkaError.
+        Raises OffsetsRefused, KafkaError; GroupCoordinatorNotAvailableError after RETRY_S, for too few replicas in sync
+        too. The marker of the transaction, to which the partition belongs, may then be missing for as long.
         """
         session = self._session
         assert session.transactional_id is not None
@@ -291,7 +301,7 @@ class OffsetCommit:
                 _raise_if_refused(codes, "TxnOffsetCommit")
                 return
             if time.monotonic() >= give_up_at:
-                raise OffsetsRefused(AWAY)
+                raise errors.GroupCoordinatorNotAvailableError(f"TxnOffsetCommit: error codes {sorted(codes)}")
             await asyncio.sleep(RETRY_PAUSE_S)
             await session.client.force_metadata_update()
 

@@ -63,7 +63,8 @@ class TransactionFailed(Exception):
 
     `record_errors`: by topic, why the broker refused a record. `stuck`: topics that gave no answer in time. Only these
     topics can have failed the group. `hanging`: partitions that hold an older open transaction, which the slot's
-    recovery has to end.
+    recovery has to end. `offsets_error`: why the coordinator of a consumer group failed the transaction; without it the
+    transaction would not have failed.
     """
 
     def __init__(
@@ -73,12 +74,14 @@ class TransactionFailed(Exception):
         record_errors: Mapping[str, RecordError] | None = None,
         stuck: Collection[str] = (),
         hanging: Collection[tuple[str, int]] = (),
+        offsets_error: RecordError | None = None,
     ) -> None:
         super().__init__(f"{outcome.value}: {cause}")
         self.outcome = outcome
         self.record_errors = record_errors or {}
         self.stuck = stuck
         self.hanging = hanging
+        self.offsets_error = offsets_error
 
     @property
     def is_bug(self) -> bool:

@@ -18,7 +18,14 @@ from service.core.time_of_day import now_ms
 from service.core.time_slice import yield_after
 from service.kafka import outcomes
 from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
-from service.kafka.group_offsets import AWAY, CONCURRENT_TRANSACTIONS, OFFSETS_TOPIC, GroupOffsets, OffsetCommit
+from service.kafka.group_offsets import (
+    AWAY,
+    CONCURRENT_TRANSACTIONS,
+    NOT_KEPT,
+    OFFSETS_TOPIC,
+    GroupOffsets,
+    OffsetCommit,
+)
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
@@ -250,34 +257,42 @@ class TransactionalProducer:
             return {}
         return leaders
 
-    async def commit_offsets(self, offsets: GroupOffsets) -> RecordCoordinates | None:
+    async def commit_offsets(self, offsets: GroupOffsets, *, ask_leader: bool = False) -> RecordCoordinates | None:
         """Commit the offsets of a consumer group in the transaction of the next `send` (KIP-447).
 
-        Call `send` next. Returns the transaction's first record in the partition with the group's offsets; None where
-        the service may not see this partition. Raises OffsetsRefused after a clean abort: the transaction has written
-        nothing into any other partition, and the producer is ready. Raises TransactionFailed for any other response.
+        Call `send` next. `ask_leader`: have the leader of the group's partition answer before the partition is added.
+        Returns the transaction's first record in this partition; None where the service may not see the partition.
+        Raises OffsetsRefused after a clean abort: the transaction has written nothing into any other partition, and the
+        producer is ready. Raises TransactionFailed for any other response, also where the partition was added and its
+        leader does not keep the offsets: the next transaction would wait for its marker there.
         """
         self._move(ProducerState.OFFSETS)
         write = _Write([])
         try:
             async with asyncio.timeout(self._sends_timeout_s):
                 try:
-                    return await self._send_offsets(write, offsets)
+                    return await self._send_offsets(write, offsets, ask_leader)
                 except OffsetsRefused as error:
+                    write.waiting_for = ""
                     await self._abandon_offsets(offsets.group)
                     refused = error
         except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too
             failure = failure_of(error)
             self._state = ProducerState.DEAD
-            outcome = outcomes.outcome_of(failure, may_commit=False)
-            raise TransactionFailed(outcome, f"offsets: {failure!r}", hanging=write.hanging) from failure
+            raise TransactionFailed(
+                outcomes.outcome_of(failure, may_commit=False),
+                f"offsets: {failure!r}",
+                hanging=write.hanging,
+                offsets_error=_offsets_error(failure) if write.waiting_for == OFFSETS_TOPIC else None,
+            ) from failure
         self._move(ProducerState.READY)
         raise refused
 
-    async def _send_offsets(self, write: "_Write", offsets: GroupOffsets) -> RecordCoordinates | None:
+    async def _send_offsets(self, write: "_Write", offsets: GroupOffsets, ask_leader: bool) -> RecordCoordinates | None:
         """Add the partition of the group's offsets to the transaction, commit the offsets, and look where they are.
 
-        Raises OffsetsRefused, KafkaError, TimeoutError.
+        Raises OffsetsRefused, KafkaError, TimeoutError. `write` then names OFFSETS_TOPIC if the group's coordinator did
+        not answer.
         """
         commit, early = self._offset_commit, self._early_begin
         if early is None:
@@ -285,18 +300,23 @@ class TransactionalProducer:
         if early is not None and await self._await_early_begin():
             self._early_begin = early  # for `send`, which finds its response at once
         if (partition := await commit.partition_of(offsets.group)) is not None:
+            if ask_leader:
+                self._open_check.forget(partition)
             try:
-                await self._check_open(write, {partition: await self._session.find_leader(partition)})
+                async with asyncio.timeout(self._sends_timeout_s / 2):  # there is time left for a clean abort
+                    await self._check_open(write, {partition: await self._session.find_leader(partition)})
             except (TimeoutError, PartitionUnknown) as error:  # nothing was added to the transaction for the group
                 raise OffsetsRefused(AWAY) from error
         await commit.add(offsets.group)
         self._has_offsets = True
+        write.waiting_for = OFFSETS_TOPIC
         await commit.commit(offsets, partition)
         if partition is None and (partition := await commit.partition_of(offsets.group)) is None:
             return None
         open_from, unanswered = await self._open_check.ask([partition], METADATA_TIMEOUT_S)
         if unanswered:
             raise TimeoutError(f"no leader answered where the transaction begins in {partition}")
+        write.waiting_for = ""
         return RecordCoordinates(partition, open_from[partition]) if partition in open_from else None
 
     async def _abandon_offsets(self, group: str) -> None:
@@ -515,6 +535,13 @@ class _Write:
             if (timed_out if batch.response is None else batch.response[0] not in (OK, *FENCED_CODES))
         }
         return failed | ({self.waiting_for} - {""})
+
+
+def _offsets_error(failure: BaseException) -> RecordError | None:
+    """Find why a group's coordinator failed a transaction; None for what another attempt may get past."""
+    if isinstance(failure, errors.GroupCoordinatorNotAvailableError):
+        return NOT_KEPT
+    return AWAY if isinstance(failure, TimeoutError) else None
 
 
 def _codes(response: Any) -> dict[Partition, int]:

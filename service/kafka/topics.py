@@ -221,6 +221,10 @@ class TopicMetadataCache:
         """The topics that their last successful look-up found."""
         return self._last.keys()
 
+    def last_found(self, name: str) -> Topic | None:
+        """Return the topic as last found, which may be long ago; None if it never was."""
+        return self._last.get(name)
+
     def last_known(self, name: str) -> Topic:
         """Return the topic as last found. Raises KeyError if none was: then no admitted request names it."""
         return self._last[name]

@@ -27,7 +27,7 @@ from service.events.dead_letters import REFUSED_BY_SCHEMA, REFUSED_OF_SOURCE, De
 from service.events.event import NONE_IS_PLAIN, Event, check_topic, plain_bytes_max
 from service.events.schemas import Schemas
 from service.kafka.admin import Topic
-from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, partition_of_group
+from service.kafka.group_offsets import OFFSETS_TOPIC, TOO_FEW_REPLICAS, GroupOffsets, partition_of_group
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge, KeyChecks, check_time
 from service.pipeline.request import Committed, WriteResult, result_of
@@ -271,9 +271,7 @@ class EventChecks:
                 async with asyncio.timeout_at(deadline):
                     topic = await self._topic_metadata.get(OFFSETS_TOPIC, arrived)
         if topic is not None and partition_of_group(group, topic.partitions) in topic.under_min_isr:
-            raise Problem(
-                NOT_WRITTEN, "offsets: the partition of the group has too few replicas in sync: send it again"
-            )
+            raise Problem(TOO_FEW_REPLICAS.kind, f"offsets: {TOO_FEW_REPLICAS.why}")
 
     # ------------------------------------------------------------------------------------- schemas of a registry
 

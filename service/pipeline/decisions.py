@@ -22,6 +22,7 @@ from service.core.problems import (
     Problem,
 )
 from service.events.dead_letters import body_fingerprint
+from service.kafka.group_offsets import OFFSETS_TOPIC, TOO_FEW_REPLICAS
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import OUTSIDE_BOUNDS, RecordError, TransactionFailed, TransactionOutcome
 from service.kafka.session import NotSent, Record, RecordMetadata, RecordResult
@@ -187,6 +188,8 @@ def _final(claim: Claim) -> Problem:
 
 
 def _too_few_replicas(topic: str, partition: int) -> Problem:
+    if topic == OFFSETS_TOPIC:
+        return offsets_problem(TOO_FEW_REPLICAS)
     return Problem(NOT_WRITTEN, f"topic: partition {partition} of {topic} has too few replicas in sync: send it again")
 
 
@@ -235,8 +238,8 @@ class FailureDecision:
 
     All requests are in doubt unless `is_aborted` (no commit was requested) and their claims are released. Then the
     requests in `at_once`, `later` (after a pause) and `split` (in parts) are sent again. `failed_topics`, which were
-    refused or did not answer, are to be isolated; `failed` are the requests with one of them. `aborting` are the
-    requests that may have caused the abort.
+    refused or did not answer, are to be isolated, as is a consumer group whose coordinator failed; `failed` are the
+    requests with one of them. `aborting` are the requests that may have caused the abort.
     """
 
     def __init__(self, requests: Sequence[WriteRequest], failure: TransactionFailed, ledger: str) -> None:
@@ -250,6 +253,7 @@ class FailureDecision:
         self.is_aborted = failure.outcome is TransactionOutcome.ABORTED
         # If a commit was requested, a record's error did not end the transaction.
         self._record_errors = failure.record_errors if self.is_aborted else {}
+        self._offsets_error = failure.offsets_error if self.is_aborted else None
         self._failing = {*failure.stuck, *self._record_errors}  # topics; the ledger's may be one of them
         self._alone = len(requests) == 1
         self.ledger_is_full = ledger in self._record_errors and self._record_errors[ledger].kind is TOO_LARGE
@@ -258,6 +262,11 @@ class FailureDecision:
 
     def _add(self, request: WriteRequest) -> None:
         """Decide on a request of the transaction: answered, or sent again, and how."""
+        if request.offsets is not None and self._offsets_error is not None:
+            self.failed.append(request)
+            self.failed_topics[request.offsets.isolation_name] = None
+            self.results.append((request, offsets_problem(self._offsets_error)))
+            return
         failing = request.topics & self._failing
         if failing:
             self.failed.append(request)
@@ -378,6 +387,11 @@ class IdempotentDecision:
     def _fail(self, request: WriteRequest, topic: str) -> None:
         self.failed[request] = None
         self.failed_topics[topic] = None
+
+
+def offsets_problem(error: RecordError) -> Problem:
+    """Make the answer of a batch whose offsets are refused, or kept by no coordinator."""
+    return Problem(error.kind, f"offsets: {error.why}")
 
 
 def problem_of(request: WriteRequest, topic: str, error: RecordError) -> Problem | None:

@@ -21,7 +21,7 @@ from service.contract.wire import (
 from service.events.dead_letters import DeadLetter
 from service.events.event import Event, partition_of
 from service.kafka.admin import Topic
-from service.kafka.group_offsets import GroupOffsets
+from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, partition_of_group
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.metadata import Partition
 from service.kafka.session import Record, RecordMetadata
@@ -66,17 +66,23 @@ class Group:
 
 
 def route(
-    requests: Iterable[WriteRequest], topic_of: Callable[[str], Topic]
+    requests: Iterable[WriteRequest], topic_of: Callable[[str], Topic], offsets_topic: Topic | None = None
 ) -> tuple[dict[Partition, None], dict[WriteRequest, dict[int, Partition]]]:
     """Choose the partition of each event of a group. Returns the partitions to write to, and the events to leave out.
 
-    Events are left out if their partition has too few replicas in sync. Events without a key share one partition of
-    their topic (KIP-480), one with enough replicas if there is any.
+    Events are left out if their partition has too few replicas in sync, and a batch with the offsets of a consumer
+    group if the group's partition of `offsets_topic` has, as far as that is known. Events without a key share one
+    partition of their topic (KIP-480), one with enough replicas if there is any.
     """
     chosen: dict[Partition, None] = {}
     left_out: dict[WriteRequest, dict[int, Partition]] = {}
     sticky: dict[str, int] = {}
     for request in requests:
+        if request.offsets is not None and offsets_topic is not None:
+            of_group = partition_of_group(request.offsets.group, offsets_topic.partitions)
+            if of_group in offsets_topic.under_min_isr:
+                left_out[request] = {0: (OFFSETS_TOPIC, of_group)}
+                continue
         request.partitions = partitions = []
         for index, event in enumerate(request.events):
             topic = topic_of(event.topic)

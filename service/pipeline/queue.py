@@ -36,7 +36,8 @@ class Queue:
     The bounds count all requests without an answer, also those in a transaction. A topic that failed a group is
     isolated until one of its events commits: its requests go into groups of their own, and those that were in the
     failed group go one at a time. While other requests wait too, isolated groups get at most half of the time, one
-    topic after the other, because such a group may hang for seconds.
+    topic after the other, because such a group may hang for seconds. A consumer group whose coordinator failed a group
+    is isolated as a topic is, under a name that no topic can have.
     """
 
     def __init__(self, settings: Settings, groups_at_once: int = GROUPS_AT_ONCE) -> None:
@@ -118,7 +119,7 @@ class Queue:
         self.notify()
 
     def _queue_of(self, request: WriteRequest) -> deque[WriteRequest]:
-        if self._isolated_topics and self.is_isolated(event.topic for event in request.events):
+        if self._isolated_topics and self.is_isolated(request.dependencies):
             return self._isolated
         return self._waiting[request.guarantee]
 
@@ -151,7 +152,7 @@ class Queue:
     def _bound_isolated_topics(self) -> None:
         """Release the first topics beyond ISOLATED_TOPICS_MAX that no isolated request has."""
         if len(self._isolated_topics) > ISOLATED_TOPICS_MAX:
-            waiting = {topic for request in self._isolated for topic in request.topics}
+            waiting = {name for request in self._isolated for name in request.dependencies}
             idle = [topic for topic in self._isolated_topics if topic not in waiting]
             for topic in idle[: len(self._isolated_topics) - ISOLATED_TOPICS_MAX]:
                 self._release_topic(topic)
@@ -273,14 +274,16 @@ class Queue:
         waiting = [request for request in self._isolated if not request.finished]
         if not waiting:
             self._isolated.clear()
+            self._isolated_order.clear()
             return []
-        first = min(waiting, key=lambda one: (self._isolated_order.get(one.topic, 0), max(one.failures, 1)))
-        topic = first.topic
+        first = min(waiting, key=lambda one: (self._isolated_order.get(_order_name(one), 0), max(one.failures, 1)))
+        topic = _order_name(first)
 
         def alike(request: WriteRequest) -> bool:
             return not request.failures and all(event.topic == topic for event in request.events)
 
-        together = [first] if first.failures else [one for one in waiting if one is first or alike(one)]
+        alone = first.failures or first.atomic
+        together = [first] if alone else [one for one in waiting if one is first or alike(one)]
         taken = take_requests(deque(together), self.ledger_bytes_max)
         self._isolated_order[topic] = self._groups_taken + 1
         left = set(waiting).difference(taken)
@@ -303,6 +306,11 @@ def take_requests(waiting: deque[WriteRequest], ledger_bytes_max: int = GROUP_LE
             break
         requests.append(waiting.popleft())
     return requests
+
+
+def _order_name(request: WriteRequest) -> str:
+    """Find the name by which an isolated request takes turns: its consumer group, or the topic of its first event."""
+    return request.topic if request.offsets is None else request.offsets.isolation_name
 
 
 def _head_arrived(waiting: deque[WriteRequest]) -> float:

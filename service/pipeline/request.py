@@ -380,6 +380,11 @@ class WriteRequest(msgspec.Struct, eq=False):
         return {event.topic for event in self.events}
 
     @property
+    def dependencies(self) -> set[str]:
+        """The names that the queue isolates if they fail a group: the topics, and that of a consumer group."""
+        return self.topics if self.offsets is None else {*self.topics, self.offsets.isolation_name}
+
+    @property
     def named(self) -> dict[str, str]:
         """The log fields that name the request."""
         return {**({"key": self.events[0].key} if self.events else {}), "id": self.id.hex()}

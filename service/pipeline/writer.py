@@ -28,7 +28,7 @@ from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
 from service.core.time_of_day import now_ms
 from service.core.time_slice import after_responses, yield_after
-from service.kafka.group_offsets import OFFSETS_TOPIC
+from service.kafka.group_offsets import AWAY, OFFSETS_TOPIC
 from service.kafka.outcomes import OffsetsRefused, TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
@@ -40,6 +40,7 @@ from service.pipeline.decisions import (
     IdempotentDecision,
     Step,
     after_claim,
+    offsets_problem,
     start_sending,
 )
 from service.pipeline.group import (
@@ -156,8 +157,10 @@ class Writer:
         for request in group.requests:
             request.move(RequestEvent.CLAIM)
         if group.isolated:
-            await self._topic_metadata.refresh({topic for request in group.requests for topic in request.topics})
-        partitions, left_out = route(group.requests, self._topic_metadata.last_known)
+            topics = {topic for request in group.requests for topic in request.topics}
+            await self._topic_metadata.refresh(topics if group.offsets is None else {*topics, OFFSETS_TOPIC})
+        offsets_topic = None if group.offsets is None else self._topic_metadata.last_found(OFFSETS_TOPIC)
+        partitions, left_out = route(group.requests, self._topic_metadata.last_known, offsets_topic)
         if partitions and group.guarantee is Guarantee.EXACTLY_ONCE:
             slot.begin_early(partitions)
         self._telemetry.stages.observe(waited_s, "queue")  # after `begin_early`, whose response takes longest
@@ -327,7 +330,9 @@ class Writer:
         """
         slot, claimed, offsets = attempt.slot, attempt.claimed, attempt.group.offsets
         try:
-            place = None if offsets is None else await slot.commit_offsets(offsets)
+            place = None
+            if offsets is not None:
+                place = await slot.commit_offsets(offsets, ask_leader=attempt.group.isolated)
             records = self._records(attempt, identity)
             await yield_after(len(records))
             metadata = await slot.send(records)
@@ -354,13 +359,18 @@ class Writer:
         Raises StoreUnanswered, after the answer, where the claims may still stand.
         """
         ((request, _),) = attempt.claimed
+        assert request.offsets is not None
         request.move(RequestEvent.RETURN)
         if refused.error.kind is NOT_WRITTEN:
             self._topic_metadata.invalidate(OFFSETS_TOPIC)  # its replicas may be out of sync by now
+        if refused.error is AWAY:
+            self._note_failures([request], [request.offsets.isolation_name])
+        else:  # the group's coordinator answers
+            self._queue.release_topics([request.offsets.isolation_name])
         try:
             await self._release_claims(attempt.slot, request.claimed_ids)
         finally:
-            self._resolver.resolve(request, Problem(refused.error.kind, f"offsets: {refused.error.why}"))
+            self._resolver.resolve(request, offsets_problem(refused.error))
 
     @staticmethod
     def _bug(slot: Slot, error: Exception) -> TransactionFailed:
@@ -433,7 +443,7 @@ class Writer:
                 self._store.lost(position.generation)
         finally:  # a bug in the mark changes nothing of the commit either
             self._telemetry.stages.observe(time.perf_counter() - started, "mark")
-            self._queue.release_topics(state.topic for _, committed in delivered for _, state in committed.deliveries)
+            self._queue.release_topics(name for request, _ in delivered for name in request.dependencies)
             for request, committed in delivered:
                 self._resolver.resolve(request, committed)
 
@@ -451,6 +461,8 @@ class Writer:
         if decision.ledger_is_full:  # its topic takes smaller records than before
             self._queue.ledger_was_full(requests)
         self._note_failures(decision.failed, decision.failed_topics)
+        if failure.offsets_error is not None:
+            self._topic_metadata.invalidate(OFFSETS_TOPIC)
         for request in decision.aborting:
             request.aborts += 1
         for request, result in decision.results:

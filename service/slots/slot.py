@@ -148,14 +148,14 @@ class Slot:
         self._expects_records = False
         await self.producer.abandon()
 
-    async def commit_offsets(self, offsets: GroupOffsets) -> RecordCoordinates | None:
+    async def commit_offsets(self, offsets: GroupOffsets, *, ask_leader: bool = False) -> RecordCoordinates | None:
         """Commit a group's offsets in the transaction of the next `send`, as the producer does. Call `send` next.
 
         Raises OffsetsRefused: the transaction is aborted, and the term goes on. Raises TransactionFailed, which ends
         the term.
         """
         try:
-            return await self.producer.commit_offsets(offsets)
+            return await self.producer.commit_offsets(offsets, ask_leader=ask_leader)
         except TransactionFailed as failed:
             self._sent = 0
             self.fail(failed)

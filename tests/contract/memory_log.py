@@ -137,7 +137,7 @@ class MemoryProducer(TransactionalProducer):
             self._over = True
             raise TransactionFailed(TransactionOutcome.FENCED, "ProducerFenced()")
 
-    async def commit_offsets(self, offsets: GroupOffsets) -> RecordCoordinates | None:
+    async def commit_offsets(self, offsets: GroupOffsets, *, ask_leader: bool = False) -> RecordCoordinates | None:
         self._check()
         if self._broker.generations.get((offsets.group, offsets.member)) != offsets.generation:
             self._wanted = None

@@ -85,7 +85,8 @@ class FakeClient:
         self.has_due_session = False
         self.open_in: dict[Partition, int] = {}  # where producer 7 has an open transaction, and its first offset
         self.of_ledger: Met = RecordMetadata(9, -1)
-        self.offsets_added = 0  # the error code of AddOffsetsToTxn
+        self.offsets_added: int | None = 0  # the error code of AddOffsetsToTxn, or silence
+        self.coordinator_hangs = False  # the leader of a group's partition answers nothing about it
         self.offsets_committed: Callable[[str, int], int] = lambda topic, partition: 0  # and of TxnOffsetCommit
         self.refused: dict[Partition, int] = {}  # error codes in DescribeProducers responses
 
@@ -129,12 +130,14 @@ class FakeClient:
                 rows = [(topic, [(n, self.added(topic, n)) for n in numbers]) for topic, numbers in topics_of(request)]
                 return AddPartitionsToTxnResponse_v0(0, rows)
             case DescribeProducers():
+                await self._meet(None if self.coordinator_hangs and OFFSETS_TOPIC in request.by_topic else 0)
                 return DescribedProducers(
                     [(t, [self._active(t, n) for n in ns], {}) for t, ns in request.by_topic.items()]
                 )
             case AddOffsetsToTxnRequest():
-                return AddOffsetsToTxnResponse_v0(0, self.offsets_added)
+                return AddOffsetsToTxnResponse_v0(0, await self._meet(self.offsets_added))
             case TxnOffsetCommit():
+                await self._meet(None if self.coordinator_hangs else 0)
                 return self._committed(request.offsets)
             case EndTxnRequest():
                 self.open_in = {}

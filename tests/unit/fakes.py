@@ -191,6 +191,7 @@ class FakeProducer(TransactionalProducer):
         self._next = 10
         self.records_sent: list[Record] = []
         self.offsets: list[GroupOffsets] = []
+        self.leader_asked: list[bool] = []  # by attempt to commit offsets, whether the group's leader had to answer
         self.ledger: list[bytes] = []
 
     @property
@@ -214,7 +215,8 @@ class FakeProducer(TransactionalProducer):
             await self.trouble.enter("abandon")
             self.abandoned += 1
 
-    async def commit_offsets(self, offsets: GroupOffsets) -> RecordCoordinates | None:
+    async def commit_offsets(self, offsets: GroupOffsets, *, ask_leader: bool = False) -> RecordCoordinates | None:
+        self.leader_asked.append(ask_leader)
         try:
             await self.trouble.enter("offsets")
         except OffsetsRefused:

@@ -6,6 +6,8 @@ from aiokafka.protocol.transaction import AddOffsetsToTxnRequest
 from service.core.problems import FORBIDDEN_GROUP, NOT_WRITTEN, OFFSETS_REFUSED, STALE_MEMBER
 from service.kafka import group_offsets as module
 from service.kafka.group_offsets import (
+    AWAY,
+    NOT_KEPT,
     OFFSETS_TOPIC,
     REFUSALS,
     GroupOffsets,
@@ -25,6 +27,7 @@ from tests.unit.fake_brokers import LEDGER, record, transactional, write
 OFFSETS = GroupOffsets("g", "member-1", 7, (Position("a", 0, 5), Position("a", 1, 6, "seen"), Position("b", 0, 2**40)))
 OF_GROUP = OFFSETS_TOPIC, partition_of_group("g", 3)
 CONCURRENT, ILLEGAL_GENERATION, UNKNOWN_TOPIC_CODE, LOADING, FORBIDDEN, FENCED = 51, 22, 3, 14, 30, 90
+NOT_AVAILABLE = 15
 
 
 @pytest.mark.parametrize(
@@ -158,19 +161,59 @@ async def test_a_group_whose_partition_has_no_leader_is_refused_and_the_producer
     await write(producer)
 
 
-async def test_a_loading_coordinator_is_asked_again_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.05)
+async def test_a_loading_coordinator_is_asked_again() -> None:
     producer, kafka = transactional()
     codes = [LOADING] * 3 + [0] * 3
     kafka.offsets_committed = lambda topic, partition: codes.pop(0)
     await producer.commit_offsets(OFFSETS)
     assert len(kafka.sent(TxnOffsetCommit)) == 2
     await write(producer)
-    kafka.offsets_committed = lambda topic, partition: LOADING
-    with pytest.raises(OffsetsRefused) as refused:
+
+
+async def test_a_producer_ends_if_the_groups_partition_belongs_to_the_transaction_and_takes_no_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kafka writes no marker there either, and the transactional id begins no other transaction until it does."""
+    monkeypatch.setattr(module, "RETRY_S", 0.02)
+    producer, kafka = transactional()
+    kafka.offsets_committed = lambda topic, partition: NOT_AVAILABLE
+    with pytest.raises(TransactionFailed) as failed:
         await producer.commit_offsets(OFFSETS)
-    assert refused.value.error.kind is NOT_WRITTEN
+    assert (failed.value.outcome, failed.value.offsets_error) == (TransactionOutcome.ABORTED, NOT_KEPT)
+    assert kafka.sent(EndTxnRequest) == []
+    with pytest.raises(TransactionFailed):
+        await write(producer)
+
+
+async def test_a_coordinator_that_hangs_amid_the_request_fails_its_group() -> None:
+    producer, kafka = transactional(timeout_ms=300)
+    await producer.commit_offsets(OFFSETS)
+    await write(producer)
+    kafka.coordinator_hangs = True
+    with pytest.raises(TransactionFailed) as failed:
+        await producer.commit_offsets(OFFSETS)
+    assert (failed.value.outcome, failed.value.offsets_error) == (TransactionOutcome.ABORTED, AWAY)
+
+
+async def test_a_leader_that_must_answer_first_and_hangs_costs_no_session() -> None:
+    producer, kafka = transactional(timeout_ms=300)
+    await producer.commit_offsets(OFFSETS)
+    await write(producer)
+    kafka.coordinator_hangs = True
+    with pytest.raises(OffsetsRefused) as refused:
+        await producer.commit_offsets(OFFSETS, ask_leader=True)
+    assert refused.value.error is AWAY
+    assert len(kafka.sent(AddOffsetsToTxnRequest)) == 1
+    kafka.coordinator_hangs = False
     await write(producer, record("a", 0))
+
+
+async def test_a_transaction_coordinator_that_hangs_is_no_fault_of_the_group() -> None:
+    producer, kafka = transactional(timeout_ms=300)
+    kafka.offsets_added = None
+    with pytest.raises(TransactionFailed) as failed:
+        await producer.commit_offsets(OFFSETS)
+    assert failed.value.offsets_error is None
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(FENCED, TransactionOutcome.FENCED), (48, TransactionOutcome.ABORTED)])

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Sequence
 import pytest
 
 from service.claims.states import Delivered, DeliveredBatch, SlotState
-from service.contract.wire import CommittedOffset, LedgerRecord, batch_fingerprint, decode_ledger
+from service.contract.wire import CommittedOffset, LedgerRecord, batch_fingerprint, decode_ledger, event_id
 from service.core.problems import (
     FORBIDDEN_TOPIC,
     KEY_EXPIRED,
@@ -20,7 +20,15 @@ from service.core.settings import WAITING_BYTES
 from service.events.event import NONE_IS_PLAIN, Event
 from service.events.offsets import fingerprint_of
 from service.kafka.admin import Topic
-from service.kafka.group_offsets import OFFSETS_TOPIC, REFUSALS, GroupOffsets, Position
+from service.kafka.group_offsets import (
+    AWAY,
+    NOT_KEPT,
+    OFFSETS_TOPIC,
+    REFUSALS,
+    TOO_FEW_REPLICAS,
+    GroupOffsets,
+    Position,
+)
 from service.kafka.outcomes import OffsetsRefused, TransactionFailed, TransactionOutcome
 from service.kafka.reader import Item
 from service.pipeline.request import Committed, WriteRequest, WriteResult
@@ -41,7 +49,8 @@ async def submit(world: World, *events: Event, key: str = "k") -> WriteResult:
     for event in events:
         await world.checks.check(event, arrived)
     await world.checks.check_positions(OFFSETS, arrived)
-    return await world.admission.submit_atomic(key, events, whole_of(events), arrived, None, OFFSETS)
+    whole = whole_of(events) if key == "k" else (event_id(key), whole_of(events)[1])
+    return await world.admission.submit_atomic(key, events, whole, arrived, None, OFFSETS)
 
 
 def last_record(world: World) -> LedgerRecord:
@@ -177,6 +186,78 @@ async def test_a_group_whose_partition_can_get_no_marker_waits() -> None:
         world.topic_metadata.invalidate(OFFSETS_TOPIC)
         found = kind_of(await problem_or_none(world.checks.check_positions(OFFSETS, asyncio.get_running_loop().time())))
         assert found is (NOT_WRITTEN if under_min_isr else None)
+
+
+async def test_a_group_whose_coordinator_keeps_no_offsets_is_refused_and_its_slot_recovered() -> None:
+    """A slot that went on would wait with its next group for a marker that Kafka cannot write."""
+    world = World()
+    slot = await world.slot()
+    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
+    failed = TransactionFailed(TransactionOutcome.ABORTED, "not kept", offsets_error=NOT_KEPT)
+    world.producers[0].trouble.before["offsets"].append(failed)
+    answer = asyncio.create_task(submit(world, make_event("k/0")))
+    await end_of_term(world.serve(slot))
+    found = await asyncio.wait_for(answer, 1.0)
+    assert kind_of(found) is NOT_WRITTEN
+    assert isinstance(found, Problem)
+    assert found.detail == f"offsets: {NOT_KEPT.why}"
+    assert not world.keys.server.keys
+    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {}, frozenset({0, 1, 2}))
+    assert kind_of(await problem_or_none(submit(world, make_event("k/0")))) is NOT_WRITTEN  # metadata was dropped
+    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
+    world.topic_metadata.invalidate(OFFSETS_TOPIC)
+    serving = await world.serve_again(slot)
+    assert isinstance(await submit(world, make_event("k/0")), Committed)
+    await ended(serving)
+
+
+async def test_a_batch_that_waited_while_its_group_lost_its_replicas_is_not_begun() -> None:
+    world = World()
+    slot = await world.slot()
+    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
+    answer = asyncio.create_task(submit(world, make_event("k/0")))
+    await until(lambda: world.queue.events == 1)
+    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {}, frozenset({0, 1, 2}))
+    world.topic_metadata.invalidate(OFFSETS_TOPIC)
+    await world.topic_metadata.refresh([OFFSETS_TOPIC])  # as another batch's admission has it
+    serving = world.serve(slot)
+    found = await asyncio.wait_for(answer, 1.0)
+    assert isinstance(found, Problem)
+    assert (found.kind, found.detail) == (NOT_WRITTEN, f"offsets: {TOO_FEW_REPLICAS.why}")
+    assert world.producers[0].leader_asked == []
+    assert world.producers[0].begun_early is None
+    await ended(serving)
+
+
+async def test_a_group_whose_coordinator_hangs_is_isolated_until_the_coordinator_answers() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    trouble = world.producers[0].trouble
+    trouble.before["offsets"].append(OffsetsRefused(AWAY))
+    assert kind_of(await submit(world, make_event("k/0"))) is NOT_WRITTEN
+    trouble.before["offsets"].append(OffsetsRefused(AWAY))
+    gate = trouble.hold("offsets")
+    hanging = [asyncio.create_task(submit(world, make_event(f"{key}/0"), key=key)) for key in "xy"]
+    await until(lambda: len(world.producers[0].leader_asked) == 2)
+    assert not world.queue.take()  # one batch of the group at a time, although another one waits
+    gate.set()
+    answers = await asyncio.gather(*hanging)
+    assert sorted(str(kind_of(each)) for each in answers) == sorted([str(NOT_WRITTEN), str(None)])
+    assert world.producers[0].leader_asked == [False, True, True]
+    await until(lambda: not world.queue.is_isolated([OFFSETS.isolation_name]))
+    await submit(world, make_event("z/0"), key="z")
+    assert world.producers[0].leader_asked[-1] is False
+    await ended(serving)
+
+
+async def test_an_answer_of_the_coordinator_ends_the_isolation_of_its_group() -> None:
+    world = World()
+    serving = world.serve(await world.slot())
+    for refused in (OffsetsRefused(AWAY), STALE):
+        world.producers[0].trouble.before["offsets"].append(refused)
+        await submit(world, key=str(refused.error.kind))
+        assert world.queue.is_isolated([OFFSETS.isolation_name]) is (refused is not STALE)
+    await ended(serving)
 
 
 async def test_the_topic_of_offsets_is_closed_to_events_and_positions_when_it_is_known() -> None:
