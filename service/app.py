@@ -34,7 +34,7 @@ from service.http.token_callers import TokenCallers
 from service.kafka.admin import KafkaAdmin
 from service.kafka.listing import TopicLister
 from service.kafka.security import Security
-from service.kafka.topics import InternalTopics, TopicMetadataCache
+from service.kafka.topics import READ_TOPICS_MAX, InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission
 from service.pipeline.checks import EventChecks
 from service.pipeline.clocks import Clock, Clocks
@@ -109,6 +109,9 @@ class Service:
         )
         self.topics = InternalTopics(self.cluster, settings, rules.longest_ttl_s)
         self.topic_metadata = TopicMetadataCache(self.cluster)
+        self.read_topics = TopicMetadataCache(
+            self.cluster, READ_TOPICS_MAX
+        )  # of positions: the LSO watch does not ask for them
         self.topic_lister = TopicLister(self.cluster.list_topics, self.cluster.describe)
         self.control = Control(self.cluster, self.topics.control, settings.name, settings.key_ttl_s)
         self.store = CurrentStore(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
@@ -116,7 +119,15 @@ class Service:
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
         self.clocks = Clocks(self.cluster, self.keys, self.topics.requests, settings.name)
         checks = EventChecks(
-            settings, rules, schemas, self.store, self.topics, self.topic_metadata, self.clocks.kafka.now_ms, encoder
+            settings,
+            rules,
+            schemas,
+            self.store,
+            self.topics,
+            self.topic_metadata,
+            self.read_topics,
+            self.clocks.kafka.now_ms,
+            encoder,
         )
         self.resolver = Resolver(settings, self.queue, self.journal, self.telemetry, self.tracing)
         self.admission = Admission(settings, rules, checks, self.store, self.queue, self.resolver, self.tracing)
@@ -288,6 +299,7 @@ class Service:
         await self.control.close()
         await self.keys.close()
         self.topic_metadata.close()
+        self.read_topics.close()
         self.topic_lister.close()
         if self.registry is not None:
             await self.registry.close()

@@ -42,6 +42,8 @@ ABSENT_MAX: Final = 1_000
 # a connection one by one, so that clients with names of no topic would delay the service's own requests.
 NEW_AT_ONCE: Final = 16
 NEW_WAITING_MAX: Final = 1_000
+# The topics that are remembered of those that are not written to: some KB each.
+READ_TOPICS_MAX: Final = 2_000
 
 
 # By topic: its partitions and its settings.
@@ -172,10 +174,14 @@ class InternalTopics:
 
 
 class TopicMetadataCache:
-    """Caches the metadata of topics for events. A look-up never creates a topic."""
+    """Caches the metadata of topics. A look-up never creates a topic.
 
-    def __init__(self, cluster: KafkaAdmin) -> None:
+    With `found_max` only so many topics are kept, those that were asked for last: `last_known` is not for such a cache.
+    """
+
+    def __init__(self, cluster: KafkaAdmin, found_max: int | None = None) -> None:
         self._cluster = cluster
+        self._found_max = found_max
         self._known: dict[str, tuple[float, Topic]] = {}
         self._last: dict[str, Topic] = {}  # without a topic that `forget_absent` has forgotten
         self._absent_since: dict[str, float] = {}  # of topics in `_last`, by time.monotonic
@@ -239,8 +245,11 @@ class TopicMetadataCache:
         for name, since in list(self._absent_since.items()):
             until, _ = self._known.get(name, (0.0, None))
             if max(since, until) + ABSENT_KEPT_S <= now:
-                for names in (self._absent_since, self._known, self._last, self._asked_at):
-                    names.pop(name, None)
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        for names in (self._absent_since, self._known, self._last, self._asked_at):
+            names.pop(name, None)
 
     def close(self) -> None:
         """Cancel look-ups that are under way."""
@@ -313,6 +322,10 @@ class TopicMetadataCache:
             if len(self._absent) > ABSENT_MAX:
                 del self._absent[next(iter(self._absent))]
         else:
+            if self._found_max is not None:
+                self._last.pop(name, None)  # it becomes the last of the dict
+                if len(self._last) >= self._found_max:
+                    self._forget(next(iter(self._last)))
             self._last[name], self._asked_at[name] = topic, began
             self._known[name] = time.monotonic() + (UNDER_MIN_ISR_S if topic.under_min_isr else KNOWN_S), topic
         return topic

@@ -48,16 +48,18 @@ class EventChecks:
         store: CurrentStore,
         topics: InternalTopics,
         topic_metadata: TopicMetadataCache,
+        read_topics: TopicMetadataCache,
         now_ms: Callable[[], int] = now_ms,
         encoder: "Encoder | None" = None,
     ) -> None:
-        """`encoder` is None without a Schema Registry."""
+        """`read_topics` are those of positions, not written to. `encoder` is None without a Schema Registry."""
         self._encoder = encoder
         self.now_ms = now_ms  # the brokers' time, ms since the Unix epoch
         self._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)  # by topic
         self._schemas = schemas
         self._topics = topics
         self._topic_metadata = topic_metadata
+        self._read_topics = read_topics
         self._timeout_s = settings.request_timeout_ms / 1000
         self.keys = KeyChecks(settings, rules, store, now_ms)
 
@@ -224,9 +226,10 @@ class EventChecks:
         if self._topics.reserved(name):
             raise Problem(FORBIDDEN_TOPIC, f"topic: {name} is internal: use another")
         check_time(f"topic: {name}", deadline)
+        topics = self._read_topics if to_read else self._topic_metadata
         try:
             async with asyncio.timeout_at(deadline):
-                topic = await self._topic_metadata.get(name, arrived, after_arrival=after_arrival)
+                topic = await topics.get(name, arrived, after_arrival=after_arrival)
         except KafkaForbids as error:
             may = "Describe and Read" if to_read else "Describe and Write"
             raise Problem(FORBIDDEN_TOPIC, f"topic: {error}: have it allowed to {may} it") from error
@@ -246,7 +249,7 @@ class EventChecks:
         for index, each in enumerate(offsets.positions):
             if time_slice.is_over:
                 await time_slice.next()
-            topic = self._cached(each.topic)
+            topic = None if self._topics.reserved(each.topic) else self._read_topics.cached(each.topic)
             try:
                 if topic is None or each.partition >= topic.partitions:
                     topic = await self._topic(

@@ -27,7 +27,7 @@ from service.kafka.metadata import Partition
 from service.kafka.outcomes import OffsetsRefused
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.session import Record, RecordMetadata, RecordResult
-from service.kafka.topics import InternalTopics, TopicMetadataCache
+from service.kafka.topics import READ_TOPICS_MAX, InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission
 from service.pipeline.checks import EventChecks
 from service.pipeline.journal import Journal
@@ -326,6 +326,7 @@ class World:
         self.cluster = FakeCluster(["orders", "other", "third", "kept", "filled", "plain.a", "plain.b", "letters"])
         self.topics = InternalTopics(self.cluster, self.settings)
         self.topic_metadata = TopicMetadataCache(self.cluster)
+        self.read_topics = TopicMetadataCache(self.cluster, READ_TOPICS_MAX)
         self.journal = FakeJournal()
         self.telemetry = Telemetry()
         self.rules = Rules(
@@ -345,6 +346,7 @@ class World:
             self.store,
             self.topics,
             self.topic_metadata,
+            self.read_topics,
             self.clock.now_ms,
             Encoder(self.client, self.settings, self.rules, self.telemetry) if self.client else None,
         )

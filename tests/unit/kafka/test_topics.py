@@ -173,6 +173,15 @@ async def test_absent_topics_are_remembered_within_a_bound(monkeypatch: pytest.M
     assert not topic_metadata._looking_up
 
 
+async def test_a_bounded_cache_keeps_the_topics_that_were_asked_for_last() -> None:
+    cluster = FakeCluster(["a", "b", "c"])
+    bounded = TopicMetadataCache(cluster, 2)
+    for name in ("a", "b", "a", "c"):
+        bounded.invalidate(name)
+        assert await bounded.get(name, time.monotonic()) is not None
+    assert list(bounded.names) == ["a", "c"]
+
+
 async def test_a_topic_that_stays_absent_is_forgotten_when_no_request_can_need_it_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -178,6 +178,18 @@ async def test_positions_of_partitions_that_are_not_there_are_refused_before_the
     assert "offsets.positions[1]" in refused.value.detail
 
 
+async def test_topics_of_positions_are_not_watched_as_topics_with_events_are() -> None:
+    """A transaction of another program that hangs there is no matter of the service, and its alert would say so."""
+    world = World()
+    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
+    arrived = asyncio.get_running_loop().time()
+    await world.checks.check_positions(OFFSETS, arrived)
+    assert set(world.topic_metadata.names) == {OFFSETS_TOPIC}
+    asked = len(world.cluster.asked)
+    await world.checks.check_positions(OFFSETS, arrived)
+    assert len(world.cluster.asked) == asked, "the topics are cached"
+
+
 async def test_a_group_whose_partition_can_get_no_marker_waits() -> None:
     """Its slot could begin no other transaction before the marker of this one is written."""
     world = World()
