@@ -167,19 +167,20 @@ class TransactionalProducer:
         """
         return await self._open_check.ask(partitions, METADATA_TIMEOUT_S)
 
-    async def write_missing_markers(self, partitions: Sequence[Partition], *, commit: bool) -> None:
+    async def write_missing_markers(self, partitions: Sequence[Partition], *, commit: bool) -> Sequence[Partition]:
         """Write missing markers into partitions, by a transaction that adds the partitions and writes no data.
 
-        Partitions of OFFSETS_TOPIC that the service may not add are left as they are. Raises KafkaAway where the
-        markers are not there in time.
+        Returns the partitions that have their markers now: all but those of OFFSETS_TOPIC that the service may not add,
+        which is logged. Raises KafkaAway where the markers are not there in time.
         """
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 if not (partitions := await self._add_hanging(partitions)):
-                    return
+                    return partitions
                 await self._end(commit)
                 while (await self.find_open_transactions(partitions)) != ({}, set()):  # noqa: ASYNC110 - Kafka sends no notification
                     await asyncio.sleep(MARKERS_PAUSE_MOST_S)
+                return partitions
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self._session.failed("end-hanging", f"{partitions}: no markers: {error!r}") from error
 
@@ -199,7 +200,11 @@ class TransactionalProducer:
                     added.append(partition)
                 except OffsetsRefused as refused:
                     log.warning(
-                        "hanging transaction not ended", partition=partition, group=group, why=refused.error.why
+                        "hanging transaction not ended",
+                        topic=partition[0],
+                        partition=partition[1],
+                        group=group,
+                        why=refused.error.why,
                     )
         return added
 

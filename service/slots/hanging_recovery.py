@@ -155,14 +155,26 @@ class HangingRecovery:
         }
         tail, proven = await self._read_back(sought, open_from, tail)
         unproven = [each for each in sought if each not in proven and not tail.names(each, open_from[each])]
-        markers = await self._markers(markers_to_read(open_from, tail.transactions), tail)
+        to_read = markers_to_read(open_from, tail.transactions)
+        markers = await self._markers(to_read, tail)
         found = verdicts(open_from, tail.transactions, markers)
         found |= dict.fromkeys(unproven, Verdict.UNKNOWN)
+        unread = {record.partition for record in to_read if record not in markers} | set(unproven)
         for commit in (True, False):
-            ended = sorted(each for each, verdict in found.items() if (verdict is not Verdict.ABORT) is commit)
-            if ended:
-                await self._producer.write_missing_markers(ended, commit=commit)
-        for (topic, number), verdict in found.items():
+            hanging = sorted(each for each, verdict in found.items() if (verdict is not Verdict.ABORT) is commit)
+            if hanging:
+                ended = await self._producer.write_missing_markers(hanging, commit=commit)
+                self._note_ended({each: found[each] for each in ended}, open_from, unread)
+
+    def _note_ended(
+        self, verdict_of: Mapping[Partition, Verdict], open_from: Mapping[Partition, int], unread: Collection[Partition]
+    ) -> None:
+        """Count and log the hanging transactions that were ended.
+
+        `unread`: the partitions whose evidence could not be read, for example without the permission to Read them.
+        """
+        not_checked = {"not_checked": [f"{topic}/{number}" for topic, number in sorted(unread)]} if unread else {}
+        for (topic, number), verdict in verdict_of.items():
             self._ended.labels(verdict.value).inc()
             log.warning(
                 "hanging transaction ended",
@@ -171,6 +183,7 @@ class HangingRecovery:
                 first_offset=open_from[topic, number],
                 verdict=verdict.value,
                 **({"ended_by": "commit"} if verdict is Verdict.UNKNOWN else {}),
+                **not_checked,
             )
 
     async def _read(self, start: int, open_from: Mapping[Partition, int] | None = None) -> LedgerTail:

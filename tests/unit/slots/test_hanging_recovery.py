@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 from aiokafka import errors
+from structlog.testing import capture_logs
 
 from service.contract.wire import (
     STAMP_HEADER,
@@ -53,6 +54,7 @@ class Log:
         self.open_from: dict[Partition, int] = {}
         self.ended: dict[Partition, str] = {}
         self.read: list[int] = []  # offsets of the ledger
+        self.forbidden: set[Partition] = set()  # may not be read, or ended
         self.fetch_s = 0.0
         self.deleted_while_read = 0  # retention deletes up to this offset before the first fetch of a lower one
 
@@ -79,6 +81,8 @@ class Log:
 
     async def fetch(self, client: object, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
         await asyncio.sleep(self.fetch_s)
+        if partition in self.forbidden:
+            raise errors.TopicAuthorizationFailedError
         if partition == LEDGER and self.deleted_while_read > self.starts[LEDGER]:
             self.delete_before(self.deleted_while_read)
         if offset < self.starts[partition]:
@@ -101,8 +105,10 @@ class Log:
         assert set(self.open_from) <= set(partitions)
         return self.open_from, set()
 
-    async def write_missing_markers(self, partitions: Collection[Partition], *, commit: bool) -> None:
-        self.ended |= dict.fromkeys(partitions, "commit" if commit else "abort")
+    async def write_missing_markers(self, partitions: Collection[Partition], *, commit: bool) -> list[Partition]:
+        ended = [partition for partition in partitions if partition not in self.forbidden]
+        self.ended |= dict.fromkeys(ended, "commit" if commit else "abort")
+        return ended
 
     def failed(self, label: str, why: str) -> Exception:
         return AssertionError(why)
@@ -179,6 +185,33 @@ async def test_offsets_of_a_group_hang_as_their_ledger_record_says(log: Log, has
     verdict = "commit" if has_record else "abort"
     assert await recover(log) == ({OFFSETS: verdict}, {verdict: 1})
     assert len(log.read) - LOOK_BACK - FETCHED <= 2 * (60 + CLOCKS_APART_MS // MINUTE_MS)
+
+
+async def test_what_may_not_be_ended_is_not_logged_or_counted_as_ended(log: Log) -> None:
+    log.hang(X, NOW_MS - 10 * MINUTE_MS)
+    log.starts[OFFSETS] = log.open_from[OFFSETS] = HANGS_AT
+    log.forbidden = {OFFSETS}
+    with capture_logs() as lines:
+        assert await recover(log) == ({X: "abort"}, {"abort": 1})
+    (line,) = [line for line in lines if line["event"] == "hanging transaction ended"]
+    assert (line["topic"], line["partition"]) == X
+
+
+async def test_the_log_names_the_partitions_whose_evidence_could_not_be_read(log: Log) -> None:
+    """A marker in the partition of a group's offsets, without the permission to Read it: the ledger record decides."""
+    log.entries[LEDGER] = log.entries[LEDGER][: 2 * (TERM_MINUTES - 60)]
+    at_ms = NOW_MS - 60 * MINUTE_MS
+    entry = Entry(b"i" * 16, b"f" * 8, NOW_MS, *X, HANGS_AT, NOW_MS)
+    offsets = LedgerOffsets(b"i" * 16, b"f" * 8, at_ms, "g", "m", 7, [CommittedOffset("orders", 0, 5)], OFFSETS[1], 4)
+    log.append(LedgerRecord(LEDGER[1], PRODUCER_ID, EPOCH, "me", [entry], offsets=offsets).encode(), at_ms)
+    log.entries[LEDGER].pop()  # its marker is missing too
+    log.hang(X, at_ms)
+    log.open_from[LEDGER] = log.entries[LEDGER][-1][1].offset
+    log.forbidden = {OFFSETS}
+    with capture_logs() as lines:
+        ended, verdicts = await recover(log)
+    assert (ended, verdicts) == ({X: "commit", LEDGER: "commit"}, {"unknown": 2})
+    assert [line["not_checked"] for line in lines] == [[f"{OFFSETS_TOPIC}/{OFFSETS[1]}"]] * 2
 
 
 async def test_an_abort_needs_a_ledger_that_is_complete_since_then_or_since_the_begin_record(log: Log) -> None:
