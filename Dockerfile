@@ -51,11 +51,14 @@ COPY --from=native /build/service/native /app/service/native
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app
 
 FROM tools AS spark-packages
+# Further extras, such as `--extra iceberg` (sinks that are Iceberg tables).
+ARG EXTRAS=""
 # The second sync removes setuptools again. PySpark's examples are not needed.
 RUN uv venv --quiet /opt/fencepost \
  && VIRTUAL_ENV=/opt/fencepost uv pip install --quiet --require-hashes -r /tmp/setuptools.txt \
  && uv sync --frozen --inexact --no-dev --no-install-project --no-build-isolation-package pyspark --extra spark \
- && uv sync --frozen --no-dev --no-install-project --extra spark \
+      ${EXTRAS} \
+ && uv sync --frozen --no-dev --no-install-project --extra spark ${EXTRAS} \
  && rm -rf /opt/fencepost/lib/python3*/site-packages/pyspark/examples
 COPY service/__init__.py /app/service/
 COPY service/contract /app/service/contract

@@ -60,7 +60,7 @@ def run(
     resumes a run that was killed after its merge.
     """
     decode.check_identities(spark, settings.options.identity)
-    sinks.check_expressions(spark, settings.rules.sinks)
+    sinks.check_rules(spark, settings.rules.sinks)
     with (
         decode.newer_versions_refused(),
         lock.held(spark, settings.options.lake) as check_held,

@@ -14,6 +14,7 @@ from service.contract.faults import Faults, Table, name_faults, unknown_faults
 DELTA: Final = "delta"
 PARQUET: Final = "parquet"
 JDBC: Final = "jdbc"
+ICEBERG: Final = "iceberg"
 
 MARGIN_S: Final = 3600  # a retry within the hour keeps the time of acceptance of the first attempt
 LATE_MOST_S: Final = 30 * 86_400
@@ -26,12 +27,17 @@ _PASSWORD: Final = re.compile(
 )
 
 
+_ADDED: Final = ("catalog_file",)
+"""Settings that rules of earlier versions did not have: without them a rule has the same definition as before."""
+
+
 @dataclass(frozen=True, slots=True)
 class SinkRule:
     """One `[[sinks]]` table: a table that must have each event of its topics once.
 
     `topics` are globs. `path` is the folder or URL of a Delta table or of Parquet files; `url` and `table` are those of
-    a database, whose `user` has the password in `password_file`. `id` is an expression of Spark SQL for the id of an
+    a database, whose `user` has the password in `password_file`. An Iceberg table is `table` of the catalog with the
+    properties in `catalog_file`, or `path` of its metadata. `id` is an expression of Spark SQL for the id of an
     event; `coordinates` are three of them, for topic, partition and offset, in its place. `event_time` is a column with
     the time of the event's acceptance, or of its record, which may differ from the acceptance by `margin_s`; `arrived`
     one with the time when the row arrived, empty if the table has none. An event may arrive `late_s` after it became
@@ -55,6 +61,7 @@ class SinkRule:
     margin_s: int = MARGIN_S
     exclusive: bool = False
     since_ms: int = 0
+    catalog_file: str = ""
 
     def expects(self, topic: str) -> bool:
         """Check whether the events of a topic belong into the table."""
@@ -68,20 +75,25 @@ class SinkRule:
     @property
     def definition(self) -> str:
         """What verdicts depend on, as a digest: if it changes, every hour is compared again."""
-        values = [getattr(self, name) for name in SinkRule.__slots__ if name not in ("user", "password_file")]
+        left_out = ("user", "password_file", *_ADDED)
+        values = [getattr(self, name) for name in SinkRule.__slots__ if name not in left_out]
+        values += [(name, getattr(self, name)) for name in _ADDED if getattr(self, name)]
         return sha256(repr(values).encode()).hexdigest()[:32]
 
 
 def sink_rule(table: Table, folder: Path) -> SinkRule:
-    """Make the rule of a table without faults; the password's file is relative to the folder of the rules."""
+    """Make the rule of a table without faults; its files are relative to the folder of the rules."""
     values: dict[str, Any] = dict(table)
     values["topics"] = tuple(table["topics"])
     values["coordinates"] = tuple(table.get("coordinates", ()))
-    if "password_file" in table:
-        values["password_file"] = str(folder / table["password_file"])
+    for name in _FILES:
+        if name in table:
+            values[name] = str(folder / table[name])
     since = values.pop("since", None)
     return SinkRule(**values, since_ms=0 if since is None else int(since.timestamp() * 1000))
 
+
+_FILES: Final = ("password_file", "catalog_file")
 
 # ----------------------------------------------------------------------------------------------------- mistakes
 
@@ -104,6 +116,7 @@ _EXAMPLES: Final = {
     "table": 'table = "public.orders"',
     "user": 'user = "auditor"',
     "password_file": 'password_file = "warehouse.password"',
+    "catalog_file": 'catalog_file = "catalog.toml"',
 }
 
 
@@ -152,6 +165,18 @@ def _database_faults(table: Table) -> Faults:
         yield "url", f"a password in it would come into logs: write {_EXAMPLES['password_file']} instead"
 
 
+def _iceberg_faults(table: Table) -> Faults:
+    """Find an Iceberg table that is named in both ways, or in none."""
+    if ("path" in table) == ("table" in table):
+        yield (
+            "table",
+            'write table = "sales.orders" and catalog_file = "catalog.toml", or the path of the table\'s metadata, but '
+            "not both",
+        )
+    elif "table" in table and "catalog_file" not in table:
+        yield "catalog_file", f"write the file with the properties of the catalog, as in {_EXAMPLES['catalog_file']}"
+
+
 @dataclass(frozen=True, slots=True)
 class SinkFormat:
     """How a format says where the table of a sink is: settings (of _EXAMPLES) that it may have, those `needed`, and
@@ -166,6 +191,7 @@ SINK_FORMATS: Final[Mapping[str, SinkFormat]] = {
     DELTA: SinkFormat(("path",), ("path",)),
     PARQUET: SinkFormat(("path",), ("path",)),
     JDBC: SinkFormat(("url", "table", "user", "password_file"), ("url", "table"), _database_faults),
+    ICEBERG: SinkFormat(("path", "table", "catalog_file"), (), _iceberg_faults),
 }
 
 

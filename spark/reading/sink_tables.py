@@ -10,8 +10,9 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import DataType, IntegralType, TimestampNTZType, TimestampType
 
 from service.contract import SinkRule
-from service.contract.sink_rules import DELTA, JDBC, PARQUET
+from service.contract.sink_rules import DELTA, ICEBERG, JDBC, PARQUET
 from spark.errors import Unreadable
+from spark.reading.iceberg import IcebergTable
 from spark.reading.intervals import Interval, pieces
 from spark.reading.jvm import jvm
 
@@ -130,5 +131,6 @@ TABLES: Final[Mapping[str, Callable[[SparkSession, SinkRule], SinkTable]]] = {
     DELTA: _Files,
     PARQUET: _Files,
     JDBC: _Database,
+    ICEBERG: IcebergTable,
 }
 """How the rows of each format (SINK_FORMATS) are read."""

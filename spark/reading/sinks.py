@@ -14,6 +14,7 @@ from pyspark.sql.types import BinaryType, DataType, IntegralType, StringType
 
 from service.contract import SinkRule, wire
 from spark.errors import CannotRun, Unreadable
+from spark.reading import iceberg
 from spark.reading.intervals import Interval
 from spark.reading.jvm import Py4JError, Py4JJavaError, is_deterministic, parse_expression, reason
 from spark.reading.sink_tables import TABLES, SinkTable, password_of, time_type, type_of
@@ -28,9 +29,13 @@ REASON_CHARS: Final = 300
 _UUID_DASHES: Final = r"^(.{8})-(.{4})-(.{4})-(.{4})-(.{12})$"
 
 
-def check_expressions(spark: SparkSession, rules: Iterable[SinkRule]) -> None:
-    """Check that each expression of the sinks is Spark SQL; CannotRun otherwise. Its columns are checked by `read`."""
+def check_rules(spark: SparkSession, rules: Iterable[SinkRule]) -> None:
+    """Check that each expression of the sinks is Spark SQL, and that what their formats need is there; else CannotRun.
+
+    The columns of an expression are checked by the SinkReader.
+    """
     for rule in rules:
+        iceberg.check_installed(rule)
         for expression in rule.expressions:
             try:
                 parse_expression(spark, expression)
@@ -61,13 +66,16 @@ class SinkReader:
             return reduce(DataFrame.unionByName, parts)
         except Py4JJavaError as error:
             raise Unreadable(_shown(reason(error), secrets)) from None
+        except Unreadable as error:
+            raise Unreadable(_shown(str(error), secrets)) from None
         except (PySparkException, Py4JError, OSError, ValueError) as error:
             raise Unreadable(_shown(_first_line(error), secrets)) from None
 
 
 def _secrets(rule: SinkRule) -> list[str]:
     """Read what no message may have of the files that a sink's rule names."""
-    return [password] if (password := password_of(rule)) else []
+    password = password_of(rule)
+    return [*([password] if password else []), *iceberg.secrets_of(iceberg.catalog_properties(rule))]
 
 
 def _ms(table: DataFrame, name: str) -> Column:

@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
+import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
 from service.contract import Rules, SinkRule
 from spark import frames
 from spark.errors import CannotRun, Unreadable
+from spark.reading import iceberg
 from spark.reading.intervals import Interval, merged, without
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Log, Plan, RunContext
-from spark.reading.sinks import SinkReader, check_expressions
+from spark.reading.sinks import SinkReader, check_rules
 from spark.rules import sink_audit, sink_verdicts
 from spark.rules.sink_audit import SinkReport
 from spark.rules.sink_verdicts import NEVER_READ, RELEASED_MOST, HourState, Released, SinkState, due_hours, released
 from spark.settings import Settings
 from spark.tables import hours, lake
 from spark.tables.lake import Lake
+from tests.sinks.iceberg import Iceberg
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
 from tests.spark.test_classify import log, settings
 
@@ -380,13 +383,17 @@ TEXTS: Final = (ID, ID.upper(), str(UUID(ID)), ID[1:], f"-{ID[1:]}", None)
 BYTES: Final = (bytes.fromhex(ID), bytes.fromhex(ID[2:]), b"", None, None, None)
 
 
-@pytest.fixture(scope="module")
-def forms(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> SinkRule:
-    """A sink with a row in each ms from HOUR on, which has an id as text (TEXTS) and as bytes (BYTES), as Parquet
-    files."""
-    path = str(tmp_path_factory.mktemp("forms") / "rows")
+@pytest.fixture(scope="module", params=["parquet", "iceberg"])
+def forms(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> SinkRule:
+    """A sink with a row in each ms from HOUR on, which has an id as text (TEXTS) and as bytes (BYTES)."""
+    root = tmp_path_factory.mktemp("forms")
+    times = [_time(HOUR + nth) for nth in range(len(TEXTS))]
+    if request.param == "iceberg":
+        columns = {"event_id": pa.string(), "raw": pa.binary(), "accepted_at": pa.timestamp("us", "UTC")}
+        return Iceberg(root, columns).append(event_id=TEXTS, raw=BYTES, accepted_at=times)
+    path = str(root / "rows")
     schema = "event_id string, raw binary, accepted_at timestamp"
-    rows = [(text, raw, _time(HOUR + nth)) for nth, (text, raw) in enumerate(zip(TEXTS, BYTES, strict=True))]
+    rows = list(zip(TEXTS, BYTES, times, strict=True))
     spark.createDataFrame(rows, schema).coalesce(1).write.parquet(path)
     return replace(RULE, format="parquet", path=path)
 
@@ -418,7 +425,8 @@ def test_the_rows_of_an_interval_are_read_and_none_of_its_end(spark: SparkSessio
         ({"id": "concat(event_id, rand())"}, "the expression for the event gives another value each time"),
         ({"event_time": "event_id"}, "the column event_id is a string: name a timestamp"),
         ({"arrived": "event_id"}, "the column event_id is a string"),
-        ({"path": "/no/such/folder"}, "/no/such/folder"),
+        ({"format": "parquet", "path": "/no/such/folder"}, "/no/such/folder"),
+        ({"format": "iceberg", "path": "/no/such/folder", "table": ""}, "/no/such/folder"),
         ({"format": "jdbc", "url": "jdbc:nothing://127.0.0.1/", "table": "t"}, "No suitable driver"),
         ({"password_file": "/no/such/file"}, "/no/such/file"),
     ],
@@ -432,13 +440,78 @@ def test_a_sink_that_is_not_as_its_rule_says_is_unreadable(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("time_type", [pa.timestamp("us", "UTC"), pa.timestamp("us"), pa.int64()], ids=str)
+def test_the_hours_of_an_iceberg_table_are_read_by_each_type_of_time_in_parts(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, time_type: pa.DataType
+) -> None:
+    monkeypatch.setattr(iceberg, "PART_ROWS", 2)
+    table = Iceberg(tmp_path, {"Event": pa.uuid(), "at": time_type, "unread": pa.time64("us")})
+    uuids = [bytes([nth]) * 16 for nth in range(5)]
+    for part in (uuids[:3], uuids[3:]):  # a file for each
+        values = [
+            HOUR + uuids.index(id) if pa.types.is_integer(time_type) else _time(HOUR + uuids.index(id)) for id in part
+        ]
+        rule = table.append(Event=part, at=values, unread=[None] * len(part))
+    read = SinkReader(spark, replace(rule, id="event", event_time="at")).read(
+        [(HOUR + 1, HOUR + 3), (HOUR + 4, HOUR + 9)]
+    )
+    assert sorted((bytes(row["id"]), row["event_ms"]) for row in read.collect()) == [
+        (uuids[nth], HOUR + nth) for nth in (1, 2, 4)
+    ]
+
+
+def test_a_run_reads_one_snapshot_of_an_iceberg_table(spark: SparkSession, tmp_path: Path) -> None:
+    table = Iceberg(tmp_path, {"event_id": pa.string(), "accepted_at": pa.timestamp("us", "UTC")})
+    rule = table.append(event_id=[id_of("first")], accepted_at=[_time(HOUR)])
+    reader = SinkReader(spark, rule)
+    assert reader.read(WHOLE).count() == 1
+    table.append(event_id=[id_of("second")], accepted_at=[_time(HOUR)])
+    by_path = replace(rule, table="", catalog_file="", path=table.metadata)
+    assert [one.read(WHOLE).count() for one in (reader, SinkReader(spark, rule), SinkReader(spark, by_path))] == [
+        1,
+        2,
+        2,
+    ]
+
+
+def test_no_message_has_a_secret_of_a_catalog(spark: SparkSession, tmp_path: Path) -> None:
+    file = tmp_path / "catalog.toml"
+    rule = replace(RULE, format="iceberg", table="sales.orders", catalog_file=str(file))
+    file.write_text('type = "sql"\nuri = "nothing://auditor:hush@db/x"\ns3.secret-access-key = "nothing"\n')
+    with pytest.raises(Unreadable) as caught:
+        SinkReader(spark, rule).read(WHOLE)
+    assert "hush" not in str(caught.value)
+    assert "nothing" not in str(caught.value)
+    assert "***" in str(caught.value)
+    for wrong in ("uri = hush", 'uri = ["hush"]'):
+        file.write_text(wrong)
+        with pytest.raises(Unreadable, match=r"catalog\.toml is no TOML|the property uri of the catalog") as caught:
+            SinkReader(spark, rule).read(WHOLE)
+        assert "hush" not in str(caught.value)
+
+
 def test_an_expression_that_is_no_sql_stops_the_run_before_it_begins(spark: SparkSession) -> None:
-    check_expressions(spark, [RULE, replace(RULE, id="lower(event_id)")])
+    check_rules(spark, [RULE, replace(RULE, id="lower(event_id)")])
     with pytest.raises(CannotRun, match=r"^the sink 'warehouse': 'lower\(' is no expression of Spark SQL: "):
-        check_expressions(spark, [replace(RULE, id="lower(")])
+        check_rules(spark, [replace(RULE, id="lower(")])
 
 
 # ------------------------------------------------------------------------------------------------- without Spark
+
+
+def test_a_sink_whose_format_is_not_installed_stops_the_run_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(iceberg, "find_spec", lambda name: None)
+    iceberg.check_installed(RULE)
+    with pytest.raises(CannotRun, match=r"'warehouse' needs pyiceberg and pyarrow: install .* extra iceberg"):
+        iceberg.check_installed(replace(RULE, format="iceberg"))
+
+
+def test_the_columns_of_an_iceberg_table_that_a_rule_needs_are_read() -> None:
+    names = ["Topic", "part", "off", "At", "value", "arrived_at"]
+    rule = replace(RULE, id="", coordinates=("topic", "part + 0", "`off`"), event_time="at", arrived="arrived_at")
+    assert iceberg.columns_of(rule, names) == ["Topic", "part", "off", "At", "arrived_at"]
 
 
 def test_intervals_are_united_and_subtracted() -> None:

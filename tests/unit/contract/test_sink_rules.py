@@ -1,5 +1,6 @@
 """Tests the `[[sinks]]` tables of the rules, and a line for each mistake."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -72,12 +73,40 @@ def test_another_password_is_no_other_definition() -> None:
     assert one.definition == other.definition != third.definition
 
 
+def test_a_setting_that_was_added_later_changes_no_definition_without_it() -> None:
+    """Another definition would let the next run compare each hour again, and forget what was missing."""
+    (lakehouse,) = Rules.parse(DELTA).sinks
+    assert lakehouse.definition == "faeb7769ca9042e127c3b5d45a44e7da"
+    assert replace(lakehouse, catalog_file="c.toml").definition != lakehouse.definition
+
+
+def test_an_iceberg_table_is_named_by_its_catalog_or_its_metadata() -> None:
+    table, catalog, path = 'table = "sales.orders"', 'catalog_file = "c.toml"', 'path = "s3://w/v7.metadata.json"'
+
+    def parsed(*lines: str) -> SinkRule:
+        text = DELTA.replace('format = "delta"', 'format = "iceberg"').replace('path = "s3a://warehouse/orders"\n', "")
+        (sink,) = Rules.parse("\n".join([text, *lines]), "etc/rules.toml").sinks
+        return sink
+
+    assert Path(parsed(table, catalog).catalog_file) == Path("etc/c.toml")
+    assert (parsed(path).path, parsed(path, catalog).table) == ("s3://w/v7.metadata.json", "")
+    for lines, message in (
+        ((), "1: table: write table = "),
+        ((table, path, catalog), "9: table: write table = "),
+        ((table,), "1: catalog_file: write the file with the properties"),
+        ((table, catalog, 'user = "a"'), "11: user: iceberg has no such setting"),
+    ):
+        with pytest.raises(SettingsError, match=f"^etc/rules.toml:{message}"):
+            parsed(*lines)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
         ('name = "lakehouse"', 'name = "a b"', "2: name: write 1 to 64 of letters"),
         ('topics = ["orders.*", "returns"]', "topics = []", "3: topics: write names or globs"),
-        ('format = "delta"', 'format = "iceberg"', "4: format: write one of delta, parquet, jdbc"),
+        ('format = "delta"', 'format = "hudi"', "4: format: write one of delta, parquet, jdbc, iceberg"),
+        ('format = "delta"', 'format = ["delta"]', "4: format: write one of delta, parquet, jdbc, iceberg"),
         ('path = "s3a://warehouse/orders"', "", "1: path: write a text, as in path = "),
         ('path = "s3a://warehouse/orders"', "path = 7", "5: path: write a text"),
         ('id = "event_id"', "", "1: id: write an expression for the id"),
