@@ -8,6 +8,7 @@ from service.cli.finding import Finding, Level, grouped, judged
 from service.contract import Rules
 from service.contract.wire import transactional_id
 from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic
+from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.topics import InternalTopics
 
 # The operations of the service on its own topics, and on topics for events.
@@ -17,6 +18,12 @@ THEIRS: Final = (Operation.DESCRIBE, Operation.WRITE)
 UNREAD: Final = {
     Operation.READ: "a hanging transaction is not found there, and the slot's next one ends it with its own verdict",
     Operation.DESCRIBE_CONFIGS: "its limits are unknown, so each record that the broker refuses fails a transaction",
+}
+# The same of OFFSETS_TOPIC.
+OFFSETS_UNREAD: Final = {
+    Operation.DESCRIBE: "a coordinator is looked up for each batch, and the ledger does not name the partition",
+    Operation.READ: "a hanging transaction is not found there, and hides the offsets of acknowledged batches",
+    Operation.DESCRIBE_CONFIGS: "its min.insync.replicas is unknown, so a group without replicas costs a slot its term",
 }
 
 
@@ -54,6 +61,55 @@ def slots_allowed(may: Mapping[int, frozenset[Operation]], namespace: str) -> li
         text = f"no permission to {denied}" if denied else "may be produced under"
         rows.append((transactional_id(namespace, slot), judged("access.slots", not denied, text, remedy)))
     return grouped(rows)
+
+
+def groups_of_rules(rules: Rules) -> list[str]:
+    """List the consumer groups that the rules name without a glob."""
+    return sorted({group for group in _groups(rules) if not set(group) & set("*?[")})
+
+
+def has_groups(rules: Rules) -> bool:
+    """Whether the rules let a caller commit the offsets of any consumer group."""
+    return bool(_groups(rules))
+
+
+def _groups(rules: Rules) -> list[str]:
+    of_callers = [group for caller in rules.callers for group in caller.groups]
+    return of_callers + [group for issuer in rules.issuers for group in issuer.groups]
+
+
+def group_of_slots(namespace: str) -> str:
+    """Make the name of a group by which a slot ends hanging transactions in OFFSETS_TOPIC."""
+    return f"{transactional_id(namespace, 0)}.0"
+
+
+def groups_allowed(may: Mapping[str, frozenset[Operation]], namespace: str) -> list[Finding]:
+    """Check the permission to commit the offsets of groups, and to end what hangs there by a slot's group."""
+    check = "access.groups"
+    rows: list[tuple[str, Finding]] = []
+    for group, operations in may.items():
+        if Operation.READ in operations:
+            rows.append((group, Finding(check, Level.OK, "its offsets may be committed")))
+        elif group == group_of_slots(namespace):
+            text = f"no permission to Read: a hanging transaction in {OFFSETS_TOPIC} cannot be ended"
+            remedy = _allow("Read", f"groups that begin with {namespace}.slot.")
+            rows.append((group, Finding(check, Level.WARNING, text, remedy)))
+        else:
+            text = "no permission to Read: batches with its offsets are refused (403 forbidden-group)"
+            rows.append((group, Finding(check, Level.ERROR, text, _allow("Read", "this group"))))
+    return grouped(rows)
+
+
+def offsets_topic_allowed(snapshot: ClusterSnapshot) -> list[Finding]:
+    """Check the permissions on OFFSETS_TOPIC, without which offsets are committed, but less safely."""
+    if OFFSETS_TOPIC not in snapshot.topics and OFFSETS_TOPIC not in snapshot.hidden:
+        return []  # Kafka creates it for the first group
+    may = snapshot.topics[OFFSETS_TOPIC].may if OFFSETS_TOPIC in snapshot.topics else frozenset[Operation]()
+    denied = missing(tuple(OFFSETS_UNREAD), may)
+    why = "; ".join(text for operation, text in OFFSETS_UNREAD.items() if operation not in may)
+    text = f"no permission to {denied}: {why}" if denied else "may be read"
+    found = judged("access.offsets-topic", not denied, text, _allow(denied), Level.WARNING)
+    return grouped([(OFFSETS_TOPIC, found)])
 
 
 def _allow(what: str, on: str = "this topic") -> str:

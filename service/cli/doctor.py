@@ -39,6 +39,7 @@ from service.core.redis_address import kind_of
 from service.core.settings import Settings
 from service.kafka.acl_inspector import AclInspector, ClusterSnapshot, Operation
 from service.kafka.admin import Topic
+from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import high_watermarks, offsets_since, read_between
 from service.kafka.session import Record, RecordMetadata
@@ -93,7 +94,8 @@ async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now
     if any(finding.level is Level.ERROR for finding in findings):
         return findings, None
     try:
-        snapshot = await kafka.snapshot([*own, *check_access.names_of_rules(rules)])
+        of_groups = [OFFSETS_TOPIC] if check_access.has_groups(rules) else []
+        snapshot = await kafka.snapshot([*own, *check_access.names_of_rules(rules), *of_groups])
         findings.append(Finding("kafka.reachable", Level.OK, f"{settings.kafka} answers"))
         findings += check_brokers.brokers(snapshot)
         reached = [node.id for node in snapshot.nodes if not node.why_not]
@@ -108,6 +110,8 @@ async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now
         versions = {node: await kafka.versions_of(node) for node in reached}
         findings += check_brokers.transaction_markers(versions)
         findings += await _access(kafka, settings, snapshot, own)
+        if of_groups:
+            findings += await _groups(kafka, settings, rules, snapshot)
         findings += await _topics(kafka, settings, rules, snapshot, internal, own)
         if settings.rules and _may(snapshot, internal.control, Operation.READ):
             before_s = await remembered_retention(kafka, internal.control)
@@ -133,6 +137,15 @@ async def _access(kafka: AclInspector, settings: Settings, snapshot: ClusterSnap
     return [
         *check_access.own_topics_allowed(snapshot, own, creatable, grows),
         *check_access.slots_allowed(may, settings.namespace),
+    ]
+
+
+async def _groups(kafka: AclInspector, settings: Settings, rules: Rules, snapshot: ClusterSnapshot) -> list[Finding]:
+    groups = [*check_access.groups_of_rules(rules), check_access.group_of_slots(settings.namespace)]
+    may = {group: await kafka.may_with_group(group) for group in groups}
+    return [
+        *check_access.groups_allowed(may, settings.namespace),
+        *check_access.offsets_topic_allowed(snapshot),
     ]
 
 

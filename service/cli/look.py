@@ -11,6 +11,7 @@ from service.cli.redis_view import SlotView
 from service.contract.wire import (
     Begin,
     Entry,
+    LedgerOffsets,
     LedgerRecord,
     NewerVersion,
     WireError,
@@ -121,6 +122,32 @@ class CommittedAt:
 
 
 @dataclass(frozen=True, slots=True)
+class OffsetsAt:
+    """The offsets of a consumer group that a batch has committed, and their record's coordinates and producer."""
+
+    slot: int
+    offset: int
+    producer_id: int
+    epoch: int
+    instance: str
+    offsets: LedgerOffsets
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "slot": self.slot,
+            "offset": self.offset,
+            "producer_id": self.producer_id,
+            "producer_epoch": self.epoch,
+            "instance": self.instance,
+            "group": self.offsets.group,
+            "member": self.offsets.member,
+            "generation": self.offsets.generation,
+            "accepted_at": self.offsets.at,
+            "positions": [position._asdict() for position in self.offsets.positions],
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class KeyView:
     """What Redis and the ledger hold of a key. `store` says why Redis was not read; empty if it was."""
 
@@ -128,10 +155,11 @@ class KeyView:
     found: Found
     store: str
     written: list[CommittedAt]
+    offsets: list[OffsetsAt]
 
     @property
     def known(self) -> bool:
-        return self.found.state is not None or bool(self.written)
+        return self.found.state is not None or bool(self.written) or bool(self.offsets)
 
     def document(self) -> dict[str, Any]:
         return {
@@ -155,6 +183,7 @@ class KeyView:
                 }
                 for one in self.written
             ],
+            **({"offsets": [one.document() for one in self.offsets]} if self.offsets else {}),
         }
 
 
@@ -198,39 +227,42 @@ async def key(
         else:
             found, store = await keys.find(identity.generation, id), ""
         since_ms = int(now_ms) - 1000 * max(settings.key_ttl_s, longest_ttl_s) - CLOCKS_APART_MS
-        return KeyView(id, found, store, await _written(kafka, settings, id, since_ms, on_progress))
+        return KeyView(id, found, store, *await _written(kafka, settings, id, since_ms, on_progress))
 
 
 async def _written(
     kafka: AclInspector, settings: Settings, id: bytes, since_ms: int, on_progress: Callable[[int, int], None]
-) -> list[CommittedAt]:
-    """Find the ledger entries of an id since a time, in ms."""
+) -> tuple[list[CommittedAt], list[OffsetsAt]]:
+    """Find the ledger entries of an id since a time, in ms, and the offsets of a consumer group under the id."""
     ledger = ledger_topic(settings.namespace)
     count = (await kafka.partitions([ledger])).get(ledger, 0)
     if not count:
-        return []
+        return [], []
     until = await high_watermarks(kafka, ledger, range(count))
     since = await offsets_since(kafka, ledger, range(count), since_ms)
     spans = {n: (start, until[n]) for n, start in since.items() if start is not None}
     found: list[CommittedAt] = []
+    offsets: list[OffsetsAt] = []
     needle = id.hex().encode()
     done = {n: start for n, (start, _) in spans.items()}
     total = sum(end - start for start, end in spans.values())
     async for items in read_between(kafka, ledger, spans, kafka.timeout_s):
         for item in items:
             if item.value is not None and needle in item.value:
-                found += _entries_of(item.partition, item.offset, item.value, id)
+                entries, committed = in_record(item.partition, item.offset, item.value, id)
+                found += entries
+                offsets += committed
             done[item.partition] = item.offset + 1
         on_progress(sum(done.values()) - sum(start for start, _ in spans.values()), total)
-    return found
+    return found, offsets
 
 
-def _entries_of(slot: int, offset: int, value: bytes, id: bytes) -> list[CommittedAt]:
+def in_record(slot: int, offset: int, value: bytes, id: bytes) -> tuple[list[CommittedAt], list[OffsetsAt]]:
+    """Find an id's entries in a ledger record, and the offsets that were committed under the id."""
     record = _decoded(value)
     if not isinstance(record, LedgerRecord):
-        return []
-    return [
-        CommittedAt(slot, offset, record.producer_id, record.epoch, record.instance, entry)
-        for entry in record.entries
-        if id in (entry.id, entry.batch)
-    ]
+        return [], []
+    place = slot, offset, record.producer_id, record.epoch, record.instance
+    entries = [CommittedAt(*place, entry) for entry in record.entries if id in (entry.id, entry.batch)]
+    is_its_batch = record.offsets is not None and record.offsets.batch == id
+    return entries, [OffsetsAt(*place, record.offsets)] if is_its_batch and record.offsets is not None else []

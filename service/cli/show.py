@@ -14,12 +14,13 @@ from rich.text import Text
 
 from service.claims.states import Claimed, Delivered, DeliveredBatch
 from service.cli.finding import Finding, Level, worst
-from service.cli.look import KeyView, SlotsView
+from service.cli.look import KeyView, OffsetsAt, SlotsView
 from service.core.settings import Settings
 from service.core.time_of_day import LAST_SECOND
 
 # The width without a terminal, with which a finding takes one or two lines.
 PLAIN_WIDTH: Final = 140
+POSITIONS_SHOWN: Final = 10
 STYLES: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 AREAS: Final = {
     "rules": "Rules",
@@ -127,11 +128,25 @@ def key(found: KeyView, settings: Settings) -> None:
             f"by producer {one.producer_id} epoch {one.epoch} of {one.instance}, accepted {when(entry.at)}"
         )
         table.add_row("ledger", Text(text))
-    if not found.written:
+    for committed in found.offsets:
+        table.add_row("offsets", Text(_offsets(committed)))
+    if not found.written and not found.offsets:
         table.add_row("ledger", "no entry")
     out.print(table)
     if not found.known or isinstance(found.found.state, Claimed):
         out.print(Text("Only a POST with this key proves that its event is absent: it may be in flight.", "italic"))
+
+
+def _offsets(committed: OffsetsAt) -> str:
+    offsets = committed.offsets
+    shown = [f"{each.topic}[{each.partition}] {each.offset}" for each in offsets.positions[:POSITIONS_SHOWN]]
+    if (more := len(offsets.positions) - POSITIONS_SHOWN) > 0:
+        shown.append(f"{more} more (--json)")
+    return (
+        f"slot {committed.slot}, offset {committed.offset}: group {offsets.group} at {', '.join(shown)}, by member "
+        f"{offsets.member} of generation {offsets.generation}, by producer {committed.producer_id} epoch "
+        f"{committed.epoch} of {committed.instance}, accepted {when(offsets.at)}"
+    )
 
 
 def _state(found: KeyView, settings: Settings) -> str:

@@ -1,6 +1,7 @@
 """Read-only queries for `fencepost doctor`: brokers, topics, their settings, and the ACLs of the caller."""
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -8,7 +9,14 @@ from io import BytesIO
 from typing import Any, Final
 
 from aiokafka import errors
-from aiokafka.protocol.admin import ApiVersionRequest, CreateTopicsRequest, DescribeConfigsRequest
+from aiokafka.client import CoordinationType
+from aiokafka.protocol.admin import (
+    ApiVersionRequest,
+    CreateTopicsRequest,
+    DescribeConfigsRequest,
+    DescribeGroupsRequest_v3,
+    DescribeGroupsResponse_v3,
+)
 from aiokafka.protocol.api import Request, RequestStruct, Response, ResponseHeader_v0
 from aiokafka.protocol.types import (
     Array,
@@ -23,7 +31,7 @@ from aiokafka.protocol.types import (
 )
 
 from service.core.problems import KafkaAway
-from service.kafka.admin import KafkaAdmin, coordinator
+from service.kafka.admin import KafkaAdmin, any_node, coordinator
 from service.kafka.protocol import EndTxnRequest
 
 BROKER_RESOURCE: Final = 4
@@ -169,6 +177,29 @@ class AclInspector(KafkaAdmin):
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise KafkaAway(f"no coordinator for {transactional_id}: {error!r}") from error
 
+    async def may_with_group(self, group: str) -> frozenset[Operation]:
+        """Check what the caller may do with a consumer group, which need not exist (KIP-430)."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                while True:
+                    client = await self._connected()
+                    await any_node(client)  # without a known broker, coordinator_lookup fails an assertion
+                    with contextlib.suppress(errors.GroupCoordinatorNotAvailableError):
+                        node = await client.coordinator_lookup(CoordinationType.GROUP, group)
+                        response = await client.send(int(node), _DescribeGroups(group))
+                        ((code, *_, operations),) = (tuple(row) for row in response.groups)
+                        if code == errors.NoError.errno:
+                            return _operations(operations)
+                        if code == errors.GroupAuthorizationFailedError.errno:
+                            return frozenset()
+                        if not errors.for_code(code).retriable:
+                            raise errors.for_code(code)(group)
+                    await asyncio.sleep(0.05)
+        except errors.GroupAuthorizationFailedError:
+            return frozenset()
+        except (errors.KafkaError, OSError, TimeoutError) as error:
+            raise KafkaAway(f"no coordinator for group {group}: {error!r}") from error
+
 
 def supported_features(content: bytes) -> dict[str, int]:
     """Decode SupportedFeatures, a tagged field of ApiVersions responses: the newest version by the feature's name."""
@@ -225,6 +256,23 @@ class _Features(Request[_Features_v3]):  # type: ignore[misc]
 
     def build(self, request_struct_class: Any) -> Any:
         return request_struct_class("fencepost", "1", {})
+
+
+# DescribeGroups version 3; aiokafka decodes its response as one of version 2, without the authorized operations.
+
+
+class _DescribeGroups_v3(DescribeGroupsRequest_v3):  # type: ignore[misc]  # noqa: N801
+    RESPONSE_TYPE = DescribeGroupsResponse_v3
+
+
+class _DescribeGroups(Request[_DescribeGroups_v3]):  # type: ignore[misc]
+    API_KEY = 15
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+
+    def build(self, request_struct_class: Any) -> Any:
+        return request_struct_class([self._group], True)
 
 
 # Metadata version 8, which reports the caller's authorized operations (KIP-430); aiokafka has older versions only.

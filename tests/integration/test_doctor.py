@@ -138,8 +138,12 @@ async def test_a_user_that_may_do_too_little(secured_kafka: SecuredKafka, redis:
         (ResourceType.TOPIC, events["mute"], literal, (a.READ, a.DESCRIBE_CONFIGS)),
         (ResourceType.TOPIC, events["unread"], literal, (a.READ, a.WRITE)),
         (ResourceType.TOPIC, events["unasked"], literal, (a.WRITE, a.DESCRIBE_CONFIGS)),
+        (ResourceType.GROUP, f"{namespace}-read", literal, (a.READ,)),
     )
-    rules = Rules.parse("".join(f'[[topics]]\npattern = "{name}"\n' for name in events.values()))
+    caller = (
+        f'[[callers]]\nname = "shop"\ntoken_sha256 = "{"0" * 64}"\ngroups = ["{namespace}-read", "{namespace}-not"]\n'
+    )
+    rules = Rules.parse(caller + "".join(f'[[topics]]\npattern = "{name}"\n' for name in events.values()))
     environment = {**secured_kafka.environment("weak"), "FENCEPOST_REDIS": redis.url, "FENCEPOST_SLOTS_MAX": "2"}
     found = await told(
         Settings.from_env({**environment, "FENCEPOST_NAMESPACE": namespace, "FENCEPOST_SLOTS": "1"}), rules
@@ -161,6 +165,12 @@ async def test_a_user_that_may_do_too_little(secured_kafka: SecuredKafka, redis:
         ((events["unread"],), Level.WARNING, "no permission to DescribeConfigs"),
         ((events["unasked"],), Level.WARNING, "no permission to Read"),
     }
+    assert {(one.subjects, one.level) for one in found["access.groups"]} == {
+        ((f"{namespace}-read",), Level.OK),
+        ((f"{namespace}-not",), Level.ERROR),
+        ((f"{namespace}.slot.0.0",), Level.WARNING),
+    }
+    assert {one.level for one in found["access.offsets-topic"]} == {Level.WARNING}
     assert found.wrong("kafka") == {
         ("kafka.brokers", "error"),
         ("kafka.settings", "warning"),

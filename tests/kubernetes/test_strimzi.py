@@ -15,6 +15,7 @@ from tests.kubernetes.test_schemas import VERSIONS, check
 
 NAMESPACE: Final = Settings().namespace
 EVENTS: Final = "orders."  # the topics of events in the manifests
+GROUPS: Final = "orders-"  # and the consumer groups
 
 Acl = tuple[str, str, str, frozenset[str]]
 
@@ -75,17 +76,21 @@ def documented(who: str) -> set[Acl]:
     found: set[Acl] = set()
     for row in re.findall(rf"^\| {who} \| (.+) \| (.+) \|$", text, re.MULTILINE):
         on, operations = row[0], frozenset(row[1].split(", "))
-        kind = "transactionalId" if on.startswith("transactional") else "topic"
+        kind = "transactionalId" if on.startswith("transactional") else "group" if "groups" in on else "topic"
         for name in re.findall(r"`(fencepost\.[a-z.]*)\*`", on):
             found.add((kind, name, "prefix", operations))
-        for name in re.findall(r"topic `(fencepost\.[a-z]+)`", on):
+        for name in re.findall(r"topic `(fencepost\.[a-z]+|__[a-z_]+)`", on):
             found.add((kind, name, "literal", operations))
+        if on.startswith("the groups"):
+            found.add((kind, GROUPS, "prefix", operations))
         if re.search("the topics of (its|the) events", on):
             found.add((kind, EVENTS, "prefix", operations))
     return found
 
 
-@pytest.mark.parametrize(("user", "who", "rows"), [("fencepost", "service", 3), ("fencepost-audit", "audit", 3)])
+@pytest.mark.parametrize(
+    ("user", "who", "rows"), [("fencepost", "service(?:, for .+?)?", 6), ("fencepost-audit", "audit", 3)]
+)
 def test_a_user_may_what_the_table_says(strimzi: Rendered, user: str, who: str, rows: int) -> None:
     assert len(documented(who)) == rows
     assert granted(strimzi, user) == documented(who)

@@ -203,6 +203,40 @@ def test_the_level_of_the_allocator_check_follows_the_allocator(fields: dict[str
     assert (found.check, found.level) == ("redis.allocator", level)
 
 
+def test_groups_that_may_not_be_read_are_reported() -> None:
+    text = '[[callers]]\nname = "a"\ntoken_sha256 = "' + 64 * "0" + '"\ngroups = ["billing", "other-*", "closed"]'
+    rules = Rules.parse(text)
+    assert check_access.has_groups(rules)
+    assert not check_access.has_groups(Rules())
+    assert check_access.groups_of_rules(rules) == ["billing", "closed"]
+    slots = check_access.group_of_slots("ns")
+    read = frozenset({Operation.READ, Operation.DESCRIBE})
+    found = check_access.groups_allowed({"billing": read, "closed": frozenset(), slots: frozenset()}, "ns")
+    assert {(one.subjects, one.level) for one in found} == {
+        (("billing",), Level.OK),
+        (("closed",), Level.ERROR),
+        (("ns.slot.0.0",), Level.WARNING),
+    }
+    assert "ns.slot." in found[-1].change
+
+
+@pytest.mark.parametrize(
+    ("may", "text"),
+    [
+        ((Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS, Operation.READ), "may be read"),
+        ((Operation.DESCRIBE, Operation.READ), "no permission to DescribeConfigs: its min.insync.replicas is unknown"),
+        ((), "no permission to Describe, Read, DescribeConfigs: a coordinator"),
+    ],
+)
+def test_the_topic_of_offsets_is_checked_where_it_is_there(may: tuple[Operation, ...], text: str) -> None:
+    name = "__consumer_offsets"
+    seen = {name: VisibleTopic(name, 50, 3, frozenset(may))} if may else {}
+    (found,) = check_access.offsets_topic_allowed(ClusterSnapshot((), seen, frozenset() if may else frozenset({name})))
+    assert found.found.startswith(text)
+    assert found.level is (Level.OK if text == "may be read" else Level.WARNING)
+    assert check_access.offsets_topic_allowed(ClusterSnapshot((), {}, frozenset())) == []
+
+
 def test_findings_with_the_same_content_are_grouped() -> None:
     names = [f"topic-{n}" for n in range(8)]
     rows = [(name, judged("topics.x", name != "topic-3", "so", "change it")) for name in names]
