@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import json
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from deploy.demo import truth, verdict
 from deploy.demo.audit import Job, Report
 from deploy.demo.chaos import chaos
 from deploy.demo.client import CONCURRENCY, Client, Tally
+from deploy.demo.delays import GROUP, Delays, delays_of, totals
 from deploy.demo.flights import Flight, flights
 from deploy.demo.practice import Practice
+from deploy.demo.processor import Processor
 from deploy.demo.screen import Screen, table
 from deploy.places import local_folder
 from deploy.stack import Kafka, Redis, Service
 
-WITH, WITHOUT = "flights", "flights-plain"
+WITH, WITHOUT, TOTALS = "flights", "flights-plain", "delays"
 _PARTITIONS = 4
 _PROGRESS_S = 0.1
 
@@ -33,6 +36,9 @@ class Outcome:
     first: truth.Topic
     plain: list[str]
     second: truth.Topic
+    expected: dict[str, Delays]
+    totals: dict[str, Delays]
+    results: int  # records in TOTALS
     report: Report
 
     def mistakes(self) -> list[str]:
@@ -40,8 +46,9 @@ class Outcome:
         return [
             *verdict.with_fencepost(self.sent, self.tally, self.first),
             *verdict.without_fencepost(self.plain, self.second),
+            *verdict.of_the_totals(self.expected, self.totals),
             *verdict.of_the_job(self.report, self.second.repeated, WITHOUT),
-            *verdict.of_the_balance(self.report, len(self.sent)),
+            *verdict.of_the_balance(self.report, len(self.sent) + self.results),
         ]
 
 
@@ -73,17 +80,29 @@ def _play(stack: contextlib.ExitStack, folder: Path, count: int) -> Outcome:
     others = flights(count, count)
     _practise(screen, folder, kafka, count)
 
+    screen.step(f"A processor: delays by carrier, from {WITH} (as group {GROUP}) through Fencepost into topic {TOTALS}")
+    Processor(folder, kafka.bootstrap, services[0].url, WITH, TOTALS).crash_and_go_on(
+        count, screen.blow, lambda counted: screen.update(counted, count, "counted")
+    )
+    screen.note(f"all {count:,} counted")
+
     screen.step("Counting what is truly there, with another client (read_committed)")
     with screen.busy("reading"):
         first, second = truth.read(kafka.bootstrap, WITH), truth.read(kafka.bootstrap, WITHOUT)
+        results = truth.values(kafka.bootstrap, TOTALS)
     screen.note(f"{WITH}: {first.records:,} records of {len(first.places):,} keys")
     screen.note(f"{WITHOUT}: {second.records:,} records of {len(second.places):,} keys")
+    counted = totals(results)
+    screen.note(f"{TOTALS}: {len(results):,} records, which count {_flights(counted):,} flights")
 
-    screen.step("The audit: the reconciliation job over both topics (Spark)")
-    with screen.busy("Spark reads, compares and writes"), Job(folder, kafka.bootstrap, [WITH, WITHOUT]) as job:
+    topics = [WITH, WITHOUT, TOTALS]
+    screen.step("The audit: the reconciliation job over the three topics (Spark)")
+    with screen.busy("Spark reads, compares and writes"), Job(folder, kafka.bootstrap, topics) as job:
         report = job.report(tell=screen.note)
     screen.note(f"{len(report.findings):,} findings")
-    return Outcome([e.key for e in events], tally, first, [e.key for e in others], second, report)
+    expected = delays_of(json.loads(event.value) for event in events)
+    keys, plain = [e.key for e in events], [e.key for e in others]
+    return Outcome(keys, tally, first, plain, second, expected, counted, len(results), report)
 
 
 def _start(stack: contextlib.ExitStack, folder: Path, screen: Screen) -> tuple[Kafka, Redis, list[Service]]:
@@ -91,7 +110,7 @@ def _start(stack: contextlib.ExitStack, folder: Path, screen: Screen) -> tuple[K
         kafka = stack.enter_context(Kafka(folder))
     redis = stack.enter_context(Redis(folder))
     screen.note(f"Kafka {kafka.bootstrap}, Redis {redis.url}")
-    for topic in (WITH, WITHOUT):
+    for topic in (WITH, WITHOUT, TOTALS):
         kafka.create_topic(topic, partitions=_PARTITIONS)
     services = [Service(folder, kafka=kafka.bootstrap, redis=redis.url, name=f"service-{n}") for n in (1, 2)]
     with screen.busy("the service starts"):
@@ -153,14 +172,20 @@ def _show(outcome: Outcome, mistakes: list[str], took_s: float) -> None:
     say()
     say(table(("", "with Fencepost", "plain producer"), rows))
     say()
+    say(f"  {TOTALS}: {_flights(outcome.totals):,} flights counted, in {outcome.results:,} records")
     say(f"  errors the client got over: {errors or 'none'}")
     say(f"  report: {outcome.report.page}")
     say()
     for mistake in mistakes:
         say(f"{red('wrong:')} {mistake}")
     if not mistakes:
-        say(f"{green('as promised:')} every event of {WITH} is there exactly once, where its answer said;")
+        say(f"{green('as promised:')} every event of {WITH} is there exactly once, where its answer said,")
+        say(f"and the processor has counted each of its flights once, under its carrier, in {TOTALS};")
         say(f"the job found all {len(second.repeated):,} duplicates of {WITHOUT}, and nothing else ({took_s:.0f} s)")
+
+
+def _flights(counted: dict[str, Delays]) -> int:
+    return sum(each.flights for each in counted.values())
 
 
 def _once(topic: truth.Topic) -> str:

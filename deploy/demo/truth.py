@@ -1,8 +1,10 @@
 """Reads what is in a topic, with another client library than the service's and the job's."""
 
+import contextlib
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from confluent_kafka import (
@@ -22,6 +24,7 @@ from deploy.demo.client import Place
 _SETTLE_S = 30.0  # markers come milliseconds after a commit; the broker aborts an open transaction after 10 s
 _READ_S = 60.0
 _POLL_S = 0.1
+_LIVE_S = 0.02
 _CALL_S = 10.0
 # Log level of librdkafka: warnings and worse. Lines about a closed client's last events would only confuse.
 _LOG_LEVEL = 4
@@ -50,7 +53,37 @@ def read(kafka: str, topic: str) -> Topic:
     Raises:
         StackError: a transaction stays open, or reading takes too long.
     """
-    ends = _settled_ends(kafka, topic)
+    found = Topic()
+    with _reading(kafka, topic) as consumer:
+        for message in _all(consumer, topic, _settled_ends(kafka, topic)):
+            _note(found, message)
+    return found
+
+
+def values(kafka: str, topic: str) -> list[bytes]:
+    """Read the values of the whole topic, read_committed.
+
+    Raises:
+        StackError: a transaction stays open, or reading takes too long.
+    """
+    with _reading(kafka, topic) as consumer:
+        return [_value(message) for message in _all(consumer, topic, _settled_ends(kafka, topic))]
+
+
+@contextlib.contextmanager
+def follow(kafka: str, topic: str) -> Iterator[Callable[[], list[bytes]]]:
+    """Read a topic while it is written: the function that is given returns the values that have come since."""
+    with _reading(kafka, topic) as consumer:
+
+        def come() -> list[bytes]:
+            return [_value(message) for message in consumer.consume(1_000, timeout=_LIVE_S) if not message.error()]
+
+        yield come
+
+
+@contextlib.contextmanager
+def _reading(kafka: str, topic: str) -> Iterator[Consumer]:
+    """A consumer of the whole topic, from its beginning."""
     consumer = Consumer(
         {
             "bootstrap.servers": kafka,
@@ -61,14 +94,15 @@ def read(kafka: str, topic: str) -> Topic:
         }
     )
     try:
-        return _read(consumer, topic, ends)
+        partitions = consumer.list_topics(topic, timeout=_CALL_S).topics[topic].partitions
+        consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in partitions])
+        yield consumer
     finally:
         consumer.close()
 
 
-def _read(consumer: Consumer, topic: str, ends: dict[int, int]) -> Topic:
-    consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in ends])
-    found = Topic()
+def _all(consumer: Consumer, topic: str, ends: dict[int, int]) -> Iterator[Message]:
+    """Read the records below `ends`. Raises StackError if that takes too long."""
     open_partitions = {partition for partition, end in ends.items() if end > 0}
     deadline = time.monotonic() + _READ_S
     while open_partitions:
@@ -78,12 +112,16 @@ def _read(consumer: Consumer, topic: str, ends: dict[int, int]) -> Topic:
             partition, offset = _at(message)
             error = message.error()
             if error is None:
-                _note(found, message)
+                yield message
             elif error.code() != KafkaError._PARTITION_EOF:
                 raise KafkaException(error)
             elif offset >= ends[partition]:
                 open_partitions.discard(partition)
-    return found
+
+
+def _value(message: Message) -> bytes:
+    value = message.value()
+    return value if isinstance(value, bytes) else b""
 
 
 def _note(found: Topic, message: Message) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 
 from deploy.demo.audit import Report
 from deploy.demo.client import Place, Tally
+from deploy.demo.delays import Delays
 from deploy.demo.truth import Topic
 from service.contract.wire import event_id
 
@@ -49,6 +50,13 @@ def of_the_job(report: Report, repeated: Mapping[str, list[Place]], topic: str) 
     wrong += _each(f"is twice in {topic} to the job only", [id for id in found if id not in truth])
     both = [id for id in truth if id in found and truth[id] != found[id]]
     return wrong + _each("has other coordinates to the job", both)
+
+
+def of_the_totals(expected: Mapping[str, Delays], found: Mapping[str, Delays]) -> list[str]:
+    """Check that the processor has counted each flight once, under its carrier."""
+    carriers = sorted(expected.keys() | found.keys())
+    wrong = [each for each in carriers if expected.get(each) != found.get(each)]
+    return [f"{each}: counted {found.get(each)}, not {expected.get(each)}" for each in wrong]
 
 
 def of_the_balance(report: Report, sent: int) -> list[str]:

@@ -334,7 +334,7 @@ class GroupReader:
             self._give_up()
             self._stale = (_certain(batch.error), time.monotonic())
             return
-        first = self._readings.pop(at).first  # its ids include those of the batch
+        first = self._readings[at].first
         self._unplaced.add(at)
         if batch.outcome is Outcome.CONFLICT:
             known, since = self._conflicts.get(at, (first, time.monotonic()))
@@ -352,7 +352,6 @@ class GroupReader:
         self._member = None
         self._assigned.clear()
         self._fetched.clear()
-        self._unplaced.clear()
 
     async def _revoke(self) -> None:
         """Give up all partitions, and wait for the batch in flight. The heartbeats go on meanwhile."""

@@ -1,5 +1,6 @@
 """Tests that the demo's verdict finds each kind of mistake."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from deploy.demo import verdict
 from deploy.demo.audit import Finding, Report
 from deploy.demo.client import Place, Tally
+from deploy.demo.delays import Delays, delays_of, results, totals
 from deploy.demo.truth import Topic
 from service.contract.wire import event_id
 
@@ -118,3 +120,25 @@ def test_many_mistakes_are_counted_not_listed() -> None:
     lines = verdict.without_fencepost([f"key-{n}" for n in range(1000)], Topic())
     assert len(lines) == 6
     assert lines[-1] == "... and 995 more: is not there"
+
+
+FLIGHTS: list[dict[str, object]] = [
+    {"carrier": "UA", "arr_delay": 11},
+    {"carrier": "UA", "arr_delay": -20},
+    {"carrier": "AA", "arr_delay": "NA"},
+    {"carrier": "AA", "arr_delay": None},
+]
+
+
+def test_the_totals_of_batches_add_up_to_the_delays_of_all_flights() -> None:
+    batches = [results("delays", f"b{n}", delays_of(FLIGHTS[n:][:3])) for n in (0, 3)]
+    events = [event for batch in batches for event in batch]
+    assert len({event.encode() for event in events}) == len(events)
+    found = totals(json.dumps(event.value).encode() for event in events)
+    assert found == delays_of(FLIGHTS) == {"UA": Delays(2, 11), "AA": Delays(2, 0)}
+
+
+@pytest.mark.parametrize("found", [{"UA": Delays(1, 5)}, {}, {"UA": Delays(2, 5), "AA": Delays(1, 0)}])
+def test_a_flight_that_is_not_counted_once_is_a_mistake(found: dict[str, Delays]) -> None:
+    assert verdict.of_the_totals({"UA": Delays(2, 5)}, {"UA": Delays(2, 5)}) == []
+    assert len(verdict.of_the_totals({"UA": Delays(2, 5)}, found)) == 1

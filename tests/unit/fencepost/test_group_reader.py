@@ -28,6 +28,7 @@ from service.fencepost.client.events import Pending
 
 P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 WAIT_S = 5.0
+STEPS = 3  # of the event loop, between the parts of a rebalance
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,19 @@ class Consumer:
         raise asyncio.CancelledError  # as aiokafka's may
 
     async def assign(self, *partitions: TopicPartition) -> None:
+        """Begin a generation. As in aiokafka, the reader hears of it a while after its partitions can be read."""
         self._coordinator.generation += 1
-        self.assigned, self.positions = set(partitions), {}
+        self.assigned = set(partitions)
+        self.positions = {at: offset for at, offset in self.log.committed.items() if at in self.assigned}
+        for _ in range(STEPS):
+            await asyncio.sleep(0)
         await self.listener.on_partitions_assigned(set(partitions))
 
     async def rebalance(self, *partitions: TopicPartition) -> None:
         await self.listener.on_partitions_revoked(self.assigned)
+        self.assigned = set()
+        for _ in range(STEPS):
+            await asyncio.sleep(0)
         await self.assign(*partitions)
 
     async def committed(self, at: TopicPartition) -> int | None:
@@ -112,8 +120,7 @@ class Consumer:
             if records:
                 found[at] = records[:max_records]
                 self.positions[at] = found[at][-1].offset + 1
-        if not found:
-            await asyncio.sleep(timeout_ms / 1000)
+        await asyncio.sleep(0 if found else timeout_ms / 1000)
         return found
 
 
@@ -296,7 +303,7 @@ async def test_a_rebalance_waits_for_the_batch_in_flight(log: Log, stage: Stage)
     assert not rebalance.done()
     stage.sender.held.set()
     assert await sending is not None
-    await rebalance
+    await asyncio.wait_for(rebalance, 1)
     await stage.process(2)
     assert offsets_of(stage) == list(range(10))
     # The ids of what is committed are known: nothing was read back.
@@ -314,22 +321,60 @@ async def test_a_rebalance_does_not_wait_for_longer_than_it_may(log: Log, monkey
         assert {offsets.generation for _, offsets in stage.sender.sent[1:]} == {2}
 
 
-async def test_a_rebalance_amid_a_fetch_or_a_look_up_drops_what_was_read(log: Log, stage: Stage) -> None:
-    """At any await of the reader: no batch has records of one generation and the member of another."""
-    for steps in range(30):
+@pytest.mark.parametrize("steps", range(12))
+@pytest.mark.parametrize("is_joining", [True, False])
+async def test_a_rebalance_amid_a_fetch_or_a_look_up_drops_what_was_read(
+    log: Log, monkeypatch: pytest.MonkeyPatch, steps: int, is_joining: bool
+) -> None:
+    """At each await of the reader. The records have no ids: a second reading would not take them for copies."""
+    log.records = {P0: [Record(n) for n in range(10)], P1: [Record(0)]}
+    log.committed[P0] = 2
+    async with joined(log, monkeypatch, finish_s=0.0) as stage:
+        if not is_joining:
+            await stage.process(2)
         reading = asyncio.create_task(stage.next())
         for _ in range(steps):
             await asyncio.sleep(0)
-        await stage.consumer.rebalance(P0)
+        await stage.consumer.rebalance(P0, P1)
         batch = await reading
-        if batch.member.generation == stage.consumer._coordinator.generation:
-            break
-        stage.sender.failures = [failure(StaleMember)]
+        if batch.member.generation < stage.consumer._coordinator.generation:
+            stage.sender.failures = [failure(StaleMember)]
         await stage.send(batch)
-    stage.sender.failures = []
-    while len(offsets_of(stage)) < 10:
-        await stage.process(1)
-    assert offsets_of(stage) == list(range(10))
+        while len(offsets_of(stage)) < 9:
+            await stage.process(1)
+        assert offsets_of(stage) == [0, *range(2, 10)]
+
+
+async def test_no_batch_is_of_a_partition_that_was_given_up(log: Log, stage: Stage) -> None:
+    log.records[P1] = [Record(0)]
+    await stage.send(await stage.next())  # of P0; that of P1 was fetched with it
+    await stage.consumer.rebalance(P0)
+    await stage.process(2)
+    assert {key.split("/")[2] for key in stage.sender.written} == {"0"}
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_a_fetch_that_returns_after_a_rebalance_gives_nothing_of_the_earlier_generation(
+    log: Log, stage: Stage, steps: int
+) -> None:
+    log.records = {P0: [], P1: [Record(0)]}
+    reading = asyncio.create_task(stage.next())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    given = reading.done()
+    await stage.consumer.rebalance(P0)
+    await asyncio.wait({reading}, timeout=0.05)
+    assert reading.done() is given
+    reading.cancel()
+
+
+async def test_a_rebalance_does_not_wait_for_a_batch_that_is_skipped(stage: Stage) -> None:
+    first = await stage.next()
+    rebalance = asyncio.create_task(stage.consumer.rebalance(P0))
+    await asyncio.sleep(0)
+    again = await stage.next()
+    await asyncio.wait_for(rebalance, 1)
+    assert (again.key, again.offsets.generation) == (first.key, 2)
 
 
 @pytest.mark.parametrize(("committed", "beginning"), [(3, 5), (11, 0)], ids=["deleted", "made anew"])
@@ -340,6 +385,19 @@ async def test_records_that_kafka_does_not_have_are_told_and_not_skipped(
     async with joined(log, monkeypatch) as stage:
         with pytest.raises(OffsetOutOfRangeError):
             await stage.next()
+
+
+@pytest.mark.parametrize("is_revoked", [True, False])
+async def test_a_partition_without_a_position_is_no_error(stage: Stage, is_revoked: bool) -> None:
+    """aiokafka raises it for partitions that the reader has not placed yet."""
+    if is_revoked:
+        await stage.consumer.listener.on_partitions_revoked({P0})
+    stage.consumer.errors = [NoOffsetForPartitionError(P1)]
+    reading = asyncio.create_task(stage.next())
+    await asyncio.sleep(0.02)
+    assert not stage.consumer.errors
+    await stage.consumer.assign(P0, P1)
+    assert (await reading).key == "g/orders/0/0"
 
 
 async def test_errors_of_the_coordinator_are_raised(stage: Stage) -> None:
