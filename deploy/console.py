@@ -3,18 +3,21 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 # Work that takes longer shows its progress; without it the script would look like it hangs.
 _QUIET_S = 2.0
 _TICK_S = 0.5
+_LINES_SHOWN = 25  # of a program that has failed
 T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -22,6 +25,39 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class StackError(RuntimeError):
     """A part of the local stack failed; the text says how, and where its log is."""
+
+
+def call(
+    command: Sequence[str | Path],
+    *,
+    timeout_s: float,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run a program to its end in a folder (default: this one), and return what it has printed. It reads no input.
+
+    Raises:
+        StackError: it cannot be started, takes longer, or ends with another code than 0; the text has its last lines.
+    """
+    name = Path(command[0]).name
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StackError(f"{name}: {error}") from error
+    if done.returncode:
+        last = "\n".join(f"  {line}" for line in done.stdout.splitlines()[-_LINES_SHOWN:])
+        raise StackError(f"{name} ended with code {done.returncode}:\n{last}")
+    return done.stdout
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:

@@ -16,7 +16,7 @@ from spark import dry_run, frames, migrations, session
 from spark.errors import CannotRun
 from spark.reading import decode, planning, run_plan, sinks, source
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
-from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
+from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext, of_run
 from spark.report import document, publish, webhook
 from spark.rules import cross_hour, current_findings, hourly, sink_audit
 from spark.rules.balance import Balance
@@ -109,7 +109,7 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
 
 def last_pass_of(last_run: Mapping[str, Any] | None) -> int:
     """Return the number of the last run that compared ids, by the summary of the last run; 0 if that is not known."""
-    return int((last_run or {}).get("last_pass", 0))
+    return int(of_run(last_run, "last_pass", 0))
 
 
 class _Run:
@@ -162,7 +162,7 @@ class _Run:
                     self.settings.shared,
                     self.findings_topic,
                     plan.run,
-                    replaces=self.settings.options.replace_findings or (last_run or {}).get("published") is not None,
+                    replaces=self.settings.options.replace_findings or of_run(last_run, "published") is not None,
                 )
         if not resumed:
             self._merge(plan)
@@ -197,7 +197,7 @@ class _Run:
         interrupted = max(self._plans_since(last_number), default=None)
         plan = self._freeze(interrupted or last_number)
         self._release_claims()
-        return dry_run.Preview(plan, interrupted, (last_run or {}).get("reports", []))
+        return dry_run.Preview(plan, interrupted, of_run(last_run, "reports", []))
 
     # ------------------------------------------------------------------------------------------------------ plan
 
@@ -518,7 +518,7 @@ class _Run:
             "frozen_ms": plan.frozen_ms,
             "kept_from": self.kept_from,
             "last_pass": last_pass_of(last_run) if self.settings.options.skip_ids else plan.run,
-            "published": asdict(self.findings_topic) if self.findings_topic else (last_run or {}).get("published"),
+            "published": asdict(self.findings_topic) if self.findings_topic else of_run(last_run, "published"),
             "webhook": self.webhook_state,
             **{name: found for name, found in sums.items() if name not in hourly.STORED},
         }
@@ -543,7 +543,7 @@ class _Run:
     def _tidy(self, plan: Plan, last_run: dict[str, Any] | None) -> None:
         """Delete old rows, compact and vacuum the lake, as the options say."""
         options = self.settings.options
-        if options.keep_days is not None and self.kept_from != (last_run or {}).get("kept_from"):
+        if options.keep_days is not None and self.kept_from != of_run(last_run, "kept_from"):
             self.lake.delete_before(self.kept_from, plan.run)
         if options.optimize:
             # An hour is compacted when it is over, and again after late rows.
@@ -571,7 +571,7 @@ def _topics(rows: DataFrame) -> set[str]:
 
 def _kept_from(plan: Plan, keep_days: int | None, last_run: dict[str, Any] | None) -> str:
     """Return the first hour that the lake keeps, "" for all. It never moves back, since older rows are deleted."""
-    kept: str = (last_run or {}).get("kept_from", "")
+    kept: str = of_run(last_run, "kept_from", "")
     return kept if keep_days is None else max(kept, hours.text_of(plan.frozen_ms - keep_days * 24 * HOUR_MS))
 
 

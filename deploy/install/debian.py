@@ -2,9 +2,10 @@
 
 import os
 import shutil
-import subprocess
 
-from deploy.console import StackError, progress
+from deploy.console import call, progress
+
+_TIMEOUT_S = 900.0  # for 200 MB over a slow network
 
 
 def installable() -> bool:
@@ -24,13 +25,4 @@ def install(package: str, what: str) -> None:
 
 
 def _apt(*arguments: str) -> None:
-    done = subprocess.run(
-        ["apt-get", *arguments],
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise StackError(f"apt-get {' '.join(arguments)} failed:\n{done.stderr.strip()}")
+    call(["apt-get", *arguments], timeout_s=_TIMEOUT_S, environment={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})

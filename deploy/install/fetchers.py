@@ -7,12 +7,12 @@ Both fetch each artifact by its exact coordinates, without transitive dependenci
 import importlib.util
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 from xml.sax.saxutils import quoteattr
 
+from deploy.console import StackError, call
 from deploy.install import java
 
 _TIMEOUT_S = 900.0  # for 60 MB over a slow network
@@ -91,22 +91,9 @@ def ivy_jar() -> Path | None:
 
 def _run(command: Sequence[str | Path], folder: Path) -> None:
     try:
-        done = subprocess.run(
-            [str(part) for part in command],
-            cwd=folder,
-            env={**os.environ, **java.environment()},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise FetchError(f"{Path(command[0]).name}: {error}") from error
-    if done.returncode:
-        last = "\n".join(f"  {line}" for line in done.stdout.splitlines()[-25:])
-        raise FetchError(f"{Path(command[0]).name} ended with code {done.returncode}:\n{last}")
+        call(command, timeout_s=_TIMEOUT_S, folder=folder, environment={**os.environ, **java.environment()})
+    except StackError as error:
+        raise FetchError(str(error)) from error
 
 
 def _pom(artifacts: Sequence[Artifact], folder: Path) -> str:

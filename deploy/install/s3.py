@@ -4,14 +4,13 @@ These are hadoop-aws with the modules of the AWS SDK that it uses, by `spark/s3.
 compiler in Spark makes it of its source: no JDK is needed.
 """
 
-import subprocess
 import tempfile
 import zipfile
 from pathlib import Path
 from typing import Final
 
 from deploy import places
-from deploy.console import StackError, progress, run
+from deploy.console import StackError, call, progress, run
 from deploy.install import fetchers, jars, java
 from spark.jars import LOG_STORE_SOURCE, S3_LOCK, log_store
 
@@ -58,9 +57,7 @@ def _compile(folder: Path, target: Path) -> None:
         "UTF-8",
     ]
     command += ["-g", "-d", target, LOG_STORE_SOURCE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    if not list(target.rglob("*.class")):
-        raise StackError(f"{LOG_STORE_SOURCE.name} was not compiled:\n{done.stdout}{done.stderr}")
+    call(command, timeout_s=_TIMEOUT_S)
 
 
 def _pack(classes: Path, jar: Path) -> None:

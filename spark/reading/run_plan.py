@@ -318,6 +318,11 @@ def resumed_settings(plan: Plan, now: Settings) -> Settings:
     return replace(settings, options=options)
 
 
+def of_run(summary: Mapping[str, Any] | None, name: str, default: Any = None) -> Any:
+    """Return a value of a finished run's summary; the default without a run, or in a lake of an earlier version."""
+    return (summary or {}).get(name, default)
+
+
 @dataclass(frozen=True)
 class RunContext:
     """What the steps of a run have in common once it has its plan.
@@ -346,7 +351,7 @@ class RunContext:
 
     def of_last_run(self, name: str, default: Any = None) -> Any:
         """Return a value of the last run's summary."""
-        return (self.last_run or {}).get(name, default)
+        return of_run(self.last_run, name, default)
 
 
 Value = TypeVar("Value")

@@ -3,7 +3,6 @@
 import os
 import platform
 import shutil
-import subprocess
 import tarfile
 import tempfile
 import zipfile
@@ -13,7 +12,7 @@ from typing import Any, Final
 import psycopg
 
 from deploy import places
-from deploy.console import StackError
+from deploy.console import StackError, call
 from deploy.install import jars
 from deploy.stack.ports import free_port
 from deploy.stack.process import Process
@@ -78,17 +77,8 @@ class Postgres(Process):
                 os.chown(path, _NOBODY, _NOBODY, follow_symlinks=False)
         command: list[str | Path] = [self._root / "bin" / "initdb", "-D", self._root / "data", "-U", USER]
         command += ["--auth=scram-sha-256", f"--pwfile={secret}", "--no-sync", "--encoding=UTF8", "--locale=C"]
-        done = subprocess.run(
-            [*_as_nobody(), *map(str, command)],
-            cwd=self._root,
-            env=places.hermetic_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise StackError(f"initdb failed:\n{done.stderr.strip()}")
+        environment = places.hermetic_environment()
+        call([*_as_nobody(), *command], timeout_s=_START_S, folder=self._root, environment=environment)
 
     def _answers(self) -> bool:
         try:
