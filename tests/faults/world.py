@@ -105,7 +105,7 @@ class World:
         self.folder = folder
         self.cluster = cluster
         self.namespace = namespace or f"w-{uuid.uuid4().hex[:8]}"
-        self.settings = {**SETTINGS, "PYTHONDONTWRITEBYTECODE": "", **(settings or {})}
+        self.settings = {**SETTINGS, **(settings or {})}
         self.partitions = {f"{self.namespace}.{name}": count for name, count in topics.items()}
         self.topics = list(self.partitions)
         self.repeatable: list[str] = []  # topics with the guarantee `idempotent`

@@ -28,15 +28,12 @@ SETTINGS = {
 class Stage:
     """One namespace: its processes, its client, and the checks of the judge."""
 
-    def __init__(
-        self, folder: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
-    ) -> None:
+    def __init__(self, folder: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client) -> None:
         self.folder = folder
         self.kafka = kafka
         self.redis = redis
         self.namespace = namespace
         self.client = client
-        self.bytecode = bytecode
         self.services: list[Service] = []
 
     def service(
@@ -51,7 +48,7 @@ class Stage:
     ) -> Service:
         """Make a process, which is not started yet; with faults or mutants it runs `faulty`."""
         name = f"service-{len(self.services)}"
-        environment = {**SETTINGS, **self.bytecode, "FENCEPOST_NAMESPACE": self.namespace, "FENCEPOST_INSTANCE": name}
+        environment = {**SETTINGS, "FENCEPOST_NAMESPACE": self.namespace, "FENCEPOST_INSTANCE": name}
         environment |= {f"FENCEPOST_{setting.upper()}": str(value) for setting, value in settings.items()}
         wrapped = bool(faults or mutants or only_slots)
         if wrapped:
@@ -128,12 +125,6 @@ async def client() -> AsyncIterator[Client]:
         yield client
 
 
-@pytest.fixture(scope="session")
-def bytecode(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Let processes share Python's compiled modules, whatever the caller's settings: each starts in half the time."""
-    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
-
-
 @contextlib.contextmanager
 def staged(stage: Stage) -> Iterator[Stage]:
     """The processes of a stage, which end with the block; none may log a bug."""
@@ -148,20 +139,16 @@ def staged(stage: Stage) -> Iterator[Stage]:
 
 
 @pytest.fixture
-def stage(
-    tmp_path: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
-) -> Iterator[Stage]:
+def stage(tmp_path: Path, kafka: Kafka, redis: Redis, namespace: str, client: Client) -> Iterator[Stage]:
     """Processes on the run's Redis."""
-    with staged(Stage(tmp_path, kafka, redis, namespace, client, bytecode)) as stage:
+    with staged(Stage(tmp_path, kafka, redis, namespace, client)) as stage:
         yield stage
 
 
 @pytest.fixture
-def own_stage(
-    tmp_path: Path, kafka: Kafka, own_redis: Redis, namespace: str, client: Client, bytecode: dict[str, str]
-) -> Iterator[Stage]:
+def own_stage(tmp_path: Path, kafka: Kafka, own_redis: Redis, namespace: str, client: Client) -> Iterator[Stage]:
     """Processes on a Redis that the test may flush, pause and restart."""
-    with staged(Stage(tmp_path, kafka, own_redis, namespace, client, bytecode)) as stage:
+    with staged(Stage(tmp_path, kafka, own_redis, namespace, client)) as stage:
         yield stage
 
 

@@ -115,10 +115,10 @@ async def test_calls_that_stripe_s_client_repeats_by_itself_are_written_once(
 
 
 async def test_answers_to_generated_requests_are_those_that_the_document_promises(
-    kafka: Kafka, redis: Redis, tmp_path: Path, bytecode: dict[str, str]
+    kafka: Kafka, redis: Redis, tmp_path: Path
 ) -> None:
     """A few random requests of each operation; `python -m tests.edge` makes many, with values at each bound too."""
-    with edge(tmp_path, kafka, redis, SETTINGS | bytecode) as target:
+    with edge(tmp_path, kafka, redis, SETTINGS) as target:
         plan = Plan(examples=4, seed=1, phases=("fuzzing",), response_s=20.0)
         found = await asyncio.to_thread(run, target.service.url, target.world, tmp_path, plan)
         assert found.passed, found.output

@@ -26,7 +26,7 @@ from tests.integration.test_idempotent import rules_for
 @pytest.fixture
 async def stage(tmp_path: Path, kafka: Kafka, redis: Redis, namespace: str) -> AsyncIterator[Stage]:
     async with Client() as client:
-        with staged(Stage(tmp_path, kafka, redis, namespace, client, {})) as stage:
+        with staged(Stage(tmp_path, kafka, redis, namespace, client)) as stage:
             yield stage
 
 
