@@ -16,21 +16,24 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import SettingsError, SharedSettings
-from spark import dry_run, export, job, rates, show, silences
+from spark import dry_run, export, follow, job, rates, show, silences
 from spark.console import Console
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JError
 from spark.report import model
 from spark.rules.kinds import kinds_of
 from spark.session import open_session
-from spark.settings import Settings, parse, parse_about, parse_findings, parse_rates, read_webhook, rules_of
+from spark.settings import Options, Settings, parse, parse_about, parse_findings, parse_rates, read_webhook, rules_of
 from spark.tables import view
 
 EXIT_CANNOT_RUN: Final = 2
 
 
 def main() -> int:
-    """Carry out the command line. Returns the exit status: 0; 3 for a run with findings; 2 if it was not possible."""
+    """Carry out the command line. Returns the exit status: 0; 3 for a run with findings; 2 if it was not possible.
+
+    With `--follow` findings do not change the status.
+    """
     command, *arguments = sys.argv[1:] or [""]
     # PySpark warns about the version of an installed pandas, which the job does not use.
     warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas", category=FutureWarning)
@@ -51,6 +54,28 @@ def main() -> int:
 def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     console = Console(sys.stderr)
+    settings = _read_settings(options)
+    began_s = time.monotonic()
+    session = open_session(urls=(options.lake, options.report))
+    before = {"start Spark": time.monotonic() - began_s}
+    if options.dry_run:
+        with console.watching(session):
+            preview = job.preview(session, settings, console)
+        sys.stdout.writelines(f"{line}\n" for line in dry_run.lines(preview))
+        return 0
+    if options.follow:
+        stop = follow.Stop()
+        stop.listen()
+        with console.watching(session):
+            return follow.follow(session, lambda: _read_settings(options), console, stop)
+    with console.watching(session):
+        report = job.run(session, settings, console, before=before)
+    sys.stdout.write(job.terminal_text(report, options.report))
+    return report.status
+
+
+def _read_settings(options: Options) -> Settings:
+    """Read all that the options name, anew: environment, rules, silences, the URL of the webhook."""
     shared = SharedSettings.from_env()
     kinds_of("--fail-on", options.fail_on)
     settings = Settings(
@@ -62,18 +87,7 @@ def _run(arguments: Sequence[str]) -> int:
     )
     for rule in settings.rules.topics:
         kinds_of(f"{shared.rules}: findings of the topics {rule.pattern!r}:", rule.findings)
-    began_s = time.monotonic()
-    session = open_session(urls=(options.lake, options.report))
-    before = {"start Spark": time.monotonic() - began_s}
-    if options.dry_run:
-        with console.watching(session):
-            preview = job.preview(session, settings, console)
-        sys.stdout.writelines(f"{line}\n" for line in dry_run.lines(preview))
-        return 0
-    with console.watching(session):
-        report = job.run(session, settings, console, before=before)
-    sys.stdout.write(job.terminal_text(report, options.report))
-    return report.status
+    return settings
 
 
 def _view(arguments: Sequence[str]) -> int:

@@ -11,3 +11,7 @@ class AnotherRun(CannotRun):
 
 class Unreadable(Exception):
     """A sink cannot be read, or not as its rule says, which ends no run; the message is one line without secrets."""
+
+
+class Stopped(Exception):
+    """The process was asked to end, and does so between two steps of a run. The next run can continue on the lake."""

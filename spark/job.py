@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Row, SparkSession
@@ -36,6 +36,15 @@ CLAIMS_A_RECORD: Final = 20
 HISTORY_RUNS: Final = 19
 
 
+class Finished(NamedTuple):
+    """A finished run: its report, its plan, and its summary as the next run reads it (`last_finished_run`, without
+    reports)."""
+
+    report: document.Report
+    plan: Plan
+    last_run: Mapping[str, Any]
+
+
 def run(
     spark: SparkSession,
     settings: Settings,
@@ -43,10 +52,22 @@ def run(
     now_ms: int | None = None,
     before: Mapping[str, float] | None = None,
 ) -> document.Report:
-    """Carry out one run, or the rest of an interrupted run, and return its report; CannotRun if that is not possible.
+    """Carry out one run as `finish_run` does, and return its report."""
+    return finish_run(spark, settings, on_progress, now_ms, before).report
+
+
+def finish_run(
+    spark: SparkSession,
+    settings: Settings,
+    on_progress: OnProgress,
+    now_ms: int | None = None,
+    before: Mapping[str, float] | None = None,
+    on_step: OnProgress | None = None,
+) -> Finished:
+    """Carry out one run, or the rest of an interrupted run, and return it; CannotRun if that is not possible.
 
     `now_ms` replaces the clock, which each run reads when it makes its plan. `before` are steps of the process before
-    the run, with their seconds.
+    the run, with their seconds. `on_step` is that of StepTimer.
 
     An interrupted run that has merged its records is finished with the options of its plan: other options could need
     records that it has not read. A resumed run has the `skip_ids` and `keep_days` of its plan too: it may have
@@ -67,13 +88,13 @@ def run(
         session.restored(spark),
     ):
         tables = lake.Lake(spark, settings.options.lake, check_held)
-        first_run = _Run(tables, settings, StepTimer(on_progress, before), now_ms)
-        report = first_run.carry_out()
+        first_run = _Run(tables, settings, StepTimer(on_progress, before, on_step), now_ms)
+        finished = first_run.carry_out()
         if first_run.settings == settings:
-            return report
+            return finished
         # The interrupted run is finished with the options of its plan; now a run with those of this command line.
-        finished = report.document["run"]["number"]
-        return _Run(tables, settings, StepTimer(on_progress), now_ms, finished).carry_out()
+        timer = StepTimer(on_progress, on_step=on_step)
+        return _Run(tables, settings, timer, now_ms, finished.plan.run).carry_out()
 
 
 def preview(spark: SparkSession, settings: Settings, on_progress: OnProgress) -> dry_run.Preview:
@@ -83,6 +104,23 @@ def preview(spark: SparkSession, settings: Settings, on_progress: OnProgress) ->
     """
     with decode.newer_versions_refused(), session.restored(spark):
         return _Run(lake.Lake(spark, settings.options.lake), settings, StepTimer(on_progress), None).preview()
+
+
+def plan_after(spark: SparkSession, settings: Settings, plan: Plan, now_ms: int | None = None) -> Plan | None:
+    """List the logs as for the run after the finished run of `plan`, by requests to Kafka only; nothing is written.
+
+    No topic is looked for in what ledger or journal have of new records: if there are any, the plan is not that of the
+    next run. None if another run on the lake has made a plan since.
+    """
+    if lake.Lake(spark, settings.options.lake).last_committed_run("progress") != plan.run:
+        return None
+    with closing(KafkaAdmin(spark, settings.shared)) as admin:
+        return planning.freeze(admin, settings, plan, _clock_ms(now_ms), lambda logs, names: set(), set)
+
+
+def _clock_ms(now_ms: int | None) -> int:
+    """Return the time of a plan: `now_ms`, or that of the clock."""
+    return int(time.time() * 1000) if now_ms is None else now_ms
 
 
 def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
@@ -147,7 +185,7 @@ class _Run:
         # The claims of ledger and journal (deliveries.summarize) that were read for the plan, with their spans.
         self.claims: tuple[tuple[Spans, Spans], DataFrame] | None = None
 
-    def carry_out(self) -> document.Report:
+    def carry_out(self) -> Finished:
         """Carry out the steps that are not yet done."""
         with self.timer.step("plan the run"):
             self._expect(0)
@@ -183,10 +221,10 @@ class _Run:
         with self.timer.step("compare sinks"):
             compared = sink_audit.audit(self.lake, context, self.on_progress)
         report = self._report(context, balance, compared, document.RunKind(resumed, self.finished, recounted))
-        self._finish(plan, balance, report, last_run)
+        finished = self._finish(plan, balance, report, last_run)
         with self.timer.step("clean up the lake"):
             self._tidy(plan, last_run)
-        return report
+        return Finished(report, plan, finished)
 
     def preview(self) -> dry_run.Preview:
         """Make the plan that `carry_out` would make, without a write to the lake."""
@@ -238,7 +276,7 @@ class _Run:
 
     def _freeze(self, newest: int) -> Plan:
         """Make the plan of the run after the run `newest`."""
-        now_ms = int(time.time() * 1000) if self.now_ms is None else self.now_ms
+        now_ms = _clock_ms(self.now_ms)
         with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
             discover = partial(self._discover, now_ms)
             # `newest + 1`: the number of the interrupted run is fenced.
@@ -508,9 +546,9 @@ class _Run:
 
     def _finish(
         self, plan: Plan, balance: Balance, report: document.Report, last_run: Mapping[str, Any] | None
-    ) -> None:
+    ) -> dict[str, Any]:
         """Store the sums by hour, and append the run to `runs`. With this row the run is finished, and the next start
-        begins a new run."""
+        begins a new run. Returns the summary as the next run reads it."""
         sums = balance.document()
         summary = {
             "options": plan.options,
@@ -520,13 +558,14 @@ class _Run:
             "last_pass": last_pass_of(last_run) if self.settings.options.skip_ids else plan.run,
             "published": asdict(self.findings_topic) if self.findings_topic else of_run(last_run, "published"),
             "webhook": self.webhook_state,
+            "tidied": plan.run if self._tidies(plan, last_run) else _tidied(last_run),
             **{name: found for name, found in sums.items() if name not in hourly.STORED},
         }
         row = {
             "run": plan.run,
             "frozen_ms": plan.frozen_ms,
             "verdict": report.document["run"]["verdict"],
-            "summary": json.dumps(summary),
+            "summary": (stored := json.dumps(summary)),
             "report": json.dumps(
                 {
                     **{name: report.document[name] for name in ("run", "balance")},
@@ -539,16 +578,26 @@ class _Run:
             row["counted_run"] = hourly.store(self.lake, balance, last_run, plan.run)
             rows = frames.rows_of(self.spark, lake.schema("runs"), [row])
             self.lake.append_once("runs", rows, plan.run)
+        by_hour = {name: sums[name] for name in hourly.STORED}
+        return {"run": plan.run, "counted_run": row["counted_run"], **json.loads(stored), **by_hour}
+
+    def _tidies(self, plan: Plan, last_run: Mapping[str, Any] | None) -> bool:
+        """Check whether the run cleans the lake up."""
+        return not self.settings.options.follow or tidies_followed(last_run and last_run["frozen_ms"], plan.frozen_ms)
 
     def _tidy(self, plan: Plan, last_run: dict[str, Any] | None) -> None:
         """Delete old rows, compact and vacuum the lake, as the options say."""
         options = self.settings.options
+        if not self._tidies(plan, last_run):
+            return
+        if options.follow:
+            self.lake.keep_short_logs([*lake.SCHEMAS, *view.tables(self.lake)])
         if options.keep_days is not None and self.kept_from != of_run(last_run, "kept_from"):
             self.lake.delete_before(self.kept_from, plan.run)
         if options.optimize:
             # An hour is compacted when it is over, and again after late rows.
             now = hours.text_of(plan.frozen_ms)
-            late = hours.of(self.lake.read_cached("deliveries").where(F.col("run") == plan.run))
+            late = hours.of(self.lake.read_cached("deliveries").where(F.col("run") > _tidied(last_run)))
             some_hours = sorted({hour for hour in late if hour < now} | _ended(last_run, plan))
             self.lake.optimize(some_hours, [*lake.COMPACTED, *view.of_topics(self.lake)])
         if options.vacuum_h is not None:
@@ -573,6 +622,17 @@ def _kept_from(plan: Plan, keep_days: int | None, last_run: dict[str, Any] | Non
     """Return the first hour that the lake keeps, "" for all. It never moves back, since older rows are deleted."""
     kept: str = of_run(last_run, "kept_from", "")
     return kept if keep_days is None else max(kept, hours.text_of(plan.frozen_ms - keep_days * 24 * HOUR_MS))
+
+
+def tidies_followed(last_frozen_ms: int | None, frozen_ms: int) -> bool:
+    """Check whether a run with --follow cleans the lake up: the first run of each hour does. `last_frozen_ms` is when
+    the last run froze, None without one."""
+    return last_frozen_ms is None or last_frozen_ms // HOUR_MS != frozen_ms // HOUR_MS
+
+
+def _tidied(last_run: Mapping[str, Any] | None) -> int:
+    """Return the last run that has cleaned the lake up; runs of an earlier version all did."""
+    return 0 if last_run is None else int(last_run.get("tidied", last_run["run"]))
 
 
 def _ended(last_run: dict[str, Any] | None, plan: Plan) -> set[str]:

@@ -45,6 +45,10 @@ _ALWAYS: Final = {
 _LOCAL: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
+    # Spark keeps the plans of past queries for its web server, also without one; by default of 1,000 of each.
+    "spark.ui.retainedJobs": "50",
+    "spark.ui.retainedStages": "50",
+    "spark.sql.ui.retainedExecutions": "20",
     "spark.sql.shuffle.partitions": "4",
     "spark.default.parallelism": "2",
     "spark.databricks.delta.snapshotPartitions": "1",

@@ -30,6 +30,11 @@ SLACK: Final = "slack"
 
 URL_CHARS_MOST: Final = 2000
 
+PAUSE_S_LEAST: Final = 5
+PAUSE_S_MOST: Final = 60
+"""Bounds of the pause between two turns of --follow: a run that takes up to 30 s has each verdict two minutes after its
+time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -57,6 +62,9 @@ class Options:
     dry_run: bool = False
     sinks: str = ""
     recheck_sinks: bool = False
+    follow: bool = False
+    pause_s: int = 30
+    alive_file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +137,9 @@ def parse(arguments: Sequence[str]) -> Options:
     """Parse the command line; on errors argparse prints a message and exits with status 2."""
     parser = argparse.ArgumentParser(
         prog="python -m spark",
-        description="Audit what was delivered to Kafka against what was requested; one run.",
-        epilog="Exit status: 0 clean, 3 any finding (of --fail-on), 2 could not run. Kafka, the namespace and the key "
+        description="Audit what was delivered to Kafka against what was requested; one run, or with --follow many.",
+        epilog="Exit status: 0 clean, 3 any finding (of --fail-on), 2 could not run; with --follow 0 after SIGTERM or "
+        "SIGINT, 2 if it could not run. Kafka, the namespace and the key "
         "retention come from the same FENCEPOST_ variables as the service's. Other commands: view TOPIC (a topic as a "
         "table with each id once), show ID (all data about an id), findings (the current findings, as CSV, JSON or "
         "Parquet), rates (surplus copies and latencies by topic or process), schema (of report.json); -h after a "
@@ -245,7 +254,28 @@ def parse(arguments: Sequence[str]) -> Options:
         action="store_true",
         help="compare every hour of the window with the sinks again; default: hours that may have changed",
     )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="go on: make a run of what has come, and of verdicts that time has decided, again and again until SIGTERM",
+    )
+    parser.add_argument(
+        "--pause-s",
+        type=_integer(PAUSE_S_LEAST, PAUSE_S_MOST),
+        default=30,
+        help="with --follow: how long to wait after a run until the logs are listed again",
+    )
+    parser.add_argument(
+        "--alive-file",
+        default="",
+        metavar="FILE",
+        help="with --follow: a local file, whose time of modification is set when a step of a run begins",
+    )
     parsed = parser.parse_args(arguments)
+    if parsed.follow and (parsed.dry_run or parsed.recheck_sinks):
+        parser.error("argument --follow: leave out --dry-run and --recheck-sinks, which are for a single run")
+    if parsed.alive_file and not parsed.follow:
+        parser.error("argument --alive-file: give it with --follow")
     identity = dict(parsed.identity)
     if len(identity) < len(parsed.identity):
         parser.error("argument --identity: a topic is named twice; give one expression for each")
@@ -276,6 +306,9 @@ def parse(arguments: Sequence[str]) -> Options:
         dry_run=parsed.dry_run,
         sinks=parsed.sinks,
         recheck_sinks=parsed.recheck_sinks,
+        follow=parsed.follow,
+        pause_s=parsed.pause_s,
+        alive_file=parsed.alive_file,
     )
 
 

@@ -15,11 +15,18 @@ BETWEEN: Final = "between the steps"
 class StepTimer:
     """Measures the seconds of each step of a run, in order, and reports each step when it first begins.
 
-    `before` are steps before the run, with their seconds.
+    `before` are steps before the run, with their seconds. `on_step` is called with the name of each step when it first
+    begins (default: `on_progress`); what it raises ends the run between two steps.
     """
 
-    def __init__(self, on_progress: OnProgress, before: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        on_progress: OnProgress,
+        before: Mapping[str, float] | None = None,
+        on_step: OnProgress | None = None,
+    ) -> None:
         self.on_progress = on_progress
+        self._on_step = on_progress if on_step is None else on_step
         self._before = dict(before or {})
         self._steps: dict[str, float] = {}
         self._made_s = time.monotonic()
@@ -29,7 +36,7 @@ class StepTimer:
     def step(self, name: str) -> Iterator[None]:
         """Add the time of the context to the step `name`. Steps are not nested."""
         if name not in self._steps:
-            self.on_progress(name)
+            self._on_step(name)
         self._running = name, time.monotonic()
         try:
             yield

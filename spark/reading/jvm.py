@@ -10,15 +10,19 @@ __all__ = [
     "Py4JError",
     "Py4JJavaError",
     "Snapshot",
+    "checkpointed_ids",
+    "drop_checkpointed",
     "gateway",
     "hadoop_configuration",
     "is_deterministic",
+    "is_stopped",
     "jvm",
     "keep_classes",
     "nested",
     "parse_expression",
     "reason",
     "snapshot_of",
+    "table_property",
     "transaction_number",
 ]
 
@@ -112,6 +116,33 @@ def transaction_number(rows: DataFrame, application: str) -> int | None:
     """Return the `txnVersion` of an application's last commit to the Delta table that a frame reads unchanged."""
     number = _snapshot(rows).transactions().get(application)
     return int(number.get()) if number.isDefined() else None
+
+
+def table_property(rows: DataFrame, name: str) -> str | None:
+    """Return a property of the Delta table that a frame reads unchanged; None if the table does not set it."""
+    value = _snapshot(rows).metadata().configuration().get(name)
+    return str(value.get()) if value.isDefined() else None
+
+
+def is_stopped(spark: SparkSession) -> bool:
+    """Check whether Spark has been stopped: no query of this process can succeed any more."""
+    return bool(spark.sparkContext._jsc.sc().isStopped())
+
+
+def checkpointed_ids(spark: SparkSession) -> set[int]:
+    """Return the ids of the locally checkpointed data that Spark keeps (`DataFrame.localCheckpoint`)."""
+    return {int(id) for id, kept in spark.sparkContext._jsc.getPersistentRDDs().items() if kept.isCheckpointed()}
+
+
+def drop_checkpointed(spark: SparkSession, ids: set[int]) -> None:
+    """Drop locally checkpointed data, which no query may need any more.
+
+    Spark drops such data by itself once the JVM has collected the last reference to it, which may be much later.
+    """
+    kept = spark.sparkContext._jsc.getPersistentRDDs()
+    for id in ids:
+        if (data := kept.get(id)) is not None:
+            data.unpersist(False)
 
 
 def _snapshot(rows: DataFrame) -> Any:

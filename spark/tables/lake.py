@@ -21,7 +21,7 @@ from pyspark.sql.types import StructType
 from spark import frames, session
 from spark.errors import CannotRun
 from spark.reading.decode import EVENT
-from spark.reading.jvm import Snapshot, snapshot_of, transaction_number
+from spark.reading.jvm import Snapshot, snapshot_of, table_property, transaction_number
 from spark.reading.kafka_admin import TopicPartition
 from spark.tables import deliveries, hours, lock
 
@@ -227,6 +227,12 @@ SMALL_BYTES: Final = 4 << 20
 SMALL_FILES: Final = 32
 """Up to this size, in this many files, `Lake.read_cached` keeps a table in memory."""
 
+LOG_RETENTION: Final = "interval 1 day"
+"""How long Delta keeps the log entries of a lake on which runs follow each other within a minute; a checkpoint of each
+table is kept besides."""
+# Delta refuses log entries that are kept for a shorter time than it remembers replaced files.
+_RETENTIONS: Final = ("delta.logRetentionDuration", "delta.deletedFileRetentionDuration")
+
 # Delta collects file statistics (for data skipping) of these columns only.
 _STATISTICS_OF: Final = {"deliveries": "run"}
 # The condition of a MERGE into `deliveries` by which a row about an event matches.
@@ -381,6 +387,11 @@ class Lake:
             if name in ("deliveries", *WRITTEN_AFTER_MERGE) or self.exists(name):
                 self.append(name, self.read(name).limit(0), run)
 
+    def last_committed_run(self, name: str) -> int | None:
+        """Return the last run that has committed to a table, by Delta's log; None if there is none."""
+        number = transaction_number(self.read(name), WRITER) if self.exists(name) else None
+        return None if number is None else number >> _TAKEOVER_BITS + _COMMIT_BITS
+
     def is_small(self, name: str) -> bool:
         """Check whether a table has at most some ten thousand rows; true if the table does not exist."""
         return not self.exists(name) or _is_small(snapshot_of(self.read(name)))
@@ -524,6 +535,18 @@ class Lake:
             if self.exists(name) and _is_scattered(snapshot_of(self.read(name))):
                 self._begin_unnumbered(name)
                 self._open(name).optimize().executeCompaction()
+
+    def keep_short_logs(self, names: Iterable[str]) -> None:
+        """Let Delta delete the log entries of these tables after LOG_RETENTION, where a table has no such property.
+
+        By default Delta keeps them for 30 days, and lists them all for each read of a folder.
+        """
+        for name in names:
+            if self.exists(name) and table_property(self.read(name), _RETENTIONS[0]) is None:
+                self._begin_unnumbered(name)
+                path = self.path(name).replace("`", "``")
+                properties = ", ".join(f"'{name}' = '{LOG_RETENTION}'" for name in _RETENTIONS)
+                self.spark.sql(f"ALTER TABLE delta.`{path}` SET TBLPROPERTIES ({properties})")
 
     def vacuum(self, last_h: int, names: Iterable[str] = SCHEMAS) -> None:
         """Delete the files of these tables that no version of the last `last_h` hours needs."""

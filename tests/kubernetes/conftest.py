@@ -44,6 +44,13 @@ def operated(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     return Rendered("spark-operator", render_with("prod", tmp_path_factory.mktemp("operated"), "spark-operator"))
 
 
+@pytest.fixture(scope="session")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    """The production overlay with an audit that goes on, instead of the CronJob, and TLS to Kafka."""
+    scratch = tmp_path_factory.mktemp("followed")
+    return Rendered("follow", render_with("prod", scratch, "kafka-sasl-tls", first=["follow"]))
+
+
 @pytest.fixture(scope="session", params=OVERLAYS)
 def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     """Each of the overlays with TLS and passwords, to Kafka and to Redis."""

@@ -4,7 +4,7 @@ import copy
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -71,10 +71,10 @@ def render(folder: Path) -> tuple[Object, ...]:
     return tuple(found for found in yaml.safe_load_all(done.stdout) if found)
 
 
-def render_with(overlay: str, scratch: Path, *components: str) -> tuple[Object, ...]:
-    """Make an overlay with further components, which are in a comment of its own file."""
+def render_with(overlay: str, scratch: Path, *components: str, first: Sequence[str] = ()) -> tuple[Object, ...]:
+    """Make an overlay with further components, which are in a comment of its own file; `first` come before its own."""
     folder, scratch = HERE / "overlays" / overlay, scratch.resolve()  # relative paths do not work over links
-    more = [str(HERE / "components" / name) for name in components]
+    before, more = ([str(HERE / "components" / name) for name in names] for names in (first, components))
     body = yaml.safe_load((folder / "kustomization.yaml").read_text())
 
     def moved(path: str) -> str:
@@ -85,7 +85,7 @@ def render_with(overlay: str, scratch: Path, *components: str) -> tuple[Object, 
         return path
 
     body["resources"] = [moved(path) for path in body["resources"]]
-    body["components"] = [moved(path) for path in [*body.get("components", []), *more]]
+    body["components"] = [moved(path) for path in [*before, *body.get("components", []), *more]]
     (scratch / "kustomization.yaml").write_text(yaml.safe_dump(body))
     return render(scratch)
 

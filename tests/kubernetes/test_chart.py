@@ -121,6 +121,22 @@ def test_the_chart_makes_the_objects_of_the_component_for_https(https: Rendered)
     assert comparable(template(values("https"))) == comparable(https.objects)
 
 
+def test_the_chart_makes_the_objects_of_the_component_for_an_audit_that_goes_on(
+    followed: Rendered, tmp_path: Path
+) -> None:
+    file = tmp_path / "values.yaml"
+    given = {"audit": {"follow": True}, "kafka": {"saslTls": {"enabled": True}}}
+    file.write_text(yaml.safe_dump(given))
+    objects = template(values("prod"), file)
+    for found in objects:
+        check(found, VERSIONS[-1])
+    made, expected = comparable(objects), comparable(followed.objects)
+    for each in (made, expected):
+        # Brokers and their port are the overlay's, as in the test of all components.
+        del each["ConfigMap/fencepost"]["data"]["FENCEPOST_KAFKA"], each["NetworkPolicy/fencepost-kafka"]
+    assert made == expected
+
+
 @pytest.mark.parametrize("example", ["full", "https"])
 def test_every_object_fits_its_schema(example: str) -> None:
     """Also with the labels that the comparison leaves out."""
@@ -199,6 +215,7 @@ def test_a_release_with_the_longest_name_has_valid_names() -> None:
         ({"settings": {"FENCEPOST_REDIS": "redis://:secret@a:6379/0"}}, "FENCEPOST_REDIS"),
         ({"settings": {"FENCEPOST_KEY_TTL_S": 604800}}, "FENCEPOST_KEY_TTL_S"),
         ({"audit": {"schedule": "17 3 * * *"}}, "schedule"),
+        ({"audit": {"maxRecords": 0}}, "maxRecords"),
     ],
 )
 def test_values_that_cannot_work_are_refused(given: Any, error: str, tmp_path: Path) -> None:

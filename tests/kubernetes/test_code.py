@@ -1,8 +1,13 @@
 """Tests that the manifests agree with the code: settings, probes, ports, times, numbers."""
 
 import base64
+import copy
 import math
+import os
 import re
+import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
 from zoneinfo import ZoneInfo
@@ -25,7 +30,7 @@ from spark.errors import CannotRun
 from spark.rules.balance import Balance
 from spark.session import _ALWAYS, _LOCAL
 from spark.settings import parse
-from tests.kubernetes.rendering import HERE, Object, Rendered
+from tests.kubernetes.rendering import HERE, Object, Rendered, render_with
 from tests.kubernetes.times import drain_s, way_out_s
 
 OF_SERVICE: Final = set(Settings.variables())
@@ -282,6 +287,48 @@ def test_the_operator_s_spark_conf_has_the_settings_of_a_local_job(operated: Ren
     assert "COPY spark /app/spark" in (ROOT / "Dockerfile").read_text()
 
 
+def test_the_audit_that_goes_on_has_the_pod_of_the_cron_job(
+    followed: Rendered, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert not followed.of("CronJob")
+    deployment = followed.one("Deployment", "fencepost-audit")["spec"]
+    # One run at a time holds the lake, and one node the volume.
+    assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
+    secured = Rendered("secured", render_with("prod", tmp_path_factory.mktemp("secured"), "kafka-sasl-tls"))
+    job: Any = copy.deepcopy(secured.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]["template"])
+    pod: Any = copy.deepcopy(deployment["template"])
+    ours, theirs = container_of(pod), container_of(job)
+    options, hourly = parse(ours["args"][3:]), parse(theirs["args"][3:])
+    assert options.follow
+    assert replace(options, follow=False, alive_file="") == hourly
+    (scratch,) = (mount for mount in ours["volumeMounts"] if mount["name"] == "scratch")
+    assert Path(options.alive_file).is_relative_to(scratch["mountPath"])
+    command = ours.pop("livenessProbe")["exec"]["command"]
+    # A step of a run takes less than the deadline of a whole run of the CronJob.
+    assert command[-1] == f"find {options.alive_file} -mmin -50 | grep -q ."
+    for each, container in ((pod, ours), (job, theirs)):
+        del container["args"]
+        each["spec"].pop("restartPolicy", None)
+        del each["spec"]["terminationGracePeriodSeconds"]
+    assert pod == job
+
+
+def test_the_file_of_an_audit_that_goes_on_says_whether_it_is_alive(tmp_path: Path, followed: Rendered) -> None:
+    pod = followed.one("Deployment", "fencepost-audit")["spec"]["template"]
+    command = container_of(pod)["livenessProbe"]["exec"]["command"]
+    alive, now_s = tmp_path / "alive", time.time()
+    command = [part.replace("/tmp/alive", str(alive)) for part in command]
+
+    def status() -> int:
+        return subprocess.run(command, capture_output=True, check=False, timeout=10).returncode
+
+    assert status() != 0
+    alive.touch()
+    assert status() == 0
+    os.utime(alive, (now_s, now_s - 3000 - 60))
+    assert status() != 0
+
+
 def test_the_window_of_the_audit_is_no_multiple_of_a_daily_or_weekly_period(rendered: Rendered) -> None:
     """The alert for duplicates compares numbers, which would stay the same for a job that fails each night."""
     job = rendered.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]
@@ -303,6 +350,8 @@ def test_the_scheduled_audit_bounds_the_days_and_files_that_it_keeps(
         assert options.keep_days is not None
         assert options.keep_days * 86_400 > settings.key_ttl_s
         assert options.vacuum_h is not None
+        # A backlog is read in runs that end before their deadline.
+        assert options.max_records is not None
         assert options.optimize
 
 

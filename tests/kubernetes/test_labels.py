@@ -20,8 +20,11 @@ def lacking(rendered: Rendered) -> dict[str, set[str]]:
     return {name: labels for name, labels in found.items() if labels}
 
 
-def test_every_object_and_pod_has_the_recommended_labels(rendered: Rendered, operated: Rendered) -> None:
+def test_every_object_and_pod_has_the_recommended_labels(
+    rendered: Rendered, operated: Rendered, followed: Rendered
+) -> None:
     assert lacking(rendered) == {}
+    assert lacking(followed) == {}
     assert lacking(operated) == {}
 
 

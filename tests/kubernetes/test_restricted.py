@@ -43,9 +43,9 @@ def of_container(container: Object, of_pod: dict[str, Any]) -> Iterator[str]:
         yield "has no bounds"
 
 
-def test_every_pod_is_restricted(rendered: Rendered) -> None:
-    pods = dict(rendered.pods())
-    assert {"Deployment/fencepost", "CronJob/fencepost-audit"} <= set(pods)
+def test_every_pod_is_restricted(rendered: Rendered, followed: Rendered) -> None:
+    pods = dict(rendered.pods()) | dict(followed.pods())
+    assert {"Deployment/fencepost", "CronJob/fencepost-audit", "Deployment/fencepost-audit"} <= set(pods)
     assert {name: list(breaches(pod)) for name, pod in pods.items()} == {name: [] for name in pods}
 
 

@@ -20,6 +20,7 @@ from deploy.stack import Kafka
 from service.contract import SharedSettings
 from spark import frames, job, migrations, session
 from spark.errors import CannotRun
+from spark.reading.jvm import table_property
 from spark.reading.run_plan import Log, Plan
 from spark.report import publish
 from spark.rules import cross_hour, findings, hourly
@@ -468,6 +469,17 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
     for path in (Path(__file__).parents[2] / "spark").rglob("*.py"):
         opens = re.findall(r"DeltaTable\.forPath|(?<!read)\.format\(.delta.\)", path.read_text(encoding="utf-8"))
         assert len(opens) == {"lake.py": 3, "lock.py": 2}.get(path.name, 0), path
+
+
+def test_the_log_of_a_table_is_kept_for_a_day_on_request(spark: SparkSession, tmp_path: Path) -> None:
+    tables = lake.Lake(spark, str(tmp_path))
+    tables.append("published", frames.rows_of(spark, lake.schema("published"), []), 5)
+    for _ in range(2):
+        tables.keep_short_logs(["published", "runs"])
+    assert _version(tables, "published") == 1
+    for name in ("delta.logRetentionDuration", "delta.deletedFileRetentionDuration"):
+        assert table_property(tables.read("published"), name) == lake.LOG_RETENTION
+    assert (tables.last_committed_run("published"), tables.last_committed_run("runs")) == (5, None)
 
 
 def test_a_proven_loss_is_marked_without_a_new_run_and_stays_so(spark: SparkSession, tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from service.contract import SharedSettings, wire
 from spark import job
 from spark.__main__ import main
 from spark.errors import AnotherRun, CannotRun
+from spark.follow import Follower
 from spark.reading import planning
+from spark.reading.jvm import checkpointed_ids
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.run_plan import Plan
 from spark.report import document, publish
@@ -412,6 +414,53 @@ def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(
     assert part.document["balance"] == whole.document["balance"]
 
 
+def _files(folder: Path) -> dict[Path, float]:
+    return {path: path.stat().st_mtime for path in folder.rglob("*")}
+
+
+def test_turns_in_one_session_find_what_runs_find_and_write_nothing_without_a_reason(
+    spark: SparkSession, stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, steps, kept = stages.clean.with_name(stages.lake("followed")), list[str](), checkpointed_ids(spark)
+    shared = SharedSettings(kafka=stages.history.bootstrap, namespace=stages.history.namespace)
+    options = Options(lake=str(folder), report=str(tmp_path), publish=False, follow=True, optimize=True, vacuum_h=24)
+    # The following minutes lie in one hour.
+    now_ms, hour_ms = int((time.time() + LATER_S + 20 * MINUTE_S) * 1000), HOUR_S * 1000
+    if now_ms % hour_ms > hour_ms - 15 * MINUTE_S * 1000:
+        now_ms += hour_ms - now_ms % hour_ms
+
+    def follower() -> Follower:
+        return Follower(spark, lambda: Settings(shared=shared, options=options), lambda line: None, steps.append)
+
+    # Killed when the last run's records are merged and judged: another process goes on.
+    with cut(monkeypatch, job._Run, "_finish", after=False):
+        follower().turn(now_ms)
+    following = follower()
+    reason, finished = following.turn(now_ms + MINUTE_S * 1000)
+    assert finished is not None
+    document = finished.report.document
+    assert (reason, document["run"]["number"], document["run"]["resumed"]) == ("start", 2, True)
+    assert Ran(finished.report, folder, tmp_path).written() == stages.whole.written()
+    # What the decision takes for the last run is what the next process reads.
+    read = job.last_finished_run(lake.Lake(spark, str(folder)))
+    assert read is not None
+    assert finished.last_run == {name: value for name, value in read.items() if name != "reports"}
+
+    # At rest: Spark reads nothing, and nothing is written, also when what the lake keeps once an hour was not done yet.
+    before, taken = _files(folder), len(steps)
+    for minute in range(2, 6):
+        assert following.turn(now_ms + minute * MINUTE_S * 1000) == (None, None)
+    assert (_files(folder), len(steps)) == (before, taken)
+    # Turns leave no checkpoint in memory.
+    assert checkpointed_ids(spark) <= kept
+    # Another process has made a run.
+    later = dataclasses.replace(options, follow=False, optimize=False, vacuum_h=None)
+    job.run(spark, Settings(shared=shared, options=later), steps.append, now_ms + 6 * MINUTE_S * 1000)
+    monkeypatch.setattr(job, "finish_run", unittest.mock.Mock(side_effect=Cut))
+    with pytest.raises(Cut):
+        following.turn(now_ms + 7 * MINUTE_S * 1000)
+
+
 def test_a_missing_ledger_or_an_unreachable_kafka_is_reported_in_a_line(
     history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,7 +547,7 @@ def test_the_time_of_a_run_is_that_of_its_plan_also_after_another_run_in_the_pro
         # The interrupted run had other options, and finishing it took an hour.
         self.settings = None
         clock_s[0] += 3600
-        return SimpleNamespace(document={"run": {"number": 7}})
+        return SimpleNamespace(plan=SimpleNamespace(run=7))
 
     carry_out = job._Run.carry_out
     monkeypatch.setattr(job._Run, "carry_out", finish_interrupted)

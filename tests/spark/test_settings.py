@@ -38,6 +38,9 @@ def test_topics_are_globs_separated_by_commas() -> None:
         (["--window-h", "1" * 5000], "1' is not an integer from 1 to 876000"),
         (["--keep-days", "36501"], "argument --keep-days: '36501' is not an integer from 1 to 36500"),
         (["--grace-s", "9" * 19], "argument --grace-s: '9999999999999999999' is not an integer from 0 to 3153600000"),
+        (["--follow", "--pause-s", "61"], "argument --pause-s: '61' is not an integer from 5 to 60"),
+        (["--follow", "--dry-run"], "argument --follow: leave out --dry-run and --recheck-sinks"),
+        (["--alive-file", "f"], "argument --alive-file: give it with --follow"),
         (["--vacuum-h", "876001"], "argument --vacuum-h: '876001' is not an integer from 1 to 876000"),
     ],
 )
