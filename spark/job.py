@@ -380,8 +380,11 @@ class _Run:
     # ----------------------------------------------------------------------------------------------------- merge
 
     def _records(self, spans: Spans, *, headers: bool = True) -> DataFrame:
-        """Read the records of these spans (source.SCHEMA); few records in few tasks, not in one for each partition."""
-        records = source.read(self.spark, self.settings.shared, spans, headers=headers)
+        """Read the records of these spans (source.SCHEMA); few records in few tasks, not in one for each partition, and
+        many in at least as many tasks as there are cores, also those of one partition."""
+        offsets = sum(end - first for first, end in spans.values())
+        tasks = None if self.interprets else session.tasks_for(self.spark, offsets)
+        records = source.read(self.spark, self.settings.shared, spans, headers=headers, tasks=tasks)
         return records.coalesce(self.spark.sparkContext.defaultParallelism) if self.interprets else records
 
     def _read_claims(self, spans: tuple[Spans, Spans], frozen_ms: int) -> DataFrame:
@@ -583,7 +586,8 @@ class _Run:
 
     def _tidies(self, plan: Plan, last_run: Mapping[str, Any] | None) -> bool:
         """Check whether the run cleans the lake up."""
-        return not self.settings.options.follow or tidies_followed(last_run and last_run["frozen_ms"], plan.frozen_ms)
+        last_frozen_ms = None if last_run is None else int(last_run["frozen_ms"])
+        return not self.settings.options.follow or tidies_followed(last_frozen_ms, plan.frozen_ms)
 
     def _tidy(self, plan: Plan, last_run: dict[str, Any] | None) -> None:
         """Delete old rows, compact and vacuum the lake, as the options say."""

@@ -143,6 +143,12 @@ def _set(spark: SparkSession, values: Mapping[str, str | None]) -> None:
             spark.conf.set(name, value)
 
 
+def tasks_for(spark: SparkSession, records: int) -> int:
+    """Return how many tasks are to read so many records: one for each core, or more, as many records each as a shuffle
+    partition has."""
+    return max(spark.sparkContext.defaultParallelism, -(-records // RECORDS_A_PARTITION))
+
+
 def size_for(spark: SparkSession, records: int) -> int:
     """Set the number of shuffle partitions so that one fits into a task's memory, and return that number.
 

@@ -25,9 +25,16 @@ Span = tuple[int, int]
 
 
 def read(
-    spark: SparkSession, shared: SharedSettings, spans: Mapping[TopicPartition, Span], *, headers: bool = True
+    spark: SparkSession,
+    shared: SharedSettings,
+    spans: Mapping[TopicPartition, Span],
+    *,
+    headers: bool = True,
+    tasks: int | None = None,
 ) -> DataFrame:
     """Read the committed records of these spans, in SCHEMA; no rows for no spans. `headers` false: without headers.
+
+    Each partition of Kafka is read by one task; with `tasks` long spans are divided, so that there are about so many.
 
     Both offsets of each partition are given, and no end may lie above the last stable offset: Spark would report
     undecided records past that offset as lost data. The query fails if records of a span were deleted.
@@ -35,7 +42,7 @@ def read(
     spans = {partition: span for partition, span in spans.items() if span[1] > span[0]}
     if not spans:
         return frames.rows_of(spark, SCHEMA, [])
-    records = (
+    reader = (
         spark.read.format("kafka")
         .options(**{f"kafka.{name}": value for name, value in connection(shared).items()})
         .option("kafka.isolation.level", "read_committed")
@@ -45,8 +52,10 @@ def read(
         .option("endingOffsets", _by_topic({partition: span[1] for partition, span in spans.items()}))
         .option("failOnDataLoss", "true")
         .option("includeHeaders", str(headers).lower())
-        .load()
     )
+    if tasks is not None:
+        reader = reader.option("minPartitions", str(tasks))
+    records = reader.load()
     return records.select(
         "topic",
         "partition",

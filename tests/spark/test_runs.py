@@ -26,7 +26,7 @@ from spark import job
 from spark.__main__ import main
 from spark.errors import AnotherRun, CannotRun
 from spark.follow import Follower
-from spark.reading import planning
+from spark.reading import planning, source
 from spark.reading.jvm import checkpointed_ids
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.run_plan import Plan
@@ -414,6 +414,20 @@ def test_capped_runs_end_with_the_same_findings_and_report_nothing_lost_before(
     assert part.document["balance"] == whole.document["balance"]
 
 
+def test_a_long_span_is_divided_among_tasks_that_read_each_record_once(spark: SparkSession, stages: Stages) -> None:
+    """Spans begin and end at markers and aborted records too."""
+    topic = f"{stages.history.namespace}-t"
+    shared = SharedSettings(kafka=stages.history.bootstrap)
+    with closing(KafkaAdmin(spark, shared)) as admin:
+        ends = admin.ends([(topic, 0), (topic, 1)])
+    spans = {partition: (found.log_start, found.last_stable) for partition, found in ends.items()}
+    whole, divided = (source.read(spark, shared, spans, tasks=tasks) for tasks in (None, 9))
+    read = [sorted(map(tuple, one.select("partition", "offset", "value").collect())) for one in (whole, divided)]
+    assert read[0] == read[1]
+    assert len(read[0]) > 60
+    assert (whole.rdd.getNumPartitions(), divided.rdd.getNumPartitions() >= 9) == (2, True)
+
+
 def _files(folder: Path) -> dict[Path, float]:
     return {path: path.stat().st_mtime for path in folder.rglob("*")}
 
@@ -423,7 +437,7 @@ def test_turns_in_one_session_find_what_runs_find_and_write_nothing_without_a_re
 ) -> None:
     folder, steps, kept = stages.clean.with_name(stages.lake("followed")), list[str](), checkpointed_ids(spark)
     shared = SharedSettings(kafka=stages.history.bootstrap, namespace=stages.history.namespace)
-    options = Options(lake=str(folder), report=str(tmp_path), publish=False, follow=True, optimize=True, vacuum_h=24)
+    options = Options(lake=str(folder), report=str(tmp_path), publish=False, follow=True)
     # The following minutes lie in one hour.
     now_ms, hour_ms = int((time.time() + LATER_S + 20 * MINUTE_S) * 1000), HOUR_S * 1000
     if now_ms % hour_ms > hour_ms - 15 * MINUTE_S * 1000:
@@ -441,21 +455,20 @@ def test_turns_in_one_session_find_what_runs_find_and_write_nothing_without_a_re
     document = finished.report.document
     assert (reason, document["run"]["number"], document["run"]["resumed"]) == ("start", 2, True)
     assert Ran(finished.report, folder, tmp_path).written() == stages.whole.written()
-    # What the decision takes for the last run is what the next process reads.
-    read = job.last_finished_run(lake.Lake(spark, str(folder)))
-    assert read is not None
-    assert finished.last_run == {name: value for name, value in read.items() if name != "reports"}
-
-    # At rest: Spark reads nothing, and nothing is written, also when what the lake keeps once an hour was not done yet.
+    # At rest Spark reads nothing, and nothing is written.
     before, taken = _files(folder), len(steps)
     for minute in range(2, 6):
         assert following.turn(now_ms + minute * MINUTE_S * 1000) == (None, None)
     assert (_files(folder), len(steps)) == (before, taken)
     # Turns leave no checkpoint in memory.
     assert checkpointed_ids(spark) <= kept
-    # Another process has made a run.
-    later = dataclasses.replace(options, follow=False, optimize=False, vacuum_h=None)
-    job.run(spark, Settings(shared=shared, options=later), steps.append, now_ms + 6 * MINUTE_S * 1000)
+    # What the decision takes for the last run is what the next process reads.
+    tables = lake.Lake(spark, str(folder))
+    read = job.last_finished_run(tables)
+    assert read is not None
+    assert finished.last_run == {name: value for name, value in read.items() if name != "reports"}
+    # Another process has begun a run.
+    tables.append("progress", tables.read("progress").limit(0), 3)
     monkeypatch.setattr(job, "finish_run", unittest.mock.Mock(side_effect=Cut))
     with pytest.raises(Cut):
         following.turn(now_ms + 7 * MINUTE_S * 1000)
