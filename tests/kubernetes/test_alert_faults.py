@@ -121,6 +121,13 @@ def serve(kafka: Kafka, own_redis: Redis, namespace: str, tmp_path: Path) -> Ite
         service.kill()
 
 
+@pytest.fixture(scope="module")
+def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, Kafka]]:
+    """A broker behind a proxy. A test plans its faults for the requests of its namespace only."""
+    with Proxy() as proxy, Kafka(tmp_path_factory.mktemp("proxied"), listeners=[proxy.listener(0)]) as broker:
+        yield proxy, broker
+
+
 def is_ready(found: Scrape) -> bool:
     """Check that the process can write with all its slots, and has measured Redis."""
     slots = found.value("fencepost_slots", state="ready")
@@ -144,7 +151,7 @@ def test_the_rules_are_prometheus_own_idea_of_rules(prod: Rendered, tmp_path: Pa
         assert "SUCCESS" in Rules(prod, group, tmp_path).check()
 
 
-def test_a_healthy_service_fires_nothing_and_its_metrics_pass_the_linter(
+def test_a_healthy_service_fires_nothing_and_its_metrics_pass_the_linter_and_its_death_raises_the_alert(
     serve: Serve, rules: Rules, make_topic: MakeTopic
 ) -> None:
     topic = make_topic()
@@ -157,6 +164,8 @@ def test_a_healthy_service_fires_nothing_and_its_metrics_pass_the_linter(
     assert check_metrics(text) == ""
     assert first.value("fencepost_requests_total", status="404", code="unknown-topic") == 1
     assert first.value("fencepost_replays_total") == 1
+    served.service.kill()
+    rules.assert_firing(["FencepostNoReadySlot"], first, (NOTHING, NOTHING), 10 * MINUTE_S)
 
 
 def test_a_stopped_redis_raises_the_alert(serve: Serve, rules: Rules, own_redis: Redis, make_topic: MakeTopic) -> None:
@@ -171,13 +180,6 @@ def test_a_stopped_redis_raises_the_alert(serve: Serve, rules: Rules, own_redis:
     lines = [json.loads(line) for line in served.service.log.read_text().splitlines()]
     why = [line["why"] for line in lines if line["event"] == "no heartbeat"]
     assert 1 <= len(why) == len(set(why)) <= 2
-
-
-def test_the_death_of_every_process_raises_the_alert(serve: Serve, rules: Rules, make_topic: MakeTopic) -> None:
-    served = serve()
-    healthy = in_use(served, make_topic())
-    served.service.kill()
-    rules.assert_firing(["FencepostNoReadySlot"], healthy, (NOTHING, NOTHING), 10 * MINUTE_S)
 
 
 def test_a_flushed_store_that_cannot_be_filled_again(
@@ -235,38 +237,42 @@ def test_memory_near_its_limit_raises_the_alert(
         rules.assert_firing([], healthy, roomy, 10 * MINUTE_S)
 
 
-def test_a_commit_without_an_answer_and_a_fence_that_does_not_come(serve: Serve, rules: Rules, tmp_path: Path) -> None:
-    with Proxy() as proxy, Kafka(tmp_path / "kafka", listeners=[proxy.listener(0)]) as broker:
-        broker.create_topic("orders")
-        served = serve(bootstrap=proxy.bootstrap)
-        healthy = in_use(served, "orders")
-        for n in range(1, 21):  # the slot in doubt fences again and again
-            proxy.plan("InitProducerId", "hold", nth=n)
-        proxy.plan("EndTxn", "drop-reply")
-        assert served.post("orders", "doubtful") == 504
-        fault = served.twice(lambda found: found.value("fencepost_in_doubt_events") == 1)
-        ages = [found.value("fencepost_in_doubt_oldest_seconds") or 0 for found in fault]
-        assert ages[1] - ages[0] == pytest.approx(fault[1].at - fault[0].at, abs=0.2)
-        assert fault[1].value("fencepost_slots", state="ready") == 1
-        served.service.kill()  # before the proxy, which no client may use when it ends
-        rules.assert_firing(["FencepostInDoubtTooLong"], healthy, fault, 4 * MINUTE_S)
-        rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
+def test_a_commit_without_an_answer_and_a_fence_that_does_not_come(
+    serve: Serve, rules: Rules, proxied: tuple[Proxy, Kafka], namespace: str
+) -> None:
+    proxy, broker = proxied
+    topic, mine = f"{namespace}-orders", namespace.encode()
+    broker.create_topic(topic)
+    served = serve(bootstrap=proxy.bootstrap)
+    healthy = in_use(served, topic)
+    for n in range(1, 21):  # the slot in doubt fences again and again
+        proxy.plan("InitProducerId", "hold", nth=n, containing=mine)
+    proxy.plan("EndTxn", "drop-reply", containing=mine)
+    assert served.post(topic, "doubtful") == 504
+    fault = served.twice(lambda found: found.value("fencepost_in_doubt_events") == 1)
+    ages = [found.value("fencepost_in_doubt_oldest_seconds") or 0 for found in fault]
+    assert ages[1] - ages[0] == pytest.approx(fault[1].at - fault[0].at, abs=0.2)
+    assert fault[1].value("fencepost_slots", state="ready") == 1
+    rules.assert_firing(["FencepostInDoubtTooLong"], healthy, fault, 4 * MINUTE_S)
+    rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
 
 
-def test_a_slot_whose_transaction_kafka_does_not_end(serve: Serve, rules: Rules, tmp_path: Path) -> None:
-    with Proxy() as proxy, Kafka(tmp_path / "kafka", listeners=[proxy.listener(0)]) as broker:
-        broker.create_topic("orders")
-        served = serve(bootstrap=proxy.bootstrap)
-        healthy = in_use(served, "orders")
-        for n in range(1, 21):  # the slot fences again and again
-            proxy.plan("InitProducerId", "hold", nth=n)
-        proxy.plan("Produce", "drop-reply", containing=b"orders", client=".slot.")
-        assert served.post("orders", "elsewhere") == 201  # another slot writes it
-        fault = served.twice(lambda found: (found.value("fencepost_slot_down_oldest_seconds") or 0) > 0)
-        assert [found.value("fencepost_in_doubt_events") for found in fault] == [0, 0]
-        served.service.kill()  # before the proxy, which no client may use when it ends
-        rules.assert_firing(["FencepostSlotDownTooLong"], healthy, fault, 4 * MINUTE_S)
-        rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
+def test_a_slot_whose_transaction_kafka_does_not_end(
+    serve: Serve, rules: Rules, proxied: tuple[Proxy, Kafka], namespace: str
+) -> None:
+    proxy, broker = proxied
+    topic, mine = f"{namespace}-orders", namespace.encode()
+    broker.create_topic(topic)
+    served = serve(bootstrap=proxy.bootstrap)
+    healthy = in_use(served, topic)
+    for n in range(1, 21):  # the slot fences again and again
+        proxy.plan("InitProducerId", "hold", nth=n, containing=mine)
+    proxy.plan("Produce", "drop-reply", containing=topic.encode(), client=".slot.")
+    assert served.post(topic, "elsewhere") == 201  # another slot writes it
+    fault = served.twice(lambda found: (found.value("fencepost_slot_down_oldest_seconds") or 0) > 0)
+    assert [found.value("fencepost_in_doubt_events") for found in fault] == [0, 0]
+    rules.assert_firing(["FencepostSlotDownTooLong"], healthy, fault, 4 * MINUTE_S)
+    rules.assert_firing([], healthy, fault, 1 * MINUTE_S)
 
 
 def test_a_transaction_that_hangs_where_the_service_may_not_read(
