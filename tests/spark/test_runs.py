@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 from confluent_kafka import Producer
@@ -175,23 +175,36 @@ def test_a_run_of_nothing_new_skips_steps_and_ends_with_the_same_report(spark: S
         assert after == before + of_run, name
 
 
+class Step(NamedTuple):
+    """A step of a run, before or after which the run is cut off; `only` is the table of the step. A run that is cut off
+    there has `posted` to the webhook. A `long` one is left to the long test: a later step is cut off in its place, and
+    the resumed run repeats both."""
+
+    owner: Any
+    name: str
+    after: bool = True
+    only: str | None = None
+    posted: bool = False
+    long: bool = False
+
+
 # In this order: one lake goes through all of them, run after run.
-CUTS: tuple[tuple[Any, str, bool, str | None], ...] = (
-    (lake.Lake, "append_once", True, "progress"),
+CUTS: Final = (
+    Step(lake.Lake, "append_once", only="progress"),
     # The second of the two fences before a plan.
-    (view, "of_topics", True, None),
-    (planning, "freeze", False, None),
-    (planning, "check_read", False, None),
-    (lake.Lake, "merge", True, None),
+    Step(view, "of_topics", long=True),
+    Step(planning, "freeze", after=False, long=True),
+    Step(planning, "check_read", after=False),
+    Step(lake.Lake, "merge"),
     # The view of a topic is registered, and has no table yet.
-    (view.View, "advance", False, None),
-    (view.View, "advance", True, None),
-    (lake.Lake, "append_once", True, "rejects"),
-    (lake.Lake, "replace", True, "findings"),
-    (lake.Lake, "append_once", True, "verdicts"),
-    (document, "write", True, None),
-    (lake.Lake, "replace", True, "hourly_balance"),
-    (lake.Lake, "append_once", False, "runs"),
+    Step(view.View, "advance", after=False, long=True),
+    Step(view.View, "advance"),
+    Step(lake.Lake, "append_once", only="rejects", long=True),
+    Step(lake.Lake, "replace", only="findings"),
+    Step(lake.Lake, "append_once", only="verdicts"),
+    Step(document, "write", posted=True, long=True),
+    Step(lake.Lake, "replace", only="hourly_balance", posted=True),
+    Step(lake.Lake, "append_once", after=False, only="runs", posted=True, long=True),
 )
 
 
@@ -201,12 +214,15 @@ def receiver() -> Iterator[tuple[Receiver, Webhook]]:
         yield found
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every"])
 def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     spark: SparkSession,
     stages: Stages,
     audit: Audit,
     monkeypatch: pytest.MonkeyPatch,
     receiver: tuple[Receiver, Webhook],
+    *,
+    every: bool,
 ) -> None:
     history, whole = stages.history, stages.whole
     assert whole.document["balance"] == {
@@ -225,8 +241,9 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     assert "accepted 60 = delivered_once 46  duplicated 9  conflicted 5" in text
     assert "duplicate/foreign_writer" in text
     assert "somewhere/report.html" in text
-    cut_lake, whole_lake = (whole.lake.with_name(name) for name in ("cut", "whole-with-view"))
-    stages.lake("cut")
+    name = f"cut-{every}"
+    cut_lake, whole_lake = (whole.lake.with_name(each) for each in (name, f"whole-{every}"))
+    stages.lake(name)
     made, hook = receiver
     shutil.copytree(whole.lake, whole_lake)
     shared, topic = SharedSettings(kafka=history.bootstrap, namespace=history.namespace), f"{history.namespace}-t"
@@ -234,17 +251,18 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
         view.register(spark, shared, str(cut_lake), topic)
     assert not (cut_lake / view.FOLDER).exists()
     without_version(spark, cut_lake)
-    for owner, step, after, only in CUTS:
-        with cut(monkeypatch, owner, step, after=after, only=only):
-            audit(history, later_s=LATER_S, lake="cut", webhook=hook)
-        if step == "append_once" and only == "progress":
+    steps = [step for step in CUTS if every or not step.long]
+    for step in steps:
+        with cut(monkeypatch, step.owner, step.name, after=step.after, only=step.only):
+            audit(history, later_s=LATER_S, lake=name, webhook=hook)
+        if step.only == "progress":
             # This run has fenced the interrupted one, when it finds that it cannot make a plan.
             with pytest.raises(CannotRun, match="matches no topic"):
-                audit(history, lake="cut", topics=("mistyped",))
-    again = audit(history, later_s=2 * LATER_S, lake="cut", webhook=hook)
-    # Sent before and after the report was written, before its row in `runs`, and by the last run: one request for its
-    # receiver.
-    assert (len(made.received), len({key for _, key, _ in made.received})) == (4, 1)
+                audit(history, lake=name, topics=("mistyped",))
+    again = audit(history, later_s=2 * LATER_S, lake=name, webhook=hook)
+    # Sent by some interrupted runs, and by the last run: one request for its receiver.
+    sent = 1 + sum(step.posted for step in steps)
+    assert (len(made.received), len({key for _, key, _ in made.received})) == (sent, 1)
     # Runs 2 and 3 were interrupted before their merge, and replaced.
     assert (again.document["run"]["resumed"], again.document["run"]["number"]) == (True, 4)
     assert again.written() == whole.written()
@@ -257,9 +275,9 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     ]
     assert views[0] == views[1]
     assert _balance_by_sql(spark, cut_lake) == _balance_by_sql(spark, whole_lake) == whole.document["balance"]
-    for name in ("rejects", "findings", "verdicts", "hourly_balance", "hourly_records"):
-        rows = [lake.Lake(spark, str(ran.lake)).read(name) for ran in (whole, again)]
-        assert rows[0].count() == rows[1].count() > 0, name
+    for table in ("rejects", "findings", "verdicts", "hourly_balance", "hourly_records"):
+        rows = [lake.Lake(spark, str(ran.lake)).read(table) for ran in (whole, again)]
+        assert rows[0].count() == rows[1].count() > 0, table
 
 
 def _view(spark: SparkSession, root: Path, topic: str) -> list[Row]:
@@ -488,26 +506,21 @@ def test_a_missing_ledger_or_an_unreachable_kafka_is_reported_in_a_line(
 
 
 def test_a_lake_is_of_one_namespace(
-    spark: SparkSession, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another namespace's ledger, all records in the lake would be phantoms."""
-    topic = history.topic(f"{history.namespace}-t")
-    history.deliver(history.transactional(ONE), ONE, topic, ["one"])
+    history, topic = stages.history, f"{stages.history.namespace}-t"
     other = History(history.bootstrap, f"{history.namespace}-other")
     now_ms = history.now_ms + int(LATER_S * 1000)
-    refused = rf"of namespace '{other.namespace}', not '{history.namespace}'.*FENCEPOST_NAMESPACE"
-
-    # Before its merge a run leaves nothing that belongs to its namespace.
+    # Before its merge a run leaves nothing that belongs to its namespace; after it the lake does.
     with cut(monkeypatch, job._Run, "_merge", after=False):
         run(spark, other, tmp_path, now_ms, topics=(topic,))
-    assert run(spark, history, tmp_path, now_ms).made.status == 0
-    with pytest.raises(CannotRun, match=rf"of namespace '{history.namespace}', not '{other.namespace}'"):
-        run(spark, other, tmp_path, now_ms)
-
     with cut(monkeypatch, job._Run, "_merge", after=True):
-        run(spark, other, tmp_path, now_ms, lake="merged", topics=(topic,))
-    with pytest.raises(CannotRun, match=refused):
-        run(spark, history, tmp_path, now_ms, lake="merged")
+        run(spark, history, tmp_path, now_ms)
+    of_history = rf"of namespace '{history.namespace}', not '{other.namespace}'.*FENCEPOST_NAMESPACE"
+    for lake_of_history in ("lake", str(stages.clean)):
+        with pytest.raises(CannotRun, match=of_history):
+            run(spark, other, tmp_path, now_ms, lake=lake_of_history)
 
 
 def test_a_topic_that_fails_does_not_hide_the_other_topics_of_a_call(
