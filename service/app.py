@@ -95,6 +95,7 @@ class Service:
             telemetry=self.telemetry,
             security=Security(settings),
             compression=settings.compression,
+            transactions=settings.kafka_transactions,
         )
         self.keys = RedisKeys(
             settings.redis,

@@ -198,6 +198,7 @@ class SlotEvent(IdentityEnum):
     FREE = "free"
     WRITE = "write"
     COMMIT = "commit"
+    ABORT = "abort"  # cleanly, and without an end of the term
     FAIL = "fail"
     RECOVER = "recover"
     GIVE_BACK = "give back"
@@ -212,6 +213,7 @@ SLOT: Final = Machine[SlotState, SlotEvent](
         (SlotState.CHECKED, SlotEvent.FREE): SlotState.READY,
         (SlotState.READY, SlotEvent.WRITE): SlotState.WRITING,
         (SlotState.WRITING, SlotEvent.COMMIT): SlotState.READY,
+        (SlotState.WRITING, SlotEvent.ABORT): SlotState.READY,
         # From DOUBT, READY is reached only through the fence.
         (SlotState.DOUBT, SlotEvent.RECOVER): SlotState.LEASED,
         **{(state, SlotEvent.FAIL): SlotState.DOUBT for state in SlotState if state is not SlotState.VACANT},

@@ -6,6 +6,8 @@ from typing import Final, NamedTuple
 from service.cli.finding import Finding, Level, grouped, judged
 from service.core.settings import Settings
 from service.kafka.acl_inspector import ClusterSnapshot
+from service.kafka.admin import TRANSACTIONS_1
+from service.kafka.protocol import EPOCH_PER_TRANSACTION
 
 # With these, Kafka keeps all acknowledged records although one broker is lost.
 REPLICAS: Final = 3
@@ -34,6 +36,10 @@ SESSION_LEAST_MS: Final = 5_000
 # WriteTxnMarkers has version 2 since Kafka 4.2 (KIP-1228), the first release that skips markers.
 WRITE_TXN_MARKERS: Final = 27
 MARKERS_SKIPPED_SINCE: Final = 2
+
+# Releases with faults of transactions of version 2 that a later patch level has mended: an abort that raises the epoch
+# twice, and markers that are refused when a coordinator sends them again.
+PATCHED: Final = {"4.0": "KAFKA-19367", "4.2": "KAFKA-19999"}
 
 BrokerSettings = Mapping[int, Mapping[str, str]]
 """The effective settings of each broker, by its number."""
@@ -108,6 +114,24 @@ def transaction_markers(versions: Mapping[int, Mapping[int, int]]) -> Iterator[F
         )
         for node, of in versions.items()
     )
+
+
+def transactions(levels: Mapping[int, int], metadata_versions: Mapping[int, int | None], allowed: str) -> list[Finding]:
+    """Name the version of transactions at each broker, by its finalized transaction.version; `allowed` by the setting.
+
+    Releases in PATCHED have faults of version 2 in their first patch levels, which a broker does not tell.
+    """
+    rows = []
+    for node, level in levels.items():
+        is_second = level >= EPOCH_PER_TRANSACTION and allowed != TRANSACTIONS_1
+        name = release(metadata_versions.get(node) or 0)
+        faults = PATCHED.get(name, "") if is_second else ""
+        found = f"transactions of version {2 if is_second else 1} (transaction.version={level})"
+        change = f"run the newest patch level of Kafka {name} ({faults}), or set FENCEPOST_KAFKA_TRANSACTIONS=1"
+        if faults:
+            found += f", and Kafka {name}, whose first patch level may leave them unfinished"
+        rows.append((f"broker {node}", judged("kafka.transactions", not faults, found, change, Level.WARNING)))
+    return grouped(rows)
 
 
 class Rule(NamedTuple):

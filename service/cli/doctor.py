@@ -106,7 +106,10 @@ async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now
             found, settings, topics_there=all(name in snapshot.topics for name in own)
         )
         findings += check_brokers.transaction_log(snapshot, found)
-        findings += check_brokers.releases({node: await kafka.metadata_version_of(node) for node in reached})
+        releases = {node: await kafka.metadata_version_of(node) for node in reached}
+        findings += check_brokers.releases(releases)
+        levels = {node: await kafka.transaction_version_of(node) for node in reached}
+        findings += check_brokers.transactions(levels, releases, settings.kafka_transactions)
         versions = {node: await kafka.versions_of(node) for node in reached}
         findings += check_brokers.transaction_markers(versions)
         findings += await _access(kafka, settings, snapshot, own)

@@ -172,6 +172,11 @@ class Settings(SharedSettings):
         f"codec of the events in Kafka: {', '.join(COMPRESSIONS)}; it runs on the event loop",
         one_of(*COMPRESSIONS),
     )
+    kafka_transactions: str = setting(
+        "1",
+        "version of Kafka's transactions: 1, or auto: 2 where the brokers have finalized it (KIP-890)",
+        one_of("1", "auto"),
+    )
 
     @property
     def bodies_bytes_max(self) -> int:

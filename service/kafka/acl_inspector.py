@@ -32,7 +32,7 @@ from aiokafka.protocol.types import (
 
 from service.core.problems import KafkaAway
 from service.kafka.admin import KafkaAdmin, any_node, coordinator
-from service.kafka.protocol import EndTxnRequest
+from service.kafka.protocol import EndTxnRequest, finalized_transaction_version
 
 BROKER_RESOURCE: Final = 4
 # No producer has this id. A request under this id is refused, but Kafka checks the caller's ACLs first.
@@ -138,6 +138,11 @@ class AclInspector(KafkaAdmin):
         """
         response = await self._request(_Features(), node)
         return supported_features(response.tags.get(0, b"")).get("metadata.version")
+
+    async def transaction_version_of(self, node: int) -> int:
+        """Read the finalized level of transaction.version, as a broker knows it (KIP-584, KIP-890); 0 for none."""
+        response = await self._request(_Features(), node)
+        return finalized_transaction_version(response.tags)
 
     async def may_create(self, topic: str) -> bool:
         """Check whether the caller may create a topic, by a CreateTopics request with validate_only."""

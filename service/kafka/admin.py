@@ -38,6 +38,8 @@ COMPRESSION_CODECS: Final = {
     "lz4": DefaultRecordBatch.CODEC_LZ4,
     "zstd": DefaultRecordBatch.CODEC_ZSTD,
 }
+# Versions of transactions: always 1, or the newest that the brokers have finalized (KIP-890).
+TRANSACTIONS_1, TRANSACTIONS_AUTO = "1", "auto"
 # ListOffsets: the timestamp that means "the last offset", and the isolation levels (IsolationLevel in Kafka).
 LATEST: Final = -1
 READ_UNCOMMITTED, READ_COMMITTED = 0, 1
@@ -143,7 +145,9 @@ class KafkaAdmin:
         telemetry: Telemetry,
         security: Security | None = None,
         compression: str = "none",
+        transactions: str = TRANSACTIONS_1,
     ) -> None:
+        self.transactions = transactions
         self.bootstrap = bootstrap
         self.client_id = client_id
         self.request_timeout_ms = request_timeout_ms

@@ -23,7 +23,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from service.kafka.deadline import shared
 from service.kafka.login import LOGIN_ERRORS, Connection
-from service.kafka.protocol import CODECS, ApiCodec
+from service.kafka.protocol import CODECS, ONLY_CODECS, ApiCodec, ApiVersionsRequest, Features
 from service.kafka.security import Security
 
 log = structlog.get_logger(__name__)
@@ -248,9 +248,11 @@ class Consumer(AIOKafkaConsumer):  # type: ignore[misc]
 class Client(BaseClient):
     """BaseClient with a fast path for transaction requests, whose time limit is set by their caller."""
 
-    def __init__(self, *, client_id: str, request_timeout_ms: int, **options: Any) -> None:
+    def __init__(self, *, client_id: str, request_timeout_ms: int, asks_features: bool = False, **options: Any) -> None:
+        """`asks_features`: each new connection asks its broker for the finalized transaction.version (KIP-584)."""
         super().__init__(client_id=client_id, request_timeout_ms=request_timeout_ms, **options)
         self._own_id = client_id
+        self._asks_features = asks_features
         self._requests_sent = 0  # of transactions
         self._probe_timeout_s = min(PROBE_TIMEOUT_S, request_timeout_ms / 1000 / PROBE_SHARE)
         self.has_lost_connection = False  # a connection has ended that this client did not close
@@ -259,6 +261,11 @@ class Client(BaseClient):
         """Find the open connection to a node, or None. A reconnect gives another object, so callers compare by `is`."""
         connection: Connection | None = self._conns.get((node_id, ConnectionGroup.DEFAULT))
         return connection if connection is not None and _is_open(connection) else None
+
+    def transaction_version(self, node_id: int) -> int:
+        """Return the transaction.version that a broker has told on its open connection; 0 without one, or unasked."""
+        connection = self.connection(node_id)
+        return 0 if connection is None else connection.transaction_version
 
     def _on_connection_closed(self, conn: AIOKafkaConnection, reason: CloseReason | None) -> None:
         if reason is CloseReason.CONNECTION_BROKEN:
@@ -278,6 +285,8 @@ class Client(BaseClient):
                     raise errors.KafkaConnectionError(f"the connection to node {node_id} has just ended")
             if response is not None:
                 return await response
+        if type(request) in ONLY_CODECS:
+            raise errors.IncompatibleBrokerVersion(f"node {node_id} lacks the version of {type(request).__name__}")
         return await super().send(node_id, request, group=group)
 
     def try_send(self, node_id: int, request: Any) -> asyncio.Future[Any] | None:
@@ -289,6 +298,10 @@ class Client(BaseClient):
         connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
         if connection is None or not _is_open(connection) or self._needs_check(connection):
             return None
+        return self._send_by_codec(connection, request)
+
+    def _send_by_codec(self, connection: Connection, request: Any) -> asyncio.Future[Any] | None:
+        """Write a request to a connection; None where the broker does not support the codec's version."""
         codec = CODECS[type(request)]
         least, most = connection._versions.get(codec.api_key, (0, -1))
         if not least <= codec.version <= most:
@@ -301,7 +314,22 @@ class Client(BaseClient):
         connection = await super()._connect_to(host, port, on_close)
         ResponseReader.of(connection)
         _enable_keepalive(connection)
+        if self._asks_features:
+            await self._ask_for_features(connection)
         return connection
+
+    async def _ask_for_features(self, connection: Connection) -> None:
+        """Note the broker's finalized transaction.version. Raises UNREACHABLE after closing the connection."""
+        response = self._send_by_codec(connection, ApiVersionsRequest())
+        if response is None:  # a broker older than 2.4 has no finalized features
+            return
+        try:
+            async with asyncio.timeout(self._probe_timeout_s):
+                features: Features = await response
+        except BaseException:
+            connection.close()
+            raise
+        connection.transaction_version = features.transaction_version
 
     def _needs_check(self, connection: Connection) -> bool:
         """Check whether a connection must be probed, or its session renewed, before use.

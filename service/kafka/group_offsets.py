@@ -26,13 +26,18 @@ from service.core.problems import (
 from service.kafka.admin import any_node
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import OffsetsRefused, RecordError
-from service.kafka.session import OK, ProducerSession, raise_if_error
+from service.kafka.session import (
+    CONCURRENT_TRANSACTIONS,
+    MARKERS_PAUSE_S,
+    OK,
+    ProducerSession,
+    raise_if_error,
+)
 
 OFFSETS_TOPIC: Final = "__consumer_offsets"
 # How long a group's coordinator may be moving or loading: the slot writes nothing else meanwhile.
 RETRY_S: Final = 1.0
 RETRY_PAUSE_S: Final = 0.02
-CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
 # Codes of a coordinator that moves or loads. It may have kept the offsets: it also names replicas that are not in sync
 # by them.
 RETRIED: Final = frozenset(
@@ -235,6 +240,28 @@ class TxnOffsetCommit(Request[TxnOffsetCommit_v3]):  # type: ignore[misc]
         return request_struct_class(*head, offsets.generation, offsets.member, offsets.instance, topics, {})
 
 
+class TxnOffsetCommit_v5(RequestStruct):  # type: ignore[misc]  # noqa: N801
+    FLEXIBLE_VERSION = True
+    API_KEY = 28
+    API_VERSION = 5
+    RESPONSE_TYPE = _TxnOffsetCommitAnswer
+    SCHEMA = TxnOffsetCommit_v3.SCHEMA
+
+
+class TxnOffsetCommitAndAdd(Request[TxnOffsetCommit_v5]):  # type: ignore[misc]
+    """TxnOffsetCommit that also adds the partition of the group's offsets to the transaction (KIP-890)."""
+
+    API_KEY = 28
+
+    def __init__(self, transactional_id: str, producer_id: int, epoch: int, offsets: GroupOffsets) -> None:
+        self.transactional_id, self.producer_id, self.epoch = transactional_id, producer_id, epoch
+        self.offsets = offsets
+
+    def build(self, request_struct_class: Any) -> Any:
+        same = TxnOffsetCommit(self.transactional_id, self.producer_id, self.epoch, self.offsets)
+        return same.build(request_struct_class)
+
+
 class OffsetCommit:
     """The requests by which a session's transaction commits the offsets of groups."""
 
@@ -283,18 +310,24 @@ class OffsetCommit:
             await asyncio.sleep(RETRY_PAUSE_S)
         _raise_if_refused([code], "AddOffsetsToTxn")
 
-    async def commit(self, offsets: GroupOffsets, partition: Partition | None) -> None:
+    async def commit(self, offsets: GroupOffsets, partition: Partition | None, *, adds: bool = False) -> None:
         """Send the offsets to the group's coordinator, the leader of `partition`, and again while it moves or loads.
 
+        `adds`: the request also adds the partition to the transaction (KIP-890), and is sent again while the markers of
+        the previous transaction are written.
         Raises OffsetsRefused, KafkaError; GroupCoordinatorNotAvailableError after RETRY_S, for too few replicas in sync
         too. The marker of the transaction, to which the partition belongs, may then be missing for as long.
         """
         session = self._session
         assert session.transactional_id is not None
-        request = TxnOffsetCommit(session.transactional_id, session.producer_id, session.epoch, offsets)
+        kind = TxnOffsetCommitAndAdd if adds else TxnOffsetCommit
+        request = kind(session.transactional_id, session.producer_id, session.epoch, offsets)
         give_up_at = time.monotonic() + RETRY_S
         while True:
             codes = await self._codes(request, partition)
+            if adds and CONCURRENT_TRANSACTIONS in codes:
+                await asyncio.sleep(MARKERS_PAUSE_S)
+                continue
             if RETRIED.isdisjoint(codes):
                 if errors.UnknownError.errno in codes:
                     raise OffsetsRefused(_UNNAMED)
@@ -305,7 +338,7 @@ class OffsetCommit:
             await asyncio.sleep(RETRY_PAUSE_S)
             await session.client.force_metadata_update()
 
-    async def _codes(self, request: TxnOffsetCommit, partition: Partition | None) -> set[int]:
+    async def _codes(self, request: TxnOffsetCommit | TxnOffsetCommitAndAdd, partition: Partition | None) -> set[int]:
         """Send the request once; returns the error codes of its partitions, or that of the search for a coordinator."""
         session = self._session
         node = None if partition is None else session.leader(partition)

@@ -23,6 +23,8 @@ from service.kafka.hanging import ActiveProducer, Marker
 from service.kafka.metadata import Partition
 
 OK: Final = errors.NoError.errno
+# Kafka's names of a transaction's states whose markers are being written.
+ENDING: Final = ("PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 UNSUPPORTED_VERSION: Final = errors.UnsupportedVersionError.errno
 # No permission to Read the topic, or a broker older than 2.8: a retry does not change these.
 FINAL: Final = frozenset({errors.TopicAuthorizationFailedError.errno, UNSUPPORTED_VERSION})
@@ -215,6 +217,18 @@ async def open_partitions(client: AIOKafkaClient, node: int, transactional_id: s
     if code != OK and (kind := errors.for_code(code)).retriable:
         raise kind(transactional_id)
     return {(topic, number) for topic, numbers, _ in topics or () for number in numbers}
+
+
+async def is_ending(client: AIOKafkaClient, node: int, transactional_id: str) -> bool:
+    """Ask a coordinator whether it still writes the markers of a transactional id's last transaction.
+
+    Raises KafkaError where `node` is not the coordinator or still loads its log.
+    """
+    response = await client.send(node, DescribeTransactions(transactional_id))
+    ((code, _, state, *_),) = response.transactions
+    if code != OK:
+        raise errors.for_code(code)(transactional_id)
+    return state in ENDING
 
 
 async def producer_id_of(client: AIOKafkaClient, node: int, transactional_id: str) -> int | None:

@@ -43,6 +43,10 @@ class OpenCheck:
         """Have the leader of a partition asked again before the next write into the partition."""
         self._clear.pop(partition, None)
 
+    def forget_all(self) -> None:
+        """Have the leader of each partition asked again before the next write into it."""
+        self._clear.clear()
+
     async def ask(
         self, partitions: Collection[Partition], timeout_s: float
     ) -> tuple[dict[Partition, int], set[Partition]]:

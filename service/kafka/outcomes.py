@@ -30,6 +30,20 @@ class RecordError(NamedTuple):
     why: str
 
 
+class TransactionAbortable(errors.KafkaError):  # type: ignore[misc]  # aiokafka ships no types
+    """A broker says that the transaction cannot be committed, and that its producer may go on after an abort."""
+
+    errno = TRANSACTION_ABORTABLE
+    message = "TRANSACTION_ABORTABLE"
+
+
+class TransactionAborted(Exception):
+    """A transaction was aborted because a broker answered TRANSACTION_ABORTABLE; its producer is ready for the next.
+
+    Nothing of the transaction is committed or can be.
+    """
+
+
 class PartitionUnknown(Exception):
     """A partition does not exist, or the service may not see it; the argument is the RecordError."""
 

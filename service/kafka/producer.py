@@ -18,15 +18,9 @@ from service.core.time_of_day import now_ms
 from service.core.time_slice import yield_after
 from service.kafka import outcomes
 from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
-from service.kafka.group_offsets import (
-    AWAY,
-    CONCURRENT_TRANSACTIONS,
-    NOT_KEPT,
-    OFFSETS_TOPIC,
-    GroupOffsets,
-    OffsetCommit,
-)
+from service.kafka.group_offsets import AWAY, NOT_KEPT, OFFSETS_TOPIC, GroupOffsets, OffsetCommit
 from service.kafka.hanging import RecordCoordinates
+from service.kafka.inspection import is_ending
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
@@ -35,11 +29,16 @@ from service.kafka.outcomes import (
     OwnRecordFailed,
     PartitionUnknown,
     RecordError,
+    TransactionAbortable,
+    TransactionAborted,
     TransactionFailed,
     TransactionOutcome,
 )
-from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnRequest
+from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnAndBumpRequest, EndTxnRequest
 from service.kafka.session import (
+    CONCURRENT_TRANSACTIONS,
+    MARKERS_PAUSE_MOST_S,
+    MARKERS_PAUSE_S,
     METADATA_TIMEOUT_S,
     NOT_SENT,
     OK,
@@ -58,16 +57,14 @@ log = structlog.get_logger(__name__)
 SENDS_SHARE: Final = 3
 # The share of the sends' time that the broker waits for replicas: its error names the partition, before our timeout.
 ACKS_TIMEOUT_SHARE: Final = 0.8
-# Pauses while the markers of the previous transaction are written, which happens after its EndTxn response.
-MARKERS_PAUSE_S: Final = 0.001
-MARKERS_PAUSE_MOST_S: Final = 0.02
 
 # Codec of ledger and journal records (tests/bench compression).
 OWN_CODEC: Final = COMPRESSION_CODECS["zstd"]
 # Smaller records are not compressed: a record of one entry saves little, and a single client would wait longer.
 COMPRESSED_LEAST_BYTES: Final = 1_024
 NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
-FENCED_CODES: Final = (errors.InvalidProducerEpoch.errno, outcomes.PRODUCER_FENCED)
+# Codes that are about the transaction, not about the partition that answers with them.
+OF_TRANSACTION: Final = (errors.InvalidProducerEpoch.errno, outcomes.PRODUCER_FENCED, outcomes.TRANSACTION_ABORTABLE)
 
 
 def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> Record:
@@ -109,6 +106,11 @@ class TransactionalProducer:
     A transaction is four requests, each sent once: AddPartitionsToTxn for the data and the ledger (`begin_early`, or
     else `send`), Produce of the data (`send`), Produce of the ledger record with their offsets, EndTxn (`commit`). The
     offsets of a consumer group take two more, before the data (`commit_offsets`).
+
+    Where the brokers have finalized transactions of version 2 (KIP-890), a Produce adds its partitions, and the
+    response to an EndTxn has the producer id and epoch of the next transaction: `producer_id` and `epoch` are those
+    under which the next records are written. Each request takes the version that the broker has told on the connection
+    in use; both may be in one transaction.
     """
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
@@ -211,10 +213,11 @@ class TransactionalProducer:
     def begin_early(self, partitions: Sequence[Partition]) -> None:
         """Begin a transaction of these partitions without waiting; call `send` or `abandon` next.
 
-        Does nothing where a leader is unknown, a partition may hold an open transaction, or the session of a connection
-        must be renewed. `send` then does what is missing.
+        Does nothing where a leader is unknown, a partition may hold an open transaction, the session of a connection
+        must be renewed, or a Produce adds its partitions. `send` then does what is missing.
         """
-        if self._session.client.has_due_session:
+        session = self._session
+        if session.client.has_due_session or session.has_version_2(session.coordinator):
             return
         leaders = {partition: self._session.leader(partition) for partition in partitions}
         known = {
@@ -268,8 +271,9 @@ class TransactionalProducer:
         Call `send` next. `ask_leader`: have the leader of the group's partition answer before the partition is added.
         Returns the transaction's first record in this partition; None where the service may not see the partition.
         Raises OffsetsRefused after a clean abort: the transaction has written nothing into any other partition, and the
-        producer is ready. Raises TransactionFailed for any other response, also where the partition was added and its
-        leader does not keep the offsets: the next transaction would wait for its marker there.
+        producer is ready. Raises TransactionAborted, and TransactionFailed for any other response, also where the
+        partition was added and its leader does not keep the offsets: the next transaction would wait for its marker
+        there.
         """
         self._move(ProducerState.OFFSETS)
         write = _Write([])
@@ -283,6 +287,7 @@ class TransactionalProducer:
                     refused = error
         except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too
             failure = failure_of(error)
+            await self._abort_if_abortable(failure)
             self._state = ProducerState.DEAD
             raise TransactionFailed(
                 outcomes.outcome_of(failure, may_commit=False),
@@ -312,10 +317,12 @@ class TransactionalProducer:
                     await self._check_open(write, {partition: await self._session.find_leader(partition)})
             except (TimeoutError, PartitionUnknown) as error:  # nothing was added to the transaction for the group
                 raise OffsetsRefused(AWAY) from error
-        await commit.add(offsets.group)
+        adds = partition is not None and self._joining_offsets(partition)
+        if not adds:
+            await commit.add(offsets.group)
         self._has_offsets = True
         write.waiting_for = OFFSETS_TOPIC
-        await commit.commit(offsets, partition)
+        await commit.commit(offsets, partition, adds=adds)
         if partition is None and (partition := await commit.partition_of(offsets.group)) is None:
             return None
         open_from, unanswered = await self._open_check.ask([partition], METADATA_TIMEOUT_S)
@@ -324,6 +331,11 @@ class TransactionalProducer:
         write.waiting_for = ""
         return RecordCoordinates(partition, open_from[partition]) if partition in open_from else None
 
+    def _joining_offsets(self, partition: Partition) -> bool:
+        """Whether TxnOffsetCommit adds a group's partition, by the version of its leader, the group's coordinator."""
+        node = self._session.leader(partition)
+        return node is not None and bool(self._joining({partition: node}))
+
     async def _abandon_offsets(self, group: str) -> None:
         """Abort a transaction whose offsets were refused. Raises KafkaError.
 
@@ -331,7 +343,7 @@ class TransactionalProducer:
         whether it has the marker.
         """
         if self._has_offsets or self._early_begin is not None:
-            await self._end(commit=False)
+            await self._abort()
         self._early_begin, self._has_offsets = None, False
         if (partition := await self._offset_commit.partition_of(group)) is not None:
             self._open_check.forget(partition)
@@ -339,7 +351,7 @@ class TransactionalProducer:
     async def send(self, records: Sequence[Record], ledger: Partition) -> list[RecordMetadata]:
         """Send the records of a transaction that includes the ledger's partition, and await their metadata.
 
-        Call `commit` next. Raises TransactionFailed for any response that is not clean.
+        Call `commit` next. Raises TransactionAborted, and TransactionFailed for any other response that is not clean.
         """
         self._move(ProducerState.SENDING)
         write = _Write(records)
@@ -352,6 +364,7 @@ class TransactionalProducer:
                 metadata = await self._send(write, leaders)
         except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too
             failure = failure_of(error)
+            await self._abort_if_abortable(failure, write)
             raise self._failed(failure, write, None) from failure
         self._sent = write, leaders, ledger
         self._move(ProducerState.SENT)
@@ -360,20 +373,25 @@ class TransactionalProducer:
     async def commit(self, ledger_record: bytes) -> int:
         """Send the ledger record of a transaction whose records are sent, and commit. Returns its offset.
 
-        Raises TransactionFailed for anything but a clean commit; the caller then closes this producer.
+        Raises TransactionAborted where a broker called the transaction abortable before its EndTxn, and
+        TransactionFailed for anything else but a clean commit; the caller then closes this producer.
         """
         self._move(ProducerState.COMMITTING)
         self._has_offsets = False
         assert self._sent is not None
         (write, leaders, ledger), self._sent = self._sent, None
         of_ledger: _Write | None = None
+        ends = False
         try:
             with self._commit_timeout.wait_until(self._ends_at):
                 of_ledger = _Write([own_record(*ledger, None, ledger_record)])
                 (metadata,) = await self._send(of_ledger, leaders)
+                ends = True
                 await self._end(commit=True)
         except (Exception, asyncio.CancelledError) as error:  # a bug must end the session too
             failure = failure_of(error)
+            if of_ledger is not None and not ends:
+                await self._abort_if_abortable(failure, write, of_ledger)
             raise self._failed(failure, write, of_ledger) from failure
         self._move(ProducerState.READY)
         return metadata.offset
@@ -405,9 +423,22 @@ class TransactionalProducer:
         if missing := [partition for partition in wanted if partition not in leaders]:
             added = await self._leaders(write, missing)
             await self._check_open(write, added)
-            await self._add(write, added)
+            joining = self._joining(added)
+            if to_add := added.keys() - joining:
+                await self._add(write, [partition for partition in added if partition in to_add])
+            self._session.joining = joining
             leaders |= added
         return leaders
+
+    def _joining(self, leaders: Mapping[Partition, int]) -> set[Partition]:
+        """Find the partitions that a Produce adds to the transaction: of leaders that have version 2.
+
+        None where the coordinator has not: without an epoch for each transaction, a late Produce could join the next.
+        """
+        session = self._session
+        if not session.has_version_2(session.coordinator):
+            return set()
+        return {partition for partition, node in leaders.items() if session.has_version_2(node)}
 
     async def _leaders(self, write: "_Write", partitions: Collection[Partition]) -> dict[Partition, int]:
         """Find the leader of each of these partitions. Raises PartitionUnknown, TimeoutError."""
@@ -491,10 +522,60 @@ class TransactionalProducer:
         return metadata
 
     async def _end(self, commit: bool) -> None:
-        """Send EndTxn. After a clean response the outcome is final, and the coordinator writes the markers."""
+        """Send EndTxn. After a clean response the outcome is final, and the coordinator writes the markers.
+
+        In version 2 the session goes on with the producer id and epoch of the response.
+        """
         session = self._session
-        request = EndTxnRequest(session.transactional_id, session.producer_id, session.epoch, commit)
-        raise_if_error((await session.request(session.coordinator, request)).error_code, "EndTxn")
+        session.joining = set()
+        producer = session.transactional_id, session.producer_id, session.epoch
+        if not session.has_version_2(session.coordinator):
+            ended = await session.request(session.coordinator, EndTxnRequest(*producer, commit))
+            raise_if_error(ended.error_code, "EndTxn")
+            return
+        ended = await session.request(session.coordinator, EndTxnAndBumpRequest(*producer, commit))
+        raise_if_error(ended.error_code, "EndTxn")
+        if ended.producer_id < 0 or ended.producer_epoch < 0:
+            raise errors.KafkaError(f"EndTxn: no producer of the next transaction: {ended}")
+        session.next_transaction(ended.producer_id, ended.producer_epoch)
+
+    async def _abort(self) -> None:
+        """Abort a transaction that may have no partition yet, and go on. Raises KafkaError, OSError.
+
+        In version 2 the epoch is raised in any case, so that no late request of this transaction can join the next. The
+        coordinator would call the producer fenced while it writes the previous transaction's markers.
+        """
+        session = self._session
+        if session.has_version_2(session.coordinator):
+            assert session.transactional_id is not None
+            while await is_ending(session.client, session.coordinator, session.transactional_id):  # noqa: ASYNC110 - Kafka sends no notification
+                await asyncio.sleep(MARKERS_PAUSE_S)
+        await self._end(commit=False)
+
+    async def _abort_if_abortable(self, error: Exception, *writes: "_Write") -> None:
+        """Abort a transaction that a broker calls abortable, where version 2 raises the epoch.
+
+        Raises TransactionAborted after a clean abort: the producer is ready. Returns where the session has to end: for
+        any other error, and where a batch has no response.
+        """
+        session, before = self._session, (self._session.producer_id, self._session.epoch)
+        if not isinstance(error, TransactionAbortable) or not all(write.is_answered for write in writes):
+            return
+        if not session.has_version_2(session.coordinator):
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._abort()
+        except (errors.KafkaError, OSError) as failed:
+            log.warning("an abortable transaction was not aborted", why=repr(failed))
+            return
+        if (session.producer_id, session.epoch) == before:
+            return
+        # The abort may leave out markers: the leaders are asked again before the next commit writes its own there.
+        self._open_check.forget_all()
+        self._has_offsets, self._early_begin, self._sent = False, None, None
+        self._state = ProducerState.READY
+        raise TransactionAborted(str(error)) from error
 
     async def close(self) -> None:
         """Close the connections without waiting for pending responses. Never raises, never hangs."""
@@ -517,6 +598,11 @@ class _Write:
         self.hanging: Collection[Partition] = ()  # partitions with an open transaction of an earlier session
 
     @property
+    def is_answered(self) -> bool:
+        """Whether each batch has a response, so that no request of this write can arrive later."""
+        return all(batch.response is not None for batch in self.batches)
+
+    @property
     def was_rejected(self) -> bool:
         """Whether the brokers have refused all batches, so that none of the records is in Kafka."""
         return bool(self.batches) and all(
@@ -537,7 +623,7 @@ class _Write:
         failed = {
             batch.partition[0]
             for batch in self.batches
-            if (timed_out if batch.response is None else batch.response[0] not in (OK, *FENCED_CODES))
+            if (timed_out if batch.response is None else batch.response[0] not in (OK, *OF_TRANSACTION))
         }
         return failed | ({self.waiting_for} - {""})
 

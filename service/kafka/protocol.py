@@ -1,11 +1,13 @@
-"""Codecs of the three requests of a transaction, in place of aiokafka's slower generic schemas.
+"""Codecs of the requests of a transaction, in place of aiokafka's slower generic schemas.
 
-https://kafka.apache.org/protocol: Produce 7, AddPartitionsToTxn 0 and EndTxn 0, the versions that aiokafka uses too.
+https://kafka.apache.org/protocol: Produce 7, AddPartitionsToTxn 0 and EndTxn 0, the versions that aiokafka uses too;
+and those of transactions of version 2 (KIP-890), which aiokafka lacks: Produce 12, EndTxn 5, and ApiVersions 3, by
+which a broker tells that they are finalized.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from struct import Struct
+from struct import Struct, error
 from typing import Any, Final, NamedTuple
 
 from aiokafka.protocol import produce, transaction
@@ -19,7 +21,18 @@ _ROW = Struct(">ihqqq")  # partition, error code, offset, time of append in ms, 
 _ERROR = Struct(">ih")  # partition, error code
 _ENDED = Struct(">ih")  # throttle time in ms, error code
 
+_ENDED_BUMPED: Final = Struct(">ihqh")  # throttle time in ms, error code, producer id, epoch
+_INT64 = Struct(">q")
+_LEVELS = Struct(">hh")  # of a finalized feature: the highest, the lowest
+
 _AFTER_CORRELATION_ID: Final = 4
+_NO_TAGS: Final = b"\0"
+# The tags of an ApiVersions response (KIP-584).
+_FINALIZED_EPOCH_TAG: Final = 1
+_FINALIZED_FEATURES_TAG: Final = 2
+TRANSACTION_VERSION_FEATURE: Final = "transaction.version"
+# The transaction.version with which a Produce adds its partitions and an EndTxn raises the epoch (KIP-890).
+EPOCH_PER_TRANSACTION: Final = 2
 
 Topics = Sequence[tuple[str, Sequence[Any]]]
 
@@ -56,6 +69,28 @@ class EndTxnRequest(transaction.EndTxnRequest):  # type: ignore[misc]
         self.transaction_result = transaction_result
 
 
+class ProduceAndAddRequest:
+    """Produce request that also adds its partitions to the transaction (version 12). Rows as in ProduceRequest."""
+
+    def __init__(self, transactional_id: str | None, required_acks: int, timeout: int, topics: Topics) -> None:
+        self.transactional_id, self.required_acks = transactional_id, required_acks
+        self.timeout, self.topics = timeout, topics
+
+
+class EndTxnAndBumpRequest:
+    """EndTxn request whose response has the producer id and epoch of the next transaction (version 5)."""
+
+    def __init__(
+        self, transactional_id: str | None, producer_id: int, producer_epoch: int, transaction_result: bool
+    ) -> None:
+        self.transactional_id, self.producer_id, self.producer_epoch = transactional_id, producer_id, producer_epoch
+        self.transaction_result = transaction_result
+
+
+class ApiVersionsRequest:
+    """ApiVersions request whose response has the finalized features (version 3)."""
+
+
 class Produced(NamedTuple):
     """Produce response. Rows are (partition, error code, offset, time of append in ms, the log's first offset)."""
 
@@ -77,6 +112,22 @@ class Ended(NamedTuple):
     error_code: int
 
 
+class EndedAndBumped(NamedTuple):
+    """EndTxn response of version 5: the producer id and epoch of the next transaction, -1 for an error."""
+
+    throttle_time_ms: int
+    error_code: int
+    producer_id: int
+    producer_epoch: int
+
+
+class Features(NamedTuple):
+    """What a transaction needs of an ApiVersions response: the finalized level of transaction.version, 0 for none."""
+
+    error_code: int
+    transaction_version: int
+
+
 class ApiCodec(NamedTuple):
     """Encoder of a request's body, in pieces so that large payloads are not copied, and decoder of its response.
 
@@ -87,12 +138,14 @@ class ApiCodec(NamedTuple):
     version: int
     encode: Callable[[Any], list[bytes]]
     decode: Callable[[bytes], Any]
+    header_end: bytes = b""  # of a flexible version (KIP-482): no tags
 
     def frame(self, request: Any, correlation_id: int, client_id: str) -> tuple[int, list[bytes]]:
         """Encode a request with its header: the size in bytes without the size field itself, and the pieces."""
         body, named = self.encode(request), client_id.encode()
-        size = _HEAD.size - _INT32.size + len(named) + sum(map(len, body))
-        return size, [_HEAD.pack(size, self.api_key, self.version, correlation_id, len(named)) + named, *body]
+        end = self.header_end
+        size = _HEAD.size - _INT32.size + len(named) + len(end) + sum(map(len, body))
+        return size, [_HEAD.pack(size, self.api_key, self.version, correlation_id, len(named)) + named + end, *body]
 
 
 @lru_cache(maxsize=4096)
@@ -159,8 +212,157 @@ def _ended(frame: bytes) -> Ended:
     return Ended(*_ENDED.unpack_from(frame, _AFTER_CORRELATION_ID))
 
 
+# ---------------------------------------------------------------------------------- flexible versions (KIP-482)
+
+
+def _unsigned(number: int) -> bytes:
+    """Encode an unsigned varint."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+@lru_cache(maxsize=4096)
+def _compact(text: str | None) -> bytes:
+    """Encode a compact nullable string, whose length is one more than its bytes."""
+    if text is None:
+        return b"\0"
+    encoded = text.encode()
+    return _unsigned(len(encoded) + 1) + encoded
+
+
+def _produce_and_add(request: ProduceAndAddRequest) -> list[bytes]:
+    topics = request.topics
+    acks = _INT16.pack(request.required_acks) + _INT32.pack(request.timeout)
+    pieces = [_compact(request.transactional_id) + acks + _unsigned(len(topics) + 1)]
+    for topic, payloads in topics:
+        pieces.append(_compact(topic) + _unsigned(len(payloads) + 1))
+        for partition, payload in payloads:
+            pieces += (_INT32.pack(partition) + _unsigned(len(payload) + 1), payload, _NO_TAGS)
+        pieces.append(_NO_TAGS)
+    pieces.append(_NO_TAGS)
+    return pieces
+
+
+def _end_and_bump(request: EndTxnAndBumpRequest) -> list[bytes]:
+    producer = _PRODUCER.pack(request.producer_id, request.producer_epoch)
+    return [_compact(request.transactional_id), producer, b"\1" if request.transaction_result else b"\0", _NO_TAGS]
+
+
+def _ask_features(_: ApiVersionsRequest) -> list[bytes]:
+    return [_compact("fencepost"), _compact("1"), _NO_TAGS]
+
+
+class _Flexible:
+    """Reads a response of a flexible version. Raises struct.error where it is truncated."""
+
+    def __init__(self, frame: bytes, at: int) -> None:
+        self.frame, self.at = frame, at
+
+    def read(self, row: Struct) -> tuple[Any, ...]:
+        found = row.unpack_from(self.frame, self.at)
+        self.at += row.size
+        return found
+
+    def unsigned(self) -> int:
+        number = shift = 0
+        while True:
+            if self.at >= len(self.frame):
+                raise error("a response ends in a varint")
+            byte = self.frame[self.at]
+            self.at += 1
+            number |= (byte & 0x7F) << shift
+            if byte < 0x80:  # else another byte follows
+                return number
+            shift += 7
+
+    def text(self) -> str:
+        """Read a compact string; "" for null."""
+        return self.skip(max(0, self.unsigned() - 1)).decode()
+
+    def skip(self, size: int) -> bytes:
+        start, self.at = self.at, self.at + size
+        if self.at > len(self.frame):
+            raise error("a response ends in a string")
+        return self.frame[start : self.at]
+
+    def count(self) -> int:
+        """Read the length of a compact array; 0 for null."""
+        return max(0, self.unsigned() - 1)
+
+    def tags(self) -> dict[int, bytes]:
+        found = {}
+        for _ in range(self.unsigned()):
+            tag = self.unsigned()
+            found[tag] = self.skip(self.unsigned())
+        return found
+
+
+def _produced_and_added(frame: bytes) -> Produced:
+    read = _Flexible(frame, _AFTER_CORRELATION_ID)
+    read.tags()
+    topics: list[tuple[str, list[Any]]] = []
+    for _ in range(read.count()):
+        name = read.text()
+        rows = []
+        for _ in range(read.count()):
+            rows.append(read.read(_ROW))
+            for _ in range(read.count()):  # records that the broker refuses, with the reason
+                read.read(_INT32)
+                read.text()
+                read.tags()
+            read.text()
+            read.tags()
+        read.tags()
+        topics.append((name, rows))
+    (throttle_ms,) = read.read(_INT32)
+    read.tags()
+    return Produced(topics, throttle_ms)
+
+
+def _ended_and_bumped(frame: bytes) -> EndedAndBumped:
+    read = _Flexible(frame, _AFTER_CORRELATION_ID)
+    read.tags()
+    ended = EndedAndBumped(*read.read(_ENDED_BUMPED))
+    read.tags()
+    return ended
+
+
+def _features(frame: bytes) -> Features:
+    """Decode an ApiVersions response, whose header has no tags in any version (KIP-511)."""
+    read = _Flexible(frame, _AFTER_CORRELATION_ID)
+    (code,) = read.read(_INT16)
+    if code:  # a broker that lacks the version answers in version 0
+        return Features(code, 0)
+    for _ in range(read.count()):
+        read.skip(3 * _INT16.size)
+        read.tags()
+    read.read(_INT32)
+    return Features(code, finalized_transaction_version(read.tags()))
+
+
+def finalized_transaction_version(tags: Mapping[int, bytes]) -> int:
+    """Decode the level of transaction.version from the tags of an ApiVersions response (KIP-584); 0 for none."""
+    epoch = _INT64.unpack(tags.get(_FINALIZED_EPOCH_TAG, _INT64.pack(-1)))[0]
+    finalized = _Flexible(tags.get(_FINALIZED_FEATURES_TAG, b"\1"), 0)
+    levels = {}
+    for _ in range(finalized.count()):
+        name = finalized.text()
+        levels[name], _ = finalized.read(_LEVELS)
+        finalized.tags()
+    return levels.get(TRANSACTION_VERSION_FEATURE, 0) if epoch >= 0 else 0
+
+
 CODECS: Final[dict[type, ApiCodec]] = {
     ProduceRequest: ApiCodec(ProduceRequest.API_KEY, 7, _produce, _produced),
     AddPartitionsToTxnRequest: ApiCodec(AddPartitionsToTxnRequest.API_KEY, 0, _add, _added),
     EndTxnRequest: ApiCodec(EndTxnRequest.API_KEY, 0, _end, _ended),
+    ProduceAndAddRequest: ApiCodec(ProduceRequest.API_KEY, 12, _produce_and_add, _produced_and_added, _NO_TAGS),
+    EndTxnAndBumpRequest: ApiCodec(EndTxnRequest.API_KEY, 5, _end_and_bump, _ended_and_bumped, _NO_TAGS),
+    ApiVersionsRequest: ApiCodec(18, 3, _ask_features, _features, _NO_TAGS),
 }
+# Requests that only a codec can send: aiokafka has neither their versions nor others to use instead.
+ONLY_CODECS: Final = frozenset({ProduceAndAddRequest, EndTxnAndBumpRequest, ApiVersionsRequest})

@@ -18,13 +18,13 @@ from aiokafka.structs import TopicPartition
 from service.contract.wire import Header
 from service.core.problems import KafkaAway
 from service.kafka import outcomes
-from service.kafka.admin import RETRIABLE, KafkaAdmin, any_node, coordinator, remedy
+from service.kafka.admin import RETRIABLE, TRANSACTIONS_1, KafkaAdmin, any_node, coordinator, remedy
 from service.kafka.connection import Client
 from service.kafka.deadline import within
 from service.kafka.inspection import open_partitions
 from service.kafka.metadata import Partition
-from service.kafka.outcomes import RECORD_ERRORS, PartitionUnknown, RecordError
-from service.kafka.protocol import ProduceRequest
+from service.kafka.outcomes import RECORD_ERRORS, PartitionUnknown, RecordError, TransactionAbortable
+from service.kafka.protocol import EPOCH_PER_TRANSACTION, ProduceAndAddRequest, ProduceRequest
 from service.kafka.record_batch import BatchBuilder, builder_of
 
 # The size of a batch that fits every topic with the default max.message.bytes (1,048,588).
@@ -34,11 +34,15 @@ CLOSE_TIMEOUT_S: Final = 1.0
 METADATA_TIMEOUT_S: Final = 1.0
 RETRY_PAUSE_S: Final = 0.02
 NOT_LEADER_PAUSE_S: Final = 0.02
+# Pauses while the markers of the previous transaction are written, which happens after its EndTxn response.
+MARKERS_PAUSE_S: Final = 0.001
+MARKERS_PAUSE_MOST_S: Final = 0.02
 
 ACKS_ALL: Final = -1
 SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
 OK: Final = errors.NoError.errno
 NOT_ENOUGH_REPLICAS: Final = errors.NotEnoughReplicasError.errno
+CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
 # Clean error codes after which the same batch may be sent to another leader. Where the old leader has appended the
 # batch, the new leader knows its sequence numbers and answers with its offset.
 NOT_LEADER: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
@@ -130,11 +134,16 @@ class ProducerSession:
         self, cluster: KafkaAdmin, name: str, transactional_id: str | None = None, timeout_ms: int = 0
     ) -> None:
         # The session of a connection is renewed between two transactions: a refused login must not fail one.
-        self.client = Client(**cluster.options(name), renews_on_use=transactional_id is None)
+        self.client = Client(
+            **cluster.options(name),
+            renews_on_use=transactional_id is None,
+            asks_features=transactional_id is not None and cluster.transactions != TRANSACTIONS_1,
+        )
         self.transactional_id = transactional_id
         self.producer_id = self.epoch = -1
         self.coordinator = -1
         self.without_marker: set[Partition] = set()  # of the older producers' transaction, before the fence
+        self.joining: set[Partition] = set()  # partitions that the next Produce to each adds to the transaction
         self._cluster = cluster
         self._timeout_ms = timeout_ms
         self._sequences: dict[Partition, int] = {}
@@ -171,6 +180,15 @@ class ProducerSession:
             except RETRIABLE:
                 await asyncio.sleep(RETRY_PAUSE_S)
                 await self.client.force_metadata_update()
+
+    def has_version_2(self, node: int) -> bool:
+        """Check whether a broker has told, on its present connection, that transactions of version 2 are finalized."""
+        return self.client.transaction_version(node) >= EPOCH_PER_TRANSACTION
+
+    def next_transaction(self, producer_id: int, epoch: int) -> None:
+        """Go on with the producer id and epoch that an EndTxn response of version 5 has given."""
+        self.producer_id, self.epoch = producer_id, epoch
+        self._sequences.clear()  # an epoch's sequence numbers begin at 0 in each partition
 
     def try_send(self, node: int, request: Any) -> asyncio.Future[Any] | None:
         """Send a request if that needs no waiting. Returns a future of its response, for `note_throttle`; else None."""
@@ -240,14 +258,15 @@ class ProducerSession:
 
         `acks_timeout_ms`: for how long a leader waits for its in-sync replicas. Raises KafkaError or OSError where a
         request had no response; responses to other requests are kept. Batches are sent again only where the node
-        answered NOT_LEADER to all batches of their partition.
+        answered NOT_LEADER to all batches of their partition, and while the markers of the previous transaction are
+        written (CONCURRENT_TRANSACTIONS to a batch that adds its partition, which has then appended nothing).
 
         The new leader is not asked for open transactions (OpenCheck): the partition belongs to the transaction already,
-        so that it gets the transaction's marker in any case. What hangs there is a transaction that this session has
-        committed since the old leader was asked, and the commit of this one ends it rightly. To give this one up would
-        abort both.
+        or may do so where a Produce adds it, so that it gets the transaction's marker. What hangs there is a
+        transaction that this session has committed since the old leader was asked, and the commit of this one ends it
+        rightly. To give this one up would abort both.
         """
-        await self._send_once(batches, leaders, acks_timeout_ms)
+        await self._send_joining(batches, leaders, acks_timeout_ms)
         while moved := _moved(batches):
             await asyncio.sleep(NOT_LEADER_PAUSE_S)
             await self.client.force_metadata_update()
@@ -255,7 +274,31 @@ class ProducerSession:
             batches = [batch for batch in batches if batch.partition in moved]
             for batch in batches:
                 batch.moved = True
+            await self._send_joining(batches, leaders, acks_timeout_ms)
+
+    async def _send_joining(
+        self, batches: Sequence[RecordBatch], leaders: Mapping[Partition, int], acks_timeout_ms: int
+    ) -> None:
+        """Send batches, where a partition joins the transaction by its first batch: that one before all others.
+
+        A later batch could else be appended before the first, which waits for the previous transaction's markers. Where
+        a first batch has failed, the later ones are not sent.
+        """
+        if self.joining.isdisjoint(batch.partition for batch in batches):
             await self._send_once(batches, leaders, acks_timeout_ms)
+            return
+        first: dict[Partition, RecordBatch] = {}
+        later = [batch for batch in batches if first.setdefault(batch.partition, batch) is not batch]
+        wave, pause_s = [*first.values()], MARKERS_PAUSE_S
+        while True:
+            await self._send_once(wave, leaders, acks_timeout_ms)
+            wave = [batch for batch in wave if batch.response and batch.response[0] == CONCURRENT_TRANSACTIONS]
+            if not wave:
+                break
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
+        if later and all(batch.response is not None and batch.response[0] == OK for batch in first.values()):
+            await self._send_once(later, leaders, acks_timeout_ms)
 
     async def _send_once(
         self, batches: Sequence[RecordBatch], leaders: Mapping[Partition, int], acks_timeout_ms: int
@@ -288,12 +331,16 @@ class ProducerSession:
         for batch in batches:
             topic, partition = batch.partition
             topics.setdefault(topic, []).append((partition, batch.payload))
+        joins = bool(self.joining) and any(batch.partition in self.joining for batch in batches)
+        kind = ProduceAndAddRequest if joins else ProduceRequest
         response = await self.request(
-            node, ProduceRequest(self.transactional_id, ACKS_ALL, acks_timeout_ms, list(topics.items()))
+            node, kind(self.transactional_id, ACKS_ALL, acks_timeout_ms, list(topics.items()))
         )
         row_of = {(topic, row[0]): row[1:4] for topic, rows in response.topics for row in rows}
         for batch in batches:
             batch.response = row_of.get(batch.partition)
+            if joins and batch.response is not None and batch.response[0] == OK:
+                self.joining.discard(batch.partition)
 
     def leader(self, partition: Partition) -> int | None:
         """Find a partition's leader in the cached metadata; None where it is unknown."""
@@ -353,8 +400,10 @@ def _moved(batches: Sequence[RecordBatch]) -> set[Partition]:
 
 
 def raise_if_error(code: int, what: str) -> None:
-    """Raise the error of a code that is not OK; PRODUCER_FENCED separately, as aiokafka calls it unknown."""
+    """Raise the error of a code that is not OK; separately those of the codes that aiokafka calls unknown."""
     if code == outcomes.PRODUCER_FENCED:
         raise errors.ProducerFenced(what)
+    if code == outcomes.TRANSACTION_ABORTABLE:
+        raise TransactionAbortable(what)
     if code != OK:
         raise errors.for_code(code)(what)

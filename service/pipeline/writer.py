@@ -29,7 +29,7 @@ from service.core.supervision import failure_of, log_failure
 from service.core.time_of_day import now_ms
 from service.core.time_slice import after_responses, yield_after
 from service.kafka.group_offsets import AWAY, OFFSETS_TOPIC
-from service.kafka.outcomes import OffsetsRefused, TransactionFailed, TransactionOutcome
+from service.kafka.outcomes import OffsetsRefused, TransactionAborted, TransactionFailed, TransactionOutcome
 from service.kafka.session import Record
 from service.kafka.topics import TopicMetadataCache
 from service.pipeline.attempt import Attempt
@@ -344,6 +344,9 @@ class Writer:
         except OffsetsRefused as refused:
             await self._refuse(attempt, refused)
             return
+        except TransactionAborted:
+            await self._send_again(attempt)
+            return
         except (Exception, asyncio.CancelledError) as error:
             cause = failure_of(error)
             failure = cause if isinstance(cause, TransactionFailed) else self._bug(slot, cause)
@@ -371,6 +374,24 @@ class Writer:
             await self._release_claims(attempt.slot, request.claimed_ids)
         finally:
             self._resolver.resolve(request, offsets_problem(refused.error))
+
+    async def _send_again(self, attempt: Attempt) -> None:
+        """Release the claims of a group whose transaction is aborted, and send it again after a pause, in any slot.
+
+        Raises StoreUnanswered where the claims may still stand: its requests wait for the slot's recovery.
+        """
+        requests, is_released = [request for request, _ in attempt.claimed], False
+        try:
+            is_released = await self._release_aborted(attempt.slot, requests)
+        finally:
+            for request in requests:
+                request.aborts += 1
+                request.move(RequestEvent.RETURN if is_released else RequestEvent.DOUBT)
+            if not is_released:
+                self._parked += requests
+        if not is_released:
+            raise StoreUnanswered("a release of an aborted transaction is open")
+        self._put_back_later(requests)
 
     @staticmethod
     def _bug(slot: Slot, error: Exception) -> TransactionFailed:

@@ -57,7 +57,7 @@ class LedgerTail:
     # By partition, the offset from which on to keep its transactions; without any, all transactions are kept.
     open_from: Mapping[Partition, int] = field(default_factory=dict)
     transactions: list[Transaction] = field(default_factory=list)
-    begun: set[int] = field(default_factory=set)  # producer epochs with a begin record in the tail
+    begun: set[int] = field(default_factory=set)  # producer epochs of the begin records in the tail
     markers: list[tuple[int, Marker]] = field(default_factory=list)  # the first after each transaction
     awaits_marker: bool = False
 
@@ -79,6 +79,14 @@ class LedgerTail:
     def marker_after(self, offset: int) -> Marker | None:
         """Find the first marker after the offset of one of the transactions."""
         return next((marker for at, marker in self.markers if at > offset), None)
+
+    def has_all_since(self, epoch: int) -> bool:
+        """Whether every ledger record of a transaction of this producer epoch is in the tail.
+
+        A begin record is committed before the transactions of its term, whose epochs are the same (transactions of
+        version 1) or later (version 2). Kafka only raises the epoch of one producer id.
+        """
+        return any(begun <= epoch for begun in self.begun)
 
     def names(self, partition: Partition, offset: int) -> bool:
         """Whether a transaction's first offset in the partition is this one, by its ledger record."""
@@ -225,7 +233,7 @@ class HangingRecovery:
         has none, because retention has deleted neither the records since that time nor the term's begin record. A
         ledger record is at most CLOCKS_APART_MS older than the accepted_at of its events.
         """
-        unread = [first for first in sought.values() if first is not None and first.epoch not in tail.begun]
+        unread = [first for first in sought.values() if first is not None and not tail.has_all_since(first.epoch)]
         is_complete = False
         if unread:
             since_ms = max(0, min(first.accepted_at for first in unread) - CLOCKS_APART_MS)
@@ -237,7 +245,7 @@ class HangingRecovery:
         proven = {
             partition
             for partition, first in sought.items()
-            if first is not None and (is_complete or first.epoch in tail.begun)
+            if first is not None and (is_complete or tail.has_all_since(first.epoch))
         }
         return tail, proven
 

@@ -14,7 +14,7 @@ from service.core.time_slice import yield_after
 from service.kafka.group_offsets import GroupOffsets
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.metadata import Partition
-from service.kafka.outcomes import TransactionFailed
+from service.kafka.outcomes import TransactionAborted, TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
 from service.kafka.session import Record, RecordMetadata
 from service.slots.ledger_rows import LedgerEntry, encode_entries
@@ -151,8 +151,8 @@ class Slot:
     async def commit_offsets(self, offsets: GroupOffsets, *, ask_leader: bool = False) -> RecordCoordinates | None:
         """Commit a group's offsets in the transaction of the next `send`, as the producer does. Call `send` next.
 
-        Raises OffsetsRefused: the transaction is aborted, and the term goes on. Raises TransactionFailed, which ends
-        the term.
+        Raises OffsetsRefused and TransactionAborted: the transaction is aborted, and the term goes on. Raises
+        TransactionFailed, which ends the term.
         """
         try:
             return await self.producer.commit_offsets(offsets, ask_leader=ask_leader)
@@ -164,13 +164,16 @@ class Slot:
     async def send(self, records: Sequence[Record]) -> list[RecordMetadata]:
         """Send the records of a transaction and await their metadata, in their order. Call `commit` next.
 
-        Raises TransactionFailed, which ends the term.
+        Raises TransactionAborted: the term goes on. Raises TransactionFailed, which ends the term.
         """
         self.move(SlotEvent.WRITE)
         self._expects_records = True
         self._sent = len(records)
         try:
             return await self.producer.send(records, (self._ledger, self.n))
+        except TransactionAborted:
+            self.move(SlotEvent.ABORT)
+            raise
         except TransactionFailed as failed:
             self.fail(failed)
             raise
@@ -178,7 +181,7 @@ class Slot:
     async def commit(
         self, entries: Sequence[LedgerEntry], topic_ids: Mapping[str, str], offsets: str = ""
     ) -> LedgerPosition:
-        """Write the ledger record with these entries and commit; the position is for `mark`. Raises TransactionFailed.
+        """Write the ledger record with these entries and commit; the position is for `mark`. Raises as `send` does.
 
         `topic_ids` has the known ids of the records' topics, by name; `offsets` those of a group, encoded.
         """
@@ -187,6 +190,9 @@ class Slot:
             value = encode_ledger(*head, [encode_entries(entries)], topic_ids, offsets)
             await yield_after(len(entries))
             offset = await self.producer.commit(value)
+        except TransactionAborted:
+            self.move(SlotEvent.ABORT)
+            raise
         except TransactionFailed as failed:
             self.fail(failed)
             raise

@@ -14,9 +14,11 @@ from service.claims.states import Delivered, IllegalMove, SlotEvent, SlotState
 from service.contract.wire import Begin, LedgerRecord, decode_ledger
 from service.core.metrics import Telemetry
 from service.core.problems import StoreAway
-from service.kafka.admin import KafkaAdmin
-from service.kafka.outcomes import TransactionFailed, TransactionOutcome
+from service.kafka.admin import TRANSACTIONS_1, TRANSACTIONS_AUTO, KafkaAdmin
+from service.kafka.inspection import fetch
+from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed, TransactionOutcome
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.protocol import EndTxnAndBumpRequest
 from service.kafka.session import Record, RecordMetadata
 from service.slots.slot import LedgerPosition, Slot
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
@@ -43,7 +45,12 @@ class Bench:
         return Record(topic or self.topic, partition, None, value, [], NOW_MS)
 
 
-@pytest.fixture(params=["memory", "kafka"])
+# Kafka has transactions of version 2 (KIP-890) finalized; "kafka" does not use them.
+IN_VERSION_1 = pytest.mark.parametrize("bench", ["memory", "kafka"], indirect=True)
+IN_VERSION_2 = pytest.mark.parametrize("bench", ["kafka, version 2"], indirect=True)
+
+
+@pytest.fixture(params=["memory", "kafka", "kafka, version 2"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     unique = uuid.uuid4().hex[:8]
     topic, narrow, ledger = f"data-{unique}", f"narrow-{unique}", f"ledger-{unique}"
@@ -69,7 +76,13 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     kafka.create_topic(topic, partitions=2)
     kafka.create_topic(narrow, config={"max.message.bytes": "500"})
     kafka.create_topic(ledger, partitions=LEDGER_PARTITIONS)
-    cluster = KafkaAdmin(kafka.bootstrap, client_id="contract", request_timeout_ms=5_000, telemetry=Telemetry())
+    cluster = KafkaAdmin(
+        kafka.bootstrap,
+        client_id="contract",
+        request_timeout_ms=5_000,
+        telemetry=Telemetry(),
+        transactions=TRANSACTIONS_1 if request.param == "kafka" else TRANSACTIONS_AUTO,
+    )
 
     async def new_producer(transactional_id: str) -> TransactionalProducer:
         producer = TransactionalProducer(cluster, f"{transactional_id}-{unique}", 5_000)
@@ -137,6 +150,7 @@ async def test_a_begin_record_is_a_transaction_without_events(bench: Bench) -> N
     assert await bench.read(bench.ledger) == [(0, 0, b"a line")]
 
 
+@IN_VERSION_1
 async def test_a_transaction_may_be_opened_before_its_records_are_known(bench: Bench) -> None:
     """A partition without a record gets a marker too, and a partition that was not opened is added."""
     producer = await writing(bench)
@@ -151,6 +165,7 @@ async def test_a_transaction_may_be_opened_before_its_records_are_known(bench: B
     assert await bench.read(bench.topic) == [(0, 0, b"0"), (0, 2, b"a"), (1, 0, b"1"), (1, 3, b"b")]
 
 
+@IN_VERSION_1
 async def test_an_opened_transaction_that_is_abandoned_is_ended(bench: Bench) -> None:
     producer = await writing(bench)
     await producer.abandon()  # does nothing without an open transaction
@@ -183,6 +198,7 @@ async def test_a_missing_topic_fails_only_the_records_for_it(bench: Bench) -> No
     assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
 
 
+@IN_VERSION_1
 async def test_an_open_of_a_fenced_producer_fails_as_fenced(bench: Bench) -> None:
     old = await writing(bench)
     await bench.new_producer("slot")
@@ -212,6 +228,42 @@ async def test_the_next_producer_fences_the_last(bench: Bench) -> None:
     assert caught.value.outcome is not TransactionOutcome.COMMITTED
     assert not caught.value.record_errors
     await write(new, [bench.record(b"b")], (bench.ledger, 0))
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
+
+
+@IN_VERSION_2
+async def test_each_transaction_has_an_epoch_of_its_own_where_version_2_is_used(bench: Bench) -> None:
+    """A record batch has the epoch under which it was written, as its stamp has, and a late EndTxn meets no other."""
+    producer = await bench.new_producer("slot")
+    epochs = []
+    for n in range(3):
+        epochs.append(producer.epoch)
+        await write(producer, [bench.record(b"%d" % n)], (bench.ledger, 0))
+    assert [epoch - epochs[0] for epoch in epochs] == [0, 1, 2]
+    await asyncio.sleep(MARKERS_S)
+    entries, _, _ = await fetch(producer.client, (bench.topic, 0), 0)
+    assert [(entry.epoch, entry.marker is None) for entry in entries] == [
+        (epoch + (not is_record), is_record) for epoch in epochs for is_record in (True, False)
+    ], "each marker has the next transaction's epoch"
+    session = producer._session
+    late = EndTxnAndBumpRequest(session.transactional_id, session.producer_id, epochs[1], True)
+    await producer.send([bench.record(b"open")], (bench.ledger, 0))
+    assert (await session.request(session.coordinator, late)).error_code == PRODUCER_FENCED
+    await producer.commit(b"its own")
+    assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"1", b"2", b"open"]
+
+
+@IN_VERSION_2
+async def test_an_abort_without_a_partition_raises_the_epoch(bench: Bench) -> None:
+    """As after refused offsets: a late request of the aborted transaction cannot join the next one."""
+    producer = await bench.new_producer("slot")
+    before = producer.epoch
+    await producer._abort()
+    assert producer.epoch == before + 1
+    await write(producer, [bench.record(b"a")], (bench.ledger, 0))
+    await producer._abort()
+    assert producer.epoch == before + 3
+    await write(producer, [bench.record(b"b")], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
 
 
@@ -295,11 +347,13 @@ async def keys() -> Forgetful:
     return Forgetful(server, retention_ms=10**7, least_left_ms=10, lease_ttl_ms=1000)
 
 
-async def ready(bench: Bench, keys: Forgetful) -> Slot:
-    """Make slot 1, recovered to READY."""
+async def ready(bench: Bench, keys: Forgetful, epochs: list[int] | None = None) -> Slot:
+    """Make slot 1, recovered to READY; `epochs` gets the one under which its begin record is written."""
     slot = Slot(1, keys, bench.ledger, "me", Plain())
     slot.move(SlotEvent.LEASE)
     slot.enter(StoreGeneration(5, "run/replid"), await bench.new_producer("slot.1"))
+    if epochs is not None:
+        epochs.append(slot.producer.epoch)
     await slot.begin_term(NOW_MS)
     slot.move(SlotEvent.CHECK)
     await keys.replay(slot.generation, [], (1, slot.term))
@@ -312,11 +366,12 @@ def row(name: bytes, offset: int) -> tuple[bytes, Delivered]:
 
 
 async def test_a_slot_s_term_is_the_offset_of_its_begin_record(bench: Bench, keys: Forgetful) -> None:
-    slot = await ready(bench, keys)
+    epochs: list[int] = []
+    slot = await ready(bench, keys, epochs)
     ((partition, offset, value),) = await bench.read(bench.ledger)
     assert (partition, offset) == (1, slot.term)
     begin = decode_ledger(value)
-    assert begin == Begin(1, slot.producer.producer_id, slot.producer.epoch, "me", 5, NOW_MS)
+    assert begin == Begin(1, slot.producer.producer_id, epochs[0], "me", 5, NOW_MS)
     first = slot.term
     slot.move(SlotEvent.FAIL)
     await slot.close_producers()
@@ -328,13 +383,14 @@ async def test_a_slot_s_term_is_the_offset_of_its_begin_record(bench: Bench, key
 async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Forgetful) -> None:
     slot = await ready(bench, keys)
     first = await write_in(slot, bench.record(b"a"))
+    epoch = slot.producer.epoch
     second = await write_in(slot, bench.record(b"b"))
     assert (first.term, first.previous) == (slot.term, slot.term)
     assert second.previous == first.offset
     assert slot.state is SlotState.READY
     *_, (_, offset, value) = await bench.read(bench.ledger)
     assert offset == second.offset
-    assert decode_ledger(value) == LedgerRecord(1, slot.producer.producer_id, slot.producer.epoch, "me", [])
+    assert decode_ledger(value) == LedgerRecord(1, slot.producer.producer_id, epoch, "me", [])
     await slot.mark(first, [row(b"a", 0)])
     await slot.mark(second, [row(b"b", 2)])
     assert await keys.applied(slot.generation, 1) == second.offset

@@ -9,6 +9,8 @@ from tests.faults.world import World
 
 # A request without a reply is given up soon, which bounds the recovery time: two of these, and a recovery.
 SHORT: Final = {"FENCEPOST_REQUEST_TIMEOUT_MS": "2000", "FENCEPOST_TRANSACTION_TIMEOUT_MS": "3000"}
+# Transactions of version 2 send no AddPartitionsToTxn.
+VERSION_1: Final = {"FENCEPOST_KAFKA_TRANSACTIONS": "1"}
 WARM: Final = 5  # requests of the kind before the lost one
 WAIT_S: Final = 30.0
 
@@ -82,7 +84,7 @@ def produce_reply_dropped_and_leader_killed(world: World) -> None:
     world.cluster.brokers[lost.broker].kill()
 
 
-@row("an AddPartitionsToTxn done, its reply dropped", proxied=True, settings=SHORT)
+@row("an AddPartitionsToTxn done, its reply dropped", proxied=True, settings={**SHORT, **VERSION_1})
 def add_partitions_reply_dropped(world: World) -> None:
     lose(world, "AddPartitionsToTxn", "drop-reply").wait(WAIT_S)
 

@@ -23,6 +23,7 @@ from deploy import places
 from deploy.stack import Kafka, Redis, Service, StackError
 from service.contract.wire import ledger_topic, transactional_id
 from service.pipeline.lso_watch import ABORT_SCAN_S, LOOKS_A_TIMEOUT
+from tests import kafka_versions
 from tests.faults.checker import Verdict
 from tests.faults.clock import Clock
 from tests.faults.cluster import TRANSACTION_SCAN_S, Cluster
@@ -42,6 +43,7 @@ SETTINGS: Final = {
     "FENCEPOST_TRANSACTION_TIMEOUT_MS": str(TRANSACTION_TIMEOUT_S * 1000),
     "FENCEPOST_SLOTS": "2",
     "FENCEPOST_SLOTS_MAX": "6",
+    "FENCEPOST_KAFKA_TRANSACTIONS": kafka_versions.transactions(),
 }
 # How long a transaction may stay open after all faults have ended.
 STABLE_S: Final = TRANSACTION_TIMEOUT_S + TRANSACTION_SCAN_S + 1.0

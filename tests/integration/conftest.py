@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.stack import Kafka, Redis, Service
+from tests import kafka_versions
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Attempt, Client
 from tests.integration.judge import ledger_faults, violations
@@ -22,6 +23,7 @@ SETTINGS = {
     "FENCEPOST_TRANSACTION_TIMEOUT_MS": "5000",
     "FENCEPOST_SLOTS": "2",
     "FENCEPOST_SLOTS_MAX": "4",
+    "FENCEPOST_KAFKA_TRANSACTIONS": kafka_versions.transactions(),
 }
 
 

@@ -41,6 +41,7 @@ from service.kafka.outcomes import OffsetsRefused, TransactionFailed
 from service.kafka.producer import TransactionalProducer, own_record
 from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnRequest
 from service.kafka.session import ProducerSession, Record, RecordMetadata
+from tests import kafka_versions
 from tests.integration.client import Asked
 
 VERIFICATION = "transaction.partition.verification.enable"
@@ -196,7 +197,13 @@ async def leave_hanging(
     This fences the holder of the slot.
     """
     data, ledger = (asked.topic, 0), (ledger_topic(namespace), slot)
-    cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
+    cluster = KafkaAdmin(
+        kafka.bootstrap,
+        client_id="rig",
+        request_timeout_ms=5_000,
+        telemetry=Telemetry(),
+        transactions=kafka_versions.transactions(),
+    )
     try:
         with unverified(kafka):
             offsets = await Rig(cluster, transactional_id(namespace, slot), ledger).write(

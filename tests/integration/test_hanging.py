@@ -19,6 +19,7 @@ from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
 from service.kafka.session import Record
 from service.slots.hanging_recovery import HangingRecovery
+from tests import kafka_versions
 from tests.integration.hanging import Rig, unverified
 from tests.integration.judge import read_committed, wait_until_stable
 
@@ -89,7 +90,13 @@ async def bench(kafka: Kafka) -> AsyncIterator[Bench]:
     for topic, number in (a, b, ledger):
         kafka.create_topic(topic, partitions=number + 1)
     telemetry = Telemetry()
-    cluster = KafkaAdmin(kafka.bootstrap, client_id="hanging", request_timeout_ms=5_000, telemetry=telemetry)
+    cluster = KafkaAdmin(
+        kafka.bootstrap,
+        client_id="hanging",
+        request_timeout_ms=5_000,
+        telemetry=telemetry,
+        transactions=kafka_versions.transactions(),
+    )
     yield Bench(kafka, cluster, f"slot-{unique}", a, b, ledger, telemetry)
     await cluster.close()
 

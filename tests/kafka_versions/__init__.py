@@ -11,6 +11,7 @@ from deploy.console import StackError
 from deploy.install import jars
 
 VARIABLE: Final = "TEST_KAFKA"
+TRANSACTIONS_VARIABLE: Final = "TEST_TRANSACTIONS"
 TESTS: Final = (
     "tests/contract/test_producer_and_slot.py",
     "tests/contract/test_vectors.py",
@@ -34,6 +35,14 @@ def release_of(lock: Path) -> str:
 
 # By release. Before `use`, jars.LOCKS names the broker of all other tests.
 LOCKS: Final = {release_of(path): path for path in (*sorted(Path(__file__).parent.glob("*.lock")), jars.LOCKS["kafka"])}
+
+
+def transactions() -> str:
+    """Return the setting of the service's transactions in tests with real brokers: "1", or what TEST_TRANSACTIONS has.
+
+    `auto` has them use version 2 where the brokers have it (4.0 and newer).
+    """
+    return os.environ.get(TRANSACTIONS_VARIABLE, "1")
 
 
 def running() -> str:

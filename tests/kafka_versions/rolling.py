@@ -4,8 +4,8 @@
     python -m tests.kafka_versions.rolling 4.3
 
 Three brokers, and two processes of the service that write for clients which repeat their requests. After the last
-broker, the newest metadata.version and transaction.version 2 (KIP-890) are finalized. In the end the checker of the
-fault tests reads everything, and posts every key again.
+broker, the newest metadata.version and transaction.version 2 (KIP-890) are finalized, which each process uses on its
+later connections. In the end the checker of the fault tests reads everything, and posts every key again.
 
 Exit status: 0 if every event is there once, else 1.
 """
@@ -73,7 +73,7 @@ def restart(world: World, broker: Kafka) -> None:
 
 def play(world: World, oldest: str, newest: str, say: Callable[[str], None]) -> Iterator[str]:
     """Replace each broker, and finalize the features, under load; then check. Yields what is wrong."""
-    world.start_services(2)
+    world.start_services(2, kafka_transactions="auto")
     load = world.start_load("rolling", clients=CLIENTS, keys_per_s=KEYS_PER_S)
     world.wait_acked(EACH, ACKED_S)
     say(f"{load.acked} events acknowledged by Kafka {broker_of(LOCKS[oldest])}")

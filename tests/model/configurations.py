@@ -70,6 +70,22 @@ DEFAULT: Final[dict[str, Configuration]] = {
         Faults(skip_marker=1, lose_send=1, lose_reply=1), pair=True
     ),
     "markers of a pair that never come, twice, and a crash": Configuration(Faults(skip_marker=2, kill=1), pair=True),
+    "version 2, a crash and a commit in doubt": Configuration(Faults(kill=1, lose_reply=1), bumps=True),
+    "version 2, a fence from outside": Configuration(
+        Faults(fence=1, lose_reply=1, late_marker=1, post_again=1), bumps=True
+    ),
+    "version 2, abortable transactions and failed sends": Configuration(
+        Faults(abortable=2, lose_send=1, deadline=1, post_again=1), bumps=True
+    ),
+    "version 2, a marker that never comes, and an abortable transaction": Configuration(
+        Faults(skip_marker=1, abortable=1, lose_send=1, post_again=1), bumps=True
+    ),
+    "version 2, offsets of a member that is replaced, and a marker that never comes": Configuration(
+        Faults(skip_marker=1, rebalance=1, post_again=1), offsets=True, bumps=True
+    ),
+    "version 2 is finalized amid a run with a commit in doubt": Configuration(
+        Faults(finalize=1, lose_reply=1, lose_send=1, post_again=1)
+    ),
 }
 
 # Searched completely by `python -m tests.model --deep`.
@@ -105,6 +121,24 @@ DEEP: Final[dict[str, Configuration]] = {
     ),
     "markers of a pair that never come, another key, and a fence from outside": Configuration(
         Faults(skip_marker=1, other=1, lose_send=1, fence=1), pair=True
+    ),
+    "version 2 is finalized amid a run with a crash and a marker that never comes": Configuration(
+        Faults(finalize=1, skip_marker=1, kill=1, abortable=1)
+    ),
+    "version 2, a crash, a commit in doubt and a failed send": Configuration(
+        Faults(kill=1, lose_reply=1, lose_send=1), bumps=True
+    ),
+    "version 2, an abortable transaction and a flush": Configuration(
+        Faults(abortable=1, flush=1, post_again=1), bumps=True
+    ),
+    "version 2, a marker that never comes, and another key": Configuration(
+        Faults(skip_marker=1, other=1, lose_send=1, post_again=1), bumps=True
+    ),
+    "version 2, markers of a pair that never come, and a commit in doubt": Configuration(
+        Faults(skip_marker=1, lose_send=1, lose_reply=1), pair=True, bumps=True
+    ),
+    "version 2, a split, a crash and an abortable transaction": Configuration(
+        Faults(failover=1, replicate=1, kill=1, abortable=1), split=True, take_over=False, bumps=True
     ),
     "a pair, two crashes and a commit in doubt": Configuration(
         Faults(kill=2, lose_send=1, lose_reply=1, post_again=1), pair=True, posters=(0,)
@@ -229,6 +263,18 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "offsets hang, and no ledger record names them": Mutant(
         "offsets_named", Configuration(Faults(skip_marker=1), offsets=True), MISSING, 10
+    ),
+    "what an abort left open is published by the next commit": Mutant(
+        "abort_rechecked", Configuration(Faults(skip_marker=1, abortable=1), bumps=True), TWICE, 9
+    ),
+    "a failed send of version 2 is committed over": Mutant(
+        "sends_awaited", Configuration(Faults(lose_send=1), bumps=True), MISSING, 6
+    ),
+    "a transaction of version 2 is aborted in the books only": Mutant(
+        "producer_replaced", Configuration(Faults(lose_send=1), bumps=True), TWICE, 11
+    ),
+    "the next commit of version 2 publishes what was aborted": Mutant(
+        "hanging_settled", Configuration(Faults(skip_marker=1, lose_send=1, post_again=1), bumps=True), TWICE, 11
     ),
     "nobody watches an idle slot": Mutant("stall_watched", Configuration(Faults(skip_marker=1)), STALLED, 5),
 }

@@ -47,6 +47,9 @@ def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[
             if part.txn is None:
                 forgotten = with_part(world, s, part._replace(owner=part.owner + 1, epoch=NONE))
                 yield f"the transactional id of s{s} expires", spend(forgotten, FAULT.forget_id)
+    if left[FAULT.finalize]:
+        finalized = tuple(part._replace(bumps=True) for part in world.parts)
+        yield "transactions of version 2 are finalized", spend(world._replace(parts=finalized), FAULT.finalize)
     if left[FAULT.flush]:
         store = scripts.flushed(world.stores[world.primary])
         yield f"store {world.primary} flushed", spend(with_store(world, world.primary, store), FAULT.flush)

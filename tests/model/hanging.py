@@ -44,7 +44,8 @@ def settlements(world: World, s: int, applied: int, rules: Rules) -> Iterator[tu
         data = tuple(("data", number) in partitions for number in range(len(world.copies)))
         ledger = ("ledger", s) in partitions
         marker = ENDS[verdict]
-        yield f"{verdict.value} what hangs in s{s}", kafka.mark_hung(world, s, marker, (data, ledger))
+        ended = kafka.next_epoch(kafka.mark_hung(world, s, marker, (data, ledger)), s)
+        yield f"{verdict.value} what hangs in s{s}", ended
 
 
 def _verdicts(

@@ -1,7 +1,8 @@
 """The broker: transactional ids, their transactions, and the ledger's partitions.
 
-Transactions are of version 1, as in aiokafka: a request is identified by its producer's id and epoch only, so that a
-late request applies to the producer's transaction of that time.
+A request is identified by its producer's id and epoch only, so that a late request applies to the producer's
+transaction of that time. In transactions of version 2 (KIP-890) that is one transaction: each end raises the epoch.
+There is no step that adds partitions: in version 1 it comes before the records, in version 2 each record adds its own.
 """
 
 from collections.abc import Iterator
@@ -18,17 +19,19 @@ Partitions = tuple[tuple[bool, ...], bool]
 _REFUSED: Final = "503 or 4xx was said, and then the event was committed"
 
 
-def produce(world: World, s: int, owner: int, copies: tuple[int, ...], by: int) -> World | None:
+def produce(world: World, s: int, owner: int, copies: tuple[int, ...], by: int, *, joined: bool = True) -> World | None:
     """Write events in the slot's transaction, which begins with the first. None for a fenced producer.
 
-    Their partitions belong to the transaction, also if a record does not arrive.
+    Their partitions belong to the transaction, also if a record does not arrive; not `joined`, in version 2: only those
+    of the records that arrive.
     """
     part = world.parts[s]
     if part.owner != owner:
         return None
     txn = part.txn or Txn((0,) * len(copies), NONE, 0, NONE)
     added = tuple(a + b for a, b in zip(txn.copies, copies, strict=True))
-    return with_part(world, s, part._replace(txn=txn._replace(copies=added, by=by, data=(True,) * len(copies))))
+    data = tuple(joined or bool(each) for each in added)
+    return with_part(world, s, part._replace(txn=txn._replace(copies=added, by=by, data=data)))
 
 
 def produce_other(world: World, s: int, owner: int) -> World | None:
@@ -71,7 +74,14 @@ def end(world: World, s: int, owner: int, *, markers: bool = True) -> World | No
     if world.parts[s].owner != owner or txn is None or txn.decided:
         return None
     world = with_part(_count(world, txn, txn.copies), s, world.parts[s]._replace(txn=txn._replace(decided=True)))
+    world = next_epoch(world, s)
     return write_markers(world, s) if markers else world
+
+
+def next_epoch(world: World, s: int) -> World:
+    """Raise the epoch of the slot's producer, as each end of a transaction of version 2 does."""
+    part = world.parts[s]
+    return world if not part.bumps else with_part(world, s, part._replace(owner=part.owner + 1, epoch=part.epoch + 1))
 
 
 def endings(world: World, s: int, owner: int) -> Iterator[Step]:
@@ -82,7 +92,8 @@ def endings(world: World, s: int, owner: int) -> Iterator[Step]:
     decided = end(world, s, owner)
     if decided is not None:
         yield "", decided
-        yield from _skip(world, s, COMMIT)
+        for label, skipped in _skip(world, s, COMMIT):
+            yield label, next_epoch(skipped, s)
 
 
 def write_markers(world: World, s: int) -> World:
@@ -205,7 +216,7 @@ def fences(world: World, s: int) -> Iterator[Step]:
 
 
 def abort(world: World, s: int) -> World:
-    """EndTxn(abort) of the present producer, which fences nobody."""
+    """Abort the slot's transaction under its producer's epoch, which fences nobody."""
     part = world.parts[s]
     if part.txn is None:
         return world
@@ -214,9 +225,10 @@ def abort(world: World, s: int) -> World:
 
 
 def aborts(world: World, s: int) -> Iterator[Step]:
-    """EndTxn(abort) arrives; some partitions may get no marker."""
-    yield "", abort(world, s)
-    yield from _skip(world, s, ABORT)
+    """EndTxn(abort) of the present producer arrives; some partitions may get no marker."""
+    yield "", next_epoch(abort(world, s), s)
+    for label, skipped in _skip(world, s, ABORT):
+        yield label, next_epoch(skipped, s)
 
 
 def read(ledger: tuple[int, ...], start: int, through: int) -> int | None:

@@ -28,7 +28,7 @@ from tests.model.world import (
     with_store,
     with_view,
 )
-from tests.model.writing import Step, end_term, lose_store
+from tests.model.writing import Step, end_term, follow, lose_store
 
 # The steps of a store recovery, by what has been done already.
 NONCE_WRITTEN, APPENDED, SEEN = 0, 1, 2
@@ -119,7 +119,9 @@ def _fence(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
     if not rules.producer_replaced and view.owner == world.parts[s].owner:
         yield f"p{p}: abort s{s} in the books only", with_view(world, p, s, entered)
         if not kafka.waits_for_markers(world, s):
-            yield f"p{p}: abort s{s}, same producer", with_view(kafka.abort(world, s), p, s, entered)
+            aborted = kafka.next_epoch(kafka.abort(world, s), s)
+            same = entered._replace(owner=aborted.parts[s].owner)
+            yield f"p{p}: abort s{s}, same producer", with_view(aborted, p, s, same)
     elif not kafka.waits_for_markers(world, s):
         for label, fenced in kafka.fences(world, s):
             owner = fenced.parts[s].owner
@@ -172,11 +174,12 @@ def _begin(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
     term = txn.record if rules.terms_are_offsets else world.parts[s].epoch
     begun = view._replace(state=slot_move(view.state, SlotEvent.BEGIN), term=term, last=txn.record)
     for skipped, ended in kafka.endings(sent, s, view.owner):
-        yield f"{label}: t{term}{skipped}", with_view(ended, p, s, begun)
+        yield f"{label}: t{term}{skipped}", with_view(ended, p, s, follow(begun, ended, s))
     if world.left[FAULT.late_marker]:
         unmarked = kafka.end(sent, s, view.owner, markers=False)
         assert unmarked is not None
-        yield f"{label}: t{term}, markers are late", with_view(spend(unmarked, FAULT.late_marker), p, s, begun)
+        later = with_view(spend(unmarked, FAULT.late_marker), p, s, follow(begun, unmarked, s))
+        yield f"{label}: t{term}, markers are late", later
     if world.left[FAULT.lose_reply]:
         yield f"{label}, reply lost", end_term(spend(decided, FAULT.lose_reply), p, s, rules)
 
@@ -187,7 +190,7 @@ def _settle_hung(world: World, p: int, s: int, view: View, applied: int, rules: 
         yield f"p{p}: end what hangs in s{s}: fenced", end_term(world, p, s, rules)
         return
     for label, ended in hanging.settlements(world, s, applied, rules):
-        yield f"p{p}: {label}", ended
+        yield f"p{p}: {label}", with_view(ended, p, s, follow(view, ended, s))
         if world.left[FAULT.lose_reply]:
             yield f"p{p}: {label}, reply lost", end_term(spend(ended, FAULT.lose_reply), p, s, rules)
 

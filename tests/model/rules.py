@@ -42,6 +42,7 @@ class Rules(NamedTuple):
     offsets_enclosed: bool = True  # the offsets of a group are committed by the transaction of their event
     refusal_aborts: bool = True  # a transaction whose offsets are refused is aborted
     offsets_named: bool = True  # the ledger record names the partition with the offsets
+    abort_rechecked: bool = True  # a term that goes on after an abort checks for hanging transactions again
 
 
 class Faults(NamedTuple):
@@ -68,6 +69,8 @@ class Faults(NamedTuple):
     rewind: int = 0  # the store goes back to the replica's data without a restart, after a heartbeat of every process
     misjudge: int = 0  # a store recovery begins although another store is in use
     rebalance: int = 0  # the group's member is replaced: its offsets are refused, perhaps after some of them were kept
+    abortable: int = 0  # a broker calls a transaction of version 2 abortable: its session aborts it and goes on
+    finalize: int = 0  # transactions of version 2 are finalized during the run
     move: int = 0  # a leader moves, and the old one, still connected, reports nothing open before it answers NOT_LEADER
 
 
@@ -79,6 +82,7 @@ class Configuration(NamedTuple):
 
     faults: Faults
     pair: bool = False  # an atomic pair instead of a single event
+    bumps: bool = False  # transactions are of version 2 (KIP-890)
     offsets: bool = False  # an atomic batch of one event, and of offsets, which count as the second event
     take_over: bool = True  # a process may take the slot that the other began with
     split: bool = False  # a failover may leave one process at the old store
@@ -98,7 +102,7 @@ def start(configuration: Configuration) -> World:
         processes=tuple(
             Process(0, 0, 0, None, tuple(ready if s == p else View() for s in SLOTS), None) for p in (0, 1)
         ),
-        parts=tuple(Part(0, 0, None, (0,)) for _ in SLOTS),
+        parts=tuple(Part(0, 0, None, (0,), bumps=configuration.bumps) for _ in SLOTS),
         copies=(0, 0) if configuration.pair or configuration.offsets else (0,),
         control=(0,),
         deposed=(),

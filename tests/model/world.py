@@ -170,6 +170,7 @@ class Part(NamedTuple):
     txn: Txn | None
     ledger: tuple[int, ...]  # by offset: OPEN, 1 (names the events) or 0 (names none of them, or was aborted)
     hung: tuple[Hung, ...] = ()
+    bumps: bool = False  # transactions are of version 2: each end raises the epoch
 
 
 class Store(NamedTuple):
@@ -207,6 +208,7 @@ class View(NamedTuple):
     owed: tuple[Debt, ...] = ()
     unwanted: bool = False  # a claim to release
     checked: bool = False  # in this term nothing hung in the data partitions before the first write
+    trusts: bool = False  # it writes without another check after an abort (only without the rule `abort_rechecked`)
 
 
 # The progress of a request's transaction, in SENT.

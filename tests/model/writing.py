@@ -73,6 +73,11 @@ def end_term(world: World, p: int, s: int, rules: Rules) -> World:
     return with_process(world, p, process._replace(views=put(process.views, s, view), request=request))
 
 
+def follow(view: View, ended: World, s: int) -> View:
+    """Go on with the producer that a clean EndTxn response has named: in version 2 another one."""
+    return view._replace(owner=ended.parts[s].owner)
+
+
 def lose_store(world: World, p: int, generation: int) -> World:
     """A script for `generation` met another store: the process must settle its store again."""
     process = world.processes[p]
@@ -199,11 +204,35 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
         assert partly is not None
         partly = spend(with_request(partly, p, sent), FAULT.lose_send)
         yield from _failed(f"{label}, the last is lost", partly, p, s, view, rules)
+        if world.parts[s].bumps:
+            apart = kafka.produce(writing, s, view.owner, (1,) * (count - 1) + (0,), p, joined=False)
+            assert apart is not None
+            apart = spend(with_request(apart, p, sent), FAULT.lose_send)
+            yield from _failed(f"{label}, the last is lost and has not joined", apart, p, s, view, rules)
         if not request.answered:
             for step, refused in _failed(f"{label}, the last is refused, 4xx", partly, p, s, view, rules):
                 yield step, _answer(refused, p, REFUSED)
         unsaid = spend(with_request(after, p, sent), FAULT.lose_send)
         yield from _failed(f"{label}, reply lost", unsaid, p, s, view, rules)
+    if world.left[FAULT.abortable] and world.parts[s].bumps:
+        yield from _abortable(label, spend(with_request(after, p, sent), FAULT.abortable), p, view, sent, rules)
+
+
+def _abortable(label: str, world: World, p: int, view: View, sent: Request, rules: Rules) -> Iterator[Step]:
+    """A broker answers TRANSACTION_ABORTABLE: the session aborts the transaction, and the request is sent again.
+
+    Its claim is released; without a clean reply of the store the term ends.
+    """
+    s, again = sent.slot, sent._replace(state=request_move(sent.state, RequestEvent.RETURN), slot=NONE, phase=0)
+    for skipped, aborted in kafka.aborts(world, s):
+        step = f"{label}, abortable{skipped}"
+        goes_on = follow(view._replace(checked=False, trusts=not rules.abort_rechecked), aborted, s)
+        back = with_view(with_request(aborted, p, again), p, s, goes_on)
+        yield f"{step}, release without an answer", _let_go(end_term(back, p, s, rules), p, s, view)
+        address, claims_seen = world.processes[p].address, world.processes[p].claims_seen
+        if scripts.settled(world.stores[address], address, view.generation, view.store, rules, claims_seen):
+            released = scripts.release(world.stores[address], s, view.term, rules)
+            yield f"{step}, released", with_store(back, address, released)
 
 
 def _send_offsets(label: str, world: World, p: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
@@ -228,7 +257,8 @@ def _send_offsets(label: str, world: World, p: int, view: View, request: Request
         return
     refused = _answer(spend(after, FAULT.rebalance), p, REFUSED)
     for skipped, aborted in kafka.aborts(refused, s):
-        yield f"{label}, 409{skipped}", with_view(aborted, p, s, view._replace(unwanted=True))
+        ready = follow(view._replace(unwanted=True), aborted, s)
+        yield f"{label}, 409{skipped}", with_view(aborted, p, s, ready)
 
 
 def _send_event(world: World, p: int, view: View, request: Request, rules: Rules) -> Iterator[Step]:
@@ -251,6 +281,8 @@ def _send_event(world: World, p: int, view: View, request: Request, rules: Rules
 def _meets_hung(world: World, s: int, view: View, rules: Rules, partitions: Iterable[int]) -> bool:
     """Check, before the term writes to these data partitions, whether one has an open transaction of the slot."""
     if not (rules.hanging_settled and rules.partitions_checked) or (view.checked and not rules.check_renewed):
+        return False
+    if view.trusts:
         return False
     return any(hung.copies[number] for hung in world.parts[s].hung for number in partitions)
 
@@ -311,7 +343,7 @@ def _commit(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[
     def answered(after: World) -> World:
         debt = Debt(view.generation, view.store, view.term, view.last, txn.record, 1)
         ready = view._replace(state=slot_move(view.state, SlotEvent.COMMIT), last=txn.record, owed=(*view.owed, debt))
-        after = with_view(after, p, s, ready)
+        after = with_view(after, p, s, follow(ready, after, s))
         return with_request(after, p, _open(after, p)._replace(phase=COMMITTED))
 
     for skipped, ended in kafka.endings(world, s, view.owner):
@@ -415,7 +447,7 @@ def _other(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
         offset = len(world.parts[s].ledger)
         debt = Debt(view.generation, view.store, view.term, view.last, offset, 0)
         address = world.processes[p].address
-        ended = with_view(ended, p, s, view._replace(last=offset, checked=True))
+        ended = with_view(ended, p, s, follow(view._replace(last=offset, checked=True), ended, s))
         claims_seen = world.processes[p].claims_seen
         if scripts.settled(ended.stores[address], address, view.generation, view.store, rules, claims_seen):
             yield f"{label}{skipped}", with_store(ended, address, scripts.mark(ended.stores[address], s, debt, rules))

@@ -1,7 +1,7 @@
 """Fake brokers for a producer's session, and producers that use them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,11 +24,18 @@ from aiokafka.structs import TopicPartition
 
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
-from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, TxnOffsetCommit, partition_of_group
-from service.kafka.inspection import DescribeProducers
+from service.kafka.group_offsets import (
+    OFFSETS_TOPIC,
+    GroupOffsets,
+    TxnOffsetCommit,
+    TxnOffsetCommitAndAdd,
+    partition_of_group,
+)
+from service.kafka.inspection import DescribeProducers, DescribeTransactions
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed
 from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.protocol import EndedAndBumped, EndTxnAndBumpRequest, ProduceAndAddRequest, Produced
 from service.kafka.session import ProducerSession, Record, RecordMetadata
 
 LEDGER = ("ns.ledger", 0)
@@ -46,8 +53,15 @@ def record(topic: str, partition: int = 0, value: bytes = b"1", most: int = 10**
 
 
 def topics_of(request: Any) -> list[Any]:
-    """Return the topics that a request of aiokafka names; it has no public name for them."""
-    return request._topics  # type: ignore[no-any-return]
+    """Return the topics that a request names; one of aiokafka has no public name for them."""
+    topics: list[Any] = [*(request.topics if isinstance(request, ProduceAndAddRequest) else request._topics)]
+    return topics
+
+
+class DescribedTransactions(NamedTuple):
+    """The response to a DescribeTransactions request."""
+
+    transactions: list[tuple[Any, ...]]
 
 
 class DescribedProducers(NamedTuple):
@@ -89,6 +103,12 @@ class FakeClient:
         self.coordinator_hangs = False  # the leader of a group's partition answers nothing about it
         self.offsets_committed: Callable[[str, int], int] = lambda topic, partition: 0  # and of TxnOffsetCommit
         self.refused: dict[Partition, int] = {}  # error codes in DescribeProducers responses
+        self.versions: dict[int, int] = {}  # transaction.version, by the node that has told it
+        self.states: list[str] = []  # the next states of the transactional id's transaction; then "Ongoing"
+        self.next_producer: tuple[int, int] | None = None  # in the response to an EndTxn of version 5
+
+    def transaction_version(self, node: int) -> int:
+        return self.versions.get(node, 0) if self.connected else 0
 
     def connection(self, node: int) -> object | None:
         return self if self.connected else None
@@ -125,6 +145,36 @@ class FakeClient:
     async def send(self, node: int, request: Any) -> Any:
         self.requests.append((node, request))
         await asyncio.sleep(0)
+        return await (self._of_version_2(request) or self._of_version_1(request))
+
+    def _of_version_2(self, request: Any) -> Coroutine[Any, Any, Any] | None:
+        match request:
+            case DescribeTransactions():
+                return self._describe(request)
+            case EndTxnAndBumpRequest():
+                return self._end_and_bump(request)
+            case ProduceAndAddRequest():
+                return self._produce_and_add(request)
+        return None
+
+    async def _describe(self, request: DescribeTransactions) -> DescribedTransactions:
+        state = self.states.pop(0) if self.states else "Ongoing"
+        return DescribedTransactions([(0, request.transactional_id, state, 1, 1, 7, 0, [], {})])
+
+    async def _end_and_bump(self, request: EndTxnAndBumpRequest) -> EndedAndBumped:
+        self.open_in = {}
+        code = await self._meet(self.ended)
+        following = self.next_producer or (request.producer_id, request.producer_epoch + 1)
+        return EndedAndBumped(0, code, *((-1, -1) if code else following))
+
+    async def _produce_and_add(self, request: ProduceAndAddRequest) -> Produced:
+        rows = [
+            (topic, [await self._row(topic, partition) for partition, _ in batches])
+            for topic, batches in topics_of(request)
+        ]
+        return Produced(rows, self.throttle_ms)
+
+    async def _of_version_1(self, request: Any) -> Any:
         match request:
             case AddPartitionsToTxnRequest():
                 rows = [(topic, [(n, self.added(topic, n)) for n in numbers]) for topic, numbers in topics_of(request)]
@@ -136,7 +186,7 @@ class FakeClient:
                 )
             case AddOffsetsToTxnRequest():
                 return AddOffsetsToTxnResponse_v0(0, await self._meet(self.offsets_added))
-            case TxnOffsetCommit():
+            case TxnOffsetCommit() | TxnOffsetCommitAndAdd():
                 await self._meet(None if self.coordinator_hangs else 0)
                 return self._committed(request.offsets)
             case EndTxnRequest():
@@ -181,13 +231,13 @@ class FakeClient:
         met = await self._meet(self.of_ledger if (topic, partition) == LEDGER else self.produced(topic, partition))
         return (partition, met, -1, -1, 0) if isinstance(met, int) else (partition, 0, met.offset, met.timestamp, 0)
 
-    def sent(self, kind: type) -> list[Any]:
+    def sent(self, kind: type | tuple[type, ...]) -> list[Any]:
         return [request for _, request in self.requests if isinstance(request, kind)]
 
     def batches(self, topic: str) -> list[tuple[int, int, list[bytes | None]]]:
         """List partition, base sequence and values of each batch that was sent to a topic."""
         found = []
-        for request in self.sent(ProduceRequest):
+        for request in self.sent((ProduceRequest, ProduceAndAddRequest)):
             for name, batches in topics_of(request):
                 for partition, raw in batches:
                     batch = DefaultRecordBatch(bytes(raw))
@@ -210,10 +260,13 @@ def fake_inside(session: ProducerSession) -> FakeClient:
     return fake
 
 
-def transactional(timeout_ms: int = 600, *, clear: bool = True) -> tuple[TransactionalProducer, FakeClient]:
+def transactional(
+    timeout_ms: int = 600, *, clear: bool = True, epoch: int = 0
+) -> tuple[TransactionalProducer, FakeClient]:
     """Make a producer and its brokers; `clear`: the usual partitions are known to have no open transaction."""
     producer = TransactionalProducer(cluster(timeout_ms), "ns.slot.0", timeout_ms)
     fake = fake_inside(producer._session)
+    producer._session.epoch = epoch
     if clear:
         producer._open_check.note([LEDGER, *((topic, number) for topic in USUAL for number in range(3))])
     return producer, fake

@@ -61,6 +61,18 @@ def test_the_features_of_a_broker_are_read_of_a_tagged_field() -> None:
     assert supported_features(b"") == {}
 
 
+def test_transactions_of_version_2_need_a_patch_level_without_their_faults() -> None:
+    """A broker tells its release and the finalized features, and no patch level."""
+    told = {1: 33, 2: 25, 3: 29, 4: 21, 5: None}
+    found = list(check_brokers.transactions({1: 2, 2: 2, 3: 2, 4: 0, 5: 0}, told, "auto"))
+    assert [(each.level, "KAFKA-19" in each.change) for each in found if each.level is not Level.OK] == [
+        (Level.WARNING, True)
+    ] * 2
+    assert "4.0" in str(found)
+    assert "4.2" in str(found)
+    assert {each.level for each in check_brokers.transactions({2: 2, 3: 2}, told, "1")} == {Level.OK}
+
+
 def test_brokers_that_skip_markers_are_named() -> None:
     """By the version of WriteTxnMarkers, which is higher since 4.2; a broker that reports none is older."""
     found = list(check_brokers.transaction_markers({1: {27: 2}, 2: {27: 1}, 3: {}, 4: {27: 3}}))

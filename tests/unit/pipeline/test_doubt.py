@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from service.claims.redis_store import StoreGeneration
-from service.claims.states import Claimed, Delivered
+from service.claims.states import Claimed, Delivered, SlotState
 from service.contract.wire import KEY_HEADER
 from service.core.problems import (
     IN_PROGRESS,
@@ -24,7 +24,7 @@ from service.core.problems import (
     StoreUnanswered,
 )
 from service.kafka.admin import Topic
-from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
+from service.kafka.outcomes import RecordError, TransactionAborted, TransactionFailed, TransactionOutcome
 from service.kafka.session import Record, RecordMetadata
 from service.pipeline.request import Committed
 from service.pipeline.writer import ABORTED_PAUSE_S
@@ -301,6 +301,32 @@ async def test_requests_of_a_transaction_that_was_aborted_before_its_commit_are_
     assert not again.replayed
     written = [key for keys in world.keys_written(1) for key in keys]
     assert sorted(written) == ["fine", "gone", "hangs"]
+    await ended(serving)
+
+
+@pytest.mark.parametrize("step", ["write", "commit"])
+async def test_a_group_whose_transaction_was_abortable_is_sent_again_in_the_same_term(step: str) -> None:
+    world = World()
+    slot = await world.slot()
+    term = slot.term
+    world.producers[0].trouble.before[step].append(TransactionAborted("a broker said so"))
+    serving = world.serve(slot)
+    assert isinstance(await world.submit("a"), Committed)
+    assert (slot.term, slot.state, len(world.producers)) == (term, SlotState.READY, 1)
+    assert world.keys_written() == [["a"]]
+    await ended(serving)
+
+
+async def test_a_group_whose_transaction_was_abortable_waits_for_the_recovery_if_its_claims_may_stand() -> None:
+    world = World()
+    slot = await world.slot()
+    world.producers[0].trouble.before["write"].append(TransactionAborted("a broker said so"))
+    world.keys.trouble.before["release"].append(StoreAway("a test"))
+    answer = world.submit("a")
+    assert isinstance(await end_of_term(world.serve(slot)), StoreUnanswered)
+    assert not answer.done()
+    serving = await world.serve_again(slot)
+    assert isinstance(await answer, Committed)
     await ended(serving)
 
 

@@ -1,0 +1,407 @@
+"""Tests transactions of version 2 (KIP-890): the bytes of their requests, and a producer's session with them."""
+
+import asyncio
+import struct
+from typing import Any
+
+import pytest
+from aiokafka.errors import ConcurrentTransactions, NotLeaderForPartitionError
+from aiokafka.protocol.transaction import AddOffsetsToTxnRequest
+from aiokafka.record.default_records import DefaultRecordBatch
+
+from service.kafka.group_offsets import (
+    OFFSETS_TOPIC,
+    GroupOffsets,
+    Position,
+    TxnOffsetCommit,
+    TxnOffsetCommit_v5,
+    TxnOffsetCommitAndAdd,
+    partition_of_group,
+)
+from service.kafka.hanging import RecordCoordinates
+from service.kafka.inspection import DescribeProducers, DescribeTransactions
+from service.kafka.outcomes import (
+    TRANSACTION_ABORTABLE,
+    OffsetsRefused,
+    TransactionAborted,
+    TransactionFailed,
+    TransactionOutcome,
+)
+from service.kafka.producer import TransactionalProducer
+from service.kafka.protocol import (
+    CODECS,
+    AddPartitionsToTxnRequest,
+    ApiVersionsRequest,
+    EndedAndBumped,
+    EndTxnAndBumpRequest,
+    EndTxnRequest,
+    Features,
+    ProduceAndAddRequest,
+    Produced,
+    ProduceRequest,
+)
+from service.kafka.session import RecordMetadata
+from tests.unit.fake_brokers import GONE, LEDGER, FakeClient, Met, failure, record, topics_of, transactional, write
+
+CONCURRENT: int = ConcurrentTransactions.errno
+OFFSETS = GroupOffsets("g", "member-1", 7, (Position("a", 0, 5),))
+OF_GROUP = OFFSETS_TOPIC, partition_of_group("g", 3)
+ILLEGAL_GENERATION = 22
+
+# ------------------------------------------------------------------------------------------------------- the bytes
+
+
+def framed(request: Any) -> bytes:
+    size, pieces = CODECS[type(request)].frame(request, 5, "me")
+    message = b"".join(pieces)
+    assert struct.unpack(">i", message[:4]) == (size,) == (len(message) - 4,)
+    return message[4:]
+
+
+def head(api_key: int, version: int) -> bytes:
+    """Make a request header of version 2: the client id is no compact string, and no tags follow."""
+    return struct.pack(">hhi", api_key, version, 5) + b"\0\2me" + b"\0"
+
+
+def test_a_produce_of_version_12_has_compact_fields_and_tags() -> None:
+    """ProduceRequest.json: TransactionalId, Acks, TimeoutMs, TopicData [Name, PartitionData [Index, Records]]."""
+    request = ProduceAndAddRequest("ns.slot.0", -1, 200, [("t", [(1, b"abc"), (2, bytes(200))])])
+    assert framed(request) == head(0, 12) + (
+        b"\x0ans.slot.0" + b"\xff\xff" + b"\0\0\0\xc8" + b"\2"
+        b"\2t" + b"\3" + b"\0\0\0\1" + b"\4abc" + b"\0" + b"\0\0\0\2" + b"\xc9\1" + bytes(200) + b"\0" + b"\0" + b"\0"
+    )
+
+
+def test_an_end_txn_of_version_5_has_a_compact_name_and_tags() -> None:
+    """EndTxnRequest.json: TransactionalId, ProducerId, ProducerEpoch, Committed."""
+    for commit, encoded in ((True, b"\1"), (False, b"\0")):
+        request = EndTxnAndBumpRequest("ns.slot.0", 12, 3, commit)
+        assert framed(request) == head(26, 5) + b"\x0ans.slot.0" + bytes(7) + b"\x0c" + b"\0\3" + encoded + b"\0"
+
+
+def test_an_api_versions_request_names_the_client() -> None:
+    """ApiVersionsRequest.json: ClientSoftwareName, ClientSoftwareVersion."""
+    assert framed(ApiVersionsRequest()) == head(18, 3) + b"\x0afencepost" + b"\x021" + b"\0"
+
+
+def test_offsets_of_version_5_have_the_fields_of_version_3() -> None:
+    request = TxnOffsetCommitAndAdd("ns.slot.0", 12, 3, GroupOffsets("g", "m", 7, (Position("t", 1, 5, "x"),), "i"))
+    prepared = request.prepare({28: (0, 5)})
+    assert (prepared.API_KEY, prepared.API_VERSION) == (28, 5)
+    assert request.build(TxnOffsetCommit_v5).encode() == (
+        b"\x0ans.slot.0\x02g" + bytes(7) + b"\x0c\0\3\0\0\0\7\x02m\x02i"
+        b"\x02\x02t\x02\0\0\0\1" + bytes(7) + b"\5\xff\xff\xff\xff\x02x\0\0\0"
+    )
+
+
+ROW = struct.pack(">ihqqq", 1, 0, 77, 99, 3)
+# Responses: correlation id and tags of the header, then the body.
+PRODUCED = (
+    b"\0\0\0\5" + b"\0" + b"\2" + b"\2t" + b"\3"
+    + ROW + b"\1" + b"\0" + b"\0"
+    + struct.pack(">ihqqq", 2, 87, -1, -1, -1)
+    + b"\2" + b"\0\0\0\0" + b"\4bad" + b"\0" + b"\4why" + b"\1\0\5" + bytes(5)
+    + b"\0" + b"\0\0\0\x09" + b"\0"
+)  # fmt: skip
+ENDED = b"\0\0\0\5" + b"\0" + struct.pack(">ihqh", 9, 0, 12, 4) + b"\0"
+# Tags 0 to 2: the supported features, the epoch of the finalized ones, and these.
+FINALIZED = b"\3" + b"\x11metadata.version" + b"\0\x1d\0\x1d\0" + b"\x14transaction.version" + b"\0\2\0\0\0"
+VERSIONS = (
+    b"\0\0\0\5" + b"\0\0" + b"\3" + struct.pack(">hhh", 0, 0, 13) + b"\0" + struct.pack(">hhh", 26, 0, 5) + b"\0"
+    + b"\0\0\0\0" + b"\3" + b"\0\1\1" + b"\1\x08" + struct.pack(">q", 4) + b"\2" + bytes([len(FINALIZED)]) + FINALIZED
+)  # fmt: skip
+
+
+def test_responses_of_flexible_versions_are_decoded() -> None:
+    produced = CODECS[ProduceAndAddRequest].decode(PRODUCED)
+    assert produced == Produced([("t", [(1, 0, 77, 99, 3), (2, 87, -1, -1, -1)])], 9)
+    assert CODECS[EndTxnAndBumpRequest].decode(ENDED) == EndedAndBumped(9, 0, 12, 4)
+    assert CODECS[ApiVersionsRequest].decode(VERSIONS) == Features(0, 2)
+
+
+def test_features_without_an_epoch_are_unknown_and_an_older_broker_answers_in_version_0() -> None:
+    decode = CODECS[ApiVersionsRequest].decode
+    assert decode(VERSIONS.replace(struct.pack(">q", 4), struct.pack(">q", -1))) == Features(0, 0)
+    assert decode(b"\0\0\0\5" + b"\0\0" + b"\1" + b"\0\0\0\0" + b"\0") == Features(0, 0)
+    assert decode(b"\0\0\0\5" + struct.pack(">hihhh", 35, 1, 18, 0, 2)) == Features(35, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "response"),
+    [(ProduceAndAddRequest, PRODUCED), (EndTxnAndBumpRequest, ENDED), (ApiVersionsRequest, VERSIONS)],
+)
+def test_a_truncated_response_is_an_error(kind: type, response: bytes) -> None:
+    for cut in range(4, len(response)):
+        with pytest.raises((struct.error, UnicodeDecodeError)):
+            CODECS[kind].decode(response[:cut])
+
+
+# ----------------------------------------------------------------------------------------------------- the session
+
+
+def version_2(*nodes: int, epoch: int = 0) -> tuple[TransactionalProducer, FakeClient]:
+    """Make a producer; its coordinator, node 1, and these nodes have finalized transactions of version 2."""
+    producer, kafka = transactional(epoch=epoch)
+    kafka.versions = dict.fromkeys({1, *nodes}, 2)
+    return producer, kafka
+
+
+def kinds(kafka: FakeClient) -> list[type]:
+    return [type(request) for _, request in kafka.requests if not isinstance(request, DescribeProducers)]
+
+
+def writers(kafka: FakeClient) -> list[tuple[int, int, int]]:
+    """List the producer id, epoch and base sequence of each batch that was sent."""
+    found = []
+    for request in kafka.sent((ProduceRequest, ProduceAndAddRequest)):
+        for _, batches in topics_of(request):
+            for _, raw in batches:
+                batch = DefaultRecordBatch(bytes(raw))
+                found.append((batch.producer_id, batch.producer_epoch, batch.base_sequence))
+    return found
+
+
+async def test_a_transaction_is_three_requests_and_the_epoch_rises_with_each_commit() -> None:
+    """Each epoch's sequence numbers begin at 0, and its own commit names it."""
+    producer, kafka = version_2()
+    for epoch in range(3):
+        assert producer.epoch == epoch
+        producer.begin_early([("a", 0), LEDGER])
+        await write(producer, record("a", 0), record("a", 0))
+    assert kinds(kafka) == [ProduceAndAddRequest, ProduceAndAddRequest, EndTxnAndBumpRequest] * 3
+    assert writers(kafka) == [(7, epoch, 0) for epoch in range(3) for _ in "ab"]
+    assert [request.producer_epoch for request in kafka.sent(EndTxnAndBumpRequest)] == [0, 1, 2]
+
+
+async def test_a_new_producer_id_comes_with_the_last_epoch_s_commit() -> None:
+    producer, kafka = version_2(epoch=32_766)
+    kafka.next_producer = (8, 0)
+    await write(producer, record("a"))
+    assert (producer.producer_id, producer.epoch) == (8, 0)
+    kafka.next_producer = None
+    await write(producer, record("a"))
+    assert writers(kafka) == [(7, 32_766, 0)] * 2 + [(8, 0, 0)] * 2
+    assert kafka.sent(EndTxnAndBumpRequest)[1].producer_id == 8
+
+
+async def test_an_end_without_the_next_producer_is_unknown() -> None:
+    producer, kafka = version_2()
+    kafka.next_producer = (-1, -1)
+    failed = await failure(producer, record("a"))
+    assert failed.outcome is TransactionOutcome.UNKNOWN
+
+
+async def test_a_partition_of_a_broker_without_version_2_is_added_by_the_coordinator() -> None:
+    """During a roll, or where a connection is older than the finalized feature."""
+    producer, kafka = version_2()
+    kafka.leaders["b", 0] = 3
+    await write(producer, record("a"), record("b"))
+    (add,) = kafka.sent(AddPartitionsToTxnRequest)
+    assert topics_of(add) == [("b", [0])]
+    assert [(node, type(request)) for node, request in kafka.requests[1:3]] == [
+        (1, ProduceAndAddRequest),
+        (3, ProduceRequest),
+    ]
+
+
+async def test_without_a_coordinator_of_version_2_every_partition_is_added_and_the_epoch_stays() -> None:
+    producer, kafka = transactional()
+    kafka.versions = {3: 2}
+    kafka.leaders["a", 0] = 3
+    await write(producer, record("a"))
+    await write(producer, record("a"))
+    assert kinds(kafka) == [AddPartitionsToTxnRequest, ProduceRequest, ProduceRequest, EndTxnRequest] * 2
+    assert writers(kafka) == [(7, 0, 0), (7, 0, 0), (7, 0, 1), (7, 0, 1)]
+
+
+async def test_a_producer_goes_over_to_version_2_with_the_next_transaction_after_a_reconnect() -> None:
+    """And back: the next one goes on with the epoch and the sequence numbers that an EndTxn of version 1 has left."""
+    producer, kafka = transactional()
+    await write(producer, record("a"))
+    kafka.versions = {1: 2}
+    await write(producer, record("a"))
+    kafka.versions = {}
+    await write(producer, record("a"))
+    await write(producer, record("a"))
+    assert writers(kafka) == [(7, 0, 0)] * 2 + [(7, 0, 1)] * 2 + [(7, 1, 0)] * 2 + [(7, 1, 1)] * 2
+
+
+async def test_a_batch_waits_while_the_markers_of_the_last_transaction_are_written() -> None:
+    """The same bytes again: the broker has appended nothing of a batch whose partition it could not add."""
+    producer, kafka = version_2()
+    waits = {("a", 0): 3, ("b", 0): 0}
+
+    def produced(topic: str, partition: int) -> Met:
+        if waits[topic, partition]:
+            waits[topic, partition] -= 1
+            return CONCURRENT
+        return RecordMetadata(4, -1)
+
+    kafka.produced = produced
+    assert await write(producer, record("a"), record("b")) == [RecordMetadata(4, 5)] * 2
+    assert [len(kafka.batches(topic)) for topic in ("a", "b")] == [4, 1]
+    assert {sequence for _, sequence, _ in kafka.batches("a")} == {0}
+
+
+async def test_the_first_batch_of_a_partition_is_taken_before_its_others_are_sent() -> None:
+    """A later one could be appended before it: the first would then be out of sequence."""
+    producer, kafka = version_2()
+    codes = [CONCURRENT, CONCURRENT]
+    kafka.produced = lambda topic, partition: codes.pop() if codes else RecordMetadata(4, -1)
+    await write(producer, *[record("a", 0, b"x" * 300, most=500) for _ in range(3)])
+    assert [sequence for _, sequence, _ in kafka.batches("a")] == [0, 0, 0, 1, 2]
+    assert kinds(kafka) == [ProduceAndAddRequest] * 3 + [ProduceRequest] * 2 + [
+        ProduceAndAddRequest,
+        EndTxnAndBumpRequest,
+    ]
+
+
+async def test_a_first_batch_that_fails_is_followed_by_no_other() -> None:
+    producer, kafka = version_2()
+    kafka.produced = lambda topic, partition: 7
+    failed = await failure(producer, *[record("a", 0, b"x" * 300, most=500) for _ in range(3)])
+    assert (failed.outcome, set(failed.stuck)) == (TransactionOutcome.ABORTED, {"a"})
+    assert len(kafka.batches("a")) == 1
+
+
+async def test_a_batch_joins_at_the_new_leader_where_the_former_one_refused_it() -> None:
+    producer, kafka = version_2()
+
+    def moves(topic: str, partition: int) -> Met:
+        first = kafka.leaders.setdefault(("a", 0), 2) and len(kafka.batches("a")) == 1
+        return NotLeaderForPartitionError.errno if first else RecordMetadata(1, -1)
+
+    kafka.produced = moves
+    await write(producer, record("a"))
+    sends = [(node, type(each)) for node, each in kafka.requests if isinstance(each, ProduceAndAddRequest)]
+    assert sends == [(1, ProduceAndAddRequest), (2, ProduceAndAddRequest), (1, ProduceAndAddRequest)]
+    assert not kafka.sent(ProduceRequest), "a former leader adds no partition"
+
+
+async def test_a_commit_without_an_answer_is_unknown_and_the_producer_is_dead() -> None:
+    producer, kafka = version_2()
+    kafka.ended = GONE
+    failed = await failure(producer, record("a"))
+    assert failed.outcome is TransactionOutcome.UNKNOWN
+    assert producer.epoch == 0
+    again = await failure(producer, record("a"))
+    assert "closed" in str(again)
+    assert len(kafka.sent(EndTxnAndBumpRequest)) == 1
+
+
+async def test_a_hanging_transaction_is_ended_by_a_transaction_that_adds_its_partitions() -> None:
+    """No Produce adds a partition to a transaction without data."""
+    producer, kafka = version_2()
+    kafka.open_in = {("a", 0): 3}
+    await producer.write_missing_markers([("a", 0)], commit=True)
+    assert kinds(kafka)[:2] == [AddPartitionsToTxnRequest, EndTxnAndBumpRequest]
+    assert producer.epoch == 1
+
+
+# -------------------------------------------------------------------------------------------- offsets of a group
+
+
+async def test_offsets_add_their_partition_by_themselves() -> None:
+    producer, kafka = version_2()
+    assert await producer.commit_offsets(OFFSETS) == RecordCoordinates(OF_GROUP, 55)
+    await write(producer, record("a"))
+    assert kinds(kafka) == [TxnOffsetCommitAndAdd, ProduceAndAddRequest, ProduceAndAddRequest, EndTxnAndBumpRequest]
+    (commit,) = kafka.sent(TxnOffsetCommitAndAdd)
+    assert commit.epoch == 0
+
+
+async def test_offsets_wait_for_the_markers_of_the_last_transaction() -> None:
+    producer, kafka = version_2()
+    codes = [CONCURRENT, CONCURRENT]
+    kafka.offsets_committed = lambda topic, partition: codes.pop() if codes else 0
+    await producer.commit_offsets(OFFSETS)
+    assert len(kafka.sent(TxnOffsetCommitAndAdd)) == 3
+
+
+async def test_a_group_whose_coordinator_lacks_version_2_is_added_by_the_transaction_s() -> None:
+    producer, kafka = version_2()
+    kafka.leaders[OF_GROUP] = 3
+    await producer.commit_offsets(OFFSETS)
+    assert kinds(kafka)[:2] == [AddOffsetsToTxnRequest, TxnOffsetCommit]
+
+
+async def test_refused_offsets_are_aborted_under_an_epoch_of_their_own() -> None:
+    """A late request of them cannot join the next transaction, also if it had not joined this one."""
+    producer, kafka = version_2()
+    kafka.offsets_committed = lambda topic, partition: ILLEGAL_GENERATION
+    kafka.states = ["PrepareCommit", "PrepareCommit", "CompleteCommit"]
+    with pytest.raises(OffsetsRefused):
+        await producer.commit_offsets(OFFSETS)
+    assert kinds(kafka) == [TxnOffsetCommitAndAdd, *[DescribeTransactions] * 3, EndTxnAndBumpRequest]
+    (end,) = kafka.sent(EndTxnAndBumpRequest)
+    assert end.transaction_result is False
+    assert producer.epoch == 1
+    await write(producer, record("a"))
+    assert writers(kafka) == [(7, 1, 0)] * 2
+
+
+# --------------------------------------------------------------------------------------------- TRANSACTION_ABORTABLE
+
+
+@pytest.mark.parametrize("step", ["data", "ledger", "offsets"])
+async def test_an_abortable_transaction_is_aborted_and_the_session_goes_on(step: str) -> None:
+    """Before the next write the leaders are asked again: the abort may have left out a marker."""
+    producer, kafka = version_2()
+    if step == "data":
+        kafka.produced = lambda topic, partition: TRANSACTION_ABORTABLE
+    elif step == "ledger":
+        kafka.of_ledger = TRANSACTION_ABORTABLE
+    else:
+        kafka.offsets_committed = lambda topic, partition: TRANSACTION_ABORTABLE
+    with pytest.raises(TransactionAborted):
+        await (producer.commit_offsets(OFFSETS) if step == "offsets" else write(producer, record("a")))
+    assert [end.transaction_result for end in kafka.sent(EndTxnAndBumpRequest)] == [False]
+    asked = len(kafka.sent(DescribeProducers))
+    kafka.produced, kafka.of_ledger = lambda topic, partition: RecordMetadata(4, -1), RecordMetadata(9, -1)
+    await write(producer, record("a"))
+    assert [end.transaction_result for end in kafka.sent(EndTxnAndBumpRequest)] == [False, True]
+    assert producer.epoch == 2
+    assert len(kafka.sent(DescribeProducers)) > asked
+
+
+async def test_what_an_abort_left_open_is_met_before_the_next_commit() -> None:
+    producer, kafka = version_2()
+    kafka.produced = lambda topic, partition: TRANSACTION_ABORTABLE
+    with pytest.raises(TransactionAborted):
+        await write(producer, record("a"))
+    kafka.open_in = {("a", 0): 3}
+    failed = await failure(producer, record("a"))
+    assert set(failed.hanging) == {("a", 0)}
+
+
+@pytest.mark.parametrize("why", ["version 1", "a batch without an answer", "the abort fails", "the commit"])
+async def test_an_abortable_transaction_ends_the_session_unless_its_abort_is_clean(why: str) -> None:
+    producer, kafka = version_2(2)
+    kafka.leaders["b", 0] = 2
+    kafka.produced = lambda topic, partition: TRANSACTION_ABORTABLE
+    match why:
+        case "version 1":
+            kafka.versions = {}
+        case "a batch without an answer":
+            kafka.produced = lambda topic, partition: GONE if topic == "b" else TRANSACTION_ABORTABLE
+        case "the abort fails":
+            kafka.ended = GONE
+        case "the commit":
+            kafka.produced = lambda topic, partition: RecordMetadata(4, -1)
+            kafka.ended = TRANSACTION_ABORTABLE
+    with pytest.raises(TransactionFailed) as failed:
+        await write(producer, record("a"), record("b"))
+    assert not failed.value.stuck or why == "a batch without an answer"
+    expected = TransactionOutcome.UNKNOWN if why == "the commit" else TransactionOutcome.ABORTED
+    assert failed.value.outcome is expected
+    with pytest.raises(TransactionFailed, match="closed"):
+        await write(producer, record("a"))
+
+
+async def test_a_silent_abort_of_an_abortable_transaction_ends_the_session() -> None:
+    producer, kafka = version_2()
+    kafka.produced = lambda topic, partition: TRANSACTION_ABORTABLE
+    kafka.ended = None
+    async with asyncio.timeout(5):
+        failed = await failure(producer, record("a"))
+    assert failed.outcome is TransactionOutcome.ABORTED
