@@ -27,6 +27,7 @@ NAMES = (
     "batch",
     "streams",
     "single",
+    "transactions",
     "replay",
     "guarantee",
     "sizes",

@@ -1,0 +1,73 @@
+"""(t) Kafka's transactions of version 1 against version 2 (KIP-890), on one broker in one run.
+
+Two processes of the service in namespaces of their own, one with FENCEPOST_KAFKA_TRANSACTIONS=1: in turn one client
+that waits for each answer, and wrk with 64 connections. CPU is the broker's, from /proc/PID/stat.
+"""
+
+import contextlib
+
+from tests.bench.client import OneClient
+from tests.bench.rows import Row, quantile, ratios
+from tests.bench.single import one_by_one
+from tests.bench.stage import Stage, Target
+from tests.bench.wrk import Loaded
+
+CONNECTIONS = 64
+VERSIONS = {"version 1": "1", "version 2": "auto"}
+
+
+class _Side:
+    """The runs of one version: one client's median (ms), loads, and the broker's CPU (ms) a transaction in each."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.p50_ms: list[float] = []
+        self.runs: list[Loaded] = []
+        self.broker_ms: list[float] = []
+        self.events_each: list[float] = []
+
+    def one_client(self, count: int) -> None:
+        with OneClient(self.target.service.port) as client:
+            self.p50_ms.append(quantile(one_by_one(self.target, client, count), 0.5))
+        self.target.answered += count
+
+    def load(self, seconds: float) -> None:
+        before = self.target.groups()
+        self.runs.append(self.target.load(seconds, CONNECTIONS))
+        events, transactions = (after - then for after, then in zip(self.target.groups(), before, strict=True))
+        self.events_each.append(events / transactions)
+        self.broker_ms.append(self.target.kafka_us * events / transactions / 1000)
+
+
+def measure(stage: Stage) -> list[Row]:
+    seconds, rounds, count = stage.pick(1, 5, 9), stage.pick(1, 5, 9), stage.pick(50, 400)
+    with contextlib.ExitStack() as stack:
+        sides = {
+            name: _Side(stack.enter_context(stage.target(kafka_transactions=setting)))
+            for name, setting in VERSIONS.items()
+        }
+        for side in sides.values():
+            side.target.warm_up(stage.pick(1, 4), CONNECTIONS)
+        for number in range(rounds):
+            order = [*sides.values()][:: 1 if number % 2 else -1]
+            for side in order:
+                side.one_client(count)
+            for side in order:
+                side.load(seconds)
+        for side in sides.values():
+            side.target.check()
+    rows: list[Row] = []
+    for name, side in sides.items():
+        rows += [
+            Row(f"one client, p50, {name}", "ms", side.p50_ms),
+            Row(f"exactly-once POSTs, {CONNECTIONS} connections, {name}", "/s", [run.rate for run in side.runs]),
+            Row(f"p99, {CONNECTIONS} connections, {name}", "ms", [run.p99_ms for run in side.runs]),
+            Row(f"POSTs a transaction, {name}", "", side.events_each),
+            Row(f"the broker's CPU a transaction, {name}", "ms", side.broker_ms),
+        ]
+    first, second = sides.values()
+    return [
+        *rows,
+        Row("one client's p50, version 2 over 1", "x", ratios(second.p50_ms, first.p50_ms)),
+        Row("the broker's CPU a transaction, version 2 over 1", "x", ratios(second.broker_ms, first.broker_ms)),
+    ]
