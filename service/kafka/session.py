@@ -284,7 +284,7 @@ class ProducerSession:
         A later batch could else be appended before the first, which waits for the previous transaction's markers. Where
         a first batch has failed, the later ones are not sent.
         """
-        if self.joining.isdisjoint(batch.partition for batch in batches):
+        if not self.joining or self.joining.isdisjoint(batch.partition for batch in batches):
             await self._send_once(batches, leaders, acks_timeout_ms)
             return
         first: dict[Partition, RecordBatch] = {}
