@@ -12,6 +12,7 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from deploy.stack import Kafka, StackError, free_port
+from service.kafka.group_offsets import OFFSETS_TOPIC, partition_of_group
 from tests.faults.proxy import Proxy
 
 THREE: Final = 3
@@ -146,6 +147,17 @@ class Cluster:
             self.admin().list_topics(_TRANSACTION_LOG, timeout=_ANSWER_S).topics[_TRANSACTION_LOG].partitions
         )
         return self.leader(_TRANSACTION_LOG, (_java_hash(transactional_id) & 0x7FFFFFFF) % partitions)
+
+    def group_coordinator(self, group: str) -> Kafka:
+        """Find the coordinator of a consumer group: the leader of its partition of the topic of offsets.
+
+        Raises:
+            KeyError: the topic is not there yet.
+        """
+        partitions = len(self.admin().list_topics(OFFSETS_TOPIC, timeout=_ANSWER_S).topics[OFFSETS_TOPIC].partitions)
+        if not partitions:
+            raise KeyError(OFFSETS_TOPIC)
+        return self.leader(OFFSETS_TOPIC, partition_of_group(group, partitions))
 
 
 def _java_hash(text: str) -> int:

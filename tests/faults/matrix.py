@@ -30,7 +30,8 @@ a row need not start again what it killed; the measured recovery is then that of
 another path from the service to its servers starts its own processes: `@row(title, services=0, load=False)`, then
 `world.start_services(2, kafka="127.0.0.1:…", env={…})` and `world.start_load()`; it registers what it opens for them
 with `world.exits` (an ExitStack, closed after the services have ended). `world.service(argv_prefix=[…])` puts a command
-before the program (`ip netns exec …`).
+before the program (`ip netns exec …`). `world.start_processors(2)` starts members of a consumer group beside the
+clients; their invoices and offsets are checked in the end, and count for the recovery.
 
 `python -m tests.faults matrix [ROW…]` plays rows and writes `results/matrix.md`.
 """
@@ -141,6 +142,10 @@ def play(row: Row, folder: Path, cluster: Cluster, seed: int | str = 1) -> Outco
         if world.load is not None:
             world.load.stop()
             wrong += world.load.mistakes + world.load.hanging
+            if world.processing is not None:
+                wrong += world.processing.finish()
+                longest_s = world.processing.longest_s
+                world.notes.append(f"{world.processing.orders} orders, no offset for {longest_s:.1f} s at most")
             verdict = world.check(audit=row.audit)
             if world.repeatable:
                 world.notes.append(f"{verdict.duplicates} copies; the job named {verdict.named} events")

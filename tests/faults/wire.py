@@ -8,6 +8,8 @@ _FETCH: Final = 1
 _FETCH_VERSION: Final = 4  # the oldest version that brokers still accept
 _INIT_PRODUCER_ID: Final = 22
 _INIT_PRODUCER_ID_VERSION: Final = 0
+_OFFSET_FETCH: Final = 9
+_OFFSET_FETCH_VERSION: Final = 3
 _CLIENT: Final = b"checker"
 _FETCH_BYTES: Final = 8 * 1024 * 1024
 _ANSWER_S: Final = 10.0
@@ -51,6 +53,28 @@ class Broker:
             if error not in (_CONCURRENT_TRANSACTIONS, _COORDINATOR_LOAD_IN_PROGRESS):
                 assert error == 0, f"{transactional_id}: InitProducerId answered error {error}"
                 return producer_id, epoch
+
+    def committed_offsets(self, group: str, topic: str, partitions: int) -> dict[int, int]:
+        """Fetch a group's offsets in the partitions of a topic; 0 where it has none, nothing if Kafka does not tell.
+
+        The broker must be the group's coordinator.
+        """
+        of_group, name = group.encode(), topic.encode()
+        request = struct.pack(f">h{len(of_group)}s", len(of_group), of_group)
+        request += struct.pack(f">ih{len(name)}si", 1, len(name), name, partitions)
+        request += struct.pack(f">{partitions}i", *range(partitions))
+        answer = self.ask(_OFFSET_FETCH, _OFFSET_FETCH_VERSION, request)
+        if struct.unpack_from(">h", answer, len(answer) - 2) != (0,):
+            return {}
+        at = 4 + 4 + 2 + len(name)  # throttle time, one topic, its name
+        (count,) = struct.unpack_from(">i", answer, at)
+        at += 4
+        found: dict[int, int] = {}
+        for _ in range(count):
+            number, offset, metadata = struct.unpack_from(">iqh", answer, at)
+            at += struct.calcsize(">iqh") + max(metadata, 0) + 2  # the partition's error code
+            found[number] = max(0, offset)
+        return found
 
     def ask(self, api: int, version: int, request: bytes) -> bytes:
         """Send one request and read its response, without their headers."""

@@ -30,6 +30,7 @@ from tests.faults.cluster import TRANSACTION_SCAN_S, Cluster
 from tests.faults.history import Request, single
 from tests.faults.load import Load
 from tests.faults.network import Network
+from tests.faults.processing import Processing
 from tests.faults.relay import Relay
 from tests.integration.client import Asked
 from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan
@@ -85,6 +86,7 @@ class World:
         project: the tree whose service runs; faults are planned for this tree only.
         topics: the data topics; those in `repeatable` have the guarantee `idempotent`, by `rules`.
         load: the clients, after `start_load`.
+        processing: processors of a consumer group, after `start_processors`.
         exits: closed at the end, after the services: for what a row opens for them.
         proxied: whether the services reach Kafka through `cluster.proxy`.
         notes: remarks of a row for its result.
@@ -117,6 +119,7 @@ class World:
         self.retired: list[Service] = []
         self.notes: list[str] = []
         self.load: Load | None = None
+        self.processing: Processing | None = None
         self.proxied = proxied
         self.project = project
         self._pair = pair
@@ -160,6 +163,8 @@ class World:
     def _tear_down(self) -> None:
         if self.load is not None:
             self.load.close()
+        if self.processing is not None:
+            self.processing.close()
         for service in [*self.services, *self.retired]:
             service.kill()
         for server in (getattr(self, "redis", None), getattr(self, "replica", None)):
@@ -292,6 +297,16 @@ class World:
         self.wait_acked(20)
         return self.load
 
+    def start_processors(self, count: int) -> Processing:
+        """Start processors of one group, beside the clients, and wait until they have committed some offsets."""
+        assert self.processing is None
+        url = self.services[0].url
+        processing = Processing(self.folder / "processors", self.cluster, self.namespace, url, count)
+        self.processing = processing
+        processing.start()
+        self.until(lambda: sum(processing.committed().values()) >= 20, ANSWER_S, "processors commit offsets")
+        return processing
+
     def wait_acked(self, more: int, timeout_s: float = ANSWER_S) -> None:
         """Wait until this many more events were acknowledged."""
         load = self._load()
@@ -303,8 +318,8 @@ class World:
         return single(Asked(f"row/{key}", topic or self.topics[0], value.encode(), record_key))
 
     def recovery_s(self, bound_s: float) -> float:
-        """Measure the time from now until all earlier requests are settled, and every running process has
-        acknowledged a fresh event on each topic.
+        """Measure the time from now until all earlier requests are settled, every running process has acknowledged a
+        fresh event on each topic, and processors have committed the offsets of all earlier orders.
 
         Raises:
             NotRecovered: that took longer than the bound; the text says what is left.
@@ -312,6 +327,7 @@ class World:
         load = self._load()
         begun = time.monotonic()
         before = load.open()
+        orders = {} if self.processing is None else self.processing.written_now()
         self._probes += 1
         probes = [
             load.send([self.ask(f"probe-{self._probes}/{service.name}/{topic}", topic)], [service.name])
@@ -319,14 +335,18 @@ class World:
             if service.running
             for topic in self.topics
         ]
-        while not (load.settled(before) and all(probe.done() for probe in probes)):
+        while not (load.settled(before) and all(probe.done() for probe in probes) and self._has_processed(orders)):
             if time.monotonic() - begun > bound_s:
                 left = load.describe(before) + [f"probe {n}" for n, probe in enumerate(probes) if not probe.done()]
+                left += [] if self._has_processed(orders) else [f"offsets of {orders} orders"]
                 raise NotRecovered(f"not acknowledged {bound_s:.0f} s later: {left[:10]}")
             time.sleep(POLL_S)
         for probe in probes:
             probe.result()
         return time.monotonic() - begun
+
+    def _has_processed(self, orders: Mapping[int, int]) -> bool:
+        return self.processing is None or self.processing.has_passed(orders)
 
     def tell_waits(self) -> None:
         """Let every running process log what its tasks wait for (SIGUSR1)."""

@@ -19,11 +19,10 @@ import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from deploy import places
 from deploy.stack import Kafka, Service
-from deploy.stack.process import Process
 from tests import go_tools
 from tests.integration.judge import read_committed
+from tests.integration.processor import Processor
 
 PARTITIONS: Final = 4
 ORDERS: Final = 2_400
@@ -35,23 +34,6 @@ RECORDS_MAX: Final = 20
 PAUSE_S: Final = (0.4, 1.2)
 ALL_S: Final = 60.0
 GROUP: Final = "billing"
-
-
-class Processor(Process):
-    """A processor of the examples, which is killed and started again."""
-
-    def __init__(self, name: str, folder: Path, argv: Sequence[str | Path], url: str, kafka: str) -> None:
-        super().__init__(name, folder)
-        self._argv = argv
-        self._environment = {"FENCEPOST_URL": url, "FENCEPOST_KAFKA": kafka}
-
-    def start(self) -> None:
-        self.spawn(self._argv, env={**places.hermetic_environment(), **self._environment}, cwd=places.ROOT)
-
-    @property
-    def written(self) -> int:
-        """The batches that the processor has written, over all its lives."""
-        return self.log.read_text().count("written ")
 
 
 def feed(bootstrap: str, topic: str, cents: Sequence[int]) -> None:
@@ -133,7 +115,7 @@ def story(served: Service, kafka: Kafka, tmp_path_factory: pytest.TempPathFactor
             each.kill()
     records = read_committed(kafka.bootstrap, [result])
     invoices = [json.loads(record.value or b"") for record in records]
-    return Story(cents, invoices, ends, {each.name: each.written for each in processors})
+    return Story(cents, invoices, ends, {each.name: each.count("written") for each in processors})
 
 
 def test_processors_that_are_killed_and_rebalanced_make_one_invoice_of_each_order(story: Story) -> None:
