@@ -116,21 +116,55 @@ def test_serve_serves_and_stops_as_the_service_does(kafka: Kafka, redis: Redis, 
     assert service.exit_code == 0
 
 
+def status_of(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], *arguments: str) -> object:
+    """Run a command that ends at its settings or arguments, in this process; returns its exit status."""
+    with monkeypatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["fencepost", *arguments])
+        try:
+            return main()
+        except SystemExit as ended:
+            return ended.code
+
+
+WRONG: list[tuple[dict[str, str], str]] = [
+    ({"FENCEPOST_PORT": "http"}, r"FENCEPOST_PORT='http' is wrong: set an integer from 1 to 65535\n"),
+    (
+        {"FENCEPOST_REDIS": "redis://:hush@127.0.0.1/0?nonsense=1"},
+        r"FENCEPOST_REDIS is wrong: set after its \? only .*\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("environment", "line"), WRONG, ids=["port", "redis"])
 @pytest.mark.parametrize("command", ["serve", "slots", "doctor"])
-def test_a_wrong_setting_is_one_line(command: str) -> None:
-    done = fencepost({"FENCEPOST_PORT": "http"}, command)
+def test_a_wrong_setting_is_one_line(
+    command: str,
+    environment: dict[str, str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status_of(monkeypatch, environment, command) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert re.fullmatch(line, output.err)
+
+
+def test_a_process_with_a_wrong_setting_ends_with_one_line() -> None:
+    environment, line = WRONG[0]
+    done = fencepost(environment, "serve")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "FENCEPOST_PORT='http' is wrong: set an integer from 1 to 65535\n"
-    done = fencepost({"FENCEPOST_REDIS": "redis://:hush@127.0.0.1/0?nonsense=1"}, command)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"FENCEPOST_REDIS is wrong: set after its \? only .*\n", done.stderr)
+    assert re.fullmatch(line, done.stderr)
 
 
 @pytest.mark.parametrize("rate", ["-1", "inf", "nan"])
-def test_a_rate_is_a_number_of_events(rate: str) -> None:
-    done = fencepost({}, "doctor", "--rate", rate)
-    assert done.returncode == 2
-    assert "--rate" in done.stderr
+def test_a_rate_is_a_number_of_events(
+    rate: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(monkeypatch, {}, "doctor", "--rate", rate) == 2
+    assert "--rate" in capsys.readouterr().err
 
 
 def test_an_unreachable_kafka_and_redis_are_reported_in_one_line() -> None:
@@ -174,10 +208,5 @@ def test_a_missing_optional_dependency_is_named_with_its_remedy(
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
-    monkeypatch.setattr(sys, "argv", ["fencepost", *arguments])
-    try:
-        status: object = main()
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 2
+    assert status_of(monkeypatch, {}, *arguments) == 2
     assert remedy in capsys.readouterr().err
