@@ -31,8 +31,9 @@ def export(spark: SparkSession, options: FindingsOptions) -> Iterator[str]:
     if options.format == PARQUET:
         _write(found, options.output)
     elif options.format == CSV:
-        coordinates = F.to_json("coordinates", {"ignoreNullFields": "false"}).alias("coordinates")
-        rows = found.withColumn("coordinates", coordinates).select(*current_findings.FIELDS)
+        listed = ("coordinates", "sink_coordinates")
+        texts = {name: F.to_json(name, {"ignoreNullFields": "false"}) for name in listed}
+        rows = found.withColumns(texts).select(*current_findings.FIELDS)
         yield from csv_lines(current_findings.FIELDS, rows.toLocalIterator())
     else:
         yield from (f"{row[0]}\n" for row in found.select(current_findings.as_json()).toLocalIterator())

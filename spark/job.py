@@ -662,7 +662,7 @@ def terminal_text(report: document.Report, folder: str) -> str:
         lines.append(f"finding    {name} in {row['topic']}: {row['findings']} findings, {row['records']} records")
     for sink in report.document["sinks"]:
         counts: Mapping[str, Any] = sink
-        names = ("present_once", "missing", "twice", "late", "pending")
+        names = ("present_once", "missing", "twice", "late", "pending", "unprovable")
         parts = "  ".join(f"{name} {counts[name]}" for name in names if counts[name] or name == "present_once")
         lines.append(f"sink       {sink['name']}: expected {sink['expected']} = {parts}, extra {sink['extra']}")
         if sink["unreadable"] is not None:

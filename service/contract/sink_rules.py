@@ -1,4 +1,7 @@
-"""The `[[sinks]]` tables of the rules: tables that consumers fill from topics, which the audit compares with them."""
+"""The `[[sinks]]` tables of the rules: what is filled from topics, and what the audit compares with them.
+
+A sink is a table that a consumer fills, or a mirror: the same topics in another cluster of Kafka.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +12,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
+from service.contract import mirror_rules
 from service.contract.faults import Faults, Table, name_faults, unknown_faults
+from service.contract.settings import SharedSettings
 
 DELTA: Final = "delta"
 PARQUET: Final = "parquet"
 JDBC: Final = "jdbc"
 ICEBERG: Final = "iceberg"
+KAFKA: Final = "kafka"
 
 MARGIN_S: Final = 3600  # a retry within the hour keeps the time of acceptance of the first attempt
 LATE_MOST_S: Final = 30 * 86_400
@@ -27,13 +33,13 @@ _PASSWORD: Final = re.compile(
 )
 
 
-_ADDED: Final = ("catalog_file",)
+_ADDED: Final = ("catalog_file", "mirror_topic")
 """Settings that rules of earlier versions did not have: without them a rule has the same definition as before."""
 
 
 @dataclass(frozen=True, slots=True)
 class SinkRule:
-    """One `[[sinks]]` table: a table that must have each event of its topics once.
+    """One `[[sinks]]` table: a table, or a mirror, that must have each event of its topics once.
 
     `topics` are globs. `path` is the folder or URL of a Delta table or of Parquet files; `url` and `table` are those of
     a database, whose `user` has the password in `password_file`. An Iceberg table is `table` of the catalog with the
@@ -43,6 +49,10 @@ class SinkRule:
     one with the time when the row arrived, empty if the table has none. An event may arrive `late_s` after it became
     visible. `exclusive`: the table has events of Fencepost only. Events that were accepted before `since_ms` (ms since
     the epoch) are not expected.
+
+    A mirror has no columns: its records have Fencepost's header. `mirror_topic` is the name of a topic's copy, with
+    mirror_rules.TOPIC_FIELD for the topic (empty: the same name); `connection` are the variables of SharedSettings for
+    its cluster.
     """
 
     name: str
@@ -62,10 +72,30 @@ class SinkRule:
     exclusive: bool = False
     since_ms: int = 0
     catalog_file: str = ""
+    mirror_topic: str = ""
+    connection: tuple[tuple[str, str], ...] = ()
 
     def expects(self, topic: str) -> bool:
-        """Check whether the events of a topic belong into the table."""
+        """Check whether the events of a topic belong into the sink."""
         return any(fnmatchcase(topic, glob) for glob in self.topics)
+
+    @property
+    def is_mirror(self) -> bool:
+        """Whether the sink is Kafka topics, and no table."""
+        return self.format == KAFKA
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the sink's rows name an event by its id, and not by its coordinates."""
+        return self.is_mirror or bool(self.id)
+
+    def copy_of(self, topic: str) -> str:
+        """Return the name of a topic's copy in a mirror."""
+        return mirror_rules.copy_of(self.mirror_topic or mirror_rules.TOPIC_FIELD, topic)
+
+    def kafka_settings(self) -> SharedSettings:
+        """Read the settings of a mirror's cluster, with its secrets. Raises SettingsError."""
+        return mirror_rules.settings_of(self.connection)
 
     @property
     def expressions(self) -> tuple[str, ...]:
@@ -75,7 +105,7 @@ class SinkRule:
     @property
     def definition(self) -> str:
         """What verdicts depend on, as a digest: if it changes, every hour is compared again."""
-        left_out = ("user", "password_file", *_ADDED)
+        left_out = ("user", "password_file", "connection", *_ADDED)
         values = [getattr(self, name) for name in SinkRule.__slots__ if name not in left_out]
         values += [(name, getattr(self, name)) for name in _ADDED if getattr(self, name)]
         return sha256(repr(values).encode()).hexdigest()[:32]
@@ -83,14 +113,17 @@ class SinkRule:
 
 def sink_rule(table: Table, folder: Path) -> SinkRule:
     """Make the rule of a table without faults; its files are relative to the folder of the rules."""
-    values: dict[str, Any] = dict(table)
+    connection = mirror_rules.connection_of(table, folder)
+    left_out = {name for name in mirror_rules.MIRROR_SETTINGS if name != "mirror_topic"}
+    values: dict[str, Any] = {name: value for name, value in table.items() if name not in left_out}
+    values.setdefault("event_time", "")
     values["topics"] = tuple(table["topics"])
     values["coordinates"] = tuple(table.get("coordinates", ()))
     for name in _FILES:
         if name in table:
             values[name] = str(folder / table[name])
     since = values.pop("since", None)
-    return SinkRule(**values, since_ms=0 if since is None else int(since.timestamp() * 1000))
+    return SinkRule(**values, since_ms=0 if since is None else int(since.timestamp() * 1000), connection=connection)
 
 
 _FILES: Final = ("password_file", "catalog_file")
@@ -110,6 +143,9 @@ _OF_EACH: Final = (
     "exclusive",
     "since",
 )
+_OF_TABLES: Final = ("id", "coordinates", "event_time", "arrived")
+"""The settings of _OF_EACH that only tables have."""
+_OF_MIRRORS: Final = (*mirror_rules.MIRROR_SETTINGS, *mirror_rules.SECRETS)
 _EXAMPLES: Final = {
     "path": 'path = "s3a://warehouse/orders"',
     "url": 'url = "jdbc:postgresql://db:5432/warehouse"',
@@ -122,12 +158,15 @@ _EXAMPLES: Final = {
 
 def sink_faults(table: Table, before: Sequence[Table]) -> Faults:
     """Find the mistakes of a `[[sinks]]` table after those `before` it: the name concerned, and the remedy."""
-    yield from unknown_faults(table, (*_OF_EACH, *_EXAMPLES))
+    listed = (*_OF_EACH, *_EXAMPLES, *mirror_rules.MIRROR_SETTINGS)
+    yield from unknown_faults({name: table[name] for name in table if name not in mirror_rules.SECRETS}, listed)
     yield from name_faults(table, before, "another sink has it: write a different one")
     if not _are_texts(table.get("topics")):
         yield "topics", 'write names or globs, as in topics = ["orders.*"]'
     yield from _place_faults(table)
-    yield from _identity_faults(table)
+    if table.get("format") != KAFKA:
+        yield from _identity_faults(table)
+        yield from _column_faults(table)
     yield from _time_faults(table)
     if not isinstance(table.get("exclusive", False), bool):
         yield "exclusive", "write true or false"
@@ -140,6 +179,9 @@ def _place_faults(table: Table) -> Faults:
     if form is None:
         yield "format", f"write one of {', '.join(SINK_FORMATS)}"
         return
+    for setting in _OF_TABLES if name == KAFKA else _OF_MIRRORS:
+        if setting in table:
+            yield setting, f"{name} has no such setting; leave it out"
     for setting, example in _EXAMPLES.items():
         if setting not in form.settings:
             if setting in table:
@@ -192,6 +234,7 @@ SINK_FORMATS: Final[Mapping[str, SinkFormat]] = {
     PARQUET: SinkFormat(("path",), ("path",)),
     JDBC: SinkFormat(("url", "table", "user", "password_file"), ("url", "table"), _database_faults),
     ICEBERG: SinkFormat(("path", "table", "catalog_file"), (), _iceberg_faults),
+    KAFKA: SinkFormat((), (), mirror_rules.mirror_faults),
 }
 
 
@@ -210,12 +253,16 @@ def _identity_faults(table: Table) -> Faults:
         yield "coordinates", 'write three expressions of Spark SQL, as in ["topic", "partition", "offset"]'
 
 
-def _time_faults(table: Table) -> Faults:
-    """Find the mistakes of times: two columns, lateness and margin in seconds, and the time since which to compare."""
+def _column_faults(table: Table) -> Faults:
+    """Find the mistakes of the columns with times."""
     for name, default in (("event_time", None), ("arrived", "_")):
         column = table.get(name, default)
         if not isinstance(column, str) or _COLUMN.fullmatch(column) is None:
             yield name, f'write the name of a column (letters, digits and _), as in {name} = "{name}"'
+
+
+def _time_faults(table: Table) -> Faults:
+    """Find the mistakes of times: lateness and margin in seconds, and the time since which to compare."""
     bounds = {"late_s": (1, LATE_MOST_S), "margin_s": (0, MARGIN_MOST_S)}
     for name, (least, most) in bounds.items():
         seconds = table.get(name, None if name == "late_s" else MARGIN_S)

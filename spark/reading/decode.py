@@ -209,6 +209,23 @@ def with_own_identity(records: DataFrame) -> DataFrame:
     return read.select(*records.columns, own_id, "own_key", computed.alias("own_fingerprint"))
 
 
+def by_header(records: DataFrame, frozen_ms: int) -> DataFrame:
+    """Find the events that records (source.SCHEMA, and other columns) name by Fencepost's header.
+
+    → the columns but `key, value, headers`, with `id binary` (null without a valid header) and `event_ms bigint`, the
+    acceptance in that header, else the timestamp: always a plausible time. A header of a later version fails the run.
+    """
+    header = _header(wire.STAMP_HEADER).cast("string").alias("fencepost_header")
+    read = _parse_headers(records.select(*records.columns, header), refuses_newer=True)
+    kept = [name for name in records.columns if name not in ("key", "value", "headers")]
+    has_header = F.col("has_fencepost_header")
+    return read.select(
+        *kept,
+        F.when(has_header, F.col("header_id")).alias("id"),
+        _times(frozen_ms)["accepted_ms"].alias("event_ms"),
+    )
+
+
 def is_record_of(id: Column, has_header: Column, fingerprint: Column, key: Column) -> Column:
     """Check whether a record (`with_own_identity`) is the record of a row of `deliveries` with these columns.
 

@@ -182,12 +182,15 @@ def _quoted(text: str) -> str:
 
 
 class KafkaAdmin:
-    """Requests of the driver to the cluster. Every method raises CannotRun with the broker's message when it fails."""
+    """Requests of the driver to the cluster. Every method raises CannotRun with the broker's message when it fails.
 
-    def __init__(self, spark: SparkSession, shared: SharedSettings) -> None:
+    `setting` is the name of the setting that has the cluster's address, for that message.
+    """
+
+    def __init__(self, spark: SparkSession, shared: SharedSettings, setting: str = "FENCEPOST_KAFKA") -> None:
         self._spark = spark
         self._jvm = jvm(spark)
-        self._bootstrap = shared.kafka
+        self._address = f"{setting}={shared.kafka!r}"
         self._connection = connection(shared)
         self._kafka: Any = self._jvm.org.apache.kafka
         # py4j asks the JVM for a class at each look-up of its name.
@@ -196,7 +199,7 @@ class KafkaAdmin:
         try:
             self._admin: Any = self._kafka.clients.admin.AdminClient.create(config)
         except Py4JJavaError as error:
-            raise CannotRun(f"FENCEPOST_KAFKA={shared.kafka!r} is no Kafka address: {reason(error)}") from error
+            raise CannotRun(f"{self._address} is no Kafka address: {reason(error)}") from error
 
     def close(self) -> None:
         """Close the connections."""
@@ -224,6 +227,24 @@ class KafkaAdmin:
             )
             for name, described in answers.items():
                 topics[name] = Topic(name, str(described.topicId()), described.partitions().size())
+        return topics
+
+    def find(self, names: Iterable[str]) -> dict[str, Topic]:
+        """Describe these topics, by name; topics that do not exist are left out.
+
+        The topics are not listed first: a list leaves out those that the user may not describe, which is an error here.
+        """
+        topics: dict[str, Topic] = {}
+        for chunk in _chunks(sorted(set(names)), TOPICS_A_CALL):
+            result = self._call(partial(self._admin.describeTopics, self._list(chunk)))
+            for name in chunk:
+                try:
+                    described = self._call(partial(self._wait, result.topicNameValues().get(name)))
+                except CannotRun as error:
+                    if "UnknownTopicOrPartitionException" not in str(error):
+                        raise
+                else:
+                    topics[name] = Topic(name, str(described.topicId()), described.partitions().size())
         return topics
 
     def compacted(self, names: Sequence[str]) -> set[str]:
@@ -536,7 +557,7 @@ class KafkaAdmin:
 
     def _no_answer(self, why: str) -> CannotRun:
         return CannotRun(
-            f"Kafka at FENCEPOST_KAFKA={self._bootstrap!r} did not answer: {why}; "
+            f"Kafka at {self._address} did not answer: {why}; "
             "check that the brokers are up, and that the address, the protocol and the credentials are right"
         )
 

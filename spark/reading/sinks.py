@@ -1,4 +1,4 @@
-"""Read the rows of a sink that lie in some spans of time, and convert them to rows of one form.
+"""Read the rows of a table that is a sink, in some spans of time, and convert them to rows of one form.
 
 A sink is not ours: whatever is wrong with it is Unreadable, and ends no run.
 """
@@ -19,10 +19,13 @@ from spark.reading.intervals import Interval
 from spark.reading.jvm import Py4JError, Py4JJavaError, is_deterministic, parse_expression, reason
 from spark.reading.sink_tables import TABLES, SinkTable, password_of, time_type, type_of
 
-ROW: Final = "id binary, topic string, partition int, offset bigint, event_ms bigint, arrived_ms bigint"
-"""A row of a sink. Either `id` is null, or the coordinates are; all are null for a row that names no event.
+ROW: Final = (
+    "id binary, topic string, partition int, offset bigint, event_ms bigint, arrived_ms bigint, timestamp_ms bigint"
+)
+"""A row of a table. Either `id` is null, or the coordinates are; all are null for a row that names no event.
 
-`event_ms` is the time by which the row was read, `arrived_ms` null if the sink has no such column, or no value."""
+`event_ms` is the time by which the row was read, `arrived_ms` null if the sink has no such column, or no value.
+A row of a mirror is a record there: the coordinates and `timestamp_ms` (else null) are its own."""
 
 REASON_CHARS: Final = 300
 
@@ -65,11 +68,11 @@ class SinkReader:
             parts = [_rows(part, self.rule).localCheckpoint() for part in self._table.parts(intervals)]
             return reduce(DataFrame.unionByName, parts)
         except Py4JJavaError as error:
-            raise Unreadable(_shown(reason(error), secrets)) from None
+            raise Unreadable(shown(reason(error), secrets)) from None
         except Unreadable as error:
-            raise Unreadable(_shown(str(error), secrets)) from None
+            raise Unreadable(shown(str(error), secrets)) from None
         except (PySparkException, Py4JError, OSError, ValueError) as error:
-            raise Unreadable(_shown(_first_line(error), secrets)) from None
+            raise Unreadable(shown(_first_line(error), secrets)) from None
 
 
 def _secrets(rule: SinkRule) -> list[str]:
@@ -121,7 +124,7 @@ def _first_line(error: Exception) -> str:
     return (message or str(error)).split("\n", 1)[0]
 
 
-def _shown(message: str, secrets: Sequence[str]) -> str:
+def shown(message: str, secrets: Sequence[str] = ()) -> str:
     """Shorten the message of an error to one line without secrets."""
     line = " ".join(message.split())
     for secret in secrets:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
@@ -19,6 +19,9 @@ SCHEMA: Final = (
 # All records of a span exist already. After the last record of a partition the client sends one more fetch, and the
 # broker holds it for this time, before it answers Spark's next request on that connection (for the partition's ends).
 FETCH_WAIT_MS: Final = 10
+
+LOG_APPEND_TIME: Final = 1
+"""The type of a timestamp that is the broker's (message.timestamp.type=LogAppendTime), in Kafka's protocol."""
 
 Span = tuple[int, int]
 """First offset, and the offset after the last."""
@@ -42,6 +45,27 @@ def read(
     spans = {partition: span for partition, span in spans.items() if span[1] > span[0]}
     if not spans:
         return frames.rows_of(spark, SCHEMA, [])
+    return _load(spark, shared, spans, headers=headers, tasks=tasks).select(*_columns(headers=headers))
+
+
+def read_with_type(spark: SparkSession, shared: SharedSettings, spans: Mapping[TopicPartition, Span]) -> DataFrame:
+    """Read records as `read` does, with `is_append_time boolean`: whether their timestamp is the broker's, at which it
+    appended them, and not a client's. `spans` must have a record each, or a transaction marker."""
+    is_append_time = F.col("timestampType") == LOG_APPEND_TIME
+    return _load(spark, shared, spans, headers=True).select(
+        *_columns(headers=True), is_append_time.alias("is_append_time")
+    )
+
+
+def _load(
+    spark: SparkSession,
+    shared: SharedSettings,
+    spans: Mapping[TopicPartition, Span],
+    *,
+    headers: bool,
+    tasks: int | None = None,
+) -> DataFrame:
+    """Return the rows of Spark's Kafka source for spans that are not empty."""
     reader = (
         spark.read.format("kafka")
         .options(**{f"kafka.{name}": value for name, value in connection(shared).items()})
@@ -55,16 +79,18 @@ def read(
     )
     if tasks is not None:
         reader = reader.option("minPartitions", str(tasks))
-    records = reader.load()
-    return records.select(
-        "topic",
-        "partition",
-        "offset",
+    return reader.load()
+
+
+def _columns(*, headers: bool) -> list[Column]:
+    """Return the columns of SCHEMA over the rows of Spark's Kafka source."""
+    no_headers = F.lit(None).cast("array<struct<key: string, value: binary>>").alias("headers")
+    return [
+        *map(F.col, ("topic", "partition", "offset")),
         F.unix_millis("timestamp").alias("timestamp_ms"),
-        "key",
-        "value",
-        F.col("headers") if headers else F.lit(None).cast("array<struct<key: string, value: binary>>").alias("headers"),
-    )
+        *map(F.col, ("key", "value")),
+        F.col("headers") if headers else no_headers,
+    ]
 
 
 def _by_topic(offsets: Mapping[TopicPartition, int | None]) -> str:

@@ -225,6 +225,15 @@ class Coordinate(TypedDict):
     ]
 
 
+class SinkCoordinate(TypedDict):
+    """The coordinates of a record in a mirror."""
+
+    topic: Topic
+    partition: Partition
+    offset: Offset
+    timestamp: Annotated[int, _about("The record's Kafka timestamp there. Unit: milliseconds since the epoch.")]
+
+
 class Silenced(TypedDict):
     """Why a finding does not count."""
 
@@ -283,7 +292,7 @@ class Finding(TypedDict):
     topic: Annotated[str | None, _about("Kafka topic; of several the first in alphabetical order.")]
     partition: Annotated[PartitionOrNone, _about("Kafka partition, for a finding about a partition.")]
     count: Annotated[
-        int, _records("Records of the finding (for an evidence_gap of a log: offsets; for a sink: rows, or 1)")
+        int, _records("Records of the finding (for an evidence_gap of a log: offsets; for a sink: rows, or events)")
     ]
     first_offset: Annotated[OffsetOrNone, _about("The lowest offset, for a finding about a partition.")]
     last_offset: Annotated[OffsetOrNone, _about("The highest offset, for a finding about a partition.")]
@@ -296,9 +305,12 @@ class Finding(TypedDict):
     sink_ms: Annotated[
         int | None,
         _about(
-            "For late_in_sink: when the first row arrived, by its column; for missing_in_sink: when the ends of the "
-            "run were frozen that found the event missing. Unit: milliseconds since the epoch."
+            "For late_in_sink: when the first row arrived, if the sink tells; for missing_in_sink: when the ends of "
+            "the run were frozen that found the event missing. Unit: milliseconds since the epoch."
         ),
+    ]
+    sink_coordinates: Annotated[
+        list[SinkCoordinate], _about("The event's records in a mirror, at most 128; empty for other sinks.")
     ]
 
 
@@ -423,21 +435,22 @@ class WebhookDelivery(TypedDict):
     ]
 
 
-SINK_COUNTS: Final = ("expected", "present_once", "missing", "twice", "late", "pending", "extra")
+SINK_COUNTS: Final = ("expected", "present_once", "missing", "twice", "late", "pending", "unprovable", "extra")
 """The names of the counts of ids in a Sink."""
 
 
 class Sink(TypedDict):
-    """A sink: expected = present_once + missing + twice + late + pending."""
+    """A sink: expected = present_once + missing + twice + late + pending + unprovable."""
 
     name: Annotated[str, _about("Name of the sink in the rules.")]
-    format: Annotated[str, _about("Format of the sink: delta, parquet or jdbc.")]
+    format: Annotated[str, _about("Format of the sink: delta, parquet, jdbc or iceberg; kafka for a mirror.")]
     expected: Annotated[int, _ids("Ids of the window with a record that a consumer could read")]
     present_once: Annotated[int, _ids("Expected ids with one row that was not late")]
     missing: Annotated[int, _ids("Expected ids without a row, whose time to arrive is over")]
     twice: Annotated[int, _ids("Expected ids with several rows")]
     late: Annotated[int, _ids("Expected ids whose row arrived when that time was over")]
     pending: Annotated[int, _ids("Expected ids without a row that may still arrive")]
+    unprovable: Annotated[int, _ids("Expected ids without a record in a mirror that has deleted records unread")]
     extra: Annotated[int, _ids("Ids with rows that were never delivered, in an exclusive sink")]
     unidentified: Annotated[int, _about("Rows that name no event. Unit: rows.", ge=0)]
     judged_until: Annotated[

@@ -13,7 +13,7 @@ from spark.rules.findings import IDS
 from spark.rules.kinds import KINDS, with_subject, with_surplus
 from spark.settings import glob_regex
 from spark.silences import Silence
-from spark.tables import hours
+from spark.tables import hours, lake
 from spark.tables.deliveries import hour_of
 
 # The service accepts keys up to this length; a foreign writer may put longer ones into the header.
@@ -35,6 +35,7 @@ FIELDS: Final = (
     "coordinates",
     "sink",
     "sink_ms",
+    "sink_coordinates",
 )
 """The fields of a finding, in this order. `id` and `fingerprint` are in hexadecimal digits."""
 
@@ -43,6 +44,8 @@ _COPIES: Final = with_surplus("with_cause")
 
 _OF_PARTITIONS: Final = with_subject("partition")
 _OF_SINKS: Final = with_subject("sink")
+OF_SINKS: Final = {name: lake.SINK[name] for name in ("sink", "sink_ms", "sink_coordinates")}
+"""The columns that only findings about sinks have."""
 _PARTITION_KEY: Final = ("kind", "cause", "topic", "partition")
 
 
@@ -130,13 +133,14 @@ def by_finding(current: DataFrame) -> DataFrame:
         F.coalesce("coordinates", F.array().cast(rows.schema["coordinates"].dataType)).alias("coordinates"),
         "sink",
         "sink_ms",
+        F.coalesce("sink_coordinates", F.array().cast(OF_SINKS["sink_coordinates"])).alias("sink_coordinates"),
     ).select(*FIELDS)
 
 
 def _with_sink(current: DataFrame) -> DataFrame:
     """Add the columns about a sink, null, to findings without them."""
-    missing = {"sink": F.lit(None).cast("string"), "sink_ms": F.lit(None).cast("bigint")}
-    return current.withColumns({name: column for name, column in missing.items() if name not in current.columns})
+    missing = {name: data_type for name, data_type in OF_SINKS.items() if name not in current.columns}
+    return current.withColumns({name: F.lit(None).cast(data_type) for name, data_type in missing.items()})
 
 
 def _is_about_partition() -> Column:

@@ -34,8 +34,8 @@ class Kind:
     breaks_promise: whether such a finding breaks Fencepost's promise, that every accepted event is in Kafka exactly
         once, as it was accepted. Such findings page an operator, all others make a ticket.
     subject: the scope of one finding, by which it has the same `finding_id` in every run: an id, a content (a
-        fingerprint), a partition with a cause, whose findings of single hours are summed up, or an id in a sink (a
-        partition in a sink whose rows name coordinates that no event has).
+        fingerprint), a partition with a cause, whose findings of single hours are summed up (of a mirror: a topic), or
+        an id in a sink (a partition in a sink whose rows name coordinates that no event has).
     surplus: which of its coordinates are surplus copies, shown over time: those with a cause, those after the first, or
         each; None if such a finding is not about copies.
     """
@@ -120,7 +120,7 @@ EVIDENCE_GAP: Final = Kind(
     "evidence_gap",
     "gap in the evidence",
     "gaps in the evidence",
-    "What would prove the delivery is missing. These events are not counted as lost.",
+    "What would prove the delivery is missing. These events are not counted as lost, or as missing in a mirror.",
     severity="warning",
     subject="partition",
 )
@@ -129,7 +129,7 @@ MISSING_IN_SINK: Final = Kind(
     "missing_in_sink",
     "event missing in a sink",
     "events missing in sinks",
-    "A delivered event that has no row in the sink, although its time to arrive is over.",
+    "A delivered event that has no row in the sink (no record in the mirror), although its time to arrive is over.",
     severity="error",
     subject="sink",
 )
@@ -137,7 +137,7 @@ TWICE_IN_SINK: Final = Kind(
     "twice_in_sink",
     "event twice in a sink",
     "events twice in sinks",
-    "A delivered event that has several rows in the sink.",
+    "A delivered event that has several rows in the sink (several records in the mirror).",
     severity="error",
     subject="sink",
 )
@@ -145,7 +145,7 @@ LATE_IN_SINK: Final = Kind(
     "late_in_sink",
     "event late in a sink",
     "events late in sinks",
-    "A delivered event whose row arrived in the sink after its time to arrive.",
+    "A delivered event whose row in the sink (record in the mirror) arrived after its time to arrive.",
     severity="warning",
     subject="sink",
 )
@@ -153,7 +153,7 @@ EXTRA_IN_SINK: Final = Kind(
     "extra_in_sink",
     "unknown event in a sink",
     "unknown events in sinks",
-    "Rows about an event that was never delivered, in a sink that is to have events of Fencepost only.",
+    "Rows (records in a mirror) about an event that was never delivered, in a sink of Fencepost's events only.",
     severity="error",
     subject="sink",
 )

@@ -1,6 +1,7 @@
 """Compare sinks with what was delivered: is each event in the table, once, and in time?
 
-An event is expected in a sink if Kafka has a record of it that consumers can read: a lost event is not missing there.
+A sink is a table that a consumer fills, or a mirror (spark.rules.mirrors), whose rows are its records. An event is
+expected in a sink if Kafka has a record of it that consumers can read: a lost event is not missing there.
 Each hour of acceptance is compared by itself, and again while a verdict about one of its events may change. The table
 `sinks` of the lake has the findings and the counts of each hour, and a row of state for each sink; one commit replaces
 them, and a report is made of what the table has.
@@ -18,21 +19,25 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import SinkRule
 from spark import frames, rule_table
 from spark.errors import CannotRun, Unreadable
+from spark.reading import mirror_logs
 from spark.reading.decode import EVENT
 from spark.reading.intervals import Interval, merged, without
-from spark.reading.run_plan import RunContext
+from spark.reading.run_plan import RETENTION, RunContext
 from spark.reading.sinks import SinkReader
 from spark.rule_table import PENDING
-from spark.rules import sink_verdicts
+from spark.rules import mirrors, sink_verdicts
+from spark.rules.current_findings import OF_SINKS
 from spark.rules.sink_verdicts import (
     CATEGORIES,
     COUNTS,
     EXTRA,
+    GAP,
     KINDS,
     LATE,
     MISSING,
     NEVER_READ,
     TWICE,
+    UNPROVABLE,
     WAS_MISSING,
     HourState,
     Released,
@@ -66,10 +71,11 @@ class SinkReport(NamedTuple):
 
 class _Evidence(NamedTuple):
     """What a run knows besides the rows: times in ms. From `complete_since_ms` to before `decided_until_ms` the run
-    knows each event of a sink's topics."""
+    knows each event of a sink's topics. What was in the sink at `seen_ms` has been read: a table is read after the
+    freeze, and of a mirror a run with --max-records may read a part."""
 
     run: int
-    frozen_ms: int
+    seen_ms: int
     max_settle_ms: int
     complete_since_ms: int
     decided_until_ms: int
@@ -82,6 +88,7 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
     have is dropped. CannotRun if the stored counts do not agree.
     """
     rules = context.settings.rules.sinks
+    errors = mirrors.update(tables, context, on_progress)
     if not rules:
         if not tables.read_cached(TABLE).isEmpty():
             nothing = frames.rows_of(tables.spark, lake.schema(TABLE), [])
@@ -92,9 +99,15 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
     written: list[DataFrame] = []
     names = ", ".join(f"'{rule.name}'" for rule in rules)
     replaced = [f"sink NOT IN ({names})"]
-    errors: dict[str, str] = {}
+    of_mirrors = mirrors.load(tables) if any(rule.is_mirror for rule in rules) else {}
     for rule in rules:
-        compared = _Comparison(tables, context, rule, states.get(rule.name, NEVER_READ))
+        mirror = of_mirrors.get(rule.name, mirrors.NEVER_READ)
+        compared = _Comparison(tables, context, rule, states.get(rule.name, NEVER_READ), mirror)
+        if rule.name in errors:
+            rows, condition = compared.unread()
+            written.append(rows)
+            replaced.append(condition)
+            continue
         try:
             rows, condition = compared.carry_out(newest.get(rule.name, {}))
         except Unreadable as error:
@@ -120,7 +133,7 @@ def reports(tables: Lake, context: RunContext, errors: Mapping[str, str]) -> lis
         state = states.get(rule.name, NEVER_READ)
         by_hour = {hour: known.counts for hour, known in state.hours.items() if hour >= first}
         counts = {name: sum(of_hour[name] for of_hour in by_hour.values()) for name in COUNTS}
-        _check(rule, counts, {kind: findings.get((rule.name, kind), 0) for kind in KINDS})
+        _check(rule, counts, {kind: findings.get((rule.name, kind), 0) for kind in KINDS.values()})
         open_hours_ms = [_ms_of(hour) for hour, of_hour in by_hour.items() if of_hour[PENDING]]
         watermark = sink_verdicts.judged_until_ms(rule, context.settings.max_settle_ms, state, open_hours_ms)
         made.append(SinkReport(rule, counts, state.read_ms, watermark, errors.get(rule.name)))
@@ -135,7 +148,7 @@ def _findings_since(stored: DataFrame, since_ms: int) -> DataFrame:
 def _check(rule: SinkRule, counts: Mapping[str, int], findings: Mapping[str, int]) -> None:
     """Check the balance of a sink: its categories add up, and each fault has its finding; CannotRun otherwise."""
     adds_up = counts["expected"] == sum(counts[name] for name in CATEGORIES)
-    if not adds_up or any(counts[kind] != findings[kind] for kind in KINDS):
+    if not adds_up or any(counts[name] != findings[kind] for name, kind in KINDS.items()):
         text = ", ".join(f"{name} {counts[name]}" for name in COUNTS)
         raise CannotRun(
             f"the balance of the sink {rule.name} does not close: {text}; findings: {dict(findings)}; this is a fault "
@@ -203,21 +216,26 @@ def _is_expected_record() -> Column:
 class _Comparison:
     """The comparison of one sink in a run."""
 
-    def __init__(self, tables: Lake, context: RunContext, rule: SinkRule, state: SinkState) -> None:
+    def __init__(
+        self, tables: Lake, context: RunContext, rule: SinkRule, state: SinkState, mirror: mirrors.MirrorState
+    ) -> None:
+        self.tables = tables
         self.spark = tables.spark
         self.rule = rule
         self.reader = SinkReader(tables.spark, rule)
         self.state = state
+        self.mirror = mirror
         plan, self.settings = context.plan, context.settings
         self.definition = sink_verdicts.definition(rule, self.settings)
         max_settle_ms = self.settings.max_settle_ms
         self.evidence = _Evidence(
             plan.run,
-            plan.frozen_ms,
+            mirror_logs.seen_until_ms(mirror.logs, plan.frozen_ms) if rule.is_mirror else plan.frozen_ms,
             max_settle_ms,
             sink_verdicts.complete_since_ms(plan, _ms_of(context.kept_from) if context.kept_from else 0),
             sink_verdicts.decided_until_ms(rule, plan, max_settle_ms),
         )
+        self.complete_since = mirror_logs.complete_since(rule, mirror.logs, mirrors.topics_of(rule, plan))
         self.first_ms = max(context.window_from, -(-rule.since_ms // HOUR_MS) * HOUR_MS)
         self.released = sink_verdicts.released(rule, plan, context.last_plan, state.released, context.window_from)
         self.all_rows = tables.read_cached("deliveries").where(F.col("kind") == EVENT)
@@ -232,17 +250,20 @@ class _Comparison:
         if not due:
             return self._own_row(), self._condition()
         intervals = merged(map(self._interval_of, due))
-        read = self.reader.read(intervals)
+        read = self._read(intervals)
         records = self._records(due)
         with ExitStack() as cache:
             judged = lake.cached(self._judged(records, read), cache)
-            if (anywhere := self._second_look(judged, read, intervals)) is not None:
+            anywhere = self._second_look(judged, read, intervals)
+            if anywhere is not None:
                 judged = lake.cached(self._judged(records, read, anywhere), cache)
             unknown = self._unknown(read, due) if self.rule.exclusive else None
             counts = self._counts(judged, unknown, read, due)
             rows = [self._own_row(), self._hours(counts)]
             if _has_any(counts, MISSING, TWICE, LATE):
-                rows.append(lake.checkpointed(self._findings(judged, records)))
+                rows.append(lake.checkpointed(self._findings(judged, records, read if anywhere is None else anywhere)))
+            if _has_any(counts, UNPROVABLE):
+                rows.append(lake.checkpointed(self._gaps(judged)))
             if unknown is not None and _has_any(counts, EXTRA):
                 rows.append(self._findings_of_unknown(unknown))
         return reduce(DataFrame.unionByName, rows), self._condition(due)
@@ -263,6 +284,12 @@ class _Comparison:
         )
         return own, self._condition()
 
+    def _read(self, intervals: Sequence[Interval]) -> DataFrame:
+        """Read the rows (sinks.ROW) of the sink in these intervals. Raises Unreadable."""
+        if self.rule.is_mirror:
+            return mirrors.read(self.tables, self.rule, intervals)
+        return self.reader.read(intervals)
+
     def _condition(self, due: Iterable[str] = ()) -> str:
         """Return the SQL condition of the replaced rows of the table `sinks`: the sink's own, and those of hours."""
         return f"(sink = '{self.rule.name}' AND (accepted_hour IS NULL OR {hours.sql(due)}))"
@@ -272,8 +299,11 @@ class _Comparison:
         first = hours.text_of(self.first_ms)
         possible: list[str] = []
         if self.rule.exclusive:
-            possible = [hours.text_of(ms) for ms in range(self.first_ms, self.evidence.frozen_ms, HOUR_MS)]
-        again = self.settings.options.recheck_sinks
+            possible = [hours.text_of(ms) for ms in range(self.first_ms, self.evidence.seen_ms, HOUR_MS)]
+        again = self.settings.options.recheck_sinks or self.mirror.reset_run > self.state.run
+        if self.rule.is_mirror:
+            of_mirror = mirrors.newest_hours(self.tables, self.rule, self.state.run)
+            newest = {hour: max(newest.get(hour, 0), of_mirror.get(hour, 0)) for hour in {*newest, *of_mirror}}
         due = sink_verdicts.due_hours(newest, self.state, self.definition, possible, again=again)
         return {hour for hour in due if hour >= first}
 
@@ -323,6 +353,7 @@ class _Comparison:
             F.min("topic").alias("topic"),
             F.min("key").alias("key"),
             F.max("last_ms").alias("last_ms"),
+            F.min("accepted_ms").alias("accepted_ms"),
             F.max("due_ms").alias("due_ms"),
             F.count("*").alias("records"),
         )
@@ -339,8 +370,16 @@ class _Comparison:
         known = joined.join(self._known_missing(), event, "left")
         was_missing = F.coalesce("was_missing", F.lit(False))
         times = F.col("arrived_ms"), F.col("was_missing"), F.col("due_ms")
-        category = sink_verdicts.category(F.col("rows"), *times, self.evidence.frozen_ms)
+        category = sink_verdicts.category(F.col("rows"), *times, self._was_deleted(), self.evidence.seen_ms)
         return known.withColumn("was_missing", was_missing).withColumn("category", category)
+
+    def _was_deleted(self) -> Column:
+        """Check whether a mirror may have deleted the record of an event before a run has read it."""
+        if not self.complete_since:
+            return F.lit(False)
+        by_topic = F.from_json(F.lit(json.dumps(self.complete_since)), "map<string, bigint>")
+        since_ms = F.try_element_at(by_topic, F.col("topic"))
+        return F.coalesce(F.col("accepted_ms") < since_ms, F.lit(False))
 
     def _counted(self, records: DataFrame, read: DataFrame, *, near: bool) -> DataFrame:
         """Count the rows of each event in the sink, and find when the first of them arrived.
@@ -351,7 +390,7 @@ class _Comparison:
         by = self._names()
         rows = read.where(_names_event(by)).select(*by, "event_ms", "arrived_ms")
         counted = F.count("*").alias("rows"), F.min("arrived_ms").alias("arrived_ms")
-        if not self.rule.id:
+        if not self.rule.has_ids:
             return (
                 records.select("accepted_hour", "id", *by).join(rows, by).groupBy("accepted_hour", "id").agg(*counted)
             )
@@ -391,7 +430,7 @@ class _Comparison:
         unread = without(map(self._interval_of, others), intervals)
         if len(unread) > MANY_INTERVALS:
             unread = without([(unread[0][0], unread[-1][1])], intervals)
-        return read.unionByName(self.reader.read(unread)) if unread else read
+        return read.unionByName(self._read(unread)) if unread else read
 
     def _recent(self) -> DataFrame:
         """Select the rows (deliveries.ROW) of the hours of the sink, and of the longest key retention before these."""
@@ -415,7 +454,7 @@ class _Comparison:
 
     def _names(self) -> list[str]:
         """Return the columns that name the event of a row."""
-        return ["id"] if self.rule.id else ["topic", "partition", "offset"]
+        return ["id"] if self.rule.has_ids else ["topic", "partition", "offset"]
 
     def _near(self, due: Iterable[str]) -> set[str]:
         """Return the hours of the events whose rows may have a time in one of these hours."""
@@ -456,7 +495,7 @@ class _Comparison:
     def _closes(self, hour: str, counts: Mapping[str, int]) -> bool:
         evidence = self.evidence
         return sink_verdicts.closes(
-            _ms_of(hour), counts, self.rule, evidence.max_settle_ms, evidence.frozen_ms, evidence.decided_until_ms
+            _ms_of(hour), counts, self.rule, evidence.max_settle_ms, evidence.seen_ms, evidence.decided_until_ms
         )
 
     def _own_row(self) -> DataFrame:
@@ -466,7 +505,7 @@ class _Comparison:
         own = {"released": F.lit(spans), "is_closed": F.lit(False), "last_ms": decided}
         return self._as_rows(self.spark.range(1), own)
 
-    def _findings(self, judged: DataFrame, records: DataFrame) -> DataFrame:
+    def _findings(self, judged: DataFrame, records: DataFrame, read: DataFrame) -> DataFrame:
         """Return the findings about expected events, with the coordinates of their records: rows of `sinks`."""
         found = self._with_all_records(judged.where(F.col("category").isin(MISSING, TWICE, LATE)))
         of_found = records.join(found.select("accepted_hour", "id"), ["accepted_hour", "id"], "left_semi")
@@ -480,6 +519,10 @@ class _Comparison:
         )
         listed = of_found.groupBy("accepted_hour", "id").agg(F.array_sort(F.collect_list(coordinate)).alias("listed"))
         described = found.join(listed, ["accepted_hour", "id"])
+        if self.rule.is_mirror:
+            ids = found.select("id").distinct()
+            in_mirror = read.join(ids, "id", "left_semi").groupBy("id").agg(_records_of_mirror())
+            described = described.join(in_mirror, "id", "left")
         columns = {name: F.col(name) for name in ("accepted_hour", "id", "key", "topic", "last_ms")}
         verdict = F.col("category"), F.col("rows"), F.col("records"), F.col("was_missing")
         return self._as_rows(
@@ -491,10 +534,24 @@ class _Comparison:
                 "count": F.when(F.col("category") == TWICE, F.col("rows")).otherwise(F.lit(1)),
                 "events": F.lit(1),
                 "coordinates": F.slice("listed", 1, deliveries.COORDINATES_MAX),
-                "sink_ms": F.when(F.col("category") == MISSING, F.lit(self.evidence.frozen_ms)).otherwise(
+                **self._sink_coordinates(),
+                "sink_ms": F.when(F.col("category") == MISSING, F.lit(self.evidence.seen_ms)).otherwise(
                     F.col("arrived_ms")
                 ),
             },
+        )
+
+    def _sink_coordinates(self) -> dict[str, Column]:
+        """Return the column of a finding with the records of its event in a mirror."""
+        return {"sink_coordinates": F.coalesce("sink_coordinates", F.array())} if self.rule.is_mirror else {}
+
+    def _gaps(self, judged: DataFrame) -> DataFrame:
+        """Return the findings about events that a mirror may have had and deleted, by topic: rows of `sinks`."""
+        grouped = judged.where(F.col("category") == UNPROVABLE).groupBy("accepted_hour", "topic")
+        counted = grouped.agg(F.count("*").alias("count"), F.max("last_ms").alias("last_ms"))
+        columns = {name: F.col(name) for name in counted.columns}
+        return self._as_rows(
+            counted, {**columns, "kind": F.lit(GAP), "cause": F.lit(RETENTION), "events": F.col("count")}
         )
 
     def _with_all_records(self, found: DataFrame) -> DataFrame:
@@ -510,8 +567,10 @@ class _Comparison:
     def _findings_of_unknown(self, unknown: DataFrame) -> DataFrame:
         """Return the findings about rows of unknown events: by id, or by partition if rows name coordinates."""
         names: tuple[str, ...]
-        common = (F.max("event_ms").alias("last_ms"), F.min("arrived_ms").alias("sink_ms"))
-        if self.rule.id:
+        common: tuple[Column, ...] = (F.max("event_ms").alias("last_ms"), F.min("arrived_ms").alias("sink_ms"))
+        if self.rule.is_mirror:
+            common = (*common, _records_of_mirror())
+        if self.rule.has_ids:
             grouped = unknown.groupBy("accepted_hour", "id").agg(F.count("*").alias("count"), *common)
             names, events = ("id", "count"), F.lit(1)
         else:
@@ -524,6 +583,7 @@ class _Comparison:
             )
             names, events = ("topic", "partition", "count", "first_offset", "last_offset"), F.col("events")
         of_group = {name: F.col(name) for name in ("accepted_hour", "last_ms", "sink_ms", *names)}
+        of_group |= self._sink_coordinates()
         return self._as_rows(grouped, {**of_group, "kind": F.lit(EXTRA), "events": events})
 
     def _as_rows(self, rows: DataFrame, columns: Mapping[str, Column]) -> DataFrame:
@@ -532,9 +592,10 @@ class _Comparison:
             "sink": F.lit(self.rule.name),
             "scope": F.lit(SCOPE),
             "run": F.lit(self.evidence.run),
-            "read_ms": F.lit(self.evidence.frozen_ms),
+            "read_ms": F.lit(self.evidence.seen_ms or None),
             "definition": F.lit(self.definition),
             "coordinates": F.array(),
+            "sink_coordinates": F.array(),
         }
         given = {**default, **columns}
         types = lake.SINK.items()
@@ -546,6 +607,13 @@ def _has_any(counts: Mapping[str, Mapping[str, int]], *names: str) -> bool:
     return any(of_hour[name] for of_hour in counts.values() for name in names)
 
 
+def _records_of_mirror() -> Column:
+    """List the records (sinks.ROW) of an event in a mirror, at most deliveries.COORDINATES_MAX, in their order."""
+    coordinate = F.struct("topic", "partition", "offset", F.col("timestamp_ms").alias("timestamp"))
+    listed = F.array_sort(F.collect_list(coordinate))
+    return F.slice(listed, 1, deliveries.COORDINATES_MAX).alias("sink_coordinates")
+
+
 def _names_event(by: Sequence[str]) -> Column:
     """Check whether a row of a sink names an event."""
     return reduce(Column.__and__, (F.col(name).isNotNull() for name in by))
@@ -554,9 +622,9 @@ def _names_event(by: Sequence[str]) -> Column:
 def with_findings(tables: Lake, found: DataFrame, since_ms: int) -> DataFrame:
     """Add the findings about sinks, in the hours since a time (ms), to other findings.
 
-    lake.FINDING → lake.FINDING; with `sink, sink_ms` if the lake has sinks.
+    lake.FINDING → lake.FINDING; with current_findings.OF_SINKS if the lake has sinks.
     """
     if not tables.exists(TABLE):
         return found
-    of_sinks = _findings_since(tables.read_cached(TABLE), since_ms).select(*lake.FINDING, "sink", "sink_ms")
+    of_sinks = _findings_since(tables.read_cached(TABLE), since_ms).select(*lake.FINDING, *OF_SINKS)
     return found.unionByName(of_sinks, allowMissingColumns=True)

@@ -21,11 +21,14 @@ MISSING: Final = kinds.MISSING_IN_SINK.name
 TWICE: Final = kinds.TWICE_IN_SINK.name
 LATE: Final = kinds.LATE_IN_SINK.name
 EXTRA: Final = kinds.EXTRA_IN_SINK.name
-KINDS: Final = (MISSING, TWICE, LATE, EXTRA)
+GAP: Final = kinds.EVIDENCE_GAP.name
 
 PRESENT_ONCE: Final = "present_once"
-CATEGORIES: Final = (PRESENT_ONCE, MISSING, TWICE, LATE, PENDING)
-"""Categories of the events that are expected in a sink."""
+UNPROVABLE: Final = "unprovable"
+CATEGORIES: Final = (PRESENT_ONCE, MISSING, TWICE, LATE, PENDING, UNPROVABLE)
+"""Categories of the events that are expected in a sink. UNPROVABLE: a mirror has deleted records unread."""
+KINDS: Final[Mapping[str, str]] = {**{name: name for name in (MISSING, TWICE, LATE, EXTRA)}, UNPROVABLE: GAP}
+"""By the count that its findings must agree with, each kind of finding about a sink."""
 
 REPEATED: Final = "repeated"
 COPIED: Final = "copied"
@@ -55,17 +58,20 @@ def visible_ms(accepted_ms: Column, named_ms: Column, released_ms: Column, max_s
     return F.greatest(F.greatest(accepted_ms, named_ms) + max_settle, released_ms)
 
 
-def category(rows: Column, arrived_ms: Column, was_missing: Column, due_ms: Column, frozen_ms: int) -> Column:
+def category(
+    rows: Column, arrived_ms: Column, was_missing: Column, due_ms: Column, was_deleted: Column, seen_ms: int
+) -> Column:
     """Return the category of an expected event by its number of rows in the sink; `due_ms` is its latest arrival.
 
-    The sink is read after the freeze: a row that is not there was not there at the freeze, whatever the clocks say.
+    The sink is known until `seen_ms`: a row that was read from none was not there then, whatever the clocks say.
+    `was_deleted`: a row of the event may have been deleted from the sink before it was read.
     """
     is_late = was_missing | F.coalesce(arrived_ms > due_ms, F.lit(False))
     return (
         F.when(rows > 1, TWICE)
         .when((rows == 1) & is_late, LATE)
         .when(rows == 1, PRESENT_ONCE)
-        .when(due_ms < frozen_ms, MISSING)
+        .when(due_ms < seen_ms, F.when(was_deleted & ~was_missing, UNPROVABLE).otherwise(MISSING))
         .otherwise(PENDING)
     )
 

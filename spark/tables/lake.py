@@ -185,6 +185,8 @@ SINK: Final = {
     "pending": "bigint",
     "extra_in_sink": "bigint",
     "unidentified": "bigint",
+    "unprovable": "bigint",
+    "sink_coordinates": "array<struct<topic: string, partition: int, offset: bigint, timestamp: bigint>>",
 }
 """The columns of a row about a sink: a finding (with `kind`), the counts of an hour (without), or, without an hour, the
 sink's own row.
@@ -194,6 +196,27 @@ number of events of a finding. `read_ms` is when the run froze that compared the
 run that has read the sink, as is `run`; `last_ms` is there until when that run knew each event of the sink's topics.
 `is_closed`: no verdict of the hour may change. `definition`: the rule of the sink then, and what else verdicts depend
 on, as digests. `released`: what open transactions hid from consumers (sink_verdicts.Released), as JSON.
+`sink_coordinates`: the records of a finding's event in a mirror.
+"""
+
+MIRRORED: Final = {
+    "sink": "string",
+    "run": "bigint",
+    "accepted_hour": "timestamp",
+    "id": "binary",
+    "event_ms": "bigint",
+    "arrived_ms": "bigint",
+    "topic": "string",
+    "partition": "int",
+    "offset": "bigint",
+    "timestamp_ms": "bigint",
+    "topic_id": "string",
+    "logs": "string",
+}
+"""The columns of a record that was read from a mirror by a run, or, without an hour, the mirror's own row.
+
+`id` is null without Fencepost's header. `event_ms` is the acceptance in that header, else the timestamp; `arrived_ms`
+the timestamp, if it is that of the mirror's broker. `logs`: what is known of each log (mirror_logs.MirrorLog), as JSON.
 """
 
 SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -206,12 +229,16 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "hourly_records": HOURLY_RECORDS,
     "rejects": REJECT,
     "sinks": SINK,
+    "mirrored": MIRRORED,
     "verdicts": VERDICT,
 }
-WRITTEN_AFTER_MERGE: Final = ("rejects", "findings", "verdicts", "sinks", "hourly_balance", "hourly_records", "runs")
+WRITTEN_AFTER_MERGE: Final = (
+    *("rejects", "findings", "verdicts", "mirrored", "sinks"),
+    *("hourly_balance", "hourly_records", "runs"),
+)
 """The tables that a run writes after it has merged its records into `deliveries`, besides views and `published`."""
 
-COMPACTED: Final = ("findings", "progress", "published", "rejects", "sinks", "verdicts")
+COMPACTED: Final = ("findings", "mirrored", "progress", "published", "rejects", "sinks", "verdicts")
 """The tables that are compacted as a whole. Of `runs` only the newest rows are read, by their files' statistics."""
 
 PARTITIONS: Final = {
@@ -516,7 +543,7 @@ class Lake:
         before_ms = f"unix_millis(TIMESTAMP '{first_hour}')"
         conditions = {
             **dict.fromkeys(
-                ("deliveries", "findings", "sinks", "verdicts"), f"accepted_hour < TIMESTAMP '{first_hour}'"
+                ("deliveries", "findings", "mirrored", "sinks", "verdicts"), f"accepted_hour < TIMESTAMP '{first_hour}'"
             ),
             "rejects": f"seen_ms < {before_ms}",
             **dict.fromkeys(("progress", "runs"), f"frozen_ms < {before_ms} AND run < {run}"),

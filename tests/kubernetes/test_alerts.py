@@ -15,6 +15,7 @@ from service.claims.states import SlotState
 from service.core.metrics import SOURCE_OUTCOMES, FastHistogram, Telemetry
 from service.slots.recovery import STORE_STATES
 from spark.report import metrics
+from spark.report.model import SINK_COUNTS
 from spark.rules.causes import CAUSES
 from spark.rules.kinds import BREAKING, KINDS, PHANTOM
 from tests.kubernetes.rendering import HERE, Object, Rendered
@@ -57,7 +58,7 @@ AUDIT: Final[Any] = {
     "sinks": [
         {
             "name": "warehouse",
-            **dict.fromkeys(("expected", "present_once", "missing", "twice", "late", "pending", "extra"), 0),
+            **dict.fromkeys(SINK_COUNTS, 0),
             "judged_until": "2026-01-01T00:00:00.000Z",
             "unreadable": None,
         }

@@ -357,6 +357,19 @@ def a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(stage: Gr
     assert (ran.balance(topic)["stuck"], ran.balance(topic)["pending"]) == (0, 1)
 
 
+def copies_in_topics_that_nothing_names_are_neither_phantoms_nor_duplicates(stage: GrowingStage) -> Story:
+    """Mirrors in this cluster: of its own topic, under another name, and of another cluster's topic."""
+    history, writer = stage.history, stage.writer()
+    topic, here, elsewhere = stage.topics("mirrored", "copies.mirrored", "elsewhere.mirrored")
+    history.deliver(history.transactional(writer), writer, topic, ["mirrored"])
+    history.send(history.plain, here, ["mirrored", "mirrored"], writer)
+    history.send(history.plain, elsewhere, ["mirrored from elsewhere"], Writer(0, 7, 0, "elsewhere:1"))
+    ran = yield
+    assert (ran.balance(topic)["delivered_once"], ran.balance(topic)["duplicated"]) == (1, 0)
+    assert ran.findings(topic, here, elsewhere) == set()
+    assert {here, elsewhere}.isdisjoint(counts["topic"] for counts in ran.document["topics"])
+
+
 STORIES = (
     records_older_than_the_ledger_are_no_phantoms,
     findings_are_reported_only_for_ids_that_the_balance_counts,
@@ -370,6 +383,7 @@ STORIES = (
     records_of_every_size_in_topics_of_every_width_are_read,
     clocks_that_jump_change_no_verdict,
     a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked,
+    copies_in_topics_that_nothing_names_are_neither_phantoms_nor_duplicates,
 )
 
 

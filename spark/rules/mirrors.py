@@ -1,0 +1,153 @@
+"""The records of mirrors in the lake: a run adds what is new in each, and a mirror is compared by what was read of it.
+
+The table `mirrored` of the lake has a row for each record that a mirror has, and a row of its own for each mirror, with
+what is known of its logs. One commit of a run changes both, for all mirrors.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import reduce
+from typing import Final, NamedTuple
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812
+
+from service.contract import SinkRule
+from spark import frames
+from spark.errors import Unreadable
+from spark.reading import mirror_logs
+from spark.reading.intervals import Interval
+from spark.reading.mirror_logs import LogPlan, MirrorLog, MirrorRead
+from spark.reading.run_plan import DATA, UNWANTED, Plan, RunContext
+from spark.reading.sinks import ROW
+from spark.step_timer import OnProgress
+from spark.tables import deliveries, hours, lake
+from spark.tables.lake import Lake
+
+TABLE: Final = "mirrored"
+
+
+class MirrorState(NamedTuple):
+    """What is known of a mirror: the last run that has read it (0: none), and its logs then."""
+
+    run: int
+    logs: tuple[MirrorLog, ...]
+
+    @property
+    def reset_run(self) -> int:
+        """The last run that has dropped records that it had read before."""
+        return max((log.reset_run for log in self.logs), default=0)
+
+
+NEVER_READ: Final = MirrorState(0, ())
+
+
+def update(tables: Lake, context: RunContext, on_progress: OnProgress) -> dict[str, str]:
+    """Add what is new in the mirrors of the rules to the lake; return why, by name, where one cannot be read.
+
+    What is stored of mirrors that the rules no longer have is dropped.
+    """
+    rules = [rule for rule in context.settings.rules.sinks if rule.is_mirror]
+    if not rules and not tables.exists(TABLE):
+        return {}
+    states = load(tables)
+    plan = context.plan
+    errors: dict[str, str] = {}
+    written: list[DataFrame] = []
+    replaced = [_of_others(rules)] if states.keys() - {rule.name for rule in rules} else []
+    for rule in rules:
+        state = states.get(rule.name, NEVER_READ)
+        if state.run == plan.run:
+            continue  # a process that was killed on this run has read the mirror after the freeze, too
+        try:
+            read = mirror_logs.read(
+                tables.spark,
+                rule,
+                topics_of(rule, plan),
+                state.logs,
+                plan.run,
+                plan.frozen_ms,
+                context.settings.options.max_records,
+            )
+        except Unreadable as error:
+            errors[rule.name] = str(error)
+            on_progress(f"the mirror {rule.name} cannot be read: {error}")
+            continue
+        written.append(_rows(tables, rule, read, plan.run))
+        replaced.append(_replaced(rule, read.plans, plan.run))
+    if replaced:
+        nothing = frames.rows_of(tables.spark, lake.schema(TABLE), [])
+        tables.replace(TABLE, reduce(DataFrame.unionByName, written, nothing), " OR ".join(replaced), plan.run)
+    return errors
+
+
+def topics_of(rule: SinkRule, plan: Plan) -> list[str]:
+    """Return the topics whose copies a mirror must have: those that this run audits, or an earlier one did."""
+    names = {log.topic for log in plan.logs if log.role in (DATA, UNWANTED)}
+    return sorted(name for name in names if rule.expects(name))
+
+
+def load(tables: Lake) -> dict[str, MirrorState]:
+    """Read what is known of each mirror, by name."""
+    rows = tables.read_cached(TABLE).where("accepted_hour IS NULL").select("sink", "run", "logs").collect()
+    return {
+        row["sink"]: MirrorState(row["run"], tuple(MirrorLog(**log) for log in json.loads(row["logs"]))) for row in rows
+    }
+
+
+def newest_hours(tables: Lake, rule: SinkRule, since_run: int) -> dict[str, int]:
+    """Return the hours of a mirror's records that were read after the run `since_run`, each with the last run."""
+    recent = _of(tables, rule).where(F.col("run") > since_run)
+    newest = recent.groupBy("accepted_hour").agg(F.max("run").alias("run"))
+    rows = newest.select(hours.as_text(F.col("accepted_hour")).alias("hour"), "run").collect()
+    return {row["hour"]: row["run"] for row in rows}
+
+
+def read(tables: Lake, rule: SinkRule, intervals: Sequence[Interval]) -> DataFrame:
+    """Return a mirror's records (sinks.ROW) whose events were accepted in these intervals; kept on the executors."""
+    inside = F.lit(False)
+    for first, end in intervals:
+        inside = inside | ((F.col("event_ms") >= first) & (F.col("event_ms") < end))
+    names = [field.split(" ")[0] for field in ROW.split(", ")]
+    return lake.checkpointed(_of(tables, rule).where(inside).select(*names))
+
+
+def _of(tables: Lake, rule: SinkRule) -> DataFrame:
+    """Select the records of a mirror (lake.MIRRORED)."""
+    return tables.read_cached(TABLE).where((F.col("sink") == rule.name) & F.col("accepted_hour").isNotNull())
+
+
+def _rows(tables: Lake, rule: SinkRule, read: MirrorRead, run: int) -> DataFrame:
+    """Return the rows (lake.MIRRORED) of what a run has read: the mirror's own, and its records."""
+    logs = json.dumps([asdict(log) for log in read.logs])
+    own = _as_rows(tables.spark.range(1), {"sink": F.lit(rule.name), "run": F.lit(run), "logs": F.lit(logs)})
+    columns = {name: F.col(name) for name in read.rows.columns}
+    hour = deliveries.hour_of(F.col("event_ms"))
+    records = _as_rows(read.rows, {**columns, "sink": F.lit(rule.name), "run": F.lit(run), "accepted_hour": hour})
+    return own.unionByName(records)
+
+
+def _as_rows(rows: DataFrame, columns: Mapping[str, Column]) -> DataFrame:
+    """Select the columns of the table; those that are not given are null."""
+    types = lake.MIRRORED.items()
+    return rows.select(*(columns.get(name, F.lit(None)).cast(data_type).alias(name) for name, data_type in types))
+
+
+def _of_others(rules: Iterable[SinkRule]) -> str:
+    """Return the SQL condition of the rows of mirrors that the rules do not have."""
+    names = ", ".join(f"'{rule.name}'" for rule in rules)
+    return f"sink NOT IN ({names})" if names else "true"
+
+
+def _replaced(rule: SinkRule, plans: Iterable[LogPlan], run: int) -> str:
+    """Return the SQL condition of the rows of a mirror that a run replaces: its own, those of this run, and those of
+    records that the mirror no longer has."""
+    ids = ", ".join(f"'{topic_id}'" for topic_id in sorted({plan.log.topic_id for plan in plans}))
+    of_others = f"topic_id NOT IN ({ids})" if ids else "true"
+    gone = [
+        f"(topic_id = '{plan.log.topic_id}' AND partition = {plan.log.partition} AND `offset` >= {plan.gone_from})"
+        for plan in plans
+        if plan.gone_from is not None
+    ]
+    return f"(sink = '{rule.name}' AND (accepted_hour IS NULL OR run = {run} OR {' OR '.join([of_others, *gone])}))"

@@ -1,0 +1,223 @@
+"""Mirrors compared with the lake: what is read of each log, what that proves, and a real topic with planted faults."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from pyspark.sql import SparkSession
+
+from service.contract import SinkRule, wire
+from spark.reading import mirror_logs, source
+from spark.reading.kafka_admin import Ends, Topic
+from spark.reading.mirror_logs import LogPlan, MirrorLog
+from spark.reading.run_plan import DATA, UNWANTED, Plan
+from spark.rules import mirrors, sink_verdicts
+from spark.tables.lake import Lake
+from tests.spark.history import History
+from tests.spark.rows import HOUR_MS
+from tests.spark.test_classify import log as log_of
+from tests.spark.test_sinks import FROZEN_MS, HOUR, LATE_S, MINUTE_MS, SETTLE_MS, Warehouse, counts, event
+from tests.spark.world import FOREVER
+
+RULE: Final = SinkRule("dr", ("t",), "kafka", "", LATE_S, margin_s=60, exclusive=True, mirror_topic="b.{topic}")
+TOPIC: Final = Topic("b.t", "one", 1)
+KNOWN: Final = MirrorLog("b.t", 0, "one", 10, 3, 7, 100)
+READ: Final = Ends(0, 15, 14, 3)
+"""Records up to 13 are committed."""
+
+
+def plan(known: MirrorLog | None, ends: Ends = READ, diverged: int | None = None, topic: Topic = TOPIC) -> LogPlan:
+    return mirror_logs.planned(known, topic, 0, ends, diverged, 5)
+
+
+def test_a_log_is_read_from_where_the_last_run_has_left_it_to_its_last_stable_offset() -> None:
+    first = plan(None)
+    assert (first.span, first.is_gap, first.gone_from) == ((0, 14), False, None)
+    assert (first.log.end, first.log.leader_epoch, first.log.caught_up_ms) == (14, 3, 0)
+    then = plan(KNOWN)
+    assert (then.span, then.is_gap, then.gone_from) == ((10, 14), False, None)
+    assert then.log == replace(KNOWN, end=14)
+
+
+def test_what_was_deleted_unread_is_a_gap() -> None:
+    assert plan(None, replace(READ, log_start=4)) == LogPlan(MirrorLog("b.t", 0, "one", 14, 3), 4, is_gap=True)
+    assert not plan(KNOWN, replace(READ, log_start=10)).is_gap
+    gap = plan(KNOWN, replace(READ, log_start=12))
+    assert (gap.span, gap.is_gap, gap.log.reset_run) == ((12, 14), True, 0)
+
+
+def test_a_recreated_or_truncated_log_is_read_again_without_what_it_had() -> None:
+    recreated = plan(KNOWN, topic=replace(TOPIC, topic_id="two"))
+    assert recreated == LogPlan(MirrorLog("b.t", 0, "two", 14, 3, reset_run=5), 0)
+    truncated = plan(KNOWN, diverged=8)
+    assert (truncated.span, truncated.gone_from, truncated.log.reset_run) == ((8, 14), 8, 5)
+    shorter = plan(KNOWN, replace(READ, last_stable=6))
+    assert (shorter.span, shorter.gone_from, shorter.log.reset_run) == ((6, 6), 6, 5)
+    assert plan(replace(KNOWN, reset_run=2)).log.reset_run == 2
+
+
+def test_a_run_reads_about_as_much_as_it_may_and_knows_the_mirror_when_it_has_reached_an_earlier_end() -> None:
+    plans = [LogPlan(replace(KNOWN, end=40), 10), LogPlan(replace(KNOWN, end=15), 10)]
+    assert mirror_logs.capped(plans, None) == mirror_logs.capped(plans, 35) == plans
+    assert [one.span for one in mirror_logs.capped(plans, 7)] == [(10, 16), (10, 11)]
+    behind = mirror_logs.caught_up(KNOWN, 14, 200)
+    assert (behind.caught_up_ms, behind.behind_ms, behind.behind_end) == (100, 200, 14)
+    # More records came than the next runs may read, until one reaches the end that the first one has seen.
+    assert mirror_logs.caught_up(replace(behind, end=13), 30, 300) == replace(behind, end=13)
+    reached = mirror_logs.caught_up(replace(behind, end=14), 40, 400)
+    assert (reached.caught_up_ms, reached.behind_ms, reached.behind_end) == (200, 400, 40)
+    done = mirror_logs.caught_up(replace(reached, end=40), 40, 500)
+    assert (done.caught_up_ms, done.behind_ms, done.behind_end) == (500, 0, 0)
+    assert mirror_logs.seen_until_ms([done, reached], 600) == 200
+    assert mirror_logs.seen_until_ms([], 600) == 600
+
+
+def test_after_a_gap_a_mirror_has_every_event_that_was_accepted_after_its_first_one() -> None:
+    whole, gap = LogPlan(KNOWN, 10), LogPlan(KNOWN, 12, is_gap=True)
+    assert mirror_logs.completed(whole, 50, 100, 60) == whole
+    assert mirror_logs.completed(gap, 50, 100, 60).log.complete_since_ms == 110
+    assert mirror_logs.completed(gap, None, 100, 60).log.complete_since_ms == 100
+    later = replace(gap, log=replace(KNOWN, complete_since_ms=500))
+    assert mirror_logs.completed(later, 50, 100, 60).log.complete_since_ms == 500
+    logs = [replace(KNOWN, topic=topic, complete_since_ms=ms) for topic, ms in (("b.t", 7), ("b.t", 9), ("b.u", 0))]
+    assert mirror_logs.complete_since(RULE, logs, ["t", "u", "v"]) == {"t": 9}
+
+
+def test_a_mirror_has_the_copies_of_all_topics_that_a_run_has_ever_audited() -> None:
+    logs = log_of(DATA, "t", 0), log_of(DATA, "t", 1), log_of(UNWANTED, "t2", 0, audited=False), log_of(DATA, "u", 0)
+    rule = replace(RULE, topics=("t*",))
+    assert mirrors.topics_of(rule, Plan(1, 1, "", logs)) == ["t", "t2"]
+
+
+class Mirror(Warehouse):
+    """A lake, and a mirror on a real broker, which a test fills in place of MirrorMaker."""
+
+    def __init__(self, spark: SparkSession, root: Path, history: History) -> None:
+        copies = f"{history.namespace}.{{topic}}"
+        rule = replace(RULE, mirror_topic=copies, connection=(("FENCEPOST_KAFKA", history.bootstrap),))
+        super().__init__(spark, root, rule)
+        self.history = history
+        self.topic = rule.copy_of("t")
+
+    def create(self, timestamps: str = "CreateTime") -> None:
+        self.history.topic(self.topic, 1, FOREVER | {"message.timestamp.type": timestamps})
+
+    def copy(self, *names: str, at: int = HOUR) -> None:
+        """Append a record of each event, with the header and the timestamp of the event's own record."""
+        for name in names:
+            header = wire.Stamp(name.encode().ljust(16)[:16], b"f" * 8, at, 0, 10, 0, "a:1").encode()
+            headers = [(wire.STAMP_HEADER, header)]
+            self.history.raw(self.history.plain, self.topic, b"{}", headers=headers, timestamp=at)
+
+    def take_over(self) -> None:
+        killed = self.plans.pop()
+        self.tables = Lake(self.spark, self.tables.root)
+        self.tables.take_over(killed.run, ["deliveries", "mirrored", "sinks"])
+
+    def places(self, kind: str) -> list[list[int]]:
+        """Return the offsets in the mirror of each finding of a kind."""
+        rows = self.tables.read("sinks").where(f"kind = '{kind}'").collect()
+        assert {place["topic"] for row in rows for place in row["sink_coordinates"]} <= {self.topic}
+        return sorted([place["offset"] for place in row["sink_coordinates"]] for row in rows)
+
+
+@pytest.fixture
+def mirror(spark: SparkSession, tmp_path: Path, history: History) -> Mirror:
+    made = Mirror(spark, tmp_path, history)
+    made.create()
+    return made
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[tuple[int, int]]]:
+    """The spans of offsets that each run has read of a mirror."""
+    read: list[Sequence[tuple[int, int]]] = []
+
+    def noted(spark: SparkSession, shared: Any, of_logs: Any) -> Any:
+        read.append(list(of_logs.values()))
+        return original(spark, shared, of_logs)
+
+    original: Callable[..., Any] = source.read_with_type
+    monkeypatch.setattr(source, "read_with_type", noted)
+    return read
+
+
+@pytest.mark.long
+def test_a_run_that_may_read_a_part_of_a_mirror_does_not_know_what_the_rest_is(
+    mirror: Mirror, spans: list[Sequence[tuple[int, int]]]
+) -> None:
+    mirror.deliver(*event("once", 1), *event("gone", 2), *event("again", 3))
+    mirror.copy("once", "again", "again", "made up")
+    partly = mirror.run(max_records=2)
+    assert counts(partly) == {"expected": 3, "present_once": 2, "pending": 1}
+    assert (partly.read_ms, partly.judged_until_ms, partly.unreadable) == (None, None, None)
+    mirror.run(FROZEN_MS + 1)
+    assert spans == [[(0, 2)], [(2, 4)]]
+    assert {kind for kind, _, _ in mirror.found()} == {"missing_in_sink", "twice_in_sink", "extra_in_sink"}
+
+
+def test_a_real_mirror_that_drops_repeats_and_is_late_is_found_out(
+    mirror: Mirror, spans: list[Sequence[tuple[int, int]]]
+) -> None:
+    history = mirror.history
+    mirror.deliver(*event("once", 1), *event("gone", 2), *event("again", 3), *event("slow", 4))
+    mirror.copy("once", "again", "again", "made up")
+    history.raw(history.plain, mirror.topic, b"no event", timestamp=HOUR)
+    whole = mirror.run()
+    faults = {("missing_in_sink", None, "gone"), ("twice_in_sink", "repeated", "again")}
+    extra = ("extra_in_sink", None, "made up")
+    assert mirror.found() == {*faults, ("missing_in_sink", None, "slow"), extra}
+    assert (whole.counts["unidentified"], whole.judged_until_ms) == (1, FROZEN_MS - SETTLE_MS - 1000 * LATE_S)
+    assert (mirror.places("twice_in_sink"), mirror.places("extra_in_sink")) == ([[1, 2]], [[3]])
+
+    # The mirror deletes a record before it is read; a record comes late; MirrorMaker repeats one. The run is killed.
+    third = HOUR + 2 * HOUR_MS
+    for offset, name in enumerate(("unread", "kept", "after"), 10):
+        mirror.deliver(*event(name, offset, at=third + (offset - 10) * MINUTE_MS * 2))
+    mirror.copy("unread", at=third)
+    mirror.copy("kept", at=third + 2 * MINUTE_MS)
+    history.delete_before(mirror.topic, 0, 6)
+    mirror.copy("slow", "once")
+    late, repeated = ("late_in_sink", "was_missing", "slow"), ("twice_in_sink", "repeated", "once")
+    gap = mirror.run(FROZEN_MS + 1)
+    mirror.take_over()
+    assert mirror.run(FROZEN_MS + 1) == gap
+    known = {*faults, late, repeated, extra, ("evidence_gap", "retention", "t[None]")}
+    assert mirror.found() == {*known, ("missing_in_sink", None, "after")}
+    assert gap.counts["unprovable"] == 1
+    assert mirror.places("twice_in_sink") == [[0, 8], [1, 2]]
+    assert spans == [[(0, 5)], [(6, 9)]]
+
+    # What cannot be read keeps its findings.
+    broken = replace(mirror.rule, connection=(*mirror.rule.connection, ("FENCEPOST_KAFKA_SSL_CAFILE", "/no/ca")))
+    readable, mirror.rule = mirror.rule, broken
+    away = mirror.run(FROZEN_MS + 2)
+    assert (away.unreadable or "").startswith("kafka_ssl_cafile means nothing with kafka_security_protocol=PLAINTEXT")
+    assert away[:4] == (broken, *gap[1:4])
+    mirror.rule = readable
+
+    # A recreated topic has what was copied into it since. The broker's timestamps tell when that was.
+    history.remove(mirror.topic)
+    mirror.create("LogAppendTime")
+    mirror.copy("gone")
+    mirror.copy("kept", at=third + 2 * MINUTE_MS)
+    recreated = mirror.run(FROZEN_MS + 3)
+    assert mirror.found() == {
+        ("late_in_sink", "was_missing", "gone"),
+        ("late_in_sink", "arrived", "kept"),
+        *(("missing_in_sink", None, name) for name in ("once", "again", "slow", "unread", "after")),
+    }
+    assert recreated.counts["unprovable"] == 0
+
+
+def test_an_hour_with_events_that_nothing_can_prove_any_more_closes() -> None:
+    assert sink_verdicts.closes(
+        HOUR,
+        dict.fromkeys(sink_verdicts.COUNTS, 0) | {"unprovable": 1},
+        replace(RULE, exclusive=False),
+        SETTLE_MS,
+        HOUR + 3 * HOUR_MS,
+        0,
+    )
