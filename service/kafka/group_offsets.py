@@ -267,6 +267,7 @@ class OffsetCommit:
 
     def __init__(self, session: ProducerSession) -> None:
         self._session = session
+        self.awaits_markers = False  # `commit` waits for the markers of the session's previous transaction
 
     async def partition_of(self, group: str) -> Partition | None:
         """Find the partition of a group's offsets; None where the topic is not there yet, or hidden from the service.
@@ -325,7 +326,8 @@ class OffsetCommit:
         give_up_at = time.monotonic() + RETRY_S
         while True:
             codes = await self._codes(request, partition)
-            if adds and CONCURRENT_TRANSACTIONS in codes:
+            self.awaits_markers = adds and CONCURRENT_TRANSACTIONS in codes
+            if self.awaits_markers:
                 await asyncio.sleep(MARKERS_PAUSE_S)
                 continue
             if RETRIED.isdisjoint(codes):

@@ -293,7 +293,7 @@ class TransactionalProducer:
                 outcomes.outcome_of(failure, may_commit=False),
                 f"offsets: {failure!r}",
                 hanging=write.hanging,
-                offsets_error=_offsets_error(failure) if write.waiting_for == OFFSETS_TOPIC else None,
+                offsets_error=_offsets_error(failure) if self._awaits_coordinator(write) else None,
             ) from failure
         self._move(ProducerState.READY)
         raise refused
@@ -330,6 +330,10 @@ class TransactionalProducer:
             raise TimeoutError(f"no leader answered where the transaction begins in {partition}")
         write.waiting_for = ""
         return RecordCoordinates(partition, open_from[partition]) if partition in open_from else None
+
+    def _awaits_coordinator(self, write: "_Write") -> bool:
+        """Whether a group's coordinator is to blame for a timeout, and not the markers of the previous transaction."""
+        return write.waiting_for == OFFSETS_TOPIC and not self._offset_commit.awaits_markers
 
     def _joining_offsets(self, partition: Partition) -> bool:
         """Whether TxnOffsetCommit adds a group's partition, by the version of its leader, the group's coordinator."""

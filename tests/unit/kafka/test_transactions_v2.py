@@ -318,6 +318,19 @@ async def test_offsets_wait_for_the_markers_of_the_last_transaction() -> None:
     assert len(kafka.sent(TxnOffsetCommitAndAdd)) == 3
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_group_is_not_to_blame_for_markers_of_the_last_transaction_that_do_not_come(hangs: bool) -> None:
+    """Its next batches would be isolated for nothing."""
+    producer, kafka = version_2()
+    await producer.commit_offsets(OFFSETS)
+    await write(producer)
+    kafka.offsets_committed = lambda topic, partition: CONCURRENT
+    kafka.coordinator_hangs = hangs
+    with pytest.raises(TransactionFailed) as failed:
+        await producer.commit_offsets(OFFSETS)
+    assert (failed.value.offsets_error is None) is not hangs
+
+
 async def test_a_group_whose_coordinator_lacks_version_2_is_added_by_the_transaction_s() -> None:
     producer, kafka = version_2()
     kafka.leaders[OF_GROUP] = 3
