@@ -23,7 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy import places
 from tests.kubernetes.rendering import Rendered
 
-STEP_S: Final = 15  # between two scrapes, as in the monitors
+STEP_S: Final = 15  # between two scrapes of the service, as in its monitor
+AUDIT_STEP_S: Final = 60  # between two scrapes of the audit's metrics, as in their monitor
 HEALTHY_S: Final = 1800
 PACKAGE: Final = "prometheus"  # Debian's package of promtool
 
@@ -148,7 +149,8 @@ class Rules:
         )
 
     def assert_course(self, course: Sequence[tuple[Scrape, float, Iterable[str]]]) -> None:
-        """Show each scrape for this many seconds, in turn, and check that exactly these alerts fire at its end.
+        """Show each scrape of the audit's metrics for this many seconds, in turn, and check that exactly these alerts
+        fire at its end.
 
         Alerts with a kind of finding are written `alert/kind`.
         """
@@ -157,25 +159,27 @@ class Rules:
         firing = 'group by (alertname, kind) (ALERTS{alertstate="firing"})'
         told, done = [], 0
         for found, shown_s, alerts in course:
-            steps = int(shown_s / STEP_S)
+            steps = int(shown_s / AUDIT_STEP_S)
             for series in every:
-                values[series].append(_held(found, series, steps, done * STEP_S))
+                values[series].append(_held(found, series, steps, done * AUDIT_STEP_S))
             done += steps
             expected = [
                 json_labels(**dict(zip(("alertname", "kind"), name.split("/"), strict=False))) for name in alerts
             ]
             samples = [{"labels": labels, "value": 1} for labels in sorted(expected)]
-            told.append({"expr": firing, "eval_time": f"{(done - 1) * STEP_S}s", "exp_samples": samples})
-        self._test([(series, " ".join(values[series])) for series in every], told)
+            told.append({"expr": firing, "eval_time": f"{(done - 1) * AUDIT_STEP_S}s", "exp_samples": samples})
+        self._test([(series, " ".join(values[series])) for series in every], told, AUDIT_STEP_S)
 
-    def _test(self, series: Iterable[tuple[Series, str]], expected: Sequence[Mapping[str, object]]) -> None:
-        """Run `promtool test rules` over these series, in its notation."""
+    def _test(
+        self, series: Iterable[tuple[Series, str]], expected: Sequence[Mapping[str, object]], step_s: int = STEP_S
+    ) -> None:
+        """Run `promtool test rules` over these series, in its notation, with a scrape each `step_s`."""
         document = {
             "rule_files": [self.file.name],
-            "evaluation_interval": f"{STEP_S}s",
+            "evaluation_interval": f"{step_s}s",
             "tests": [
                 {
-                    "interval": f"{STEP_S}s",
+                    "interval": f"{step_s}s",
                     "input_series": [
                         {"series": f"{name}{json_labels(**dict(labels))}", "values": values}
                         for (name, labels), values in series
