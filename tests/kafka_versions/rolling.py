@@ -3,9 +3,10 @@
     python -m tests.kafka_versions.rolling            from the oldest release that has a lock
     python -m tests.kafka_versions.rolling 4.3
 
-Three brokers, and two processes of the service that write for clients which repeat their requests. After the last
-broker, the newest metadata.version and transaction.version 2 (KIP-890) are finalized, which each process uses on its
-later connections. In the end the checker of the fault tests reads everything, and posts every key again.
+Three brokers, and two processes of the service that write for clients which repeat their requests, and for processors
+which commit their group's offsets. After the last broker, metadata.version and transaction.version 2 (KIP-890)
+are finalized, which each process uses on its later connections. In the end the checker of the fault tests reads
+everything, and posts every key again; each order has one invoice.
 
 Exit status: 0 if every event is there once, else 1.
 """
@@ -31,6 +32,8 @@ from tests.kafka_versions import LOCKS, broker_of, running
 
 KEYS_PER_S: Final = 120.0
 CLIENTS: Final = 12
+# Members of a consumer group, which commit its offsets with what they write.
+PROCESSORS: Final = 2
 # Acknowledged events between two steps.
 EACH: Final = 500
 ACKED_S: Final = 120.0
@@ -75,6 +78,7 @@ def play(world: World, oldest: str, newest: str, say: Callable[[str], None]) -> 
     """Replace each broker, and finalize the features, under load; then check. Yields what is wrong."""
     world.start_services(2, kafka_transactions="auto")
     load = world.start_load("rolling", clients=CLIENTS, keys_per_s=KEYS_PER_S)
+    processing = world.start_processors(PROCESSORS)
     world.wait_acked(EACH, ACKED_S)
     say(f"{load.acked} events acknowledged by Kafka {broker_of(LOCKS[oldest])}")
     run_as(newest)
@@ -94,6 +98,12 @@ def play(world: World, oldest: str, newest: str, say: Callable[[str], None]) -> 
         service.start()
     world.wait_acked(EACH, ACKED_S)
     load.stop()
+    yield from processing.finish()
+    say(
+        f"{processing.orders} orders, each with one invoice: {processing.count('written')} batches with offsets, "
+        f"{processing.count('replayed')} replays, {processing.count('dropped')} refused; the longest time without a "
+        f"committed offset was {processing.longest_s:.1f} s"
+    )
     yield from [*load.mistakes, *load.hanging, *world.bugs()]
     verdict = world.check(timeout_s=CHECK_S)
     say(
