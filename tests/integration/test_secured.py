@@ -276,13 +276,16 @@ def test_a_service_whose_kafka_login_fails_ends_and_says_why_without_the_passwor
     assert why in line
 
 
-@pytest.mark.parametrize("login", [":hush-hush@", "nobody:hush-hush@", ""])
 def test_a_service_whose_redis_login_fails_ends_and_says_why_without_the_password(
-    tmp_path: Path, kafka: Kafka, namespace: str, login: str
+    tmp_path: Path, kafka: Kafka, namespace: str
 ) -> None:
     own = {"FENCEPOST_NAMESPACE": namespace, "FENCEPOST_SLOTS": "1", "FENCEPOST_SLOTS_MAX": "1"}
+    why = "FENCEPOST_REDIS has not the user and password that the server asks for: set redis://"
     with LockedRedis(tmp_path / "redis") as redis:
-        (line,) = ended(tmp_path, kafka.bootstrap, f"redis://{login}127.0.0.1:{redis.port}/0", own)
-        assert line.startswith("FENCEPOST_REDIS has not the user and password that the server asks for: set redis://")
+        for n, login in enumerate((":hush-hush@", "nobody:hush-hush@", "")):
+            folder = tmp_path / f"refused-{n}"
+            folder.mkdir()
+            (line,) = ended(folder, kafka.bootstrap, f"redis://{login}127.0.0.1:{redis.port}/0", own)
+            assert line.startswith(why), login
         with Service(tmp_path, kafka=kafka.bootstrap, redis=redis.url, env=own) as service:
             assert service.ready()
