@@ -75,7 +75,7 @@ DEFAULT: Final[dict[str, Configuration]] = {
         Faults(fence=1, lose_reply=1, late_marker=1, post_again=1), bumps=True
     ),
     "version 2, abortable transactions and failed sends": Configuration(
-        Faults(abortable=2, lose_send=1, deadline=1, post_again=1), bumps=True
+        Faults(abortable=1, lose_send=1, post_again=1), bumps=True
     ),
     "version 2, a marker that never comes, and an abortable transaction": Configuration(
         Faults(skip_marker=1, abortable=1, lose_send=1, post_again=1), bumps=True
@@ -124,6 +124,9 @@ DEEP: Final[dict[str, Configuration]] = {
     ),
     "version 2 is finalized amid a run with a crash and a marker that never comes": Configuration(
         Faults(finalize=1, skip_marker=1, kill=1, abortable=1)
+    ),
+    "version 2, two abortable transactions, failed sends and a deadline": Configuration(
+        Faults(abortable=2, lose_send=1, deadline=1, post_again=1), bumps=True
     ),
     "version 2, a crash, a commit in doubt and a failed send": Configuration(
         Faults(kill=1, lose_reply=1, lose_send=1), bumps=True
