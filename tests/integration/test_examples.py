@@ -24,6 +24,10 @@ from service.fencepost.client import Client, Event, KeyExpired, Spool, Written
 from service.fencepost.client.events import Pending
 from tests.integration.judge import Delivered, read_committed
 from tests.integration.proxy import RETRY_AFTER_S, Fault, Proxy
+from tests.sinks.killed import BATCH
+from tests.sinks.orders import SAID, Orders
+from tests.sinks.postgres import Postgres
+from tests.spark.history import History
 
 ORDERS = [{"order": n} for n in range(3)]
 # The commands of the README.
@@ -152,6 +156,18 @@ def test_an_example_does_not_repeat_a_request_that_is_refused(runs: Runs, name: 
 def test_the_readme_has_the_commands_that_were_run() -> None:
     text = (ROOT / "deploy" / "examples" / "README.md").read_text()
     assert [command for command in COMMANDS.values() if f"`{command}`" not in text] == []
+
+
+def test_a_sink_is_filled_once_by_one_transaction_and_torn_by_two_commits(
+    kafka: Kafka, namespace: str, tmp_path: Path
+) -> None:
+    """The examples are killed with -9 between their two commits; test_planted_sinks.py audits their tables."""
+    history = History(kafka.bootstrap, namespace, slots=1)
+    with Postgres(tmp_path / "postgres") as postgres:
+        orders = Orders(history, postgres, 0, history.now_ms)
+        orders.fill()
+        torn = Counter((program, kind, cause) for program, kind, cause, _ in orders.faults())
+    assert torn == {(program, *fault): BATCH for program, fault in SAID.items() if fault is not None}
 
 
 # ------------------------------------------------------------------------------------------------------- the client

@@ -1,1 +1,1 @@
-"""Sinks with planted faults: a real PostgreSQL and Delta tables, fed by a consumer that drops, repeats and dies."""
+"""Sinks with planted faults: PostgreSQL, Delta and Iceberg, fed by a consumer that drops, repeats and dies."""

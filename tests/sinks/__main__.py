@@ -1,4 +1,4 @@
-"""`python -m tests.sinks --seeds 20`: sinks in a real PostgreSQL and as Delta tables, with planted faults.
+"""`python -m tests.sinks --seeds 20`: sinks in a real PostgreSQL, as Delta and Iceberg tables.
 
 Prints recall and precision of the audit by kind and cause; exit 0: both are 1.
 """

@@ -8,15 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.places import ROOT
 from service.contract import wire
 from tests.sinks.consumer import COMMITTED, STORED, Faults, Feed, Row, Store, feed_here, into_postgres
+from tests.sinks.iceberg import TABLE, Iceberg
+from tests.sinks.orders import SAID, Fault, Orders
 from tests.sinks.postgres import USER, Postgres
 from tests.spark.history import History, Writer
 from tests.spark.runs import Ran, run
@@ -28,9 +32,6 @@ LATE_S: Final = 60
 LATER_MS: Final = 300_000
 MADE_UP: Final = 3
 CHILD_S: Final = 120.0
-
-Fault = tuple[str, str, str | None, str]
-"""A finding: the sink, the kind, the cause, and the id (in hexadecimal digits) or the partition."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,26 @@ DELTA_COLUMNS: Final = (
 )
 
 
+# The same for an Iceberg table: the types of its columns.
+ICEBERG_TYPES: Final = (
+    {"event": pa.uuid(), "at": pa.timestamp("us", "UTC")},
+    {"event": pa.binary(), "at": pa.timestamp("us")},
+    {"event": pa.string(), "at": pa.int64()},
+    {"topic": pa.string(), "part": pa.int32(), "Off": pa.int64(), "At": pa.timestamp("us", "UTC")},
+)
+
+
 @dataclass
 class Sink:
-    """A sink of a seed, with what its consumer has done: the number of rows of each id, and the rows held back."""
+    """A sink of a seed, with what its consumer has done: the number of rows of each id, and the rows held back.
+
+    `place` are the lines of its rule that say where the table is.
+    """
 
     name: str
     topic: str
     form: Form
+    place: str
     feed: Feed
     store: Store
     made_up: list[Row]
@@ -136,7 +150,10 @@ class Score:
 
 
 class Trial:
-    """The sinks of some seeds: two of each, in PostgreSQL and as a Delta table, and the runs of the job on them."""
+    """The runs of the job on the sinks of some seeds: two of each, in PostgreSQL and as a Delta or an Iceberg table.
+
+    Besides these, the tables of the examples, which are killed.
+    """
 
     def __init__(
         self, spark: SparkSession, bootstrap: str, postgres: Postgres, root: Path, seeds: Sequence[int]
@@ -146,15 +163,18 @@ class Trial:
         self.root = root
         self.now_ms = int(time.time() * 1000)
         self.namespace = f"sinks-{root.name}-{self.now_ms}"
-        self.history = History(bootstrap, self.namespace, slots=2 * len(seeds), begun_ms=self.now_ms - 12 * HOUR_MS)
+        slots = 2 * len(seeds)
+        self.history = History(bootstrap, self.namespace, slots=slots + 1, begun_ms=self.now_ms - 12 * HOUR_MS)
         self.score = Score()
         self.copies: dict[str, Counter[str]] = {}
         self.sinks: list[Sink] = []
         for nth, seed in enumerate(seeds):
             self._plant(seed, nth)
+        self.orders = Orders(self.history, postgres, slots, self.now_ms)
 
     def carry_out(self) -> Score:
         """Compare two runs with what was planted; between them the sinks get what was held back."""
+        self.orders.fill()
         for sink in self.sinks:
             self._feed(sink)
         first = self._run(self.now_ms + LATER_MS)
@@ -199,8 +219,13 @@ class Trial:
             )
             Path(feed.journal).touch()
             made_up = [Row(f"{chance.getrandbits(128):032x}", topic, 0, 10**6 + n, times[n]) for n in range(MADE_UP)]
-            store = self._warehouse(name, form) if kind == "warehouse" else self._lakehouse(name, seed)
-            self.sinks.append(Sink(name, topic, form, feed, store, made_up))
+            if kind == "warehouse":
+                store, place = self._warehouse(name, form)
+            elif (seed + seed // len(FORMS)) % 2:
+                store, place = self._iceberg(name, seed)
+            else:
+                store, place = self._delta(name, seed)
+            self.sinks.append(Sink(name, topic, form, place, feed, store, made_up))
 
     def _faults(self, chance: random.Random, keys: Sequence[str], copied: set[str]) -> Faults:
         ids = [wire.event_id(key).hex() for key in keys if key not in copied]
@@ -216,15 +241,19 @@ class Trial:
     def _table(self, name: str) -> str:
         return f"{name.replace('-', '_')}_{self.now_ms}"
 
-    def _warehouse(self, name: str, form: Form) -> Store:
+    def _warehouse(self, name: str, form: Form) -> tuple[Store, str]:
         with self.postgres.connect() as connection:
             connection.execute(f"CREATE TABLE {self._table(name)} ({form.columns})".encode())
-        return into_postgres(self.postgres.dsn, self._insert(name, form))
+        place = (
+            f'format = "jdbc"\nurl = "{self.postgres.jdbc_url}"\ntable = "{self._table(name)}"\n'
+            f'user = "{USER}"\npassword_file = "password"'
+        )
+        return into_postgres(self.postgres.dsn, self._insert(name, form)), place
 
     def _insert(self, name: str, form: Form) -> str:
         return f"INSERT INTO {self._table(name)} VALUES ({form.insert})"
 
-    def _lakehouse(self, name: str, seed: int) -> Store:
+    def _delta(self, name: str, seed: int) -> tuple[Store, str]:
         columns = DELTA_COLUMNS[seed % len(DELTA_COLUMNS)]
 
         def store(rows: Sequence[Row]) -> None:
@@ -233,7 +262,27 @@ class Trial:
             frame = self.spark.createDataFrame(listed, schema).select(*map(F.expr, columns))
             frame.coalesce(1).write.format("delta").mode("append").save(str(self.root / name))
 
-        return store
+        return store, f'format = "delta"\npath = "{self.root / name}"'
+
+    def _iceberg(self, name: str, seed: int) -> tuple[Store, str]:
+        (folder := self.root / name).mkdir()
+        types = ICEBERG_TYPES[seed % len(ICEBERG_TYPES)]
+        table = Iceberg(folder, types)
+
+        def store(rows: Sequence[Row]) -> None:
+            times = [row.accepted_ms for row in rows]
+            at = times if pa.types.is_int64(table.schema.types[-1]) else [_utc(ms) for ms in times]
+            if "Off" in types:
+                places: dict[str, list[Any]] = {
+                    "topic": [row.topic for row in rows],
+                    "part": [row.partition for row in rows],
+                }
+                table.append(**places, Off=[row.offset for row in rows], At=at)
+            else:
+                is_text = pa.types.is_string(table.schema.types[0])
+                table.append(event=[row.id if is_text else bytes.fromhex(row.id) for row in rows], at=at)
+
+        return store, f'format = "iceberg"\ntable = "{TABLE}"\ncatalog_file = "{table.catalog_file}"'
 
     def _feed(self, sink: Sink) -> None:
         """Let the consumer of a sink read its topic, start it again after each death, and add rows that nobody sent."""
@@ -266,20 +315,13 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------- runs
 
     def _rules(self) -> Path:
-        tables = []
         (self.root / "password").write_text(f"{self.postgres.password}\n")
-        for sink in self.sinks:
-            if sink.name.startswith("warehouse"):
-                place = (
-                    f'format = "jdbc"\nurl = "{self.postgres.jdbc_url}"\ntable = "{self._table(sink.name)}"\n'
-                    f'user = "{USER}"\npassword_file = "password"'
-                )
-            else:
-                place = f'format = "delta"\npath = "{self.root / sink.name}"'
-            tables.append(
-                f'[[sinks]]\nname = "{sink.name}"\ntopics = ["{sink.topic}"]\n{place}\n{sink.form.rule}\n'
-                f"late_s = {LATE_S}\nexclusive = true\n"
-            )
+        tables = [
+            f'[[sinks]]\nname = "{sink.name}"\ntopics = ["{sink.topic}"]\n{sink.place}\n{sink.form.rule}\n'
+            f"late_s = {LATE_S}\nexclusive = true\n"
+            for sink in self.sinks
+        ]
+        tables += [self.orders.rule(program, LATE_S) for program in SAID]
         path = self.root / "sinks.toml"
         path.write_text("".join(tables))
         return path
@@ -289,7 +331,7 @@ class Trial:
 
     def _expected(self, *, after_held: bool) -> set[Fault]:
         """Return the faults by what the consumers have stored, and by the copies in Kafka."""
-        planted: set[Fault] = set()
+        planted: set[Fault] = self.orders.faults()
         for sink in self.sinks:
             held = {row.id for row in sink.held}
             for id, copies in self.copies[sink.topic].items():
@@ -314,6 +356,10 @@ class Trial:
             for row in ran.document["findings"]
             if row["sink"] is not None
         }
+
+
+def _utc(ms: int) -> datetime:
+    return datetime.fromtimestamp(ms / 1000, UTC)
 
 
 def summary(trial: Trial, seeds: int) -> dict[str, Any]:
