@@ -21,6 +21,7 @@ from tests.spark import (
     test_cross_hour,
     test_planning,
     test_plausible_times,
+    test_sinks,
     test_view,
     test_window,
 )
@@ -31,6 +32,7 @@ from tests.spark.mutants import (
     HOURS,
     LATE,
     PLANS,
+    SINK_STATES,
     STATES,
     TIMES,
     VERDICTS,
@@ -66,6 +68,13 @@ def plans(spark: SparkSession) -> None:
             test(test_planning.fake_cluster())
 
 
+def sink_states(spark: SparkSession) -> None:
+    """Run every test of sinks that needs no fixture."""
+    for name, test in vars(test_sinks).items():
+        if name.startswith("test_") and not inspect.signature(test).parameters:
+            test()
+
+
 CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
     VERDICTS: verdicts,
     CAUSES: test_classify.test_each_copy_after_the_first_has_the_cause_of_the_first_matching_rule,
@@ -77,6 +86,7 @@ CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
     WINDOWS: test_window.test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_it,
     LATE: test_window.test_a_finding_is_late_if_its_hour_left_the_window_before_the_run_that_decided_it,
     VIEWS: test_view.test_a_record_is_matched_to_a_row_by_its_own_headers_and_content,
+    SINK_STATES: sink_states,
     BALANCES: lambda spark: test_balance.test_an_hour_with_open_verdicts_stays_in_the_balance(),
 }
 

@@ -18,15 +18,15 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark import rule_table
 from spark.reading import decode, planning, run_plan
-from spark.reading.run_plan import Log
-from spark.rules import classify
+from spark.reading.run_plan import UNWANTED, Log, Plan
+from spark.rules import classify, sink_verdicts
 from spark.rules.balance import Balance
 from spark.settings import Settings
 from spark.tables import deliveries
 
 VERDICTS, CAUSES, CLIENTS, STATES, PLANS, BALANCES = "verdicts", "causes", "clients", "states", "plans", "balances"
 WINDOWS, LATE, TIMES, HOURS = "windows", "late", "times", "hours"
-VIEWS = "views"
+VIEWS, SINK_STATES = "views", "sink states"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,134 @@ def _caught_up_only_at_the_end(log: Log, run: int) -> Log:
     return replace(log, caught_up_run=run) if log.end >= log.high_watermark else log
 
 
+def _closes_with(*ignored: str) -> Callable[..., bool]:
+    """Return the rule `closes` without some of its counts."""
+    whole = sink_verdicts.closes
+    return lambda hour, counts, *given: whole(hour, {**counts, **dict.fromkeys(ignored, 0)}, *given)
+
+
+def _read_alone(rule: Any, plan: Plan, settle: int, whole: Any = sink_verdicts.decided_until_ms) -> Any:
+    return whole(rule, replace(plan, logs=tuple(log for log in plan.logs if log.role != UNWANTED)), settle)
+
+
 _NO: Final = "is never asked"
+
+_SINKS: Final = (
+    *(
+        Mutant(
+            sink_verdicts.due_hours,
+            change,
+            lambda newest, state, definition, possible, *, again, other=other, whole=sink_verdicts.due_hours: whole(
+                *other(newest, state, definition, possible), again=again
+            ),
+            SINK_STATES,
+            sink_verdicts,
+        )
+        for change, other in (
+            ("not with new records", lambda newest, state, definition, possible: ({}, state, definition, possible)),
+            ("not without records", lambda newest, state, definition, possible: (newest, state, definition, ())),
+            ("whatever the definition", lambda newest, state, definition, possible: (newest, state, "a", possible)),
+        )
+    ),
+    Mutant(
+        sink_verdicts.due_hours,
+        "not again",
+        lambda *given, again, whole=sink_verdicts.due_hours: whole(*given, again=False),
+        SINK_STATES,
+        sink_verdicts,
+    ),
+    *(
+        Mutant(sink_verdicts.closes, f"with {name}", _closes_with(name), SINK_STATES, sink_verdicts)
+        for name in ("pending", "missing_in_sink", "twice_in_sink", "extra_in_sink")
+    ),
+    Mutant(
+        sink_verdicts.closes,
+        "before the lateness is over",
+        lambda hour, counts, rule, settle, frozen, decided, whole=sink_verdicts.closes: whole(
+            hour, counts, rule, settle, 2**60, decided
+        ),
+        SINK_STATES,
+        sink_verdicts,
+    ),
+    Mutant(
+        sink_verdicts.closes,
+        "before it is decided",
+        lambda *given, whole=sink_verdicts.closes: whole(*given[:-1], 2**60),
+        SINK_STATES,
+        sink_verdicts,
+    ),
+    *(
+        Mutant(
+            sink_verdicts.judged_until_ms,
+            change,
+            lambda *given, other=other, whole=sink_verdicts.judged_until_ms: whole(*other(*given)),
+            SINK_STATES,
+            sink_verdicts,
+        )
+        for change, other in (
+            ("past open hours", lambda rule, settle, state, open_ms: (rule, settle, state, ())),
+            ("past what was read", lambda rule, settle, state, o: (rule, settle, replace(state, decided_ms=None), o)),
+            ("before the lateness is over", lambda rule, settle, state, o: (replace(rule, late_s=0), settle, state, o)),
+            ("before it is settled", lambda rule, settle, state, open_ms: (rule, 0, state, open_ms)),
+        )
+    ),
+    Mutant(sink_verdicts._is_released, _NO, lambda log, last_log: False, SINK_STATES, sink_verdicts),
+    Mutant(
+        sink_verdicts._is_released,
+        "of an earlier topic",
+        lambda log, last: last.last_stable < min(last.high_watermark, log.last_stable),
+        SINK_STATES,
+        sink_verdicts,
+    ),
+    Mutant(
+        sink_verdicts._is_released,
+        "by what was read",
+        lambda log, last: log.topic_id == last.topic_id and last.last_stable < min(last.high_watermark, log.end) - 1,
+        SINK_STATES,
+        sink_verdicts,
+    ),
+    Mutant(
+        sink_verdicts.released,
+        "for ever",
+        lambda *given, whole=sink_verdicts.released: whole(*given[:-1], 0),
+        SINK_STATES,
+        sink_verdicts,
+    ),
+    Mutant(
+        sink_verdicts.released,
+        "of any topic",
+        lambda rule, *given, whole=sink_verdicts.released: whole(replace(rule, topics=("*",)), *given),
+        SINK_STATES,
+        sink_verdicts,
+    ),
+    Mutant(sink_verdicts.decided_until_ms, "without other runs' topics", _read_alone, SINK_STATES, sink_verdicts),
+    Mutant(
+        sink_verdicts.decided_until_ms,
+        "at the freeze",
+        lambda rule, plan, settle: plan.frozen_ms - settle,
+        SINK_STATES,
+        sink_verdicts,
+    ),
+    Mutant(
+        sink_verdicts.decided_until_ms,
+        "before it is settled",
+        lambda rule, plan, settle, whole=sink_verdicts.decided_until_ms: whole(rule, plan, 0),
+        SINK_STATES,
+        sink_verdicts,
+    ),
+    Mutant(
+        sink_verdicts.complete_since_ms,
+        "whatever the lake keeps",
+        lambda plan, kept, whole=sink_verdicts.complete_since_ms: whole(plan, 0),
+        SINK_STATES,
+        sink_verdicts,
+    ),
+    Mutant(sink_verdicts.complete_since_ms, "whatever is claimed", lambda plan, kept: kept, SINK_STATES, sink_verdicts),
+    Mutant(
+        sink_verdicts.definition, "the rule alone", lambda rule, settings: rule.definition, SINK_STATES, sink_verdicts
+    ),
+)
+"""Mutants of the rules by which sinks are compared."""
 
 MUTANTS: Final = (
     # ------------------------------------------------------------------------------------------ order and causes
@@ -388,4 +515,6 @@ MUTANTS: Final = (
     Mutant(rule_table.is_revoked, _NO, _never, WINDOWS),
     Mutant(rule_table.is_revoked, "not by the same run", lambda found, passed: found < passed, WINDOWS),
     Mutant(Balance.open_hours, "none", lambda self: set(), BALANCES, Balance),
+    # ----------------------------------------------------------------------------------------------------- sinks
+    *_SINKS,
 )

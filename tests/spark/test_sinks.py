@@ -20,7 +20,13 @@ from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Log, Plan, 
 from spark.reading.sinks import SinkReader, check_rules
 from spark.rules import sink_audit, sink_verdicts
 from spark.rules.sink_audit import SinkReport
-from spark.rules.sink_verdicts import NEVER_READ, RELEASED_MOST, HourState, Released, SinkState, due_hours, released
+from spark.rules.sink_verdicts import (
+    NEVER_READ,
+    RELEASED_MOST,
+    HourState,
+    Released,
+    SinkState,
+)
 from spark.settings import Settings
 from spark.tables import hours, lake
 from spark.tables.lake import Lake
@@ -523,10 +529,14 @@ def test_intervals_are_united_and_subtracted() -> None:
 
 def test_hours_are_due_that_are_open_or_have_new_records_or_another_definition() -> None:
     state = SinkState(3, 1, (), "a", {"0": HourState(3, True, "a", {}), "1": HourState(2, False, "a", {})})
-    assert due_hours({}, state, "a", [], again=False) == {"1"}
-    assert due_hours({"0": 3, "2": 1}, state, "a", [], again=False) == {"1", "2"}
-    assert due_hours({"0": 4}, state, "a", ["3"], again=False) == {"0", "1", "3"}
-    assert due_hours({}, state, "b", [], again=False) == due_hours({}, state, "a", [], again=True) == {"0", "1"}
+    assert sink_verdicts.due_hours({}, state, "a", [], again=False) == {"1"}
+    assert sink_verdicts.due_hours({"0": 3, "2": 1}, state, "a", [], again=False) == {"1", "2"}
+    assert sink_verdicts.due_hours({"0": 4}, state, "a", ["3"], again=False) == {"0", "1", "3"}
+    assert (
+        sink_verdicts.due_hours({}, state, "b", [], again=False)
+        == sink_verdicts.due_hours({}, state, "a", [], again=True)
+        == {"0", "1"}
+    )
 
 
 def test_what_was_hidden_is_kept_as_long_as_its_hour_may_be_compared() -> None:
@@ -539,12 +549,12 @@ def test_what_was_hidden_is_kept_as_long_as_its_hour_may_be_compared() -> None:
     others = log(DATA, "t", 1, end=200), log(DATA, "t", 2, topic_id="another"), log(DATA, "u", 0)
     now = Plan(2, 20, "", (read, *others))
     old, new = Released("t", 1, 1, 2, 5), Released("t", 0, 5, 8, 20)
-    assert released(RULE, now, last, [], 0) == (new,)
-    assert released(RULE, now, last, [old, new], 5) == (old, new)
-    assert released(RULE, now, last, [old], 6) == (new,)
-    assert released(RULE, now, None, [], 0) == ()
+    assert sink_verdicts.released(RULE, now, last, [], 0) == (new,)
+    assert sink_verdicts.released(RULE, now, last, [old, new], 5) == (old, new)
+    assert sink_verdicts.released(RULE, now, last, [old], 6) == (new,)
+    assert sink_verdicts.released(RULE, now, None, [], 0) == ()
     many = [old] * RELEASED_MOST
-    assert released(RULE, now, last, many, 0) == (*many[1:], new)
+    assert sink_verdicts.released(RULE, now, last, many, 0) == (*many[1:], new)
 
 
 def test_a_run_knows_all_events_until_the_first_record_that_it_has_not_read() -> None:
