@@ -3,25 +3,30 @@
 The processor in Go takes part if it is built: `python -m tests.go_tools process_orders`.
 """
 
+import asyncio
 import json
 import random
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from deploy.stack import Kafka, Service
+from service.fencepost import AsyncClient, Event, GroupReader, KeyReused, Offsets, SendError, WrittenBatch
 from tests import go_tools
+from tests.conftest import MakeTopic
+from tests.integration.conftest import Stage, plan_of
 from tests.integration.judge import read_committed
+from tests.integration.plan import Fault, until
 from tests.integration.processor import Processor
 
 PARTITIONS: Final = 4
@@ -34,6 +39,7 @@ RECORDS_MAX: Final = 20
 PAUSE_S: Final = (0.4, 1.2)
 ALL_S: Final = 60.0
 GROUP: Final = "billing"
+HELD_MS: Final = 20_000  # a transaction that is held is not aborted meanwhile
 
 
 def feed(bootstrap: str, topic: str, cents: Sequence[int]) -> None:
@@ -131,3 +137,66 @@ def test_processors_that_are_killed_and_rebalanced_make_one_invoice_of_each_orde
 def test_the_processor_in_go_took_part(story: Story) -> None:
     go_tools.have("process_orders")
     assert story.written["go-1"] + story.written["go-2"] > 0, story.written
+
+
+# ------------------------------------------------------------------------------------- the reader, beside its successor
+
+
+class NotingClient:
+    """Sends as `client` does, and notes how often, and the errors."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.sent = 0
+        self.errors: list[type[SendError]] = []
+
+    async def send_atomic(self, key: str, events: Iterable[Event], offsets: Offsets | None = None) -> WrittenBatch:
+        self.sent += 1
+        try:
+            return await self.client.send_atomic(key, events, offsets)
+        except SendError as error:
+            self.errors.append(type(error))
+            raise
+
+
+async def copy(reader: GroupReader, client: NotingClient, topic: str) -> None:
+    """Write each record's value into a topic."""
+    async with reader:
+        async for batch in reader:
+            await batch.send(client, [Event(topic, json.loads(record.value)) for record in batch.records])
+
+
+async def test_a_member_that_is_told_an_offset_before_an_open_transaction_meets_its_key(
+    stage: Stage, make_topic: MakeTopic
+) -> None:
+    """aiokafka cannot ask for stable offsets only (KIP-447): the key alone excludes a second result."""
+    source, result = make_topic(1), make_topic(1)
+    held = (Fault("commit", "hold"),)
+    service = await stage.started(faults=held, request_timeout_ms=HELD_MS, transaction_timeout_ms=HELD_MS)
+    producer = Producer({"bootstrap.servers": stage.kafka.bootstrap})
+    for number in range(6):
+        producer.produce(source, f"{number}")
+    await asyncio.to_thread(producer.flush, 10)
+    async with AsyncClient(service.url) as http, asyncio.TaskGroup() as tasks:
+
+        def process(records_max: int) -> tuple[NotingClient, asyncio.Task[None]]:
+            client = NotingClient(http)
+            options: dict[str, Any] = {"records_max": records_max, "bootstrap_servers": stage.kafka.bootstrap}
+            reader = GroupReader(source, f"group-of-{source}", finish_s=0.0, **options)
+            return client, tasks.create_task(copy(reader, client, result))
+
+        _, first = process(2)
+        await asyncio.to_thread(until, lambda: plan_of(service).happened("commit"))
+        first.cancel()
+        client, second = process(4)
+        await asyncio.to_thread(until, lambda: client.sent > 0)
+        await asyncio.sleep(0.5)  # answered 409 in-progress, and sent again
+        plan_of(service).let_go("commit")
+        await asyncio.to_thread(until, lambda: KeyReused in client.errors)
+        await asyncio.to_thread(until, lambda: len(read_committed(stage.kafka.bootstrap, [result])) >= 6)
+        second.cancel()
+    records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [result])
+    assert sorted(record.value or b"" for record in records) == [b"%d" % number for number in range(6)]
+    # What is read back for the ids ends a batch, so the second member's first batch has two records too.
+    keys = Counter(record.idempotency_key for record in records)
+    assert keys == {f"group-of-{source}/{source}/0/{first}": 2 for first in (0, 2, 4)}
