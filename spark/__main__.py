@@ -1,7 +1,8 @@
 """`python -m spark`: one reconciliation run, as the command `run` makes it.
 
 `view` creates a table of a topic with each id once, `show` prints all data about an id, `findings` the current
-findings, `rates` surplus copies and latencies by topic, `schema` the JSON Schema of report.json.
+findings, `rates` surplus copies and latencies by topic, `schema` the JSON Schema of report.json. `repair` plans what to
+do about lost and missing events and surplus copies, and does it.
 """
 
 import json
@@ -20,13 +21,25 @@ from spark import dry_run, export, follow, job, rates, show, silences
 from spark.console import Console
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JError
+from spark.repair import command as repair
 from spark.report import model
 from spark.rules.kinds import kinds_of
 from spark.session import open_session
-from spark.settings import Options, Settings, parse, parse_about, parse_findings, parse_rates, read_webhook, rules_of
+from spark.settings import (
+    Options,
+    Settings,
+    parse,
+    parse_about,
+    parse_findings,
+    parse_rates,
+    parse_repair,
+    read_webhook,
+    rules_of,
+)
 from spark.tables import view
 
 EXIT_CANNOT_RUN: Final = 2
+EXIT_LEFT: Final = 3
 
 
 def main() -> int:
@@ -127,6 +140,17 @@ def _rates(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _repair(arguments: Sequence[str]) -> int:
+    """Print the entries of the plan as JSON, and its summary to stderr. Returns 3 if something is left to do."""
+    options = parse_repair(arguments, int(time.time() * 1000))
+    outcome = repair.carry_out(
+        open_session(urls=(options.lake,)), SharedSettings.from_env(), options, Console(sys.stderr)
+    )
+    sys.stdout.writelines(repair.lines(outcome))
+    sys.stderr.writelines(f"{line}\n" for line in outcome.lines)
+    return EXIT_LEFT if outcome.is_left else 0
+
+
 def _schema(arguments: Sequence[str]) -> int:
     sys.stdout.write(json.dumps(model.schema(), indent=1) + "\n")
     return 0
@@ -138,6 +162,7 @@ _COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "show": _show,
     "findings": _findings,
     "rates": _rates,
+    "repair": _repair,
     "schema": _schema,
 }
 

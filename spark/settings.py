@@ -3,10 +3,10 @@
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from service.contract import PREFIX, Rules, SettingsError, SharedSettings, wire
@@ -142,7 +142,8 @@ def parse(arguments: Sequence[str]) -> Options:
         "SIGINT, 2 if it could not run. Kafka, the namespace and the key "
         "retention come from the same FENCEPOST_ variables as the service's. Other commands: view TOPIC (a topic as a "
         "table with each id once), show ID (all data about an id), findings (the current findings, as CSV, JSON or "
-        "Parquet), rates (surplus copies and latencies by topic or process), schema (of report.json); -h after a "
+        "Parquet), rates (surplus copies and latencies by topic or process), repair (plans and sends what is lost or "
+        "missing, cleans a topic), schema (of report.json); -h after a "
         "command prints its options. The command run is the default.",
     )
     _add_lake(parser, "folder or URL of the Delta tables; created if missing")
@@ -464,6 +465,123 @@ def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
         by_instance=parsed.by_instance,
         format=parsed.format,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairOptions:
+    """The options of the command `repair`: `kinds`, `topics` and `since_ms` as in FindingsOptions.
+
+    `bodies` are files with the bytes of lost events, `scopes` the callers by which their keys have ids, `into` the
+    topic that gets records, `clean` the topic that is written without surplus copies.
+    """
+
+    lake: str
+    kinds: tuple[str, ...] = ()
+    topics: tuple[str, ...] = ()
+    since_ms: int | None = None
+    execute: bool = False
+    bodies: tuple[str, ...] = ()
+    scopes: tuple[str, ...] = ()
+    url: str = ""
+    token_file: str = ""
+    cafile: str = ""
+    new_keys: bool = False
+    into: str = ""
+    bodies_out: str = ""
+    clean: str = ""
+
+    def shown(self) -> dict[str, Any]:
+        """Return the options that are not the default, for the lake."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+
+
+REPAIRED_KINDS: Final = ("lost", "missing_in_sink")
+"""The kinds of findings about events that `repair` can send or copy."""
+
+
+def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
+    """Parse the command line of `repair`; on errors argparse prints a message and exits with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spark repair",
+        description="Plan how to repair what the last run has found, and (--execute) do it: send lost events again, "
+        "copy records that a sink lacks, write a topic without surplus copies. Without --execute nothing is sent.",
+    )
+    _add_lake(parser, "folder or URL of the Delta tables that the runs fill; plans are stored there too")
+    parser.add_argument("--kind", default="", help="lost, missing_in_sink, or both (default)")
+    parser.add_argument("--topic", default="", help="comma-separated globs of topics; default: all")
+    parser.add_argument("--since", type=_since(now_ms), help="as for the command findings")
+    parser.add_argument("--execute", action="store_true", help="send and copy; default: only plan")
+    parser.add_argument(
+        "--bodies",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="where the bytes of lost events are: lines as POST /events/batch takes them, each with its "
+        "idempotency_key; may be given several times",
+    )
+    parser.add_argument(
+        "--scope",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="the caller of these keys, as for fencepost key; default: none",
+    )
+    parser.add_argument("--url", default="", help="address of the service that gets lost events")
+    parser.add_argument("--token-file", default="", metavar="FILE", help="a file with the caller's token")
+    parser.add_argument("--cafile", default="", metavar="FILE", help="the authorities of the service's certificate")
+    parser.add_argument(
+        "--new-keys",
+        action="store_true",
+        help="write a lost event under a new key if the service still remembers, or has forgotten, its own",
+    )
+    parser.add_argument(
+        "--into",
+        default="",
+        metavar="TOPIC",
+        help="the topic that gets records that sinks lack, or the cleaned ones",
+    )
+    parser.add_argument("--bodies-out", default="", metavar="FILE", help="a file for the records that sinks lack")
+    parser.add_argument(
+        "--clean", default="", metavar="TOPIC", help="write this topic to --into without surplus copies"
+    )
+    parsed = parser.parse_args(arguments)
+    options = RepairOptions(
+        lake=parsed.lake,
+        kinds=_listed(parsed.kind) or REPAIRED_KINDS,
+        topics=_listed(parsed.topic),
+        since_ms=parsed.since,
+        execute=parsed.execute,
+        bodies=tuple(parsed.bodies),
+        scopes=tuple(parsed.scope),
+        url=parsed.url,
+        token_file=parsed.token_file,
+        cafile=parsed.cafile,
+        new_keys=parsed.new_keys,
+        into=parsed.into,
+        bodies_out=parsed.bodies_out,
+        clean=parsed.clean,
+    )
+    if wrong := _wrong_repair(options):
+        parser.error(wrong)
+    return options
+
+
+def _wrong_repair(options: RepairOptions) -> str:
+    """Return what is wrong with options that are right each by itself, and the remedy; empty if nothing is."""
+    if wrong := [name for name in options.kinds if name not in REPAIRED_KINDS]:
+        return f"argument --kind: {wrong[0]!r} cannot be repaired: give {' or '.join(REPAIRED_KINDS)}"
+    for name, topic in (("--into", options.into), ("--clean", options.clean)):
+        if topic and wire.TOPIC.fullmatch(topic) is None:
+            return f"argument {name}: {topic!r} is no name of a topic"
+    if options.clean and (not options.into or options.into == options.clean):
+        return "argument --clean: give the topic that gets the records with --into, another one than --clean"
+    if options.clean and (options.bodies or options.url or options.bodies_out):
+        return "argument --clean: leave out --bodies, --url and --bodies-out: they are about lost and missing events"
+    if options.execute and not (options.url or options.into):
+        return "argument --execute: give the service with --url, or a topic with --into"
+    if options.url and not _is_url(options.url):
+        return f"argument --url: {options.url!r} is no address of http or https"
+    return ""
 
 
 _AGO: Final = re.compile(r"([0-9]{1,6})([hd])")

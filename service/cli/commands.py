@@ -48,13 +48,13 @@ def serve() -> None:
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-@app.command(context_settings=_PASSED_ON, options_metavar="run|view|show|findings|rates|schema [...]")
+@app.command(context_settings=_PASSED_ON, options_metavar="run|view|show|findings|rates|repair|schema [...]")
 def audit(context: typer.Context) -> None:
     """Audit what was delivered against what was requested, and show what was found, as `python -m spark` does.
 
     run: one run; findings: the current findings, as CSV, JSON or Parquet; rates: surplus copies and latencies by topic
-    or process; show: all data about an id; view: a topic as a table with each id once; schema: of report.json. Each
-    prints its options with --help.
+    or process; show: all data about an id; repair: plans and sends what is lost or missing, cleans a topic; view: a
+    topic as a table with each id once; schema: of report.json. Each prints its options with --help.
     """
     _run_job(context.args or ["--help"])
 

@@ -1,4 +1,5 @@
-"""Requests of the driver to Kafka: topics, offsets and open transactions. Only this module calls kafka-clients.
+"""Requests of the driver to Kafka: topics, offsets and open transactions. Only this module and `repair.copier` call
+kafka-clients.
 
 The calls go through the JVM that Spark runs in, so that the job needs no Kafka client for Python.
 """
@@ -249,14 +250,17 @@ class KafkaAdmin:
 
     def compacted(self, names: Sequence[str]) -> set[str]:
         """Return the names of those topics that are compacted."""
-        found: set[str] = set()
+        return {name for name, policy in self.setting_of(names, "cleanup.policy").items() if "compact" in policy}
+
+    def setting_of(self, names: Sequence[str], setting: str) -> dict[str, str]:
+        """Return the value of a setting of each of these topics, by name."""
+        found: dict[str, str] = {}
         resource = self._kafka.common.config.ConfigResource
         of_topic = nested(self._spark, "org.apache.kafka.common.config.ConfigResource", "Type").TOPIC
         for chunk in _chunks(names, TOPICS_A_CALL):
             resources = {name: resource(of_topic, name) for name in chunk}
             configs = self._request(partial(self._admin.describeConfigs, self._list(resources.values())), "all")
-            policies = {name: str(configs.get(key).get("cleanup.policy").value()) for name, key in resources.items()}
-            found |= {name for name, policy in policies.items() if "compact" in policy}
+            found |= {name: str(configs.get(key).get(setting).value()) for name, key in resources.items()}
         return found
 
     def ensure_compacted(self, name: str, otherwise: str) -> Topic:
@@ -307,6 +311,17 @@ class KafkaAdmin:
         stable = self._offsets(handles, spec.latest(), "READ_COMMITTED", strict=strict)
         handles = {partition: handles[partition] for partition in stable}
         return _ListedEnds(high, stable, self._offsets(handles, spec.earliest(), "READ_UNCOMMITTED", strict=strict))
+
+    def first_since(self, partitions: Sequence[TopicPartition], since_ms: int) -> dict[TopicPartition, int]:
+        """Find the offset of the first record of each partition with this timestamp (ms) or a later one.
+
+        A partition without such a record is left out.
+        """
+        handles = {partition: self._java_partition(partition) for partition in partitions}
+        spec = self._kafka.clients.admin.OffsetSpec.forTimestamp(max(0, since_ms))
+        answers = self._offsets(handles, spec, "READ_UNCOMMITTED", strict=True)
+        found = {partition: int(answers[partition].offset()) for partition in partitions}
+        return {partition: offset for partition, offset in found.items() if offset >= 0}
 
     def diverged(self, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]:
         """Return, for each partition that was truncated, the offset at which its log diverged from what was read.

@@ -219,6 +219,50 @@ MIRRORED: Final = {
 the timestamp, if it is that of the mirror's broker. `logs`: what is known of each log (mirror_logs.MirrorLog), as JSON.
 """
 
+REPAIR: Final = {
+    "plan": "bigint",
+    "made_ms": "bigint",
+    "run": "bigint",
+    "options": "string",
+    "state": "string",
+    "source": "string",
+    "target": "string",
+    "layout": "string",
+    "entries": "bigint",
+    "written": "bigint",
+    "ended_ms": "bigint",
+}
+"""The columns of a plan of the command `repair`. `run` is the last finished run, whose findings the plan is about.
+
+`state`: `planned` (nothing was sent), `executing` (an attempt has begun), `done`. `source` is the topic of --clean,
+`target` that of --into. `layout` (JSON) has the ids of both topics, the spans that are copied and where they begin in
+the target.
+"""
+
+REPAIR_ENTRY: Final = {
+    "plan": "bigint",
+    "finding_id": "string",
+    "kind": "string",
+    "sink": "string",
+    "id": "string",
+    "key": "string",
+    "topic": "string",
+    "partition": "int",
+    "offset": "bigint",
+    "accepted_ms": "bigint",
+    "action": "string",
+    "reason": "string",
+    "sent_key": "string",
+    "first_sent_ms": "bigint",
+    "outcome": "string",
+    "detail": "string",
+    "written_topic": "string",
+    "written_partition": "int",
+    "written_offset": "bigint",
+    "ended_ms": "bigint",
+}
+"""The columns of an entry of a plan: a lost event, an event that a sink lacks, or a copy that `--clean` leaves out."""
+
 SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "deliveries": deliveries.ROW,
     "findings": FINDING,
@@ -228,6 +272,8 @@ SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
     "hourly_balance": HOURLY_BALANCE,
     "hourly_records": HOURLY_RECORDS,
     "rejects": REJECT,
+    "repairs": REPAIR,
+    "repair_entries": REPAIR_ENTRY,
     "sinks": SINK,
     "mirrored": MIRRORED,
     "verdicts": VERDICT,
@@ -238,7 +284,9 @@ WRITTEN_AFTER_MERGE: Final = (
 )
 """The tables that a run writes after it has merged its records into `deliveries`, besides views and `published`."""
 
-COMPACTED: Final = ("findings", "mirrored", "progress", "published", "rejects", "sinks", "verdicts")
+COMPACTED: Final = (
+    *("findings", "mirrored", "progress", "published", "rejects", "repairs", "repair_entries", "sinks", "verdicts"),
+)
 """The tables that are compacted as a whole. Of `runs` only the newest rows are read, by their files' statistics."""
 
 PARTITIONS: Final = {

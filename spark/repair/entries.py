@@ -1,0 +1,258 @@
+"""Decides what a plan does about each finding. Pure functions: the reading and the sending are in other modules."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from spark.repair.bodies import Body, with_fingerprint
+from spark.rules import kinds
+from spark.tables import lake
+
+SEND: Final = "send"
+COPY: Final = "copy"
+DROP: Final = "drop"
+NONE: Final = "none"
+"""Actions: send the event to Fencepost again; write its record into another topic; leave a copy out of the cleaned
+topic; nothing, for a reason."""
+
+RECORD_EXISTS: Final = "record_exists"
+REPAIRED: Final = "repaired"
+NO_BYTES: Final = "no_bytes"
+NO_FINGERPRINT: Final = "no_fingerprint"
+OTHER_BYTES: Final = "other_bytes"
+BATCH_MEMBER: Final = "batch_member"
+GONE: Final = "gone"
+OTHER_RECORD: Final = "other_record"
+"""Reasons for NONE: a record of the id is in Kafka; an earlier plan has repaired it; nobody has named the bytes;
+nothing proves the bytes, since ledger and journal no longer have the fingerprint; the bytes have another fingerprint; a
+member of an atomic batch or a produce request, whose key names all members; the record is no longer in Kafka; the
+offset has another record."""
+
+WRITTEN: Final = "written"
+REPLAYED: Final = "replayed"
+EXPIRED: Final = "expired"
+REFUSED: Final = "refused"
+UNSETTLED: Final = "unsettled"
+OTHER_CALLER: Final = "other_caller"
+COPIED: Final = "copied"
+"""Outcomes. WRITTEN: the event is in Kafka once more than before. REPLAYED: the key is remembered, so nothing was
+written. EXPIRED: the key may be forgotten, so nothing was written (412). REFUSED: as it would be each time. UNSETTLED:
+no final answer in time. OTHER_CALLER: the token is another caller's, by which the key has another id."""
+
+LEFT: Final = frozenset({REPLAYED, EXPIRED, REFUSED, UNSETTLED, OTHER_CALLER})
+"""Outcomes that leave the event lost."""
+
+IN_ORDER: Final = frozenset({RECORD_EXISTS, REPAIRED})
+"""Reasons by which nothing is left to do."""
+
+NEW_KEY: Final = "fencepost-repair-"
+
+
+def new_key(id: str) -> str:
+    """Return the key under which a lost event is written if its own key cannot write it: one for each id."""
+    return f"{NEW_KEY}{id}"
+
+
+Coordinates = tuple[str, int, int]
+"""Topic, partition and offset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A row of `repair_entries` (lake.REPAIR_ENTRY) without its plan.
+
+    Not stored: `body`, which is sent; `lost_at`, the coordinates that have no record of the event; `doubtful`: an
+    earlier plan may have written the event under its own key, and no run has read the topic since.
+    """
+
+    finding_id: str
+    kind: str
+    id: str
+    key: str | None = None
+    sink: str | None = None
+    topic: str | None = None
+    partition: int | None = None
+    offset: int | None = None
+    accepted_ms: int | None = None
+    action: str = NONE
+    reason: str | None = None
+    sent_key: str | None = None
+    first_sent_ms: int | None = None
+    outcome: str | None = None
+    detail: str | None = None
+    written_topic: str | None = None
+    written_partition: int | None = None
+    written_offset: int | None = None
+    ended_ms: int | None = None
+    body: Body | None = None
+    lost_at: tuple[Coordinates, ...] = ()
+    doubtful: bool = False
+
+    def row(self, plan: int) -> dict[str, Any]:
+        """Return the row of a plan."""
+        return {"plan": plan, **{name: getattr(self, name) for name in lake.REPAIR_ENTRY if name != "plan"}}
+
+    @property
+    def is_left(self) -> bool:
+        """Whether something is left to do for an operator."""
+        if self.action == NONE:
+            return self.reason not in IN_ORDER
+        return self.outcome in LEFT
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What ledger and journal say of an id: the fingerprints, and whether it is a member of an atomic batch."""
+
+    fingerprints: frozenset[str] = frozenset()
+    is_member: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What earlier plans have done.
+
+    By id: `first_sent_ms`, when its new key may first have been sent; `written`, where a plan wrote the event;
+    `unsettled_run`, the run of the last plan that may have written the event without knowing it. By finding and target:
+    `copied`, the plan that copied the record.
+    """
+
+    first_sent_ms: Mapping[str, int] = field(default_factory=dict)
+    written: Mapping[str, Coordinates] = field(default_factory=dict)
+    unsettled_run: Mapping[str, int] = field(default_factory=dict)
+    copied: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]], executed: Mapping[int, tuple[int, str | None]]) -> "History":
+        """Read the rows of earlier plans; `executed` has the run and the target of each plan that was executed."""
+        first_sent: dict[str, int] = {}
+        written: dict[str, Coordinates] = {}
+        unsettled: dict[str, int] = {}
+        copied: dict[tuple[str, str], int] = {}
+        for row in rows:
+            if row["plan"] not in executed:
+                continue
+            id, (run, target) = row["id"], executed[row["plan"]]
+            if row["action"] == SEND:
+                first_sent[id] = min(row["first_sent_ms"], first_sent.get(id, row["first_sent_ms"]))
+                if row["outcome"] in (None, UNSETTLED):
+                    unsettled[id] = max(run, unsettled.get(id, 0))
+            # With another caller's token the event was written too, under that caller's id.
+            if row["outcome"] in (WRITTEN, OTHER_CALLER) and row["written_topic"] is not None:
+                written[id] = (row["written_topic"], row["written_partition"], row["written_offset"])
+            if row["outcome"] == COPIED and target is not None:
+                copied[row["finding_id"], target] = row["plan"]
+        return cls(first_sent, written, unsettled, copied)
+
+
+def lost(
+    finding: Mapping[str, Any],
+    accepted_ms: int,
+    record: Coordinates | None,
+    claimed: Claimed,
+    bodies: Mapping[str, Sequence[Body]],
+    history: History,
+    run: int,
+    now_ms: int,
+) -> Entry:
+    """Decide about a finding `lost` (current_findings.FIELDS) of the last run, `run`.
+
+    `accepted_ms` is the acceptance of its id, `record` the coordinates of a record of the id, or of its new key, that
+    the lake knows. The event is sent if its bytes are proven: by the id of their key, and by the fingerprint.
+    """
+    id = finding["id"]
+    lost_at = tuple((one["topic"], one["partition"], one["offset"]) for one in finding["coordinates"])
+    _, partition, offset = lost_at[0] if lost_at else (None, None, None)
+    entry = Entry(
+        finding_id=finding["finding_id"],
+        kind=kinds.LOST.name,
+        id=id,
+        key=finding["key"],
+        topic=finding["topic"],
+        partition=partition,
+        offset=offset,
+        accepted_ms=accepted_ms,
+        lost_at=lost_at,
+        doubtful=history.unsettled_run.get(id, -1) >= run,
+    )
+    if record is not None:
+        return _nothing(entry, RECORD_EXISTS, record)
+    if id in history.written:
+        return _nothing(entry, REPAIRED, history.written[id])
+    if claimed.is_member:
+        return replace(entry, reason=BATCH_MEMBER)
+    if id not in bodies:
+        return replace(entry, reason=NO_BYTES)
+    if not claimed.fingerprints:
+        return replace(entry, reason=NO_FINGERPRINT)
+    body = with_fingerprint(bodies, id, claimed.fingerprints)
+    if body is None:
+        return replace(entry, reason=OTHER_BYTES)
+    first_sent_ms = history.first_sent_ms.get(id, now_ms)
+    return replace(entry, action=SEND, key=body.key, body=body, first_sent_ms=first_sent_ms)
+
+
+def _nothing(entry: Entry, reason: str, record: Coordinates) -> Entry:
+    topic, partition, offset = record
+    return replace(entry, reason=reason, written_topic=topic, written_partition=partition, written_offset=offset)
+
+
+def missing(
+    finding: Mapping[str, Any], accepted_ms: int, is_proven: bool | None, history: History, target: str
+) -> Entry:
+    """Decide about a finding `missing_in_sink` (current_findings.FIELDS).
+
+    `is_proven`: whether the record at the first coordinates is that of the event, None if there is no record. `target`
+    is the topic of --into, empty without one.
+    """
+    first: Mapping[str, Any] = (finding["coordinates"] or [{}])[0]
+    entry = Entry(
+        finding_id=finding["finding_id"],
+        kind=kinds.MISSING_IN_SINK.name,
+        id=finding["id"],
+        key=finding["key"],
+        sink=finding["sink"],
+        topic=first.get("topic"),
+        partition=first.get("partition"),
+        offset=first.get("offset"),
+        accepted_ms=accepted_ms,
+    )
+    if (plan := history.copied.get((entry.finding_id, target))) is not None:
+        return replace(entry, reason=REPAIRED, written_topic=target, detail=f"copied by plan {plan}")
+    if not is_proven:
+        return replace(entry, reason=GONE if is_proven is None else OTHER_RECORD)
+    return replace(entry, action=COPY)
+
+
+def surplus(copies: Sequence[Mapping[str, Any]]) -> list[Entry]:
+    """Return the copies of one topic that a cleaned topic leaves out: those with a cause, but never all of an id.
+
+    `copies` are `id, finding_id, key, partition, offset, topic, cause, nth`, of findings `duplicate`, in any order.
+    """
+    by_id: dict[str, list[Mapping[str, Any]]] = {}
+    for copy in copies:
+        by_id.setdefault(copy["id"], []).append(copy)
+    dropped: list[Entry] = []
+    for of_id in by_id.values():
+        ordered = sorted(of_id, key=lambda copy: copy["nth"])
+        kept = next((copy for copy in ordered if copy["cause"] is None), ordered[0])
+        dropped += [_dropped(copy) for copy in ordered if copy is not kept]
+    return dropped
+
+
+def _dropped(copy: Mapping[str, Any]) -> Entry:
+    names = ("finding_id", "id", "key", "topic", "partition", "offset")
+    return Entry(kind=kinds.DUPLICATE.name, action=DROP, detail=copy["cause"], **{name: copy[name] for name in names})
+
+
+def spans_without(first: int, end: int, dropped: Collection[int]) -> list[tuple[int, int]]:
+    """Return the spans (first offset, offset behind the last) from `first` to `end` without these offsets."""
+    spans = []
+    for offset in sorted(dropped):
+        if first <= offset < end:
+            if offset > first:
+                spans.append((first, offset))
+            first = offset + 1
+    if first < end:
+        spans.append((first, end))
+    return spans

@@ -1,0 +1,275 @@
+"""What a plan of `repair` decides, which bytes are proven, and what the answers of the service mean."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from service.contract import wire
+from spark.errors import CannotRun
+from spark.repair import bodies, entries, send
+from spark.repair.copier import Record, is_record_of
+from spark.repair.entries import Claimed, Entry, History
+
+NOW_MS: Final = 1_700_000_000_000
+ID: Final = wire.event_id("k").hex()
+LOST_AT: Final = {"topic": "t", "partition": 0, "offset": 7}
+LOST: Final[dict[str, Any]] = {
+    "finding_id": f"lost:{ID}",
+    "kind": "lost",
+    "id": ID,
+    "key": None,
+    "topic": "t",
+    "coordinates": [LOST_AT],
+}
+VALUE: Final = b'{"a":  1.50}'
+FINGERPRINT: Final = wire.fingerprint("t", None, b"r", [("h", b"x")], VALUE).hex()
+LINE: Final = b'{"topic":"t","key":"r","headers":{"h":"x"},"value":%b,"idempotency_key":"k"}\n'
+CLAIMED: Final = Claimed(frozenset({FINGERPRINT}))
+
+
+def read(line: bytes = LINE % VALUE, *scopes: str) -> dict[str, list[bodies.Body]]:
+    ids = {wire.event_id("k", scope).hex() for scope in ("", *scopes)}
+    return bodies.read([b"\n", line], "f", ("", *scopes), ids)
+
+
+def lost(**given: Any) -> Entry:
+    arguments: dict[str, Any] = {"record": None, "claimed": CLAIMED, "bodies": read(), "history": History()}
+    return entries.lost(LOST, NOW_MS, run=5, now_ms=NOW_MS + 9, **(arguments | given))
+
+
+def test_a_lost_event_is_sent_if_the_ledgers_fingerprint_proves_its_bytes() -> None:
+    entry = lost()
+    assert (entry.action, entry.key, entry.offset, entry.first_sent_ms) == (entries.SEND, "k", 7, NOW_MS + 9)
+    assert entry.body is not None
+    assert VALUE in entry.body.content
+    assert b"idempotency_key" not in entry.body.content
+    assert json.loads(entry.body.content) == {"topic": "t", "key": "r", "headers": {"h": "x"}, "value": {"a": 1.5}}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"record": ("t", 1, 9)}, entries.RECORD_EXISTS),
+        ({"history": History(written={ID: ("t", 1, 9)})}, entries.REPAIRED),
+        ({"claimed": Claimed(frozenset({FINGERPRINT}), is_member=True)}, entries.BATCH_MEMBER),
+        ({"bodies": {}}, entries.NO_BYTES),
+        ({"claimed": Claimed()}, entries.NO_FINGERPRINT),
+        ({"bodies": read(LINE % b'{"a":1.50}')}, entries.OTHER_BYTES),
+    ],
+)
+def test_a_lost_event_is_not_sent_for_a_reason(given: dict[str, Any], reason: str) -> None:
+    entry = lost(**given)
+    assert (entry.action, entry.reason, entry.body) == (entries.NONE, reason, None)
+    assert entry.is_left == (reason not in (entries.RECORD_EXISTS, entries.REPAIRED))
+
+
+def test_an_earlier_plan_tells_when_the_new_key_may_first_have_been_sent_and_what_is_in_doubt() -> None:
+    def row(plan: int, outcome: str | None, **more: Any) -> dict[str, Any]:
+        made = lost(**more)
+        return {**made.row(plan), "outcome": outcome, "first_sent_ms": 10 * plan}
+
+    executed = {2: (5, None), 3: (5, None)}
+    history = History.of([row(1, None), row(2, None), row(3, entries.REPLAYED)], executed)
+    assert (history.first_sent_ms, history.unsettled_run, history.written) == ({ID: 20}, {ID: 5}, {})
+    entry = lost(history=history)
+    assert (entry.first_sent_ms, entry.doubtful) == (20, True)
+    assert not entries.lost(LOST, NOW_MS, None, CLAIMED, read(), history, 6, NOW_MS).doubtful
+
+
+def test_bytes_may_be_in_base64_or_a_tombstone_and_belong_to_a_caller() -> None:
+    line = b'{"topic":"t","value_base64":"AAE=","partition":3,"idempotency_key":"k"}'
+    (body,) = read(line, "shop")[wire.event_id("k", "shop").hex()]
+    assert (body.scope, body.fingerprint) == ("shop", wire.fingerprint("t", 3, None, [], b"\0\1").hex())
+    (body,) = read(b'{"topic":"t","key":"r","value":null,"idempotency_key":"k"}')[ID]
+    assert body.fingerprint == wire.fingerprint("t", None, b"r", [], None).hex()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"{", "--bodies f:2: "),
+        (b'{"topic":"t","value":1,"idempotency_key":"k","x":1}', "unknown field `x`"),
+        (b'{"topic":"t","idempotency_key":"k"}', "--bodies f:2: write exactly one of value and value_base64"),
+        (b'{"topic":"t","value_base64":"?","idempotency_key":"k"}', "value_base64: "),
+        (b" " * bodies.LINE_BYTES_MAX + b"{}", "a line has at most"),
+    ],
+)
+def test_a_wrong_line_is_named(line: bytes, why: str) -> None:
+    with pytest.raises(CannotRun) as caught:
+        read(line)
+    assert why in str(caught.value)
+
+
+def test_a_missing_events_record_is_copied_once_into_each_target_if_it_is_the_event() -> None:
+    finding = {**LOST, "finding_id": f"missing_in_sink:w:{ID}", "sink": "w"}
+    assert entries.missing(finding, 1, True, History(), "into").action == entries.COPY
+    assert entries.missing(finding, 1, None, History(), "into").reason == entries.GONE
+    assert entries.missing(finding, 1, False, History(), "into").reason == entries.OTHER_RECORD
+    done = History(copied={(finding["finding_id"], "into"): 4})
+    assert entries.missing(finding, 1, True, done, "into").reason == entries.REPAIRED
+    assert entries.missing(finding, 1, True, done, "other").action == entries.COPY
+
+
+def test_a_record_is_recognised_by_its_header_or_its_content() -> None:
+    stamp = wire.Stamp(bytes.fromhex(ID), bytes.fromhex(FINGERPRINT), 1, 2, 3, 4, "i").encode()
+    own = ((wire.KEY_HEADER, b"k"), ("h", b"x"))
+    bare = Record("t", 0, 7, 1, b"r", VALUE, own)
+    stamped = Record("t", 0, 7, 1, b"r", VALUE, (*own, (wire.STAMP_HEADER, stamp)))
+    assert is_record_of(stamped, ID, FINGERPRINT, has_header=True)
+    assert is_record_of(bare, ID, FINGERPRINT, has_header=False)
+    assert not is_record_of(bare, ID, FINGERPRINT, has_header=True)
+    assert not is_record_of(stamped, ID, FINGERPRINT, has_header=False)
+    assert not is_record_of(stamped, ID, "00" * 8, has_header=True)
+    assert not is_record_of(bare, ID, "00" * 8, has_header=False)
+
+
+def copy(nth: int, cause: str | None, id: str = "i") -> dict[str, Any]:
+    return {
+        "finding_id": f"duplicate:{id}",
+        "id": id,
+        "key": None,
+        "topic": "t",
+        "partition": 0,
+        "offset": nth,
+        "cause": cause,
+        "nth": nth,
+    }
+
+
+@pytest.mark.parametrize(
+    ("copies", "dropped"),
+    [
+        ([copy(0, None), copy(1, "rewrite"), copy(2, "rewrite")], [1, 2]),
+        ([copy(2, "rewrite"), copy(1, None), copy(0, "foreign_writer")], [0, 2]),
+        # The first copy is in another topic: this topic keeps one.
+        ([copy(1, "rewrite"), copy(2, "rewrite")], [2]),
+        ([copy(5, "rewrite", "only")], []),
+    ],
+)
+def test_a_cleaned_topic_keeps_one_copy_of_each_id(copies: list[dict[str, Any]], dropped: list[int]) -> None:
+    assert sorted(entry.offset or 0 for entry in entries.surplus(copies)) == dropped
+
+
+@pytest.mark.parametrize(
+    ("dropped", "spans"),
+    [
+        ([], [(2, 9)]),
+        ([2, 3, 8], [(4, 8)]),
+        ([5, 1, 9, 30], [(2, 5), (6, 9)]),
+        (range(2, 9), []),
+    ],
+)
+def test_spans_leave_out_the_dropped_offsets(dropped: Any, spans: list[tuple[int, int]]) -> None:
+    assert entries.spans_without(2, 9, dropped) == spans
+
+
+def problem(status: int, code: str) -> httpx.Response:
+    return httpx.Response(status, json={"code": code, "detail": "why", "type": f"/problems/{code}"})
+
+
+def written(key: str = "k", offset: int = 7, *, replayed: bool = False, scope: str = "") -> httpx.Response:
+    content = {"id": wire.event_id(key, scope).hex(), "topic": "t", "partition": 0, "offset": offset, "timestamp": 1}
+    return httpx.Response(201, json=content, headers={"Idempotent-Replayed": "true"} if replayed else {})
+
+
+NEW: Final = entries.new_key(ID)
+
+
+def sent(
+    *answers: httpx.Response | httpx.RequestError, new_keys: bool = False, **changes: Any
+) -> tuple[Entry, list[httpx.Request]]:
+    """Send the entry to a service that gives these answers."""
+    left, asked = list(answers), []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        found = left.pop(0)
+        if isinstance(found, httpx.RequestError):
+            raise found
+        return found
+
+    with send.opened(send.Target("http://service"), httpx.MockTransport(answer)) as client:
+        done = send.send(client, lost(**changes), new_keys=new_keys, now_ms=lambda: NOW_MS)
+    assert not left
+    return done, asked
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        (written(offset=90), entries.WRITTEN),
+        (written(replayed=True), entries.REPLAYED),
+        # The remembered write is a later one: an earlier attempt, or the event's sender, has written it.
+        (written(offset=90, replayed=True), entries.WRITTEN),
+        (written(scope="other"), entries.OTHER_CALLER),
+        (problem(412, "key-expired"), entries.EXPIRED),
+        (problem(422, "fingerprint-mismatch"), entries.REFUSED),
+        (problem(404, "unknown-topic"), entries.REFUSED),
+    ],
+)
+def test_an_answer_says_what_became_of_the_event(answer: httpx.Response, outcome: str) -> None:
+    done, (request,) = sent(answer)
+    assert (done.outcome, done.sent_key, done.ended_ms) == (outcome, "k", NOW_MS)
+    assert done.is_left == (outcome != entries.WRITTEN)
+    # By this time the service finds that a key of any form may have been forgotten.
+    assert request.headers["Repeatability-First-Sent"] == "Tue, 14 Nov 2023 22:13:20 GMT"
+    assert request.headers["Idempotency-Key"] == '"k"'
+
+
+@pytest.mark.parametrize("first", [written(replayed=True), problem(412, "key-expired")])
+def test_a_new_key_follows_only_where_the_own_key_cannot_write(first: httpx.Response) -> None:
+    done, (_, second) = sent(first, written(NEW, 90), new_keys=True)
+    assert (done.outcome, done.sent_key, done.written_offset) == (entries.WRITTEN, NEW, 90)
+    assert second.headers["Idempotency-Key"] == f'"{NEW}"'
+
+
+def test_a_new_key_is_refused_while_an_earlier_attempt_may_have_written_the_event() -> None:
+    doubtful = History(unsettled_run={ID: 5})
+    done, asked = sent(problem(412, "key-expired"), new_keys=True, history=doubtful)
+    assert (done.outcome, len(asked)) == (entries.EXPIRED, 1)
+    # What is remembered at the lost coordinates was not written since.
+    done, asked = sent(written(replayed=True), written(NEW, 90), new_keys=True, history=doubtful)
+    assert (done.outcome, len(asked)) == (entries.WRITTEN, 2)
+
+
+def test_a_request_without_an_answer_is_repeated_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("spark.repair.send.time.sleep", pauses.append)
+    busy = problem(503, "not-written")
+    busy.headers["Retry-After"] = "2"
+    done, asked = sent(httpx.ConnectError("away"), busy, problem(409, "in-progress"), written(offset=90))
+    assert (done.outcome, pauses) == (entries.WRITTEN, [0.1, 2.2, 0.4])
+    assert len({request.headers["Repeatability-First-Sent"] for request in asked}) == 1
+    busy.headers["Retry-After"] = "100"
+    assert sent(busy)[0].outcome == entries.UNSETTLED
+
+
+@pytest.mark.parametrize(
+    "answer", [problem(401, "invalid-token"), problem(404, "not-found"), httpx.Response(302), httpx.Response(200)]
+)
+def test_an_answer_that_no_event_can_change_ends_the_command(answer: httpx.Response) -> None:
+    with pytest.raises(CannotRun, match="correct --url or --token-file"):
+        sent(answer)
+
+
+def test_a_token_comes_from_a_file(tmp_path: Any) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["Authorization"])
+        return written(offset=90)
+
+    respond: Callable[[httpx.Request], httpx.Response] = answer
+    with send.opened(send.Target("http://service", str(file)), httpx.MockTransport(respond)) as client:
+        send.send(client, lost(), new_keys=False, now_ms=lambda: NOW_MS)
+    assert seen == ["Bearer secret"]
+    with (
+        pytest.raises(CannotRun, match="--token-file"),
+        send.opened(send.Target("http://service", str(tmp_path / "absent"))),
+    ):
+        pass
