@@ -41,7 +41,7 @@ from aiokafka.structs import TopicPartition
 
 from .client import Event, KeyReused, Offsets, SendError, StaleMember, WrittenBatch
 from .client.events import KEY
-from .reader import METADATA_MS, POLL_MS, id_of, refuse_settings
+from .reader import METADATA_MS, POLL_MS, NewerVersion, id_of, refuse_settings
 
 __all__ = ["AtomicSender", "GroupBatch", "GroupReader"]
 
@@ -310,16 +310,31 @@ class GroupReader:
                 self._fetched.extend(records.items())
 
     def _next_batch(self, member: Member) -> GroupBatch | None:
-        """Make a batch of the records that were fetched; None if all are copies, or before the committed offset."""
+        """Make a batch of the records that were fetched; None if all are copies, or before the committed offset.
+
+        Raises NewerVersion; the records then come again.
+        """
         at, records = self._fetched.popleft()
         reading = self._readings[at]
-        fresh = reading.take(records, self._lookback)
+        try:
+            fresh = reading.take(records, self._lookback)
+        except NewerVersion:
+            self._read_again(at)
+            raise
         if not fresh:
             return None
         key = batch_key(self._group, at.topic, at.partition, reading.first)
         positions = {(at.topic, at.partition): reading.end}
         offsets = Offsets(self._group, member.id, member.generation, positions, self._instance)
         return GroupBatch(at.topic, at.partition, fresh, key, offsets)
+
+    def _read_again(self, at: TopicPartition) -> int:
+        """Have a partition read again from its committed offset, which is returned.
+
+        The ids that were seen go too: they include those of the records that come again.
+        """
+        self._unplaced.add(at)
+        return self._readings.pop(at).first
 
     async def _settle(self, batch: GroupBatch) -> None:
         """Note what became of a batch; one that is not written is read again. Raises the error that does not end."""

@@ -17,6 +17,7 @@ from service.fencepost import (
     GroupBatch,
     GroupReader,
     KeyReused,
+    NewerVersion,
     Offsets,
     Refused,
     StaleMember,
@@ -37,10 +38,12 @@ class Record:
 
     offset: int
     key: str | None = None
+    stamp: bytes = b""
 
     @property
     def headers(self) -> list[tuple[str, bytes]]:
-        return [] if self.key is None else [("idempotency-key", self.key.encode())]
+        of_key = [] if self.key is None else [("idempotency-key", self.key.encode())]
+        return [*of_key, ("fencepost", self.stamp)] if self.stamp else of_key
 
 
 @dataclass
@@ -252,6 +255,17 @@ async def test_a_batch_that_is_read_again_is_not_taken_for_copies_of_itself(log:
     assert await stage.send(await stage.next()) is None
     await stage.process(3)
     assert offsets_of(stage) == [0, 1, 3, 4, 5, 6, 7, 8, 9]
+
+
+async def test_records_of_a_newer_release_come_again_and_none_before_them_is_lost(log: Log, stage: Stage) -> None:
+    log.records[P0][6] = Record(6, "a6", stamp=b"2;")
+    await stage.process(1)
+    for _ in range(2):
+        with pytest.raises(NewerVersion):
+            await stage.next()
+    log.records[P0][6] = Record(6, "a6")
+    await stage.process(2)
+    assert offsets_of(stage) == list(range(10))
 
 
 async def test_a_batch_of_a_replaced_member_is_dropped_and_no_other_is_given_until_the_next_generation(
