@@ -369,17 +369,18 @@ async def test_no_batch_is_of_a_partition_that_was_given_up(log: Log, stage: Sta
 
 @pytest.mark.parametrize("steps", range(8))
 async def test_a_fetch_that_returns_after_a_rebalance_gives_nothing_of_the_earlier_generation(
-    log: Log, stage: Stage, steps: int
+    log: Log, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     log.records = {P0: [], P1: [Record(0)]}
-    reading = asyncio.create_task(stage.next())
-    for _ in range(steps):
-        await asyncio.sleep(0)
-    given = reading.done()
-    await stage.consumer.rebalance(P0)
-    await asyncio.wait({reading}, timeout=0.05)
-    assert reading.done() is given
-    reading.cancel()
+    async with joined(log, monkeypatch, finish_s=0.01) as stage:
+        reading = asyncio.create_task(stage.next())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        given = reading.done()
+        await stage.consumer.rebalance(P0)
+        await asyncio.wait({reading}, timeout=0.05)
+        assert reading.done() is given
+        reading.cancel()
 
 
 async def test_a_rebalance_does_not_wait_for_a_batch_that_is_skipped(stage: Stage) -> None:
