@@ -64,7 +64,12 @@ OWN_CODEC: Final = COMPRESSION_CODECS["zstd"]
 COMPRESSED_LEAST_BYTES: Final = 1_024
 NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
 # Codes that are about the transaction, not about the partition that answers with them.
-OF_TRANSACTION: Final = (errors.InvalidProducerEpoch.errno, outcomes.PRODUCER_FENCED, outcomes.TRANSACTION_ABORTABLE)
+OF_TRANSACTION: Final = (
+    errors.InvalidProducerEpoch.errno,
+    outcomes.PRODUCER_FENCED,
+    outcomes.TRANSACTION_ABORTABLE,
+    CONCURRENT_TRANSACTIONS,
+)
 
 
 def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> Record:
@@ -623,11 +628,18 @@ class _Write:
                 raise_if_error(code, "AddPartitionsToTxn")
 
     def stuck(self, timed_out: bool) -> set[str]:
-        """Find the topics whose error ended the transaction, or that had no response at the timeout."""
+        """Find the topics whose error ended the transaction, or that left a request unanswered at the timeout.
+
+        Batches that wait for the first one of another partition are not sent yet.
+        """
         failed = {
             batch.partition[0]
             for batch in self.batches
-            if (timed_out if batch.response is None else batch.response[0] not in (OK, *OF_TRANSACTION))
+            if (
+                timed_out and batch.is_sent
+                if batch.response is None
+                else batch.response[0] not in (OK, *OF_TRANSACTION)
+            )
         }
         return failed | ({self.waiting_for} - {""})
 

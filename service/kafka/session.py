@@ -91,13 +91,14 @@ RecordResult = RecordMetadata | RecordError | NotSent | None
 class RecordBatch:
     """Records of one partition in one batch: their indexes in the caller's list, and the broker's response."""
 
-    __slots__ = ("builder", "members", "moved", "partition", "payload", "response")
+    __slots__ = ("builder", "is_sent", "members", "moved", "partition", "payload", "response")
 
     def __init__(self, partition: Partition, builder: BatchBuilder) -> None:
         self.partition = partition
         self.builder = builder
         self.members: list[int] = []
         self.payload = b""  # the encoded batch, once it is closed
+        self.is_sent = False  # a request with the batch was written, or waits for its connection
         self.moved = False  # the batch was sent to a second node after NOT_LEADER
         self.response: tuple[int, int, int] | None = None  # error code, offset, timestamp in ms (-1: the records' own)
 
@@ -331,6 +332,7 @@ class ProducerSession:
         for batch in batches:
             topic, partition = batch.partition
             topics.setdefault(topic, []).append((partition, batch.payload))
+            batch.is_sent = True
         joins = bool(self.joining) and any(batch.partition in self.joining for batch in batches)
         kind = ProduceAndAddRequest if joins else ProduceRequest
         response = await self.request(

@@ -256,6 +256,17 @@ async def test_the_first_batch_of_a_partition_is_taken_before_its_others_are_sen
     ]
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_topic_is_not_to_blame_for_markers_of_the_last_transaction_that_do_not_come(hangs: bool) -> None:
+    """Nor for batches that wait, unsent, for those markers: healthy topics would be isolated for nothing."""
+    producer, kafka = version_2(2, 3)
+    kafka.leaders |= {("b", 0): 2, ("orders", 0): 3}
+    answers: dict[str, Met] = {"a": CONCURRENT, "b": RecordMetadata(4, -1), "orders": None if hangs else CONCURRENT}
+    kafka.produced = lambda topic, partition: answers[topic]
+    failed = await failure(producer, *[record(topic, 0, b"x" * 300, most=500) for topic in answers for _ in "12"])
+    assert (failed.outcome, set(failed.stuck)) == (TransactionOutcome.ABORTED, {"orders"} if hangs else set())
+
+
 async def test_a_first_batch_that_fails_is_followed_by_no_other() -> None:
     producer, kafka = version_2()
     kafka.produced = lambda topic, partition: 7
