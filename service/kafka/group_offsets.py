@@ -28,6 +28,7 @@ from service.kafka.metadata import Partition
 from service.kafka.outcomes import OffsetsRefused, RecordError
 from service.kafka.session import (
     CONCURRENT_TRANSACTIONS,
+    MARKERS_PAUSE_MOST_S,
     MARKERS_PAUSE_S,
     OK,
     ProducerSession,
@@ -267,7 +268,7 @@ class OffsetCommit:
 
     def __init__(self, session: ProducerSession) -> None:
         self._session = session
-        self.awaits_markers = False  # `commit` waits for the markers of the session's previous transaction
+        self.awaits_markers = False  # the last answer to `commit`: the previous transaction's markers are not written
 
     async def partition_of(self, group: str) -> Partition | None:
         """Find the partition of a group's offsets; None where the topic is not there yet, or hidden from the service.
@@ -323,12 +324,14 @@ class OffsetCommit:
         assert session.transactional_id is not None
         kind = TxnOffsetCommitAndAdd if adds else TxnOffsetCommit
         request = kind(session.transactional_id, session.producer_id, session.epoch, offsets)
-        give_up_at = time.monotonic() + RETRY_S
+        give_up_at, pause_s = time.monotonic() + RETRY_S, MARKERS_PAUSE_S
         while True:
+            self.awaits_markers = False  # a coordinator that does not answer is to blame
             codes = await self._codes(request, partition)
             self.awaits_markers = adds and CONCURRENT_TRANSACTIONS in codes
             if self.awaits_markers:
-                await asyncio.sleep(MARKERS_PAUSE_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
                 continue
             if RETRIED.isdisjoint(codes):
                 if errors.UnknownError.errno in codes:

@@ -556,10 +556,16 @@ class TransactionalProducer:
         """
         session = self._session
         if session.has_version_2(session.coordinator):
-            assert session.transactional_id is not None
-            while await is_ending(session.client, session.coordinator, session.transactional_id):  # noqa: ASYNC110 - Kafka sends no notification
-                await asyncio.sleep(MARKERS_PAUSE_S)
+            await self._await_markers()
         await self._end(commit=False)
+
+    async def _await_markers(self) -> None:
+        """Wait until the coordinator has written the markers of the last transaction. Raises KafkaError, OSError."""
+        session, pause_s = self._session, MARKERS_PAUSE_S
+        assert session.transactional_id is not None
+        while await is_ending(session.client, session.coordinator, session.transactional_id):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
 
     async def _abort_if_abortable(self, error: Exception, *writes: "_Write") -> None:
         """Abort a transaction that a broker calls abortable, where version 2 raises the epoch.

@@ -47,6 +47,8 @@ CONCURRENT: int = ConcurrentTransactions.errno
 OFFSETS = GroupOffsets("g", "member-1", 7, (Position("a", 0, 5),))
 OF_GROUP = OFFSETS_TOPIC, partition_of_group("g", 3)
 ILLEGAL_GENERATION = 22
+# Requests in the 200 ms of the sends' timeout, with pauses of 1, 2, 4, 8, 16 ms, then 20 ms each.
+REPEATED_MOST = 5 + (200 - 31) // 20 + 2
 
 # ------------------------------------------------------------------------------------------------------- the bytes
 
@@ -329,17 +331,33 @@ async def test_offsets_wait_for_the_markers_of_the_last_transaction() -> None:
     assert len(kafka.sent(TxnOffsetCommitAndAdd)) == 3
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-async def test_a_group_is_not_to_blame_for_markers_of_the_last_transaction_that_do_not_come(hangs: bool) -> None:
-    """Its next batches would be isolated for nothing."""
+@pytest.mark.parametrize("hangs", ["never", "at first", "later"])
+async def test_a_group_is_not_to_blame_for_markers_of_the_last_transaction_that_do_not_come(hangs: str) -> None:
+    """Its next batches would be isolated for nothing. The broker gets the request with pauses that grow."""
     producer, kafka = version_2()
     await producer.commit_offsets(OFFSETS)
     await write(producer)
-    kafka.offsets_committed = lambda topic, partition: CONCURRENT
-    kafka.coordinator_hangs = hangs
+    before = len(kafka.sent(TxnOffsetCommitAndAdd))
+
+    def committed(topic: str, partition: int) -> int:
+        kafka.coordinator_hangs = hangs == "later"
+        return CONCURRENT
+
+    kafka.offsets_committed = committed
+    kafka.coordinator_hangs = hangs == "at first"
     with pytest.raises(TransactionFailed) as failed:
         await producer.commit_offsets(OFFSETS)
-    assert (failed.value.offsets_error is None) is not hangs
+    assert (failed.value.offsets_error is None) is (hangs == "never")
+    assert len(kafka.sent(TxnOffsetCommitAndAdd)) - before <= REPEATED_MOST
+
+
+async def test_an_abort_asks_with_growing_pauses_for_the_markers_of_the_last_transaction() -> None:
+    producer, kafka = version_2()
+    kafka.offsets_committed = lambda topic, partition: ILLEGAL_GENERATION
+    kafka.states = ["PrepareCommit"] * 1_000
+    with pytest.raises(TransactionFailed):
+        await producer.commit_offsets(OFFSETS)
+    assert 1 < len(kafka.sent(DescribeTransactions)) <= REPEATED_MOST
 
 
 async def test_a_group_whose_coordinator_lacks_version_2_is_added_by_the_transaction_s() -> None:
