@@ -259,8 +259,9 @@ class ProducerSession:
 
         `acks_timeout_ms`: for how long a leader waits for its in-sync replicas. Raises KafkaError or OSError where a
         request had no response; responses to other requests are kept. Batches are sent again only where the node
-        answered NOT_LEADER to all batches of their partition, and while the markers of the previous transaction are
-        written (CONCURRENT_TRANSACTIONS to a batch that adds its partition, which has then appended nothing).
+        answered NOT_LEADER to all batches of their partition that were sent, and while the markers of the previous
+        transaction are written (CONCURRENT_TRANSACTIONS to a batch that adds its partition, which has then appended
+        nothing).
 
         The new leader is not asked for open transactions (OpenCheck): the partition belongs to the transaction already,
         or may do so where a Produce adds it, so that it gets the transaction's marker. What hangs there is a
@@ -271,11 +272,12 @@ class ProducerSession:
         while moved := _moved(batches):
             await asyncio.sleep(NOT_LEADER_PAUSE_S)
             await self.client.force_metadata_update()
-            leaders = {partition: await self.find_leader(partition) for partition in moved}
-            batches = [batch for batch in batches if batch.partition in moved]
-            for batch in batches:
-                batch.moved = True
-            await self._send_joining(batches, leaders, acks_timeout_ms)
+            leaders = {**leaders, **{partition: await self.find_leader(partition) for partition in moved}}
+            again = [batch for batch in batches if batch.partition in moved]
+            for batch in again:
+                batch.moved = batch.is_sent
+            await self._send_joining(again, leaders, acks_timeout_ms)
+            await self._send_unsent(batches, leaders, acks_timeout_ms)
 
     async def _send_joining(
         self, batches: Sequence[RecordBatch], leaders: Mapping[Partition, int], acks_timeout_ms: int
@@ -283,13 +285,14 @@ class ProducerSession:
         """Send batches, where a partition joins the transaction by its first batch: that one before all others.
 
         A later batch could else be appended before the first, which waits for the previous transaction's markers. Where
-        a first batch has failed, the later ones are not sent.
+        a first batch has failed, the later ones of all partitions are not sent; where it has moved, `send` sends them.
         """
         if not self.joining or self.joining.isdisjoint(batch.partition for batch in batches):
             await self._send_once(batches, leaders, acks_timeout_ms)
             return
         first: dict[Partition, RecordBatch] = {}
-        later = [batch for batch in batches if first.setdefault(batch.partition, batch) is not batch]
+        for batch in batches:
+            first.setdefault(batch.partition, batch)
         wave, pause_s = [*first.values()], MARKERS_PAUSE_S
         while True:
             await self._send_once(wave, leaders, acks_timeout_ms)
@@ -298,8 +301,15 @@ class ProducerSession:
                 break
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
-        if later and all(batch.response is not None and batch.response[0] == OK for batch in first.values()):
-            await self._send_once(later, leaders, acks_timeout_ms)
+        await self._send_unsent(batches, leaders, acks_timeout_ms)
+
+    async def _send_unsent(
+        self, batches: Sequence[RecordBatch], leaders: Mapping[Partition, int], acks_timeout_ms: int
+    ) -> None:
+        """Send the batches that are not sent yet, once all others are in Kafka."""
+        unsent = [batch for batch in batches if not batch.is_sent]
+        if unsent and all(batch.response is not None and batch.response[0] == OK for batch in batches if batch.is_sent):
+            await self._send_once(unsent, leaders, acks_timeout_ms)
 
     async def _send_once(
         self, batches: Sequence[RecordBatch], leaders: Mapping[Partition, int], acks_timeout_ms: int
@@ -392,12 +402,14 @@ class ProducerSession:
 
 
 def _moved(batches: Sequence[RecordBatch]) -> set[Partition]:
-    """Find the partitions all of whose batches were answered with NOT_LEADER."""
+    """Find the partitions all of whose batches, as far as they are sent, were answered with NOT_LEADER."""
     moved = {batch.partition for batch in batches if batch.response is not None and batch.response[0] in NOT_LEADER}
     if not moved:
         return moved
     return moved - {
-        batch.partition for batch in batches if batch.response is None or batch.response[0] not in NOT_LEADER
+        batch.partition
+        for batch in batches
+        if batch.is_sent and (batch.response is None or batch.response[0] not in NOT_LEADER)
     }
 
 

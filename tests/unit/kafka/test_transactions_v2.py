@@ -44,6 +44,7 @@ from service.kafka.session import RecordMetadata
 from tests.unit.fake_brokers import GONE, LEDGER, FakeClient, Met, failure, record, topics_of, transactional, write
 
 CONCURRENT: int = ConcurrentTransactions.errno
+NOT_LEADER: int = NotLeaderForPartitionError.errno
 OFFSETS = GroupOffsets("g", "member-1", 7, (Position("a", 0, 5),))
 OF_GROUP = OFFSETS_TOPIC, partition_of_group("g", 3)
 ILLEGAL_GENERATION = 22
@@ -282,13 +283,33 @@ async def test_a_batch_joins_at_the_new_leader_where_the_former_one_refused_it()
 
     def moves(topic: str, partition: int) -> Met:
         first = kafka.leaders.setdefault(("a", 0), 2) and len(kafka.batches("a")) == 1
-        return NotLeaderForPartitionError.errno if first else RecordMetadata(1, -1)
+        return NOT_LEADER if first else RecordMetadata(1, -1)
 
     kafka.produced = moves
     await write(producer, record("a"))
     sends = [(node, type(each)) for node, each in kafka.requests if isinstance(each, ProduceAndAddRequest)]
     assert sends == [(1, ProduceAndAddRequest), (2, ProduceAndAddRequest), (1, ProduceAndAddRequest)]
     assert not kafka.sent(ProduceRequest), "a former leader adds no partition"
+
+
+@pytest.mark.parametrize(("of_a", "of_b"), [(2, 1), (1, 2), (3, 3)])
+async def test_batches_that_wait_for_the_first_ones_follow_a_leader_that_moves(of_a: int, of_b: int) -> None:
+    """No batch is sent beside a first one that has not joined."""
+    producer, kafka = version_2(2, 3)
+    kafka.leaders["b", 0] = 2
+
+    def moves(topic: str, partition: int) -> Met:
+        if topic == "b" and kafka.leaders["b", 0] == 2:
+            kafka.leaders["b", 0] = 3
+            return NOT_LEADER
+        return RecordMetadata(4, -1)
+
+    kafka.produced = moves
+    await write(producer, *[record(topic, 0, b"x" * 300, most=500) for topic in of_a * "a" + of_b * "b"])
+    assert [sequence for _, sequence, _ in kafka.batches("a")] == [*range(of_a)]
+    assert [sequence for _, sequence, _ in kafka.batches("b")] == [0, *range(of_b)]
+    firsts = [(node, topics_of(each)[0][0]) for node, each in kafka.requests if isinstance(each, ProduceAndAddRequest)]
+    assert firsts == [(1, "a"), (2, "b"), (3, "b"), (1, LEDGER[0])]
 
 
 async def test_a_commit_without_an_answer_is_unknown_and_the_producer_is_dead() -> None:
