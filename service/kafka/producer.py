@@ -533,9 +533,12 @@ class TransactionalProducer:
     async def _end(self, commit: bool) -> None:
         """Send EndTxn. After a clean response the outcome is final, and the coordinator writes the markers.
 
-        In version 2 the session goes on with the producer id and epoch of the response.
+        In version 2 the session goes on with the producer id and epoch of the response. A transaction that a Produce
+        has joined must not end in version 1: the version is never taken from a connection that has ended.
         """
         session = self._session
+        if session.awaits_version:
+            await session.connect_to_coordinator()
         session.joining = set()
         producer = session.transactional_id, session.producer_id, session.epoch
         if not session.has_version_2(session.coordinator):
@@ -555,6 +558,8 @@ class TransactionalProducer:
         coordinator would call the producer fenced while it writes the previous transaction's markers.
         """
         session = self._session
+        if session.awaits_version:
+            await session.connect_to_coordinator()
         if session.has_version_2(session.coordinator):
             await self._await_markers()
         await self._end(commit=False)

@@ -135,10 +135,9 @@ class ProducerSession:
         self, cluster: KafkaAdmin, name: str, transactional_id: str | None = None, timeout_ms: int = 0
     ) -> None:
         # The session of a connection is renewed between two transactions: a refused login must not fail one.
+        self._asks_version = transactional_id is not None and cluster.transactions != TRANSACTIONS_1
         self.client = Client(
-            **cluster.options(name),
-            renews_on_use=transactional_id is None,
-            asks_features=transactional_id is not None and cluster.transactions != TRANSACTIONS_1,
+            **cluster.options(name), renews_on_use=transactional_id is None, asks_features=self._asks_version
         )
         self.transactional_id = transactional_id
         self.producer_id = self.epoch = -1
@@ -185,6 +184,16 @@ class ProducerSession:
     def has_version_2(self, node: int) -> bool:
         """Check whether a broker has told, on its present connection, that transactions of version 2 are finalized."""
         return self.client.transaction_version(node) >= EPOCH_PER_TRANSACTION
+
+    @property
+    def awaits_version(self) -> bool:
+        """Whether version 2 is allowed and the coordinator must tell its version: its last connection has ended."""
+        return self._asks_version and self.client.connection(self.coordinator) is None
+
+    async def connect_to_coordinator(self) -> None:
+        """Open the connection on which the coordinator tells its version. Raises NodeNotReadyError."""
+        if not await self.client.ready(self.coordinator):
+            raise errors.NodeNotReadyError(f"the coordinator, node {self.coordinator}, cannot be reached")
 
     def next_transaction(self, producer_id: int, epoch: int) -> None:
         """Go on with the producer id and epoch that an EndTxn response of version 5 has given."""

@@ -23,7 +23,7 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.structs import TopicPartition
 
 from service.core.metrics import Telemetry
-from service.kafka.admin import KafkaAdmin
+from service.kafka.admin import TRANSACTIONS_1, KafkaAdmin
 from service.kafka.group_offsets import (
     OFFSETS_TOPIC,
     GroupOffsets,
@@ -109,6 +109,11 @@ class FakeClient:
 
     def transaction_version(self, node: int) -> int:
         return self.versions.get(node, 0) if self.connected else 0
+
+    async def ready(self, node: int) -> bool:
+        await asyncio.sleep(0)
+        self.connected = True
+        return True
 
     def connection(self, node: int) -> object | None:
         return self if self.connected else None
@@ -249,8 +254,14 @@ class FakeClient:
         self.closed = True
 
 
-def cluster(timeout_ms: int = 600) -> KafkaAdmin:
-    return KafkaAdmin("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
+def cluster(timeout_ms: int = 600, transactions: str = TRANSACTIONS_1) -> KafkaAdmin:
+    return KafkaAdmin(
+        "127.0.0.1:1",
+        client_id="test",
+        request_timeout_ms=timeout_ms,
+        telemetry=Telemetry(),
+        transactions=transactions,
+    )
 
 
 def fake_inside(session: ProducerSession) -> FakeClient:
@@ -261,10 +272,10 @@ def fake_inside(session: ProducerSession) -> FakeClient:
 
 
 def transactional(
-    timeout_ms: int = 600, *, clear: bool = True, epoch: int = 0
+    timeout_ms: int = 600, *, clear: bool = True, epoch: int = 0, transactions: str = TRANSACTIONS_1
 ) -> tuple[TransactionalProducer, FakeClient]:
     """Make a producer and its brokers; `clear`: the usual partitions are known to have no open transaction."""
-    producer = TransactionalProducer(cluster(timeout_ms), "ns.slot.0", timeout_ms)
+    producer = TransactionalProducer(cluster(timeout_ms, transactions), "ns.slot.0", timeout_ms)
     fake = fake_inside(producer._session)
     producer._session.epoch = epoch
     if clear:

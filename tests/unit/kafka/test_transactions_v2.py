@@ -9,6 +9,7 @@ from aiokafka.errors import ConcurrentTransactions, NotLeaderForPartitionError
 from aiokafka.protocol.transaction import AddOffsetsToTxnRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
+from service.kafka.admin import TRANSACTIONS_AUTO
 from service.kafka.group_offsets import (
     OFFSETS_TOPIC,
     GroupOffsets,
@@ -144,7 +145,7 @@ def test_a_truncated_response_is_an_error(kind: type, response: bytes) -> None:
 
 def version_2(*nodes: int, epoch: int = 0) -> tuple[TransactionalProducer, FakeClient]:
     """Make a producer; its coordinator, node 1, and these nodes have finalized transactions of version 2."""
-    producer, kafka = transactional(epoch=epoch)
+    producer, kafka = transactional(epoch=epoch, transactions=TRANSACTIONS_AUTO)
     kafka.versions = dict.fromkeys({1, *nodes}, 2)
     return producer, kafka
 
@@ -185,6 +186,33 @@ async def test_a_new_producer_id_comes_with_the_last_epoch_s_commit() -> None:
     await write(producer, record("a"))
     assert writers(kafka) == [(7, 32_766, 0)] * 2 + [(8, 0, 0)] * 2
     assert kafka.sent(EndTxnAndBumpRequest)[1].producer_id == 8
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+async def test_an_end_takes_its_version_from_the_coordinator_s_next_connection_where_one_has_ended(
+    is_allowed: bool,
+) -> None:
+    """EndTxn of version 1 would leave the epoch to the next transaction, which a late Produce could then join."""
+    producer, kafka = version_2() if is_allowed else transactional()
+    await producer.send([record("a")], LEDGER)
+    kafka.connected = False
+    await producer.commit(b"entries")
+    assert kinds(kafka)[-1] is (EndTxnAndBumpRequest if is_allowed else EndTxnRequest)
+    assert (producer.epoch, kafka.connected) == ((1, True) if is_allowed else (0, False))
+
+
+async def test_an_abort_waits_for_the_last_markers_also_where_the_coordinator_s_connection_has_ended() -> None:
+    producer, kafka = version_2()
+
+    def refuses(topic: str, partition: int) -> int:
+        kafka.connected = False
+        return ILLEGAL_GENERATION
+
+    kafka.offsets_committed = refuses
+    kafka.states = ["PrepareCommit", "CompleteCommit"]
+    with pytest.raises(OffsetsRefused):
+        await producer.commit_offsets(OFFSETS)
+    assert kinds(kafka)[1:] == [DescribeTransactions, DescribeTransactions, EndTxnAndBumpRequest]
 
 
 async def test_an_end_without_the_next_producer_is_unknown() -> None:
