@@ -316,11 +316,7 @@ class _Repair:
                 for log in logs
             }
         copies, kept = evidence.surplus(self.lake, source, {source: topics[source].topic_id})
-        made = [
-            entry
-            for entry in entries.surplus(copies)
-            if bounds[entry.partition or 0][0] <= (entry.offset or 0) < bounds[entry.partition or 0][1]
-        ]
+        made = entries.surplus(copies, {number: (first, end) for number, (first, end, _) in bounds.items()})
         dropped: dict[int, list[int]] = {number: [] for number in bounds}
         for entry in made:
             dropped[entry.partition or 0].append(entry.offset or 0)

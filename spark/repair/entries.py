@@ -224,13 +224,18 @@ def missing(
     return replace(entry, action=COPY)
 
 
-def surplus(copies: Sequence[Mapping[str, Any]]) -> list[Entry]:
+def surplus(copies: Sequence[Mapping[str, Any]], bounds: Mapping[int, tuple[int, int]]) -> list[Entry]:
     """Return the copies of one topic that a cleaned topic leaves out: those with a cause, but never all of an id.
 
     `copies` are `id, finding_id, key, partition, offset, topic, cause, nth`, of findings `duplicate`, in any order.
+    `bounds` are the offsets by partition (first, behind the last) that are copied. A copy outside, which retention may
+    have deleted, is neither left out nor the one that is kept.
     """
     by_id: dict[str, list[Mapping[str, Any]]] = {}
     for copy in copies:
+        first, end = bounds[copy["partition"]]
+        if not first <= copy["offset"] < end:
+            continue
         by_id.setdefault(copy["id"], []).append(copy)
     dropped: list[Entry] = []
     for of_id in by_id.values():
