@@ -1,6 +1,7 @@
 """The transactional and the idempotent producer. A producer session ends with its first failure and is replaced."""
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from service.kafka import outcomes
 from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
 from service.kafka.group_offsets import AWAY, NOT_KEPT, OFFSETS_TOPIC, GroupOffsets, OffsetCommit
 from service.kafka.hanging import RecordCoordinates
-from service.kafka.inspection import is_ending
+from service.kafka.inspection import UNSUPPORTED, is_ending
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
@@ -128,6 +129,7 @@ class TransactionalProducer:
         self._start_timeout_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
         self._early_begin: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
         self._has_offsets = False  # whether the partition of a group's offsets was added to the transaction
+        self._has_ended = False  # whether an EndTxn was sent, whose markers may be late
         self._open_check = OpenCheck(self._session)
         self._offset_commit = OffsetCommit(self._session)
         self._state = ProducerState.READY
@@ -467,12 +469,22 @@ class TransactionalProducer:
         return leaders
 
     async def _check_open(self, write: "_Write", leaders: Mapping[Partition, int]) -> None:
-        """Raise where a partition holds an older open transaction, which this transaction's marker would end."""
+        """Raise where a partition holds an older open transaction, which this transaction's marker would end.
+
+        The marker of a transaction that this session has ended may only be late: a transaction hangs if it is still
+        open after the coordinator has written its markers, or when the caller's time is over.
+        """
         unclear = [partition for partition, node in leaders.items() if not self._open_check.is_clear(partition, node)]
         if not unclear:
             return
         write.waiting_for = unclear[0][0]
         write.hanging, unanswered = await self.find_open_transactions(unclear)
+        if write.hanging and self._has_ended:
+            write.waiting_for = ""
+            with contextlib.suppress(*UNSUPPORTED):
+                await self._await_markers()
+            write.waiting_for = min(write.hanging)[0]
+            write.hanging, unanswered = await self.find_open_transactions(unclear)
         if write.hanging:
             write.waiting_for = ""
             raise errors.KafkaError(f"a transaction of this producer id hangs in {sorted(write.hanging)}")
@@ -540,6 +552,7 @@ class TransactionalProducer:
         if session.awaits_version:
             await session.connect_to_coordinator()
         session.joining = set()
+        self._has_ended = True
         producer = session.transactional_id, session.producer_id, session.epoch
         if not session.has_version_2(session.coordinator):
             ended = await session.request(session.coordinator, EndTxnRequest(*producer, commit))

@@ -104,7 +104,8 @@ class FakeClient:
         self.offsets_committed: Callable[[str, int], int] = lambda topic, partition: 0  # and of TxnOffsetCommit
         self.refused: dict[Partition, int] = {}  # error codes in DescribeProducers responses
         self.versions: dict[int, int] = {}  # transaction.version, by the node that has told it
-        self.states: list[str] = []  # the next states of the transactional id's transaction; then "Ongoing"
+        # The next states of the transactional id's transaction, or an exception for the request; then "Ongoing".
+        self.states: list[str | BaseException] = []
         self.next_producer: tuple[int, int] | None = None  # in the response to an EndTxn of version 5
 
     def transaction_version(self, node: int) -> int:
@@ -163,7 +164,9 @@ class FakeClient:
         return None
 
     async def _describe(self, request: DescribeTransactions) -> DescribedTransactions:
-        state = self.states.pop(0) if self.states else "Ongoing"
+        state = await self._meet(self.states.pop(0) if self.states else "Ongoing")
+        if state.startswith("Complete"):  # its markers are written
+            self.open_in = {}
         return DescribedTransactions([(0, request.transactional_id, state, 1, 1, 7, 0, [], {})])
 
     async def _end_and_bump(self, request: EndTxnAndBumpRequest) -> EndedAndBumped:

@@ -6,6 +6,8 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 from structlog.testing import capture_logs
 
 from service.kafka import open_check as module
+from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, Position, partition_of_group
+from service.kafka.hanging import RecordCoordinates
 from service.kafka.inspection import DescribeProducers
 from service.kafka.outcomes import TransactionOutcome
 from service.kafka.session import RecordMetadata
@@ -43,6 +45,42 @@ async def test_a_group_with_a_hanging_partition_adds_no_partition_to_its_transac
     failed = await failure(producer, record("a", 0), record("a", 1))
     assert (failed.outcome, set(failed.hanging), set(failed.stuck)) == (TransactionOutcome.ABORTED, {("a", 1)}, set())
     assert not kafka.sent(AddPartitionsToTxnRequest)
+
+
+@pytest.mark.parametrize(
+    ("states", "hangs"),
+    [
+        (["PrepareCommit", "PrepareCommit", "CompleteCommit"], False),
+        ([], True),
+        (["PrepareCommit"] * 1_000, True),
+        ([NotImplementedError()], True),
+    ],
+)
+async def test_a_marker_that_is_late_does_not_count_as_hanging(states: list[str | BaseException], hangs: bool) -> None:
+    """The coordinator still writes it. What is open after that, or when the time for the sends is over, hangs.
+
+    Brokers older than 3.0 do not tell whether they still write it.
+    """
+    producer, kafka = transactional(clear=False)
+    await write(producer, record("b"))
+    kafka.open_in, kafka.states = {("a", 0): 4}, states
+    if not hangs:
+        assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
+        return
+    failed = await failure(producer, record("a"))
+    assert (failed.outcome, set(failed.hanging), set(failed.stuck)) == (TransactionOutcome.ABORTED, {("a", 0)}, set())
+    assert not failed.is_bug
+
+
+async def test_a_late_marker_is_awaited_where_an_isolated_group_asks_its_leader() -> None:
+    offsets = GroupOffsets("g", "member-1", 7, (Position("a", 0, 5),))
+    of_group = OFFSETS_TOPIC, partition_of_group("g", 3)
+    producer, kafka = transactional()
+    await producer.commit_offsets(offsets)
+    await write(producer)
+    kafka.open_in, kafka.states = {of_group: 55}, ["PrepareCommit", "CompleteCommit"]
+    assert await producer.commit_offsets(offsets, ask_leader=True) == RecordCoordinates(of_group, 55)
+    assert not kafka.states
 
 
 async def test_a_batch_follows_its_partition_to_a_new_leader_whatever_hangs_there() -> None:

@@ -455,6 +455,17 @@ async def test_an_abortable_transaction_is_aborted_and_the_session_goes_on(step:
     assert len(kafka.sent(DescribeProducers)) > asked
 
 
+async def test_a_late_marker_of_an_abort_is_awaited_before_the_next_write() -> None:
+    producer, kafka = version_2()
+    kafka.of_ledger = TRANSACTION_ABORTABLE
+    with pytest.raises(TransactionAborted):
+        await write(producer, record("a"))
+    kafka.of_ledger = RecordMetadata(9, -1)
+    kafka.open_in, kafka.states = {("a", 0): 3}, ["PrepareAbort", "CompleteAbort"]
+    await write(producer, record("a"))
+    assert (producer.epoch, kafka.states) == (2, [])
+
+
 async def test_what_an_abort_left_open_is_met_before_the_next_commit() -> None:
     producer, kafka = version_2()
     kafka.produced = lambda topic, partition: TRANSACTION_ABORTABLE
