@@ -22,6 +22,10 @@ from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends, KafkaAdmin, Topic, 
 from spark.reading.sinks import shown
 from spark.reading.source import Span
 
+ABSENT_MS: Final = 60_000
+"""A topic counts as deleted once runs so far apart have not found it: a broker whose metadata lag does not know a topic
+that exists."""
+
 
 @dataclass(frozen=True, slots=True)
 class MirrorLog:
@@ -31,7 +35,8 @@ class MirrorLog:
     `complete_since_ms`: no record of an event that was accepted from then on was deleted unread.
     `caught_up_ms`: when the last run froze whose end of the log has been reached by now; `behind_ms` and `behind_end`:
     when a later run froze, and its end of the log, which has not been reached.
-    `reset_run`: the last run that found the topic recreated, or records gone that it had.
+    `reset_run`: the last run that found the topic deleted or recreated, or records gone that it had.
+    `absent_ms`: when the first of the last runs froze that have not found the topic. A deleted topic has no `topic_id`.
     """
 
     topic: str
@@ -44,6 +49,7 @@ class MirrorLog:
     behind_ms: int = 0
     behind_end: int = 0
     reset_run: int = 0
+    absent_ms: int = 0
 
     @property
     def topic_partition(self) -> TopicPartition:
@@ -113,6 +119,17 @@ def planned(
     start = known.end if gone_from is None else gone_from
     is_gap = rule_table.is_deleted_unread(ends.log_start, start)
     return LogPlan(log, max(start, ends.log_start), is_gap, gone_from)
+
+
+def absent(known: MirrorLog, run: int, frozen_ms: int) -> LogPlan:
+    """Plan for a log whose topic is not found: nothing is read of it, and the log of a deleted topic is empty.
+
+    The log of a deleted topic stays known: when the topic is back, it was recreated.
+    """
+    log = replace(known, absent_ms=known.absent_ms or frozen_ms)
+    if known.topic_id and frozen_ms - log.absent_ms >= ABSENT_MS:
+        log = MirrorLog(known.topic, known.partition, topic_id="", end=0, absent_ms=log.absent_ms, reset_run=run)
+    return LogPlan(log if log.topic_id else replace(log, caught_up_ms=frozen_ms), log.end)
 
 
 def capped(plans: Sequence[LogPlan], most: int | None) -> list[LogPlan]:
@@ -189,8 +206,10 @@ def read(
     try:
         settings = rule.kafka_settings()
         with closing(KafkaAdmin(spark, settings, "kafka")) as admin:
-            found = admin.find({rule.copy_of(topic) for topic in topics})
-            plans, ends = _plan(admin, found, {log.topic_partition: log for log in known}, run)
+            copies = {rule.copy_of(topic) for topic in topics}
+            found = admin.find(copies)
+            logs_before = {log.topic_partition: log for log in known if log.topic in copies}
+            plans, ends = _plan(admin, found, logs_before, run)
             plans = capped(plans, max_records)
             rows = _read(spark, settings, plans, found, frozen_ms)
             _check_topics(admin, found)
@@ -199,6 +218,7 @@ def read(
         plans = [completed(plan, first.get(plan.log.topic_partition), frozen_ms, margin_ms) for plan in plans]
         logs = [caught_up(plan.log, ends[plan.log.topic_partition].last_stable, frozen_ms) for plan in plans]
         plans = [replace(plan, log=log) for plan, log in zip(plans, logs, strict=True)]
+        plans += [absent(log, run, frozen_ms) for log in logs_before.values() if log.topic not in found]
         return MirrorRead(tuple(plans), rows)
     except Py4JJavaError as error:
         raise Unreadable(shown(reason(error))) from None

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import Mock
 
 import pytest
 from pyspark.sql import SparkSession
 
 from service.contract import SinkRule, wire
+from spark import frames
 from spark.reading import mirror_logs, source
 from spark.reading.kafka_admin import Ends, Topic
-from spark.reading.mirror_logs import LogPlan, MirrorLog
+from spark.reading.mirror_logs import ABSENT_MS, LogPlan, MirrorLog
 from spark.reading.run_plan import DATA, UNWANTED, Plan
 from spark.rules import mirrors, sink_verdicts
 from spark.tables.lake import Lake
@@ -56,6 +59,51 @@ def test_a_recreated_or_truncated_log_is_read_again_without_what_it_had() -> Non
     shorter = plan(KNOWN, replace(READ, last_stable=6))
     assert (shorter.span, shorter.gone_from, shorter.log.reset_run) == ((6, 6), 6, 5)
     assert plan(replace(KNOWN, reset_run=2)).log.reset_run == 2
+
+
+def test_a_topic_is_deleted_once_runs_a_minute_apart_have_not_found_it_and_then_recreated() -> None:
+    unseen = mirror_logs.absent(KNOWN, 5, 1000)
+    assert unseen == LogPlan(replace(KNOWN, absent_ms=1000), 10)
+    assert mirror_logs.absent(unseen.log, 6, 1000 + ABSENT_MS - 1) == unseen
+    # A broker that did not know the topic cost nothing.
+    assert plan(unseen.log) == plan(KNOWN)
+    assert plan(unseen.log, topic=replace(TOPIC, topic_id="two")).log.reset_run == 5
+    deleted = mirror_logs.absent(unseen.log, 4, over_ms := 1000 + ABSENT_MS)
+    expected = MirrorLog("b.t", 0, "", 0, caught_up_ms=over_ms, reset_run=4, absent_ms=1000)
+    assert deleted == LogPlan(expected, 0)
+    assert mirror_logs.absent(deleted.log, 5, 99_000).log == replace(expected, caught_up_ms=99_000)
+    assert plan(deleted.log) == LogPlan(MirrorLog("b.t", 0, "one", 14, 3, reset_run=5), 0)
+
+
+class Absent:
+    """An admin client of a mirror whose broker knows no topic."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def find(self, names: Any) -> dict[str, Topic]:
+        return {}
+
+    def diverged(self, known: Any) -> dict[Any, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_logs_of_topics_that_are_not_found_stay_known_while_a_rule_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mirror_logs, "KafkaAdmin", Absent)
+    monkeypatch.setattr(frames, "rows_of", Mock())
+    rule = replace(RULE, connection=(("FENCEPOST_KAFKA", "a:1"),))
+    other = replace(KNOWN, topic="b.other")
+    read = partial(mirror_logs.read, Mock(), rule, ["t"], max_records=1)
+    once = read([KNOWN, other], 5, 1000)
+    assert once.logs == (replace(KNOWN, absent_ms=1000),)
+    deleted = read(once.logs, 6, 1000 + ABSENT_MS)
+    assert mirrors.MirrorState(6, deleted.logs).reset_run == 6
+    assert {log.topic_id for log in deleted.logs} == {""}
 
 
 def test_a_run_reads_about_as_much_as_it_may_and_knows_the_mirror_when_it_has_reached_an_earlier_end() -> None:
