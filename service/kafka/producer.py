@@ -300,7 +300,7 @@ class TransactionalProducer:
                 outcomes.outcome_of(failure, may_commit=False),
                 f"offsets: {failure!r}",
                 hanging=write.hanging,
-                offsets_error=_offsets_error(failure) if self._awaits_coordinator(write) else None,
+                offsets_error=self._offsets_error(failure, write),
             ) from failure
         self._move(ProducerState.READY)
         raise refused
@@ -338,9 +338,19 @@ class TransactionalProducer:
         write.waiting_for = ""
         return RecordCoordinates(partition, open_from[partition]) if partition in open_from else None
 
-    def _awaits_coordinator(self, write: "_Write") -> bool:
-        """Whether a group's coordinator is to blame for a timeout, and not the markers of the previous transaction."""
-        return write.waiting_for == OFFSETS_TOPIC and not self._offset_commit.awaits_markers
+    def _offsets_error(self, failure: BaseException, write: "_Write") -> RecordError | None:
+        """Find why a group failed the transaction of its offsets; None where another attempt may get past the failure.
+
+        What hangs in the group's partition may be ended by the recovery only with Read on groups: without it, each
+        attempt fails. A timeout while the previous transaction's markers are written is no fault of the group.
+        """
+        if write.hanging and all(topic == OFFSETS_TOPIC for topic, _ in write.hanging):
+            return NOT_KEPT
+        if write.waiting_for != OFFSETS_TOPIC or self._offset_commit.awaits_markers:
+            return None
+        if isinstance(failure, errors.GroupCoordinatorNotAvailableError):
+            return NOT_KEPT
+        return AWAY if isinstance(failure, TimeoutError) else None
 
     def _joining_offsets(self, partition: Partition) -> bool:
         """Whether TxnOffsetCommit adds a group's partition, by the version of its leader, the group's coordinator."""
@@ -666,13 +676,6 @@ class _Write:
             )
         }
         return failed | ({self.waiting_for} - {""})
-
-
-def _offsets_error(failure: BaseException) -> RecordError | None:
-    """Find why a group's coordinator failed a transaction; None for what another attempt may get past."""
-    if isinstance(failure, errors.GroupCoordinatorNotAvailableError):
-        return NOT_KEPT
-    return AWAY if isinstance(failure, TimeoutError) else None
 
 
 def _codes(response: Any) -> dict[Partition, int]:

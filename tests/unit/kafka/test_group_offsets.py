@@ -140,6 +140,7 @@ async def test_if_kafka_keeps_some_of_the_offsets_the_leader_is_asked_before_the
     with pytest.raises(TransactionFailed) as failed:
         await producer.commit_offsets(OFFSETS)
     assert (failed.value.outcome, set(failed.value.hanging)) == (TransactionOutcome.ABORTED, {OF_GROUP})
+    assert failed.value.offsets_error is NOT_KEPT, "its next batches would end a term each, as long as it hangs"
     assert len(kafka.sent(TxnOffsetCommit)) == 1
 
 
