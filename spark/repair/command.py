@@ -101,6 +101,7 @@ class _Repair:
         self.now_ms = now_ms
         self.transport = transport
         self.began_ms = now_ms()
+        self.number = 0  # of the commits to the tables (_take_number)
         self.audited = self._last_plan()
 
     def _last_plan(self) -> Plan:
@@ -286,7 +287,7 @@ class _Repair:
                 plan = self._begin(made, layout, EXECUTING)
             else:
                 plan, layout = stored
-                self.lake.take_over(plan, TABLES)
+                self._take_number()
                 lines = [f"plan       {plan} of an earlier command goes on"]
                 ends = self._ends(layout)
             self.on_progress(f"plan {plan}: copying {options.clean} into {options.into}")
@@ -447,19 +448,27 @@ class _Repair:
                     else entry
                     for entry in made
                 ]
-                self.lake.take_over(row["plan"], TABLES)
+                self._take_number()
                 self._store_entries(row["plan"], made)
                 self._end(row["plan"], sum(entry.outcome == entries.COPIED for entry in made))
 
-    def _begin(self, made: Sequence[Entry], layout: Layout, state: str = PLANNED) -> int:
-        """Store a new plan and its entries, and return its number: greater than those of all plans and runs, by whose
-        numbers commits to a table are ordered."""
+    def _take_number(self) -> int:
+        """Number the commits that follow, and a new plan among them, after those of all plans and runs.
+
+        The outcomes of an interrupted plan get a number of their own too: Delta skips a commit with the number of that
+        plan if a later plan is in the table (lake.commit_number).
+        """
         newest = [self.lake.read(name).agg(F.max(by)).collect()[0][0] or 0 for name, by in _NUMBERED]
-        plan = 1 + max(newest)
-        self.lake.take_over(plan, TABLES)
+        self.number = 1 + int(max(newest))
+        self.lake.take_over(self.number, TABLES)
+        return self.number
+
+    def _begin(self, made: Sequence[Entry], layout: Layout, state: str = PLANNED) -> int:
+        """Store a new plan and its entries, and return its number."""
+        plan = self._take_number()
         self._store_entries(plan, made)
         self._store(plan, state, layout, len(made))
-        return int(plan)
+        return plan
 
     def _store(self, plan: int, state: str, layout: Layout, count: int) -> None:
         """Store the row of a plan of this command, in place of the one that is stored."""
@@ -474,7 +483,7 @@ class _Repair:
             "layout": json.dumps(msgspec.to_builtins(layout)) if layout.parts else None,
             "entries": count,
         }
-        self.lake.replace("repairs", frames.rows_of(self.spark, lake.schema("repairs"), [row]), f"plan = {plan}", plan)
+        self._put_rows("repairs", plan, [row])
 
     def _end(self, plan: int, written: int) -> None:
         """Store that a plan is done, with the number of records that it has written."""
@@ -483,15 +492,21 @@ class _Repair:
             "written": F.lit(written),
             "ended_ms": F.lit(self.now_ms()),
         }
-        with self.lake.begin_commit("repairs", plan) as table:
+        with self.lake.begin_commit("repairs", self.number) as table:
             table.update(F.col("plan") == plan, ended)
+        self.lake.check_committed("repairs", self.number)
 
     def _store_entries(self, plan: int, made: Iterable[Entry]) -> None:
         """Store the entries of a plan, in place of those that are stored."""
         rows = [entry.row(plan) for entry in made]
         if rows:
-            frame = frames.rows_of(self.spark, lake.schema("repair_entries"), rows)
-            self.lake.replace("repair_entries", frame, f"plan = {plan}", plan)
+            self._put_rows("repair_entries", plan, rows)
+
+    def _put_rows(self, name: str, plan: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the rows of a plan in a table."""
+        frame = frames.rows_of(self.spark, lake.schema(name), rows)
+        self.lake.replace(name, frame, f"plan = {plan}", self.number)
+        self.lake.check_committed(name, self.number)
 
 
 _NUMBERED: Final = (("repairs", "plan"), ("progress", "run"))

@@ -451,6 +451,13 @@ class Lake:
             self._takeovers[run], *(takeovers_in(number, run) for number in (None, *numbers))
         )
 
+    def check_committed(self, name: str, run: int) -> None:
+        """Check that the last commit of this process to a table, of a run, is in the table; CannotRun if Delta has
+        skipped the commit."""
+        number = commit_number(run, self._takeovers[run], self._commits[name, run] - 1)
+        if transaction_number(self.read(name), WRITER) != number:
+            raise CannotRun(f"{self.path(name)}: another process has written this table since: repeat the command")
+
     def fence(self, names: Iterable[str], run: int) -> None:
         """Refuse further commits to these tables by the process from which a run was taken over (`take_over`): an empty
         commit to each.
