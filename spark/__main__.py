@@ -57,10 +57,10 @@ def main() -> int:
     except (SettingsError, CannotRun) as error:
         sys.stderr.write(f"cannot run: {error}\n")
         return EXIT_CANNOT_RUN
-    except (PySparkException, Py4JError):
-        # Spark, Delta or a disk failed, or the JVM has died: there is no report.
+    except (PySparkException, Py4JError, OSError):
+        # Spark, Delta, a disk or a file failed, or the JVM has died: there is no report.
         traceback.print_exc()
-        sys.stderr.write("cannot run: Spark failed, see above; start the run again\n")
+        sys.stderr.write("cannot run: Spark or a file failed, see above; start the run again\n")
         return EXIT_CANNOT_RUN
 
 

@@ -20,7 +20,7 @@ from pyspark.sql import SparkSession
 from service.contract import SettingsError
 from spark import job
 from spark.errors import AnotherRun, CannotRun, Stopped
-from spark.reading import run_plan
+from spark.reading import run_plan, sinks
 from spark.reading.jvm import Py4JJavaError, checkpointed_ids, drop_checkpointed, is_stopped
 from spark.reading.run_plan import Plan, RunContext
 from spark.report import webhook
@@ -42,8 +42,11 @@ FAILED_PAUSE_S: Final = 300
 SLICE_S: Final = 0.5
 """How often a pause looks whether the process was asked to end."""
 
-# Kafka was away, a disk was full, an executor was lost: a later turn may succeed.
-_RETRIED: Final = (CannotRun, PySparkException, Py4JJavaError)
+FAILING_S: Final = 3600
+"""How long turns may fail in a row before the process no longer says that it is alive."""
+
+# Kafka was away, a disk was full, a file was not there, an executor was lost: a later turn may succeed.
+_RETRIED: Final = (CannotRun, OSError, PySparkException, Py4JJavaError)
 
 
 class Known(NamedTuple):
@@ -115,7 +118,8 @@ def pause_after(pause_s: int, failures: int) -> int:
 class Follower:
     """Makes turns in one session; each reads the settings anew.
 
-    `read_settings` raises SettingsError. `on_step` is called with the name of each step of a run (StepTimer).
+    `read_settings` raises SettingsError or CannotRun. `on_step` is called with the name of each step of a run
+    (StepTimer).
     """
 
     def __init__(
@@ -165,7 +169,8 @@ class Follower:
         """Read the settings; those of the last run if a file has a mistake, which is reported once."""
         try:
             settings = self._read_settings()
-        except SettingsError as error:
+            sinks.check_rules(self._spark, settings.rules.sinks)
+        except (SettingsError, CannotRun) as error:
             if self._known is None:
                 raise
             if str(error) != self._mistake:
@@ -205,6 +210,32 @@ def _released(spark: SparkSession) -> Iterator[None]:
             drop_checkpointed(spark, checkpointed_ids(spark) - before)
 
 
+class AliveFile:
+    """The file that tells a probe that the process is alive; none without a path.
+
+    Its time is no longer set once turns have failed for FAILING_S, until one succeeds.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        # By time.monotonic(); None if the last turn has not failed.
+        self._failing_since_s: float | None = None
+
+    def touch(self) -> None:
+        """Set the time of the file. Raises OSError."""
+        failing_s = 0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
+        if self._path and failing_s < FAILING_S:
+            Path(self._path).touch()
+
+    def failed(self) -> None:
+        """Note that a turn has failed."""
+        self._failing_since_s = time.monotonic() if self._failing_since_s is None else self._failing_since_s
+
+    def succeeded(self) -> None:
+        """Note that a turn has succeeded."""
+        self._failing_since_s = None
+
+
 class Stop:
     """Whether SIGTERM or SIGINT has asked the process to end. A second signal ends the process at once."""
 
@@ -239,17 +270,18 @@ def follow(spark: SparkSession, read_settings: Callable[[], Settings], on_progre
     errors are reported in a line, and the next turn tries again; only the loss of the JVM ends the process.
     """
     options = read_settings().options
+    alive = AliveFile(options.alive_file)
 
     def on_step(name: str) -> None:
         stop.check()
-        _touch(options.alive_file)
+        alive.touch()
 
     follower = Follower(spark, read_settings, on_progress, on_step)
     failures, is_waiting = 0, False
     while not stop.is_set:
-        _touch(options.alive_file)
         pause_s = pause_after(options.pause_s, 0)
         try:
+            alive.touch()
             turn = follower.turn()
         except Stopped:
             break
@@ -258,12 +290,14 @@ def follow(spark: SparkSession, read_settings: Callable[[], Settings], on_progre
                 on_progress(f"waiting: {error}")
             is_waiting = True
         except _RETRIED as error:
-            if is_stopped(spark) or not follower.has_finished:
+            if _is_lost(spark, error) or not follower.has_finished:
                 raise
+            alive.failed()
             failures += 1
             pause_s = pause_after(options.pause_s, failures)
             on_progress(f"the turn failed, the next one begins in {pause_s} s: {_first_line(error)}")
         else:
+            alive.succeeded()
             failures, is_waiting = 0, False
             if turn.finished is not None:
                 on_progress(line_of(turn.finished, turn.reason))
@@ -281,12 +315,11 @@ def line_of(finished: job.Finished, reason: str | None) -> str:
     return text if run["caught_up"] else f"{text}; not all is read yet"
 
 
+def _is_lost(spark: SparkSession, error: BaseException) -> bool:
+    """Check whether the JVM is lost: Py4J raises a ConnectionError then."""
+    return isinstance(error, ConnectionError) or is_stopped(spark)
+
+
 def _first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its class."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def _touch(path: str) -> None:
-    """Set the time of modification of a file, if there is one to be set."""
-    if path:
-        Path(path).touch()

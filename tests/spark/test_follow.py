@@ -15,6 +15,7 @@ from service.contract import SettingsError
 from spark import follow, job
 from spark.errors import AnotherRun, CannotRun, Stopped
 from spark.follow import RECHECK_S, SLOW_RECHECK_S, Known, Stop, pause_after, reason_to_run
+from spark.reading import sinks
 from spark.settings import HOUR_MS, PAUSE_S_LEAST, PAUSE_S_MOST, Settings
 from spark.silences import Silence
 from tests.spark.test_planning import LEDGER_TOPIC, FakeAdmin, ends, fake_cluster, freeze, settings
@@ -231,20 +232,65 @@ def test_a_lost_jvm_ends_the_process(loop: Loop, monkeypatch: pytest.MonkeyPatch
         loop(True, AWAY)
 
 
-def test_settings_are_read_anew_and_those_of_the_last_run_stay_in_place_of_a_mistake(loop: Loop) -> None:
-    mistake = SettingsError("rules.toml:1: no")
-    reads: list[Settings | SettingsError] = [settings(), settings(), settings(grace_s=7), mistake, mistake]
+def test_settings_are_read_anew_and_those_of_the_last_run_stay_in_place_of_a_mistake(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake in the text of a file, in the name of a kind of finding, in an expression of a sink."""
+    no, no_kind = SettingsError("rules.toml:1: no"), CannotRun("'erorr' is no kind of finding")
+    reads: list[Any] = [settings(), settings(), settings(grace_s=7), no, no, no_kind, settings(SINK, grace_s=8)]
 
     def read() -> Settings:
         found = reads.pop(0)
-        if isinstance(found, SettingsError):
+        if isinstance(found, Exception):
             raise found
-        return found
+        return found  # type: ignore[no-any-return]
+
+    def check(spark: Any, rules: Any) -> None:
+        if rules:
+            raise CannotRun("the sink 's': 'id' is no expression")
 
     loop.read = read
-    loop(True, True, True, True)
-    assert [used.options.grace_s for used in loop.used] == [60, 7, 7, 7]
-    assert loop.lines.count("going on with the settings of the last run: rules.toml:1: no") == 1
+    monkeypatch.setattr(sinks, "check_rules", check)
+    loop(*[True] * 6)
+    assert [used.options.grace_s for used in loop.used] == [60, 7, 7, 7, 7, 7]
+    reported = [line for line in loop.lines if not line.startswith("run 7")]
+    said = "going on with the settings of the last run: "
+    assert reported[:-1] == [f"{said}{no}", f"{said}{no_kind}", f"{said}the sink 's': 'id' is no expression"]
+
+
+def test_a_file_that_cannot_be_read_or_touched_is_tried_again(loop: Loop, tmp_path: Path) -> None:
+    alive = tmp_path / "folder" / "alive"
+    alive.parent.mkdir()
+    loop.read = lambda: settings(alive_file=str(alive))
+    loop(True, FileNotFoundError("/tls/ca.pem"), True)
+    assert loop.lines[1] == "the turn failed, the next one begins in 60 s: /tls/ca.pem"
+    alive.unlink()
+    alive.parent.rmdir()
+    # Before the first run has finished it ends the process.
+    loop.stop.is_set = False
+    with pytest.raises(FileNotFoundError):
+        loop(True)
+
+
+def test_a_process_whose_turns_fail_for_an_hour_no_longer_says_that_it_is_alive(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    touched_s: list[float] = []
+    pause = loop.stop.wait
+
+    def wait(seconds: float) -> None:
+        nonlocal now_s
+        now_s += 1700
+        pause(seconds)
+
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(follow, "Path", lambda path: SimpleNamespace(touch=lambda: touched_s.append(now_s)))
+    monkeypatch.setattr(loop.stop, "wait", wait)
+    loop.read = lambda: settings(alive_file="alive")
+    loop(True, AWAY, AWAY, AWAY, AWAY, True, AWAY, AWAY)
+    # The failures began at 1700 s; the turn of 8500 s succeeds, and the steps of its run are too early to tell.
+    assert sorted({*touched_s}) == [0, 1700, 3400, 5100, 10200, 11900]
 
 
 def test_the_process_ends_between_two_steps_once_it_is_told_to(loop: Loop, tmp_path: Path) -> None:

@@ -90,14 +90,16 @@ def test_a_wrong_setting_is_reported_in_a_line_before_spark_starts(
     assert line.endswith(why)
 
 
-def test_a_jvm_that_died_exits_with_2_and_no_verdict(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "gone", [Py4JNetworkError("Answer from Java side is empty"), ConnectionRefusedError(), FileNotFoundError("/tls/ca")]
+)
+def test_a_jvm_that_died_or_a_file_that_is_gone_exits_with_2_and_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gone: Exception
 ) -> None:
-    gone = Py4JNetworkError("Answer from Java side is empty")
     monkeypatch.setattr(spark.__main__, "open_session", Mock(side_effect=gone))
     monkeypatch.setattr("sys.argv", ["spark", *GIVEN])
     assert spark.__main__.main() == 2
-    assert "cannot run: Spark failed, see above" in capsys.readouterr().err
+    assert "cannot run: Spark or a file failed, see above" in capsys.readouterr().err
 
 
 SINK = (
