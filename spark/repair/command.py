@@ -157,7 +157,8 @@ class _Repair:
         rows = evidence.rows_of_ids(self.lake, [*ids, *(one for ones in renewed.values() for one in ones)])
         # Of an unknown age, for which the service refuses each key that it does not remember.
         accepted = {id: min((row["accepted_ms"] for row in rows.get(id, ())), default=0) for id in ids}
-        claims = evidence.claims(self.spark, self.shared, accepted)
+        lost_at = {finding["id"]: entries.coordinates_of(finding) for finding in lost}
+        claims = evidence.claims(self.spark, self.shared, accepted, lost_at)
         known: dict[str, list[bodies.Body]] = {}
         for name in self.options.bodies:
             try:

@@ -108,6 +108,30 @@ class Claimed:
     is_member: bool = False
 
 
+_DELIVERED: Final = 201
+_UNDECIDED: Final = frozenset({202, 504})
+
+
+def claimed(rows: Iterable[Mapping[str, Any]], lost_at: Collection[Coordinates]) -> Claimed:
+    """Return what the entries of the ledger, and the answers of the journal, about an id say.
+
+    Entries have no `status`, answers no `refused` and `batch`. A refusal (422 `fingerprint-mismatch`, for one) names
+    the fingerprint of what was asked for, which need not be the event: it proves nothing. Of the others only the best
+    count: those that name coordinates that were lost, else entries and 201, else 202 and 504.
+    """
+    best: tuple[set[str], set[str], set[str]] = (set(), set(), set())
+    is_member = False
+    for row in rows:
+        status, fingerprint = row.get("status"), row["fp"]
+        is_member = is_member or row.get("batch") is not None
+        is_delivered = status == _DELIVERED or (status is None and row.get("refused") is None)
+        if fingerprint is None or not (is_delivered or status in _UNDECIDED):
+            continue
+        at = row["topic"], row["partition"], row["offset"]
+        best[2 if not is_delivered else 0 if at in lost_at else 1].add(fingerprint)
+    return Claimed(frozenset(next(filter(None, best), set())), is_member)
+
+
 @dataclass(frozen=True, slots=True)
 class History:
     """What earlier plans have done.
@@ -145,6 +169,11 @@ class History:
         return cls(first_sent, written, unsettled, copied)
 
 
+def coordinates_of(finding: Mapping[str, Any]) -> tuple[Coordinates, ...]:
+    """Return the coordinates that a finding (current_findings.FIELDS) lists."""
+    return tuple((one["topic"], one["partition"], one["offset"]) for one in finding["coordinates"])
+
+
 def lost(
     finding: Mapping[str, Any],
     accepted_ms: int,
@@ -161,7 +190,7 @@ def lost(
     the lake knows. The event is sent if its bytes are proven: by the id of their key, and by the fingerprint.
     """
     id = finding["id"]
-    lost_at = tuple((one["topic"], one["partition"], one["offset"]) for one in finding["coordinates"])
+    lost_at = coordinates_of(finding)
     _, partition, offset = lost_at[0] if lost_at else (None, None, None)
     entry = Entry(
         finding_id=finding["finding_id"],

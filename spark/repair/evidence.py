@@ -1,7 +1,7 @@
 """Reads what a plan is decided on: findings and rows of the lake, the fingerprints in ledger and journal, and earlier
 plans."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final
 
@@ -11,10 +11,10 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import SharedSettings, wire
 from spark import frames
 from spark.errors import CannotRun
-from spark.reading import decode, source
+from spark.reading import source
 from spark.reading.decode import EVENT
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
-from spark.repair.entries import Claimed, Coordinates, History
+from spark.repair.entries import Claimed, Coordinates, History, claimed
 from spark.rules import current_findings, kinds
 from spark.tables.deliveries import is_of_earlier_topic
 from spark.tables.lake import Lake
@@ -61,27 +61,37 @@ def _ids(spark: SparkSession, ids: Iterable[str]) -> DataFrame:
     )
 
 
-def claims(spark: SparkSession, shared: SharedSettings, accepted_ms: Mapping[str, int]) -> dict[str, Claimed]:
-    """Read what ledger and journal say of these ids, from shortly before the first of their acceptances (ms) on."""
+_OF_RECORD: Final = "id: string, fp: string, topic: string, partition: int, offset: bigint"
+_LEDGER: Final = f"entries array<struct<{_OF_RECORD}, batch: string, refused: string>>"
+_JOURNAL: Final = f"answers array<struct<{_OF_RECORD}, status: int>>"
+"""What `claims` needs of a record of ledger and journal."""
+
+
+def claims(
+    spark: SparkSession,
+    shared: SharedSettings,
+    accepted_ms: Mapping[str, int],
+    lost_at: Mapping[str, Collection[Coordinates]],
+) -> dict[str, Claimed]:
+    """Read what ledger and journal say of these ids, from shortly before the first of their acceptances (ms) on.
+
+    `lost_at` are the coordinates of each id that have no record of the event.
+    """
     if not accepted_ms:
         return {}
     topics = [wire.ledger_topic(shared.namespace), wire.requests_topic(shared.namespace)]
     with closing(KafkaAdmin(spark, shared)) as admin:
         spans = _spans_since(admin, topics, min(accepted_ms.values()) - _CLOCKS_APART_MS)
     wanted = F.broadcast(frames.rows_of(spark, "id string", [{"id": id} for id in accepted_ms]))
-    found: dict[str, Claimed] = {}
-    forms = zip(topics, (decode.LEDGER_SCHEMA, decode.REQUESTS_SCHEMA), ("entries", "answers"), strict=True)
-    for topic, schema, field in forms:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for topic, schema, field in zip(topics, (_LEDGER, _JOURNAL), ("entries", "answers"), strict=True):
         records = source.read(spark, shared, {at: span for at, span in spans.items() if at[0] == topic}, headers=False)
         body = F.from_json(F.col("value").cast("string"), schema)
         each = records.select(body[field].alias("items")).select(F.explode("items").alias("item"))
-        batch = F.col("item.batch") if field == "entries" else F.lit(None).cast("string")
-        of_ids = each.select(F.lower("item.id").alias("id"), F.lower("item.fp").alias("fp"), batch.alias("batch"))
+        of_ids = each.select("item.*").withColumns({"id": F.lower("id"), "fp": F.lower("fp")})
         for row in of_ids.join(wanted, "id", "left_semi").distinct().collect():
-            known = found.get(row["id"], Claimed())
-            is_member = known.is_member or row["batch"] is not None
-            found[row["id"]] = Claimed(known.fingerprints | {row["fp"]}, is_member)
-    return found
+            found.setdefault(row["id"], []).append(row.asDict())
+    return {id: claimed(rows, lost_at.get(id, ())) for id, rows in found.items()}
 
 
 def _spans_since(admin: KafkaAdmin, topics: Sequence[str], since_ms: int) -> dict[TopicPartition, source.Span]:

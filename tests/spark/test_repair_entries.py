@@ -66,6 +66,33 @@ def test_a_lost_event_is_not_sent_for_a_reason(given: dict[str, Any], reason: st
     assert entry.is_left == (reason not in (entries.RECORD_EXISTS, entries.REPAIRED))
 
 
+def claim(fp: str | None, offset: int | None = None, **more: Any) -> dict[str, Any]:
+    return {"fp": fp, "topic": "t", "partition": 0, "offset": offset, **more}
+
+
+ENTRY: Final[dict[str, Any]] = {"batch": None, "refused": None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "proven"),
+    [
+        ([claim("a", 7, **ENTRY), claim("b", status=422)], {"a"}),
+        ([claim("a", 7, status=201), claim("b", status=503), claim("c", status=400)], {"a"}),
+        # A dead letter, whose ledger entry has the fingerprint of what was refused.
+        ([claim("b", 3, batch=None, refused="invalid-event x")], set()),
+        # Another claim of the id, at other coordinates; 202 and 504 name what was asked for.
+        ([claim("a", 7, **ENTRY), claim("b", 9, **ENTRY), claim("c", status=504)], {"a"}),
+        ([claim("b", 9, **ENTRY), claim("c", status=504)], {"b"}),
+        ([claim("b", status=504), claim("c", status=202), claim("d", status=409)], {"b", "c"}),
+        ([claim(None, 7, status=201), claim("a", 9, **ENTRY)], {"a"}),
+    ],
+)
+def test_only_accepted_events_prove_a_fingerprint(rows: list[dict[str, Any]], proven: set[str]) -> None:
+    assert entries.claimed(rows, [("t", 0, 7)]) == Claimed(frozenset(proven))
+    member = claim("x", 7, batch="b", refused=None)
+    assert entries.claimed([*rows, member], []).is_member
+
+
 def test_an_earlier_plan_tells_when_the_new_key_may_first_have_been_sent_and_what_is_in_doubt() -> None:
     def row(plan: int, outcome: str | None, **more: Any) -> dict[str, Any]:
         made = lost(**more)
