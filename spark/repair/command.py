@@ -188,25 +188,42 @@ class _Repair:
         if not missing:
             return []
         rows = evidence.rows_of_ids(self.lake, [finding["id"] for finding in missing])
-        of_copy = {(row["topic"], row["partition"], row["offset"]): row for some in rows.values() for row in some}
-        wanted = {at: finding["id"] for finding in missing if (at := _first(finding)) in of_copy}
-        proven = {}
+        of_copy = {
+            (id, (row["topic"], row["partition"], row["offset"])): row for id, some in rows.items() for row in some
+        }
+        known = {
+            id: {(row["topic"], row["partition"], row["offset"]) for row in some if row["count"]}
+            for id, some in rows.items()
+        }
+        places = [entries.records_of(finding, known.get(finding["id"], ())) for finding in missing]
+        # Several ids, if a topic was recreated: the record is that of one of them.
+        wanted: dict[entries.Coordinates, set[str]] = {}
+        for finding, records in zip(missing, places, strict=True):
+            for at in records:
+                wanted.setdefault(at, set()).add(finding["id"])
+        proven: dict[tuple[str, entries.Coordinates], bool] = {}
         for record in copier.records_at(self.spark, self.shared, list(wanted)):
-            row = of_copy[record.coordinates]
-            fingerprint = None if row["fingerprint"] is None else bytes(row["fingerprint"]).hex()
-            proven[record.coordinates] = copier.is_record_of(
-                record, wanted[record.coordinates], fingerprint, has_header=bool(row["has_fencepost_header"])
-            )
+            for id in wanted[record.coordinates]:
+                row = of_copy[id, record.coordinates]
+                fingerprint = None if row["fingerprint"] is None else bytes(row["fingerprint"]).hex()
+                proven[id, record.coordinates] = copier.is_record_of(
+                    record, id, fingerprint, has_header=bool(row["has_fencepost_header"])
+                )
         done = evidence.history(self.lake)
+        into = self.options.into
+        with closing(KafkaAdmin(self.spark, self.shared)) as admin:
+            topics = admin.describe(sorted({into, *(topic for topic, _, _ in wanted)} - {""}))
+        topic_ids = {name: topic.topic_id for name, topic in topics.items()}
         return [
             entries.missing(
                 finding,
                 min((row["accepted_ms"] for row in rows.get(finding["id"], ())), default=0),
-                None if (at := _first(finding)) is None else proven.get(at),
+                {at: proven.get((finding["id"], at)) for at in records},
                 done,
-                self.options.into,
+                topic_ids,
+                into,
             )
-            for finding in missing
+            for finding, records in zip(missing, places, strict=True)
         ]
 
     def _execute(self, plan: int, made: Sequence[Entry]) -> list[Entry]:
@@ -515,13 +532,6 @@ _NUMBERED: Final = (("repairs", "plan"), ("progress", "run"))
 
 def _acts(entry: Entry) -> bool:
     return entry.action in (entries.SEND, entries.COPY)
-
-
-def _first(finding: Mapping[str, Any]) -> entries.Coordinates | None:
-    """Return the first coordinates of a finding."""
-    for one in finding["coordinates"]:
-        return one["topic"], one["partition"], one["offset"]
-    return None
 
 
 def _parts_of(copies: Sequence[Entry]) -> dict[int, copier.Part]:

@@ -55,6 +55,8 @@ def new_key(id: str) -> str:
 
 Coordinates = tuple[str, int, int]
 """Topic, partition and offset."""
+RecordId = tuple[str, int, int]
+"""Topic id (KIP-516), partition and offset: a topic that is recreated has other records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,39 +135,48 @@ def claimed(rows: Iterable[Mapping[str, Any]], lost_at: Collection[Coordinates])
 
 
 @dataclass(frozen=True, slots=True)
+class Executed:
+    """A plan that was executed: its run, and the ids of the topics that it copied from and into, by name."""
+
+    run: int
+    topic_ids: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class History:
     """What earlier plans have done.
 
     By id: `first_sent_ms`, when its new key may first have been sent; `written`, where a plan wrote the event;
-    `unsettled_run`, the run of the last plan that may have written the event without knowing it. By finding and target:
-    `copied`, the plan that copied the record.
+    `unsettled_run`, the run of the last plan that may have written the event without knowing it. By record and topic
+    id of the target: `copied`, the plan that copied the record.
     """
 
     first_sent_ms: Mapping[str, int] = field(default_factory=dict)
     written: Mapping[str, Coordinates] = field(default_factory=dict)
     unsettled_run: Mapping[str, int] = field(default_factory=dict)
-    copied: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    copied: Mapping[tuple[RecordId, str], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]], executed: Mapping[int, tuple[int, str | None]]) -> "History":
-        """Read the rows of earlier plans; `executed` has the run and the target of each plan that was executed."""
+    def of(cls, rows: Iterable[Mapping[str, Any]], executed: Mapping[int, Executed]) -> "History":
+        """Read the rows of earlier plans; `executed` are the plans that were executed, by number."""
         first_sent: dict[str, int] = {}
         written: dict[str, Coordinates] = {}
         unsettled: dict[str, int] = {}
-        copied: dict[tuple[str, str], int] = {}
+        copied: dict[tuple[RecordId, str], int] = {}
         for row in rows:
             if row["plan"] not in executed:
                 continue
-            id, (run, target) = row["id"], executed[row["plan"]]
+            id, plan = row["id"], executed[row["plan"]]
             if row["action"] == SEND:
                 first_sent[id] = min(row["first_sent_ms"], first_sent.get(id, row["first_sent_ms"]))
                 if row["outcome"] in (None, UNSETTLED):
-                    unsettled[id] = max(run, unsettled.get(id, 0))
+                    unsettled[id] = max(plan.run, unsettled.get(id, 0))
             # With another caller's token the event was written too, under that caller's id.
             if row["outcome"] in (WRITTEN, OTHER_CALLER) and row["written_topic"] is not None:
                 written[id] = (row["written_topic"], row["written_partition"], row["written_offset"])
-            if row["outcome"] == COPIED and target is not None:
-                copied[row["finding_id"], target] = row["plan"]
+            if row["outcome"] == COPIED:
+                record = plan.topic_ids[row["topic"]], row["partition"], row["offset"]
+                copied[record, plan.topic_ids[row["written_topic"]]] = row["plan"]
         return cls(first_sent, written, unsettled, copied)
 
 
@@ -226,30 +237,48 @@ def _nothing(entry: Entry, reason: str, record: Coordinates) -> Entry:
     return replace(entry, reason=reason, written_topic=topic, written_partition=partition, written_offset=offset)
 
 
+def records_of(finding: Mapping[str, Any], known: Collection[Coordinates]) -> list[Coordinates]:
+    """Return where the event of a finding `missing_in_sink` may have records, of those that the lake knows of the id
+    (`known`): at the coordinates that the finding lists, then elsewhere in the same topics."""
+    listed = coordinates_of(finding)
+    topics = {topic for topic, _, _ in listed}
+    return [*(at for at in listed if at in known), *sorted(at for at in {*known} - {*listed} if at[0] in topics)]
+
+
 def missing(
-    finding: Mapping[str, Any], accepted_ms: int, is_proven: bool | None, history: History, target: str
+    finding: Mapping[str, Any],
+    accepted_ms: int,
+    records: Mapping[Coordinates, bool | None],
+    history: History,
+    topic_ids: Mapping[str, str],
+    target: str,
 ) -> Entry:
     """Decide about a finding `missing_in_sink` (current_findings.FIELDS).
 
-    `is_proven`: whether the record at the first coordinates is that of the event, None if there is no record. `target`
-    is the topic of --into, empty without one.
+    `records`: where the event may have records (records_of), and whether the record there is that of the event, None if
+    there is no record. `topic_ids` are the ids of topics that exist, by name; `target` is the topic of --into, empty
+    without one.
     """
-    first: Mapping[str, Any] = (finding["coordinates"] or [{}])[0]
+    listed = coordinates_of(finding)
+    proven = [at for at, is_proven in records.items() if is_proven]
+    topic, partition, offset = next(iter([*proven, *listed]), (None, None, None))
     entry = Entry(
         finding_id=finding["finding_id"],
         kind=kinds.MISSING_IN_SINK.name,
         id=finding["id"],
         key=finding["key"],
         sink=finding["sink"],
-        topic=first.get("topic"),
-        partition=first.get("partition"),
-        offset=first.get("offset"),
+        topic=topic,
+        partition=partition,
+        offset=offset,
         accepted_ms=accepted_ms,
     )
-    if (plan := history.copied.get((entry.finding_id, target))) is not None:
-        return replace(entry, reason=REPAIRED, written_topic=target, detail=f"copied by plan {plan}")
-    if not is_proven:
-        return replace(entry, reason=GONE if is_proven is None else OTHER_RECORD)
+    for name, number, at in {**dict.fromkeys(listed), **records}:
+        record = topic_ids.get(name, ""), number, at
+        if (plan := history.copied.get((record, topic_ids.get(target, "")))) is not None:
+            return replace(entry, reason=REPAIRED, written_topic=target, detail=f"copied by plan {plan}")
+    if not proven:
+        return replace(entry, reason=OTHER_RECORD if False in records.values() else GONE)
     return replace(entry, action=COPY)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final
 
+import msgspec
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -14,7 +15,7 @@ from spark.errors import CannotRun
 from spark.reading import source
 from spark.reading.decode import EVENT
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
-from spark.repair.entries import Claimed, Coordinates, History, claimed
+from spark.repair.entries import Claimed, Coordinates, Executed, History, claimed
 from spark.rules import current_findings, kinds
 from spark.tables.deliveries import is_of_earlier_topic
 from spark.tables.lake import Lake
@@ -106,8 +107,11 @@ def _spans_since(admin: KafkaAdmin, topics: Sequence[str], since_ms: int) -> dic
 
 def history(lake: Lake) -> History:
     """Read what earlier plans have done."""
-    plans = lake.read("repairs").where("state != 'planned'").select("plan", "run", "target").collect()
-    executed = {row["plan"]: (row["run"], row["target"]) for row in plans}
+    plans = lake.read("repairs").where("state != 'planned'").select("plan", "run", "layout").collect()
+    executed = {
+        row["plan"]: Executed(row["run"], msgspec.json.decode(row["layout"] or "{}").get("topic_ids", {}))
+        for row in plans
+    }
     if not executed:
         return History()
     rows = lake.read("repair_entries").where(F.col("kind") != kinds.DUPLICATE.name).toLocalIterator()

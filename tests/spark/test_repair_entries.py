@@ -11,7 +11,7 @@ from service.contract import wire
 from spark.errors import CannotRun
 from spark.repair import bodies, entries, send
 from spark.repair.copier import Record, is_record_of
-from spark.repair.entries import Claimed, Entry, History
+from spark.repair.entries import Claimed, Entry, Executed, History
 
 NOW_MS: Final = 1_700_000_000_000
 ID: Final = wire.event_id("k").hex()
@@ -98,7 +98,7 @@ def test_an_earlier_plan_tells_when_the_new_key_may_first_have_been_sent_and_wha
         made = lost(**more)
         return {**made.row(plan), "outcome": outcome, "first_sent_ms": 10 * plan}
 
-    executed = {2: (5, None), 3: (5, None)}
+    executed = {2: Executed(5), 3: Executed(5)}
     history = History.of([row(1, None), row(2, None), row(3, entries.REPLAYED)], executed)
     assert (history.first_sent_ms, history.unsettled_run, history.written) == ({ID: 20}, {ID: 5}, {})
     entry = lost(history=history)
@@ -130,14 +130,46 @@ def test_a_wrong_line_is_named(line: bytes, why: str) -> None:
     assert why in str(caught.value)
 
 
+AT: Final = ("t", 0, 7)
+TOPIC_IDS: Final = {"t": "T", "into": "I", "other": "O"}
+
+
+def missing(
+    records: dict[Any, bool | None],
+    history: History | None = None,
+    *,
+    sink: str = "w",
+    topic_ids: dict[str, str] = TOPIC_IDS,
+    target: str = "into",
+) -> Entry:
+    finding = {**LOST, "finding_id": f"missing_in_sink:{sink}:{ID}", "sink": sink}
+    return entries.missing(finding, 1, records, history or History(), topic_ids, target)
+
+
 def test_a_missing_events_record_is_copied_once_into_each_target_if_it_is_the_event() -> None:
-    finding = {**LOST, "finding_id": f"missing_in_sink:w:{ID}", "sink": "w"}
-    assert entries.missing(finding, 1, True, History(), "into").action == entries.COPY
-    assert entries.missing(finding, 1, None, History(), "into").reason == entries.GONE
-    assert entries.missing(finding, 1, False, History(), "into").reason == entries.OTHER_RECORD
-    done = History(copied={(finding["finding_id"], "into"): 4})
-    assert entries.missing(finding, 1, True, done, "into").reason == entries.REPAIRED
-    assert entries.missing(finding, 1, True, done, "other").action == entries.COPY
+    assert missing({AT: True}).action == entries.COPY
+    assert missing({AT: None}).reason == entries.GONE
+    assert missing({}).reason == entries.GONE
+    assert missing({AT: False}).reason == entries.OTHER_RECORD
+    copied = {**missing({AT: True}).row(4), "outcome": entries.COPIED, "written_topic": "into"}
+    done = History.of([copied], {4: Executed(5, TOPIC_IDS)})
+    assert missing({AT: True}, done).reason == entries.REPAIRED
+    assert missing({AT: True}, done, target="other").action == entries.COPY
+    # Another sink lacks the same event.
+    assert missing({AT: True}, done, sink="v").reason == entries.REPAIRED
+    # The target was recreated, or the source was, whose record is another one.
+    assert missing({AT: True}, done, topic_ids={**TOPIC_IDS, "into": "I2"}).action == entries.COPY
+    assert missing({AT: True}, done, topic_ids={**TOPIC_IDS, "t": "T2"}).action == entries.COPY
+    # Retention has deleted the record since.
+    assert missing({}, done).reason == entries.REPAIRED
+
+
+def test_a_missing_events_second_record_is_copied_if_the_first_is_gone() -> None:
+    entry = missing({AT: None, ("t", 0, 90): True})
+    assert (entry.action, entry.offset) == (entries.COPY, 90)
+    elsewhere, again = ("u", 0, 3), ("t", 0, 90)
+    assert entries.records_of(LOST, {elsewhere, again, AT}) == [AT, again]
+    assert entries.records_of(LOST, {elsewhere, again}) == [again]
 
 
 def test_a_record_is_recognised_by_its_header_or_its_content() -> None:
