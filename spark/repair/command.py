@@ -19,9 +19,9 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
-from spark import export, frames
+from spark import export, frames, rule_table
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import KafkaAdmin, Topic
+from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends, KafkaAdmin, Topic, TopicPartition
 from spark.reading.run_plan import DATA, Log, Plan
 from spark.repair import bodies, copier, entries, evidence, send
 from spark.repair.entries import Entry
@@ -42,11 +42,27 @@ STORE_EVERY_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
+class ReadUntil:
+    """The offset up to which a partition was read, and the leader epoch (KIP-320) of that read."""
+
+    topic: str
+    partition: int
+    end: int
+    leader_epoch: int
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        return self.topic, self.partition
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """What a plan copies: the topics' ids (KIP-516) by name, and the parts by partition of the target."""
+    """What a plan copies: the topics' ids (KIP-516) by name, the parts by partition of the target, and how far the
+    sources were read for that."""
 
     topic_ids: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[int, copier.Part] = field(default_factory=dict)
+    read: tuple[ReadUntil, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +253,7 @@ class _Repair:
                 ends, layout = self._prepare(into, parts, Layout())
                 self._store(plan, EXECUTING, layout, len(made))
                 into.copy(layout.parts, ends)
+                self._check_intact(layout, plan)
             made = [
                 replace(entry, outcome=entries.COPIED, written_topic=options.into, ended_ms=self.now_ms())
                 if entry.action == entries.COPY
@@ -310,6 +327,7 @@ class _Repair:
                 ends = self._ends(layout)
             self.on_progress(f"plan {plan}: copying {options.clean} into {options.into}")
             copied = into.copy(layout.parts, ends)
+            self._check_intact(layout, plan)
         self._end(plan, copied.all)
         lines = [
             f"plan       {plan}: done",
@@ -334,6 +352,9 @@ class _Repair:
                 log.partition: (min(ends[log.topic_partition].log_start, log.end), log.end, ends[log.topic_partition])
                 for log in logs
             }
+            read = tuple(ReadUntil(log.topic, log.partition, log.end, log.leader_epoch) for log in logs)
+            if why := truncated(read, ends, admin.diverged(suspects(read, ends))):
+                raise CannotRun(f"--clean {source}: {why} since the last run: run it again")
         copies, kept = evidence.surplus(self.lake, source, {source: topics[source].topic_id})
         made = entries.surplus(copies, {number: (first, end) for number, (first, end, _) in bounds.items()})
         dropped: dict[int, list[int]] = {number: [] for number in bounds}
@@ -344,7 +365,7 @@ class _Repair:
             for number, (first, end, _) in bounds.items()
         }
         later = sum(max(0, at.last_stable - end) for _, end, at in bounds.values())
-        layout = Layout({name: topic.topic_id for name, topic in topics.items()}, parts)
+        layout = Layout({name: topic.topic_id for name, topic in topics.items()}, parts, read)
         lines = [f"left out   {len(made)} copies of {len({entry.id for entry in made})} ids"]
         if kept["conflicts"] or kept["unlisted"]:
             lines.append(
@@ -409,7 +430,7 @@ class _Repair:
         row = self.lake.read("repairs").where(wanted).orderBy(F.desc("plan")).first()
         if row is None:
             return None
-        layout = _layout_of(row["layout"])
+        layout = layout_of(row["layout"])
         with closing(KafkaAdmin(self.spark, self.shared)) as admin:
             described = admin.describe([target]).get(target)
         if described is None or described.topic_id != layout.topic_ids[target]:
@@ -418,12 +439,25 @@ class _Repair:
         return row["plan"], layout
 
     def _check_same(self, layout: Layout, plan: int) -> None:
-        """Check that the topics of a stored plan are the same; CannotRun if one was deleted or recreated since."""
+        """Check that the sources of a stored plan have the records that it copies; CannotRun otherwise."""
+        ends = self._check_intact(layout, plan)
+        if why := deleted(layout.parts, ends):
+            raise CannotRun(f"{why} since plan {plan}: name another --into")
+
+    def _check_intact(self, layout: Layout, plan: int) -> Mapping[TopicPartition, Ends]:
+        """Check that no topic of a plan was deleted or recreated, and no source truncated, since it was made; CannotRun
+        otherwise. Returns the ends of the sources."""
         with closing(KafkaAdmin(self.spark, self.shared)) as admin:
             topics = admin.describe(sorted(layout.topic_ids))
-        for name, topic_id in layout.topic_ids.items():
-            if name not in topics or topics[name].topic_id != topic_id:
-                raise CannotRun(f"topic {name} was deleted or recreated since plan {plan}: name another --into")
+            for name, topic_id in layout.topic_ids.items():
+                if name not in topics or topics[name].topic_id != topic_id:
+                    raise CannotRun(f"topic {name} was deleted or recreated since plan {plan}: name another --into")
+            if not layout.read:
+                return {}
+            ends = admin.ends([one.topic_partition for one in layout.read])
+            if why := truncated(layout.read, ends, admin.diverged(suspects(layout.read, ends))):
+                raise CannotRun(f"{why} since plan {plan}: run the audit again, and name another --into")
+        return ends
 
     # ------------------------------------------------------------------------------------------------------- stored
 
@@ -442,16 +476,20 @@ class _Repair:
             if max(parts) >= topics[target].partitions:
                 raise CannotRun(f"--into {target}: records keep their partitions: give it {max(parts) + 1} or more")
             found = copier.await_decided(admin, [(target, number) for number in parts])
+            until = {(topic, number): spans[-1][1] for number, part in parts.items() for topic, spans in part.spans}
+            epochs = admin.ends(list(until))
+            read = tuple(ReadUntil(*at, end, epochs[at].leader_epoch) for at, end in sorted(until.items()))
         ends = {number: end for (_, number), end in found.items()}
         based = {number: replace(part, base=ends[number]) for number, part in parts.items()}
-        return ends, replace(layout, topic_ids={name: topic.topic_id for name, topic in topics.items()}, parts=based)
+        topic_ids = {name: topic.topic_id for name, topic in topics.items()}
+        return ends, replace(layout, topic_ids=topic_ids, parts=based, read=read)
 
     def _finish_interrupted(self, target: str) -> None:
         """Finish the copies into a target that a killed process has begun."""
         wanted = (F.col("target") == target) & (F.col("state") == EXECUTING) & F.col("source").isNull()
         rows = self.lake.read("repairs").where(wanted & F.col("layout").isNotNull()).orderBy("plan").collect()
         for row in rows:
-            layout = _layout_of(row["layout"])
+            layout = layout_of(row["layout"])
             stored = self.lake.read("repair_entries").where(F.col("plan") == row["plan"]).collect()
             made = [_entry_of(one.asDict()) for one in stored]
             if layout.parts and any(entry.action == entries.COPY and entry.outcome is None for entry in made):
@@ -460,6 +498,7 @@ class _Repair:
                 with copier.opened(self.spark, self.shared, target) as into:
                     into.init()
                     into.copy(layout.parts, self._ends(layout))
+                    self._check_intact(layout, row["plan"])
                 made = [
                     replace(entry, outcome=entries.COPIED, written_topic=target, ended_ms=self.now_ms())
                     if entry.action == entries.COPY
@@ -498,7 +537,7 @@ class _Repair:
             "state": state,
             "source": self.options.clean or None,
             "target": self.options.into or None,
-            "layout": json.dumps(msgspec.to_builtins(layout)) if layout.parts else None,
+            "layout": encoded(layout) if layout.parts else None,
             "entries": count,
         }
         self._put_rows("repairs", plan, [row])
@@ -530,6 +569,42 @@ class _Repair:
 _NUMBERED: Final = (("repairs", "plan"), ("progress", "run"))
 
 
+def suspects(read: Sequence[ReadUntil], ends: Mapping[TopicPartition, Ends]) -> dict[TopicPartition, tuple[int, int]]:
+    """Return the positions (KafkaAdmin.diverged) of the logs that may be truncated: those with a new leader epoch."""
+    return {
+        one.topic_partition: (one.end, one.leader_epoch)
+        for one in read
+        if one.end > 0 and ends[one.topic_partition].leader_epoch != one.leader_epoch
+        if NO_LEADER_EPOCH not in (one.leader_epoch, ends[one.topic_partition].leader_epoch)
+    }
+
+
+def truncated(
+    read: Sequence[ReadUntil], ends: Mapping[TopicPartition, Ends], diverged: Mapping[TopicPartition, int]
+) -> str:
+    """Return which log was truncated below what was read, as by an unclean election of its leader; empty for none.
+
+    Other records may be at the offsets from there on, in a topic with the same id. `diverged` is the answer to
+    `suspects`.
+    """
+    for one in read:
+        at = one.topic_partition
+        intact = rule_table.intact_until(ends[at].last_stable, diverged.get(at), one.end)
+        if intact < one.end:
+            return f"{one.topic}[{one.partition}] was truncated from offset {intact} on"
+    return ""
+
+
+def deleted(parts: Mapping[int, copier.Part], ends: Mapping[TopicPartition, Ends]) -> str:
+    """Return which log no longer has the first of the records that are copied; empty for none."""
+    for number, part in sorted(parts.items()):
+        for topic, spans in part.spans:
+            first = ends[topic, number].log_start if (topic, number) in ends else 0
+            if spans and spans[0][0] < first:
+                return f"{topic}[{number}]: retention has deleted the records below offset {first}"
+    return ""
+
+
 def _acts(entry: Entry) -> bool:
     return entry.action in (entries.SEND, entries.COPY)
 
@@ -556,7 +631,13 @@ def _parts_of(copies: Sequence[Entry]) -> dict[int, copier.Part]:
     }
 
 
-def _layout_of(text: str) -> Layout:
+def encoded(layout: Layout) -> str:
+    """Encode a layout for the lake."""
+    return json.dumps(msgspec.to_builtins(layout))
+
+
+def layout_of(text: str) -> Layout:
+    """Decode a layout (`encoded`)."""
     return msgspec.json.decode(text, type=Layout, strict=False)
 
 
