@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urlsplit
 
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from service.contract import SinkRule
 from service.contract.sink_rules import ICEBERG
 from spark.errors import CannotRun, Unreadable
 from spark.reading.intervals import Interval
+from spark.reading.jvm import Py4JError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,7 +30,11 @@ if TYPE_CHECKING:
 PART_ROWS: Final = 200_000
 """How many rows go to Spark at a time. Of a data file the needed columns and rows are read at once."""
 
-_SECRET: Final = ("password", "passwd", "pwd", "secret", "token", "credential", "key")
+_SECRET: Final = (
+    *("password", "passwd", "pwd", "secret", "token", "credential", "key"),
+    *("authorization", "cookie", "connection-string", "signature"),
+)
+"""What the names of properties with secrets have: `header.Authorization`, `adls.connection-string`, …"""
 
 
 def check_installed(rule: SinkRule) -> None:
@@ -72,12 +78,31 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def secrets_of(properties: Mapping[str, str]) -> list[str]:
-    """Return what no message may have of a catalog's properties, the longest first."""
-    found = {value for name, value in properties.items() if any(word in name.lower() for word in _SECRET)}
+    """Return what no message may have of a catalog's properties, the longest first.
+
+    Of a header (`Bearer …`) and of a connection string (`AccountName=…;AccountKey=…`) the parts are secrets, too.
+    """
+    found = {value for name, value in properties.items() if _is_secret(name)}
+    found |= {part for value in found for part in _parts(value)}
     for value in properties.values():
         if "://" in value and (password := _password_in(value)):
             found |= {password, unquote(password)}
     return sorted(found - {""}, key=len, reverse=True)
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.lower() for word in _SECRET)
+
+
+def _parts(value: str) -> Iterator[str]:
+    """Yield the parts of a property that are secrets by themselves."""
+    scheme, _, credentials = value.partition(" ")
+    if scheme.lower() in ("bearer", "basic"):
+        yield credentials
+    for part in value.split(";"):
+        name, _, text = part.partition("=")
+        if _is_secret(name):
+            yield text
 
 
 def _password_in(url: str) -> str | None:
@@ -121,13 +146,13 @@ class IcebergTable:
             names = columns_of(self.rule, [field.name for field in fields])
             scan = self._table.scan(_between(time, intervals), tuple(names), snapshot_id=self._snapshot_id)
             schema = _plain(schema_to_pyarrow(scan.projection(), include_field_ids=False))
-        part = [schema.empty_table()]
-        for batch in _batches(self._table, scan):
-            part.append(pa.Table.from_batches([batch]).cast(schema))
-            if sum(map(len, part)) >= PART_ROWS:
-                yield self._frame(pa.concat_tables(part))
-                part = [schema.empty_table()]
-        yield self._frame(pa.concat_tables(part))
+            part = [schema.empty_table()]
+            for batch in _batches(self._table, scan):
+                part.append(pa.Table.from_batches([batch]).cast(schema))
+                if sum(map(len, part)) >= PART_ROWS:
+                    yield self._frame(pa.concat_tables(part))
+                    part = [schema.empty_table()]
+            yield self._frame(pa.concat_tables(part))
 
     def _frame(self, rows: "pa.Table") -> DataFrame:
         return self.spark.createDataFrame(rows).coalesce(self.spark.sparkContext.defaultParallelism)
@@ -135,10 +160,11 @@ class IcebergTable:
 
 @contextmanager
 def _made_unreadable() -> Iterator[None]:
-    """Make what PyIceberg, a catalog or a store raises Unreadable: they have no error in common."""
+    """Make what PyIceberg, Arrow, a catalog or a store raises Unreadable: they have no error in common. Spark's own
+    errors stay as they are."""
     try:
         yield
-    except Unreadable:
+    except (Unreadable, PySparkException, Py4JError):
         raise
     except Exception as error:
         raise Unreadable(str(error) or type(error).__name__) from error
@@ -159,10 +185,9 @@ def _batches(table: "Table", scan: "DataScan") -> Iterator["pa.RecordBatch"]:
     """Read the rows of a scan, one data file after the other: PyIceberg reads the files of one call at a time."""
     from pyiceberg.io.pyarrow import ArrowScan
 
-    with _made_unreadable():
-        reader = ArrowScan(table.metadata, table.io, scan.projection(), scan.row_filter)
-        for task in scan.plan_files():
-            yield from reader.to_record_batches([task])
+    reader = ArrowScan(table.metadata, table.io, scan.projection(), scan.row_filter)
+    for task in scan.plan_files():
+        yield from reader.to_record_batches([task])
 
 
 def _time_field(rule: SinkRule, fields: Iterable["NestedField"]) -> "NestedField":

@@ -5,10 +5,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import Mock
 from uuid import UUID
 
 import pyarrow as pa
 import pytest
+from pyspark.errors import PySparkValueError
 from pyspark.sql import SparkSession
 
 from service.contract import Rules, SinkRule
@@ -512,6 +514,34 @@ def test_a_sink_whose_format_is_not_installed_stops_the_run_with_what_to_install
     iceberg.check_installed(RULE)
     with pytest.raises(CannotRun, match=r"'warehouse' needs pyiceberg and pyarrow: install .* extra iceberg"):
         iceberg.check_installed(replace(RULE, format="iceberg"))
+
+
+def test_a_column_that_arrow_cannot_convert_makes_the_sink_unreadable_and_spark_fails_as_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"event_id": pa.string(), "accepted_at": pa.timestamp("us", "UTC")}
+    rule = Iceberg(tmp_path, columns).append(event_id=[id_of("one")], accepted_at=[_time(HOUR)])
+    session = Mock()
+    session.createDataFrame.side_effect = PySparkValueError("Spark")
+    with pytest.raises(PySparkValueError):
+        list(iceberg.IcebergTable(session, rule).parts(WHOLE))
+    odd = pa.record_batch({name: pa.array([[b"list"]]) for name in columns})
+    monkeypatch.setattr("pyiceberg.io.pyarrow.ArrowScan.to_record_batches", lambda scan, tasks: [odd])
+    with pytest.raises(Unreadable, match="Unsupported cast from list"):
+        list(iceberg.IcebergTable(session, rule).parts(WHOLE))
+
+
+def test_headers_and_connection_strings_of_a_catalog_are_secrets_also_in_part() -> None:
+    found = iceberg.secrets_of(
+        {
+            "type": "rest",
+            "header.Authorization": "Bearer hush",
+            "adls.connection-string": "AccountName=a1;AccountKey=whisper==;EndpointSuffix=e1",
+            "header.X-Api-Key": "quiet",
+        }
+    )
+    assert {"Bearer hush", "hush", "whisper==", "quiet"} <= set(found)
+    assert not {"rest", "Bearer", "a1", "e1", ""} & set(found)
 
 
 def test_the_columns_of_an_iceberg_table_that_a_rule_needs_are_read() -> None:
