@@ -38,6 +38,7 @@ public class RecordCopier {
     private final String into;
     private final int recordsMost;
     private final long bytesMost;
+    private final long openMs;
     private final long quietMs;
     private final ArrayDeque read = new ArrayDeque();
     private final ArrayDeque present = new ArrayDeque();
@@ -47,21 +48,25 @@ public class RecordCopier {
     private boolean isOpen;
     private int records;
     private long bytes;
+    private long openSince;
     private long compared;
     private long sent;
 
     /**
      * @param recordsMost the most records of a transaction
      * @param bytesMost the bytes from which on a transaction is committed
+     * @param openMs how long a transaction may be open before it is committed, whatever its size
      * @param quietMs how long a consumer may get nothing before that is an error
      */
-    public RecordCopier(Map consumer, Map producer, String into, int recordsMost, long bytesMost, long quietMs) {
+    public RecordCopier(
+        Map consumer, Map producer, String into, int recordsMost, long bytesMost, long openMs, long quietMs) {
         this.source = new KafkaConsumer(consumer);
         this.target = new KafkaConsumer(consumer);
         this.producer = new KafkaProducer(producer);
         this.into = into;
         this.recordsMost = recordsMost;
         this.bytesMost = bytesMost;
+        this.openMs = openMs;
         this.quietMs = quietMs;
     }
 
@@ -105,6 +110,7 @@ public class RecordCopier {
         long found = 0L;
         long quietSince = System.currentTimeMillis();
         while (true) {
+            commitIfDue();
             ConsumerRecord record = (ConsumerRecord) read.peek();
             if (record == null) {
                 long position = source.position(from);
@@ -143,6 +149,7 @@ public class RecordCopier {
         if (!isOpen) {
             producer.beginTransaction();
             isOpen = true;
+            openSince = System.nanoTime();
         }
         Integer partition = Integer.valueOf(record.partition());
         Long timestamp = Long.valueOf(record.timestamp());
@@ -151,7 +158,13 @@ public class RecordCopier {
         sent++;
         records++;
         bytes += Math.max(0, record.serializedKeySize()) + Math.max(0, record.serializedValueSize());
-        if (records >= recordsMost || bytes >= bytesMost) {
+        commitIfDue();
+    }
+
+    /** Commit a transaction that is large, or has been open for long: the broker would abort it at its timeout. */
+    private void commitIfDue() {
+        boolean isOld = isOpen && (System.nanoTime() - openSince) / 1000000L >= openMs;
+        if (isOld || records >= recordsMost || bytes >= bytesMost) {
             commit();
         }
     }

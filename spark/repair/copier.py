@@ -24,7 +24,9 @@ CLASS: Final = "fencepost.RecordCopier"
 
 RECORDS_A_TRANSACTION: Final = 1_000
 BYTES_A_TRANSACTION: Final = 8 << 20
-# Longer than a transaction of that size takes; the broker ends the transaction of a killed process after it.
+# A transaction is committed after that time whatever its size: its records may lie far apart in the source.
+OPEN_MS: Final = 15_000
+# Longer than that, and than a commit takes; the broker ends the transaction of a killed process after it.
 TRANSACTION_MS: Final = 60_000
 # How long the markers of an ended transaction may take.
 MARKERS_S: Final = 30.0
@@ -195,6 +197,7 @@ class Copier:
             target,
             RECORDS_A_TRANSACTION,
             BYTES_A_TRANSACTION,
+            OPEN_MS,
             CALL_MS,
         )
         array = gateway(spark).new_array(jvm(spark).java.lang.Object, len(parameters))

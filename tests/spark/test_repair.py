@@ -292,7 +292,8 @@ class Orders:
 
 
 def _killed_amid_copy(orders: Orders, repaired: Any) -> None:
-    """Begin to clean the topic, and end amid partition 1."""
+    """Begin to clean the topic, and end amid partition 1. Each transaction is due with its first record, which a marker
+    follows."""
     copy = copier.Copier.copy
 
     def killed(self: copier.Copier, parts: Mapping[int, copier.Part], ends: Mapping[int, int]) -> None:
@@ -302,8 +303,11 @@ def _killed_amid_copy(orders: Orders, repaired: Any) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(copier.Copier, "copy", killed)
+        patched.setattr(copier, "OPEN_MS", 0)
         with pytest.raises(Killed):
             repaired(*orders.arguments, "--execute")
+    copied = sum(partition == 0 for partition, *_ in orders.expected)
+    assert _count(orders.history.bootstrap, orders.into) == 2 * copied
 
 
 @pytest.mark.long
