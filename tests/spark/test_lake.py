@@ -116,6 +116,12 @@ def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
     for _ in range(2):
         small.replace("findings", finding, "scope = 'log'", 2)
     assert small.read("findings").count() == 1
+    small.check_committed("findings", 2)
+    late = lake.Lake(small.spark, small.root)
+    late.take_over(1, ["findings"])
+    late.replace("findings", finding, "scope = 'log'", 1)
+    with pytest.raises(CannotRun, match="another process has written this table since"):
+        late.check_committed("findings", 1)
 
 
 def reads(spark: SparkSession, lake: Path, table: str = "deliveries") -> Counter[str]:
