@@ -413,7 +413,9 @@ def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[
     # A 201 without coordinates.
     gap: dict[str, Any] = dict.fromkeys([*current_findings.FIELDS, "silenced"])
     gap |= {"finding_id": "evidence_gap:no_coordinates:orders:", "kind": "evidence_gap", "cause": "no_coordinates"}
-    document["findings"] = [gap | {"severity": "warning", "topic": "orders", "count": 1, "coordinates": []}]
+    document["findings"] = [
+        gap | {"severity": "warning", "topic": "orders", "count": 1, "coordinates": [], "sink_coordinates": []}
+    ]
     document["kinds"] = {**document["kinds"], "evidence_gap": 1}
     document["topics"] = [{"topic": "orders", **dict.fromkeys(SUMS, 0), "ids": 3000, "copies_extra": 1}]
     jsonschema.Draft202012Validator(schema()).validate(document)
