@@ -28,7 +28,7 @@ HASH_SLOTS: Final = 16_384
 POLL_S: Final = 0.05
 ANSWER_S: Final = 30.0
 # A sentinel whose timer was late by two seconds, as on a starved machine, does nothing for 30 s (TILT mode).
-PROMOTED_S: Final = 90.0
+PROMOTED_S: Final = 240.0
 # How long a server must be silent before the others act.
 SILENT_MS: Final = 1_000
 FAILOVER_MS: Final = 5_000
@@ -272,10 +272,11 @@ class SentinelStore(Store):
 
     def cut_off(self) -> None:
         """Cut the primary off from sentinels and replica: it lets neither in, and serves its clients on."""
-        for user in (SENTINEL, REPLICA):
-            ask(self.primary, "ACL", "SETUSER", user, "off")
-            ask(self.primary, "CLIENT", "KILL", "USER", user)
+        # First the default user: a sentinel that connects before that is one, and stays one.
         ask(self.primary, "ACL", "SETUSER", "default", "resetpass", f">{SHUT}")
+        for user in (SENTINEL, REPLICA):
+            call(self.primary.port, "ACL", "SETUSER", user, "off", password=SHUT)
+            call(self.primary.port, "CLIENT", "KILL", "USER", user, password=SHUT)
         self._cut_off = self.primary
 
     def thinks_it_is_primary(self) -> bool:
