@@ -206,6 +206,7 @@ def test_a_run_that_may_read_a_part_of_a_mirror_does_not_know_what_the_rest_is(
     assert {kind for kind, _, _ in mirror.found()} == {"missing_in_sink", "twice_in_sink", "extra_in_sink"}
 
 
+@pytest.mark.long  # five runs of the audit; `python -m tests.mirrors` has a mirror of its own
 def test_a_real_mirror_that_drops_repeats_and_is_late_is_found_out(
     mirror: Mirror, spans: list[Sequence[tuple[int, int]]]
 ) -> None:
