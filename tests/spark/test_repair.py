@@ -206,6 +206,7 @@ class Faults:
         assert records(self.history.bootstrap, self.into, 2) == unsunk
 
 
+@pytest.mark.long  # three minutes; TEST_LONG=1 ./tests/run tests/spark/test_repair.py -m long
 async def test_what_is_lost_missing_or_surplus_is_repaired_once_whatever_is_killed(
     stage: Stage, spark: SparkSession, history: History, audit: Audit, repaired: Any, tmp_path: Path
 ) -> None:
