@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,12 +19,13 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
-from spark import export, frames, rule_table
+from spark import export, frames
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends, KafkaAdmin, Topic, TopicPartition
+from spark.reading.kafka_admin import Ends, KafkaAdmin, Topic, TopicPartition
 from spark.reading.run_plan import DATA, Log, Plan
-from spark.repair import bodies, copier, entries, evidence, send
+from spark.repair import bodies, copier, entries, evidence, layouts, send
 from spark.repair.entries import Entry
+from spark.repair.layouts import Layout, ReadUntil
 from spark.rules import kinds
 from spark.settings import FindingsOptions, RepairOptions
 from spark.step_timer import OnProgress
@@ -39,30 +40,6 @@ DONE: Final = "done"
 TABLES: Final = ("repairs", "repair_entries")
 STORE_EVERY_S: Final = 30.0
 """How often outcomes are stored while events are sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadUntil:
-    """The offset up to which a partition was read, and the leader epoch (KIP-320) of that read."""
-
-    topic: str
-    partition: int
-    end: int
-    leader_epoch: int
-
-    @property
-    def topic_partition(self) -> TopicPartition:
-        return self.topic, self.partition
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What a plan copies: the topics' ids (KIP-516) by name, the parts by partition of the target, and how far the
-    sources were read for that."""
-
-    topic_ids: Mapping[str, str] = field(default_factory=dict)
-    parts: Mapping[int, copier.Part] = field(default_factory=dict)
-    read: tuple[ReadUntil, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +225,7 @@ class _Repair:
         made = list(made)
         copies = [entry for entry in made if entry.action == entries.COPY]
         if options.into and copies:
-            parts = _parts_of(copies)
+            parts = layouts.parts_of(copies)
             with copier.opened(self.spark, self.shared, options.into) as into:
                 ends, layout = self._prepare(into, parts, Layout())
                 self._store(plan, EXECUTING, layout, len(made))
@@ -353,7 +330,7 @@ class _Repair:
                 for log in logs
             }
             read = tuple(ReadUntil(log.topic, log.partition, log.end, log.leader_epoch) for log in logs)
-            if why := truncated(read, ends, admin.diverged(suspects(read, ends))):
+            if why := layouts.truncated(read, ends, admin.diverged(layouts.suspects(read, ends))):
                 raise CannotRun(f"--clean {source}: {why} since the last run: run it again")
         copies, kept = evidence.surplus(self.lake, source, {source: topics[source].topic_id})
         made = entries.surplus(copies, {number: (first, end) for number, (first, end, _) in bounds.items()})
@@ -430,7 +407,7 @@ class _Repair:
         row = self.lake.read("repairs").where(wanted).orderBy(F.desc("plan")).first()
         if row is None:
             return None
-        layout = layout_of(row["layout"])
+        layout = layouts.decoded(row["layout"])
         with closing(KafkaAdmin(self.spark, self.shared)) as admin:
             described = admin.describe([target]).get(target)
         if described is None or described.topic_id != layout.topic_ids[target]:
@@ -441,7 +418,7 @@ class _Repair:
     def _check_same(self, layout: Layout, plan: int) -> None:
         """Check that the sources of a stored plan have the records that it copies; CannotRun otherwise."""
         ends = self._check_intact(layout, plan)
-        if why := deleted(layout.parts, ends):
+        if why := layouts.deleted(layout.parts, ends):
             raise CannotRun(f"{why} since plan {plan}: name another --into")
 
     def _check_intact(self, layout: Layout, plan: int) -> Mapping[TopicPartition, Ends]:
@@ -455,7 +432,7 @@ class _Repair:
             if not layout.read:
                 return {}
             ends = admin.ends([one.topic_partition for one in layout.read])
-            if why := truncated(layout.read, ends, admin.diverged(suspects(layout.read, ends))):
+            if why := layouts.truncated(layout.read, ends, admin.diverged(layouts.suspects(layout.read, ends))):
                 raise CannotRun(f"{why} since plan {plan}: run the audit again, and name another --into")
         return ends
 
@@ -489,7 +466,7 @@ class _Repair:
         wanted = (F.col("target") == target) & (F.col("state") == EXECUTING) & F.col("source").isNull()
         rows = self.lake.read("repairs").where(wanted & F.col("layout").isNotNull()).orderBy("plan").collect()
         for row in rows:
-            layout = layout_of(row["layout"])
+            layout = layouts.decoded(row["layout"])
             stored = self.lake.read("repair_entries").where(F.col("plan") == row["plan"]).collect()
             made = [_entry_of(one.asDict()) for one in stored]
             if layout.parts and any(entry.action == entries.COPY and entry.outcome is None for entry in made):
@@ -537,7 +514,7 @@ class _Repair:
             "state": state,
             "source": self.options.clean or None,
             "target": self.options.into or None,
-            "layout": encoded(layout) if layout.parts else None,
+            "layout": layouts.encoded(layout) if layout.parts else None,
             "entries": count,
         }
         self._put_rows("repairs", plan, [row])
@@ -569,76 +546,8 @@ class _Repair:
 _NUMBERED: Final = (("repairs", "plan"), ("progress", "run"))
 
 
-def suspects(read: Sequence[ReadUntil], ends: Mapping[TopicPartition, Ends]) -> dict[TopicPartition, tuple[int, int]]:
-    """Return the positions (KafkaAdmin.diverged) of the logs that may be truncated: those with a new leader epoch."""
-    return {
-        one.topic_partition: (one.end, one.leader_epoch)
-        for one in read
-        if one.end > 0 and ends[one.topic_partition].leader_epoch != one.leader_epoch
-        if NO_LEADER_EPOCH not in (one.leader_epoch, ends[one.topic_partition].leader_epoch)
-    }
-
-
-def truncated(
-    read: Sequence[ReadUntil], ends: Mapping[TopicPartition, Ends], diverged: Mapping[TopicPartition, int]
-) -> str:
-    """Return which log was truncated below what was read, as by an unclean election of its leader; empty for none.
-
-    Other records may be at the offsets from there on, in a topic with the same id. `diverged` is the answer to
-    `suspects`.
-    """
-    for one in read:
-        at = one.topic_partition
-        intact = rule_table.intact_until(ends[at].last_stable, diverged.get(at), one.end)
-        if intact < one.end:
-            return f"{one.topic}[{one.partition}] was truncated from offset {intact} on"
-    return ""
-
-
-def deleted(parts: Mapping[int, copier.Part], ends: Mapping[TopicPartition, Ends]) -> str:
-    """Return which log no longer has the first of the records that are copied; empty for none."""
-    for number, part in sorted(parts.items()):
-        for topic, spans in part.spans:
-            first = ends[topic, number].log_start if (topic, number) in ends else 0
-            if spans and spans[0][0] < first:
-                return f"{topic}[{number}]: retention has deleted the records below offset {first}"
-    return ""
-
-
 def _acts(entry: Entry) -> bool:
     return entry.action in (entries.SEND, entries.COPY)
-
-
-def _parts_of(copies: Sequence[Entry]) -> dict[int, copier.Part]:
-    """Return the parts that copy these records: each to the partition of the same number, in the order of topics and
-    offsets."""
-    by_partition: dict[int, dict[str, set[int]]] = {}
-    for entry in copies:
-        assert entry.topic is not None
-        assert entry.partition is not None
-        assert entry.offset is not None
-        by_partition.setdefault(entry.partition, {}).setdefault(entry.topic, set()).add(entry.offset)
-    return {
-        partition: copier.Part(
-            0,
-            tuple(
-                (topic, tuple((offset, offset + 1) for offset in sorted(offsets)))
-                for topic, offsets in sorted(of.items())
-            ),
-            exact=True,
-        )
-        for partition, of in by_partition.items()
-    }
-
-
-def encoded(layout: Layout) -> str:
-    """Encode a layout for the lake."""
-    return json.dumps(msgspec.to_builtins(layout))
-
-
-def layout_of(text: str) -> Layout:
-    """Decode a layout (`encoded`)."""
-    return msgspec.json.decode(text, type=Layout, strict=False)
 
 
 def _entry_of(row: Mapping[str, Any]) -> Entry:

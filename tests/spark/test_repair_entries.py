@@ -10,7 +10,7 @@ import pytest
 from service.contract import wire
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends
-from spark.repair import bodies, command, copier, entries, send
+from spark.repair import bodies, copier, entries, layouts, send
 from spark.repair.copier import Record, is_record_of
 from spark.repair.entries import Claimed, Entry, Executed, History
 
@@ -230,7 +230,7 @@ def test_spans_leave_out_the_dropped_offsets(dropped: Any, spans: list[tuple[int
     assert entries.spans_without(2, 9, dropped) == spans
 
 
-READ: Final = (command.ReadUntil("t", 0, 50, 3), command.ReadUntil("t", 1, 50, 3), command.ReadUntil("t", 2, 0, 3))
+READ: Final = (layouts.ReadUntil("t", 0, 50, 3), layouts.ReadUntil("t", 1, 50, 3), layouts.ReadUntil("t", 2, 0, 3))
 
 
 def ends(*epochs: int, start: int = 0, end: int = 60) -> dict[tuple[str, int], Ends]:
@@ -239,23 +239,23 @@ def ends(*epochs: int, start: int = 0, end: int = 60) -> dict[tuple[str, int], E
 
 def test_a_source_is_truncated_by_the_answer_for_the_epoch_of_the_read_or_by_its_end() -> None:
     # A log without records has nothing to lose; without epochs the end decides.
-    assert command.suspects(READ, ends(3, 4, 4)) == {("t", 1): (50, 3)}
-    assert command.suspects(READ, ends(3, NO_LEADER_EPOCH, 4)) == {}
-    assert command.truncated(READ, ends(3, 4, 4), {}) == ""
-    assert command.truncated(READ, ends(3, 4, 4), {("t", 1): 40}) == "t[1] was truncated from offset 40 on"
-    assert command.truncated(READ, ends(3, 3, 3, end=49), {}) == "t[0] was truncated from offset 49 on"
+    assert layouts.suspects(READ, ends(3, 4, 4)) == {("t", 1): (50, 3)}
+    assert layouts.suspects(READ, ends(3, NO_LEADER_EPOCH, 4)) == {}
+    assert layouts.truncated(READ, ends(3, 4, 4), {}) == ""
+    assert layouts.truncated(READ, ends(3, 4, 4), {("t", 1): 40}) == "t[1] was truncated from offset 40 on"
+    assert layouts.truncated(READ, ends(3, 3, 3, end=49), {}) == "t[0] was truncated from offset 49 on"
 
 
 def test_a_source_has_lost_records_if_its_log_starts_behind_the_first_of_them() -> None:
     parts = {0: copier.Part(0, (("t", ()),), exact=False), 1: copier.Part(0, (("t", ((5, 9), (20, 50))),), exact=False)}
-    assert command.deleted(parts, ends(3, 3, start=5)) == ""
-    assert command.deleted(parts, ends(3, 3, start=6)) == "t[1]: retention has deleted the records below offset 6"
-    assert command.deleted(parts, {}) == ""  # the layout of an earlier version does not say how far it has read
+    assert layouts.deleted(parts, ends(3, 3, start=5)) == ""
+    assert layouts.deleted(parts, ends(3, 3, start=6)) == "t[1]: retention has deleted the records below offset 6"
+    assert layouts.deleted(parts, {}) == ""  # the layout of an earlier version does not say how far it has read
 
 
 def test_a_layout_is_read_as_it_was_stored() -> None:
-    layout = command.Layout({"t": "T"}, {1: copier.Part(4, (("t", ((5, 9),)),), exact=True)}, READ)
-    assert command.layout_of(command.encoded(layout)) == layout
+    layout = layouts.Layout({"t": "T"}, {1: copier.Part(4, (("t", ((5, 9),)),), exact=True)}, READ)
+    assert layouts.decoded(layouts.encoded(layout)) == layout
 
 
 def problem(status: int, code: str) -> httpx.Response:
