@@ -16,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import SettingsError, SharedSettings, SinkRule
 from spark import frames, rule_table
 from spark.errors import CannotRun, Unreadable
-from spark.reading import decode, source
+from spark.reading import decode, planning, source
 from spark.reading.jvm import Py4JError, Py4JJavaError, reason
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends, KafkaAdmin, Topic, TopicPartition
 from spark.reading.sinks import shown
@@ -133,11 +133,8 @@ def absent(known: MirrorLog, run: int, frozen_ms: int) -> LogPlan:
 
 
 def capped(plans: Sequence[LogPlan], most: int | None) -> list[LogPlan]:
-    """Lower the ends so that all spans have about `most` offsets in total, each in proportion to its size."""
-    total = sum(plan.log.end - plan.start for plan in plans)
-    if most is None or total <= most:
-        return list(plans)
-    ends = [plan.start + -(-(plan.log.end - plan.start) * most // total) for plan in plans]
+    """Lower the ends of logs as `planning.capped_ends` does."""
+    ends = planning.capped_ends([plan.span for plan in plans], most)
     return [replace(plan, log=replace(plan.log, end=end)) for plan, end in zip(plans, ends, strict=True)]
 
 
@@ -230,19 +227,9 @@ def _plan(
     admin: KafkaAdmin, topics: Mapping[str, Topic], known: Mapping[TopicPartition, MirrorLog], run: int
 ) -> tuple[list[LogPlan], Mapping[TopicPartition, Ends]]:
     """Plan the reading of every log of these topics, and return their present ends."""
-    partitions = [(topic.name, number) for topic in topics.values() for number in range(topic.partitions)]
+    partitions = planning.partitions_of(topics.values())
     ends = dict(admin.ends(partitions)) if partitions else {}
-    diverged = admin.diverged(
-        {
-            partition: (log.end, log.leader_epoch)
-            for partition, log in known.items()
-            if partition in ends
-            and log.topic_id == topics[log.topic].topic_id
-            and log.end > 0
-            and NO_LEADER_EPOCH not in (log.leader_epoch, ends[partition].leader_epoch)
-            and log.leader_epoch != ends[partition].leader_epoch
-        }
-    )
+    diverged = planning.diverged_of(admin, known.values(), topics, ends)
     plans = [
         planned(known.get((name, number)), topics[name], number, ends[name, number], diverged.get((name, number)), run)
         for name, number in partitions

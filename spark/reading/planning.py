@@ -30,6 +30,7 @@ from spark.reading.run_plan import (
     Plan,
     options_of,
 )
+from spark.reading.source import Span
 from spark.settings import HOUR_MS, OFFSETS_MOST, Settings, matches
 
 # Enough to tell which records were deleted unread; each run stores the gaps of every log again.
@@ -48,6 +49,19 @@ class Admin(Protocol):
         self, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, BlockingTransaction]: ...
     def diverged(self, positions: Mapping[TopicPartition, tuple[int, int]]) -> dict[TopicPartition, int]: ...
+
+
+class ReadLog(Protocol):
+    """A log that was read up to `end`, by the leader of `leader_epoch`: of a plan, or of a mirror."""
+
+    @property
+    def topic_partition(self) -> TopicPartition: ...
+    @property
+    def topic_id(self) -> str: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def leader_epoch(self) -> int: ...
 
 
 class _OldestRecord(Enum):
@@ -230,7 +244,7 @@ class _Candidates:
     def drafts(self, admin: Admin, names: Iterable[str]) -> list[_Draft]:
         """Draft the logs of those of these topics whose ends were all listed."""
         topics = {name: self.topics[name] for name in sorted(set(names) & self.topics.keys())}
-        partitions = {name: _partitions_of([topic]) for name, topic in topics.items()}
+        partitions = {name: partitions_of([topic]) for name, topic in topics.items()}
         complete = {name for name in topics if all(partition in self.ends for partition in partitions[name])}
         ends = {partition: self.ends[partition] for name in sorted(complete) for partition in partitions[name]}
         return _drafts(admin, self.last_plan, {DATA: ends}, topics, self.now_ms)
@@ -250,15 +264,15 @@ def _frozen(
     """
     described = admin.describe([name for names in required.values() for name in names])
     optional = admin.describe(list(candidates), strict=False)
-    listed = _Candidates(last_plan, optional, admin.ends(_partitions_of(optional.values()), strict=False), now_ms)
+    listed = _Candidates(last_plan, optional, admin.ends(partitions_of(optional.values()), strict=False), now_ms)
     found = {
-        role: dict(admin.ends(_partitions_of(described[name] for name in names if name in described)))
+        role: dict(admin.ends(partitions_of(described[name] for name in names if name in described)))
         for role, names in required.items()
     }
     return _drafts(admin, last_plan, found, described, now_ms), listed
 
 
-def _partitions_of(topics: Iterable[Topic]) -> list[TopicPartition]:
+def partitions_of(topics: Iterable[Topic]) -> list[TopicPartition]:
     """Return all partitions of topics."""
     return sorted((topic.name, n) for topic in topics for n in range(topic.partitions))
 
@@ -272,7 +286,7 @@ def _drafts(
 ) -> list[_Draft]:
     """Draft the logs of partitions with these ends, by role."""
     ends = {partition: listed for of_role in found.values() for partition, listed in of_role.items()}
-    diverged = _diverged(admin, last_plan.logs if last_plan else (), topics, ends)
+    diverged = diverged_of(admin, last_plan.logs if last_plan else (), topics, ends)
     return [
         _next_log(last_plan, role, topics[partition[0]], partition, listed, diverged.get(partition), now_ms)
         for role, of_role in found.items()
@@ -280,8 +294,8 @@ def _drafts(
     ]
 
 
-def _diverged(
-    admin: Admin, logs: Iterable[Log], topics: Mapping[str, Topic], now: Mapping[TopicPartition, Ends]
+def diverged_of(
+    admin: Admin, logs: Iterable[ReadLog], topics: Mapping[str, Topic], now: Mapping[TopicPartition, Ends]
 ) -> dict[TopicPartition, int]:
     """Find the offsets at which truncated logs diverged; only a log with a new leader epoch can be truncated."""
     return admin.diverged(
@@ -289,7 +303,7 @@ def _diverged(
             log.topic_partition: (log.end, log.leader_epoch)
             for log in logs
             if log.topic_partition in now
-            and log.topic_id == topics[log.topic].topic_id
+            and log.topic_id == topics[log.topic_partition[0]].topic_id
             and log.end > 0
             and NO_LEADER_EPOCH not in (log.leader_epoch, now[log.topic_partition].leader_epoch)
             and log.leader_epoch != now[log.topic_partition].leader_epoch
@@ -329,7 +343,7 @@ def check_read(admin: Admin, plan: Plan) -> None:
     _check_topic_ids(admin, logs, "read it")
     topics = {log.topic: Topic(log.topic, log.topic_id, 0) for log in logs}
     ends = admin.ends([log.topic_partition for log in logs])
-    diverged = _diverged(admin, logs, topics, ends)
+    diverged = diverged_of(admin, logs, topics, ends)
     for log in logs:
         found = ends[log.topic_partition]
         intact = rule_table.intact_until(found.last_stable, diverged.get(log.topic_partition), log.end)
@@ -591,11 +605,17 @@ def _with_guarantees(settings: Settings, last_plan: Plan | None, log: Log) -> Lo
 
 
 def _capped(logs: list[Log], most: int | None) -> list[Log]:
-    """Lower the ends so that all spans have about `most` offsets in total, each in proportion to its size."""
-    total = sum(log.end - log.start for log in logs)
+    """Lower the ends of logs as `capped_ends` does."""
+    ends = capped_ends([(log.start, log.end) for log in logs], most)
+    return [replace(log, end=end) for log, end in zip(logs, ends, strict=True)]
+
+
+def capped_ends(spans: Sequence[Span], most: int | None) -> list[int]:
+    """Return lower ends by which all spans have about `most` offsets in total, each in proportion to its size."""
+    total = sum(end - start for start, end in spans)
     if most is None or total <= most:
-        return logs
-    return [replace(log, end=log.start + -(-(log.end - log.start) * most // total)) for log in logs]
+        return [end for _, end in spans]
+    return [start + -(-(end - start) * most // total) for start, end in spans]
 
 
 def _with_decided_until(admin: Admin, logs: list[Log], now_ms: int) -> list[Log]:
