@@ -52,14 +52,14 @@ _RETRIED: Final = (CannotRun, OSError, PySparkException, Py4JJavaError)
 class Known(NamedTuple):
     """What a turn knows of the last run of this process.
 
-    `settings` are those of the run, `news_ms` the freeze of the last run that read or was told anything new,
+    `settings` are those of the run, `new_evidence_ms` when the last run froze that found anything new in Kafka,
     `open_sinks` whether a sink had a pending event, `caught_up` whether the run had read all that was visible.
     """
 
     plan: Plan
     last_run: Any
     settings: Settings
-    news_ms: int
+    new_evidence_ms: int
     open_sinks: bool
     caught_up: bool
 
@@ -96,7 +96,7 @@ def _open(known: Known, context: RunContext) -> Iterator[tuple[str, int]]:
     logs = (*known.plan.logs, *context.plan.logs)
     if unchanged_balance(context) is None:
         # By then what is settled by time is decided; what is still open waits for something else.
-        decided_ms = known.news_ms + context.settings.max_settle_ms + 2000 * RECHECK_S
+        decided_ms = known.new_evidence_ms + context.settings.max_settle_ms + 2000 * RECHECK_S
         yield "open verdicts", RECHECK_S if context.plan.frozen_ms <= decided_ms else SLOW_RECHECK_S
     if context.settings.rules.sinks:
         yield "sinks", RECHECK_S if known.open_sinks else SLOW_RECHECK_S
@@ -112,7 +112,7 @@ def _active(silences: Sequence[Silence], now_ms: int) -> list[bool]:
 
 def pause_after(pause_s: int, failures: int) -> int:
     """Return how long to wait after a turn (s): twice as long after each of the turns that failed in a row."""
-    return pause_s if not failures else min(pause_s << min(failures, 10), FAILED_PAUSE_S)
+    return min(pause_s << min(failures, 10), FAILED_PAUSE_S)
 
 
 class Follower:
@@ -155,7 +155,7 @@ class Follower:
             if reason is None:
                 return Turn(None, None)
             finished = job.finish_run(self._spark, settings, self._on_progress, now_ms, on_step=self._on_step)
-        self._known = _known(finished, settings, self._known)
+        self._known = _known_of(finished, settings, self._known)
         return Turn(reason, finished)
 
     def _reason(self, settings: Settings, now_ms: int | None) -> str | None:
@@ -181,15 +181,17 @@ class Follower:
         return settings
 
 
-def _known(finished: job.Finished, settings: Settings, before: Known | None) -> Known:
+def _known_of(finished: job.Finished, settings: Settings, before: Known | None) -> Known:
     """Return what a turn needs to know of a finished run; `before` is what it knew of the run before."""
     document, plan = finished.report.document, finished.plan
-    is_news = before is None or not run_plan.reads_nothing_new(plan, before.plan)
+    new_evidence_ms = plan.frozen_ms
+    if before is not None and run_plan.reads_nothing_new(plan, before.plan):
+        new_evidence_ms = before.new_evidence_ms
     return Known(
         plan,
         finished.last_run,
         settings,
-        plan.frozen_ms if before is None or is_news else before.news_ms,
+        new_evidence_ms,
         any(sink["pending"] for sink in document["sinks"]),
         document["run"]["caught_up"],
     )
@@ -279,7 +281,7 @@ def follow(spark: SparkSession, read_settings: Callable[[], Settings], on_progre
     follower = Follower(spark, read_settings, on_progress, on_step)
     failures, is_waiting = 0, False
     while not stop.is_set:
-        pause_s = pause_after(options.pause_s, 0)
+        pause_s = options.pause_s
         try:
             alive.touch()
             turn = follower.turn()
@@ -301,7 +303,7 @@ def follow(spark: SparkSession, read_settings: Callable[[], Settings], on_progre
             failures, is_waiting = 0, False
             if turn.finished is not None:
                 on_progress(line_of(turn.finished, turn.reason))
-                pause_s = pause_s if follower.caught_up else 0
+                pause_s = options.pause_s if follower.caught_up else 0
         stop.wait(pause_s)
     on_progress("asked to end: the next run continues here")
     return 0

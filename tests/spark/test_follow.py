@@ -94,7 +94,7 @@ def test_open_verdicts_are_judged_again_soon_and_rarely_once_their_time_is_over(
         "open verdicts",
     ]
     # Everything that was new is settled by 80 s after it was read: two more runs were made since.
-    waits = still_open._replace(news_ms=NOW_MS - 300_000)
+    waits = still_open._replace(new_evidence_ms=NOW_MS - 300_000)
     assert [reason(cluster, waits, later_s) for later_s in (RECHECK_S, SLOW_RECHECK_S)] == [None, "open verdicts"]
 
 
