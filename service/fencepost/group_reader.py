@@ -25,7 +25,6 @@ member gives up all its partitions, and gets them back with the next generation.
 
 import asyncio
 import contextlib
-import enum
 import hashlib
 import time
 from collections import OrderedDict, deque
@@ -39,7 +38,7 @@ from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 from aiokafka.errors import NoOffsetForPartitionError, OffsetOutOfRangeError
 from aiokafka.structs import TopicPartition
 
-from .client import Event, KeyReused, Offsets, SendError, StaleMember, WrittenBatch
+from .client import Event, KeyReused, Offsets, StaleMember, WrittenBatch
 from .client.events import KEY
 from .reader import METADATA_MS, POLL_MS, NewerVersion, id_of, refuse_settings
 
@@ -83,15 +82,6 @@ class AtomicSender(Protocol):
         """As Client.send_atomic."""
 
 
-class Outcome(enum.Enum):
-    """What became of a batch."""
-
-    OPEN = "open"
-    WRITTEN = "written"
-    STALE = "stale"
-    CONFLICT = "conflict"
-
-
 class Member(NamedTuple):
     """A member of the group in one generation."""
 
@@ -118,8 +108,8 @@ class GroupBatch:
     records: Sequence[Record]
     key: str
     offsets: Offsets
-    outcome: Outcome = Outcome.OPEN
-    error: SendError | None = None
+    is_written: bool = False
+    refusal: StaleMember | KeyReused | None = None  # why the batch was dropped
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -142,11 +132,10 @@ class GroupBatch:
         try:
             written = await client.send_atomic(self.key, events, self.offsets)
         except (StaleMember, KeyReused) as error:
-            self.error = error
-            self.outcome = Outcome.STALE if isinstance(error, StaleMember) else Outcome.CONFLICT
+            self.refusal = error
             return None
         else:
-            self.outcome = Outcome.WRITTEN
+            self.is_written = True
             return written
         finally:
             self.settled.set()
@@ -244,7 +233,7 @@ class GroupReader:
         self._batch: GroupBatch | None = None  # the last one
         # Since when (time.monotonic) a batch from this offset meets another one; since when the member is stale.
         self._conflicts: dict[TopicPartition, tuple[int, float]] = {}
-        self._stale: tuple[SendError, float] | None = None
+        self._stale: tuple[StaleMember, float] | None = None
 
     async def __aenter__(self) -> Self:
         self._consumer = AIOKafkaConsumer(**self._settings)
@@ -319,7 +308,8 @@ class GroupReader:
         try:
             fresh = reading.take(records, self._lookback)
         except NewerVersion:
-            self._read_again(at)
+            del self._readings[at]  # the ids that were seen include those of records that come again
+            self._unplaced.add(at)
             raise
         if not fresh:
             return None
@@ -328,37 +318,32 @@ class GroupReader:
         offsets = Offsets(self._group, member.id, member.generation, positions, self._instance)
         return GroupBatch(at.topic, at.partition, fresh, key, offsets)
 
-    def _read_again(self, at: TopicPartition) -> int:
-        """Have a partition read again from its committed offset, which is returned.
-
-        The ids that were seen go too: they include those of the records that come again.
-        """
-        self._unplaced.add(at)
-        return self._readings.pop(at).first
-
     async def _settle(self, batch: GroupBatch) -> None:
-        """Note what became of a batch; one that is not written is read again. Raises the error that does not end."""
+        """Note what became of a batch; one that is not written is read again. Raises KeyReused if that does not end."""
         if batch.member != self._member:  # its partition, if it is assigned again, is read from the committed offset
             return
         at = TopicPartition(batch.topic, batch.partition)
-        if batch.outcome is Outcome.WRITTEN:
+        if batch.is_written:
             self._readings[at].first = batch.end
             self._conflicts.pop(at, None)
-            return
-        if batch.outcome is Outcome.STALE:
+        elif isinstance(batch.refusal, StaleMember):
             self._give_up()
-            self._stale = (_certain(batch.error), time.monotonic())
-            return
+            self._stale = (batch.refusal, time.monotonic())
+        else:
+            self._unplaced.add(at)
+            if batch.refusal is not None:
+                await self._pause_for_conflict(at, batch.refusal)
+
+    async def _pause_for_conflict(self, at: TopicPartition, error: KeyReused) -> None:
+        """Give another batch from the same offset time to commit. Raises the error SETTLED_S after the first one."""
         first = self._readings[at].first
-        self._unplaced.add(at)
-        if batch.outcome is Outcome.CONFLICT:
-            known, since = self._conflicts.get(at, (first, time.monotonic()))
-            self._conflicts[at] = (first, since if known == first else time.monotonic())
-            if time.monotonic() - self._conflicts[at][1] > SETTLED_S:
-                error = _certain(batch.error)
-                error.add_note(_REMEDY)
-                raise error
-            await asyncio.sleep(CONFLICT_PAUSE_S)
+        conflict = self._conflicts.get(at)
+        if conflict is None or conflict[0] != first:
+            conflict = self._conflicts[at] = (first, time.monotonic())
+        if time.monotonic() - conflict[1] > SETTLED_S:
+            error.add_note(_REMEDY)
+            raise error
+        await asyncio.sleep(CONFLICT_PAUSE_S)
 
     # ------------------------------------------------------------------------------------------------ the group
 
@@ -415,9 +400,3 @@ class GroupReader:
             self._consumer.seek(at, reading.end)
             self._readings[at] = reading
             self._unplaced.discard(at)
-
-
-def _certain(error: SendError | None) -> SendError:
-    """Return the error of a batch that was refused."""
-    assert error is not None
-    return error
