@@ -182,16 +182,16 @@ class ProducerSession:
                 await self.client.force_metadata_update()
 
     def has_version_2(self, node: int) -> bool:
-        """Check whether a broker has told, on its present connection, that transactions of version 2 are finalized."""
-        return self.client.transaction_version(node) >= EPOCH_PER_TRANSACTION
+        """Check whether a broker reported, on its present connection, that transactions of version 2 are finalized."""
+        return self._asks_version and self.client.transaction_version(node) >= EPOCH_PER_TRANSACTION
 
     @property
     def awaits_version(self) -> bool:
-        """Whether version 2 is allowed and the coordinator must tell its version: its last connection has ended."""
+        """Whether version 2 is allowed and the coordinator's version is unknown, because its connection has ended."""
         return self._asks_version and self.client.connection(self.coordinator) is None
 
     async def connect_to_coordinator(self) -> None:
-        """Open the connection on which the coordinator tells its version. Raises NodeNotReadyError."""
+        """Open the connection on which the coordinator reports its version. Raises NodeNotReadyError."""
         if not await self.client.ready(self.coordinator):
             raise errors.NodeNotReadyError(f"the coordinator, node {self.coordinator}, cannot be reached")
 
@@ -424,9 +424,10 @@ def _moved(batches: Sequence[RecordBatch]) -> set[Partition]:
 
 def raise_if_error(code: int, what: str) -> None:
     """Raise the error of a code that is not OK; separately those of the codes that aiokafka calls unknown."""
+    if code == OK:
+        return
     if code == outcomes.PRODUCER_FENCED:
         raise errors.ProducerFenced(what)
     if code == outcomes.TRANSACTION_ABORTABLE:
         raise TransactionAbortable(what)
-    if code != OK:
-        raise errors.for_code(code)(what)
+    raise errors.for_code(code)(what)

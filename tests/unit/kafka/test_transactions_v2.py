@@ -236,7 +236,7 @@ async def test_a_partition_of_a_broker_without_version_2_is_added_by_the_coordin
 
 
 async def test_without_a_coordinator_of_version_2_every_partition_is_added_and_the_epoch_stays() -> None:
-    producer, kafka = transactional()
+    producer, kafka = transactional(transactions=TRANSACTIONS_AUTO)
     kafka.versions = {3: 2}
     kafka.leaders["a", 0] = 3
     await write(producer, record("a"))
@@ -247,7 +247,7 @@ async def test_without_a_coordinator_of_version_2_every_partition_is_added_and_t
 
 async def test_a_producer_goes_over_to_version_2_with_the_next_transaction_after_a_reconnect() -> None:
     """And back: the next one goes on with the epoch and the sequence numbers that an EndTxn of version 1 has left."""
-    producer, kafka = transactional()
+    producer, kafka = transactional(transactions=TRANSACTIONS_AUTO)
     await write(producer, record("a"))
     kafka.versions = {1: 2}
     await write(producer, record("a"))
