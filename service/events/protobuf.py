@@ -13,6 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.message import DecodeError, EncodeError
 
+from service.core.varint import unsigned_varint
 from service.events.avro import Misfit
 
 # Where json_format tells a place: `… at Order.lines[2].price`, behind the names of the fields on the way.
@@ -153,13 +154,4 @@ def _encoded_indexes(indexes: list[int]) -> bytes:
     """Encode message indexes as Confluent's wire format does: count and indexes, zigzag; [0] is one byte 0."""
     if indexes == [0]:
         return b"\x00"
-    return b"".join(_varint(number * 2) for number in (len(indexes), *indexes))  # zigzag of a number from 0
-
-
-def _varint(number: int) -> bytes:
-    made = bytearray()
-    while number > 0x7F:
-        made.append(number & 0x7F | 0x80)
-        number >>= 7
-    made.append(number)
-    return bytes(made)
+    return b"".join(unsigned_varint(number * 2) for number in (len(indexes), *indexes))  # zigzag of a number from 0

@@ -2,7 +2,7 @@
 
 https://kafka.apache.org/protocol: Produce 7, AddPartitionsToTxn 0 and EndTxn 0, the versions that aiokafka uses too;
 and those of transactions of version 2 (KIP-890), which aiokafka lacks: Produce 12, EndTxn 5, and ApiVersions 3, by
-which a broker tells that they are finalized.
+which a broker reports that version 2 is finalized.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,8 @@ from struct import Struct, error
 from typing import Any, Final, NamedTuple
 
 from aiokafka.protocol import produce, transaction
+
+from service.core.varint import unsigned_varint
 
 _INT16, _INT32 = Struct(">h"), Struct(">i")
 _HEAD = Struct(">ihhih")  # size, api key, version, correlation id, length of the client id
@@ -215,33 +217,23 @@ def _ended(frame: bytes) -> Ended:
 # ---------------------------------------------------------------------------------- flexible versions (KIP-482)
 
 
-def _unsigned(number: int) -> bytes:
-    """Encode an unsigned varint."""
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
-
-
 @lru_cache(maxsize=4096)
 def _compact(text: str | None) -> bytes:
     """Encode a compact nullable string, whose length is one more than its bytes."""
     if text is None:
         return b"\0"
     encoded = text.encode()
-    return _unsigned(len(encoded) + 1) + encoded
+    return unsigned_varint(len(encoded) + 1) + encoded
 
 
 def _produce_and_add(request: ProduceAndAddRequest) -> list[bytes]:
     topics = request.topics
     acks = _INT16.pack(request.required_acks) + _INT32.pack(request.timeout)
-    pieces = [_compact(request.transactional_id) + acks + _unsigned(len(topics) + 1)]
+    pieces = [_compact(request.transactional_id) + acks + unsigned_varint(len(topics) + 1)]
     for topic, payloads in topics:
-        pieces.append(_compact(topic) + _unsigned(len(payloads) + 1))
+        pieces.append(_compact(topic) + unsigned_varint(len(payloads) + 1))
         for partition, payload in payloads:
-            pieces += (_INT32.pack(partition) + _unsigned(len(payload) + 1), payload, _NO_TAGS)
+            pieces += (_INT32.pack(partition) + unsigned_varint(len(payload) + 1), payload, _NO_TAGS)
         pieces.append(_NO_TAGS)
     pieces.append(_NO_TAGS)
     return pieces
