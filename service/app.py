@@ -110,9 +110,8 @@ class Service:
         )
         self.topics = InternalTopics(self.cluster, settings, rules.longest_ttl_s)
         self.topic_metadata = TopicMetadataCache(self.cluster)
-        self.read_topics = TopicMetadataCache(
-            self.cluster, READ_TOPICS_MAX
-        )  # of positions: the LSO watch does not ask for them
+        # The topics of positions: they are not written to, so the LSO watch does not ask for them.
+        self.read_topics = TopicMetadataCache(self.cluster, READ_TOPICS_MAX)
         self.topic_lister = TopicLister(self.cluster.list_topics, self.cluster.describe)
         self.control = Control(self.cluster, self.topics.control, settings.name, settings.key_ttl_s)
         self.store = CurrentStore(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)

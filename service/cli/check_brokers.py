@@ -119,7 +119,7 @@ def transaction_markers(versions: Mapping[int, Mapping[int, int]]) -> Iterator[F
 def transactions(levels: Mapping[int, int], metadata_versions: Mapping[int, int | None], allowed: str) -> list[Finding]:
     """Name the version of transactions at each broker, by its finalized transaction.version; `allowed` by the setting.
 
-    Releases in PATCHED have faults of version 2 in their first patch levels, which a broker does not tell.
+    Releases in PATCHED have faults of version 2 in their first patch levels; a broker does not report its patch level.
     """
     rows = []
     for node, level in levels.items():

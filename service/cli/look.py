@@ -264,5 +264,5 @@ def in_record(slot: int, offset: int, value: bytes, id: bytes) -> tuple[list[Com
         return [], []
     place = slot, offset, record.producer_id, record.epoch, record.instance
     entries = [CommittedAt(*place, entry) for entry in record.entries if id in (entry.id, entry.batch)]
-    is_its_batch = record.offsets is not None and record.offsets.batch == id
-    return entries, [OffsetsAt(*place, record.offsets)] if is_its_batch and record.offsets is not None else []
+    offsets = record.offsets
+    return entries, [OffsetsAt(*place, offsets)] if offsets is not None and offsets.batch == id else []

@@ -263,7 +263,7 @@ class Client(BaseClient):
         return connection if connection is not None and _is_open(connection) else None
 
     def transaction_version(self, node_id: int) -> int:
-        """Return the transaction.version that a broker has told on its open connection; 0 without one, or unasked."""
+        """Return the transaction.version that a broker reported on its open connection; 0 without one, or unasked."""
         connection = self.connection(node_id)
         return 0 if connection is None else connection.transaction_version
 

@@ -250,7 +250,10 @@ class TxnOffsetCommit_v5(RequestStruct):  # type: ignore[misc]  # noqa: N801
 
 
 class TxnOffsetCommitAndAdd(Request[TxnOffsetCommit_v5]):  # type: ignore[misc]
-    """TxnOffsetCommit that also adds the partition of the group's offsets to the transaction (KIP-890)."""
+    """TxnOffsetCommit that also adds the partition of the group's offsets to the transaction (KIP-890).
+
+    No subclass of TxnOffsetCommit: aiokafka takes the versions of a request from its only base class.
+    """
 
     API_KEY = 28
 

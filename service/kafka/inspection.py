@@ -28,7 +28,8 @@ ENDING: Final = ("PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 UNSUPPORTED_VERSION: Final = errors.UnsupportedVersionError.errno
 # No permission to Read the topic, or a broker older than 2.8: a retry does not change these.
 FINAL: Final = frozenset({errors.TopicAuthorizationFailedError.errno, UNSUPPORTED_VERSION})
-# aiokafka raises one of these where a broker is too old for a request.
+# What aiokafka raises where a broker is too old for a request: the first if the broker lacks the API, the second if it
+# has the API in other versions only.
 UNSUPPORTED: Final = (errors.IncompatibleBrokerVersion, NotImplementedError)
 RETRY_PAUSE_S: Final = 0.02
 MARKERS: Final = {0: Marker.ABORT, 1: Marker.COMMIT}  # by the type in a control record's key

@@ -44,7 +44,7 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
         self._security = security
         self.renew_at = math.inf  # from when on the session is renewed as soon as no transaction is open
         self.ends_at = math.inf  # from when on nothing else may be sent
-        self.transaction_version = 0  # the finalized level of transaction.version, as the broker told; 0: not asked
+        self.transaction_version = 0  # the finalized level of transaction.version, as the broker reported; 0: not asked
         # A probe, or the re-authentication of KIP-368; nothing else is sent meanwhile.
         self.check: asyncio.Task[None] | None = None
 

@@ -115,8 +115,8 @@ class TransactionalProducer:
 
     Where the brokers have finalized transactions of version 2 (KIP-890), a Produce adds its partitions, and the
     response to an EndTxn has the producer id and epoch of the next transaction: `producer_id` and `epoch` are those
-    under which the next records are written. Each request takes the version that the broker has told on the connection
-    in use; both may be in one transaction.
+    under which the next records are written. The version of a request is the one that its broker reported on the
+    connection in use, so that one transaction may have requests of both.
     """
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
@@ -314,7 +314,7 @@ class TransactionalProducer:
         commit, early = self._offset_commit, self._early_begin
         if early is None:
             await self._session.client.renew_sessions()
-        if early is not None and await self._await_early_begin():
+        elif await self._await_early_begin():
             self._early_begin = early  # for `send`, which finds its response at once
         if (partition := await commit.partition_of(offsets.group)) is not None:
             if ask_leader:

@@ -103,7 +103,7 @@ class FakeClient:
         self.coordinator_hangs = False  # the leader of a group's partition answers nothing about it
         self.offsets_committed: Callable[[str, int], int] = lambda topic, partition: 0  # and of TxnOffsetCommit
         self.refused: dict[Partition, int] = {}  # error codes in DescribeProducers responses
-        self.versions: dict[int, int] = {}  # transaction.version, by the node that has told it
+        self.versions: dict[int, int] = {}  # transaction.version, by the node that reports it
         # The next states of the transactional id's transaction, or an exception for the request; then "Ongoing".
         self.states: list[str | BaseException] = []
         self.next_producer: tuple[int, int] | None = None  # in the response to an EndTxn of version 5
