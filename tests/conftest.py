@@ -40,7 +40,8 @@ _ALONE = ("faults", "bench", "images")
 _KEPT = ("FENCEPOST_CACHE", "FENCEPOST_REDIS_SERVER")
 
 
-# Slow tests (`@pytest.mark.long`) run with `TEST_LONG=1 ./tests/run FOLDER`; a short version of each always runs.
+# Slow tests (`@pytest.mark.long`) run with `TEST_LONG=1 ./tests/run FOLDER`. In every run is a short version of each,
+# or fast tests of its decisions.
 LONG = bool(os.environ.get("TEST_LONG"))
 
 

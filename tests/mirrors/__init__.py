@@ -1,7 +1,7 @@
 """A real MirrorMaker 2 from Kafka's own jars: `python -m tests.mirrors` fetches and tests on it.
 
-`./tests/run` leaves it out, because its JVM takes most of a minute; tests/spark/test_mirrors.py has a real topic that a
-test fills in its place.
+`./tests/run` leaves it out, because its JVM takes most of a minute; a `long` test of tests/spark/test_mirrors.py
+fills a real topic in its place.
 """
 
 from collections.abc import Sequence
