@@ -80,6 +80,8 @@ __all__ = [
     "new_key",
 ]
 
+# The extras with the packages that a module needs.
+_EXTRAS: Final = {"client": "client", "reader": "reader", "group_reader": "client,reader"}
 _GROUP: Final = {"AtomicSender", "GroupBatch", "GroupReader"}
 _READER: Final = {
     "BOUNDS",
@@ -98,14 +100,11 @@ _READER: Final = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # The module, and the extras with the packages that it needs.
-    part, extra = ("reader", "reader") if name in _READER else ("client", "client")
-    if name in _GROUP:
-        part, extra = "group_reader", "client,reader"
+    part = "group_reader" if name in _GROUP else "reader" if name in _READER else "client"
     try:
         return getattr(importlib.import_module(f".{part}", __name__), name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"{name} needs {error.name}: pip install 'fencepost[{extra}]'") from error
+        raise ImportError(f"{name} needs {error.name}: pip install 'fencepost[{_EXTRAS[part]}]'") from error
 
 
 def __dir__() -> list[str]:
