@@ -1,10 +1,10 @@
-"""Frames of a few rows from the driver, and their schemas."""
+"""Frames of a few rows from the driver, and the columns of tables."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, StructType
 
@@ -15,6 +15,12 @@ _PARSED: Final = {"mode": "FAILFAST", "maxStringLen": str(2**31 - 1)}
 def ddl(columns: Mapping[str, str]) -> str:
     """Write names and types of columns as a schema."""
     return ", ".join(f"`{name}` {data_type}" for name, data_type in columns.items())
+
+
+def typed(rows: DataFrame, types: Mapping[str, str], columns: Mapping[str, Column]) -> DataFrame:
+    """Select the columns of a table by their names and types; those that are not given are null."""
+    null = F.lit(None)
+    return rows.select(*(columns.get(name, null).cast(data_type).alias(name) for name, data_type in types.items()))
 
 
 def rows_of(spark: SparkSession, schema: str | StructType, items: Sequence[Mapping[str, Any]]) -> DataFrame:

@@ -19,7 +19,7 @@ from spark.errors import CannotRun, Unreadable
 from spark.reading import decode, planning, source
 from spark.reading.jvm import Py4JError, Py4JJavaError, reason
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends, KafkaAdmin, Topic, TopicPartition
-from spark.reading.sinks import shown
+from spark.reading.sinks import ROW, shown
 from spark.reading.source import Span
 
 ABSENT_MS: Final = 60_000
@@ -36,7 +36,8 @@ class MirrorLog:
     `caught_up_ms`: when the last run froze whose end of the log has been reached by now; `behind_ms` and `behind_end`:
     when a later run froze, and its end of the log, which has not been reached.
     `reset_run`: the last run that found the topic deleted or recreated, or records gone that it had.
-    `absent_ms`: when the first of the last runs froze that have not found the topic. A deleted topic has no `topic_id`.
+    `absent_ms`: when the first run froze that has not found the topic, if no later run has found it. A deleted topic
+    has no `topic_id`.
     """
 
     topic: str
@@ -78,7 +79,7 @@ class LogPlan:
 class MirrorRead:
     """What a run has read of a mirror: its logs, and their new records.
 
-    `rows`: `topic, partition, offset, timestamp_ms, id, event_ms, arrived_ms, topic_id`.
+    `rows`: sinks.ROW, and `topic_id`.
     """
 
     plans: tuple[LogPlan, ...]
@@ -129,7 +130,9 @@ def absent(known: MirrorLog, run: int, frozen_ms: int) -> LogPlan:
     log = replace(known, absent_ms=known.absent_ms or frozen_ms)
     if known.topic_id and frozen_ms - log.absent_ms >= ABSENT_MS:
         log = MirrorLog(known.topic, known.partition, topic_id="", end=0, absent_ms=log.absent_ms, reset_run=run)
-    return LogPlan(log if log.topic_id else replace(log, caught_up_ms=frozen_ms), log.end)
+    if not log.topic_id:
+        log = replace(log, caught_up_ms=frozen_ms)
+    return LogPlan(log, log.end)
 
 
 def capped(plans: Sequence[LogPlan], most: int | None) -> list[LogPlan]:
@@ -181,10 +184,7 @@ def complete_since(rule: SinkRule, logs: Iterable[MirrorLog], topics: Iterable[s
 
 # -------------------------------------------------------------------------------------------------------- reading
 
-_ROW: Final = (
-    "topic string, partition int, offset bigint, timestamp_ms bigint, id binary, event_ms bigint, arrived_ms bigint, "
-    "topic_id string"
-)
+_ROW: Final = ROW | {"topic_id": "string"}
 
 
 def read(
@@ -247,12 +247,11 @@ def _read(
     """Read the records of these spans, decoded, and keep them on the executors."""
     spans = {plan.log.topic_partition: plan.span for plan in plans if plan.start < plan.log.end}
     if not spans:
-        return frames.rows_of(spark, _ROW, [])
+        return frames.rows_of(spark, frames.ddl(_ROW), [])
     topic_ids = F.create_map(*(F.lit(text) for topic in topics.values() for text in (topic.name, topic.topic_id)))
     decoded = decode.by_header(source.read_with_type(spark, settings, spans), frozen_ms)
     arrived_ms = F.when(F.col("is_append_time"), F.col("timestamp_ms"))
-    columns = [name.split(" ")[0] for name in _ROW.split(", ")]
-    rows = decoded.withColumns({"arrived_ms": arrived_ms, "topic_id": topic_ids[F.col("topic")]}).select(*columns)
+    rows = decoded.withColumns({"arrived_ms": arrived_ms, "topic_id": topic_ids[F.col("topic")]}).select(*_ROW)
     return rows.localCheckpoint()
 
 

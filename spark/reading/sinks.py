@@ -5,7 +5,7 @@ A sink is not ours: whatever is wrong with it is Unreadable, and ends no run.
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import Any, Final
+from typing import Final
 
 from pyspark.errors import ParseException, PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -13,16 +13,23 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import BinaryType, DataType, IntegralType, StringType
 
 from service.contract import SinkRule, wire
+from spark import frames
 from spark.errors import CannotRun, Unreadable
 from spark.reading import iceberg
 from spark.reading.intervals import Interval
 from spark.reading.jvm import Py4JError, Py4JJavaError, is_deterministic, parse_expression, reason
 from spark.reading.sink_tables import TABLES, SinkTable, password_of, time_type, type_of
 
-ROW: Final = (
-    "id binary, topic string, partition int, offset bigint, event_ms bigint, arrived_ms bigint, timestamp_ms bigint"
-)
-"""A row of a table. Either `id` is null, or the coordinates are; all are null for a row that names no event.
+ROW: Final = {
+    "id": "binary",
+    "topic": "string",
+    "partition": "int",
+    "offset": "bigint",
+    "event_ms": "bigint",
+    "arrived_ms": "bigint",
+    "timestamp_ms": "bigint",
+}
+"""A row of a sink. Either `id` is null, or the coordinates are; all are null for a row that names no event.
 
 `event_ms` is the time by which the row was read, `arrived_ms` null if the sink has no such column, or no value.
 A row of a mirror is a record there: the coordinates and `timestamp_ms` (else null) are its own."""
@@ -93,15 +100,14 @@ def _rows(table: DataFrame, rule: SinkRule) -> DataFrame:
     identity = [F.expr(expression) for expression in rule.expressions]
     if not is_deterministic(table.select(*identity)):
         raise Unreadable("the expression for the event gives another value each time: name the table's columns")
-    columns: dict[str, Any] = {"event_ms": _ms(table, rule.event_time)}
+    columns = {"event_ms": _ms(table, rule.event_time)}
     if rule.arrived:
         columns["arrived_ms"] = _ms(table, rule.arrived)
     if rule.id:
         columns["id"] = _id(identity[0], type_of(table, identity[0]))
     else:
         columns |= dict(zip(("topic", "partition", "offset"), identity, strict=True))
-    types = (field.split(" ") for field in ROW.split(", "))
-    return table.select(*(columns.get(name, F.lit(None)).cast(data_type).alias(name) for name, data_type in types))
+    return frames.typed(table, ROW, columns)
 
 
 def _id(value: Column, data_type: DataType) -> Column:

@@ -163,10 +163,7 @@ def as_findings(rows: DataFrame, scope: str, columns: Mapping[str, Column]) -> D
     default: dict[str, Column] = {"scope": F.lit(scope), "coordinates": F.array()}
     of_run = ("run", "late_ms")
     data_types = {name: data_type for name, data_type in lake.FINDING.items() if name not in of_run}
-    given = {**default, **columns}
-    return rows.select(
-        *(given.get(name, F.lit(None)).cast(data_type).alias(name) for name, data_type in data_types.items())
-    )
+    return frames.typed(rows, data_types, {**default, **columns})
 
 
 def of_partitions(rows: DataFrame, scope: str) -> DataFrame:

@@ -5,12 +5,12 @@ what is known of its logs. One commit of a run changes both, for all mirrors.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import reduce
 from typing import Final, NamedTuple
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SinkRule
@@ -109,8 +109,7 @@ def read(tables: Lake, rule: SinkRule, intervals: Sequence[Interval]) -> DataFra
     inside = F.lit(False)
     for first, end in intervals:
         inside = inside | ((F.col("event_ms") >= first) & (F.col("event_ms") < end))
-    names = [field.split(" ")[0] for field in ROW.split(", ")]
-    return lake.checkpointed(_of(tables, rule).where(inside).select(*names))
+    return lake.checkpointed(_of(tables, rule).where(inside).select(*ROW))
 
 
 def _of(tables: Lake, rule: SinkRule) -> DataFrame:
@@ -121,17 +120,12 @@ def _of(tables: Lake, rule: SinkRule) -> DataFrame:
 def _rows(tables: Lake, rule: SinkRule, read: MirrorRead, run: int) -> DataFrame:
     """Return the rows (lake.MIRRORED) of what a run has read: the mirror's own, and its records."""
     logs = json.dumps([asdict(log) for log in read.logs])
-    own = _as_rows(tables.spark.range(1), {"sink": F.lit(rule.name), "run": F.lit(run), "logs": F.lit(logs)})
+    of_run = {"sink": F.lit(rule.name), "run": F.lit(run)}
+    own = frames.typed(tables.spark.range(1), lake.MIRRORED, of_run | {"logs": F.lit(logs)})
     columns = {name: F.col(name) for name in read.rows.columns}
     hour = deliveries.hour_of(F.col("event_ms"))
-    records = _as_rows(read.rows, {**columns, "sink": F.lit(rule.name), "run": F.lit(run), "accepted_hour": hour})
+    records = frames.typed(read.rows, lake.MIRRORED, columns | of_run | {"accepted_hour": hour})
     return own.unionByName(records)
-
-
-def _as_rows(rows: DataFrame, columns: Mapping[str, Column]) -> DataFrame:
-    """Select the columns of the table; those that are not given are null."""
-    types = lake.MIRRORED.items()
-    return rows.select(*(columns.get(name, F.lit(None)).cast(data_type).alias(name) for name, data_type in types))
 
 
 def _of_others(rules: Iterable[SinkRule]) -> str:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F  # noqa: N812
@@ -103,16 +103,13 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
     for rule in rules:
         mirror = of_mirrors.get(rule.name, mirrors.NEVER_READ)
         compared = _Comparison(tables, context, rule, states.get(rule.name, NEVER_READ), mirror)
+        if rule.name not in errors:
+            try:
+                rows, condition = compared.carry_out(newest.get(rule.name, {}))
+            except Unreadable as error:
+                errors[rule.name] = str(error)
+                on_progress(f"the sink {rule.name} cannot be read: {error}")
         if rule.name in errors:
-            rows, condition = compared.unread()
-            written.append(rows)
-            replaced.append(condition)
-            continue
-        try:
-            rows, condition = compared.carry_out(newest.get(rule.name, {}))
-        except Unreadable as error:
-            errors[rule.name] = str(error)
-            on_progress(f"the sink {rule.name} cannot be read: {error}")
             rows, condition = compared.unread()
         written.append(rows)
         replaced.append(condition)
@@ -588,7 +585,7 @@ class _Comparison:
 
     def _as_rows(self, rows: DataFrame, columns: Mapping[str, Column]) -> DataFrame:
         """Select the columns of the table `sinks`; those that are not given are null, or an empty array."""
-        default: dict[str, Any] = {
+        default = {
             "sink": F.lit(self.rule.name),
             "scope": F.lit(SCOPE),
             "run": F.lit(self.evidence.run),
@@ -597,9 +594,7 @@ class _Comparison:
             "coordinates": F.array(),
             "sink_coordinates": F.array(),
         }
-        given = {**default, **columns}
-        types = lake.SINK.items()
-        return rows.select(*(given.get(name, F.lit(None)).cast(data_type).alias(name) for name, data_type in types))
+        return frames.typed(rows, lake.SINK, {**default, **columns})
 
 
 def _has_any(counts: Mapping[str, Mapping[str, int]], *names: str) -> bool:
