@@ -564,11 +564,12 @@ class _Run:
             "tidied": plan.run if self._tidies(plan, last_run) else _tidied(last_run),
             **{name: found for name, found in sums.items() if name not in hourly.STORED},
         }
+        stored = json.dumps(summary)
         row = {
             "run": plan.run,
             "frozen_ms": plan.frozen_ms,
             "verdict": report.document["run"]["verdict"],
-            "summary": (stored := json.dumps(summary)),
+            "summary": stored,
             "report": json.dumps(
                 {
                     **{name: report.document[name] for name in ("run", "balance")},

@@ -14,8 +14,9 @@ TOPIC_FIELD: Final = "{topic}"
 # Every setting of Kafka's client that the service and the audit share, in lower case. A secret only stands in a file.
 _VARIABLES: Final = {name for name in SharedSettings.variables() if name.startswith(f"{PREFIX}KAFKA")}
 _SECRETS: Final = {name for name in _VARIABLES if name + FILE in _VARIABLES}
-_OF_CONNECTION: Final = tuple(sorted(name.removeprefix(PREFIX).lower() for name in _VARIABLES - _SECRETS))
-MIRROR_SETTINGS: Final = ("mirror_topic", *_OF_CONNECTION)
+OF_CONNECTION: Final = tuple(sorted(name.removeprefix(PREFIX).lower() for name in _VARIABLES - _SECRETS))
+"""The settings of a mirror's cluster."""
+MIRROR_SETTINGS: Final = ("mirror_topic", *OF_CONNECTION)
 SECRETS: Final = tuple(sorted(name.removeprefix(PREFIX).lower() for name in _SECRETS))
 
 _SWITCHES: Final = ("kafka_ssl_check_hostname",)
@@ -27,7 +28,7 @@ def connection_of(table: Table, folder: Path) -> tuple[tuple[str, str], ...]:
 
     Files are relative to the folder of the rules.
     """
-    return tuple((_variable(name), _text(name, table[name], folder)) for name in _OF_CONNECTION if name in table)
+    return tuple((_variable(name), _text(name, table[name], folder)) for name in OF_CONNECTION if name in table)
 
 
 def settings_of(connection: tuple[tuple[str, str], ...]) -> SharedSettings:
@@ -57,7 +58,7 @@ def mirror_faults(table: Table) -> Faults:
     for secret in SECRETS:
         if secret in table:
             yield secret, f"a secret would come into logs: write {secret}{FILE.lower()}, a file that has it, instead"
-    wrong = [name for name in _OF_CONNECTION if name in table and not _is_setting(name, table[name])]
+    wrong = [name for name in OF_CONNECTION if name in table and not _is_setting(name, table[name])]
     for name in wrong:
         yield name, "write true or false" if name in _SWITCHES else "write a text"
     if not wrong:
@@ -70,7 +71,7 @@ def _is_setting(name: str, value: Any) -> bool:
 
 def _conflicts(table: Table) -> Faults:
     """Find settings that are wrong, or contradict each other. No file is read: the service has none of these files."""
-    given = {name: _text(name, table[name], Path()) for name in _OF_CONNECTION if name in table}
+    given = {name: _text(name, table[name], Path()) for name in OF_CONNECTION if name in table}
     checked: dict[str, str] = {}
     for name, value in given.items():
         if name == "kafka_oauth_token_file":

@@ -114,8 +114,7 @@ class SinkRule:
 def sink_rule(table: Table, folder: Path) -> SinkRule:
     """Make the rule of a table without faults; its files are relative to the folder of the rules."""
     connection = mirror_rules.connection_of(table, folder)
-    left_out = {name for name in mirror_rules.MIRROR_SETTINGS if name != "mirror_topic"}
-    values: dict[str, Any] = {name: value for name, value in table.items() if name not in left_out}
+    values: dict[str, Any] = {name: value for name, value in table.items() if name not in mirror_rules.OF_CONNECTION}
     values.setdefault("event_time", "")
     values["topics"] = tuple(table["topics"])
     values["coordinates"] = tuple(table.get("coordinates", ()))

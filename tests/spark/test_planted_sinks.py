@@ -1,4 +1,4 @@
-"""Sinks in a real PostgreSQL and as Delta tables, whose consumer drops, repeats, is late and dies: all is found.
+"""Sinks in PostgreSQL, Delta and Iceberg, whose consumer drops, repeats, is late and dies: all is found.
 
 Some seeds; `python -m tests.sinks` has twenty. What a run says of each fault is tested in test_sinks.py too.
 """
