@@ -40,7 +40,7 @@ from service.core.settings import Settings
 from service.kafka.acl_inspector import AclInspector, ClusterSnapshot, Operation
 from service.kafka.admin import Topic
 from service.kafka.group_offsets import OFFSETS_TOPIC
-from service.kafka.producer import IdempotentProducer
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.reader import high_watermarks, offsets_since, read_between
 from service.kafka.session import Record, RecordMetadata
 from service.kafka.topics import InternalTopics

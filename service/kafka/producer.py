@@ -1,4 +1,4 @@
-"""The transactional and the idempotent producer. A producer session ends with its first failure and is replaced."""
+"""The transactional producer. It ends with its first failure that is not cleanly aborted, and is then replaced."""
 
 import asyncio
 import contextlib
@@ -10,15 +10,12 @@ from aiokafka import errors
 from aiokafka.client import AIOKafkaClient
 
 from service.core.identity_enum import IdentityEnum
-from service.core.logs import Incident
-from service.core.problems import KafkaAway
 from service.core.shared_task import unwaited
 from service.core.shared_timeout import SharedTimeout
 from service.core.supervision import failure_of
-from service.core.time_of_day import now_ms
 from service.core.time_slice import yield_after
 from service.kafka import outcomes
-from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
+from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import AWAY, NOT_KEPT, OFFSETS_TOPIC, GroupOffsets, OffsetCommit
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.inspection import UNSUPPORTED, is_ending
@@ -27,7 +24,6 @@ from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
     RECORD_ERRORS,
     OffsetsRefused,
-    OwnRecordFailed,
     PartitionUnknown,
     RecordError,
     TransactionAbortable,
@@ -37,32 +33,24 @@ from service.kafka.outcomes import (
 )
 from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnAndBumpRequest, EndTxnRequest
 from service.kafka.session import (
+    ACKS_TIMEOUT_SHARE,
     CONCURRENT_TRANSACTIONS,
     MARKERS_PAUSE_MOST_S,
     MARKERS_PAUSE_S,
     METADATA_TIMEOUT_S,
-    NOT_SENT,
     OK,
+    SENDS_SHARE,
     NotSent,
     ProducerSession,
     Record,
     RecordBatch,
     RecordMetadata,
-    RecordResult,
+    own_record,
     raise_if_error,
 )
 
 log = structlog.get_logger(__name__)
 
-# The sends get 1/n of a request's time: after a partition that hangs, there is time to send the rest again without it.
-SENDS_SHARE: Final = 3
-# The share of the sends' time that the broker waits for replicas: its error names the partition, before our timeout.
-ACKS_TIMEOUT_SHARE: Final = 0.8
-
-# Codec of ledger and journal records (tests/bench compression).
-OWN_CODEC: Final = COMPRESSION_CODECS["zstd"]
-# Smaller records are not compressed: a record of one entry saves little, and a single client would wait longer.
-COMPRESSED_LEAST_BYTES: Final = 1_024
 NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
 # Codes that are about the transaction, not about the partition that answers with them.
 OF_TRANSACTION: Final = (
@@ -71,15 +59,6 @@ OF_TRANSACTION: Final = (
     outcomes.TRANSACTION_ABORTABLE,
     CONCURRENT_TRANSACTIONS,
 )
-
-
-def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> Record:
-    """Make a record of ledger, journal or control, compressed from COMPRESSED_LEAST_BYTES on.
-
-    The timestamp is now, because a topic's timestamp bounds apply to these records too (KIP-937).
-    """
-    codec = OWN_CODEC if len(value) >= COMPRESSED_LEAST_BYTES else COMPRESSION_CODECS["none"]
-    return Record(topic, partition, key, value, [], now_ms(), codec=codec)
 
 
 class ProducerState(IdentityEnum):
@@ -681,119 +660,3 @@ class _Write:
 def _codes(response: Any) -> dict[Partition, int]:
     """Extract the error code of each partition from an AddPartitionsToTxn response."""
     return {(topic, row[0]): row[1] for topic, rows in response.errors for row in rows}
-
-
-class IdempotentProducer:
-    """An idempotent producer (acks=all, no transactions) that replaces its session after a failure.
-
-    A new session has a new producer id, at epoch 0, so records that were in flight may be written twice. Used for
-    records that tolerate duplicates: barriers, the journal, and events whose guarantee is `idempotent`.
-    """
-
-    def __init__(self, cluster: KafkaAdmin, name: str) -> None:
-        self._cluster = cluster
-        self._name = name
-        self._timeout_s = cluster.timeout_s / SENDS_SHARE
-        self._session: ProducerSession | None = None
-        self._trouble = Incident(log, "not every record was written")
-        self._starting = asyncio.Lock()
-        self._sending = asyncio.Lock()  # keeps the order of sequence numbers
-
-    async def identity(self) -> tuple[int, int]:
-        """Return the producer id and epoch, starting a session where there is none. Raises KafkaAway."""
-        session = await self._current_session()
-        return session.producer_id, session.epoch
-
-    async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
-        """Write one record and await its offset. Raises KafkaAway: the record may be in Kafka nevertheless."""
-        (metadata,) = await self.send_all(topic, [(partition, key, value)])
-        return metadata.offset
-
-    async def send_all(self, topic: str, contents: Sequence[tuple[int, bytes | None, bytes]]) -> list[RecordMetadata]:
-        """Write records of (partition, key, value) and await their metadata. Raises KafkaAway as `send` does.
-
-        Raises OwnRecordFailed where the broker permanently refuses a record.
-        """
-        records = [own_record(topic, *content) for content in contents]
-        metadata: list[RecordMetadata] = []
-        for result in await self.write(records):
-            if not isinstance(result, RecordMetadata):
-                failed = KafkaAway(f"{topic}: {result.why if result else 'no clean answer'}")
-                if isinstance(result, RecordError):  # permanent, and logged nowhere else
-                    failed = OwnRecordFailed(str(failed), result)
-                    self._trouble.add(failed, producer=self._name)
-                raise failed
-            metadata.append(result)
-        return metadata
-
-    async def write(self, records: Sequence[Record]) -> list[RecordResult]:
-        """Write records and await the result of each, in their order. Raises KafkaAway: nothing was sent.
-
-        Any failure ends the session: a gap in its sequence numbers would make the broker refuse every later batch.
-        """
-        async with self._sending:
-            session = await self._current_session()
-            results: list[RecordResult] = [NOT_SENT] * len(records)  # of records that reach no batch
-            batches: list[RecordBatch] = []
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    leaders = await self._leaders(session, records, results)
-                    batches = session.batches(records, leaders)
-                    await session.send(batches, leaders, int(1000 * ACKS_TIMEOUT_SHARE * self._timeout_s))
-            except (Exception, asyncio.CancelledError) as error:  # the results come from the batches' answers
-                failure = failure_of(error)
-                quota: dict[str, Any] = {"quota": session.quota} if session.quota else {}
-                self._trouble.add(failure, bug=outcomes.is_bug(failure), producer=self._name, **quota)
-            for batch in batches:
-                result = batch.result(records)
-                for n, member in enumerate(batch.members):
-                    results[member] = result[n] if isinstance(result, list) else result
-            if not all(isinstance(result, RecordMetadata) for result in results):
-                self._cluster.count_failure("produce")
-                await self._end(session)
-            elif failures := self._trouble.end():
-                log.info("records are written again", producer=self._name, **failures)
-            return results
-
-    async def _leaders(
-        self, session: ProducerSession, records: Sequence[Record], results: list[RecordResult]
-    ) -> dict[Partition, int]:
-        """Find the leaders of the records' partitions; a partition without one gets its result in `results`."""
-        leaders: dict[Partition, int] = {}
-        partitions = dict.fromkeys((record.topic, record.partition) for record in records)
-        session.request_metadata(partitions)
-        for partition in partitions:
-            node = session.leader(partition)
-            if node is None:
-                result: RecordResult = NotSent(partition_failed=True)
-                try:
-                    node = await session.find_leader(partition)
-                except TimeoutError:
-                    pass
-                except PartitionUnknown as unknown:
-                    result = unknown.error
-                if node is None:
-                    for index, record in enumerate(records):
-                        if (record.topic, record.partition) == partition:
-                            results[index] = result
-                    continue
-            leaders[partition] = node
-        return leaders
-
-    async def _current_session(self) -> ProducerSession:
-        """Return the session, started if there was none. Raises KafkaAway."""
-        async with self._starting:
-            if self._session is None:
-                session = ProducerSession(self._cluster, self._name)
-                await session.start(self._cluster.timeout_s)
-                self._session = session
-            return self._session
-
-    async def _end(self, session: ProducerSession) -> None:
-        if self._session is session:
-            self._session = None
-        await session.close()
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._end(self._session)

@@ -17,8 +17,9 @@ from aiokafka.structs import TopicPartition
 
 from service.contract.wire import Header
 from service.core.problems import KafkaAway
+from service.core.time_of_day import now_ms
 from service.kafka import outcomes
-from service.kafka.admin import RETRIABLE, TRANSACTIONS_1, KafkaAdmin, any_node, coordinator, remedy
+from service.kafka.admin import COMPRESSION_CODECS, RETRIABLE, TRANSACTIONS_1, KafkaAdmin, any_node, coordinator, remedy
 from service.kafka.connection import Client
 from service.kafka.deadline import within
 from service.kafka.inspection import open_partitions
@@ -38,6 +39,11 @@ NOT_LEADER_PAUSE_S: Final = 0.02
 MARKERS_PAUSE_S: Final = 0.001
 MARKERS_PAUSE_MOST_S: Final = 0.02
 
+# The sends get 1/n of a request's time: after a partition that hangs, there is time to send the rest again without it.
+SENDS_SHARE: Final = 3
+# The share of the sends' time that the broker waits for replicas: its error names the partition, before our timeout.
+ACKS_TIMEOUT_SHARE: Final = 0.8
+
 ACKS_ALL: Final = -1
 SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
 OK: Final = errors.NoError.errno
@@ -46,6 +52,10 @@ CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
 # Clean error codes after which the same batch may be sent to another leader. Where the old leader has appended the
 # batch, the new leader knows its sequence numbers and answers with its offset.
 NOT_LEADER: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
+# Codec of ledger and journal records (tests/bench compression).
+OWN_CODEC: Final = COMPRESSION_CODECS["zstd"]
+# Smaller records are not compressed: a record of one entry saves little, and a single client would wait longer.
+COMPRESSED_LEAST_BYTES: Final = 1_024
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
@@ -59,6 +69,15 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     timestamp: int
     batch_bytes_max: int = BATCH_BYTES_MAX
     codec: int | None = None  # compression of its batch; None: the configured codec
+
+
+def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> Record:
+    """Make a record of ledger, journal or control, compressed from COMPRESSED_LEAST_BYTES on.
+
+    The timestamp is now, because a topic's timestamp bounds apply to these records too (KIP-937).
+    """
+    codec = OWN_CODEC if len(value) >= COMPRESSED_LEAST_BYTES else COMPRESSION_CODECS["none"]
+    return Record(topic, partition, key, value, [], now_ms(), codec=codec)
 
 
 class RecordMetadata(msgspec.Struct, frozen=True, gc=False):

@@ -17,7 +17,7 @@ from service.contract.wire import encode_answers
 from service.core import time_of_day
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.admin import KafkaAdmin
-from service.kafka.producer import IdempotentProducer
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.topics import REQUESTS_PARTITIONS
 
 MEASURED_S: Final = 10.0

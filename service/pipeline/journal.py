@@ -14,8 +14,8 @@ from service.core.problems import TOO_LARGE, KafkaAway
 from service.core.supervision import supervise
 from service.core.time_of_day import now_ms
 from service.kafka.admin import KafkaAdmin
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.outcomes import OwnRecordFailed
-from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import REQUESTS_PARTITIONS
 from service.pipeline.request import Committed, Quarantined, WriteRequest, WriteResult
 

@@ -20,9 +20,9 @@ from service.core.problems import Fenced, KafkaAway, StoreAway, StoreBug, StoreL
 from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
 from service.kafka.admin import KafkaAdmin
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed
-from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import InternalTopics
 from service.pipeline.queue import Queue
 from service.slots.recovery import CurrentStore, SlotRecovery

@@ -18,7 +18,7 @@ from service.contract.wire import (
 from service.core.time_of_day import now_ms
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
-from service.kafka.producer import IdempotentProducer
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.reader import Span, read_through
 
 

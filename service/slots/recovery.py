@@ -29,7 +29,8 @@ from service.core.settings import Settings
 from service.core.supervision import log_failure, supervise
 from service.kafka.admin import KafkaAdmin
 from service.kafka.deadline import shared
-from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.idempotent_producer import IdempotentProducer
+from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import Item, Span, high_watermarks, offsets_since, read_through
 from service.kafka.session import RecordMetadata
 from service.kafka.topics import InternalTopics

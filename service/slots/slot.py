@@ -13,9 +13,10 @@ from service.core.problems import StoreLost
 from service.core.time_slice import yield_after
 from service.kafka.group_offsets import GroupOffsets
 from service.kafka.hanging import RecordCoordinates
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionAborted, TransactionFailed
-from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.producer import TransactionalProducer
 from service.kafka.session import Record, RecordMetadata
 from service.slots.ledger_rows import LedgerEntry, encode_entries
 

@@ -15,9 +15,10 @@ from service.contract.wire import Begin, LedgerRecord, decode_ledger
 from service.core.metrics import Telemetry
 from service.core.problems import StoreAway
 from service.kafka.admin import TRANSACTIONS_1, TRANSACTIONS_AUTO, KafkaAdmin
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.inspection import fetch
 from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed, TransactionOutcome
-from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.producer import TransactionalProducer
 from service.kafka.protocol import EndTxnAndBumpRequest
 from service.kafka.session import Record, RecordMetadata
 from service.slots.slot import LedgerPosition, Slot

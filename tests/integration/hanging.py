@@ -38,9 +38,9 @@ from service.kafka.group_offsets import GroupOffsets, OffsetCommit
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import OffsetsRefused, TransactionFailed
-from service.kafka.producer import TransactionalProducer, own_record
+from service.kafka.producer import TransactionalProducer
 from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnRequest
-from service.kafka.session import ProducerSession, Record, RecordMetadata
+from service.kafka.session import ProducerSession, Record, RecordMetadata, own_record
 from tests import kafka_versions
 from tests.integration.client import Asked
 

@@ -5,7 +5,7 @@ import os
 from deploy.stack import Kafka
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
-from service.kafka.producer import IdempotentProducer
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.reader import FETCH_BYTES_MAX, Span, read_through
 from tests.conftest import MakeTopic
 

@@ -21,8 +21,9 @@ from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_TOPIC, KafkaAway, StoreAway
 from service.core.settings import Settings
 from service.kafka.admin import KafkaAdmin
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.outcomes import RecordError, TransactionFailed
-from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import STOP_TIMEOUT_S, Span, read_through
 from service.kafka.security import Security
 from service.kafka.session import Record

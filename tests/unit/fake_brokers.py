@@ -31,10 +31,11 @@ from service.kafka.group_offsets import (
     TxnOffsetCommitAndAdd,
     partition_of_group,
 )
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.inspection import DescribeProducers, DescribeTransactions
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed
-from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.producer import TransactionalProducer
 from service.kafka.protocol import EndedAndBumped, EndTxnAndBumpRequest, ProduceAndAddRequest, Produced
 from service.kafka.session import ProducerSession, Record, RecordMetadata
 

@@ -23,9 +23,10 @@ from service.events.schemas import Schemas
 from service.kafka.admin import KafkaAdmin, Topic
 from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets
 from service.kafka.hanging import RecordCoordinates
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import OffsetsRefused
-from service.kafka.producer import IdempotentProducer, TransactionalProducer
+from service.kafka.producer import TransactionalProducer
 from service.kafka.session import Record, RecordMetadata, RecordResult
 from service.kafka.topics import READ_TOPICS_MAX, InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission

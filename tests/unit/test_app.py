@@ -17,7 +17,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaLoginFailed
 from service.core.settings import Settings
 from service.events.schemas import Schemas
-from service.kafka.producer import IdempotentProducer
+from service.kafka.idempotent_producer import IdempotentProducer
 from tests.unit.fakes import ended, steps, until
 from tests.unit.scrape import sample
 

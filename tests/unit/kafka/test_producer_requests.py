@@ -15,8 +15,8 @@ from service.core.problems import KafkaAway
 from service.kafka import session as module
 from service.kafka.inspection import DescribeTransactions
 from service.kafka.outcomes import TransactionOutcome
-from service.kafka.producer import ACKS_TIMEOUT_SHARE, SENDS_SHARE, TransactionalProducer
-from service.kafka.session import NotSent, ProducerSession, RecordBatch, RecordMetadata
+from service.kafka.producer import TransactionalProducer
+from service.kafka.session import ACKS_TIMEOUT_SHARE, SENDS_SHARE, NotSent, ProducerSession, RecordBatch, RecordMetadata
 from tests.unit.fake_brokers import (
     LEDGER,
     TOO_BIG,

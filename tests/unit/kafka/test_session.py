@@ -26,8 +26,8 @@ from service.core.problems import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
 from service.kafka import session as module
 from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
 from service.kafka.outcomes import RECORD_ERRORS, TransactionFailed, TransactionOutcome
-from service.kafka.producer import COMPRESSED_LEAST_BYTES, TransactionalProducer
-from service.kafka.session import ProducerSession, RecordMetadata
+from service.kafka.producer import TransactionalProducer
+from service.kafka.session import COMPRESSED_LEAST_BYTES, ProducerSession, RecordMetadata
 from tests.unit.fake_brokers import (
     FENCED,
     GONE,

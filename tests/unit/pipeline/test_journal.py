@@ -16,8 +16,8 @@ from service.contract import Guarantee
 from service.contract.wire import encode_answer, event_id
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, TOO_LARGE, KafkaAway, Problem
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.outcomes import OwnRecordFailed, RecordError
-from service.kafka.producer import IdempotentProducer
 from service.pipeline import journal as module
 from service.pipeline.journal import Journal
 from service.pipeline.request import Committed, WriteRequest
