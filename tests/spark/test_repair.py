@@ -21,6 +21,7 @@ from deploy.stack import Kafka, Redis
 from service.contract import SharedSettings, wire
 from spark.errors import CannotRun
 from spark.repair import command, copier, entries
+from spark.repair.invocation import Outcome
 from spark.settings import RepairOptions, parse_repair
 from tests.integration.client import Client
 from tests.integration.conftest import Stage, staged
@@ -97,7 +98,7 @@ def repaired(spark: SparkSession, history: History, tmp_path: Path) -> Any:
     """Return the function that carries out the command with these arguments."""
     shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace)
 
-    def carry_out(*arguments: str, **more: Any) -> command.Outcome:
+    def carry_out(*arguments: str, **more: Any) -> Outcome:
         options = parse_repair(["--lake", str(tmp_path / "lake"), *arguments], 0)
         return command.carry_out(spark, shared, options, lambda line: None, **more)
 

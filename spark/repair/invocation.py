@@ -1,0 +1,45 @@
+"""One invocation of the command `repair`, and what it returns."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pyspark.sql import SparkSession
+
+from service.contract import SharedSettings
+from spark.reading.run_plan import Plan
+from spark.repair.entries import Entry
+from spark.repair.plans import Plans
+from spark.settings import RepairOptions
+from spark.step_timer import OnProgress
+from spark.tables.lake import Lake
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """What all parts of the command work with. `audited` is the plan of the last finished run of the audit, `plans`
+    stores those of repairs; `now_ms` is the clock."""
+
+    lake: Lake
+    shared: SharedSettings
+    options: RepairOptions
+    audited: Plan
+    plans: Plans
+    on_progress: OnProgress
+    now_ms: Callable[[], int]
+
+    @property
+    def spark(self) -> SparkSession:
+        return self.lake.spark
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a repair has planned and done: the plan's number, its entries, and lines for the terminal.
+
+    `is_left`: something is left to do for an operator.
+    """
+
+    plan: int
+    entries: Sequence[Entry]
+    lines: Sequence[str]
+    is_left: bool

@@ -1,0 +1,101 @@
+"""Reads what is known of lost and missing events, and makes the entries of a plan (entries.py decides)."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from service.contract import wire
+from spark.errors import CannotRun
+from spark.reading.kafka_admin import KafkaAdmin
+from spark.repair import bodies, copier, entries, evidence
+from spark.repair.bodies import Body
+from spark.repair.entries import Entry
+from spark.repair.invocation import Invocation
+from spark.rules import kinds
+
+
+def lost_events(invocation: Invocation, found: Sequence[Mapping[str, Any]]) -> list[Entry]:
+    """Decide about the lost events among findings."""
+    lost = [finding for finding in found if finding["kind"] == kinds.LOST.name]
+    if not lost:
+        return []
+    ids = [finding["id"] for finding in lost]
+    scopes = ("", *invocation.options.scopes)
+    renewed = {id: [wire.event_id(entries.new_key(id), scope).hex() for scope in scopes] for id in ids}
+    rows = evidence.rows_of_ids(invocation.lake, [*ids, *(one for ones in renewed.values() for one in ones)])
+    # Of an unknown age, for which the service refuses each key that it does not remember.
+    accepted = {id: min((row["accepted_ms"] for row in rows.get(id, ())), default=0) for id in ids}
+    lost_at = {finding["id"]: entries.coordinates_of(finding) for finding in lost}
+    claims = evidence.claims(invocation.spark, invocation.shared, accepted, lost_at)
+    known = _bodies(invocation.options.bodies, scopes, set(ids))
+    done, now_ms = evidence.history(invocation.lake), invocation.now_ms()
+    return [
+        entries.lost(
+            finding,
+            accepted[finding["id"]],
+            evidence.record_of(row for id in (finding["id"], *renewed[finding["id"]]) for row in rows.get(id, ())),
+            claims.get(finding["id"], entries.Claimed()),
+            known,
+            done,
+            invocation.audited.run,
+            now_ms,
+        )
+        for finding in lost
+    ]
+
+
+def _bodies(names: Sequence[str], scopes: Sequence[str], ids: Collection[str]) -> dict[str, list[Body]]:
+    """Read the bodies of events with these ids from the files of --bodies, by id."""
+    known: dict[str, list[Body]] = {}
+    for name in names:
+        try:
+            with Path(name).open("rb") as lines:
+                for id, some in bodies.read(lines, name, scopes, ids).items():
+                    known.setdefault(id, []).extend(some)
+        except OSError as error:
+            raise CannotRun(f"--bodies {name!r} cannot be read: {error}") from None
+    return known
+
+
+def missing_events(invocation: Invocation, found: Sequence[Mapping[str, Any]]) -> list[Entry]:
+    """Decide about the events that sinks lack among findings."""
+    missing = [finding for finding in found if finding["kind"] == kinds.MISSING_IN_SINK.name]
+    if not missing:
+        return []
+    rows = evidence.rows_of_ids(invocation.lake, [finding["id"] for finding in missing])
+    of_copy = {(id, (row["topic"], row["partition"], row["offset"])): row for id, some in rows.items() for row in some}
+    known = {
+        id: {(row["topic"], row["partition"], row["offset"]) for row in some if row["count"]}
+        for id, some in rows.items()
+    }
+    places = [entries.records_of(finding, known.get(finding["id"], ())) for finding in missing]
+    # Several ids, if a topic was recreated: the record is that of one of them.
+    wanted: dict[entries.Coordinates, set[str]] = {}
+    for finding, records in zip(missing, places, strict=True):
+        for at in records:
+            wanted.setdefault(at, set()).add(finding["id"])
+    proven: dict[tuple[str, entries.Coordinates], bool] = {}
+    for record in copier.records_at(invocation.spark, invocation.shared, list(wanted)):
+        for id in wanted[record.coordinates]:
+            row = of_copy[id, record.coordinates]
+            fingerprint = None if row["fingerprint"] is None else bytes(row["fingerprint"]).hex()
+            proven[id, record.coordinates] = copier.is_record_of(
+                record, id, fingerprint, has_header=bool(row["has_fencepost_header"])
+            )
+    done = evidence.history(invocation.lake)
+    into = invocation.options.into
+    with closing(KafkaAdmin(invocation.spark, invocation.shared)) as admin:
+        topics = admin.describe(sorted({into, *(topic for topic, _, _ in wanted)} - {""}))
+    topic_ids = {name: topic.topic_id for name, topic in topics.items()}
+    return [
+        entries.missing(
+            finding,
+            min((row["accepted_ms"] for row in rows.get(finding["id"], ())), default=0),
+            {at: proven.get((finding["id"], at)) for at in records},
+            done,
+            topic_ids,
+            into,
+        )
+        for finding, records in zip(missing, places, strict=True)
+    ]
