@@ -351,6 +351,17 @@ def _add_lake(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--lake", type=_without_slash, required=True, help=help)
 
 
+def _add_topics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--topic",
+        dest="topics",
+        type=_listed,
+        default=(),
+        metavar="TOPIC",
+        help="comma-separated globs of topics; default: all",
+    )
+
+
 def _without_slash(text: str) -> str:
     """Remove the slashes at the end of a folder or URL."""
     return text.rstrip("/") or "/"
@@ -399,7 +410,7 @@ def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
     parser.add_argument(
         "--kind", default="", help="comma-separated kinds, or severities (error, warning, information); default: all"
     )
-    parser.add_argument("--topic", default="", help="comma-separated globs of topics; default: all")
+    _add_topics(parser)
     parser.add_argument(
         "--since",
         type=_since(now_ms),
@@ -419,7 +430,7 @@ def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
     return FindingsOptions(
         lake=parsed.lake,
         kinds=_listed(parsed.kind),
-        topics=_listed(parsed.topic),
+        topics=parsed.topics,
         since_ms=parsed.since,
         format=parsed.format,
         output=parsed.output,
@@ -445,7 +456,7 @@ def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
         "ledger record, which the commit makes visible.",
     )
     _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
-    parser.add_argument("--topic", default="", help="comma-separated globs of topics; default: all")
+    _add_topics(parser)
     parser.add_argument(
         "--by-instance", action="store_true", help="a row for each topic and process that wrote its records"
     )
@@ -460,7 +471,7 @@ def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
     parsed = parser.parse_args(arguments)
     return RatesOptions(
         lake=parsed.lake,
-        topics=_listed(parsed.topic),
+        topics=parsed.topics,
         since_ms=parsed.since,
         by_instance=parsed.by_instance,
         format=parsed.format,
@@ -508,7 +519,7 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
     )
     _add_lake(parser, "folder or URL of the Delta tables that the runs fill; plans are stored there too")
     parser.add_argument("--kind", default="", help="lost, missing_in_sink, or both (default)")
-    parser.add_argument("--topic", default="", help="comma-separated globs of topics; default: all")
+    _add_topics(parser)
     parser.add_argument("--since", type=_since(now_ms), help="as for the command findings")
     parser.add_argument("--execute", action="store_true", help="send and copy; default: only plan")
     parser.add_argument(
@@ -548,7 +559,7 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
     options = RepairOptions(
         lake=parsed.lake,
         kinds=_listed(parsed.kind) or REPAIRED_KINDS,
-        topics=_listed(parsed.topic),
+        topics=parsed.topics,
         since_ms=parsed.since,
         execute=parsed.execute,
         bodies=tuple(parsed.bodies),

@@ -16,7 +16,11 @@ LINE_BYTES_MAX: Final = 4 << 20
 
 
 class _Envelope(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """The body of `POST /events`. `value` holds the bytes of the JSON as they are in the file."""
+    """The body of `POST /events`. `value` holds the bytes of the JSON as they are in the file.
+
+    The service has the same fields in `service.events.event.EventBody`. The job imports nothing of the service but
+    `service.contract`, which needs the standard library only, and so has no msgspec.
+    """
 
     topic: str
     key: str | None = None

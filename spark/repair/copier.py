@@ -245,7 +245,11 @@ _CLASSES: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
 
 def _compiled(spark: SparkSession) -> Any:
-    """Compile the copier's source with Janino, with the class path of kafka-clients; once for each JVM."""
+    """Compile the copier's source with Janino, with the class path of kafka-clients; once for each JVM.
+
+    The log store for S3 is compiled when it is installed (deploy/install/s3.py), since Delta loads that class by its
+    name from the class path. This class is loaded here only, so that no installation or cluster needs a jar for it.
+    """
     if gateway(spark) not in _CLASSES:
         kafka_class = jvm(spark).org.apache.kafka.common.TopicPartition("t", 0).getClass()
         compiler = jvm(spark).org.codehaus.janino.SimpleCompiler()

@@ -4,6 +4,9 @@ Each request has `Repeatability-First-Sent` (OASIS Repeatable Requests 1.0): the
 may have been forgotten since. Under its own key an event was first sent when it was accepted; under its new key when
 the first plan was stored that may have sent it. So a key that is remembered is replayed, a key that may have been
 forgotten is refused, and only a key that was never written writes.
+
+The client library (service.fencepost.client) retries in the same way, but is not called: applications install it, under
+another name, and nothing that is installed here imports it (the import contracts in pyproject.toml).
 """
 
 import ssl

@@ -235,8 +235,8 @@ REPAIR: Final = {
 """The columns of a plan of the command `repair`. `run` is the last finished run, whose findings the plan is about.
 
 `state`: `planned` (nothing was sent), `executing` (an attempt has begun), `done`. `source` is the topic of --clean,
-`target` that of --into. `layout` (JSON) has the ids of both topics, the spans that are copied and where they begin in
-the target.
+`target` that of --into. `layout` (JSON, repair.layouts) has the ids of the topics, the spans that are copied, where
+they begin in the target, and how far the sources were read.
 """
 
 REPAIR_ENTRY: Final = {
