@@ -380,16 +380,10 @@ class Writer:
 
         Raises StoreUnanswered where the claims may still stand: its requests wait for the slot's recovery.
         """
-        requests, is_released = [request for request, _ in attempt.claimed], False
-        try:
-            is_released = await self._release_aborted(attempt.slot, requests)
-        finally:
-            for request in requests:
-                request.aborts += 1
-                request.move(RequestEvent.RETURN if is_released else RequestEvent.DOUBT)
-            if not is_released:
-                self._parked += requests
-        if not is_released:
+        requests = [request for request, _ in attempt.claimed]
+        for request in requests:
+            request.aborts += 1
+        if not await self._release_or_park(attempt.slot, requests, is_aborted=True):
             raise StoreUnanswered("a release of an aborted transaction is open")
         self._put_back_later(requests)
 
@@ -488,15 +482,7 @@ class Writer:
             request.aborts += 1
         for request, result in decision.results:
             self._resolver.resolve(request, result)
-        is_released = False
-        try:
-            is_released = decision.is_aborted and await self._release_aborted(slot, requests)
-        finally:
-            for request in requests:
-                request.move(RequestEvent.RETURN if is_released else RequestEvent.DOUBT)
-            if not is_released:
-                self._parked += requests
-        if is_released:
+        if await self._release_or_park(slot, requests, is_aborted=decision.is_aborted):
             self._queue.put_back(decision.at_once)
             self._put_back_later(decision.later)
             self._split(decision.split)
@@ -506,6 +492,21 @@ class Writer:
         if requests:
             pause_s = min(ABORTED_PAUSE_S * 2 ** max(each.aborts for each in requests), ABORTED_PAUSE_MOST_S)
             asyncio.get_running_loop().call_later(pause_s, self._queue.put_back, requests)
+
+    async def _release_or_park(self, slot: Slot, requests: Sequence[WriteRequest], *, is_aborted: bool) -> bool:
+        """Release the claims of a failed transaction's requests; False: they may stand, and the recovery settles them.
+
+        `is_aborted`: no commit was requested. Otherwise nothing is released.
+        """
+        is_released = False
+        try:
+            is_released = is_aborted and await self._release_aborted(slot, requests)
+        finally:
+            for request in requests:
+                request.move(RequestEvent.RETURN if is_released else RequestEvent.DOUBT)
+            if not is_released:
+                self._parked += requests
+        return is_released
 
     async def _release_aborted(self, slot: Slot, requests: Sequence[WriteRequest]) -> bool:
         """Release the claims of an aborted transaction, so that any slot may write its requests; False: they may stand.
