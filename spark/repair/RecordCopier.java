@@ -242,9 +242,9 @@ public class RecordCopier {
 
     /** Close the connections; an open transaction is aborted, by this or by the broker. */
     public void close() {
-        Duration patience = Duration.ofSeconds(5L);
-        source.close(patience);
-        target.close(patience);
-        producer.close(patience);
+        Duration timeout = Duration.ofSeconds(5L);
+        source.close(timeout);
+        target.close(timeout);
+        producer.close(timeout);
     }
 }

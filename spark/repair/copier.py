@@ -177,8 +177,7 @@ def is_record_of(record: Record, id: str, fingerprint: str | None, *, has_header
 
 
 class Copier:
-    """Copies records into a topic: `init`, then `parts`. An earlier producer of the topic's transactional id is
-    fenced."""
+    """Copies records into a topic: `init` fences an earlier producer of the topic's transactional id, then `copy`."""
 
     def __init__(self, spark: SparkSession, shared: SharedSettings, target: str) -> None:
         of_bytes = "org.apache.kafka.common.serialization.ByteArraySerializer"
