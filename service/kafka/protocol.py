@@ -5,9 +5,10 @@ and those of transactions of version 2 (KIP-890), which aiokafka lacks: Produce 
 which a broker reports that version 2 is finalized.
 """
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from struct import Struct, error
+from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from aiokafka.protocol import produce, transaction
@@ -263,7 +264,7 @@ class _Flexible:
         number = shift = 0
         while True:
             if self.at >= len(self.frame):
-                raise error("a response ends in a varint")
+                raise struct.error("a response ends in a varint")
             byte = self.frame[self.at]
             self.at += 1
             number |= (byte & 0x7F) << shift
@@ -278,7 +279,7 @@ class _Flexible:
     def skip(self, size: int) -> bytes:
         start, self.at = self.at, self.at + size
         if self.at > len(self.frame):
-            raise error("a response ends in a string")
+            raise struct.error("a response ends in a string")
         return self.frame[start : self.at]
 
     def count(self) -> int:

@@ -153,8 +153,8 @@ class ProducerSession:
     def __init__(
         self, cluster: KafkaAdmin, name: str, transactional_id: str | None = None, timeout_ms: int = 0
     ) -> None:
-        # The session of a connection is renewed between two transactions: a refused login must not fail one.
         self._asks_version = transactional_id is not None and cluster.transactions != TRANSACTIONS_1
+        # The session of a connection is renewed between two transactions: a refused login must not fail one.
         self.client = Client(
             **cluster.options(name), renews_on_use=transactional_id is None, asks_features=self._asks_version
         )

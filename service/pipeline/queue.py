@@ -48,7 +48,7 @@ class Queue:
         self._isolated: deque[WriteRequest] = deque()
         self._isolated_topics: dict[str, None] = {}  # in the order of their first failure
         self._isolated_group: Group | None = None  # in flight
-        self._isolated_order: dict[str, int] = {}  # by isolated topic: the number of its last group
+        self._isolated_order: dict[str, int] = {}  # by isolated topic or consumer group: the number of its last group
         self._next_isolated_at = 0.0  # time.monotonic before which no isolated group is taken
         self._idle_slots: deque[asyncio.Future[None]] = deque()
         self._in_flight: dict[Group, None] = {}
@@ -264,7 +264,7 @@ class Queue:
         return self._take_isolated(), True
 
     def _take_isolated(self) -> list[WriteRequest]:
-        """Take a request that was in a failed group, alone, or else all requests of one isolated topic.
+        """Take a request that was in a failed group, or an atomic batch, alone; or else all requests of one topic.
 
         Takes nothing while an isolated group is in flight. Requests that failed alone come after the others of their
         topic: one of the others may commit, which releases the topic.
@@ -277,15 +277,15 @@ class Queue:
             self._isolated_order.clear()
             return []
         first = min(waiting, key=lambda one: (self._isolated_order.get(_order_name(one), 0), max(one.failures, 1)))
-        topic = _order_name(first)
+        name = _order_name(first)
 
         def alike(request: WriteRequest) -> bool:
-            return not request.failures and all(event.topic == topic for event in request.events)
+            return not request.failures and all(event.topic == first.topic for event in request.events)
 
         alone = first.failures or first.atomic
         together = [first] if alone else [one for one in waiting if one is first or alike(one)]
         taken = take_requests(deque(together), self.ledger_bytes_max)
-        self._isolated_order[topic] = self._groups_taken + 1
+        self._isolated_order[name] = self._groups_taken + 1
         left = set(waiting).difference(taken)
         self._isolated = deque(request for request in waiting if request in left)
         return taken
