@@ -21,6 +21,7 @@ from psycopg import sql
 from service.fencepost import Overtaken, Reader, Record, Saved, id_of
 
 RECORDS_MAX = 500
+CREATION_LOCK = 40_771  # any number that no other program of the database locks
 Row = tuple[bytes | None, datetime, str | None]
 
 
@@ -31,8 +32,12 @@ class Table:
         self.name = name
 
     async def create(self) -> None:
-        """Create both tables where they are missing."""
+        """Create both tables where they are missing.
+
+        One program at a time: PostgreSQL may refuse a CREATE TABLE IF NOT EXISTS beside another one.
+        """
         async with await psycopg.AsyncConnection.connect() as connection:
+            await connection.execute("SELECT pg_advisory_xact_lock(%s)", (CREATION_LOCK,))
             await connection.execute(
                 sql.SQL(
                     "CREATE TABLE IF NOT EXISTS {} (event_id bytea, created_at timestamptz NOT NULL, value jsonb, "

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.examples import sink_postgres
 from deploy.install import java
 from deploy.places import ROOT
 from deploy.stack import Kafka, Service
@@ -158,12 +159,20 @@ def test_the_readme_has_the_commands_that_were_run() -> None:
     assert [command for command in COMMANDS.values() if f"`{command}`" not in text] == []
 
 
+async def created_at_once(table: sink_postgres.Table, programs: int) -> None:
+    """Have several programs, which start at the same time, create their tables."""
+    await asyncio.gather(*(table.create() for _ in range(programs)))
+
+
 def test_a_sink_is_filled_once_by_one_transaction_and_torn_by_two_commits(
-    kafka: Kafka, namespace: str, tmp_path: Path
+    kafka: Kafka, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The examples are killed with -9 between their two commits; test_planted_sinks.py audits their tables."""
     history = History(kafka.bootstrap, namespace, slots=1)
     with Postgres(tmp_path / "postgres") as postgres:
+        for name, value in postgres.variables.items():
+            monkeypatch.setenv(name, value)
+        asyncio.run(created_at_once(sink_postgres.Table("orders"), 20))
         orders = Orders(history, postgres, 0, history.now_ms)
         orders.fill()
         torn = Counter((program, kind, cause) for program, kind, cause, _ in orders.faults())

@@ -13,7 +13,7 @@ from typing import Final
 
 from deploy.places import ROOT
 from tests.sinks.killed import BATCH, NEVER, STEPS
-from tests.sinks.postgres import DATABASE, USER, Postgres
+from tests.sinks.postgres import USER, Postgres
 from tests.spark.history import History, Writer, Written
 
 EVENTS: Final = 5 * BATCH
@@ -87,15 +87,7 @@ class Orders:
 
     @contextlib.contextmanager
     def _started(self, program: str, step: str) -> Iterator[subprocess.Popen[bytes]]:
-        environment = {
-            **os.environ,
-            "FENCEPOST_KAFKA": self.history.bootstrap,
-            "PGHOST": "127.0.0.1",
-            "PGPORT": str(self.postgres.port),
-            "PGUSER": USER,
-            "PGPASSWORD": self.postgres.password,
-            "PGDATABASE": DATABASE,
-        }
+        environment = {**os.environ, "FENCEPOST_KAFKA": self.history.bootstrap, **self.postgres.variables}
         command = [sys.executable, "-m", "tests.sinks.killed", program, step, self.topic, self.table(program)]
         with subprocess.Popen(command, cwd=ROOT, env=environment) as child:
             try:

@@ -45,6 +45,12 @@ class Postgres(Process):
             host="127.0.0.1", port=self.port, user=USER, password=self.password, dbname=DATABASE
         )
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of libpq by which a program finds the server."""
+        names = {"PGHOST": "127.0.0.1", "PGPORT": str(self.port), "PGDATABASE": DATABASE}
+        return {**names, "PGUSER": USER, "PGPASSWORD": self.password}
+
     def start(self) -> None:
         """Unpack the programs, create the database, start the server, and wait until it answers. Raises StackError."""
         if not (self._root / "data").exists():
