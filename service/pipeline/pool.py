@@ -7,6 +7,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import structlog
@@ -133,7 +134,6 @@ class Pool:
         self._telemetry = telemetry
         self._serve = serve
         self._recovered = recovered
-        self.token = f"{settings.name}/{secrets.token_hex(6)}"
         self.newer: NewerVersion | None = None  # what only a newer release can read: this process must end
         self.members = 1  # live processes, by the last heartbeat
         self.slots: dict[int, Slot] = {}
@@ -150,6 +150,15 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"<Pool {self.token} {sorted(self.slots.values(), key=lambda slot: slot.n)}>"
+
+    @cached_property
+    def token(self) -> str:
+        """The name of this process in its leases.
+
+        It is made at its first use: a server may make the app before it forks its workers (gunicorn's `preload_app`),
+        and workers of one name would take each other's slots for their own.
+        """
+        return f"{self._settings.name}/{secrets.token_hex(6)}"
 
     @property
     def ready(self) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from copy import copy
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,14 @@ async def test_a_process_takes_its_slots_and_gives_them_back(hold: Hold) -> None
     assert sorted(clean for _, clean in held.world.keys.returned) == [True, True]
     assert held.pool.slots == {}
     assert not held.world.keys.server.members
+
+
+async def test_workers_that_a_server_forks_behind_the_making_of_the_app_take_different_slots(hold: Hold) -> None:
+    """With one name for all, each would take the slots of the others for its own, and they would fence each other."""
+    held = hold(slots=2, slots_max=4)
+    worker, made = copy(held.pool), held.pool  # a fork, before the pool has run
+    assert worker.token != made.token
+    assert made.token == held.pool.token  # it stays the same
 
 
 async def test_a_pool_without_a_slot_sends_heartbeats_more_often(hold: Hold) -> None:
