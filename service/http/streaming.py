@@ -53,6 +53,8 @@ OVERLOAD_PAUSE_S: Final = 0.05
 # The longest time without an event in a stream whose decoder holds a window, which counts in the memory of all bodies.
 IDLE_WINDOW_MAX_S: Final = 60.0
 
+# Of results for an HTTP/1.0 client, for which there is no room.
+RESPONSES_ARE_FULL: Final = "response: too many large ones are in memory"
 # In the last line of a stream whose body could not be read to its end. `Exchange.render_end` adds what to send then,
 # which depends on the keys.
 REST_NOT_WRITTEN: Final = "what is behind the last result was not written"
@@ -495,10 +497,12 @@ class StreamedResponse:
     async def room(self) -> None:
         """Wait until the client has read enough to be sent more.
 
-        Raises Problem (413) for an HTTP/1.0 client that would get too much at once, and ClientGone.
+        Raises Problem (413, 503) for an HTTP/1.0 client that would get too much at once, and ClientGone.
         """
         while self._bytes > OWN_BYTES and (self._bytes > UNREAD_BYTES_MAX or not self._memory.resize(self._bytes)):
             if self._sending is None:
+                if self._bytes <= UNREAD_BYTES_MAX:  # there is room at another time
+                    raise Problem(NOT_WRITTEN, RESPONSES_ARE_FULL)
                 raise Problem(TOO_LARGE, "body: HTTP/1.0 takes no more results at once: use HTTP/1.1")
             if self._sending.done():  # it has failed, perhaps before this wait
                 raise ClientGone

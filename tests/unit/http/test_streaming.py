@@ -488,6 +488,19 @@ async def test_http_1_0_gets_no_more_than_fits_into_memory(monkeypatch: pytest.M
     )
 
 
+async def test_http_1_0_is_told_to_send_the_rest_again_when_the_memory_of_all_is_full() -> None:
+    """413 would be final, though there is room at another time."""
+    wire = Wire(version="1.0")
+    wire.posts.bodies.bytes = taken = wire.posts.bodies.most - 1_000
+    for start in range(0, 5_000, 500):
+        wire.say(b"".join(map(line, range(start, start + 500))))
+    await wire.serving
+    assert 500 < len(wire.lines) < 2_000
+    assert wire.statuses[-2:] == [201, 503]
+    assert wire.lines[-1]["problem"]["code"] == "not-written"
+    assert wire.posts.bodies.bytes == taken
+
+
 async def test_cutting_and_answering_many_lines_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
     wire = Wire()
