@@ -6,6 +6,7 @@ service/README.md.
 """
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,10 +151,19 @@ def verdicts(events: Sequence[Pending], answer: Answer) -> list[Written | Writte
         return [answer.failure] * len(events)
     content = _parsed(answer.body)
     if len(events) == 1:
+        if (key := _key_of(answer)) is not None and key != events[0].key:
+            mixed_up = f"the answer is for another key, {key[:300]!r}: something on the way mixes up answers"
+            return [Problem(NO_ANSWER, "no-answer", mixed_up)]
         replayed = answer.headers.get("idempotent-replayed") == "true"
         of = _verdict_of_batch if events[0].is_batch else _verdict
         return [of(events[0], answer.status, content, replayed)]
     return [replace(_problem(answer.status, content), of_batch=True)] * len(events)
+
+
+def _key_of(answer: Answer) -> str | None:
+    """Read for which key an answer is, which may be quoted (RFC 8941, section 3.3.3); None if it does not say it."""
+    key = answer.headers.get("idempotency-key")
+    return re.sub(r"\\(.)", r"\1", key[1:-1]) if key is not None and key.startswith('"') else key
 
 
 def _of_line(event: Pending, content: Any) -> Written | Problem:

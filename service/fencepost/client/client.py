@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import random
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
@@ -39,6 +40,8 @@ H = TypeVar("H", httpx.Client, httpx.AsyncClient)
 DEADLINE_S: Final = 60.0
 # The service answers within its FENCEPOST_REQUEST_TIMEOUT_MS, 10 s.
 TIMEOUT: Final = httpx.Timeout(15.0, connect=5.0)
+# What a header can carry (RFC 6750 allows less).
+_TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 # The pause before the second attempt, doubled for each further one, and the longest; Retry-After is added.
 FIRST_PAUSE_S: Final = 0.1
 PAUSE_MAX_S: Final = 5.0
@@ -81,17 +84,34 @@ class _Sender(ABC, Generic[H]):
 
         Raises:
             SpoolError: another program has the spool open, or it cannot be used.
-            ValueError: `url` is not an address of HTTP.
+            ValueError: `url` is not an address of HTTP, or `token` is none.
         """
         if httpx.URL(url).scheme not in ("http", "https"):
             raise ValueError(f"url: write http:// or https:// and the service's address, not {url!r}")
         headers = httpx.Headers(options.pop("headers", None))
         if token is not None:
+            if not _TOKEN.fullmatch(token):
+                raise ValueError(
+                    "token: it is empty, or has blanks, line breaks or other characters that no header takes"
+                )
             headers["Authorization"] = f"Bearer {token}"
-        self._http: H = self._make_http(**{"timeout": TIMEOUT, **options, "base_url": url, "headers": headers})
+        self._options = {"timeout": TIMEOUT, **options, "base_url": url, "headers": headers}
+        self._connections: tuple[int, H] = os.getpid(), self._make_http(**self._options)
         self._spool = spool if spool is None or isinstance(spool, Spool) else Spool(spool)
         self._deadline_s = deadline_s
         self._has_resumed = self._spool is None or self._spool.inherited == 0
+
+    @property
+    def _http(self) -> H:
+        """The httpx client of this process.
+
+        A fork makes a new one: on a connection that two processes share, one reads answers to the other's requests.
+        """
+        process, client = self._connections
+        if process != os.getpid():
+            client = self._make_http(**self._options)
+            self._connections = os.getpid(), client
+        return client
 
     @abstractmethod
     def _make_http(self, **arguments: Any) -> H:

@@ -5,10 +5,12 @@ lets one program at a time open it.
 """
 
 import contextlib
+import ctypes
 import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Self
@@ -41,7 +43,10 @@ class SpoolInUse(SpoolError):
 
 
 class Spool:
-    """The open events of one client, in the order in which they were added. Threads may share it."""
+    """The open events of one client, in the order in which they were added.
+
+    Threads may share it. A process that was forked while it was open cannot use it (SpoolError).
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, bytes_max: int = 64 * 1024 * 1024) -> None:
         """Open a spool, or make one that only this user may read.
@@ -57,6 +62,7 @@ class Spool:
         if bytes_max < BYTES_LEAST:
             raise ValueError(f"bytes_max: a spool needs {BYTES_LEAST} bytes or more, not {bytes_max}")
         self.path = Path(path)
+        self._process = os.getpid()
         self._lock = threading.Lock()
         with self._errors():
             self.path.touch(mode=0o600)
@@ -68,6 +74,7 @@ class Spool:
         except BaseException:
             self._db.close()
             raise
+        _SPOOLS.add(self)
 
     def _prepare(self, pages_max: int) -> None:
         # The exclusive mode must come first: the lock is then held until the spool is closed, or its program has ended.
@@ -85,7 +92,7 @@ class Spool:
         self.close()
 
     def __len__(self) -> int:
-        with self._lock:
+        with self._own():
             (count,) = self._db.execute("SELECT count(*) FROM open").fetchone()
         return int(count)
 
@@ -126,27 +133,48 @@ class Spool:
     @contextlib.contextmanager
     def _writing(self, synchronous: str) -> Iterator[None]:
         """A transaction."""
-        with self._lock, self._errors(), self._db:  # the last one commits, or rolls back
+        with self._own(), self._errors(), self._db:  # the last one commits, or rolls back
             self._db.execute(f"PRAGMA synchronous={synchronous}")
             self._db.execute("BEGIN")
             yield
 
     def newest(self) -> int:
         """Return the number of the newest open event; 0 if there is none."""
-        with self._lock:
+        with self._own():
             (newest,) = self._db.execute("SELECT max(n) FROM open").fetchone()
         return newest or 0
 
     def next_after(self, number: int, until: int) -> tuple[int, Pending] | None:
         """Read the first event with a number above `number` and up to `until`, and its number; None without one."""
-        with self._lock, self._errors():
+        with self._own(), self._errors():
             row = self._db.execute(_NEXT, (number, until)).fetchone()
         return None if row is None else (row[0], Pending(*row[1:]))
 
     def close(self) -> None:
-        """Close the file, and let another program open it. Open events stay in it."""
+        """Close the file, and let another program open it. Open events stay in it.
+
+        Does nothing in a forked process: the file is open in the other one.
+        """
+        if self._process == os.getpid():
+            with self._lock:
+                self._db.close()
+
+    @contextlib.contextmanager
+    def _own(self) -> Iterator[None]:
+        """Hold the lock. Raises SpoolError in a forked process, whose writes SQLite would not keep apart from ours."""
+        if self._process != os.getpid():
+            remedy = "open a spool of its own in each process, after the fork"
+            raise SpoolError(f"{self.path}: another process has opened it, of which this one is a fork: {remedy}")
         with self._lock:
-            self._db.close()
+            yield
+
+    def leave_open(self) -> None:
+        """Have a forked process never close the database, not even at its end.
+
+        SQLite takes the locks of the other process for its own: it would remove the log beside the file, and what that
+        process adds to the removed log would be lost with its crash (https://www.sqlite.org/howtocorrupt.html, 2.7).
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -167,3 +195,16 @@ class Spool:
             raise SpoolError(
                 f"{self.path}: {error.strerror}: name a file in a folder that can be written to"
             ) from error
+
+
+# Those that were opened in this process, and in the one of which it is a fork.
+_SPOOLS: Final["weakref.WeakSet[Spool]"] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for spool in _SPOOLS:
+        spool.leave_open()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,14 +1,19 @@
 """Tests the client for applications: what it sends, repeats and concludes, for threads and for asyncio alike."""
 
 import json
+import subprocess
+import sys
+import threading
 import uuid
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 
+from deploy.places import ROOT
 from service.core.problems import KINDS
 from service.events.key_time import made_at_ms
 from service.events.offsets import parse_offsets
@@ -30,6 +35,7 @@ from service.fencepost.client.answers import PAGE_BYTES, PAGE_EVENTS, Problem
 from service.fencepost.client.client import FIRST_PAUSE_S, PAUSE_MAX_S
 from service.fencepost.client.events import Pending
 from service.http.batch import parse_batch
+from service.http.responses import echo_of
 from service.kafka.group_offsets import GroupOffsets, Position
 from tests.unit.fencepost.clients import raised, transport
 from tests.unit.fencepost.fakes import (
@@ -108,6 +114,13 @@ def test_the_caller_s_token_and_options_reach_httpx(kind: Any, clock: FakeTime) 
     with Client("https://host/prefix/", transport=transport(fake)) as client:
         client.send(Event("t", 1))
     assert str(fake.requests[-1].url) == "https://host/prefix/events"
+
+
+@pytest.mark.parametrize("token", ["", "abc\n", "abc def", "\u00e9"])
+def test_a_token_that_no_header_carries_is_refused_before_anything_is_sent(token: str) -> None:
+    """As read from a file with its line break. httpx would call each attempt a lost connection."""
+    with pytest.raises(ValueError, match="token: it is empty, or has"):
+        Client("http://fencepost.test", token=token)
 
 
 def test_many_events_are_sent_in_requests_within_the_bounds_and_in_order(kind: Any, clock: FakeTime) -> None:
@@ -329,6 +342,25 @@ def test_what_the_deadline_leaves_no_time_for_is_not_sent(kind: Any, clock: Fake
     assert last.code in ("not-sent", "no-answer")  # the first request leaves at most a pause for the second one
 
 
+@pytest.mark.parametrize("key", ["mine", ' "mine\\" '])
+def test_an_answer_for_another_key_is_none(kind: Any, clock: FakeTime, key: str) -> None:
+    """As from a proxy that mixes up the answers of a connection: the event would be taken for written."""
+    fake, echoes = FakeService(), iter([b"another", b'"another"', echo_of(key)])
+
+    def answered(request: httpx.Request) -> httpx.Response:
+        response = fake(request)
+        response.headers["idempotency-key"] = next(echoes).decode()
+        return response
+
+    assert kind(answered).send(Event("t", 1, idempotency_key=key)).replayed
+    assert next(echoes, None) is None
+    with pytest.raises(Unsettled, match="for another key, 'another'") as caught:
+        kind(lambda request: httpx.Response(201, headers={"idempotency-key": "another"}), deadline_s=3.0).send(
+            Event("t", 1)
+        )
+    assert caught.value.may_be_written
+
+
 class Trickling(httpx.SyncByteStream, httpx.AsyncByteStream):
     """A body without end, a line a second."""
 
@@ -352,3 +384,53 @@ def test_an_answer_without_end_ends_with_the_deadline_or_its_bound(kind: Any, cl
         sender.send(Event("t", 1))
     assert caught.value.may_be_written
     assert clock.now <= 1_000.0 + 11.0
+
+
+# ------------------------------------------------------------------------------------------------------- processes
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A service that keeps its connections; `ports` has the client's port of each request."""
+
+    protocol_version = "HTTP/1.1"
+    ports: ClassVar[list[int]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.ports.append(self.client_address[1])
+        body = json.dumps({"id": "00", "topic": "t", "partition": 0, "offset": 1, "timestamp": 2}).encode()
+        self.send_response(201)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+def test_a_forked_process_has_connections_of_its_own() -> None:
+    """On one that is shared, each process may read the answer to a request of the other."""
+    code = """
+import os, sys
+from service.fencepost.client import Client, Event
+
+with Client(sys.argv[1]) as client:
+    client.send(Event("t", 1))
+    if os.fork() == 0:
+        client.send(Event("t", 2))
+        sys.exit()
+    os.wait()
+    client.send(Event("t", 3))
+"""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            program = subprocess.run([sys.executable, "-c", code, url], cwd=ROOT, capture_output=True, timeout=60)
+        finally:
+            server.shutdown()
+            serving.join()
+    assert (program.returncode, program.stderr) == (0, b"")
+    first, forked, last = Answering.ports
+    assert first == last != forked

@@ -139,3 +139,47 @@ def test_what_cannot_be_a_spool_is_refused(tmp_path: Path) -> None:
         Spool(tmp_path / "none" / "s")
     with pytest.raises(SpoolError, match="unable to open"):
         Spool(tmp_path)
+
+
+def test_a_forked_process_neither_uses_the_spool_nor_closes_it(tmp_path: Path) -> None:
+    """Closed by the fork, the log of the file would be removed: what is added behind that would end with a crash."""
+    code = """
+import os, sys
+from service.fencepost.client import Spool, SpoolError
+from service.fencepost.client.events import Pending
+
+spool = Spool(sys.argv[1])
+for number, way in enumerate(("uses", "closes", "ends")):
+    spool.add([Pending(way, b"%d" % number)])
+    if os.fork() == 0:
+        if way == "uses":
+            for call in (spool.newest, lambda: spool.add([Pending("forked", b"1")]), lambda: spool.next_after(0, 9)):
+                try:
+                    call()
+                except SpoolError as error:
+                    print(error, flush=True)
+        if way == "closes":
+            spool.close()
+        if way == "ends":
+            sys.exit()  # Python ends all that it has
+        os._exit(0)
+    os.wait()
+spool.add([Pending("last", b"3")])
+print("kept", flush=True)
+os._exit(0)  # a crash: nothing is closed
+"""
+    path = tmp_path / "s"
+    program = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert program.stderr == ""
+    *refusals, end = program.stdout.splitlines()
+    assert end == "kept"
+    assert (
+        refusals
+        == [
+            f"{path}: another process has opened it, of which this one is a fork: "
+            "open a spool of its own in each process, after the fork"
+        ]
+        * 3
+    )
+    with Spool(path) as spool:
+        assert keys(spool) == ["uses", "closes", "ends", "last"]
