@@ -4,7 +4,7 @@ A mirror is not ours: whatever is wrong with it is Unreadable, and ends no run. 
 last run has left it. What is decided of a log is a pure function of what is known of it and of its present ends.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Final
@@ -190,13 +190,14 @@ _ROW: Final = ROW | {"topic_id": "string"}
 def read(
     spark: SparkSession,
     rule: SinkRule,
-    topics: Collection[str],
+    topics: Mapping[str, str],
     known: Iterable[MirrorLog],
     run: int,
     frozen_ms: int,
     max_records: int | None,
 ) -> MirrorRead:
-    """Read what is new in the copies of these topics, at most about `max_records` offsets. Raises Unreadable.
+    """Read what is new in the copies of these topics (each with its id), at most about `max_records` offsets. Raises
+    Unreadable.
 
     The rows are kept on the executors.
     """
@@ -205,6 +206,7 @@ def read(
         with closing(KafkaAdmin(spark, settings, "kafka")) as admin:
             copies = {rule.copy_of(topic) for topic in topics}
             found = admin.find(copies)
+            _check_other_cluster(rule, topics, found)
             logs_before = {log.topic_partition: log for log in known if log.topic in copies}
             plans, ends = _plan(admin, found, logs_before, run)
             plans = capped(plans, max_records)
@@ -221,6 +223,17 @@ def read(
         raise Unreadable(shown(reason(error))) from None
     except (CannotRun, SettingsError, PySparkException, Py4JError, OSError) as error:
         raise Unreadable(shown(str(error))) from None
+
+
+def _check_other_cluster(rule: SinkRule, topics: Mapping[str, str], found: Mapping[str, Topic]) -> None:
+    """Check that no copy is the audited topic itself, by the topic's id (KIP-516): it has each of its events. Raises
+    Unreadable."""
+    for name, topic_id in topics.items():
+        if rule.copy_of(name) == name and name in found and found[name].topic_id == topic_id:
+            raise Unreadable(
+                f"kafka is the audited cluster: the topic {name} there is the audited one; name the mirror's "
+                "servers, or with mirror_topic the copies"
+            )
 
 
 def _plan(

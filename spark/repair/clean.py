@@ -19,7 +19,8 @@ def clean(invocation: Invocation) -> Outcome:
     if not options.execute:
         made, layout, lines = _planned(invocation)
         plan = plans.begin(made, layout)
-        return Outcome(plan, made, [f"plan       {plan}: planned, nothing was written", *lines], is_left=False)
+        lines = [f"plan       {plan}: planned, nothing was written", *lines]
+        return Outcome(plan, made, lines, is_left=any(entry.is_left for entry in made))
     with copier.opened(invocation.spark, invocation.shared, options.into) as into:
         into.init()
         stored = _stored(invocation)

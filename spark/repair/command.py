@@ -17,7 +17,7 @@ from service.contract import SharedSettings
 from spark import export
 from spark.errors import CannotRun
 from spark.reading.run_plan import Plan
-from spark.repair import clean, entries, evidence, execution, planning, records_file
+from spark.repair import clean, evidence, execution, planning, records_file
 from spark.repair.entries import Entry
 from spark.repair.invocation import Invocation, Outcome
 from spark.repair.layouts import Layout
@@ -79,10 +79,7 @@ def _resend(invocation: Invocation, transport: httpx.BaseTransport | None) -> Ou
         records_file.write(invocation.spark, invocation.shared, made, Path(options.bodies_out))
     if options.execute:
         made = execution.execute(invocation, plan, made, transport)
-    unsent = options.execute and any(
-        entry.action in (entries.SEND, entries.COPY) and entry.outcome is None for entry in made
-    )
-    is_left = unsent or any(entry.is_left for entry in made)
+    is_left = any(entry.is_left for entry in made)
     return Outcome(plan, made, _summary(plan, made, options.execute), is_left)
 
 

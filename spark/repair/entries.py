@@ -99,7 +99,7 @@ class Entry:
         """Whether something is left to do for an operator."""
         if self.action == NONE:
             return self.reason not in IN_ORDER
-        return self.outcome in LEFT
+        return self.outcome is None or self.outcome in LEFT
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ def update(tables: Lake, context: RunContext, on_progress: OnProgress) -> dict[s
         return {}
     states = load(tables)
     plan = context.plan
+    topic_ids = {log.topic: log.topic_id for log in plan.logs}
     errors: dict[str, str] = {}
     written: list[DataFrame] = []
     replaced = [_of_others(rules)] if states.keys() - {rule.name for rule in rules} else []
@@ -64,7 +65,7 @@ def update(tables: Lake, context: RunContext, on_progress: OnProgress) -> dict[s
             read = mirror_logs.read(
                 tables.spark,
                 rule,
-                topics_of(rule, plan),
+                {name: topic_ids[name] for name in topics_of(rule, plan)},
                 state.logs,
                 plan.run,
                 plan.frozen_ms,

@@ -12,6 +12,7 @@ from pyspark.sql import SparkSession
 
 from service.contract import SinkRule, wire
 from spark import frames
+from spark.errors import Unreadable
 from spark.reading import mirror_logs, source
 from spark.reading.kafka_admin import Ends, Topic
 from spark.reading.mirror_logs import ABSENT_MS, LogPlan, MirrorLog
@@ -98,12 +99,21 @@ def test_the_logs_of_topics_that_are_not_found_stay_known_while_a_rule_has_them(
     monkeypatch.setattr(frames, "rows_of", Mock())
     rule = replace(RULE, connection=(("FENCEPOST_KAFKA", "a:1"),))
     other = replace(KNOWN, topic="b.other")
-    read = partial(mirror_logs.read, Mock(), rule, ["t"], max_records=1)
+    read = partial(mirror_logs.read, Mock(), rule, {"t": "of t"}, max_records=1)
     once = read([KNOWN, other], 5, 1000)
     assert once.logs == (replace(KNOWN, absent_ms=1000),)
     deleted = read(once.logs, 6, 1000 + ABSENT_MS)
     assert mirrors.MirrorState(6, deleted.logs).reset_run == 6
     assert {log.topic_id for log in deleted.logs} == {""}
+
+
+def test_the_audited_topic_itself_is_no_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have each of its events."""
+    admin = Mock(find=lambda names: {name: Topic(name, f"of {name}", 1) for name in names})
+    monkeypatch.setattr(mirror_logs, "KafkaAdmin", lambda *given: admin)
+    rule = replace(RULE, mirror_topic="", connection=(("FENCEPOST_KAFKA", "127.0.0.1:1"),))
+    with pytest.raises(Unreadable, match="kafka is the audited cluster: the topic t there is the audited one"):
+        mirror_logs.read(Mock(), rule, {"t": "of t"}, (), 1, 1, None)
 
 
 def test_a_run_reads_about_as_much_as_it_may_and_knows_the_mirror_when_it_has_reached_an_earlier_end() -> None:

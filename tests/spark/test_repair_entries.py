@@ -44,6 +44,7 @@ def lost(**given: Any) -> Entry:
 def test_a_lost_event_is_sent_if_the_ledgers_fingerprint_proves_its_bytes() -> None:
     entry = lost()
     assert (entry.action, entry.key, entry.offset, entry.first_sent_ms) == (entries.SEND, "k", 7, NOW_MS + 9)
+    assert entry.is_left  # a plan alone has sent nothing
     assert entry.body is not None
     assert VALUE in entry.body.content
     assert b"idempotency_key" not in entry.body.content
