@@ -241,6 +241,32 @@ def test_the_audit_gets_its_silences_and_further_options(tmp_path: Path) -> None
     assert parsed.silences == f"{mounted}/silences.toml"
 
 
+def test_a_change_replaces_the_pods_that_read_it_only_at_their_start(tmp_path: Path) -> None:
+    """Settings: the service and an audit that goes on; the URL of Redis: the service; rules: none."""
+    given: dict[str, Any] = {
+        "audit": {"follow": True},
+        "podAnnotations": {"team": "events"},
+        "redis": {"url": "redis://a:6379/0"},
+    }
+
+    def made(**more: Any) -> dict[str, Any]:
+        file = tmp_path / "values.yaml"
+        file.write_text(yaml.safe_dump(given | more))
+        pods = dict(Rendered("made", tuple(yaml.safe_load_all(try_template(CHART, file).stdout))).pods())
+        assert all(pod["metadata"]["annotations"]["team"] == "events" for pod in pods.values())
+        return pods
+
+    before = made()
+
+    def replaced(**more: Any) -> set[str]:
+        return {name for name, pod in made(**more).items() if pod != before[name]}
+
+    service, audit = "Deployment/fencepost", "Deployment/fencepost-audit"
+    assert replaced(settings={"FENCEPOST_KAFKA": "elsewhere:9092"}) == {service, audit}
+    assert replaced(redis={"url": "redis://b:6379/0"}) == {service}
+    assert replaced(rules="# other\n") == set()
+
+
 def test_the_pods_log_in_by_tokens_of_an_endpoint_or_of_their_own_account(tmp_path: Path) -> None:
     def made(**oauth: object) -> Rendered:
         file = tmp_path / f"{'-'.join(oauth)}.yaml"
