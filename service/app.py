@@ -15,7 +15,9 @@ from fastapi import FastAPI
 
 from service import native
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import RedisKeys, ServerIdentity, check_url
+from service.claims.keys import ServerIdentity
+from service.claims.redis_connections import check_url
+from service.claims.redis_store import RedisKeys
 from service.claims.states import SlotState
 from service.contract import PREFIX, Rules, SettingsError
 from service.contract.wire import NewerVersion

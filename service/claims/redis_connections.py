@@ -9,10 +9,15 @@ from typing import Final
 
 import structlog
 from redis.asyncio import Connection, ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
 from redis.exceptions import RedisError
 
-from service.claims.redis_seeds import Address, Seeds, make_connection
+from service.claims.redis_seeds import Address, OfCluster, OfSentinels, Seeds, make_connection
+from service.contract import PREFIX, SettingsError
 from service.core.problems import StoreAway
+from service.core.redis_address import RedisAddress
 
 log = structlog.get_logger(__name__)
 
@@ -185,3 +190,45 @@ class FollowingConnections(Connections):
                 return (await self.seeds.newest()).primary
         except TimeoutError as error:
             raise StoreAway(NOBODY) from error
+
+
+def check_url(url: str) -> None:
+    """Raise SettingsError for a URL with a query that redis-py does not take."""
+    _pool_of(RedisAddress.parse(url).url, None)
+
+
+def connections_of(
+    url: str, prefix: str, timeout_s: float, tls: ssl.SSLContext | None, sentinel_login: tuple[str, str]
+) -> Connections:
+    """Make the connections to an address, for keys with a prefix. Raises SettingsError."""
+    address = RedisAddress.parse(url)
+    pool = _pool_of(address.url, timeout_s)
+    match address.kind:
+        case "server":
+            return Connections(pool, timeout_s, tls)
+        case "cluster":
+            question = OfCluster(key_slot(prefix.encode()))
+            return FollowingConnections(pool, timeout_s, tls, Seeds(pool, address.seeds, question, timeout_s, tls))
+        case "sentinel":
+            # Sentinels have users and passwords of their own, and no databases.
+            asking = _pool_of(address.url, timeout_s)
+            username, password = sentinel_login
+            asking.connection_kwargs |= {"username": username or None, "password": password or None, "db": 0}
+            seeds = Seeds(asking, address.seeds, OfSentinels(address.name), timeout_s, tls)
+            return FollowingConnections(pool, timeout_s, tls, seeds)
+
+
+def _pool_of(url: str, connect_timeout_s: float | None) -> ConnectionPool:
+    """Make a redis-py pool that makes connections for a URL; none is opened. Raises SettingsError."""
+    try:
+        pool = ConnectionPool.from_url(
+            url, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=connect_timeout_s
+        )
+        pool.make_connection()  # type: ignore[no-untyped-call]
+    except (TypeError, ValueError, AttributeError, RedisError):  # its text may contain a part of a password
+        raise SettingsError(
+            f"{PREFIX}REDIS is wrong: set after its ? only what redis-py takes in a URL, with values of its kind"
+        ) from None
+    # Set after the URL's own options: no command is sent twice, and replies are bytes.
+    pool.connection_kwargs |= {"retry_on_error": [], "retry_on_timeout": False, "decode_responses": False}
+    return pool

@@ -5,18 +5,14 @@ import hashlib
 import re
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 from hiredis import pack_command
-from redis.asyncio import Connection, ConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.crc import key_slot
+from redis.asyncio import Connection
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -30,10 +26,11 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+from service.claims.keys import Found, Heartbeat, ServerIdentity, StoreGeneration, chunks
 from service.claims.rates import Ask, Granted
-from service.claims.redis_connections import Connections, FollowingConnections
+from service.claims.redis_connections import FollowingConnections, connections_of
 from service.claims.redis_requirements import NO_EVICTION, SECTIONS, Demand, script_demand, unmet_demands
-from service.claims.redis_seeds import Address, OfCluster, OfSentinels, Seeds, WronglyAddressed
+from service.claims.redis_seeds import Address, WronglyAddressed
 from service.claims.state_codec import AT, CorruptState, RowPacker, unpack, unpack_claim
 from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome, Row
 from service.contract import PREFIX, SettingsError
@@ -41,15 +38,12 @@ from service.contract.wire import newer_version
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, StoreAway, StoreBug, StoreIncomplete, StoreLost, StoreUnanswered
-from service.core.redis_address import RedisAddress
 from service.core.shared_timeout import SharedTimeout
 
 log = structlog.get_logger(__name__)
 
 # The version of the keys' layout, which is part of the generation's key from 2 on (claims.lua).
 LAYOUT: Final = 1
-# Entries in one script call of a replay: some 10 ms of Redis's time, between which other calls are served.
-REPLAY_CHUNK: Final = 2_000
 # Replay calls of a store recovery at once: enough to keep Redis busy while the event loop decodes records.
 REPLAYS_AT_ONCE: Final = 8
 # Look-ups of single keys at once, so that connections are left for claims, marks and the heartbeat.
@@ -74,163 +68,6 @@ _TAKES_NO_WRITES: Final = re.compile(
     r"|Script attempted to execute a (?:write )?command while the cluster is down"
     r"|Script attempted to access a (?:slot not served|non local key)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StoreGeneration:
-    """A generation: its number (the offset of its control record) and its store (run_id/master_replid).
-
-    A script for a generation writes nothing into any other.
-    """
-
-    number: int
-    store: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServerIdentity:
-    """The server that answers: `store` is its run_id/master_replid, `generation` what it holds (None after a flush).
-
-    `incomplete`: a script found that the server lacks keys of this generation. `evicts`: the server's maxmemory-policy,
-    "" for noeviction.
-    """
-
-    store: str
-    generation: StoreGeneration | None
-    incomplete: bool = False
-    evicts: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A key's state, read without claiming it. `dead`: it is a claim whose event was never written."""
-
-    state: KeyState
-    dead: bool = False
-    leased: bool = True
-
-
-# A slot in a heartbeat's result. Its lease is the caller's or another's, or nobody has it: because the slot was never
-# taken or was given back clean, or because its holder died (the slot must be recovered).
-MINE: Final = "m"
-TAKEN: Final = "t"
-FREE: Final = "f"
-DEAD: Final = "d"
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The result of a heartbeat: the number of live processes, a character for each slot, `freed` of the slots held.
-
-    A slot is MINE, TAKEN, FREE or DEAD. `slots` also has slots beyond SLOTS_MAX that a process with a higher SLOTS_MAX
-    has taken.
-    """
-
-    members: int
-    slots: str
-    freed: Mapping[int, int] = field(default_factory=dict)
-
-
-class Keys(Protocol):
-    """The claims and results in a store. The service's store is Redis; the tests' in-memory one passes the same suite.
-
-    All calls but `who` raise StoreLost where the server is not the store of the generation, or lacks keys of it:
-    nothing was written. They raise StoreAway where the server refused before writing, StoreUnanswered where the script
-    may still run later, and StoreBug for an answer or a state that this version does not know.
-
-    An id has 16 bytes, a fingerprint 8. `slot` is the slot's number, `term` its term; `token` names a process.
-    """
-
-    async def who(self) -> ServerIdentity:
-        """Ask which server answers, and which generation it holds. Raises NewerVersion for keys of a later layout."""
-
-    async def clock_ms(self) -> int:
-        """Read the store's clock, ms since the Unix epoch, by which accepted_at and expiry are set."""
-
-    async def resolve_again(self) -> None:
-        """Close all idle connections, so that the next call resolves the address of the primary again."""
-
-    async def claim(
-        self,
-        generation: StoreGeneration,
-        slot: int,
-        term: int,
-        asked: Sequence[tuple[bytes, bytes]],
-        ttls_s: Sequence[int] = (),
-    ) -> list[Claim]:
-        """Claim (id, fingerprint) pairs in one script, in order. Raises Fenced if `freed` of the slot is not `term`.
-
-        `ttls_s`: the retention of each pair's key in seconds, 0 for the store's own; empty if all have that.
-
-        A store that is full takes no more writes: it finds the present states, and returns NOT_CLAIMED for new ids.
-        """
-
-    async def claim_all(
-        self,
-        generation: StoreGeneration,
-        slot: int,
-        term: int,
-        asked: Sequence[tuple[bytes, bytes]],
-        ttl_s: int = 0,
-    ) -> Claim:
-        """Claim an atomic batch, all or nothing: the whole's pair first, then its members'. Raises as `claim`."""
-
-    async def mark(
-        self, generation: StoreGeneration, slot: int, term: int, previous: int, offset: int, rows: Sequence[Row]
-    ) -> int:
-        """Mark rows of the ledger record at `offset`; `previous` is the one before. Returns how many were kept."""
-
-    async def release(self, generation: StoreGeneration, slot: int, term: int, ids: Sequence[bytes]) -> None:
-        """Delete the claims of this slot and term on these ids. Other states stay as they are."""
-
-    async def find(self, generation: StoreGeneration, id: bytes) -> Found:
-        """Read the state of a key. Raises StoreAway where too many look-ups wait."""
-
-    async def find_all(self, generation: StoreGeneration, ids: Sequence[bytes]) -> list[KeyState]:
-        """Read the states of keys, in their order."""
-
-    async def applied(self, generation: StoreGeneration, slot: int) -> int | None:
-        """Read the ledger offset below which every record of the slot is marked; None if the store has none."""
-
-    async def replay(
-        self, generation: StoreGeneration, rows: Sequence[Row], free: tuple[int, int] | None = None
-    ) -> None:
-        """Write rows of the ledger; with the last of them, raise `freed` and `applied` of a (slot, term) to the term.
-
-        Raises Fenced if a later term of the slot has been freed.
-        """
-
-    async def take(self, generation: StoreGeneration, slot: int, token: str) -> bool:
-        """Take or renew the lease of a slot; False if another process has it."""
-
-    async def give_back(self, generation: StoreGeneration, slot: int, token: str, clean: bool) -> None:
-        """Return the lease of a slot, if the process has it. Unless `clean`, the slot is then dead."""
-
-    async def heartbeat(
-        self, generation: StoreGeneration, token: str, slots: int, held: Mapping[int, int]
-    ) -> Heartbeat:
-        """Renew leases. `held`: by slot, the `applied` that its holder knows, -1 if it knows none."""
-
-    async def leave(self, generation: StoreGeneration, token: str) -> None:
-        """Count the process no longer among the live ones."""
-
-    async def recover(self, seen: ServerIdentity, nonce: str) -> bool:
-        """Begin a store recovery; False if another is in progress, or has ended since `seen` was read.
-
-        Each call below raises StoreLost without the nonce.
-        """
-
-    async def recover_read(self, store: str, nonce: str, slots: int) -> list[int | None]:
-        """Read `applied` of the first `slots` slots, as `applied` does; None for all if keys were evicted."""
-
-    async def recover_replay(self, store: str, nonce: str, rows: Sequence[Row]) -> None:
-        """Write at most REPLAY_CHUNK rows of the ledger. Concurrent calls wait for each other."""
-
-    async def recover_end(self, store: str, nonce: str, number: int, freed: Sequence[int]) -> None:
-        """Raise `freed` of each slot, then set the generation to `number`, if it is newer than the present one."""
-
-    async def recover_abandon(self, store: str, nonce: str) -> None:
-        """Delete the nonce, so that another recovery can begin at once. Never raises StoreLost."""
 
 
 class StoreMoved(StoreAway):
@@ -259,7 +96,7 @@ class RedisKeys:
     ) -> None:
         """Connect to nothing yet; `url` is an address as RedisAddress reads it. Raises SettingsError as `check_url`."""
         self._prefix = f"{{{namespace}:0}}"
-        self._connections = _connections_of(url, self._prefix, timeout_s, tls, sentinel_login)
+        self._connections = connections_of(url, self._prefix, timeout_s, tls, sentinel_login)
         self._rows = RowPacker(f"{self._prefix}k".encode(), retention_ms)
         self._retention_ms = retention_ms
         self._least_left_ms = least_left_ms
@@ -638,48 +475,6 @@ def _refused_by(error: ResponseError, connection: Connection) -> StoreAway:
     return StoreAway(f"Redis: {error}")
 
 
-def check_url(url: str) -> None:
-    """Raise SettingsError for a URL with a query that redis-py does not take."""
-    _pool_of(RedisAddress.parse(url).url, None)
-
-
-def _connections_of(
-    url: str, prefix: str, timeout_s: float, tls: ssl.SSLContext | None, sentinel_login: tuple[str, str]
-) -> Connections:
-    """Make the connections to an address, for keys with a prefix. Raises SettingsError."""
-    address = RedisAddress.parse(url)
-    pool = _pool_of(address.url, timeout_s)
-    match address.kind:
-        case "server":
-            return Connections(pool, timeout_s, tls)
-        case "cluster":
-            question = OfCluster(key_slot(prefix.encode()))
-            return FollowingConnections(pool, timeout_s, tls, Seeds(pool, address.seeds, question, timeout_s, tls))
-        case "sentinel":
-            # Sentinels have users and passwords of their own, and no databases.
-            asking = _pool_of(address.url, timeout_s)
-            username, password = sentinel_login
-            asking.connection_kwargs |= {"username": username or None, "password": password or None, "db": 0}
-            seeds = Seeds(asking, address.seeds, OfSentinels(address.name), timeout_s, tls)
-            return FollowingConnections(pool, timeout_s, tls, seeds)
-
-
-def _pool_of(url: str, connect_timeout_s: float | None) -> ConnectionPool:
-    """Make a redis-py pool that makes connections for a URL; none is opened. Raises SettingsError."""
-    try:
-        pool = ConnectionPool.from_url(
-            url, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=connect_timeout_s
-        )
-        pool.make_connection()  # type: ignore[no-untyped-call]
-    except (TypeError, ValueError, AttributeError, RedisError):  # its text may contain a part of a password
-        raise SettingsError(
-            f"{PREFIX}REDIS is wrong: set after its ? only what redis-py takes in a URL, with values of its kind"
-        ) from None
-    # Set after the URL's own options: no command is sent twice, and replies are bytes.
-    pool.connection_kwargs |= {"retry_on_error": [], "retry_on_timeout": False, "decode_responses": False}
-    return pool
-
-
 def _sha_of(script: str) -> str:
     """Return the name by which EVALSHA knows a script."""
     return hashlib.sha1(script.encode()).hexdigest()  # noqa: S324
@@ -688,8 +483,3 @@ def _sha_of(script: str) -> str:
 def _is_bug(error: str) -> bool:
     """Whether an error text is of the script itself or of a key with another type, and not of the server's state."""
     return "user_script" in error and error.startswith(("ERR", "WRONGTYPE", "user_script", "Error running", "@user"))
-
-
-def chunks(rows: Sequence[Row]) -> list[Sequence[Row]]:
-    """Split rows into chunks for one script call each; at least one, as the last call also raises `freed`."""
-    return [rows[start : start + REPLAY_CHUNK] for start in range(0, len(rows), REPLAY_CHUNK)] or [()]

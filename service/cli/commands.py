@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import structlog
 import typer
 
-from service.claims.redis_store import check_url
+from service.claims.redis_connections import check_url
 from service.cli import doctor as doctors
 from service.cli import look, show
 from service.cli.finding import Level, worst

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.claims.redis_store import Found
+from service.claims.keys import Found
 from service.claims.states import Claimed, Delivered, DeliveredBatch
 from service.cli.parts import acl_inspector, keys_view
 from service.cli.redis_view import SlotView

@@ -81,7 +81,7 @@ class RedisAddress:
 
 
 def redis_address(text: str) -> str:
-    """Read the setting REDIS; its query is checked by `redis_store.check_url`. Raises ValueError as RedisAddress."""
+    """Read the setting REDIS; `redis_connections.check_url` checks its query. Raises as RedisAddress."""
     RedisAddress.parse(text)
     return text
 

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.claims.redis_store import Found
+from service.claims.keys import Found
 from service.claims.states import Claimed, Delivered, DeliveredBatch
 from service.contract.wire import event_id
 from service.core.metrics import Telemetry

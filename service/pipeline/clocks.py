@@ -12,7 +12,7 @@ import random
 import time
 from typing import Final
 
-from service.claims.redis_store import Keys
+from service.claims.keys import Keys
 from service.contract.wire import encode_answers
 from service.core import time_of_day
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered

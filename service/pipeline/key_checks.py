@@ -7,7 +7,7 @@ from copy import copy
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from service.claims.redis_store import Found
+from service.claims.keys import Found
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
 from service.contract import Rules
 from service.core.problems import (

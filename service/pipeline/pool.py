@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from service.claims.redis_store import DEAD, FREE, MINE, Heartbeat, Keys, StoreGeneration
+from service.claims.keys import DEAD, FREE, MINE, Heartbeat, Keys, StoreGeneration
 from service.claims.states import SlotEvent, SlotState
 from service.contract.wire import NewerVersion, transactional_id
 from service.core.logs import Incident

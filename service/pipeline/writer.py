@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from service.claims.redis_store import Keys
+from service.claims.keys import Keys
 from service.claims.states import UNSENT, Claim, Delivered, Outcome, RequestEvent, RequestState
 from service.contract import Guarantee
 from service.contract.wire import ledger_topic, stamp_writer

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 
-from service.claims.redis_store import StoreGeneration
+from service.claims.keys import StoreGeneration
 from service.contract.wire import (
     GENERATION_KEY,
     Generation,

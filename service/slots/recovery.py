@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import structlog
 
+from service.claims.keys import REPLAY_CHUNK, Found, Keys, ServerIdentity, StoreGeneration, chunks
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.redis_store import REPLAY_CHUNK, Found, Keys, ServerIdentity, StoreGeneration, chunks
 from service.claims.states import Row, SlotEvent
 from service.contract import PREFIX
 from service.contract.wire import LedgerRecord, NewerVersion, transactional_id

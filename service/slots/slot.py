@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from service.claims.redis_store import Keys, StoreGeneration
+from service.claims.keys import Keys, StoreGeneration
 from service.claims.states import SLOT, Claim, Row, SlotEvent, SlotState
 from service.contract.wire import Begin, encode_ledger
 from service.core.problems import StoreLost

@@ -10,7 +10,8 @@ from redis import Redis as Client
 from redis import ResponseError
 
 from deploy.stack import Redis
-from service.claims.redis_store import Keys, RedisKeys, StoreGeneration
+from service.claims.keys import Keys, StoreGeneration
+from service.claims.redis_store import RedisKeys
 from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 

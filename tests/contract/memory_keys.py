@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.claims import states
-from service.claims.redis_store import Found, Heartbeat, ServerIdentity, StoreGeneration
+from service.claims.keys import Found, Heartbeat, ServerIdentity, StoreGeneration
 from service.claims.states import Claim, Claimed, KeyState, Row
 from service.core.problems import Fenced, StoreAway, StoreIncomplete, StoreLost
 
@@ -56,7 +56,7 @@ class Server:
 
 
 class MemoryKeys:
-    """`service.claims.redis_store.Keys` on a `Server`, which several may share, as processes share a Redis."""
+    """`service.claims.keys.Keys` on a `Server`, which several may share, as processes share a Redis."""
 
     def __init__(self, server: Server, *, retention_ms: int, least_left_ms: int, lease_ttl_ms: int) -> None:
         self.server = server

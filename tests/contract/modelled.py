@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from redis import Redis as Client
 
 from deploy.stack import Redis
-from service.claims.redis_store import Keys, RedisKeys, ServerIdentity, StoreGeneration
+from service.claims.keys import Keys, ServerIdentity, StoreGeneration
+from service.claims.redis_store import RedisKeys
 from service.claims.state_codec import pack, unpack
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState, Row
 from service.core.metrics import Telemetry

@@ -11,7 +11,8 @@ from itertools import product
 import pytest
 
 from deploy.stack import Redis
-from service.claims.redis_store import Keys, RedisKeys, StoreGeneration
+from service.claims.keys import Keys, StoreGeneration
+from service.claims.redis_store import RedisKeys
 from service.claims.states import Claimed
 from service.contract.wire import NewerVersion
 from service.core.problems import Fenced, StoreLost

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from deploy.stack import Redis
-from service.claims.redis_store import Found, Heartbeat, StoreGeneration
+from service.claims.keys import Found, Heartbeat, StoreGeneration
 from service.claims.states import Claimed, Delivered, DeliveredBatch, Outcome, Row
 from service.core.problems import Fenced, StoreAway, StoreLost
 from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, assert_expires, redis_keys

@@ -8,7 +8,8 @@ import pytest
 from redis import Redis as Client
 
 from deploy.stack import Redis
-from service.claims.redis_store import REPLAY_CHUNK, REPLAYS_AT_ONCE, ServerIdentity, StoreGeneration
+from service.claims.keys import REPLAY_CHUNK, ServerIdentity, StoreGeneration
+from service.claims.redis_store import REPLAYS_AT_ONCE
 from service.claims.states import Claimed, Outcome
 from service.contract import Guarantee
 from service.contract.wire import encode_ledger

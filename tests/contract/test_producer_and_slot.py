@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from deploy.stack import Kafka
-from service.claims.redis_store import StoreGeneration
+from service.claims.keys import StoreGeneration
 from service.claims.states import Delivered, IllegalMove, SlotEvent, SlotState
 from service.contract.wire import Begin, LedgerRecord, decode_ledger
 from service.core.metrics import Telemetry

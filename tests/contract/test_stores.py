@@ -10,7 +10,8 @@ import pytest
 from redis import ResponseError
 
 from deploy.stack import StackError
-from service.claims.redis_store import RedisKeys, ServerIdentity, StoreGeneration
+from service.claims.keys import ServerIdentity, StoreGeneration
+from service.claims.redis_store import RedisKeys
 from service.claims.states import Outcome
 from service.cli.parts import keys_view
 from service.contract import SettingsError, tls_context

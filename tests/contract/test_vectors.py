@@ -13,7 +13,8 @@ from redis import ResponseError
 
 from deploy.stack import Redis
 from service.claims import states
-from service.claims.redis_store import RedisKeys, StoreGeneration
+from service.claims.keys import StoreGeneration
+from service.claims.redis_store import RedisKeys
 from service.claims.state_codec import pack, unpack
 from service.claims.states import Claimed, Delivered, DeliveredBatch, KeyState
 from service.core.problems import StoreBug

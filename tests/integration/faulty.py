@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-from service.claims.redis_store import RedisKeys, ServerIdentity, StoreGeneration
+from service.claims.keys import ServerIdentity, StoreGeneration
+from service.claims.redis_store import RedisKeys
 from service.claims.states import SlotEvent
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.open_check import OpenCheck

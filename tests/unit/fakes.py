@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from prometheus_client import Counter
 
-from service.claims.redis_store import Heartbeat, StoreGeneration
+from service.claims.keys import Heartbeat, StoreGeneration
 from service.claims.states import Claim, Claimed, Delivered, KeyState, Row, SlotEvent, SlotState
 from service.contract import Guarantee, Rules, TopicRule
 from service.contract.wire import event_id, fingerprint

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 import service.app
 from service.app import Service
-from service.claims.redis_store import ServerIdentity, StoreGeneration
+from service.claims.keys import ServerIdentity, StoreGeneration
 from service.contract import Rules, SettingsError
 from service.contract.wire import NewerVersion
 from service.core.metrics import Telemetry

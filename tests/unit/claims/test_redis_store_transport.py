@@ -15,7 +15,8 @@ import structlog
 
 from service.claims import redis_connections
 from service.claims import redis_store as module
-from service.claims.redis_store import ERRORS, RedisKeys, StoreGeneration
+from service.claims.keys import StoreGeneration
+from service.claims.redis_store import ERRORS, RedisKeys
 from service.claims.state_codec import pack
 from service.claims.states import Delivered, Outcome
 from service.core.metrics import Telemetry

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from deploy.places import ROOT
-from service.claims.redis_store import Found
+from service.claims.keys import Found
 from service.cli import show
 from service.cli.look import KeyView, SlotRow, SlotsView, in_record
 from service.cli.redis_view import SlotView

@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from service.claims.redis_store import check_url
+from service.claims.redis_connections import check_url
 from service.contract import SettingsError, SharedSettings
 from service.contract.wire import TOPIC, internal_topics
 from service.core.settings import Settings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.claims.redis_store import check_url
+from service.claims.redis_connections import check_url
 from service.contract import SettingsError
 from service.core.redis_address import SEEDS_MAX, RedisAddress, is_tls
 from service.core.settings import Settings

@@ -12,7 +12,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from service.claims.redis_store import Found
+from service.claims.keys import Found
 from service.claims.states import Delivered
 from service.contract import Rules, TopicRule
 from service.contract.wire import event_id

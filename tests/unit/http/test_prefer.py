@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
-from service.claims.redis_store import StoreGeneration
+from service.claims.keys import StoreGeneration
 from service.claims.states import Claim, Claimed, Delivered
 from service.core.problems import FINGERPRINT_MISMATCH, IN_PROGRESS
 from service.http.prefer import NONE, Preference, parse_prefer

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import Keys, ServerIdentity, StoreGeneration
+from service.claims.keys import Keys, ServerIdentity, StoreGeneration
 from service.core.metrics import Telemetry
 from service.kafka.deadline import Abandoned, shared, within
 from service.slots.generation_log import Control

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from service.claims.redis_store import StoreGeneration
+from service.claims.keys import StoreGeneration
 from service.claims.states import Claimed, Delivered, SlotState
 from service.contract.wire import KEY_HEADER
 from service.core.problems import (

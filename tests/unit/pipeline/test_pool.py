@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from service.claims.redis_store import Heartbeat, StoreGeneration
+from service.claims.keys import Heartbeat, StoreGeneration
 from service.claims.states import Claimed, Delivered, Row, SlotEvent, SlotState
 from service.contract.wire import event_id
 from service.core.problems import IN_PROGRESS, StoreAway, StoreLost, StoreUnanswered

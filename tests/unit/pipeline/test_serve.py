@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from service.claims.redis_store import StoreGeneration
+from service.claims.keys import StoreGeneration
 from service.claims.states import Claim, Delivered, DeliveredBatch, RequestState
 from service.contract.wire import STAMP_HEADER, Stamp, event_id
 from service.core.problems import OUTCOME_UNKNOWN, Fenced, KafkaAway, StoreAway

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from service.claims.redis_store import StoreGeneration
+from service.claims.keys import StoreGeneration
 from service.claims.states import Claim, Claimed, Outcome, SlotState
 from service.core.problems import (
     FINGERPRINT_MISMATCH,

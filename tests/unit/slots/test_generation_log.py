@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.claims.redis_store import StoreGeneration
+from service.claims.keys import StoreGeneration
 from service.contract.wire import GENERATION_KEY, Generation, NewerVersion
 from service.kafka.reader import Span
 from service.slots import generation_log as module

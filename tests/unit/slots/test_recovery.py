@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import REPLAY_CHUNK, ServerIdentity, StoreGeneration
+from service.claims.keys import REPLAY_CHUNK, ServerIdentity, StoreGeneration
 from service.claims.states import Delivered, Row, SlotEvent, SlotState
 from service.contract.wire import Entry, LedgerRecord, NewerVersion, decode_ledger
 from service.core.metrics import Telemetry

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.claims.redis_store import Keys, ServerIdentity, StoreGeneration
+from service.claims.keys import Keys, ServerIdentity, StoreGeneration
 from service.contract.wire import transactional_id
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
