@@ -42,7 +42,7 @@ def main() -> int:
         server.should_exit = True
 
     router = build_router(settings, loaded, give_up)
-    stopping = router.current.endpoint.stopping
+    stopping = router.current.endpoint.guard.stopping
     tls = settings.http_tls
     context = None
     if tls is not None:

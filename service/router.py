@@ -17,6 +17,7 @@ from service.http.produce import ProduceEndpoint
 from service.http.produce_listing import ListingParts, ProduceListing
 from service.http.protocol import Posts
 from service.http.rates import Rates
+from service.http.request_guard import RequestGuard
 from service.http.routes import Parts, add_middleware, add_probes, event_routes
 from service.http.sources import SourcesEndpoint
 from service.http.token_callers import TokenCallers
@@ -70,7 +71,7 @@ class Router:
         self._always = list(self.app.router.routes)
         self.current = self._made(loaded)
         endpoint = self.current.endpoint
-        self.posts = Posts(endpoint.routes, endpoint.body_bytes_max, endpoint.bodies, endpoint.streamed)
+        self.posts = Posts(endpoint.routes, endpoint.guard.body_bytes_max, endpoint.guard.bodies, endpoint.streamed)
         self._swap(self.current)
 
     def build(self, loaded: LoadedRules) -> Callable[[], None]:
@@ -93,23 +94,26 @@ class Router:
         service, rules = self._service, loaded.rules
         settings, telemetry = service.settings, service.telemetry
         admission = service.admission if before is None else before.endpoint.admission.under(rules, loaded.schemas)
-        known_callers, known_endpoint, known_sources = (None, None, None) if before is None else before[1:4]
         callers = Callers(
             rules.callers,
             tokens=self._tokens_of(rules, before),
             rates=service.rates,
             with_sources=bool(rules.sources),
-            before=known_callers,
+            before=None if before is None else before.callers,
         )
-        endpoint = EventsEndpoint(admission, settings, callers, telemetry, before=known_endpoint)
-        produce = ProduceEndpoint(endpoint, rules, settings.key_ttl_s, has_registry=bool(settings.registry))
+        guard = RequestGuard(settings, callers) if before is None else before.endpoint.guard.under(callers)
+        endpoint = EventsEndpoint(guard, admission, telemetry, settings.key_ttl_s)
+        produce = ProduceEndpoint(
+            guard, admission, telemetry, rules, settings.key_ttl_s, has_registry=bool(settings.registry)
+        )
+        known_sources = None if before is None else before.sources
         sources = SourcesEndpoint(
-            loaded.sources, admission, settings, endpoint.bodies, telemetry, service.rates, known_sources
+            loaded.sources, admission, settings, guard.bodies, telemetry, service.rates, known_sources
         )
         routes = [
             *event_routes(service, callers, endpoint),
             *produce.routes(),
-            *ProduceListing(endpoint, service).routes(),
+            *ProduceListing(guard, service).routes(),
             sources.route(),
         ]
         return RoutesOfRules(loaded, callers, endpoint, sources, routes)

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Final, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -69,6 +70,8 @@ class MemberBody(EventBody, forbid_unknown_fields=True):
 _decode_batch = msgspec.json.Decoder(BatchBody).decode
 _decode_member = msgspec.json.Decoder(MemberBody).decode
 T = TypeVar("T")
+# A parser of events; it is asynchronous for texts longer than LONG_BYTES.
+Parse = Callable[[T], Event | Awaitable[Event]]
 
 
 def parse_batch(body: bytes) -> BatchBody:
@@ -123,10 +126,16 @@ async def long_member_of(raw: bytes | msgspec.Raw, traceparent: bytes | None = N
     return member_of(raw, traceparent, scope)
 
 
+def by_length(of: Callable[..., Event], of_long: Callable[..., Awaitable[Event]], **arguments: Any) -> Parse[Any]:
+    """Return a parser that uses `of_long` for texts longer than LONG_BYTES, and `of` for others."""
+    of, of_long = partial(of, **arguments), partial(of_long, **arguments)
+    return lambda text: of_long(text) if len(text) > LONG_BYTES else of(text)
+
+
 async def write_each(
     admission: Admission,
     parts: Sequence[T],
-    parse: Callable[[T], Event | Awaitable[Event]],
+    parse: Parse[T],
     arrived: float,
     caller: Caller = ANYBODY,
     fresh_key: str = "",

@@ -9,8 +9,7 @@ from service.core.problems import Problem
 from service.events.event import EVENT_TEXT_BYTES_MAX, READER, Event
 from service.events.incomplete_text import IncompleteText
 from service.events.strict_json import strictly
-from service.http.batch import long_member_of, member_of
-from service.http.events import by_length
+from service.http.batch import by_length, long_member_of, member_of
 from service.http.headers import LINES, check_no_key, media_type, unsupported
 from service.http.responses import render_lines
 from service.http.streaming import Exchange, StreamHead, Text

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.contract import Rules
+from service.core.metrics import Telemetry
 from service.core.problems import MISSING_KEY, NOT_FOUND, NOT_WRITTEN, TOO_LARGE, Problem
 from service.core.settings import TOPICS_MAX
 from service.core.time_slice import TimeSlice
@@ -47,7 +48,6 @@ from service.http.asgi import AsgiEndpoint
 from service.http.batch import write_each
 from service.http.caller import Caller
 from service.http.encodings import PIECE_BYTES
-from service.http.events import RENDERED_AT_ONCE, EventsEndpoint
 from service.http.headers import JSON, UsedHeaders, essence, unsupported
 from service.http.produce_answers import (
     V2_TYPE,
@@ -64,9 +64,11 @@ from service.http.produce_answers import (
     render_v3_end,
 )
 from service.http.request import PostRequest
-from service.http.responder import TOO_MANY_RESPONSES, check_room, rendered
+from service.http.request_guard import RequestGuard
+from service.http.responder import TOO_MANY_RESPONSES, check_room, in_slices, rendered
 from service.http.responses import Headers, headers_of
 from service.http.streaming import Exchange, StreamEndpoint, StreamHead, Text, next_text
+from service.pipeline.admission import Admission
 from service.pipeline.request import WriteResult
 
 log = structlog.get_logger(__name__)
@@ -135,24 +137,35 @@ class BySize:
 class PathEndpoint:
     """An ASGI endpoint for POSTs whose handler gets the parameters of the path."""
 
-    def __init__(self, handler: Callable[[PathParameters, PostRequest], None], events: EventsEndpoint) -> None:
+    def __init__(self, handler: Callable[[PathParameters, PostRequest], None], guard: RequestGuard) -> None:
         self._handler = handler
-        self._events = events
+        self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = partial(self._handler, scope["path_params"])
-        await AsgiEndpoint(handler, self._events.body_bytes_max, self._events.bodies)(scope, receive, send)
+        await AsgiEndpoint(handler, self._guard.body_bytes_max, self._guard.bodies)(scope, receive, send)
 
 
 class ProduceEndpoint:
-    """The handlers of the produce API. `events` checks what holds for all requests."""
+    """The handlers of the produce API."""
 
-    def __init__(self, events: EventsEndpoint, rules: Rules, retention_s: int, *, has_registry: bool = False) -> None:
+    def __init__(
+        self,
+        guard: RequestGuard,
+        admission: Admission,
+        telemetry: Telemetry,
+        rules: Rules,
+        retention_s: int,
+        *,
+        has_registry: bool = False,
+    ) -> None:
         """`retention_s` is the retention, in seconds, of keys for which no rule sets one.
 
         `has_registry`: there is a schema registry.
         """
-        self._events = events
+        self._guard = guard
+        self._admission = admission
+        self._telemetry = telemetry
         self._retention_s = retention_s
         self._schemas = SchemaUse(has_registry)
         self._schema_use = lru_cache(maxsize=TOPICS_MAX)(lambda topic: _schema_use(rules, topic, has_registry))
@@ -160,10 +173,10 @@ class ProduceEndpoint:
 
     def routes(self) -> list[Route]:
         """Make the routes of the API's POSTs."""
-        v2 = PathEndpoint(self._take_v2, self._events)
-        stream = StreamEndpoint(self._events, self._stream_v3, _v3_refusal)
-        v3 = BySize(PathEndpoint(partial(self._take_v3, self._write_v3), self._events), stream)
-        batch = PathEndpoint(partial(self._take_v3, self._write_batch), self._events)
+        v2 = PathEndpoint(self._take_v2, self._guard)
+        stream = StreamEndpoint(self._guard, self._admission, self._telemetry, self._stream_v3, _v3_refusal)
+        v3 = BySize(PathEndpoint(partial(self._take_v3, self._write_v3), self._guard), stream)
+        batch = PathEndpoint(partial(self._take_v3, self._write_batch), self._guard)
         of_v2 = [
             Route("/topics/{topic}", v2, methods=["POST"]),
             Route("/topics/{topic}/partitions/{partition}", v2, methods=["POST"]),
@@ -177,10 +190,10 @@ class ProduceEndpoint:
         return of_v2 + of_v3
 
     def _take_v2(self, path: PathParameters, post: PostRequest) -> None:
-        self._events.take(partial(self._post_v2, path), self._responder(V2_TYPE).fail, post)
+        self._guard.take(partial(self._post_v2, path), self._responder(V2_TYPE).fail, post)
 
     def _take_v3(self, write: V3Writer, path: PathParameters, post: PostRequest) -> None:
-        self._events.take(partial(self._post_v3, write, path), self._responder(V3_TYPE).fail, post)
+        self._guard.take(partial(self._post_v3, write, path), self._responder(V3_TYPE).fail, post)
 
     # -------------------------------------------------------------------------------------------------------------- v2
 
@@ -224,7 +237,7 @@ class ProduceEndpoint:
         results = await self._results(request, events)
         if failure := failure_of(results):
             raise failure
-        pieces = await rendered(request.post, _in_slices(results), render_offsets)
+        pieces = await rendered(request.post, in_slices(results), render_offsets)
         request.answer(results, render_v2(pieces, events))
 
     # -------------------------------------------------------------------------------------------------------------- v3
@@ -243,7 +256,7 @@ class ProduceEndpoint:
         _check_keys(records)
         request.caller.spend(len(records), request.post.size)
         results = await self._results(request, records)
-        answers = _in_slices([*zip(records, results, strict=True)])
+        answers = in_slices([*zip(records, results, strict=True)])
         request.answer(results, b"".join(await rendered(request.post, answers, partial(render_v3, cluster))))
 
     async def _parse_v3(self, request: RecordsRequest) -> list[V3Event | Problem]:
@@ -347,14 +360,14 @@ class ProduceEndpoint:
         return RecordsRequest(post, topic, caller, key, traceparent, self._responder(media_type, key.key))
 
     def _responder(self, media_type: bytes, key: str | None = None) -> ProduceResponder:
-        return ProduceResponder(self._events.telemetry, self._retention_s, media_type, key)
+        return ProduceResponder(self._telemetry, self._retention_s, media_type, key)
 
     def _key_of(self, found: UsedHeaders, topic: str, caller: Caller) -> RequestKey:
         """Return the key of a request; one is made for a request without, unless the topic's rule refuses that.
 
         The age of the key is judged here, once: the key of a stream may become old while its records come.
         """
-        raw, admission = found.get(b"idempotency-key"), self._events.admission
+        raw, admission = found.get(b"idempotency-key"), self._admission
         if raw is not None:
             key = parse_key(raw)
             return RequestKey(key, caller.scope, admission.checks.keys.is_old(key, topic))
@@ -362,7 +375,7 @@ class ProduceEndpoint:
 
     def _begin(self, request: RecordsRequest, work: Coroutine[Any, Any, None]) -> None:
         """Start the work of a request, unless the queue is full."""
-        admission = self._events.admission
+        admission = self._admission
         if overload := admission.overload:
             work.close()
             request.responder.refuse(request.post, overload, admission.load_shedder)
@@ -375,7 +388,7 @@ class ProduceEndpoint:
         """Write the records, and return the result of each. Raises Problem (504) if too many problems are in memory."""
         results: list[WriteResult] = []
         problems = 0
-        admission, arrived = self._events.admission, request.post.arrived
+        admission, arrived = self._admission, request.post.arrived
         async for group in write_each(admission, records, _event_of, arrived, request.caller, request.key.fresh):
             results += group
             problems += sum([isinstance(result, Problem) for result in group])
@@ -460,12 +473,3 @@ async def _objects_of(body: bytes) -> AsyncIterator[Text]:
 def _v3_refusal(problem: Problem) -> tuple[int, Headers, bytes]:
     error = error_of(problem)
     return error.status, headers_of(lines_of_error(problem, V3_TYPE)), render_error(error)
-
-
-async def _in_slices(results: Sequence[T]) -> AsyncIterator[Sequence[T]]:
-    """Yield results to render in steps of RENDERED_AT_ONCE, in time slices."""
-    time_slice = TimeSlice()
-    for start in range(0, len(results), RENDERED_AT_ONCE):
-        if time_slice.is_over:
-            await time_slice.next()
-        yield results[start : start + RENDERED_AT_ONCE]

@@ -22,10 +22,10 @@ from service.http.asgi import send_whole
 from service.http.caller import Caller
 from service.http.certificates import NONE as NO_CERTIFICATE
 from service.http.certificates import SCOPE_KEY
-from service.http.events import EventsEndpoint
 from service.http.headers import pick
 from service.http.produce import V3_PREFIXES
 from service.http.produce_answers import V2_TYPE, V3_TYPE, error_of, lines_of_error, render_error
+from service.http.request_guard import RequestGuard
 from service.http.responses import headers_of
 from service.kafka.deadline import shared
 from service.kafka.listing import ListedPartition, ListedTopic, Listing, TopicLister
@@ -175,8 +175,8 @@ class _Whole:
 class ProduceListing:
     """The read-only routes beside the produce API's POSTs."""
 
-    def __init__(self, events: EventsEndpoint, parts: ListingParts) -> None:
-        self._events = events
+    def __init__(self, guard: RequestGuard, parts: ListingParts) -> None:
+        self._guard = guard
         self._parts = parts
         self._lists = SharedLists()
 
@@ -211,7 +211,7 @@ class ProduceListing:
                 address = request.client.host if request.client else None
                 needs_host = request.scope["http_version"] != "1.0"
                 certificate = request.scope.get(SCOPE_KEY, NO_CERTIFICATE)
-                caller = await self._events.find_caller(address, found, host_needed=needs_host, certificate=certificate)
+                caller = await self._guard.find_caller(address, found, host_needed=needs_host, certificate=certificate)
                 await caller.wait_s()  # asks for a slice; who is over the rate does not wait
                 caller.spend(1, 0)
                 body = await answer(ListRequest(request, caller, self._parts, self._lists))

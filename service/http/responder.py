@@ -7,6 +7,7 @@ import structlog
 
 from service.core.metrics import Telemetry
 from service.core.problems import INTERNAL, OUTCOME_UNKNOWN, Problem
+from service.core.time_slice import TimeSlice
 from service.http.request import PostRequest
 from service.http.responses import lines_of, render_problem
 from service.pipeline.load_shedding import LoadShedder
@@ -15,6 +16,9 @@ log = structlog.get_logger(__name__)
 
 TOO_MANY_RESPONSES: Final = "response: too many large ones are not read yet: send the request again, with the same keys"
 
+# Results to render in one step, which takes a fraction of a time slice, also if each is a different problem.
+RENDERED_AT_ONCE: Final = 50
+
 T = TypeVar("T")
 
 
@@ -22,6 +26,23 @@ def check_room(post: PostRequest, size: int) -> None:
     """Note that the response of a request that may be written has `size` bytes so far. Raises Problem (504)."""
     if not post.hold_response(size):
         raise Problem(OUTCOME_UNKNOWN, TOO_MANY_RESPONSES)
+
+
+async def in_slices(results: Sequence[T], time_slice: TimeSlice | None = None) -> AsyncIterator[Sequence[T]]:
+    """Yield results to render in steps of RENDERED_AT_ONCE, in time slices."""
+    time_slice = time_slice or TimeSlice()
+    for start in range(0, len(results), RENDERED_AT_ONCE):
+        if time_slice.is_over:
+            await time_slice.next()
+        yield results[start : start + RENDERED_AT_ONCE]
+
+
+async def in_steps(groups: AsyncIterator[Sequence[T]]) -> AsyncIterator[Sequence[T]]:
+    """Yield groups of results as `in_slices` does each, as they are known."""
+    time_slice = TimeSlice()
+    async for group in groups:
+        async for results in in_slices(group, time_slice):
+            yield results
 
 
 async def rendered(

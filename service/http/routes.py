@@ -82,10 +82,11 @@ def add_middleware(app: FastAPI) -> None:
 
 def event_routes(service: Parts, callers: Callers, events: EventsEndpoint) -> list[BaseRoute]:
     """Make the routes of events and of the states of keys, for an app that was prepared."""
-    lines = StreamEndpoint(events, lines_exchange)
+    guard = events.guard
+    lines = StreamEndpoint(guard, events.admission, events.telemetry, lines_exchange)
     router = APIRouter()
     for path, handler in events.routes.items():
-        endpoint: ASGIApp = AsgiEndpoint(handler, events.body_bytes_max, events.bodies)
+        endpoint: ASGIApp = AsgiEndpoint(handler, guard.body_bytes_max, guard.bodies)
         if path in events.streamed:
             endpoint = ByContentType(events.streamed[path], lines, endpoint)
         router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))

@@ -20,6 +20,7 @@ from service.http.caller import ANYBODY, Caller, Sender
 from service.http.prefer import Preference
 from service.http.rates import RatePending, Rates
 from service.http.request import Bodies, PostRequest
+from service.http.request_guard import admit
 from service.http.responder import Responder
 from service.http.responses import JSON_LINE, key_lines
 from service.http.single_event import SingleEventWriter
@@ -90,8 +91,7 @@ class _SourceHandler:
         try:
             self._check(post)
             if self._caller.is_rated:
-                post.more_lines = self._caller.rate_lines
-                self._caller.admit()  # before the signature is computed: a sender over its rate costs little
+                admit(post, self._caller)  # before the signature is computed: a sender over its rate costs little
             if overload := self._admission.overload:
                 self._responder.refuse(post, overload, self._admission.load_shedder)
             elif post.size > LONG_BYTES:

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.core.metrics import Telemetry
 from service.core.problems import INTERNAL, NOT_WRITTEN, REQUEST_TIMEOUT, TOO_LARGE, Problem
 from service.core.time_slice import TimeSlice
 from service.events.event import Event, invalid, parse_traceparent
@@ -24,11 +25,13 @@ from service.http.caller import Caller
 from service.http.certificates import NONE as NO_CERTIFICATE
 from service.http.certificates import SCOPE_KEY, Names
 from service.http.encodings import Decoder, coding_of
-from service.http.events import EventsEndpoint, in_steps
 from service.http.headers import UsedHeaders, content_type_of, essence, pick
 from service.http.request import BODIES_ARE_FULL, OWN_BYTES, UNREAD_MAX_S, WRITE_BYTES, Bodies, Share, StopSignal
+from service.http.request_guard import RequestGuard
 from service.http.request_reader import LEAST_BYTES_S, SILENCE_MAX_S
+from service.http.responder import in_steps
 from service.http.responses import Headers, headers_of, render_problem
+from service.pipeline.admission import Admission
 from service.pipeline.request import CHUNK_EVENTS_MAX, WriteResult
 
 log = structlog.get_logger(__name__)
@@ -150,14 +153,23 @@ RenderProblem = Callable[[Problem], tuple[int, Headers, bytes]]
 class StreamEndpoint:
     """An ASGI endpoint for the POSTs of one route whose bodies are read as they arrive."""
 
-    def __init__(self, events: EventsEndpoint, begin: Begin, render: RenderProblem = render_problem) -> None:
-        self._events = events
+    def __init__(
+        self,
+        guard: RequestGuard,
+        admission: Admission,
+        telemetry: Telemetry,
+        begin: Begin,
+        render: RenderProblem = render_problem,
+    ) -> None:
+        self._guard = guard
+        self._admission = admission
+        self._telemetry = telemetry
         self._begin = begin
         self._render_problem = render
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = StreamedBody(receive, self._events.stopping, self._events.bodies)
-        response = StreamedResponse(send, scope["http_version"], self._events.bodies)
+        body = StreamedBody(receive, self._guard.stopping, self._guard.bodies)
+        response = StreamedResponse(send, scope["http_version"], self._guard.bodies)
         try:
             try:
                 head = await self._head(scope)
@@ -190,7 +202,7 @@ class StreamEndpoint:
         found = pick(scope["headers"])
         client = scope.get("client")
         needs_host, certificate = scope["http_version"] != "1.0", scope.get(SCOPE_KEY, NO_CERTIFICATE)
-        caller = await self._events.find_caller(
+        caller = await self._guard.find_caller(
             client and client[0], found, host_needed=needs_host, certificate=certificate
         )
         if caller.is_rated:
@@ -211,14 +223,14 @@ class StreamEndpoint:
         asked = not body.begun and any(name == b"expect" for name, _ in scope["headers"])
         if (asked or problem.kind is REQUEST_TIMEOUT) and scope["http_version"].startswith("1."):
             headers = [*headers, (b"connection", b"close")]
-        self._events.telemetry.requested(status, problem.kind.code)
+        self._telemetry.requested(status, problem.kind.code)
         await send_whole(send, status, headers, content)
 
     async def _write(
         self, head: StreamHead, exchange: Exchange, body: "StreamedBody", response: "StreamedResponse"
     ) -> None:
         """Write the events of a body, window by window. Raises Problem where the body cannot be read on."""
-        admission, caller = self._events.admission, head.caller
+        admission, caller = self._admission, head.caller
         # A larger window would be a debt of many seconds.
         events_max = min(WINDOW_EVENTS, caller.burst or WINDOW_EVENTS)
         bytes_max = min(WINDOW_BYTES, caller.burst_bytes or WINDOW_BYTES)
@@ -227,7 +239,7 @@ class StreamEndpoint:
             await _wait_for_rate(caller, len(window), sum(map(_size_of, window)), body)
             await self._wait_for_queue(body)
             if not response.started:
-                self._events.telemetry.requested(exchange.status, "")
+                self._telemetry.requested(exchange.status, "")
                 response.start(exchange.status, headers_of(exchange.head + caller.rate_lines()))
             writing = write_each(admission, window, exchange.parse, time.monotonic(), caller, exchange.fresh_key)
             async for results in in_steps(writing):
@@ -240,7 +252,7 @@ class StreamEndpoint:
     async def _wait_for_queue(self, body: "StreamedBody") -> None:
         """Wait, for OVERLOAD_WAIT_S at most, until the queue takes events. Raises what StreamedBody.pause does."""
         until = time.monotonic() + OVERLOAD_WAIT_S
-        while self._events.admission.overload is not None and time.monotonic() < until:
+        while self._admission.overload is not None and time.monotonic() < until:
             await body.pause(OVERLOAD_PAUSE_S)
 
 

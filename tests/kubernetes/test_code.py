@@ -22,6 +22,7 @@ from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
+from service.http.request_guard import RequestGuard
 from service.http.routes import Parts, routes
 from service.kafka.topics import EXTRA_S, WEEK_S
 from service.pipeline.admission import Admission
@@ -132,7 +133,7 @@ def test_the_namespace_of_the_settings_is_the_one_that_the_runbook_speaks_of(set
 def test_probes_ask_routes_that_there_are(pod: Object) -> None:
     app = FastAPI()
     callers = Callers(())
-    posts = EventsEndpoint(cast(Admission, None), Settings(), callers, Telemetry())
+    posts = EventsEndpoint(RequestGuard(Settings(), callers), cast(Admission, None), Telemetry(), Settings().key_ttl_s)
     routes(app, cast(Parts, None), callers, posts)
     paths = {getattr(route, "path", "") for route in app.routes}
     container = container_of(pod)

@@ -217,8 +217,8 @@ async def test_requests_share_the_bounds_of_the_process_whatever_their_rules(
     router.build(loaded(tmp_path, "till"))()
     after = router.current
     assert after.endpoint is not before.endpoint
-    assert after.endpoint.bodies is before.endpoint.bodies
-    assert after.endpoint.stopping is before.endpoint.stopping
+    assert after.endpoint.guard.bodies is before.endpoint.guard.bodies
+    assert after.endpoint.guard.stopping is before.endpoint.guard.stopping
     assert after.endpoint.admission is not before.endpoint.admission
     await asyncio.wait_for(before.endpoint.admission.drain(), 10)
     assert not after.endpoint.admission.is_accepting

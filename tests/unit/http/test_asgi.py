@@ -25,6 +25,7 @@ from service.http.asgi import AsgiEndpoint, AsgiRequest
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.request import OWN_BYTES, Bodies, PostRequest
+from service.http.request_guard import RequestGuard
 from service.http.routes import Parts, routes
 from service.pipeline.admission import Admission
 from tests.unit.fakes import Turns, until
@@ -45,7 +46,9 @@ def app_and_posts(admission: Commits, settings: Settings | None = None) -> tuple
     app = FastAPI()
     settings = settings or Settings()
     callers = Callers([])
-    endpoint = EventsEndpoint(cast(Admission, admission), settings, callers, Telemetry())
+    endpoint = EventsEndpoint(
+        RequestGuard(settings, callers), cast(Admission, admission), Telemetry(), settings.key_ttl_s
+    )
     routes(app, cast(Parts, None), callers, endpoint)
     return app, endpoint
 
@@ -126,7 +129,7 @@ async def test_a_coded_body_is_the_event_that_it_decodes_to(coding: str, size: i
     assert (plain.status_code, coded.status_code) == (201, 201)
     one, other = admission.events
     assert (one.value, one.fp) == (other.value, other.fp)
-    assert posts.bodies.bytes == 0
+    assert posts.guard.bodies.bytes == 0
 
 
 async def test_a_decoded_body_has_the_bounds_of_a_plain_one() -> None:
@@ -137,7 +140,7 @@ async def test_a_decoded_body_has_the_bounds_of_a_plain_one() -> None:
             headers = {**HEAD, "content-encoding": "zstd"}
             response = await client.post("/events", content=ENCODERS["zstd"](body), headers=headers)
             assert (response.status_code, response.json().get("code", "")) == (status, "too-large" * (status == 413))
-    assert posts.bodies.bytes == 0
+    assert posts.guard.bodies.bytes == 0
 
 
 async def test_a_decoded_body_is_counted_in_place_of_the_one_that_was_sent() -> None:
@@ -233,19 +236,19 @@ async def test_a_response_for_which_there_is_no_room_is_answered_504_and_later_a
             response = await client.post("/events/batch", content=body, headers={"content-type": "application/json"})
             return response.status_code, len(response.content), response.json().get("code", "")
 
-        posts.bodies.unread += 1  # somebody else holds some, and there is no room
-        most, posts.bodies.most = posts.bodies.most, 100_000
+        posts.guard.bodies.unread += 1  # somebody else holds some, and there is no room
+        most, posts.guard.bodies.most = posts.guard.bodies.most, 100_000
         assert (await answer())[::2] == (504, "outcome-unknown")
-        assert posts.bodies.unread == 1
-        posts.bodies.most = most
-        posts.bodies.bytes = most  # bodies, which anybody can send, keep nobody from a response
+        assert posts.guard.bodies.unread == 1
+        posts.guard.bodies.most = most
+        posts.guard.bodies.bytes = most  # bodies, which anybody can send, keep nobody from a response
         status, size, _ = await answer()
         assert status == 207
         assert size > 1_000_000
-        posts.bodies.bytes = 0
-        posts.bodies.most, posts.bodies.unread = 100_000, 0
+        posts.guard.bodies.bytes = 0
+        posts.guard.bodies.most, posts.guard.bodies.unread = 100_000, 0
         assert await answer() == (207, size, ""), "alone it has room, or it would never be answered"
-    assert posts.bodies.unread == 0
+    assert posts.guard.bodies.unread == 0
 
 
 async def test_a_percent_encoded_path_is_decoded_before_it_is_matched(http: httpx.AsyncClient) -> None:
@@ -456,7 +459,9 @@ async def test_a_connection_header_is_sent_for_http_1_1_and_not_for_http_2() -> 
 
 async def test_a_request_with_an_unknown_token_is_answered_401() -> None:
     rule = CallerRule(name="a", token_sha256=("0" * 64,), topics=("*",), rate=None)
-    endpoint = EventsEndpoint(cast(Admission, Commits()), Settings(), Callers([rule]), Telemetry())
+    endpoint = EventsEndpoint(
+        RequestGuard(Settings(), Callers([rule])), cast(Admission, Commits()), Telemetry(), Settings().key_ttl_s
+    )
     server = Server(part(EVENT, more=False), headers={b"authorization": b"Bearer x"})
     await server.serve(AsgiEndpoint(endpoint.routes[b"/events"], 1_000, Bodies(1_000)))
     assert server.sent[0]["status"] == 401

@@ -18,6 +18,7 @@ from service.http.callers import Callers
 from service.http.cors import EXPOSED_HEADERS, REQUEST_HEADERS
 from service.http.events import EventsEndpoint
 from service.http.protocol import Posts
+from service.http.request_guard import RequestGuard
 from service.http.routes import Parts, routes
 from service.pipeline.admission import Admission
 from tests.unit.http.test_asgi import EVENT, HEAD, LINES
@@ -33,7 +34,9 @@ def app_of(rules: list[CorsRule]) -> tuple[FastAPI, EventsEndpoint]:
     """Make the app's routes for one caller, with CORS."""
     app = Application(rules)
     callers = Callers([CallerRule("shop", (hashlib.sha256(b"s3cret").hexdigest(),))])
-    posts = EventsEndpoint(cast(Admission, Commits()), Settings(), callers, Telemetry())
+    posts = EventsEndpoint(
+        RequestGuard(Settings(), callers), cast(Admission, Commits()), Telemetry(), Settings().key_ttl_s
+    )
     routes(app, cast(Parts, None), callers, posts)
     return app, posts
 
@@ -41,7 +44,7 @@ def app_of(rules: list[CorsRule]) -> tuple[FastAPI, EventsEndpoint]:
 @pytest.fixture(params=["direct", "asgi"])
 async def http(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
     app, posts = app_of(RULES)
-    direct = Posts(posts.routes, posts.body_bytes_max, posts.bodies, posts.streamed, cors=True)
+    direct = Posts(posts.routes, posts.guard.body_bytes_max, posts.guard.bodies, posts.streamed, cors=True)
     async with (
         serving(app, direct if request.param == "direct" else None) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,

@@ -87,7 +87,7 @@ class Client:
 async def connected(world: World, sources: tuple[Source, ...]) -> AsyncIterator[Client]:
     """Make an app and its client; a slot of the world must be served elsewhere."""
     app, posts = app_and_posts(cast(Commits, world.admission))
-    app.router.routes += ProduceEndpoint(posts, world.rules, 86_400).routes()
+    app.router.routes += ProduceEndpoint(posts.guard, posts.admission, posts.telemetry, world.rules, 86_400).routes()
     telemetry = Telemetry()
     app.router.routes.append(
         SourcesEndpoint(sources, world.admission, world.settings, Bodies(2**24), telemetry).route()

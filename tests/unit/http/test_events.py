@@ -20,11 +20,12 @@ from service.events import strict_json
 from service.events.cloudevents import BATCHED, STRUCTURED
 from service.events.event import NONE_IS_PLAIN, Event, parse_key
 from service.events.strict_json import LONG_BYTES, check_json
-from service.http import events as module
+from service.http import request_guard, responder
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.headers import JSON, LINES, media_type, pick, unsupported
 from service.http.request import OWN_BYTES, Bodies, PostRequest
+from service.http.request_guard import RequestGuard
 from service.http.responses import (
     committed_lines,
     echo_of,
@@ -236,7 +237,9 @@ def posted(path: str, body: bytes, **headers: str) -> tuple[FakePost, list[Event
     """Post a request; returns the response, and the written events. `_` in a header's name is `-`."""
     admission = Commits()
     told = FakePost(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
-    endpoint = EventsEndpoint(cast(Admission, admission), Settings(), Callers([]), Telemetry())
+    endpoint = EventsEndpoint(
+        RequestGuard(Settings(), Callers([])), cast(Admission, admission), Telemetry(), Settings().key_ttl_s
+    )
     endpoint.routes[path.encode()](told)
     return told, admission.events
 
@@ -244,7 +247,9 @@ def posted(path: str, body: bytes, **headers: str) -> tuple[FakePost, list[Event
 async def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without_its_body() -> None:
     admission = Commits()
     admission.overload = Problem(NOT_WRITTEN, "the queue is full")
-    endpoint = EventsEndpoint(cast(Admission, admission), Settings(), Callers([]), Telemetry())
+    endpoint = EventsEndpoint(
+        RequestGuard(Settings(), Callers([])), cast(Admission, admission), Telemetry(), Settings().key_ttl_s
+    )
 
     def post() -> FakePost:
         told = FakePost(b"{}", {"host": "x", "content-type": "application/json"})
@@ -359,9 +364,9 @@ def test_an_answer_that_cannot_be_written_ends_its_connection(monkeypatch: pytes
 
 def test_the_addresses_of_the_loopback_that_are_known_have_a_bound() -> None:
     for n in range(1_000):
-        assert module._is_loopback(f"127.0.{n // 256}.{n % 256}")
-    assert module._is_loopback.cache_info().currsize <= 256
-    assert not module._is_loopback("10.0.0.1")
+        assert request_guard._is_loopback(f"127.0.{n // 256}.{n % 256}")
+    assert request_guard._is_loopback.cache_info().currsize <= 256
+    assert not request_guard._is_loopback("10.0.0.1")
 
 
 LONG = "x" * LONG_BYTES
@@ -419,11 +424,11 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
     monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
     other = asyncio.create_task(others())
     steps = []
-    async for results in module.in_steps(told()):
+    async for results in responder.in_steps(told()):
         steps.append(len(results))
         rendered += len(results)
     other.cancel()
-    assert steps == [module.RENDERED_AT_ONCE] * 200 + [1]
+    assert steps == [responder.RENDERED_AT_ONCE] * 200 + [1]
     assert max(after - before for before, after in itertools.pairwise([0, *between, rendered])) <= max(steps)
 
 
@@ -437,6 +442,8 @@ async def test_a_caller_past_its_rate_is_refused_before_its_body_is_read(path: s
     assert await sent(callers.of("Bearer s3cret"), 5) == 0
     await asyncio.sleep(0.01)
     told = Unread(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
-    endpoint = EventsEndpoint(cast(Admission, Commits()), Settings(), callers, Telemetry())
+    endpoint = EventsEndpoint(
+        RequestGuard(Settings(), callers), cast(Admission, Commits()), Telemetry(), Settings().key_ttl_s
+    )
     endpoint.routes[path.encode()](told)
     assert told.status == 429

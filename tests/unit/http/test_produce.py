@@ -21,6 +21,7 @@ from service.http.events import EventsEndpoint
 from service.http.headers import JSON
 from service.http.produce import ProduceEndpoint, new_key
 from service.http.request import OWN_BYTES
+from service.http.request_guard import RequestGuard
 from service.http.responses import imf_fixdate
 from tests.unit.fakes import NOW_MS, World, ended
 
@@ -67,8 +68,12 @@ class Proxy:
 
 def app_of(world: World, rules: Rules = RULES) -> FastAPI:
     app = FastAPI()
-    posts = EventsEndpoint(world.admission, world.settings, Callers(rules.callers), world.telemetry)
-    app.router.routes += ProduceEndpoint(posts, rules, world.settings.key_ttl_s).routes()
+    posts = EventsEndpoint(
+        RequestGuard(world.settings, Callers(rules.callers)), world.admission, world.telemetry, world.settings.key_ttl_s
+    )
+    app.router.routes += ProduceEndpoint(
+        posts.guard, posts.admission, posts.telemetry, rules, world.settings.key_ttl_s
+    ).routes()
     return app
 
 
@@ -417,9 +422,13 @@ async def test_a_short_v3_body_has_a_bounded_number_of_records(proxy: Proxy, mon
 async def test_a_response_for_which_there_is_no_room_is_a_timeout_that_names_the_remedy(version: str) -> None:
     world = World()
     serving = world.serve(await world.slot())
-    posts = EventsEndpoint(world.admission, world.settings, Callers(RULES.callers), world.telemetry)
+    posts = EventsEndpoint(
+        RequestGuard(world.settings, Callers(RULES.callers)), world.admission, world.telemetry, world.settings.key_ttl_s
+    )
     app = FastAPI()
-    app.router.routes += ProduceEndpoint(posts, RULES, world.settings.key_ttl_s).routes()
+    app.router.routes += ProduceEndpoint(
+        posts.guard, posts.admission, posts.telemetry, RULES, world.settings.key_ttl_s
+    ).routes()
     transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         count = 2_000
@@ -429,18 +438,18 @@ async def test_a_response_for_which_there_is_no_room_is_a_timeout_that_names_the
             record = b"{}" if "none" in version else b'{"value":{"type":"JSON","data":1}}'
             content, kind, path = record * min(count, 1_900), JSON, V3
         headers = {"content-type": kind, "idempotency-key": "k"}
-        posts.bodies.unread, posts.bodies.most = 1, 30_000
+        posts.guard.bodies.unread, posts.guard.bodies.most = 1, 30_000
         response = await client.post(path, content=content, headers=headers)
         if "none" in version:
             assert_error(response, 503, 50003)
         else:
             assert assert_error(response, 408, 40801).startswith("response: too many large ones are not read yet")
-        assert posts.bodies.unread == 1
-        posts.bodies.most = 10_000_000
+        assert posts.guard.bodies.unread == 1
+        posts.guard.bodies.most = 10_000_000
         response = await client.post(path, content=content, headers=headers)
         assert response.status_code == 200
         assert len(response.content) > OWN_BYTES
-        assert posts.bodies.unread == 1
+        assert posts.guard.bodies.unread == 1
     await ended(serving)
 
 

@@ -19,6 +19,7 @@ from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.produce_listing import ListingParts, ListRequest, ProduceListing
 from service.http.request import WRITE_BYTES
+from service.http.request_guard import RequestGuard
 from service.kafka.admin import Topic
 from service.kafka.listing import ListedPartition, ListedTopic, Listing, TopicLister
 from service.kafka.topics import InternalTopics, TopicMetadataCache
@@ -59,9 +60,11 @@ def app_of(cluster: Cluster, rules: Rules) -> FastAPI:
         topic_metadata=cluster.topic_metadata,
         topics=InternalTopics(cluster, settings),
     )
-    posts = EventsEndpoint(cast(Admission, None), settings, Callers(rules.callers), Telemetry())
+    posts = EventsEndpoint(
+        RequestGuard(settings, Callers(rules.callers)), cast(Admission, None), Telemetry(), settings.key_ttl_s
+    )
     app = FastAPI()
-    app.router.routes += ProduceListing(posts, cast(ListingParts, parts)).routes()
+    app.router.routes += ProduceListing(posts.guard, cast(ListingParts, parts)).routes()
     return app
 
 

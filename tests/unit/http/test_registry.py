@@ -18,6 +18,7 @@ from service.http.asgi import AsgiEndpoint
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.produce import ProduceEndpoint
+from service.http.request_guard import RequestGuard
 from service.http.sources import SourcesEndpoint
 from service.kafka.admin import Topic
 from service.registry import client
@@ -85,13 +86,19 @@ class WithRegistry(World):
 def app_of(world: World) -> FastAPI:
     app = FastAPI()
     rules = Rules(RULES)
-    posts = EventsEndpoint(world.admission, world.settings, Callers(()), world.telemetry)
+    posts = EventsEndpoint(
+        RequestGuard(world.settings, Callers(())), world.admission, world.telemetry, world.settings.key_ttl_s
+    )
     for path, handler in posts.routes.items():
-        endpoint = AsgiEndpoint(handler, posts.body_bytes_max, posts.bodies)
+        endpoint = AsgiEndpoint(handler, posts.guard.body_bytes_max, posts.guard.bodies)
         app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
-    app.router.routes += ProduceEndpoint(posts, rules, world.settings.key_ttl_s, has_registry=True).routes()
+    app.router.routes += ProduceEndpoint(
+        posts.guard, posts.admission, posts.telemetry, rules, world.settings.key_ttl_s, has_registry=True
+    ).routes()
     rule = SourceRule("hooks", KeyPlace.HEADER, "x-id", None, topic="orders")
-    sources = SourcesEndpoint([Source(rule, None)], world.admission, world.settings, posts.bodies, world.telemetry)
+    sources = SourcesEndpoint(
+        [Source(rule, None)], world.admission, world.settings, posts.guard.bodies, world.telemetry
+    )
     app.router.routes.append(sources.route())
     return app
 

@@ -21,6 +21,7 @@ from service.http.certificates import SCOPE_KEY, Names
 from service.http.events import EventsEndpoint
 from service.http.lines import lines_exchange
 from service.http.request import OWN_BYTES, StopSignal
+from service.http.request_guard import RequestGuard
 from service.http.streaming import StreamEndpoint
 from service.pipeline.admission import Admission
 from service.pipeline.request import BatchChunk, WriteResult
@@ -70,9 +71,8 @@ class Wire:
         rules = [rule] if rate or rate_bytes or certificate else []
         self.callers = Callers(rules)
         admission = admission or Commits()
-        self.posts = EventsEndpoint(
-            cast(Admission, admission), Settings(**cast(Any, settings)), self.callers, Telemetry()
-        )
+        guard = RequestGuard(Settings(**cast(Any, settings)), self.callers)
+        self.posts = EventsEndpoint(guard, cast(Admission, admission), Telemetry(), Settings().key_ttl_s)
         self.coming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.asked = 0  # how often the app has asked for a message
         self.sent: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ class Wire:
         }
         if certificate is not None:
             scope[SCOPE_KEY] = certificate
-        endpoint = StreamEndpoint(self.posts, lines_exchange)
+        endpoint = StreamEndpoint(self.posts.guard, self.posts.admission, self.posts.telemetry, lines_exchange)
         self.serving = asyncio.create_task(endpoint(scope, cast(Any, self.receive), self.send))
 
     async def receive(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Wire:
         """Await the end of the response; returns its lines. The stream holds nothing any more."""
         async with asyncio.timeout(10.0):
             await self.serving
-        assert self.posts.bodies.bytes == 0
+        assert self.posts.guard.bodies.bytes == 0
         return self.lines
 
     @property
@@ -370,7 +370,7 @@ async def test_no_more_is_read_from_a_client_that_does_not_read(monkeypatch: pyt
     await wire.until(lambda: wire.asked > 3)
     await asyncio.sleep(0.05)
     assert wire.asked < 10
-    assert 0 < wire.posts.bodies.bytes < 500_000
+    assert 0 < wire.posts.guard.bodies.bytes < 500_000
     wire.say(b"", more=False)
     wire.reads.set()
     assert len(await wire.over()) == 20_000
@@ -408,7 +408,7 @@ async def test_a_stream_that_waits_for_its_rate_ends_when_the_process_stops() ->
     wire.say(line(0))
     wire.say(line(1))
     await wire.until(lambda: wire.statuses == [201])
-    wire.posts.stopping.set()
+    wire.posts.guard.stopping.set()
     results = await wire.over()
     assert [result["status"] for result in results] == [201, 503]
     assert results[1]["problem"]["detail"].startswith("this process is stopping")
@@ -425,13 +425,13 @@ async def test_a_stream_that_waits_for_its_rate_ends_when_the_client_leaves() ->
 
 async def test_bodies_that_fill_the_memory_of_all_fail_by_themselves() -> None:
     wire = Wire()
-    wire.posts.bodies.bytes = taken = wire.posts.bodies.most - 1_000
+    wire.posts.guard.bodies.bytes = taken = wire.posts.guard.bodies.most - 1_000
     long = line(1, "x" * 2 * OWN_BYTES)
     for body in (line(0), *[long[start : start + 20_000] for start in range(0, len(long), 20_000)], line(2)):
         wire.say(body)
     wire.say(b"", more=False)
     await wire.serving
-    assert wire.posts.bodies.bytes == taken
+    assert wire.posts.guard.bodies.bytes == taken
     assert wire.statuses == [201, 503, 201]
     assert wire.lines[1]["problem"]["code"] == "not-written"
 
@@ -439,20 +439,20 @@ async def test_bodies_that_fill_the_memory_of_all_fail_by_themselves() -> None:
 async def test_a_decoder_without_memory_ends_the_stream_behind_its_last_result() -> None:
     """A 503 for no event would be taken for the result of the next one."""
     wire = Wire(headers={**TYPE, b"content-encoding": b"zstd"})
-    wire.posts.bodies.bytes = taken = wire.posts.bodies.most - 1_000
+    wire.posts.guard.bodies.bytes = taken = wire.posts.guard.bodies.most - 1_000
     coder = zstd.ZstdCompressor()
     for body in (line(0), line(1) + b"\n" * 2 * OWN_BYTES):
         wire.say(coder.compress(body, zstd.ZstdCompressor.FLUSH_BLOCK))
     wire.say(coder.compress(line(2)) + coder.flush(), more=False)
     await wire.serving
-    assert wire.posts.bodies.bytes == taken
+    assert wire.posts.guard.bodies.bytes == taken
     assert wire.statuses == [201, 201, 503]
     assert "behind the last result" in wire.lines[2]["problem"]["detail"]
 
 
 async def test_results_wait_for_a_client_when_the_memory_of_all_is_full() -> None:
     wire = Wire()
-    wire.posts.bodies.bytes = taken = wire.posts.bodies.most - 1_000
+    wire.posts.guard.bodies.bytes = taken = wire.posts.guard.bodies.most - 1_000
     wire.reads.clear()
     for start in range(0, 5_000, 500):
         wire.say(b"".join(map(line, range(start, start + 500))))
@@ -462,7 +462,7 @@ async def test_results_wait_for_a_client_when_the_memory_of_all_is_full() -> Non
     wire.reads.set()
     await wire.serving
     assert len(wire.lines) == 5_000
-    assert wire.posts.bodies.bytes == taken
+    assert wire.posts.guard.bodies.bytes == taken
 
 
 async def test_http_1_0_gets_the_results_as_a_whole() -> None:
@@ -491,14 +491,14 @@ async def test_http_1_0_gets_no_more_than_fits_into_memory(monkeypatch: pytest.M
 async def test_http_1_0_is_told_to_send_the_rest_again_when_the_memory_of_all_is_full() -> None:
     """413 would be final, though there is room at another time."""
     wire = Wire(version="1.0")
-    wire.posts.bodies.bytes = taken = wire.posts.bodies.most - 1_000
+    wire.posts.guard.bodies.bytes = taken = wire.posts.guard.bodies.most - 1_000
     for start in range(0, 5_000, 500):
         wire.say(b"".join(map(line, range(start, start + 500))))
     await wire.serving
     assert 500 < len(wire.lines) < 2_000
     assert wire.statuses[-2:] == [201, 503]
     assert wire.lines[-1]["problem"]["code"] == "not-written"
-    assert wire.posts.bodies.bytes == taken
+    assert wire.posts.guard.bodies.bytes == taken
 
 
 async def test_cutting_and_answering_many_lines_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -594,13 +594,13 @@ async def test_a_stop_of_the_process_ends_a_stream_behind_its_last_result() -> N
     wire = Wire()
     wire.say(line(1))
     await wire.until(lambda: len(wire.sent) == 2)
-    wire.posts.stopping.set()
+    wire.posts.guard.stopping.set()
     results = await wire.over()
     assert wire.statuses == [201, 503]
     assert "stopping" in results[-1]["problem"]["detail"]
     assert wire.is_complete
     late = Wire()
-    late.posts.stopping.set()
+    late.posts.guard.stopping.set()
     late.say(line(1), more=False)
     await late.over()
     assert late.status == 503
@@ -622,10 +622,10 @@ async def test_a_cancelled_stream_holds_nothing() -> None:
     """Some servers cancel the request of a client that has disconnected."""
     wire = Wire()
     wire.say(line(1) + b"x" * 2 * OWN_BYTES)
-    await wire.until(lambda: len(wire.sent) == 2 and wire.posts.bodies.bytes > 0)
+    await wire.until(lambda: len(wire.sent) == 2 and wire.posts.guard.bodies.bytes > 0)
     wire.serving.cancel()
     await asyncio.gather(wire.serving, return_exceptions=True)
-    assert wire.posts.bodies.bytes == 0
+    assert wire.posts.guard.bodies.bytes == 0
     await asyncio.sleep(0)
     assert {task.get_name() for task in asyncio.all_tasks()} == {asyncio.current_task().get_name()}  # type: ignore[union-attr]
 

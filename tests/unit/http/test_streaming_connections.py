@@ -63,14 +63,14 @@ async def port(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     monkeypatch.setattr(limits, "UNREAD_MAX_S", 1.0)
     monkeypatch.setattr(streaming, "UNREAD_MAX_S", 1.0)
     app, posts = app_and_posts(Commits())
-    direct = Posts(posts.routes, posts.body_bytes_max, posts.bodies, posts.streamed)
+    direct = Posts(posts.routes, posts.guard.body_bytes_max, posts.guard.bodies, posts.streamed)
     async with serving(app, direct if request.param == "direct" else None) as port:
         yield port
         for writer in CONNECTED:
             writer.transport.abort()
         await asyncio.sleep(0)  # for the transports to be closed
         CONNECTED.clear()
-    assert posts.bodies.bytes == 0
+    assert posts.guard.bodies.bytes == 0
 
 
 class Client:

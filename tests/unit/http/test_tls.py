@@ -135,7 +135,7 @@ async def serving(
         **usual,  # type: ignore[arg-type]
     )
     config = uvicorn.Config(router.app, port=port, http=protocol, lifespan="on", **usual)  # type: ignore[arg-type]
-    server = LingeringServer(config, router.current.endpoint.stopping, context, [beside])
+    server = LingeringServer(config, router.current.endpoint.guard.stopping, context, [beside])
     running = threading.Thread(target=server.run)  # on a loop of uvloop, as in production
     running.start()
     await until(lambda: server.started)

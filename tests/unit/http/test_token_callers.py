@@ -22,6 +22,7 @@ from service.http.events import EventsEndpoint
 from service.http.lines import lines_exchange
 from service.http.produce import ProduceEndpoint
 from service.http.produce_listing import ListingParts, ProduceListing
+from service.http.request_guard import RequestGuard
 from service.http.routes import Parts, routes
 from service.http.streaming import StreamEndpoint
 from service.http.token_callers import TokenCallers
@@ -170,10 +171,15 @@ def test_a_long_token_is_refused_before_anything_is_computed(monkeypatch: pytest
 def app_of(world: World) -> FastAPI:
     """Make the routes that ask for a caller."""
     app = FastAPI()
-    posts = EventsEndpoint(cast(Admission, Commits()), Settings(rules="rules"), world.callers, Telemetry())
+    posts = EventsEndpoint(
+        RequestGuard(Settings(rules="rules"), world.callers),
+        cast(Admission, Commits()),
+        Telemetry(),
+        Settings(rules="rules").key_ttl_s,
+    )
     routes(app, cast(Parts, None), world.callers, posts)
-    produce = ProduceEndpoint(posts, Rules(), 1)
-    app.router.routes += [*produce.routes(), *ProduceListing(posts, cast(ListingParts, None)).routes()]
+    produce = ProduceEndpoint(posts.guard, posts.admission, posts.telemetry, Rules(), 1)
+    app.router.routes += [*produce.routes(), *ProduceListing(posts.guard, cast(ListingParts, None)).routes()]
     return app
 
 
@@ -231,7 +237,12 @@ async def test_each_route_waits_for_keys_and_tells_what_is_wrong_with_a_token(
 async def test_a_post_whose_key_is_being_read_is_answered_when_it_is_known() -> None:
     world = World()
     admission = Commits()
-    posts = EventsEndpoint(cast(Admission, admission), Settings(rules="rules"), world.callers, Telemetry())
+    posts = EventsEndpoint(
+        RequestGuard(Settings(rules="rules"), world.callers),
+        cast(Admission, admission),
+        Telemetry(),
+        Settings(rules="rules").key_ttl_s,
+    )
     app = FastAPI()
     routes(app, cast(Parts, None), world.callers, posts)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
@@ -251,7 +262,12 @@ async def test_a_post_whose_key_is_being_read_is_answered_when_it_is_known() -> 
 
 async def test_a_stream_ends_when_its_token_expires() -> None:
     world = World(IssuerRule("corp", ISSUER, ("fencepost",), algorithms=("ES256",)))
-    posts = EventsEndpoint(cast(Admission, Commits()), Settings(rules="rules"), world.callers, Telemetry())
+    posts = EventsEndpoint(
+        RequestGuard(Settings(rules="rules"), world.callers),
+        cast(Admission, Commits()),
+        Telemetry(),
+        Settings(rules="rules").key_ttl_s,
+    )
     coming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     sent: list[Any] = []
 
@@ -264,7 +280,11 @@ async def test_a_stream_ends_when_its_token_expires() -> None:
 
     headers = {b"host": b"x", b"content-type": b"application/x-ndjson", b"authorization": b"Bearer " + token().encode()}
     scope = {"type": "http", "http_version": "1.1", "client": None, "headers": [*headers.items()]}
-    serving = asyncio.create_task(StreamEndpoint(posts, lines_exchange)(scope, cast(Any, coming.get), send))
+    serving = asyncio.create_task(
+        StreamEndpoint(posts.guard, posts.admission, posts.telemetry, lines_exchange)(
+            scope, cast(Any, coming.get), send
+        )
+    )
     say(1)
     async with asyncio.timeout(5.0):
         while len(sent) < 2:  # noqa: ASYNC110
