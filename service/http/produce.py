@@ -23,24 +23,15 @@ from service.core.settings import TOPICS_MAX
 from service.core.time_slice import TimeSlice
 from service.events.event import BATCH_EVENTS_MAX, Event, check_topic_name, parse_key, parse_traceparent
 from service.events.json_objects import JsonObjects
-from service.events.produce import (
-    PARTITION_NOT_FOUND,
-    UNPROCESSABLE,
-    V2_FORMATS,
-    Format,
-    ProduceProblem,
-    RequestKey,
-    SchemaUse,
+from service.events.produce import PARTITION_NOT_FOUND, UNPROCESSABLE, Format, ProduceProblem, RequestKey, SchemaUse
+from service.events.produce_v2 import V2_FORMATS, check_long_v2, parse_v2, v2_event, v2_format
+from service.events.produce_v3 import (
     V3Event,
     V3Record,
-    check_long_v2,
     decode_long_v3,
     decode_v3,
-    parse_v2,
     parse_v3_batch,
     parse_v3_entry,
-    v2_event,
-    v2_format,
     v3_event,
 )
 from service.events.strict_json import LONG_BYTES

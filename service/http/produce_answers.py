@@ -42,8 +42,8 @@ from service.events.produce import (
     UNPROCESSABLE,
     Format,
     ProduceProblem,
-    V3Event,
 )
+from service.events.produce_v3 import V3Event
 from service.events.schema_refs import UsedSchema
 from service.http.responder import Responder
 from service.http.responses import CHALLENGES, echo_of, expiry_s, imf_fixdate

@@ -11,19 +11,9 @@ from service.contract.wire import event_id, fingerprint, member_id
 from service.core.problems import Problem
 from service.core.settings import EVENT_BYTES_MAX
 from service.events.event import BATCH_EVENTS_MAX, Event, parse_event
-from service.events.produce import (
-    COMPACTED_BYTES,
-    Format,
-    ProduceProblem,
-    RequestKey,
-    V3Event,
-    decode_long_v3,
-    decode_v3,
-    parse_v2,
-    v2_event,
-    v2_format,
-    v3_event,
-)
+from service.events.produce import COMPACTED_BYTES, Format, ProduceProblem, RequestKey
+from service.events.produce_v2 import parse_v2, v2_event, v2_format
+from service.events.produce_v3 import V3Event, decode_long_v3, decode_v3, v3_event
 from service.events.strict_json import LONG_BYTES
 
 KEY = RequestKey("k", "shop")

@@ -20,20 +20,9 @@ from service.events.cloudevents import BATCHED, STRUCTURED, VERSION, CloudEvent
 from service.events.event import BATCH_EVENTS_MAX, EventBody
 from service.events.loaded_rules import LoadedRules
 from service.events.offsets import POSITIONS_MAX, OffsetsBody, PositionBody
-from service.events.produce import (
-    ENTRIES_MAX,
-    V2_FORMATS,
-    RequestKey,
-    V2Body,
-    V2Header,
-    V2Record,
-    V3Batch,
-    V3Entry,
-    V3Header,
-    V3Record,
-    decode_v3,
-    v3_event,
-)
+from service.events.produce import RequestKey
+from service.events.produce_v2 import V2_FORMATS, V2Body, V2Header, V2Record
+from service.events.produce_v3 import ENTRIES_MAX, V3Batch, V3Entry, V3Header, V3Record, decode_v3, v3_event
 from service.events.schemas import Schemas
 from service.http.application import openapi_document
 from service.http.batch import BatchBody, MemberBody
