@@ -14,19 +14,15 @@ import structlog
 from fastapi import FastAPI
 
 from service import native
-from service.claims.redis_requirements import POLICY_CHANGE
-from service.claims.keys import ServerIdentity
 from service.claims.redis_connections import check_url
 from service.claims.redis_store import RedisKeys
 from service.claims.states import SlotState
 from service.contract import PREFIX, Rules, SettingsError
-from service.contract.wire import NewerVersion
 from service.core.logs import Incident, configure_logging
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed, StoreAway, StoreUnanswered
 from service.core.settings import Settings
-from service.core.shared_task import shared
-from service.core.supervision import Cancelled, log_loop_errors, supervise
+from service.core.supervision import log_loop_errors, supervise
 from service.core.task_dump import dump_on_signal
 from service.events.loaded_rules import LoadedRules, contradictions, load_rules
 from service.events.schemas import Schemas
@@ -39,11 +35,12 @@ from service.kafka.security import Security
 from service.kafka.topics import READ_TOPICS_MAX, InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission
 from service.pipeline.checks import EventChecks
-from service.pipeline.clocks import Clock, Clocks
+from service.pipeline.clocks import Clocks
 from service.pipeline.journal import Journal
 from service.pipeline.lso_watch import LsoWatch
 from service.pipeline.pool import Pool
 from service.pipeline.queue import Queue
+from service.pipeline.readiness import Readiness
 from service.pipeline.resolver import Resolver
 from service.pipeline.writer import Writer
 from service.router import Router
@@ -68,9 +65,6 @@ TRACES_TIMEOUT_S: Final = 3.0
 WATCH_S: Final = 2.0
 # Between two reads of the own topics' limits. A lower limit is also noticed when a record is refused.
 LIMITS_S: Final = 10.0
-# For Kafka and for Redis, less than the timeout of a probe: the probe must get its answer although one of them is
-# silent.
-READINESS_TIMEOUT_S: Final = 2.5
 
 
 class Service:
@@ -165,10 +159,9 @@ class Service:
         self.lso_watch = LsoWatch(
             settings, self.cluster, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
         )
+        self.readiness = Readiness(self.cluster, self.keys, self.store, self.pool, self.admission, self.clocks)
         self._show_states()
-        self.was_ready = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._redis_check: asyncio.Task[str] | None = None  # in flight, shared by concurrent probes
         self._leaving: set[asyncio.Task[None]] = set()  # of earlier rules, whose issuers' keys requests may still need
 
     def _show_states(self) -> None:
@@ -180,21 +173,13 @@ class Service:
         show.in_doubt.set_function(lambda: self.pool.in_doubt)
         show.in_doubt_oldest.set_function(lambda: self.pool.in_doubt_s)
         show.slot_down.set_function(lambda: self.pool.down_s)
-        for whose, clock in self._clocks.items():
-            show.clock_ahead.labels(whose).set_function(partial(self._ahead_s, clock))
+        for whose, clock in self.clocks.by_name.items():
+            show.clock_ahead.labels(whose).set_function(clock.ahead_s)
         show.generation.set_function(lambda: self.store.generation_number)
         for slot_state in SlotState:
             show.slots.labels(slot_state.value).set_function(partial(self.pool.count, slot_state))
         for state in STORE_STATES:
             show.store_state.labels(state).set_function(partial(self._is_store, state))
-
-    @property
-    def _clocks(self) -> dict[str, Clock]:
-        return {"kafka": self.clocks.kafka, "redis": self.clocks.redis}
-
-    @staticmethod
-    def _ahead_s(clock: Clock) -> float:
-        return round(clock.behind_ms / 1000, 1)  # smaller differences are noise of the response times
 
     def _is_store(self, state: str) -> bool:
         return self.store.state == state
@@ -251,28 +236,23 @@ class Service:
         Ends the process where Kafka or Redis has what only a newer release can read.
         """
         looked_at = time.monotonic()
-        while self.newer is None:
+        while (newer := self.readiness.newer) is None:
             if self.topics.limits and time.monotonic() >= looked_at + LIMITS_S:
                 looked_at = time.monotonic()
                 with contextlib.suppress(KafkaAway, KafkaForbids):
                     await self.topics.read_limits()
                     self._keep_to_limits()
-            self.telemetry.ready.set(bool((await self.readiness())["ready"]))
+            self.telemetry.ready.set(bool((await self.readiness.check())["ready"]))
             with contextlib.suppress(StoreAway, StoreUnanswered):
                 used, limit = await self.keys.memory()
                 self.telemetry.redis_memory.set(used)
                 self.telemetry.redis_memory_limit.set(limit)
             await asyncio.sleep(WATCH_S)
         self.telemetry.ready.set(False)
-        self._give_up(SettingsError(str(self.newer)))
+        self._give_up(SettingsError(str(newer)))
         # Another ASGI server than that of `python -m service` goes on, and the process writes nothing: it has no slots.
         await self.admission.drain()
         await self.pool.stop()
-
-    @property
-    def newer(self) -> NewerVersion | None:
-        """What was found that only a newer release can read, so that this process must not write; None for nothing."""
-        return self.store.newer or self.pool.newer
 
     def _keep_to_limits(self) -> None:
         """Apply the limits of the own topics to groups and to the journal, and show them."""
@@ -327,62 +307,6 @@ class Service:
             leaving = asyncio.create_task(_close_later(before, tokens))
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
-
-    async def readiness(self) -> dict[str, object]:
-        """Check the readiness: a slot is ready, Redis answers and holds the generation, Kafka answers.
-
-        Returns the document of /readyz, in which `ready` is true if all of that is.
-        """
-        redis, kafka = await asyncio.gather(self._redis_answers(), self._kafka_answers())
-        generation, slots = self.store.generation, self.pool.ready
-        ready = slots > 0 and generation is not None and redis == kafka == "ok" and self.admission.is_accepting
-        self.was_ready = self.was_ready or ready
-        return {
-            "ready": ready,
-            "slots_ready": slots,
-            "redis": redis,
-            "kafka": kafka,
-            "store": self.store.status if self.newer is None else str(self.newer),
-            "generation": None if generation is None else generation.number,
-            # This machine's clock, relative to theirs.
-            "clock_ahead_s": {whose: self._ahead_s(clock) for whose, clock in self._clocks.items()},
-        }
-
-    async def _redis_answers(self) -> str:
-        """Return `ok`, or what is wrong with Redis. A probe shares the check that an earlier one has in flight."""
-        if self._redis_check is None or self._redis_check.done():
-            self._redis_check = asyncio.create_task(self._check_redis())
-        try:
-            async with asyncio.timeout(READINESS_TIMEOUT_S):
-                return await shared(self._redis_check)
-        except (StoreAway, StoreUnanswered, NewerVersion, Cancelled) as error:
-            return str(error)
-        except TimeoutError:
-            return f"Redis does not answer within {READINESS_TIMEOUT_S} s"
-
-    async def _check_redis(self) -> str:
-        """Return `ok`, or what is wrong with the server that answers. Raises StoreAway, StoreUnanswered, NewerVersion.
-
-        The reply may be old when it comes, so it is compared with the generation of the time of the request.
-        """
-        generation = self.store.generation
-        identity = await self.keys.who()
-        if identity.evicts:
-            return f"maxmemory-policy is {identity.evicts}: {POLICY_CHANGE}"
-        if generation is None or generation != self.store.generation:
-            return "ok"  # the store's status says what holds now
-        if identity == ServerIdentity(generation.store, generation):
-            return "ok"
-        self.store.lost(generation)  # recover now, before a claim or a heartbeat finds it
-        return "another store answers"
-
-    async def _kafka_answers(self) -> str:
-        """Return `ok`, or what is wrong with Kafka."""
-        try:
-            await self.cluster.answers(READINESS_TIMEOUT_S)
-        except KafkaAway as error:
-            return str(error)
-        return "ok"
 
 
 def _registry_of(

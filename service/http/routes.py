@@ -36,6 +36,7 @@ from service.http.lines import lines_exchange
 from service.http.responses import render_problem
 from service.http.streaming import ByContentType, StreamEndpoint
 from service.pipeline.pool import Pool
+from service.pipeline.readiness import Readiness
 from service.pipeline.request import Quarantined
 from service.slots.recovery import CurrentStore
 
@@ -57,9 +58,7 @@ class Parts(Protocol):
     store: CurrentStore
     pool: Pool
     telemetry: Telemetry
-    was_ready: bool
-
-    async def readiness(self) -> dict[str, object]: ...
+    readiness: Readiness
 
 
 def routes(app: FastAPI, service: Parts, callers: Callers, events: EventsEndpoint) -> None:
@@ -122,15 +121,16 @@ def add_probes(app: FastAPI, service: Parts) -> None:
 
     @app.get("/readyz")
     async def readyz(response: Response) -> dict[str, object]:
-        readiness = await service.readiness()
-        response.status_code = 200 if readiness["ready"] else 503
-        return readiness
+        found = await service.readiness.check()
+        response.status_code = 200 if found["ready"] else 503
+        return found
 
     @app.get("/startupz")
     async def startupz(response: Response) -> dict[str, object]:
-        readiness = {} if service.was_ready else await service.readiness()
-        response.status_code = 200 if service.was_ready else 503
-        return {"started": service.was_ready, **readiness}
+        readiness = service.readiness
+        found = {} if readiness.was_ready else await readiness.check()
+        response.status_code = 200 if readiness.was_ready else 503
+        return {"started": readiness.was_ready, **found}
 
     @app.get("/metrics", response_class=MetricsText)
     async def metrics() -> Response:

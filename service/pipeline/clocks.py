@@ -45,6 +45,10 @@ class Clock:
         monotonic_ms, own = _monotonic_ms(), time_of_day.now_ms()
         return own - min(max(own, monotonic_ms + self._least_ms), monotonic_ms + self._most_ms)
 
+    def ahead_s(self) -> float:
+        """Return by how many seconds this machine's clock is ahead of it, without the noise of response times."""
+        return round(self.behind_ms / 1000, 1)
+
     def now_ms(self) -> int:
         """Return its time: this machine's, unless that is surely wrong."""
         own, behind_ms = time_of_day.now_ms(), self.behind_ms
@@ -57,6 +61,7 @@ class Clocks:
     def __init__(self, cluster: KafkaAdmin, keys: Keys, topic: str, instance: str) -> None:
         """`topic` is the journal's: with LogAppendTime, the timestamp of a record is its broker's time."""
         self.kafka, self.redis = Clock(), Clock()
+        self.by_name = {"kafka": self.kafka, "redis": self.redis}
         self._keys = keys
         self._topic = topic
         self._record = encode_answers(instance, ())

@@ -117,12 +117,12 @@ async def test_data_that_only_a_newer_release_reads_end_the_process_with_a_line(
     watching = asyncio.create_task(whole._watch())
     try:
         await until(lambda: who.await_count > 2)
-        assert (await whole.readiness())["redis"] == "keys of version 2"
+        assert (await whole.readiness.check())["redis"] == "keys of version 2"
         assert given_up == []
         (whole.store if part == "store" else whole.pool).newer = NewerVersion("a record of version 3")
         await watching
         assert [str(error) for error in given_up] == ["a record of version 3"]
-        found = await whole.readiness()
+        found = await whole.readiness.check()
         assert (found["ready"], found["store"]) == (False, "a record of version 3")
         assert not whole.admission.is_accepting
     finally:
@@ -145,10 +145,10 @@ async def test_probes_of_one_time_share_one_question_to_redis(monkeypatch: pytes
     monkeypatch.setattr(whole.keys, "who", who)
     monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
     try:
-        found = await asyncio.gather(*(whole.readiness() for _ in range(300)))
+        found = await asyncio.gather(*(whole.readiness.check() for _ in range(300)))
         assert {each["redis"] for each in found} == {"ok"}
         assert asked == 1
-        await whole.readiness()
+        await whole.readiness.check()
         assert asked == 2
     finally:
         await whole.stop()
@@ -173,11 +173,11 @@ async def test_an_old_reply_of_redis_is_not_compared_with_a_newer_generation(
     monkeypatch.setattr(whole.control, "newest_generation", recovering)
     whole.store.generation = older
     try:
-        early = asyncio.create_task(whole.readiness())
+        early = asyncio.create_task(whole.readiness.check())
         await steps()
         if recovered:  # before the reply is read
             whole.store.generation = newer
-        late = asyncio.create_task(whole.readiness())  # shares the request of the early probe
+        late = asyncio.create_task(whole.readiness.check())  # shares the request of the early probe
         await steps()
         reply.set()
         redis = {(await probe)["redis"] for probe in (early, late)}
