@@ -42,8 +42,8 @@ DRAIN_MARGIN_S: Final = 1.0
 ANSWERED_BEFORE_DEADLINE_S: Final = 0.5
 
 
-class _EventQueue(NamedTuple):
-    """What the events of one request have in common: `ttl_s` is as in WriteRequest, `is_refused`: for dead letters."""
+class _Handling(NamedTuple):
+    """How the events of one part of a chunk are written: `ttl_s` is as in WriteRequest, `is_refused`: dead letters."""
 
     isolated_topic: str | None  # None: its topic is not isolated
     guarantee: Guarantee
@@ -234,7 +234,7 @@ class Admission:
             self._count(request)
         except Problem as problem:
             return [problem.as_result()] * len(chunk.events)
-        parts = deque(self._split_by_queue(request))
+        parts = deque(self._split_by_handling(request))
         put = self._queue.put
         try:
             while parts:
@@ -260,34 +260,34 @@ class Admission:
         deadline.cancel()
         return failed
 
-    def _split_by_queue(self, request: WriteRequest) -> list[WriteRequest]:
-        """Split a chunk by the queues of its events, the parts without an isolated topic first."""
-        queues = {topic: self._queue_of(topic) for topic in request.topics}
-        if len(set(queues.values())) == 1 and self._quarantine_topics.isdisjoint(queues):
+    def _split_by_handling(self, request: WriteRequest) -> list[WriteRequest]:
+        """Split a chunk into parts whose events are handled alike, those without an isolated topic first."""
+        handlings = {topic: self._handling_of(topic) for topic in request.topics}
+        if len(set(handlings.values())) == 1 and self._quarantine_topics.isdisjoint(handlings):
             return [request]
-        indexes: dict[_EventQueue, list[int]] = {}
+        indexes: dict[_Handling, list[int]] = {}
         for index, event in enumerate(request.events):
-            queue = queues[event.topic]
+            handling = handlings[event.topic]
             if isinstance(event, DeadLetter):  # its retention is that of the event for which it stands
-                queue = queue._replace(ttl_s=event.ttl_s, is_refused=True)
-            indexes.setdefault(queue, []).append(index)
+                handling = handling._replace(ttl_s=event.ttl_s, is_refused=True)
+            indexes.setdefault(handling, []).append(index)
         parts = [
-            request.part(indexes[queue], guarantee=queue.guarantee, ttl_s=queue.ttl_s)
-            for queue in sorted(indexes, key=lambda queue: queue.isolated_topic is not None)
+            request.part(indexes[handling], guarantee=handling.guarantee, ttl_s=handling.ttl_s)
+            for handling in sorted(indexes, key=lambda handling: handling.isolated_topic is not None)
         ]
         if len(parts) > 1:
             request.move(RequestEvent.SPLIT)
         return parts
 
-    def _queue_of(self, topic: str) -> "_EventQueue":
+    def _handling_of(self, topic: str) -> _Handling:
         rule = self._rule(topic)
         isolated_topic = topic if self._queue.is_isolated((topic,)) else None
-        return _EventQueue(isolated_topic, rule.guarantee, rule.key_ttl_s, is_refused=False)
+        return _Handling(isolated_topic, rule.guarantee, rule.key_ttl_s, is_refused=False)
 
     def _halves(self, request: WriteRequest) -> list[WriteRequest]:
-        """Split a chunk that failed by its queues, or if all its events have one queue, in halves."""
+        """Split a chunk that failed into parts whose events are handled alike, or if all are, in halves."""
         events = range(len(request.events))
         half = len(events) // 2
         whole = request.to_send_again()
-        parts = self._split_by_queue(whole)
+        parts = self._split_by_handling(whole)
         return [whole.part(each) for each in (events[:half], events[half:]) if each] if len(parts) == 1 else parts

@@ -289,7 +289,7 @@ class WriteRequest(msgspec.Struct, eq=False):
 
     @property
     def is_refused(self) -> bool:
-        """Whether its events are dead letters: all are, or none, once a chunk is split by its queues."""
+        """Whether its events are dead letters: all are, or none, once a chunk is split."""
         return bool(self.events) and isinstance(self.events[0], DeadLetter)
 
     @property
