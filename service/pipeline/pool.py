@@ -6,9 +6,9 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 
@@ -26,6 +26,7 @@ from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.topics import InternalTopics
 from service.pipeline.queue import Queue
+from service.pipeline.slot_balance import balance, fair_share
 from service.slots.recovery import CurrentStore, SlotRecovery
 from service.slots.slot import Slot
 
@@ -43,8 +44,6 @@ PAUSE_LEAST_S: Final = 0.05
 PAUSE_MOST_S: Final = 2.0
 # A slot that is down for this share of the request timeout is stuck: another slot is taken in its place.
 STUCK_SHARE: Final = 0.5
-# Stuck slots that are replaced even if fewer are wanted: several get stuck before Kafka reports missing replicas.
-REPLACED_LEAST: Final = 3
 CAN_WRITE: Final = frozenset({SlotState.READY, SlotState.WRITING})
 
 Serve = Callable[[Slot], Awaitable[None]]
@@ -67,44 +66,6 @@ def _cause_of(error: Exception) -> str:
     if isinstance(error, StoreBug) or (isinstance(error, TransactionFailed) and error.is_bug):
         return BUG
     return next((name for kind, name in ENDS.items() if isinstance(error, kind)), BUG)
-
-
-class SlotShare(NamedTuple):
-    """The bounds of a process: free slots are taken up to `slots`, and up to `most` kept while any is free or dead."""
-
-    slots: int
-    most: int
-
-
-def fair_share(wanted: int, slots_max: int, members: int, stuck: int) -> SlotShare:
-    """Divide the slots among `members` processes; each gets at most `wanted`, and others in place of `stuck` ones.
-
-    A slot is stuck if Kafka cannot end its transaction, because a partition takes no markers.
-    """
-    most = wanted + min(max(wanted, REPLACED_LEAST), stuck)
-    return SlotShare(min(most, max(1, slots_max // max(1, members))), most)
-
-
-class Balance(NamedTuple):
-    """Slots to take, in this order, and how many of the held ones are too many."""
-
-    to_take: list[int]
-    excess: int
-
-
-def balance(others: Mapping[int, str], held: int, share: SlotShare, to_recover: Collection[int]) -> Balance:
-    """Decide which slots a process with `held` slots takes, and how many it gives up.
-
-    `others`: the slots that it does not hold, as Heartbeat marks them. It takes all dead ones, and the free ones of
-    `to_recover`, because their open transactions delay all readers of their partitions; others only up to its share.
-    It may then hold more than it wants, and gives up more than its share only if no slot is free or dead.
-    """
-    dead = [n for n, mark in others.items() if mark == DEAD or (mark == FREE and n in to_recover)]
-    free = [n for n, mark in others.items() if mark == FREE and n not in to_recover]
-    random.shuffle(dead)  # processes that decide at the same time should not try the same slots
-    random.shuffle(free)
-    wanted = max(0, share.slots - held - len(dead))
-    return Balance(dead + free[:wanted], held - (share.most if free or dead else share.slots))
 
 
 class Pool:

@@ -20,6 +20,7 @@ from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import pool as module
 from service.pipeline.pool import Pool
 from service.pipeline.request import Committed
+from service.pipeline.slot_balance import REPLACED_LEAST
 from service.slots.recovery import SlotRecovery
 from service.slots.slot import LedgerPosition, Slot
 from tests.unit.fakes import GENERATION, NOW_MS, FakeProducer, Trouble, World, ended, kind_of, make_event, until
@@ -487,14 +488,14 @@ async def test_a_stuck_slot_is_replaced_by_another_slot_until_it_recovers(
     await held.more_beats()
     assert list(held.pool.slots) == [stuck.n]
     monkeypatch.setattr(module, "STUCK_SHARE", 0.0)
-    await until(lambda: len(held.pool.slots) == 1 + module.REPLACED_LEAST)
+    await until(lambda: len(held.pool.slots) == 1 + REPLACED_LEAST)
     await held.more_beats()
-    assert len(held.pool.slots) == 1 + module.REPLACED_LEAST, "so many are replaced, however many are stuck"
+    assert len(held.pool.slots) == 1 + REPLACED_LEAST, "so many are replaced, however many are stuck"
     # It is well again: one slot is too many.
     monkeypatch.setattr(module, "STUCK_SHARE", 1_000.0)
     gate.set()
     await until(lambda: len(held.pool.slots) == 1 and held.pool.ready == 1)
-    assert [clean for _, clean in held.world.keys.returned] == [True] * module.REPLACED_LEAST
+    assert [clean for _, clean in held.world.keys.returned] == [True] * REPLACED_LEAST
     waiting.cancel()
 
 

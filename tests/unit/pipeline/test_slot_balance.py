@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.pipeline.pool import REPLACED_LEAST, SlotShare, balance, fair_share
+from service.pipeline.slot_balance import REPLACED_LEAST, SlotShare, balance, fair_share
 
 
 @pytest.mark.parametrize(
