@@ -78,9 +78,9 @@ _DECODERS: Final[dict[str, tuple[Callable[[int], _Member], bool]]] = {
 }
 
 
-def coding_of(found: UsedHeaders) -> str:
+def coding_of(used: UsedHeaders) -> str:
     """Return the content coding of a request; "" without one. Raises Problem (415) for an unknown one, and several."""
-    coding = found.get(b"content-encoding", "").strip().lower()
+    coding = used.get(b"content-encoding", "").strip().lower()
     if coding in ("", "identity"):
         return ""
     coding = coding.removeprefix("x-") if coding == "x-gzip" else coding

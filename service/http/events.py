@@ -65,16 +65,16 @@ class EventsEndpoint:
         # By path, the media type whose bodies are read as they arrive: service.http.streaming.
         self.streamed: dict[bytes, str] = {b"/events/batch": LINES}
 
-    def _post_event(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
+    def _post_event(self, post: PostRequest, used: UsedHeaders, caller: Caller) -> None:
         """Parse the event of a `POST /events`, or its batch of CloudEvents, and write it. Raises Problem."""
         if overload := self.admission.overload:
             self._refuse(post, overload, self.admission.load_shedder)
             return
-        traceparent = parse_traceparent(found.get(b"traceparent"))
-        key, scope = raw_key_of(found), caller.scope
-        content_type = found.get(b"content-type")
+        traceparent = parse_traceparent(used.get(b"traceparent"))
+        key, scope = raw_key_of(used), caller.scope
+        content_type = used.get(b"content-type")
         event: Event | Awaitable[Event]
-        if b"ce-specversion" in found and essence(content_type) not in cloudevents.WHOLE:
+        if b"ce-specversion" in used and essence(content_type) not in cloudevents.WHOLE:
             event = cloudevents.from_binary(post.headers, post.body, key, traceparent, scope)
         else:
             kind = JSON if content_type == JSON else media_type(content_type)
@@ -83,48 +83,48 @@ class EventsEndpoint:
                 return
             event = _parse(kind, post.body, key, traceparent, scope)
         if isinstance(event, Event):
-            self._write_event(post, found, caller, event)
+            self._write_event(post, used, caller, event)
         else:
-            post.run_in_task(self._or_fail(post, self._write_long(post, found, caller, event)))
+            post.run_in_task(self._or_fail(post, self._write_long(post, used, caller, event)))
 
-    async def _write_long(self, post: PostRequest, found: UsedHeaders, caller: Caller, event: Awaitable[Event]) -> None:
+    async def _write_long(self, post: PostRequest, used: UsedHeaders, caller: Caller, event: Awaitable[Event]) -> None:
         """Write an event whose JSON is checked in a thread. Raises Problem."""
-        self._write_event(post, found, caller, await event)
+        self._write_event(post, used, caller, await event)
 
-    def _write_event(self, post: PostRequest, found: UsedHeaders, caller: Caller, event: Event) -> None:
+    def _write_event(self, post: PostRequest, used: UsedHeaders, caller: Caller, event: Event) -> None:
         """Check the caller's topics and rate, then submit the event, after a look-up if needed. Raises Problem."""
         caller.check(event.topic)
         caller.spend(1, post.size)
-        sender, preference = caller.sender, parse_prefer(found[b"prefer"]) if b"prefer" in found else NONE
-        if b"repeatability-request-id" in found or b"repeatability-first-sent" in found:
-            sender = sender._replace(age=KeyAge(sent_ms=sent_at_ms(found)))
+        sender, preference = caller.sender, parse_prefer(used[b"prefer"]) if b"prefer" in used else NONE
+        if b"repeatability-request-id" in used or b"repeatability-first-sent" in used:
+            sender = sender._replace(age=KeyAge(sent_ms=sent_at_ms(used)))
             preference = preference._replace(repeatable=REPEATABLE)
         self._single.write(post, event, sender, preference)
 
-    def _post_batch(self, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
+    def _post_batch(self, post: PostRequest, used: UsedHeaders, caller: Caller) -> None:
         """Write the batch of a `POST /events/batch` in a task. Raises Problem (415)."""
-        kind = media_type(found.get(b"content-type"))
-        traceparent = parse_traceparent(found.get(b"traceparent"))
+        kind = media_type(used.get(b"content-type"))
+        traceparent = parse_traceparent(used.get(b"traceparent"))
         if kind == JSON:
-            post.run_in_task(self._or_fail(post, self._write_batch(post, found, traceparent, caller)))
+            post.run_in_task(self._or_fail(post, self._write_batch(post, used, traceparent, caller)))
         else:
             raise unsupported(JSON, LINES)
 
     async def _write_batch(
-        self, post: PostRequest, found: UsedHeaders, traceparent: bytes | None, caller: Caller
+        self, post: PostRequest, used: UsedHeaders, traceparent: bytes | None, caller: Caller
     ) -> None:
         """Write a JSON batch: atomic (201), or each event by itself (207). Raises Problem."""
         if events := await read_batch(post.body, caller.scope, traceparent):
-            check_no_key(found)
+            check_no_key(used)
             await self._write_each(post, events, _as_it_is, caller)
             return
         batch = await parse_long_batch(post.body) if post.size > LONG_BYTES else parse_batch(post.body)
         if not batch.atomic:
-            check_no_key(found)
+            check_no_key(used)
             parse = by_length(member_of, long_member_of, traceparent=traceparent, scope=caller.scope)
             await self._write_each(post, batch.events, parse, caller)
             return
-        key, sent_ms = parse_key(raw_key_of(found)), sent_at_ms(found)
+        key, sent_ms = parse_key(raw_key_of(used)), sent_at_ms(used)
         caller.spend(len(batch.events) or 1, post.size)
         id, answer = await write_atomic(self.admission, batch, key, post.arrived, traceparent, caller, sent_ms)
         if isinstance(answer, Problem):
@@ -132,7 +132,7 @@ class EventsEndpoint:
         body = render_whole(id, answer)
         check_room(post, len(body))
         lines = committed_lines(key, answer, self._retention_s)
-        if b"repeatability-request-id" in found or sent_ms is not None:
+        if b"repeatability-request-id" in used or sent_ms is not None:
             lines += REPEATABLE
         self._answer(post, 201, lines, body)
 
@@ -159,9 +159,9 @@ class EventsEndpoint:
     def _named(self, post: PostRequest) -> dict[str, str]:
         """Return the log fields of a request: its key, and the id of the key in the caller's scope."""
         try:
-            found = post.found or pick(post.headers)
-            key = parse_key(raw_key_of(found))
-            scope = self.guard.callers.of(found.get(b"authorization"), post.certificate).scope
+            used = post.used or pick(post.headers)
+            key = parse_key(raw_key_of(used))
+            scope = self.guard.callers.of(used.get(b"authorization"), post.certificate).scope
         except Problem:  # no key that is valid, or no caller that is known
             return {}
         return {"key": key, "id": event_id(key, scope).hex()}

@@ -59,36 +59,36 @@ def pick(headers: Iterable[tuple[bytes, bytes]]) -> UsedHeaders:
 
     A header that takes no list then has an unknown value. Raises Problem (400) for two keys or two hosts.
     """
-    found: UsedHeaders = {}
+    used: UsedHeaders = {}
     for name, content in headers:
         if name in _WANTED:
             text = content.decode("latin-1")
-            if name in found:
+            if name in used:
                 if name in _ONCE:
                     kind, header = _ONCE[name]
                     raise Problem(kind, f"{header}: send it once")
-                text = f"{found[name]}, {text}"
-            found[name] = text
-    return found
+                text = f"{used[name]}, {text}"
+            used[name] = text
+    return used
 
 
-def raw_key_of(found: UsedHeaders) -> str | None:
+def raw_key_of(used: UsedHeaders) -> str | None:
     """Return the idempotency key as it was sent; without one the id of OASIS' Repeatable Requests; None without both.
 
     https://docs.oasis-open.org/odata/repeatable-requests/v1.0/repeatable-requests-v1.0.html
     """
-    key = found.get(b"idempotency-key")
-    return found.get(b"repeatability-request-id") if key is None else key
+    key = used.get(b"idempotency-key")
+    return used.get(b"repeatability-request-id") if key is None else key
 
 
-def check_no_key(found: UsedHeaders) -> None:
+def check_no_key(used: UsedHeaders) -> None:
     """Raise Problem (400) for a request with a key whose events have keys of their own.
 
     A key that is ignored would promise too much: that the request is one transaction, or that its repetition under this
     key writes nothing, whatever the keys of its events are.
     """
     for name, header in _KEYS_OF_REQUESTS.items():
-        if name in found:
+        if name in used:
             raise Problem(
                 INVALID_KEY,
                 f"{header}: each event of this batch has a key of its own, as idempotency_key: leave this header out, "
@@ -96,21 +96,21 @@ def check_no_key(found: UsedHeaders) -> None:
             )
 
 
-def sent_at_ms(found: UsedHeaders) -> int | None:
+def sent_at_ms(used: UsedHeaders) -> int | None:
     """Return when a request was first sent, as it tells, ms since the Unix epoch. Raises Problem (400)."""
-    raw = found.get(b"repeatability-first-sent")
+    raw = used.get(b"repeatability-first-sent")
     return None if raw is None else parse_first_sent(raw)
 
 
-def check_message(found: UsedHeaders, host_needed: bool) -> None:
+def check_message(used: UsedHeaders, host_needed: bool) -> None:
     """Refuse a message that an intermediary may read otherwise. Raises Problem (400, 501).
 
     RFC 9112, sections 3.2 and 6.1: HTTP/1.0 needs no Host. If there are several transfer codings, the parser looks at
     the last one, which delimits the body; the others would be left undecoded.
     """
-    if host_needed and b"host" not in found:
+    if host_needed and b"host" not in used:
         raise Problem(INVALID_HTTP, "Host: send this header")
-    if b"transfer-encoding" in found and found[b"transfer-encoding"].strip(" \t").lower() != "chunked":
+    if b"transfer-encoding" in used and used[b"transfer-encoding"].strip(" \t").lower() != "chunked":
         raise Problem(UNSUPPORTED_CODING, "Transfer-Encoding: send chunked alone, or a Content-Length")
 
 

@@ -77,9 +77,9 @@ def line_of(line: bytes, traceparent: bytes | None = None, scope: str = "") -> E
 
 def lines_exchange(head: StreamHead) -> Exchange:
     """Begin a batch of lines. Raises Problem (400) for a key of the request, (415) for a charset other than UTF-8."""
-    if media_type(head.found.get(b"content-type")) != LINES:
+    if media_type(head.used.get(b"content-type")) != LINES:
         raise unsupported(LINES)
-    check_no_key(head.found)
+    check_no_key(head.used)
     parse_line = by_length(line_of, long_member_of, traceparent=head.traceparent, scope=head.caller.scope)
 
     def parse(line: Text) -> Event | Awaitable[Event]:

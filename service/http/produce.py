@@ -188,12 +188,12 @@ class ProduceEndpoint:
 
     # -------------------------------------------------------------------------------------------------------------- v2
 
-    def _post_v2(self, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller) -> None:
+    def _post_v2(self, path: PathParameters, post: PostRequest, used: UsedHeaders, caller: Caller) -> None:
         _check_topic(path["topic"], caller)
-        data_format = v2_format(essence(found.get(b"content-type")), self._schemas)
+        data_format = v2_format(essence(used.get(b"content-type")), self._schemas)
         if data_format is None:
             raise unsupported(*V2_FORMATS)
-        request = self._request(V2_TYPE, path, post, found, caller)
+        request = self._request(V2_TYPE, path, post, used, caller)
         self._begin(request, self._write_v2(request, data_format, _partition_in(path)))
 
     async def _write_v2(self, request: RecordsRequest, data_format: Format, partition: int | None) -> None:
@@ -234,12 +234,12 @@ class ProduceEndpoint:
     # -------------------------------------------------------------------------------------------------------------- v3
 
     def _post_v3(
-        self, write: V3Writer, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller
+        self, write: V3Writer, path: PathParameters, post: PostRequest, used: UsedHeaders, caller: Caller
     ) -> None:
         _check_v3_path(path, caller)
-        if essence(found.get(b"content-type")) != JSON:
+        if essence(used.get(b"content-type")) != JSON:
             raise unsupported(JSON)
-        request = self._request(V3_TYPE, path, post, found, caller)
+        request = self._request(V3_TYPE, path, post, used, caller)
         self._begin(request, write(request, path["cluster"]))
 
     async def _write_v3(self, request: RecordsRequest, cluster: str) -> None:
@@ -311,9 +311,9 @@ class ProduceEndpoint:
         """Begin a v3 request whose records are written as they come. Raises Problem (400, 403, 404, 415)."""
         _check_v3_path(head.path_params, head.caller)
         topic, cluster = head.path_params["topic"], head.path_params["cluster"]
-        if essence(head.found.get(b"content-type")) != JSON:
+        if essence(head.used.get(b"content-type")) != JSON:
             raise unsupported(JSON)
-        of_request, use = self._key_of(head.found, topic, head.caller), self._schema_use(topic)
+        of_request, use = self._key_of(head.used, topic, head.caller), self._schema_use(topic)
         parsed: deque[StreamedRecord] = deque()  # records that have no result yet
         count = itertools.count()
 
@@ -342,23 +342,23 @@ class ProduceEndpoint:
     # ------------------------------------------------------------------------------------------------------------ both
 
     def _request(
-        self, media_type: bytes, path: PathParameters, post: PostRequest, found: UsedHeaders, caller: Caller
+        self, media_type: bytes, path: PathParameters, post: PostRequest, used: UsedHeaders, caller: Caller
     ) -> RecordsRequest:
         """Make the request with its key."""
         topic = path["topic"]
-        key = self._key_of(found, topic, caller)
-        traceparent = parse_traceparent(found.get(b"traceparent"))
+        key = self._key_of(used, topic, caller)
+        traceparent = parse_traceparent(used.get(b"traceparent"))
         return RecordsRequest(post, topic, caller, key, traceparent, self._responder(media_type, key.key))
 
     def _responder(self, media_type: bytes, key: str | None = None) -> ProduceResponder:
         return ProduceResponder(self._telemetry, self._retention_s, media_type, key)
 
-    def _key_of(self, found: UsedHeaders, topic: str, caller: Caller) -> RequestKey:
+    def _key_of(self, used: UsedHeaders, topic: str, caller: Caller) -> RequestKey:
         """Return the key of a request; one is made for a request without, unless the topic's rule refuses that.
 
         The age of the key is judged here, once: the key of a stream may become old while its records come.
         """
-        raw, admission = found.get(b"idempotency-key"), self._admission
+        raw, admission = used.get(b"idempotency-key"), self._admission
         if raw is not None:
             key = parse_key(raw)
             return RequestKey(key, caller.scope, admission.checks.keys.is_old(key, topic))

@@ -207,11 +207,11 @@ class ProduceListing:
     def _route(self, path: str, answer: ListHandler, media_type: bytes, prefix: str = "") -> Route:
         async def get(request: Request) -> ASGIApp:
             try:
-                found = pick(request.headers.raw)
+                used = pick(request.headers.raw)
                 address = request.client.host if request.client else None
                 needs_host = request.scope["http_version"] != "1.0"
                 certificate = request.scope.get(SCOPE_KEY, NO_CERTIFICATE)
-                caller = await self._guard.find_caller(address, found, host_needed=needs_host, certificate=certificate)
+                caller = await self._guard.find_caller(address, used, host_needed=needs_host, certificate=certificate)
                 await caller.wait_s()  # asks for a slice; who is over the rate does not wait
                 caller.spend(1, 0)
                 body = await answer(ListRequest(request, caller, self._parts, self._lists))

@@ -127,9 +127,9 @@ class HttpRequest(PostRequest):
         elif not self.keep(part, most):
             self.end()
 
-    def receive_complete(self, found: UsedHeaders, body: bytes) -> None:
+    def receive_complete(self, used: UsedHeaders, body: bytes) -> None:
         """Handle a request that came whole, behind no other."""
-        self.found = found
+        self.used = used
         self._content = body
         self.size = len(body)
         self.arrived = time.monotonic()
@@ -223,7 +223,7 @@ class PostsProtocol(GuardedProtocol):
     def take_post(self, post: PlainPost) -> None:
         request = HttpRequest(self, self.posts.routes[post.target], [])
         self.cycle = request  # type: ignore[assignment]
-        request.receive_complete(post.found, post.body)
+        request.receive_complete(post.used, post.body)
 
     def begin(self, head: Head) -> None:
         handler = self.posts.handler_of(head)

@@ -102,11 +102,11 @@ class PostRequest(ABC):
         "certificate",
         "chunked",
         "client",
-        "found",
         "headers",
         "keep_alive",
         "more_lines",
         "size",
+        "used",
     )
 
     def __init__(
@@ -126,7 +126,7 @@ class PostRequest(ABC):
         self.headers = headers  # names in lower case
         self.client = client  # the address of the caller; None for a Unix socket
         self.certificate = certificate  # the names of the caller's certificate
-        self.found: UsedHeaders | None = None  # the headers that the service uses, if the transport has picked them
+        self.used: UsedHeaders | None = None  # the headers that the service uses, if the transport has picked them
         self.keep_alive = keep_alive
         self.chunked = chunked  # the client understands a chunked response
         self.arrived = 0.0  # when the request was complete, in seconds of time.monotonic

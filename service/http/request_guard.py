@@ -51,15 +51,15 @@ class RequestGuard:
     def take(self, step: AfterChecks, fail: Fail, post: PostRequest) -> None:
         """Check a POST (caller, address, body), then do the step of its endpoint; `fail` answers the problems."""
         try:
-            found = post.found or pick(post.headers)
-            caller = self.caller_of(post.client, found, host_needed=post.chunked, certificate=post.certificate)
+            used = post.used or pick(post.headers)
+            caller = self.caller_of(post.client, used, host_needed=post.chunked, certificate=post.certificate)
             post.check_body(self.body_bytes_max)
             if caller.is_rated:
                 admit(post, caller)  # before the body is parsed: a caller over its rate costs little
-            if b"content-encoding" in found and (coding := coding_of(found)):
-                self._decode(post, coding, partial(step, post, found, caller), fail)
+            if b"content-encoding" in used and (coding := coding_of(used)):
+                self._decode(post, coding, partial(step, post, used, caller), fail)
             else:
-                step(post, found, caller)
+                step(post, used, caller)
         except (JwksPending, RatePending) as wanted:
             post.run_in_task(self._take_later(wanted, step, fail, post))
         except Exception as error:
@@ -95,28 +95,28 @@ class RequestGuard:
             fail(post, error, b"")
 
     def caller_of(
-        self, client: str | None, found: UsedHeaders, *, host_needed: bool, certificate: Names = NO_CERTIFICATE
+        self, client: str | None, used: UsedHeaders, *, host_needed: bool, certificate: Names = NO_CERTIFICATE
     ) -> Caller:
         """Return the caller of a request from an address. Raises Problem (400, 401, 403, 501, 503) and JwksPending."""
-        self._check_head(client, found, host_needed)
-        return self.callers.of(found.get(b"authorization"), certificate)
+        self._check_head(client, used, host_needed)
+        return self.callers.of(used.get(b"authorization"), certificate)
 
     async def find_caller(
-        self, client: str | None, found: UsedHeaders, *, host_needed: bool, certificate: Names = NO_CERTIFICATE
+        self, client: str | None, used: UsedHeaders, *, host_needed: bool, certificate: Names = NO_CERTIFICATE
     ) -> Caller:
         """Return the caller as caller_of does; wait for the keys of an issuer if need be. Raises Problem."""
-        self._check_head(client, found, host_needed)
-        return await self.callers.find(found.get(b"authorization"), certificate)
+        self._check_head(client, used, host_needed)
+        return await self.callers.find(used.get(b"authorization"), certificate)
 
-    def _check_head(self, client: str | None, found: UsedHeaders, host_needed: bool) -> None:
+    def _check_head(self, client: str | None, used: UsedHeaders, host_needed: bool) -> None:
         """Check what does not depend on the caller. Raises Problem (400, 403, 501).
 
         An address other than loopback gets 403 if the rules do not say who may write.
         """
         if self._why_loopback and client is not None and not _is_loopback(client):
             raise Problem(FORBIDDEN_CALLER, self._why_loopback)
-        if b"host" not in found or b"transfer-encoding" in found:
-            check_message(found, host_needed)  # HTTP/1.0 has neither
+        if b"host" not in used or b"transfer-encoding" in used:
+            check_message(used, host_needed)  # HTTP/1.0 has neither
 
 
 def admit(post: PostRequest, caller: Caller) -> None:

@@ -46,10 +46,10 @@ class Head(msgspec.Struct, gc=False):
 
 
 class PlainPost(msgspec.Struct, gc=False):
-    """A whole POST; `found` has the headers that the service uses."""
+    """A whole POST; `used` has the headers that the service uses."""
 
     target: bytes
-    found: UsedHeaders
+    used: UsedHeaders
     body: bytes
 
 

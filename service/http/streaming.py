@@ -115,7 +115,7 @@ async def next_text(splitter: Splitter, time_slice: TimeSlice) -> Text | None:
 class StreamHead:
     """The head of a request whose body is to be read as it arrives; its caller is known."""
 
-    found: UsedHeaders
+    used: UsedHeaders
     path_params: Mapping[str, Any]
     caller: Caller
     traceparent: bytes | None
@@ -173,7 +173,7 @@ class StreamEndpoint:
         try:
             try:
                 head = await self._head(scope)
-                body.decoder = Decoder(coding_of(head.found))
+                body.decoder = Decoder(coding_of(head.used))
                 exchange = self._begin(head)
             except Problem as problem:
                 await self._refuse(scope, send, body, problem)
@@ -199,19 +199,19 @@ class StreamEndpoint:
 
     async def _head(self, scope: Scope) -> StreamHead:
         """Check the head of a request. Raises Problem (400, 401, 403, 429, 501, 503)."""
-        found = pick(scope["headers"])
+        used = pick(scope["headers"])
         client = scope.get("client")
         needs_host, certificate = scope["http_version"] != "1.0", scope.get(SCOPE_KEY, NO_CERTIFICATE)
         caller = await self._guard.find_caller(
-            client and client[0], found, host_needed=needs_host, certificate=certificate
+            client and client[0], used, host_needed=needs_host, certificate=certificate
         )
         if caller.is_rated:
             await caller.wait_s()  # asks for a slice, so that who is over the rate is refused before its body is read
             caller.check_rate()
-        traceparent = parse_traceparent(found.get(b"traceparent"))
-        if not caller.scope or b"authorization" in found:
+        traceparent = parse_traceparent(used.get(b"traceparent"))
+        if not caller.scope or b"authorization" in used:
             certificate = NO_CERTIFICATE
-        return StreamHead(found, scope.get("path_params", {}), caller, traceparent, certificate)
+        return StreamHead(used, scope.get("path_params", {}), caller, traceparent, certificate)
 
     async def _refuse(self, scope: Scope, send: Send, body: "StreamedBody", problem: Problem) -> None:
         """Answer with a problem before a response has begun.

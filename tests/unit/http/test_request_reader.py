@@ -75,7 +75,7 @@ def meant(events: Iterable[ReaderEvent | PlainPost]) -> list[Any]:
                 assert head is not None
                 said.append((head.target, pick(head.headers), body))
             case PlainPost():
-                said.append((event.target, event.found, event.body))
+                said.append((event.target, event.used, event.body))
             case Rejection(problem):
                 said.append((problem.kind, problem.detail))
             case _:
