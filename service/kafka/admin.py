@@ -5,6 +5,7 @@ import contextlib
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from aiokafka import errors
@@ -127,10 +128,14 @@ class Ends(NamedTuple):
 
 
 class LastOffsets(NamedTuple):
-    """The ends of partitions whose leaders answered, and the topics that do not exist."""
+    """The ends of partitions whose leaders answered, the topics that do not exist, the partitions that others have.
+
+    `partitions` is their number, by topic; a topic that may not be seen has no number.
+    """
 
     ends: Mapping[Partition, Ends]
     absent: Collection[str] = ()
+    partitions: Mapping[str, int] = MappingProxyType({})
 
 
 class KafkaAdmin:
@@ -245,14 +250,17 @@ class KafkaAdmin:
         response = await self._request(Metadata(topics))
         led: dict[int, dict[str, list[tuple[int, int]]]] = {}
         absent: list[str] = []
+        counts: dict[str, int] = {}
         for topic_code, name, _id, _internal, partitions, *_ in (tuple(topic) for topic in response.topics):
             if topic_code == errors.UnknownTopicOrPartitionError.errno:
                 absent.append(name)
+            elif partitions:
+                counts[name] = len(partitions)
             for code, number, leader, *_ in (tuple(row) for row in partitions):
                 if code == errors.NoError.errno and leader >= 0:
                     led.setdefault(leader, {}).setdefault(name, []).append((number, LATEST))
         ends = await asyncio.gather(*(self._ends_at(node, list(by_topic.items())) for node, by_topic in led.items()))
-        return LastOffsets({partition: end for found in ends for partition, end in found.items()}, absent)
+        return LastOffsets({partition: end for found in ends for partition, end in found.items()}, absent, counts)
 
     async def _ends_at(
         self, node: int, asked: Sequence[tuple[str, Sequence[tuple[int, int]]]]

@@ -16,7 +16,7 @@ from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
-from service.kafka.admin import Ends, LastOffsets
+from service.kafka.admin import LastOffsets
 from service.kafka.hanging import ActiveProducer
 from service.kafka.metadata import Partition
 
@@ -82,24 +82,28 @@ class Stalled(NamedTuple):
     pause_s: float = PAUSE_LEAST_S
 
 
-def observe(
-    known: Mapping[Partition, Stalled], ends: Mapping[Partition, Ends], now: float, absent: Collection[str] = ()
-) -> dict[Partition, Stalled]:
-    """Update the known partitions whose LSO is below the high watermark by the `ends` of another look.
+def observe(known: Mapping[Partition, Stalled], found: LastOffsets, now: float) -> dict[Partition, Stalled]:
+    """Update the known partitions whose LSO is below the high watermark by what another look has found.
 
-    A partition without new ends keeps its state, unless its topic is `absent`: it was deleted.
+    A partition without new ends keeps its state, unless it is gone: its topic was deleted, or made anew with fewer
+    partitions.
     """
     seen = {
         partition: stalled
         for partition, stalled in known.items()
-        if partition not in ends and partition[0] not in absent
+        if partition not in found.ends and not _is_gone(partition, found)
     }
-    for partition, (last_stable, high_watermark) in ends.items():
+    for partition, (last_stable, high_watermark) in found.ends.items():
         if last_stable < high_watermark:
             before = known.get(partition)
             same = before is not None and before.last_stable == last_stable
             seen[partition] = before if before is not None and same else Stalled(last_stable, now)
     return seen
+
+
+def _is_gone(partition: Partition, found: LastOffsets) -> bool:
+    topic, number = partition
+    return topic in found.absent or number >= found.partitions.get(topic, number + 1)
 
 
 def holders(stalled: Stalled, producers: Iterable[ActiveProducer]) -> set[int]:
@@ -145,9 +149,9 @@ class LsoWatch:
 
     async def look(self, now: float) -> None:
         """Look once, and recover the slots whose transactions are open for longer than the bound."""
-        ends, absent = await self._offsets.last_offsets([self._ledger, *self._topics.names])
-        self._topics.forget_absent(absent)
-        self._known = observe(self._known, ends, now, absent)
+        found = await self._offsets.last_offsets([self._ledger, *self._topics.names])
+        self._topics.forget_absent(found.absent)
+        self._known = observe(self._known, found, now)
         try:
             await self._recover(now)
         finally:

@@ -317,5 +317,5 @@ async def test_last_offsets_leaves_out_the_partitions_whose_leader_is_away() -> 
     client = Leaders(2)
     client.get_random_node = lambda: 1  # type: ignore[method-assign]
     cluster = cluster_with(client)
-    assert await cluster.last_offsets(["orders"]) == ({("orders", 0): Ends(3, 5)}, [])
+    assert await cluster.last_offsets(["orders"]) == ({("orders", 0): Ends(3, 5)}, [], {"orders": 4})
     assert not client.closed

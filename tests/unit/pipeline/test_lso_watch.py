@@ -31,6 +31,7 @@ class Kafka:
         self.hinted: set[Partition] = set()  # where the slots' transactions are open
         self.away = False
         self.absent: set[str] = set()
+        self.partitions: dict[str, int] = {}
         self.names: set[str] = {"orders"}  # the topics that the service was asked to write to
         self.told_absent: list[Collection[str]] = []
 
@@ -41,7 +42,7 @@ class Kafka:
         self.asked.append(topics)
         if self.away:
             raise KafkaAway("away")
-        return LastOffsets(self.ends, self.absent)
+        return LastOffsets(self.ends, self.absent, self.partitions)
 
     async def open_transactions(
         self, partitions: Collection[Partition]
@@ -112,6 +113,21 @@ async def test_a_partition_of_a_topic_that_was_deleted_is_no_longer_reported(
     await watch.look(BOUND_S + 5)
     assert shown(telemetry, UNKNOWN) == (0, 0)
     assert kafka.told_absent[-1] == {"orders"}
+
+
+async def test_a_partition_that_a_topic_made_anew_does_not_have_is_no_longer_reported(
+    watch: LsoWatch, kafka: Kafka, telemetry: Telemetry
+) -> None:
+    """The look between the two topics may be missing."""
+    last = (ORDERS[0], 7)
+    kafka.ends, kafka.partitions = {last: Ends(691, 974), ORDERS: Ends(5, 9)}, {"orders": 8}
+    await watch.look(0.0)
+    kafka.ends = {}  # no leader answers
+    await watch.look(BOUND_S)
+    assert shown(telemetry, UNKNOWN) == (2, BOUND_S)
+    kafka.partitions = {"orders": 7}
+    await watch.look(BOUND_S + 5)
+    assert shown(telemetry, UNKNOWN) == (1, BOUND_S + 5)
 
 
 async def test_a_last_stable_offset_that_moves_is_not_reported(watch: LsoWatch, kafka: Kafka) -> None:
