@@ -133,7 +133,7 @@ class Spool:
     @contextlib.contextmanager
     def _writing(self, synchronous: str) -> Iterator[None]:
         """A transaction."""
-        with self._own(), self._errors(), self._db:  # the last one commits, or rolls back
+        with self._own(), self._db:  # the last one commits, or rolls back
             self._db.execute(f"PRAGMA synchronous={synchronous}")
             self._db.execute("BEGIN")
             yield
@@ -146,7 +146,7 @@ class Spool:
 
     def next_after(self, number: int, until: int) -> tuple[int, Pending] | None:
         """Read the first event with a number above `number` and up to `until`, and its number; None without one."""
-        with self._own(), self._errors():
+        with self._own():
             row = self._db.execute(_NEXT, (number, until)).fetchone()
         return None if row is None else (row[0], Pending(*row[1:]))
 
@@ -161,11 +161,14 @@ class Spool:
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:
-        """Hold the lock. Raises SpoolError in a forked process, whose writes SQLite would not keep apart from ours."""
+        """Hold the lock, and explain errors.
+
+        Raises SpoolError in a forked process, whose writes SQLite would not keep apart from ours.
+        """
         if self._process != os.getpid():
             remedy = "open a spool of its own in each process, after the fork"
             raise SpoolError(f"{self.path}: another process has opened it, of which this one is a fork: {remedy}")
-        with self._lock:
+        with self._lock, self._errors():
             yield
 
     def leave_open(self) -> None:
@@ -189,6 +192,8 @@ class Spool:
                 remedy = "wait until open events are settled, raise bytes_max, or free the disk"
                 raise SpoolFull(f"{self.path}: no room for more events: {remedy}") from None
             raise SpoolError(f"{self.path}: {error}") from error
+        except sqlite3.ProgrammingError:
+            raise SpoolError(f"{self.path}: it is closed: open it again, by a new client") from None
         except sqlite3.Error as error:
             raise SpoolError(f"{self.path}: {error}: move it away if it is no spool") from error
         except OSError as error:

@@ -141,6 +141,24 @@ def test_what_cannot_be_a_spool_is_refused(tmp_path: Path) -> None:
         Spool(tmp_path)
 
 
+def test_a_closed_spool_is_not_taken_for_a_file_that_is_no_spool(tmp_path: Path) -> None:
+    """Its events are in the file, which nobody may be told to move away."""
+    spool = Spool(tmp_path / "s")
+    spool.add(pending(1))
+    spool.close()
+    for call in (
+        spool.newest,
+        lambda: len(spool),
+        lambda: spool.next_after(0, 9),
+        lambda: spool.add(pending(2)),
+        lambda: spool.close_events(pending(1)),
+    ):
+        with pytest.raises(SpoolError, match=r"s: it is closed: open it again, by a new client$"):
+            call()
+    with Spool(tmp_path / "s") as again:
+        assert keys(again) == ["k-1"]
+
+
 def test_a_forked_process_neither_uses_the_spool_nor_closes_it(tmp_path: Path) -> None:
     """Closed by the fork, the log of the file would be removed: what is added behind that would end with a crash."""
     code = """
