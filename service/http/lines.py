@@ -12,7 +12,8 @@ from service.events.strict_json import strictly
 from service.http.batch import by_length, long_member_of, member_of
 from service.http.headers import LINES, check_no_key, media_type, unsupported
 from service.http.responses import render_lines
-from service.http.streaming import Exchange, StreamHead, Text
+from service.http.streamed_body import Text
+from service.http.streaming import Exchange, StreamHead
 from service.pipeline.request import WriteResult
 
 # Blank lines, and blanks before an event, also those of lines that end with CRLF.

@@ -58,7 +58,8 @@ from service.http.request import PostRequest
 from service.http.request_guard import RequestGuard
 from service.http.responder import TOO_MANY_RESPONSES, check_room, in_slices, rendered
 from service.http.responses import Headers, headers_of
-from service.http.streaming import Exchange, StreamEndpoint, StreamHead, Text, next_text
+from service.http.streamed_body import Text, next_text
+from service.http.streaming import Exchange, StreamEndpoint, StreamHead
 from service.pipeline.admission import Admission
 from service.pipeline.request import WriteResult
 

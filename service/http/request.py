@@ -88,6 +88,10 @@ class StopSignal:
         return waiting
 
 
+class ClientGone(Exception):
+    """The client has disconnected, or reads nothing: nobody waits for the results."""
+
+
 class PostRequest(ABC):
     """One POST: its head, its body within the bounds of memory, and its response."""
 

@@ -18,8 +18,9 @@ from service.core.settings import EVENT_BYTES_MAX, GROUP_EVENT_BYTES_MAX, Settin
 from service.events import event
 from service.events.cloudevents import MEMBERS_MAX
 from service.events.strict_json import DEPTH_MAX
-from service.http import batch, encodings, limits, produce, request, request_reader, streaming
+from service.http import batch, encodings, limits, produce, request, request_reader, streamed_body
 from service.http.request import OWN_BYTES
+from service.http.streamed_response import UNREAD_BYTES_MAX
 from service.kafka import topics
 from spark.rules.kinds import SEVERITIES
 from tests.faults import matrix
@@ -137,7 +138,7 @@ def test_the_limits_in_the_readme_are_those_of_the_code() -> None:
         f"| {Settings().body_bytes_max // 2**20} MiB (`FENCEPOST_BODY_BYTES_MAX`); of NDJSON and v3 streams any length",
         f"| the ratio of a compressed body | {encodings.RATIO_MAX}, beyond {encodings.RATIO_FREE_BYTES // 2**20} MiB |",
         f"beside {OWN_BYTES // 1024} KiB for each connection (a stream: {2 * OWN_BYTES // 1024} KiB)",
-        f"| {streaming.WINDOW_BYTES // 2**20} MiB and the incomplete line; {streaming.UNREAD_BYTES_MAX // 2**20} MiB |",
+        f"| {streamed_body.WINDOW_BYTES // 2**20} MiB and the incomplete line; {UNREAD_BYTES_MAX // 2**20} MiB |",
         f"| {DEPTH_MAX} |",
         f"| {TOPIC_CHARS_MAX} characters |",
         f"| the cluster's id in a path of the produce API | {produce.CLUSTER_CHARS_MAX} characters | 404 |",

@@ -15,6 +15,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, Problem
 from service.core.settings import Settings
 from service.http import lines as lines_module
+from service.http import streamed_body, streamed_response
 from service.http import streaming as module
 from service.http.callers import Callers
 from service.http.certificates import SCOPE_KEY, Names
@@ -362,7 +363,7 @@ async def test_no_more_is_read_while_events_are_written() -> None:
 
 
 async def test_no_more_is_read_from_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNREAD_BYTES_MAX", 200_000)
+    monkeypatch.setattr(streamed_response, "UNREAD_BYTES_MAX", 200_000)
     wire = Wire()
     wire.reads.clear()
     for start in range(0, 20_000, 500):
@@ -379,8 +380,8 @@ async def test_no_more_is_read_from_a_client_that_does_not_read(monkeypatch: pyt
 
 
 async def test_a_client_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNREAD_BYTES_MAX", 10_000)
-    monkeypatch.setattr(module, "UNREAD_MAX_S", 0.1)
+    monkeypatch.setattr(streamed_response, "UNREAD_BYTES_MAX", 10_000)
+    monkeypatch.setattr(streamed_response, "UNREAD_MAX_S", 0.1)
     for lasts in (True, False):  # also one that has sent all
         wire = Wire()
         wire.reads.clear()
@@ -393,8 +394,8 @@ async def test_results_for_a_client_that_was_cut_while_it_sent_nothing_end_the_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody waits for room when the sending fails; later nobody would end the wait for it."""
-    monkeypatch.setattr(module, "UNREAD_BYTES_MAX", 10_000)
-    monkeypatch.setattr(module, "UNREAD_MAX_S", 0.05)
+    monkeypatch.setattr(streamed_response, "UNREAD_BYTES_MAX", 10_000)
+    monkeypatch.setattr(streamed_response, "UNREAD_MAX_S", 0.05)
     wire = Wire()
     wire.reads.clear()
     wire.say(line(0))
@@ -474,7 +475,7 @@ async def test_http_1_0_gets_the_results_as_a_whole() -> None:
 
 
 async def test_http_1_0_gets_no_more_than_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNREAD_BYTES_MAX", OWN_BYTES)
+    monkeypatch.setattr(streamed_response, "UNREAD_BYTES_MAX", OWN_BYTES)
     wire = Wire(version="1.0")
     for start in range(0, 5_000, 500):
         wire.say(b"".join(map(line, range(start, start + 500))))
@@ -515,7 +516,7 @@ async def test_cutting_and_answering_many_lines_yields_to_other_tasks(monkeypatc
 
 
 async def test_a_client_that_falls_silent_is_told_behind_the_last_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENCE_MAX_S", 0.1)
+    monkeypatch.setattr(streamed_body, "SILENCE_MAX_S", 0.1)
     wire = Wire()
     wire.say(line(1) + line(2)[:20])
     results = await wire.over()
@@ -525,15 +526,15 @@ async def test_a_client_that_falls_silent_is_told_behind_the_last_result(monkeyp
 
 
 async def test_a_client_that_sends_nothing_is_answered_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENCE_MAX_S", 0.1)
+    monkeypatch.setattr(streamed_body, "SILENCE_MAX_S", 0.1)
     wire = Wire()
     (problem,) = await wire.over()
     assert (wire.status, wire.head[b"connection"], problem["code"]) == (408, b"close", "request-timeout")
 
 
 async def test_a_line_has_the_time_of_a_request_and_a_stream_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENCE_MAX_S", 0.2)
-    monkeypatch.setattr(module, "LEAST_BYTES_S", 10_000)
+    monkeypatch.setattr(streamed_body, "SILENCE_MAX_S", 0.2)
+    monkeypatch.setattr(streamed_body, "LEAST_BYTES_S", 10_000)
     wire = Wire()
     for n in range(4):  # 0.4 s in all, and each line in half of its time
         text = line(n)
@@ -552,7 +553,7 @@ async def test_a_line_has_the_time_of_a_request_and_a_stream_any_time(monkeypatc
 
 
 async def test_blank_lines_keep_a_stream_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENCE_MAX_S", 0.1)
+    monkeypatch.setattr(streamed_body, "SILENCE_MAX_S", 0.1)
     wire = Wire()
     wire.say(line(0))
     for _ in range(6):
@@ -567,7 +568,7 @@ async def test_blank_lines_keep_a_stream_open(monkeypatch: pytest.MonkeyPatch) -
 async def test_blank_lines_do_not_keep_a_window(
     monkeypatch: pytest.MonkeyPatch, ends_frame: bool, statuses: list[int]
 ) -> None:
-    monkeypatch.setattr(module, "IDLE_WINDOW_MAX_S", 0.1)
+    monkeypatch.setattr(streamed_body, "IDLE_WINDOW_MAX_S", 0.1)
     wire = Wire(headers={**TYPE, b"content-encoding": b"zstd"})
     coder = zstd.ZstdCompressor()
     mode: Literal[1, 2] = zstd.ZstdCompressor.FLUSH_FRAME if ends_frame else zstd.ZstdCompressor.FLUSH_BLOCK

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from service.http import limits, request_reader, streaming
+from service.http import limits, request_reader, streamed_body, streamed_response
 from service.http.limits import GuardedProtocol
 from service.http.protocol import Posts, protocol_of
 from tests.unit.http.test_asgi import app_and_posts
@@ -59,9 +59,9 @@ async def serving(app: FastAPI, posts: Posts | None) -> AsyncIterator[int]:
 @pytest.fixture(params=["direct", "asgi"])
 async def port(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[int]:
     monkeypatch.setattr(request_reader, "SILENCE_MAX_S", 1.0)
-    monkeypatch.setattr(streaming, "SILENCE_MAX_S", 0.5)
+    monkeypatch.setattr(streamed_body, "SILENCE_MAX_S", 0.5)
     monkeypatch.setattr(limits, "UNREAD_MAX_S", 1.0)
-    monkeypatch.setattr(streaming, "UNREAD_MAX_S", 1.0)
+    monkeypatch.setattr(streamed_response, "UNREAD_MAX_S", 1.0)
     app, posts = app_and_posts(Commits())
     direct = Posts(posts.routes, posts.guard.body_bytes_max, posts.guard.bodies, posts.streamed)
     async with serving(app, direct if request.param == "direct" else None) as port:
@@ -152,7 +152,7 @@ async def test_a_client_may_send_many_events_before_it_reads(port: int) -> None:
 
 
 async def test_a_client_that_never_reads_is_cut(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "UNREAD_BYTES_MAX", 100_000)
+    monkeypatch.setattr(streamed_response, "UNREAD_BYTES_MAX", 100_000)
     client = await Client.connect(port, reads=False)
     client.writer.write(HEAD)
     part = b"".join(map(line, range(500)))
