@@ -46,7 +46,8 @@ from service.pipeline.writer import Writer
 from service.router import Router
 from service.rules_reload import RulesReload
 from service.slots.generation_log import Control
-from service.slots.recovery import STORE_STATES, CurrentStore, SlotRecovery
+from service.slots.recovery import SlotRecovery
+from service.slots.store_recovery import STORE_STATES, CurrentStore
 
 if TYPE_CHECKING:
     from service.events.encoding import Encoder

@@ -38,7 +38,7 @@ from service.http.streaming import ByContentType, StreamEndpoint
 from service.pipeline.pool import Pool
 from service.pipeline.readiness import Readiness
 from service.pipeline.request import Quarantined
-from service.slots.recovery import CurrentStore
+from service.slots.store_recovery import CurrentStore
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 # The members of a committed event's state beside the state itself.

@@ -29,7 +29,7 @@ from service.pipeline.request import (
     known,
 )
 from service.pipeline.resolver import SWEEP_S, Resolver
-from service.slots.recovery import CurrentStore
+from service.slots.store_recovery import CurrentStore
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from service.pipeline.tracing import Tracing

@@ -31,7 +31,7 @@ from service.kafka.group_offsets import OFFSETS_TOPIC, TOO_FEW_REPLICAS, GroupOf
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge, KeyChecks, check_time
 from service.pipeline.request import Committed, WriteResult, result_of
-from service.slots.recovery import CurrentStore
+from service.slots.store_recovery import CurrentStore
 
 if TYPE_CHECKING:  # the packages of extras are imported only where they are asked for
     from service.events.encoding import Encoder

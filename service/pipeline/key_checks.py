@@ -23,7 +23,7 @@ from service.core.settings import TOPICS_MAX, Settings
 from service.events.event import Event
 from service.events.key_time import made_at_ms
 from service.pipeline.request import WriteResult, result_of
-from service.slots.recovery import CurrentStore
+from service.slots.store_recovery import CurrentStore
 
 # Processes take changed rules at different times, and a stream keeps those of its beginning: for this long after a
 # change, keys may still be written for the retention before it.

@@ -27,8 +27,9 @@ from service.kafka.outcomes import TransactionFailed
 from service.kafka.topics import InternalTopics
 from service.pipeline.queue import Queue
 from service.pipeline.slot_balance import balance, fair_share
-from service.slots.recovery import CurrentStore, SlotRecovery
+from service.slots.recovery import SlotRecovery
 from service.slots.slot import Slot
+from service.slots.store_recovery import CurrentStore
 
 log = structlog.get_logger(__name__)
 

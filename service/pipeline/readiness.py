@@ -13,7 +13,7 @@ from service.kafka.admin import KafkaAdmin
 from service.pipeline.admission import Admission
 from service.pipeline.clocks import Clocks
 from service.pipeline.pool import Pool
-from service.slots.recovery import CurrentStore
+from service.slots.store_recovery import CurrentStore
 
 # For Kafka and for Redis, less than the timeout of a probe: the probe must get its answer although one of them is
 # silent.

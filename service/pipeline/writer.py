@@ -59,8 +59,8 @@ from service.pipeline.queue import Queue
 from service.pipeline.request import Committed, WriteRequest
 from service.pipeline.resolver import Resolver
 from service.pipeline.waiters import Waiters
-from service.slots.recovery import CurrentStore
 from service.slots.slot import LedgerPosition, Slot
+from service.slots.store_recovery import CurrentStore
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from service.pipeline.tracing import Tracing

@@ -20,8 +20,9 @@ from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import ProducerState, TransactionalProducer
 from service.pipeline.writer import Writer
-from service.slots.recovery import CurrentStore, SlotRecovery
+from service.slots.recovery import SlotRecovery
 from service.slots.slot import Slot
+from service.slots.store_recovery import CurrentStore
 from tests.integration.plan import PLAN_ENV, Plan
 
 HOLD_POLL_S: Final = 0.005

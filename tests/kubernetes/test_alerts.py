@@ -13,7 +13,7 @@ from promql_parser import MatrixSelector, VectorSelector
 from deploy.places import ROOT
 from service.claims.states import SlotState
 from service.core.metrics import SOURCE_OUTCOMES, FastHistogram, Telemetry
-from service.slots.recovery import STORE_STATES
+from service.slots.store_recovery import STORE_STATES
 from spark.report import metrics
 from spark.report.model import SINK_COUNTS
 from spark.rules.causes import CAUSES

@@ -37,8 +37,8 @@ from service.pipeline.request import WriteRequest, WriteResult
 from service.pipeline.resolver import Resolver
 from service.pipeline.writer import Writer
 from service.registry.client import RegistryClient
-from service.slots.recovery import CurrentStore
 from service.slots.slot import LedgerPosition, Slot
+from service.slots.store_recovery import CurrentStore
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
 
 if TYPE_CHECKING:  # tests without tracing import no OpenTelemetry

@@ -17,8 +17,9 @@ from service.core.settings import Settings
 from service.events.schemas import Schemas
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline.pool import Pool
-from service.slots.recovery import STORE_STATES, SlotRecovery
+from service.slots.recovery import SlotRecovery
 from service.slots.slot import Slot
+from service.slots.store_recovery import STORE_STATES
 from tests.unit.fakes import FakeIdempotent, FakeProducer, World, end_of_term, until
 
 # The rules of prometheus.io/docs/practices/naming and of `promtool check metrics`.

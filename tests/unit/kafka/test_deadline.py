@@ -9,7 +9,7 @@ from service.claims.keys import Keys, ServerIdentity, StoreGeneration
 from service.core.metrics import Telemetry
 from service.kafka.deadline import Abandoned, shared, within
 from service.slots.generation_log import Control
-from service.slots.recovery import CurrentStore
+from service.slots.store_recovery import CurrentStore
 from tests.unit.fakes import World
 
 SOON_S = 5.0

@@ -16,10 +16,11 @@ from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, Store
 from service.kafka.metadata import Partition
 from service.kafka.reader import Item, Span
 from service.kafka.session import RecordMetadata
-from service.slots import recovery as module
+from service.slots import recovery, store_recovery
 from service.slots.hanging_recovery import CLOCKS_APART_MS
-from service.slots.recovery import REPLAY_RECORDS, CurrentStore, SlotRecovery
+from service.slots.recovery import SlotRecovery
 from service.slots.slot import Slot
+from service.slots.store_recovery import REPLAY_RECORDS, CurrentStore
 from tests.unit.fakes import (
     GENERATION,
     NOW_MS,
@@ -208,11 +209,14 @@ class Bed:
             return {partition: 20 if partition == 0 else None for partition in partitions}
 
         monkeypatch.setattr(self.kafka, "partitions", slots)
-        monkeypatch.setattr(module, "TransactionalProducer", Producer)
-        monkeypatch.setattr(module, "HangingRecovery", functools.partial(Settled, self.steps))
-        monkeypatch.setattr(module, "read_through", self.kafka.read_through)
-        monkeypatch.setattr(module, "high_watermarks", high_watermarks)
-        monkeypatch.setattr(module, "offsets_since", offsets_since)
+        monkeypatch.setattr(recovery, "TransactionalProducer", Producer)
+        monkeypatch.setattr(store_recovery, "TransactionalProducer", Producer)
+        monkeypatch.setattr(recovery, "HangingRecovery", functools.partial(Settled, self.steps))
+        monkeypatch.setattr(store_recovery, "HangingRecovery", functools.partial(Settled, self.steps))
+        monkeypatch.setattr(recovery, "read_through", self.kafka.read_through)
+        monkeypatch.setattr(store_recovery, "read_through", self.kafka.read_through)
+        monkeypatch.setattr(store_recovery, "high_watermarks", high_watermarks)
+        monkeypatch.setattr(store_recovery, "offsets_since", offsets_since)
         self.world.topics._cluster = self.kafka
         parts = (self.kafka, self.keys, self.kafka, self.world.topics, self.world.settings, Telemetry())
         self.parts = cast("tuple[Any, ...]", parts)
@@ -241,7 +245,7 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
 
 
 async def test_a_slot_is_fenced_begun_checked_replayed_and_freed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REPLAY_CHUNK", 2)
+    monkeypatch.setattr(recovery, "REPLAY_CHUNK", 2)
     slot = bed.slot()
     bed.kafka.ledger[1] = [item(1, 4, 99), item(1, 5, 1, 2, 3), item(1, 8, 4, 5), item(1, 12), item(1, 13, 98)]
     await bed.recover(slot)
@@ -405,25 +409,25 @@ async def test_a_store_is_complete_only_when_every_replayed_row_is_written(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However slow Redis is; and no more is read than may wait for it."""
-    monkeypatch.setattr(module, "REPLAYS_AHEAD", 4)
+    monkeypatch.setattr(store_recovery, "REPLAYS_AHEAD", 4)
     bed.keys.server.flush()
     numbers = range(1, 8 * REPLAY_RECORDS + 2)
     bed.kafka.ledger[1] = [item(1, number, number) for number in numbers]
     gate = bed.keys.trouble.hold("replay")
     settling = asyncio.create_task(bed.store.wait_until_settled())
-    await until(lambda: bed.keys.writing == module.REPLAYS_AHEAD)
+    await until(lambda: bed.keys.writing == store_recovery.REPLAYS_AHEAD)
     await asyncio.sleep(0.02)
     assert not settling.done()
     gate.set()
     await asyncio.wait_for(settling, 3.0)
-    assert bed.keys.most == module.REPLAYS_AHEAD
+    assert bed.keys.most == store_recovery.REPLAYS_AHEAD
     assert bed.delivered() == set(numbers)
     assert [step for step in bed.steps if step.startswith("write")][1:3] == [f"write {REPLAY_RECORDS}"] * 2
 
 
 async def test_the_bound_of_waiting_replays_is_counted_in_keys(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ledger record has as many entries as its transaction has events, thousands with batches."""
-    monkeypatch.setattr(module, "REPLAYS_AHEAD", 4)
+    monkeypatch.setattr(store_recovery, "REPLAYS_AHEAD", 4)
     bed.keys.server.flush()
     numbers = range(1, 6 * REPLAY_CHUNK + 1)
     bed.kafka.ledger[1] = [item(1, 1, *numbers)]
@@ -436,7 +440,7 @@ async def test_the_bound_of_waiting_replays_is_counted_in_keys(bed: Bed, monkeyp
     assert bed.delivered() == set(numbers)
     writes = [step for step in bed.steps if step.startswith("write")]
     assert writes.count(f"write {REPLAY_CHUNK}") == 6
-    assert bed.keys.most == module.REPLAYS_AHEAD
+    assert bed.keys.most == store_recovery.REPLAYS_AHEAD
 
 
 @pytest.mark.parametrize("place", [0, 3])
@@ -528,7 +532,7 @@ async def test_another_store_is_recovered_only_after_a_quiet_lease_time(
         assert await asyncio.wait_for(settling, 3.0) == StoreGeneration(2, GENERATION.store)
         assert time.monotonic() - started > 0.06
         assert bed.keys.resolved == 1, "the address may lead to another by now"
-        assert bed.store._quiet_pause_s == module.PAUSE_LEAST_S
+        assert bed.store._quiet_pause_s == store_recovery.PAUSE_LEAST_S
         return
     happens(bed)
     await until(lambda: bool(paused))

@@ -14,9 +14,9 @@ from service.contract.wire import transactional_id
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.admin import KafkaAdmin
-from service.slots import recovery
+from service.slots import store_recovery
 from service.slots.generation_log import Control
-from service.slots.recovery import CurrentStore
+from service.slots.store_recovery import CurrentStore
 from tests.unit.fakes import FakeCluster, World, until
 from tests.unit.scrape import sample
 
@@ -117,10 +117,10 @@ async def test_a_store_that_answers_again_is_adopted_in_the_midst_of_a_long_paus
     async def high_watermarks(cluster: object, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         return dict.fromkeys(partitions, next(grown))
 
-    monkeypatch.setattr(recovery, "high_watermarks", high_watermarks)
+    monkeypatch.setattr(store_recovery, "high_watermarks", high_watermarks)
     keys = _Keys()
     async with settling(keys, _Control()) as (store, settled):
-        store._quiet_pause_s = recovery.PAUSE_MOST_S
+        store._quiet_pause_s = store_recovery.PAUSE_MOST_S
         await until(lambda: keys.asked >= 4)  # it pauses, and looks again
         assert not settled.done()
         assert store.state == "stale-store"
