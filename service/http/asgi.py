@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
-from service.http.certificates import NONE as NO_CERTIFICATE
-from service.http.certificates import SCOPE_KEY
+from service.http.certificates import NO_CERTIFICATE, SCOPE_KEY
 from service.http.request import WRITE_BYTES, Bodies, Handler, PostRequest, reading_time_s
 from service.http.responses import Headers, headers_of
 

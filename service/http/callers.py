@@ -8,7 +8,7 @@ from service.contract import CallerRule
 from service.core.problems import UNAUTHORIZED, Problem
 from service.events.base64_text import decode_base64
 from service.http.caller import ANYBODY, Caller
-from service.http.certificates import NONE, Names
+from service.http.certificates import NO_CERTIFICATE, Names
 from service.http.rates import Rates
 from service.http.token_callers import TokenCallers
 from service.identity.refusals import JwksPending
@@ -52,7 +52,7 @@ class Callers:
         self._anybody = not self._by_name and tokens is None
         self.are_missing = with_sources and self._anybody
 
-    def of(self, authorization: str | None, certificate: Names = NONE) -> Caller:
+    def of(self, authorization: str | None, certificate: Names = NO_CERTIFICATE) -> Caller:
         """Return the caller that sends this Authorization header, or has a certificate of these names, or both.
 
         With both they must name the same caller; a certificate of no caller, as each pod of a mesh has one, says
@@ -103,7 +103,7 @@ class Callers:
             raise Problem(UNAUTHORIZED, "Authorization: this is no token of a caller that the rules name")
         return caller
 
-    async def find(self, authorization: str | None, certificate: Names = NONE) -> Caller:
+    async def find(self, authorization: str | None, certificate: Names = NO_CERTIFICATE) -> Caller:
         """Return the caller as `of` does; wait for the keys of an issuer if need be. Raises Problem (401, 403, 503)."""
         try:
             return self.of(authorization, certificate)

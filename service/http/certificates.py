@@ -25,7 +25,7 @@ class Names(frozenset[str]):
 
 
 # Of a connection without a client's certificate.
-NONE: Final = Names()
+NO_CERTIFICATE: Final = Names()
 SCOPE_KEY: Final = "fencepost.certificate"
 """Where a scope of ASGI has the Names of its connection's certificate; absent without one."""
 
@@ -50,7 +50,7 @@ _SPECIAL: Final = re.compile(r'[,+"\\<>;]|^[ #]| $')
 def names_of(certificate: Any) -> Names:
     """Return the names and the expiry of a verified certificate, as `SSLSocket.getpeercert` describes it."""
     if not certificate:
-        return NONE
+        return NO_CERTIFICATE
     names = Names(_names(certificate.get("subject", ()), certificate.get("subjectAltName", ())))
     if "notAfter" in certificate:
         names.expires_s = ssl.cert_time_to_seconds(certificate["notAfter"])

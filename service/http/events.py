@@ -35,7 +35,7 @@ from service.http.headers import (
     sent_at_ms,
     unsupported,
 )
-from service.http.prefer import NONE, parse_prefer
+from service.http.prefer import NO_PREFERENCE, parse_prefer
 from service.http.request import Handler, PostRequest
 from service.http.request_guard import RequestGuard
 from service.http.responder import Responder, check_room, in_steps, rendered
@@ -95,7 +95,7 @@ class EventsEndpoint:
         """Check the caller's topics and rate, then submit the event, after a look-up if needed. Raises Problem."""
         caller.check(event.topic)
         caller.spend(1, post.size)
-        sender, preference = caller.sender, parse_prefer(used[b"prefer"]) if b"prefer" in used else NONE
+        sender, preference = caller.sender, parse_prefer(used[b"prefer"]) if b"prefer" in used else NO_PREFERENCE
         if b"repeatability-request-id" in used or b"repeatability-first-sent" in used:
             sender = sender._replace(age=KeyAge(sent_ms=sent_at_ms(used)))
             preference = preference._replace(repeatable=REPEATABLE)

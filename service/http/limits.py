@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.core.problems import NOT_WRITTEN, Problem
-from service.http.certificates import NONE as NO_CERTIFICATE
-from service.http.certificates import SCOPE_KEY, Names, names_of
+from service.http.certificates import NO_CERTIFICATE, SCOPE_KEY, Names, names_of
 from service.http.flow_control import BothWays
 from service.http.request import UNREAD_MAX_S, StopSignal
 from service.http.request_reader import Action, Body, Head, ReaderEvent, Rejection, RequestReader

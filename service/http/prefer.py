@@ -22,13 +22,13 @@ class Preference(NamedTuple):
     repeatable: bytes = b""
 
 
-NONE: Final = Preference()
+NO_PREFERENCE: Final = Preference()
 
 
 def parse_prefer(raw: str | None) -> Preference:
     """Parse the preferences of a request. Unknown and malformed ones are ignored, as the RFC says."""
     if raw is None:
-        return NONE
+        return NO_PREFERENCE
     found: dict[str, str] = {}
     for name, quoted, token in _PREFERENCE.findall(raw):
         found.setdefault(name.lower(), quoted or token)  # the first of several counts

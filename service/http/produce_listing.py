@@ -20,8 +20,7 @@ from service.events.event import invalid
 from service.events.produce import PARTITION_NOT_FOUND, ProduceProblem
 from service.http.asgi import send_whole
 from service.http.caller import Caller
-from service.http.certificates import NONE as NO_CERTIFICATE
-from service.http.certificates import SCOPE_KEY
+from service.http.certificates import NO_CERTIFICATE, SCOPE_KEY
 from service.http.headers import pick
 from service.http.produce import V3_PREFIXES
 from service.http.produce_answers import V2_TYPE, V3_TYPE, error_of, lines_of_error, render_error

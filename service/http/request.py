@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from service.core.pieces import joined
 from service.core.problems import NOT_WRITTEN, TOO_LARGE, Problem
-from service.http.certificates import NONE as NO_CERTIFICATE
-from service.http.certificates import Names
+from service.http.certificates import NO_CERTIFICATE, Names
 from service.http.headers import UsedHeaders
 from service.http.request_reader import LEAST_BYTES_S
 

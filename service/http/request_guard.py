@@ -12,8 +12,7 @@ from service.core.settings import Settings
 from service.events.strict_json import in_thread
 from service.http.caller import Caller
 from service.http.callers import Callers
-from service.http.certificates import NONE as NO_CERTIFICATE
-from service.http.certificates import Names
+from service.http.certificates import NO_CERTIFICATE, Names
 from service.http.encodings import Decoder, coding_of, decode
 from service.http.headers import UsedHeaders, check_message, pick
 from service.http.rates import RatePending

@@ -28,8 +28,7 @@ from service.core.problems import of_status as problem_of_status
 from service.events.event import check_key
 from service.http.asgi import AsgiEndpoint
 from service.http.callers import Callers
-from service.http.certificates import NONE as NO_CERTIFICATE
-from service.http.certificates import SCOPE_KEY
+from service.http.certificates import NO_CERTIFICATE, SCOPE_KEY
 from service.http.events import EventsEndpoint
 from service.http.headers import OF_THE_MESSAGE, check_message, pick
 from service.http.lines import lines_exchange
@@ -42,7 +41,7 @@ from service.slots.store_recovery import CurrentStore
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 # The members of a committed event's state beside the state itself.
-_PLACE: Final = ("id", "topic", "partition", "offset", "timestamp")
+_COORDINATES: Final = ("id", "topic", "partition", "offset", "timestamp")
 POSTS: Final = frozenset({"/events", "/events/batch"})
 
 
@@ -211,10 +210,10 @@ def describe(id: bytes, found: Found, doubts: Callable[[int, int], bool]) -> dic
     match found.state:
         case Delivered(refused=refused) as letter if refused:
             problem = Quarantined((id, letter), replayed=True).body()
-            return {"state": "quarantined", **{name: problem[name] for name in _PLACE}, "problem": problem}
+            return {"state": "quarantined", **{name: problem[name] for name in _COORDINATES}, "problem": problem}
         case Delivered(_, _, topic, partition, offset, timestamp, _):
-            place = {"topic": topic, "partition": partition, "offset": offset, "timestamp": timestamp}
-            return {"state": "committed", "id": id.hex(), **place}
+            coordinates = {"topic": topic, "partition": partition, "offset": offset, "timestamp": timestamp}
+            return {"state": "committed", "id": id.hex(), **coordinates}
         case DeliveredBatch(count=count):
             return {"state": "committed", "id": id.hex(), "members": count}
         case Claimed(slot, term) if not found.dead:

@@ -10,7 +10,7 @@ from service.core.problems import RECORD_REFUSED, Problem
 from service.events.dead_letters import DeadLetter
 from service.events.event import Event
 from service.http.caller import Sender
-from service.http.prefer import NONE, Preference
+from service.http.prefer import NO_PREFERENCE, Preference
 from service.http.request import PostRequest
 from service.http.responder import Responder
 from service.http.responses import JSON_LINE, echo_of, key_lines, location_of, render_metadata
@@ -30,7 +30,7 @@ class SingleEventWriter:
         self._lines_of = lines_of
         self._retention_s = retention_s
 
-    def write(self, post: PostRequest, event: Event, sender: Sender, preference: Preference = NONE) -> None:
+    def write(self, post: PostRequest, event: Event, sender: Sender, preference: Preference = NO_PREFERENCE) -> None:
         """Submit an event, in a task if its topic, its schema or its old key must be looked up. Raises Problem.
 
         If the event is refused and the rules name a quarantine topic for it, its dead letter is submitted.

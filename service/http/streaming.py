@@ -19,8 +19,7 @@ from service.events.event import Event, invalid, parse_traceparent
 from service.http.asgi import send_whole
 from service.http.batch import write_each
 from service.http.caller import Caller
-from service.http.certificates import NONE as NO_CERTIFICATE
-from service.http.certificates import SCOPE_KEY, Names
+from service.http.certificates import NO_CERTIFICATE, SCOPE_KEY, Names
 from service.http.encodings import Decoder, coding_of
 from service.http.headers import UsedHeaders, content_type_of, essence, pick
 from service.http.request import ClientGone

@@ -196,10 +196,10 @@ def entries_of(written: Iterable[CommittedRequest]) -> list[LedgerEntry]:
     return entries
 
 
-def ledger_offsets_of(written: Sequence[CommittedRequest], place: RecordCoordinates | None) -> LedgerOffsets:
+def ledger_offsets_of(written: Sequence[CommittedRequest], first_record: RecordCoordinates | None) -> LedgerOffsets:
     """Make the part of a ledger record that names the offsets of a group, of the one batch that was written.
 
-    `place` is the first record of the transaction in the partition with the group's offsets, if that is known.
+    `first_record` is where the transaction begins in the partition with the group's offsets, if that is known.
     """
     ((request, committed),) = written
     offsets = request.offsets
@@ -213,8 +213,8 @@ def ledger_offsets_of(written: Sequence[CommittedRequest], place: RecordCoordina
         offsets.member,
         offsets.generation,
         [CommittedOffset(each.topic, each.partition, each.offset) for each in offsets.positions],
-        None if place is None else place.partition[1],
-        None if place is None else place.offset,
+        None if first_record is None else first_record.partition[1],
+        None if first_record is None else first_record.offset,
         request.ttl_s,
     )
 

@@ -330,16 +330,16 @@ class Writer:
         """
         slot, claimed, offsets = attempt.slot, attempt.claimed, attempt.group.offsets
         try:
-            place = None
+            first_record = None
             if offsets is not None:
-                place = await slot.commit_offsets(offsets, ask_leader=attempt.group.isolated)
+                first_record = await slot.commit_offsets(offsets, ask_leader=attempt.group.isolated)
             records = self._records(attempt, identity)
             await yield_after(len(records))
             metadata = await slot.send(records)
             committed = committed_of(claimed, records, metadata)
             await yield_after(len(records))
             topic_ids = topic_ids_of(records, self._topic_metadata.last_known)
-            of_group = "" if offsets is None else ledger_offsets_of(committed, place).encode()
+            of_group = "" if offsets is None else ledger_offsets_of(committed, first_record).encode()
             position = await slot.commit(entries_of(committed), topic_ids, of_group)
         except OffsetsRefused as refused:
             await self._refuse(attempt, refused)

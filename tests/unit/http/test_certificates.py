@@ -10,7 +10,7 @@ import pytest
 from service.contract import CallerRule
 from service.core.problems import UNAUTHORIZED, Problem
 from service.http.callers import Callers
-from service.http.certificates import NONE, Names, names_of
+from service.http.certificates import NO_CERTIFICATE, Names, names_of
 
 SUBJECT = r'/C=DE/O=Example\, "Shop" + Sons/OU=a/OU=b/CN=#1 <till>;'
 
@@ -39,7 +39,7 @@ def test_a_subject_is_written_as_openssl_prints_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("certificate", [None, {}, {"subject": ()}])
 def test_without_a_certificate_there_are_no_names(certificate: object) -> None:
-    assert names_of(certificate) is NONE or names_of(certificate) == NONE
+    assert names_of(certificate) is NO_CERTIFICATE or names_of(certificate) == NO_CERTIFICATE
 
 
 def test_a_renewed_credential_keeps_what_is_left_of_the_rate() -> None:

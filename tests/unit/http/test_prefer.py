@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from service.claims.keys import StoreGeneration
 from service.claims.states import Claim, Claimed, Delivered
 from service.core.problems import FINGERPRINT_MISMATCH, IN_PROGRESS
-from service.http.prefer import NONE, Preference, parse_prefer
+from service.http.prefer import NO_PREFERENCE, Preference, parse_prefer
 from service.pipeline import waiters
 from service.pipeline.request import Committed, WriteResult
 from service.slots.slot import Slot
@@ -23,7 +23,7 @@ ASYNC = Preference(0, True, b"")
 @pytest.mark.parametrize(
     ("raw", "wanted"),
     [
-        (None, NONE),
+        (None, NO_PREFERENCE),
         ("wait=3", WAIT_3),
         ("Wait = 3", WAIT_3),
         ('wait="3"', WAIT_3),
@@ -32,15 +32,15 @@ ASYNC = Preference(0, True, b"")
         ("respond-async", ASYNC),
         ("return=minimal,respond-async", ASYNC),
         ("respond-async, wait=3", WAIT_3._replace(respond_async=True)),
-        ("", NONE),
-        (",,=,;", NONE),
-        ("wait", NONE),
-        ("wait=", NONE),
-        ("wait=-1", NONE),
-        ("wait=soon", NONE),
-        ("wait=0", NONE),
-        ("wait=99999999999", NONE),
-        ("no-wait=3", NONE),
+        ("", NO_PREFERENCE),
+        (",,=,;", NO_PREFERENCE),
+        ("wait", NO_PREFERENCE),
+        ("wait=", NO_PREFERENCE),
+        ("wait=-1", NO_PREFERENCE),
+        ("wait=soon", NO_PREFERENCE),
+        ("wait=0", NO_PREFERENCE),
+        ("wait=99999999999", NO_PREFERENCE),
+        ("no-wait=3", NO_PREFERENCE),
     ],
 )
 def test_preferences(raw: str | None, wanted: Preference) -> None:
