@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from service.core.problems import NOT_WRITTEN, Problem
 from service.http.certificates import NO_CERTIFICATE, SCOPE_KEY, Names, names_of
 from service.http.flow_control import BothWays
-from service.http.request import UNREAD_MAX_S, StopSignal
+from service.http.request import BODY_USE, UNREAD_MAX_S, BodyUse, StopSignal
 from service.http.request_reader import Action, Body, Head, ReaderEvent, Rejection, RequestReader
 from service.http.responses import lines_of, render_problem
 
@@ -184,6 +184,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.headers += head.headers
         if self.certificate:
             self.scope[SCOPE_KEY] = self.certificate  # type: ignore[typeddict-unknown-key]
+        self.scope[BODY_USE] = BodyUse()  # type: ignore[typeddict-unknown-key]
         self.on_headers_complete()
         if self.stopping.is_set:
             self.cycle.keep_alive = False
@@ -201,6 +202,15 @@ class GuardedProtocol(HttpToolsProtocol):
         """Whether the ASGI app has begun a response and not ended it."""
         running = self._running
         return running is not None and running.response_started and not running.response_complete
+
+    @property
+    def _is_exchanging(self) -> bool:
+        """Whether the ASGI app may be acting on a part of the body: it answers, or reads the body as it arrives."""
+        running = self._running
+        if running is None or running.response_complete:
+            return False
+        use: BodyUse = running.scope[BODY_USE]
+        return bool(running.response_started) or use.is_begun
 
     def pause_writing(self) -> None:
         self.flow.set_duplex(self._is_answering and self._running.more_body)
@@ -233,9 +243,9 @@ class GuardedProtocol(HttpToolsProtocol):
         """End the connection with a problem.
 
         The problem is left out where the client would take it for the answer to another request, or for a part of a
-        response that has begun.
+        response that has begun, and where it would say that nothing was written, and the app may have written a part.
         """
-        if self.reader.unanswered != rejection.unanswered or self._is_answering:
+        if self.reader.unanswered != rejection.unanswered or self._is_exchanging:
             self.transport.close()
             return
         status, headers, body = render_problem(rejection.problem)
@@ -297,11 +307,11 @@ class GuardedProtocol(HttpToolsProtocol):
     def _check_deadline(self) -> None:
         """Reject the incomplete request if its deadline has passed.
 
-        An app that reads a body while it answers has deadlines of its own, for each event of the body.
+        An app that reads a body as it arrives has deadlines of its own, for each event of the body.
         """
         self._timer = None
         now = self.loop.time()
-        if self.flow.read_paused or self.flow.parsing or self._is_answering:
+        if self.flow.read_paused or self.flow.parsing or self._is_exchanging:
             self.reader.restart(now)
         self._handle_events(self.reader.expire(now))
         self._set_timer()

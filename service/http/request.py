@@ -87,6 +87,19 @@ class StopSignal:
         return waiting
 
 
+class BodyUse:
+    """Whether an app that reads a body as it arrives has a part of it, so that it may have written some of it."""
+
+    __slots__ = ("is_begun",)
+
+    def __init__(self) -> None:
+        self.is_begun = False
+
+
+BODY_USE: Final = "fencepost.body_use"
+"""Where a scope of ASGI has the BodyUse of its request; absent on other servers than our own."""
+
+
 class ClientGone(Exception):
     """The client has disconnected, or reads nothing: nobody waits for the results."""
 

@@ -9,7 +9,7 @@ from starlette.types import Message, Receive
 from service.core.problems import NOT_WRITTEN, REQUEST_TIMEOUT, Problem
 from service.core.time_slice import TimeSlice
 from service.http.encodings import Decoder
-from service.http.request import BODIES_ARE_FULL, OWN_BYTES, Bodies, ClientGone, Share, StopSignal
+from service.http.request import BODIES_ARE_FULL, OWN_BYTES, Bodies, BodyUse, ClientGone, Share, StopSignal
 from service.http.request_reader import LEAST_BYTES_S, SILENCE_MAX_S
 from service.pipeline.request import CHUNK_EVENTS_MAX
 
@@ -72,8 +72,10 @@ async def next_text(splitter: Splitter, time_slice: TimeSlice) -> Text | None:
 class StreamedBody:
     """The body of a request as it arrives, decoded. The server's next message is awaited when there is room for it."""
 
-    def __init__(self, receive: Receive, stopping: StopSignal, bodies: Bodies) -> None:
+    def __init__(self, receive: Receive, stopping: StopSignal, bodies: Bodies, use: BodyUse) -> None:
+        """`use` is told when the first part of the body has come."""
         self._receive = receive
+        self._use = use
         self._stopping = stopping
         self._stopped: asyncio.Future[None] | None = None
         self._coming: asyncio.Task[Message] | None = None  # the next message, if it was asked for
@@ -147,7 +149,7 @@ class StreamedBody:
         """Ask the server for the next message, once."""
         if self._coming is None:
             self.begun = True
-            self._coming = asyncio.get_running_loop().create_task(_received(self._receive))
+            self._coming = asyncio.get_running_loop().create_task(_received(self._receive, self._use))
         return self._coming
 
     async def pause(self, seconds: float) -> None:
@@ -218,8 +220,10 @@ def _drop_incomplete(splitter: Splitter) -> None:
     splitter.drop(Problem(NOT_WRITTEN, f"{BODIES_ARE_FULL}: send this event again"))
 
 
-async def _received(receive: Receive) -> Message:
-    return await receive()
+async def _received(receive: Receive, use: BodyUse) -> Message:
+    message = await receive()
+    use.is_begun |= message["type"] == "http.request"
+    return message
 
 
 def _silence(left_s: float) -> str:

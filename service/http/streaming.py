@@ -22,7 +22,7 @@ from service.http.caller import Caller
 from service.http.certificates import NO_CERTIFICATE, SCOPE_KEY, Names
 from service.http.encodings import Decoder, coding_of
 from service.http.headers import UsedHeaders, content_type_of, essence, pick
-from service.http.request import ClientGone
+from service.http.request import BODY_USE, BodyUse, ClientGone
 from service.http.request_guard import RequestGuard
 from service.http.responder import in_steps
 from service.http.responses import Headers, headers_of, render_problem
@@ -101,7 +101,7 @@ class StreamEndpoint:
         self._render_problem = render
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = StreamedBody(receive, self._guard.stopping, self._guard.bodies)
+        body = StreamedBody(receive, self._guard.stopping, self._guard.bodies, scope.get(BODY_USE) or BodyUse())
         response = StreamedResponse(send, scope["http_version"], self._guard.bodies)
         try:
             try:

@@ -178,6 +178,37 @@ async def test_a_body_that_breaks_off_cuts_its_response(port: int, then: bytes) 
     assert await client.rest() == b""
 
 
+@pytest.mark.parametrize("then", [b"no chunk\r\n", b"end"])
+async def test_a_body_that_breaks_off_before_the_response_gets_none(
+    port: int, monkeypatch: pytest.MonkeyPatch, then: bytes
+) -> None:
+    """A problem would say that nothing was written, but what came before is written."""
+    monkeypatch.setattr(streamed_body, "WINDOW_LINGER_S", 0.3)
+    monkeypatch.setattr(streamed_body, "WINDOW_S", 0.3)
+    client = await Client.connect(port)
+    client.writer.write(HEAD)
+    client.say(line(1))
+    await asyncio.sleep(0.1)
+    if then == b"end":
+        client.writer.write_eof()
+    else:
+        client.writer.write(then)
+    assert await client.rest() == b""
+
+
+async def test_a_response_may_begin_later_than_a_whole_request_may_be_silent(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the caller is over its rate: 408 would say that nothing was written."""
+    monkeypatch.setattr(streamed_body, "WINDOW_LINGER_S", 1.5)
+    monkeypatch.setattr(streamed_body, "WINDOW_S", 1.5)
+    client = await Client.connect(port)
+    client.writer.write(HEAD)
+    client.say(line(1))
+    assert (await client.head()).startswith(b"HTTP/1.1 207 ")
+    assert [result["status"] for result in await client.results()] == [201, 408]
+
+
 async def test_a_client_that_falls_silent_is_told_so_in_a_whole_response(port: int) -> None:
     client = await Client.connect(port)
     client.writer.write(HEAD)
