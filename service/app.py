@@ -28,7 +28,7 @@ from service.events.loaded_rules import LoadedRules, contradictions, load_rules
 from service.events.schemas import Schemas
 from service.events.strict_json import check_json, in_thread
 from service.http.rates import Rates
-from service.http.token_callers import TokenCallers
+from service.http.token_callers import CurrentTokenCallers
 from service.kafka.admin import KafkaAdmin
 from service.kafka.listing import TopicLister
 from service.kafka.security import Security
@@ -58,8 +58,6 @@ log = structlog.get_logger(__name__)
 
 BRING_UP_PAUSE_S: Final = 1.0
 GC_THRESHOLDS: Final = (25_000, 40, 50)
-# For requests that had begun when the rules changed, and whose token names a key that is still to be read.
-ISSUERS_KEPT_S: Final = 30.0
 JOURNAL_TIMEOUT_S: Final = 3.0
 TRACES_TIMEOUT_S: Final = 3.0
 # Between two measurements of Redis and Kafka for the metrics.
@@ -156,14 +154,13 @@ class Service:
             recovered=self.writer.recovered,
         )
         self.rates = Rates(self.keys, lambda: self.pool.members)
-        self.tokens = TokenCallers.of_rules(rules, telemetry, self.rates)
+        self.tokens = CurrentTokenCallers(rules, telemetry, self.rates)
         self.lso_watch = LsoWatch(
             settings, self.cluster, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
         )
         self.readiness = Readiness(self.cluster, self.keys, self.store, self.pool, self.admission, self.clocks)
         self._show_states()
         self._tasks: list[asyncio.Task[None]] = []
-        self._leaving: set[asyncio.Task[None]] = set()  # of earlier rules, whose issuers' keys requests may still need
 
     def _show_states(self) -> None:
         """Have each scrape read the parts' present states."""
@@ -193,8 +190,7 @@ class Service:
         telemetry = self.telemetry
         log_loop_errors(asyncio.get_running_loop(), telemetry)
         self.journal.start()
-        if self.tokens is not None:
-            self.tokens.start()
+        self.tokens.start()
         self._tasks += [
             supervise("bring-up", self._bring_up, telemetry),
             supervise("sweep", self.resolver.sweep, telemetry),
@@ -286,28 +282,8 @@ class Service:
         self.topic_lister.close()
         if self.registry is not None:
             await self.registry.close()
-        for task in self._leaving:
-            task.cancel()
-        await asyncio.gather(*self._leaving, return_exceptions=True)
-        if self.tokens is not None:
-            await self.tokens.close()
+        await self.tokens.close()
         await self.cluster.close()
-
-    def tokens_of(self, rules: Rules) -> TokenCallers | None:
-        """Make the callers with tokens by changed rules; new keys are not read before `use_tokens`."""
-        return TokenCallers.of_rules(rules, self.telemetry, self.rates, self.tokens)
-
-    def use_tokens(self, tokens: TokenCallers | None) -> None:
-        """Read the keys of these callers' issuers; requests that have begun may need those before for a little."""
-        if tokens is self.tokens:
-            return
-        before, self.tokens = self.tokens, tokens
-        if tokens is not None:
-            tokens.start()
-        if before is not None:
-            leaving = asyncio.create_task(_close_later(before, tokens))
-            self._leaving.add(leaving)
-            leaving.add_done_callback(self._leaving.discard)
 
 
 def _registry_of(
@@ -321,14 +297,6 @@ def _registry_of(
 
     client = RegistryClient(settings, telemetry)
     return client, Encoder(client, settings, rules, telemetry)
-
-
-async def _close_later(tokens: TokenCallers, after: TokenCallers | None) -> None:
-    """Close callers, but for the keys that `after` has kept, after ISSUERS_KEPT_S, or at once if this is cancelled."""
-    try:
-        await asyncio.sleep(ISSUERS_KEPT_S)
-    finally:
-        await tokens.close(after)
 
 
 def _tracing_of(settings: Settings) -> "Tracing | None":

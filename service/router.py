@@ -20,7 +20,7 @@ from service.http.rates import Rates
 from service.http.request_guard import RequestGuard
 from service.http.routes import Parts, add_middleware, add_probes, event_routes
 from service.http.sources import SourcesEndpoint
-from service.http.token_callers import TokenCallers
+from service.http.token_callers import CurrentTokenCallers, TokenCallers
 from service.pipeline.admission import Admission
 
 
@@ -29,12 +29,8 @@ class ServiceParts(Parts, ListingParts, Protocol):
 
     settings: Settings
     admission: Admission
-    tokens: TokenCallers | None
+    tokens: CurrentTokenCallers
     rates: Rates
-
-    def tokens_of(self, rules: Rules) -> TokenCallers | None: ...
-
-    def use_tokens(self, tokens: TokenCallers | None) -> None: ...
 
 
 class RoutesOfRules(NamedTuple):
@@ -83,7 +79,7 @@ class Router:
 
     def _swap(self, made: RoutesOfRules) -> None:
         cors = made.loaded.rules.cors
-        self._service.use_tokens(made.callers.tokens)
+        self._service.tokens.use(made.callers.tokens)
         self.current = made
         self.app.router.routes = [*self._always, *made.routes]
         self.app.set_cors(cors)
@@ -122,4 +118,4 @@ class Router:
         """Return the callers with JSON Web Tokens: those of `before`, with their rates, while no issuer has changed."""
         if before is not None and before.loaded.rules.issuers == rules.issuers:
             return before.callers.tokens
-        return self._service.tokens if before is None else self._service.tokens_of(rules)
+        return self._service.tokens.callers if before is None else self._service.tokens.under(rules)

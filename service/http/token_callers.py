@@ -3,6 +3,7 @@
 `identity.tokens` and its libraries are imported only for rules that name an issuer.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -28,6 +29,8 @@ TOKEN_BYTES: Final = 1_000
 BUCKETS_MAX: Final = 10_000
 # Topics whose check is cached, of all these callers together: an entry may have 16 KiB of globs.
 TOPICS_CACHED: Final = 1_000
+# For requests that had begun when the rules changed, and whose token names a key that is still to be read.
+ISSUERS_KEPT_S: Final = 30.0
 
 
 class TokenCaller(Caller):
@@ -117,6 +120,52 @@ class TokenCallers:
             known = self._rates.buckets(scope, rule.rate, rule.rate_bytes)
             self._buckets.put(scope, known, 1)
         return known
+
+
+class CurrentTokenCallers:
+    """The callers with tokens by the rules that hold, in `callers`; None while the rules name no issuer."""
+
+    def __init__(self, rules: Rules, telemetry: Telemetry, rates: Rates) -> None:
+        self._telemetry = telemetry
+        self._rates = rates
+        self.callers = TokenCallers.of_rules(rules, telemetry, rates)
+        self._closing: set[asyncio.Task[None]] = set()  # callers of earlier rules, whose issuers' keys may be needed
+
+    def start(self) -> None:
+        """Start to read the keys of the issuers."""
+        if self.callers is not None:
+            self.callers.start()
+
+    def under(self, rules: Rules) -> TokenCallers | None:
+        """Make the callers of changed rules; new keys are not read before `use`."""
+        return TokenCallers.of_rules(rules, self._telemetry, self._rates, self.callers)
+
+    def use(self, callers: TokenCallers | None) -> None:
+        """Read the keys of these callers' issuers; those before are kept for ISSUERS_KEPT_S."""
+        if callers is self.callers:
+            return
+        before, self.callers = self.callers, callers
+        self.start()
+        if before is not None:
+            closing = asyncio.create_task(_close_later(before, callers))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Stop reading all keys."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        if self.callers is not None:
+            await self.callers.close()
+
+
+async def _close_later(callers: TokenCallers, after: TokenCallers | None) -> None:
+    """Close callers, but for the keys that `after` has kept, after ISSUERS_KEPT_S, or at once if this is cancelled."""
+    try:
+        await asyncio.sleep(ISSUERS_KEPT_S)
+    finally:
+        await callers.close(after)
 
 
 @lru_cache(maxsize=TOPICS_CACHED)

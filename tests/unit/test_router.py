@@ -256,7 +256,7 @@ ISSUER = '[[issuers]]\nname = "corp"\nissuer = "https://id.example"\naudience = 
 async def test_the_keys_of_issuers_are_read_on_until_an_issuer_changes(
     served: tuple[Router, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.app.ISSUERS_KEPT_S", 0.0)
+    monkeypatch.setattr("service.http.token_callers.ISSUERS_KEPT_S", 0.0)
     router, port = served
     key = ECKey.generate_key("P-256", {"kid": "1"})
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [key.as_dict(private=False)]}))
