@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from deploy.stack import Redis, Service, StackError
+from deploy.stack import Redis, Service
 from service.cli.doctor import examine
 from service.cli.finding import Finding, Level
 from service.contract import Rules
@@ -26,6 +26,8 @@ from tests.managed.run import Fleet, load
 from tests.secured import acls_of_service, sockets_closed
 
 REAUTH_MS: Final = 3_000
+NOTICED_S: Final = 60.0  # for a process to start, or to notice a change, on a machine that is very busy
+IDLE_S: Final = 20.0  # without output or CPU use, for a process that is to end
 TOKEN_LIFE_S: Final = 30.0  # with less, a machine that is very busy is too slow for a new one
 
 
@@ -124,17 +126,17 @@ def test_a_service_waits_for_a_token_endpoint_that_is_away_and_reads_a_token_fil
     broker.allow(SUBJECT, *acls_of_service(namespace, namespace))
     endpoint.away = True
     with contextlib.closing(_Started(service_of(tmp_path, redis, namespace, broker.by_token(endpoint)))) as started:
-        started.service.wait_until(lambda: "answers 503" in started.service.log.read_text(), 10.0)
+        started.service.wait_until(lambda: "answers 503" in started.service.log.read_text(), NOTICED_S)
         assert not started.service.ready()
         endpoint.away = False
-        started.service.wait_ready(20.0)
+        started.service.wait_ready(NOTICED_S)
     file = tmp_path / "token"
     file.write_text(issuer.token(60.0))
     with service_of(tmp_path, redis, namespace, broker.by_file(file)) as service:
         file.write_text(issuer.token(60.0, audience="another"))
-        service.wait_until(lambda: not service.ready(), 20.0)
+        service.wait_until(lambda: not service.ready(), NOTICED_S)
         file.write_text(issuer.token(60.0))
-        service.wait_ready(20.0)
+        service.wait_ready(NOTICED_S)
 
 
 class _Started:
@@ -180,8 +182,7 @@ def test_a_service_whose_token_is_refused_ends_and_says_by_whom(
     login = broker.by_file(file) if "FENCEPOST_KAFKA_OAUTH_TOKEN_FILE" in change else broker.by_token(endpoint)
     service = service_of(tmp_path, redis, namespace, {**login, **change})
     service.start(wait_ready=False)
-    with pytest.raises(StackError, match="ended with code 2"):
-        service.wait_until(lambda: False, 20.0)
+    assert service.wait_while_working(IDLE_S) == 2
     text = service.log.read_text()
     assert line.format(**places) in text
     assert not [secret for secret in ("hush-hush", SECRET, "Traceback") if secret in text]

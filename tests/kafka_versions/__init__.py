@@ -50,6 +50,11 @@ def running() -> str:
     return release_of(jars.LOCKS["kafka"])
 
 
+def have_version_2() -> bool:
+    """Whether the brokers of this process have transactions of version 2 (KIP-890), as 4.0 and newer ones do."""
+    return int(running().partition(".")[0]) >= 4
+
+
 def use() -> None:
     """Have the brokers of this process run the version that TEST_KAFKA names, if it does. Raises StackError."""
     wanted = os.environ.get(VARIABLE)
