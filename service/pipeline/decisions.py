@@ -237,8 +237,8 @@ class FailureDecision:
     """What to do after a transaction that did not commit cleanly.
 
     All requests are in doubt unless `is_aborted` (no commit was requested) and their claims are released. Then the
-    requests in `at_once`, `later` (after a pause) and `split` (in parts) are sent again. `failed_topics`, which were
-    refused or did not answer, are to be isolated, as is a consumer group whose coordinator failed; `failed` are the
+    requests in `at_once`, `later` (after a pause) and `split` (in parts) are sent again. `to_isolate` has the names of
+    topics that were refused or did not answer, and of a consumer group whose coordinator failed; `failed` are the
     requests with one of them. `aborting` are the requests that may have caused the abort.
     """
 
@@ -249,7 +249,7 @@ class FailureDecision:
         self.split: list[WriteRequest] = []
         self.failed: list[WriteRequest] = []
         self.aborting: list[WriteRequest] = []
-        self.failed_topics: dict[str, None] = {}
+        self.to_isolate: dict[str, None] = {}
         self.is_aborted = failure.outcome is TransactionOutcome.ABORTED
         # If a commit was requested, a record's error did not end the transaction.
         self._record_errors = failure.record_errors if self.is_aborted else {}
@@ -264,13 +264,13 @@ class FailureDecision:
         """Decide on a request of the transaction: answered, or sent again, and how."""
         if request.offsets is not None and self._offsets_error is not None:
             self.failed.append(request)
-            self.failed_topics[request.offsets.isolation_name] = None
+            self.to_isolate[request.offsets.isolation_name] = None
             self.results.append((request, offsets_problem(self._offsets_error)))
             return
         failing = request.topics & self._failing
         if failing:
             self.failed.append(request)
-            self.failed_topics |= dict.fromkeys(failing)
+            self.to_isolate |= dict.fromkeys(failing)
         if (result := self._result_of(request, failing)) is not None:
             self.results.append((request, result))
             return
@@ -326,7 +326,7 @@ class IdempotentDecision:
         self.to_release: list[ClaimToRelease] = []
         self.requeued: list[WriteRequest] = []
         self.failed: dict[WriteRequest, None] = {}
-        self.failed_topics: dict[str, None] = {}
+        self.to_isolate: dict[str, None] = {}
         self._some_written = any(isinstance(each, RecordMetadata) for each in written)
         self._some_partition_failed = any(isinstance(each, NotSent) and each.partition_failed for each in written)
         self._alone = len(records) == 1
@@ -386,7 +386,7 @@ class IdempotentDecision:
 
     def _fail(self, request: WriteRequest, topic: str) -> None:
         self.failed[request] = None
-        self.failed_topics[topic] = None
+        self.to_isolate[topic] = None
 
 
 def offsets_problem(error: RecordError) -> Problem:

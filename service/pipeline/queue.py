@@ -18,8 +18,8 @@ GROUPS_AT_ONCE: Final = 2
 # A group that takes longer is stuck on something, and does not count as in flight.
 GROUP_QUICK_S: Final = 0.05
 
-# Isolated topics without a waiting request that are remembered. One that was deleted never commits again.
-ISOLATED_TOPICS_MAX: Final = 1_000
+# Isolated names without a waiting request that are remembered. A topic that was deleted never commits again.
+ISOLATED_NAMES_MAX: Final = 1_000
 
 
 class GroupConsumer(Protocol):
@@ -46,9 +46,9 @@ class Queue:
         self._bytes_max = settings.queue_bytes_max
         self._waiting: dict[Guarantee, deque[WriteRequest]] = {guarantee: deque() for guarantee in Guarantee}
         self._isolated: deque[WriteRequest] = deque()
-        self._isolated_topics: dict[str, None] = {}  # in the order of their first failure
+        self._isolated_names: dict[str, None] = {}  # in the order of their first failure
         self._isolated_group: Group | None = None  # in flight
-        self._isolated_order: dict[str, int] = {}  # by isolated topic or consumer group: the number of its last group
+        self._isolated_order: dict[str, int] = {}  # by isolated name: the number of its last group
         self._next_isolated_at = 0.0  # time.monotonic before which no isolated group is taken
         self._idle_slots: deque[asyncio.Future[None]] = deque()
         self._in_flight: dict[Group, None] = {}
@@ -119,47 +119,50 @@ class Queue:
         self.notify()
 
     def _queue_of(self, request: WriteRequest) -> deque[WriteRequest]:
-        if self._isolated_topics and self.is_isolated(request.dependencies):
+        if self._isolated_names and self.is_isolated(request.dependencies):
             return self._isolated
         return self._waiting[request.guarantee]
 
     # -------------------------------------------------------------------------------------------------- isolation
 
-    def isolate_topics(self, topics: Iterable[str]) -> None:
-        """Isolate topics that failed a group: their requests, also those that wait, go into groups of their own."""
-        if new := [topic for topic in topics if topic not in self._isolated_topics]:
-            self._isolated_topics |= dict.fromkeys(new)
-            self._bound_isolated_topics()
+    def isolate(self, names: Iterable[str]) -> None:
+        """Isolate what failed a group, topics or a consumer group, by the names in WriteRequest.dependencies.
+
+        The requests with these names, also those that wait, go into groups of their own.
+        """
+        if new := [name for name in names if name not in self._isolated_names]:
+            self._isolated_names |= dict.fromkeys(new)
+            self._bound_isolated_names()
             for guarantee, requests in list(self._waiting.items()):
                 self._waiting[guarantee] = deque()
                 for request in requests:
                     self._queue_of(request).append(request)
 
-    def release_topics(self, topics: Iterable[str]) -> None:
-        """Release the topics of committed events."""
-        if self._isolated_topics and (released := self._isolated_topics.keys() & set(topics)):
-            for topic in released:
-                self._release_topic(topic)
+    def release(self, names: Iterable[str]) -> None:
+        """End the isolation of these names: an event of the topic was committed, or the group's coordinator answers."""
+        if self._isolated_names and (released := self._isolated_names.keys() & set(names)):
+            for name in released:
+                self._release_name(name)
             requests, self._isolated = self._isolated, deque()
             for request in requests:
                 self._queue_of(request).append(request)
             self.notify()
 
-    def is_isolated(self, topics: Iterable[str]) -> bool:
-        """Whether one of these topics is isolated."""
-        return any(topic in self._isolated_topics for topic in topics)
+    def is_isolated(self, names: Iterable[str]) -> bool:
+        """Whether one of these names is isolated."""
+        return any(name in self._isolated_names for name in names)
 
-    def _bound_isolated_topics(self) -> None:
-        """Release the first topics beyond ISOLATED_TOPICS_MAX that no isolated request has."""
-        if len(self._isolated_topics) > ISOLATED_TOPICS_MAX:
+    def _bound_isolated_names(self) -> None:
+        """Release the first names beyond ISOLATED_NAMES_MAX that no isolated request has."""
+        if len(self._isolated_names) > ISOLATED_NAMES_MAX:
             waiting = {name for request in self._isolated for name in request.dependencies}
-            idle = [topic for topic in self._isolated_topics if topic not in waiting]
-            for topic in idle[: len(self._isolated_topics) - ISOLATED_TOPICS_MAX]:
-                self._release_topic(topic)
+            idle = [name for name in self._isolated_names if name not in waiting]
+            for name in idle[: len(self._isolated_names) - ISOLATED_NAMES_MAX]:
+                self._release_name(name)
 
-    def _release_topic(self, topic: str) -> None:
-        del self._isolated_topics[topic]
-        self._isolated_order.pop(topic, None)
+    def _release_name(self, name: str) -> None:
+        del self._isolated_names[name]
+        self._isolated_order.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------- for slots
 

@@ -369,7 +369,7 @@ class Writer:
         if refused.error is AWAY:
             self._note_failures([request], [request.offsets.isolation_name])
         else:  # the group's coordinator answers
-            self._queue.release_topics([request.offsets.isolation_name])
+            self._queue.release([request.offsets.isolation_name])
         try:
             await self._release_claims(attempt.slot, request.claimed_ids)
         finally:
@@ -410,7 +410,7 @@ class Writer:
             self._park(slot, [request for request, _ in claimed])
             raise
         decision = IdempotentDecision(claimed, records, results)
-        self._note_failures(decision.failed, decision.failed_topics)
+        self._note_failures(decision.failed, decision.to_isolate)
         for request, result in decision.results:
             self._resolver.resolve(request, result)
         for request in decision.requeued:
@@ -458,7 +458,7 @@ class Writer:
                 self._store.lost(position.generation)
         finally:  # a bug in the mark changes nothing of the commit either
             self._telemetry.stages.observe(time.perf_counter() - started, "mark")
-            self._queue.release_topics(name for request, _ in delivered for name in request.dependencies)
+            self._queue.release(name for request, _ in delivered for name in request.dependencies)
             for request, committed in delivered:
                 self._resolver.resolve(request, committed)
 
@@ -475,7 +475,7 @@ class Writer:
         decision = FailureDecision(requests, failure, self._ledger)
         if decision.ledger_is_full:  # its topic takes smaller records than before
             self._queue.ledger_was_full(requests)
-        self._note_failures(decision.failed, decision.failed_topics)
+        self._note_failures(decision.failed, decision.to_isolate)
         if failure.offsets_error is not None:
             self._topic_metadata.invalidate(OFFSETS_TOPIC)
         for request in decision.aborting:
@@ -521,14 +521,14 @@ class Writer:
         slot.in_doubt = 0
         return True
 
-    def _note_failures(self, requests: Iterable[WriteRequest], topics: Iterable[str]) -> None:
-        """Isolate topics that failed a group, and count the failure of the requests that had one of them."""
+    def _note_failures(self, requests: Iterable[WriteRequest], to_isolate: Iterable[str]) -> None:
+        """Isolate what failed a group, by name, and count the failure of the requests that depend on it."""
         for request in requests:
             request.failures += 1
-        topics = set(topics)
-        self._queue.isolate_topics(topics)
-        for topic in topics:
-            self._topic_metadata.invalidate(topic)
+        names = set(to_isolate)
+        self._queue.isolate(names)
+        for name in names:
+            self._topic_metadata.invalidate(name)
 
     async def _end_term(self, attempt: Attempt, error: BaseException) -> None:
         """Park the requests of a group whose term has ended and that were not sent: their claims may stand.

@@ -491,7 +491,7 @@ async def test_events_of_an_isolated_topic_or_another_guarantee_are_split_from_t
     world = World()
     topic = {"an isolated topic": "other", "another guarantee": "plain.a"}[why]
     if why == "an isolated topic":
-        world.queue.isolate_topics({"other"})
+        world.queue.isolate({"other"})
     submitted = await on_its_way(world, make_event("b", topic), make_event("a"), make_event("c", topic))
     serving = world.serve(await world.slot())
     answers = await submitted

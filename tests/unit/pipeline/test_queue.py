@@ -122,7 +122,7 @@ async def test_a_request_counts_against_the_bounds_until_it_is_answered() -> Non
 
 async def test_answered_requests_are_forgotten_without_a_slot() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     requests = [request("a"), request("b", "bad"), request("c", guarantee=Guarantee.IDEMPOTENT)]
     admit(queue, *requests)
     answered(queue, *requests)
@@ -203,7 +203,7 @@ async def test_requeued_requests_are_taken_first_and_in_their_order() -> None:
 
 async def test_an_isolated_topic_is_taken_in_one_separate_group_at_a_time() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     admit(queue, request("a", "bad"), request("b"), request("c", "bad"))
     apart = group_of(queue)
     assert keys_of(apart.requests) == ["a", "c"]
@@ -216,7 +216,7 @@ async def test_an_isolated_topic_is_taken_in_one_separate_group_at_a_time() -> N
 
 async def test_an_isolated_request_from_a_failed_group_is_taken_alone() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     first, second = request("a", "bad"), request("b", "bad")
     first.failures = second.failures = 1
     queue.put_back([first, second])
@@ -225,16 +225,16 @@ async def test_an_isolated_request_from_a_failed_group_is_taken_alone() -> None:
 
 async def test_a_released_topic_shares_a_group_with_other_topics_again() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     admit(queue, request("a", "bad"), request("b"))
-    queue.release_topics({"bad"})
+    queue.release({"bad"})
     assert sorted(keys_of(take(queue))) == ["a", "b"]
 
 
 async def test_isolated_topics_of_several_topics_do_not_share_a_group() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.isolate_topics({"bad"})
-    queue.isolate_topics({"worse"})
+    queue.isolate({"bad"})
+    queue.isolate({"worse"})
     admit(queue, request("a", "bad"), request("b", "worse"), request("c", "bad"))
     apart = group_of(queue)
     assert keys_of(apart.requests) == ["a", "c"]
@@ -405,7 +405,7 @@ async def test_an_isolated_topic_that_hangs_gets_half_of_the_only_slot_s_time(
 ) -> None:
     """Otherwise nothing else would be written by a process with one slot."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     admit(queue, request("b", "bad"))
     good = [request(str(n)) for n in range(1_000)]
     served: list[list[str]] = []
@@ -419,7 +419,7 @@ async def test_an_isolated_topic_that_hangs_gets_half_of_the_only_slot_s_time(
     while queue.take():
         pass
     empty = Queue(SETTINGS)
-    empty.isolate_topics({"bad"})
+    empty.isolate({"bad"})
     admit(empty, request("b", "bad"))
     assert [clock.serve(empty, 3.0) for _ in range(3)] == [["b"]] * 3
 
@@ -427,7 +427,7 @@ async def test_an_isolated_topic_that_hangs_gets_half_of_the_only_slot_s_time(
 async def test_isolated_topics_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
     for topic in ("bad", "bad-too", "well-again"):
-        queue.isolate_topics({topic})
+        queue.isolate({topic})
     admit(queue, request("1", "bad"), request("2", "bad"), request("3", "bad-too"), request("4", "well-again"))
     turns = [clock.serve(queue, 3.0) for _ in range(6)]
     assert turns == [["1", "2"], ["3"], ["4"], ["1"], ["3"], ["2"]]
@@ -438,7 +438,7 @@ async def test_requests_that_failed_alone_are_taken_after_those_of_the_topic_tha
 ) -> None:
     """A partition of it has no leader: its events would be taken first, again and again, until their deadline."""
     clock, queue = Clock(monkeypatch), Queue(SETTINGS)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     admit(queue, *(request(key, "bad") for key in "123"))
     assert clock.serve(queue, 30.0) == ["1", "2", "3"]
     admit(queue, *(request(key, "bad") for key in "45"))
@@ -462,7 +462,7 @@ async def test_a_waiter_that_takes_a_group_wakes_another_for_the_isolated_reques
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, queue = Clock(monkeypatch), Queue(SETTINGS, 2)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     admit(queue, request("b", "bad"))
     assert clock.serve(queue, 3.0) == ["b"]  # the topic pauses for as long
     for key in ("a", "c"):

@@ -36,7 +36,7 @@ async def asleep(taker: "asyncio.Task[None]") -> bool:
 
 async def test_an_atomic_batch_with_one_isolated_topic_is_taken_in_an_isolated_group() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     admit(queue, atomic(("a", "orders"), ("b", "bad")), request("c"))
     group = group_of(queue)
     assert keys_of(group.requests) == ["a", "b"]
@@ -47,7 +47,7 @@ async def test_an_atomic_batch_with_one_isolated_topic_is_taken_in_an_isolated_g
 async def test_requests_that_wait_already_are_isolated_with_their_topic() -> None:
     queue = Queue(SETTINGS, MANY)
     admit(queue, request("a", "bad"), request("b"), request("c", "bad"))
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     group = group_of(queue)
     assert (keys_of(group.requests), group.isolated) == (["a", "c"], True)
     assert keys_of(take(queue)) == ["b"]
@@ -56,19 +56,19 @@ async def test_requests_that_wait_already_are_isolated_with_their_topic() -> Non
 async def test_releasing_one_topic_leaves_another_isolated() -> None:
     queue = Queue(SETTINGS, MANY)
     for topic in ("bad", "worse"):
-        queue.isolate_topics({topic})
+        queue.isolate({topic})
     admit(queue, request("a", "bad"), request("b", "worse"), request("c"))
     queue.take()
     admit(queue, request("d", "bad"))
-    queue.release_topics({"orders", "worse"})
+    queue.release({"orders", "worse"})
     assert keys_of(take(queue)) == ["c", "b"], "the released topic shares the group, the other does not"
-    queue.release_topics({"bad"})
+    queue.release({"bad"})
     assert not queue._isolated_order
 
 
 async def test_an_answered_isolated_request_does_not_hide_the_one_behind_it() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     first, second = request("a", "bad"), request("b", "bad")
     first.failures = second.failures = 1
     admit(queue, first, second)
@@ -79,7 +79,7 @@ async def test_an_answered_isolated_request_does_not_hide_the_one_behind_it() ->
 @pytest.mark.parametrize("topic", ["orders", "bad"])
 async def test_forgetting_answered_requests_keeps_the_waiting_requests_behind_them(topic: str) -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     first, second, third = (request(key, topic) for key in "abc")
     admit(queue, first, second, third)
     answered(queue, first)
@@ -89,7 +89,7 @@ async def test_forgetting_answered_requests_keeps_the_waiting_requests_behind_th
 
 async def test_a_chunk_with_one_isolated_topic_is_taken_in_an_isolated_group() -> None:
     queue = Queue(SETTINGS, MANY)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     events = [make_event("a", "orders"), make_event("b", "bad")]
     admit(queue, WriteRequest.for_chunk(events, 0.0, 10.0, Guarantee.EXACTLY_ONCE), request("c"), request("d"))
     group = group_of(queue)
@@ -103,13 +103,13 @@ async def test_a_chunk_with_one_isolated_topic_is_taken_in_an_isolated_group() -
 async def test_a_waiter_sleeps_while_the_isolated_topic_has_a_group_under_way() -> None:
     """One isolated group at a time: a waiter sleeps until it is done, or its topic is released."""
     queue = Queue(SETTINGS, MANY)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     admit(queue, request("a", "bad"))
     apart = group_of(queue)
     admit(queue, request("b", "bad"))
     taker = asyncio.create_task(queue._wait())
     assert await asleep(taker)
-    queue.release_topics({"bad"})
+    queue.release({"bad"})
     assert not await asleep(taker)
     queue.done(apart)
 
@@ -128,7 +128,7 @@ async def test_a_finished_group_wakes_a_waiter_for_the_waiting_request(
 ) -> None:
     monkeypatch.setattr(module, "GROUP_QUICK_S", 60.0)
     queue = Queue(SETTINGS, 1)
-    queue.isolate_topics({"bad"})
+    queue.isolate({"bad"})
     admit(queue, request("a"))
     group = group_of(queue)
     admit(queue, make("b"))
@@ -218,11 +218,11 @@ async def test_a_request_that_was_answered_in_its_group_is_not_put_back() -> Non
 
 async def test_isolated_topics_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A topic that is deleted never commits again, which would release it."""
-    monkeypatch.setattr(module, "ISOLATED_TOPICS_MAX", 3)
+    monkeypatch.setattr(module, "ISOLATED_NAMES_MAX", 3)
     queue = Queue(SETTINGS, MANY)
     admit(queue, request("a", "first"))
     for topic in ("first", "second", "third", "fourth", "fifth"):
-        queue.isolate_topics({topic})
+        queue.isolate({topic})
     isolated = [topic for topic in ("first", "second", "third", "fourth", "fifth") if queue.is_isolated((topic,))]
     assert isolated == ["first", "fourth", "fifth"], "the first has a request that waits"
     assert keys_of(take(queue)) == ["a"]

@@ -84,10 +84,10 @@ async def test_a_stop_waits_for_the_marks_that_are_in_flight() -> None:
 async def test_a_commit_releases_its_topics_from_isolation(topic: str) -> None:
     world = World()
     for each in (topic, "other"):
-        world.queue.isolate_topics({each})
+        world.queue.isolate({each})
     serving = world.serve(await world.slot())
     assert isinstance(await world.submit("a", topic), Committed)
-    assert list(world.queue._isolated_topics) == ["other"]
+    assert list(world.queue._isolated_names) == ["other"]
     await ended(serving)
 
 
@@ -169,7 +169,7 @@ async def test_a_topic_without_answer_is_isolated_if_others_in_its_group_were_wr
     world.idempotents[0].results.append(results)
     serving = world.serve(slot)
     assert kind_of(await answers[1]) is OUTCOME_UNKNOWN
-    assert set(world.queue._isolated_topics) == isolated
+    assert set(world.queue._isolated_names) == isolated
     assert (kind_of(await answers[0]) is OUTCOME_UNKNOWN) is (not isolated)
     await ended(serving)
 

@@ -260,13 +260,13 @@ async def test_a_topic_that_was_not_sent_for_its_own_fault_is_isolated(
     await steps()
     world.idempotents[0].results.append([NotSent(itself), NOT_SENT])
     isolated: list[str] = []
-    isolate_topics = world.queue.isolate_topics
+    isolate = world.queue.isolate
 
     def note(topics: Iterable[str]) -> None:
         isolated.extend(sorted(topics))
-        isolate_topics(topics)
+        isolate(topics)
 
-    monkeypatch.setattr(world.queue, "isolate_topics", note)
+    monkeypatch.setattr(world.queue, "isolate", note)
     serving = world.serve(slot)
     for answer in answers:
         assert isinstance(await asyncio.wait_for(answer, 3.0), Committed)
