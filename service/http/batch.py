@@ -240,15 +240,15 @@ async def write_atomic(
     _check_size(events, admission, offsets)
     id = event_id(key, caller.scope)
     of_offsets = [] if offsets is None else [fingerprint_of(offsets)]
-    whole = id, batch_fingerprint([*(event.fp for event in events), *of_offsets])
+    batch_pair = id, batch_fingerprint([*(event.fp for event in events), *of_offsets])
     if offsets is not None:
         await admission.checks.check_positions(offsets, arrived)
     try:
         await _check_topics(events, admission, arrived)
     except Problem as problem:
-        written = await admission.checks.batch_written_before(events, whole, problem)
-        return id, admission.replay(events, written, arrived, whole).result()
-    return id, await admission.submit_atomic(key, events, whole, arrived, sent_ms, offsets)
+        written = await admission.checks.batch_written_before(events, batch_pair, problem)
+        return id, admission.replay(events, written, arrived, batch_pair).result()
+    return id, await admission.submit_atomic(key, events, batch_pair, arrived, sent_ms, offsets)
 
 
 async def _parse_members(

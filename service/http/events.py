@@ -39,7 +39,7 @@ from service.http.prefer import NO_PREFERENCE, parse_prefer
 from service.http.request import Handler, PostRequest
 from service.http.request_guard import RequestGuard
 from service.http.responder import Responder, check_room, in_steps, rendered
-from service.http.responses import JSON_LINE, committed_lines, join_results, render_results, render_whole
+from service.http.responses import JSON_LINE, committed_lines, join_results, render_atomic, render_results
 from service.http.single_event import SingleEventWriter
 from service.pipeline.admission import Admission
 from service.pipeline.key_checks import KeyAge
@@ -129,7 +129,7 @@ class EventsEndpoint:
         id, answer = await write_atomic(self.admission, batch, key, post.arrived, traceparent, caller, sent_ms)
         if isinstance(answer, Problem):
             raise answer
-        body = render_whole(id, answer)
+        body = render_atomic(id, answer)
         check_room(post, len(body))
         lines = committed_lines(key, answer, self._retention_s)
         if b"repeatability-request-id" in used or sent_ms is not None:

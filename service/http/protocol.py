@@ -90,7 +90,15 @@ class Posts:
 class HttpRequest(PostRequest):
     """One POST on its connection. It stands in for a cycle of uvicorn's in the pipeline."""
 
-    __slots__ = ("_handler", "connection", "disconnected", "expects_continue", "response_complete", "started", "whole")
+    __slots__ = (
+        "_handler",
+        "body_ended",
+        "connection",
+        "disconnected",
+        "expects_continue",
+        "response_complete",
+        "started",
+    )
 
     message_event: Final = asyncio.Event()  # uvicorn sets it at a disconnect; nothing awaits it
 
@@ -115,14 +123,14 @@ class HttpRequest(PostRequest):
         self.connection = connection
         self._handler = handler
         self.started = False  # all earlier requests of the connection are answered
-        self.whole = False  # the body is complete, or was dropped
+        self.body_ended = False  # the body is complete, or was dropped
         self.expects_continue = expects_continue
         self.disconnected = False
         self.response_complete = False  # written, as uvicorn means it: the connection's next request may begin
 
     def add(self, part: bytes, most: int) -> None:
         """Add a part of the body. If the part is not kept, the handler gets the request at once, and refuses it."""
-        if self.whole:
+        if self.body_ended:
             self.size += len(part)
         elif not self.keep(part, most):
             self.end()
@@ -133,7 +141,7 @@ class HttpRequest(PostRequest):
         self._content = body
         self.size = len(body)
         self.arrived = time.monotonic()
-        self.started = self.whole = True
+        self.started = self.body_ended = True
         self._handler(self)
 
     def reject_if_too_long(self, most: int) -> None:
@@ -152,18 +160,18 @@ class HttpRequest(PostRequest):
         """Start after the earlier requests; the loop calls the handler, because a response is being written now."""
         self.started = True
         self.send_continue()
-        if self.whole:
+        if self.body_ended:
             self.connection.loop.call_soon(self._handler, self)
 
     def send_continue(self) -> None:
         """Send 100 if the client waits for it (RFC 9110, section 10.1.1)."""
-        if self.expects_continue and not self.whole:
+        if self.expects_continue and not self.body_ended:
             self.connection.write(self, b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def end(self) -> None:
         """Hand the request to the handler: the body is complete, or was dropped."""
-        if not self.whole:
-            self.whole = True
+        if not self.body_ended:
+            self.body_ended = True
             self.arrived = time.monotonic()  # a deadline does not count the time of sending
             if self.started:
                 self._handler(self)
@@ -340,7 +348,7 @@ class PostsProtocol(GuardedProtocol):
         cycles: list[object] = [self.cycle, *(cycle for cycle, _ in self.pipeline)]
         for cycle in cycles:
             # A request that is being handled keeps its body until its response is produced.
-            if isinstance(cycle, HttpRequest) and not (cycle.started and cycle.whole):
+            if isinstance(cycle, HttpRequest) and not (cycle.started and cycle.body_ended):
                 cycle.drop_body()
         self._drop_unwritten()
         super().connection_lost(exc)

@@ -151,7 +151,7 @@ def _result_of(answer: WriteResult) -> _Result | _Failure:
     return _Result(201, id.hex(), state.topic, state.partition, state.offset, state.ts, answer.replayed)
 
 
-def render_whole(id: bytes, answer: Committed) -> bytes:
+def render_atomic(id: bytes, answer: Committed) -> bytes:
     """Render the body of an atomic batch's 201; a replay has the same bytes."""
     results = [
         _Member(201, member.hex(), state.topic, state.partition, state.offset, state.ts)

@@ -138,12 +138,12 @@ class Admission:
         self,
         key: str,
         events: Sequence[Event],
-        whole: tuple[bytes, bytes],
+        batch_pair: tuple[bytes, bytes],
         arrived: float,
         sent_ms: int | None = None,
         offsets: GroupOffsets | None = None,
     ) -> WriteResult:
-        """Write events of checked content in one transaction or not at all; `whole` is the batch's (id, fingerprint).
+        """Write events of checked content in one transaction or not at all; `batch_pair` is its (id, fingerprint).
 
         Its keys are remembered for the longest retention of its topics. `arrived` is time.monotonic, `sent_ms` that of
         KeyAge. `offsets` are committed in the same transaction; only with them may there be no events. Raises Problem
@@ -156,26 +156,30 @@ class Admission:
         topics = {event.topic for event in events}
         longest_s = max([self._rule(topic).key_ttl_s or self._key_ttl_s for topic in topics], default=self._key_ttl_s)
         deadline = arrived + self._timeout_s
-        await self.checks.keys.check_age_of_batch(key, whole[0], topics, longest_s, deadline, sent_ms)
+        await self.checks.keys.check_age_of_batch(key, batch_pair[0], topics, longest_s, deadline, sent_ms)
         ttl_s = 0 if longest_s == self._key_ttl_s else longest_s
         future: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
-        self._admit(WriteRequest.for_atomic(events, whole, arrived, deadline, ttl_s, future, offsets))
+        self._admit(WriteRequest.for_atomic(events, batch_pair, arrived, deadline, ttl_s, future, offsets))
         return await future
 
     def replay(
-        self, events: Sequence[Event], written: WriteResult, arrived: float, whole: tuple[bytes, bytes] | None = None
+        self,
+        events: Sequence[Event],
+        written: WriteResult,
+        arrived: float,
+        batch_pair: tuple[bytes, bytes] | None = None,
     ) -> asyncio.Future[WriteResult]:
         """Return the result of a request that was written before. It is counted and journaled, and not submitted.
 
-        `whole` is an atomic batch's (id, fingerprint), None for a single event.
+        `batch_pair` is an atomic batch's (id, fingerprint), None for a single event.
         """
         future = known(written)
         deadline = arrived + self._timeout_s
-        if whole is None:
+        if batch_pair is None:
             rule = self._rule(events[0].topic)
             request = WriteRequest.for_event(events[0], arrived, deadline, rule.guarantee, rule.key_ttl_s, future)
         else:
-            request = WriteRequest.for_atomic(events, whole, arrived, deadline, 0, future)
+            request = WriteRequest.for_atomic(events, batch_pair, arrived, deadline, 0, future)
         self._resolver.note(request, written)
         return future
 
@@ -288,6 +292,6 @@ class Admission:
         """Split a chunk that failed into parts whose events are handled alike, or if all are, in halves."""
         events = range(len(request.events))
         half = len(events) // 2
-        whole = request.to_send_again()
-        parts = self._split_by_handling(whole)
-        return [whole.part(each) for each in (events[:half], events[half:]) if each] if len(parts) == 1 else parts
+        queued = request.to_send_again()
+        parts = self._split_by_handling(queued)
+        return [queued.part(each) for each in (events[:half], events[half:]) if each] if len(parts) == 1 else parts

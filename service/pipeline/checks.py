@@ -289,16 +289,16 @@ class EventChecks:
         raise problem
 
     async def batch_written_before(
-        self, events: Sequence[Event], whole: tuple[bytes, bytes], problem: Problem
+        self, events: Sequence[Event], batch_pair: tuple[bytes, bytes], problem: Problem
     ) -> Committed:
         """Find the result of an atomic batch that `check_content` has refused with this problem, as `check` does.
 
-        `whole` is the batch's (id, fingerprint). Raises Problem.
+        `batch_pair` is the batch's (id, fingerprint). Raises Problem.
         """
         if self._encoder is None or problem.kind.status >= 500:
             raise problem
         deadline = time.monotonic() + self._timeout_s
-        found = await self.keys.find(*whole, deadline)
+        found = await self.keys.find(*batch_pair, deadline)
         if not isinstance(found, DeliveredBatch):
             raise problem
         members = [(event.id, await self.keys.find(event.id, event.fp, deadline)) for event in events]

@@ -183,7 +183,7 @@ class WriteRequest(msgspec.Struct, eq=False):
 
     `resolve` sets the result once: in `future`, or for a chunk in `collector`, where `indexes` are the events' indexes
     in the chunk. Times are time.monotonic, which is also the loop's clock. `size` is the request's share of the queue's
-    bytes. `to_claim` holds the (id, fingerprint) pairs to claim: one for each event, and before them the whole's for an
+    bytes. `to_claim` holds the (id, fingerprint) pairs to claim: one for each event, and before them the batch's for an
     atomic batch. Only an atomic batch has `offsets`, and only one with offsets may have no events.
     """
 
@@ -261,15 +261,15 @@ class WriteRequest(msgspec.Struct, eq=False):
     def for_atomic(
         cls,
         events: Sequence[Event],
-        whole: tuple[bytes, bytes],
+        batch_pair: tuple[bytes, bytes],
         arrived: float,
         deadline: float,
         ttl_s: int = 0,
         future: asyncio.Future[WriteResult] | None = None,
         offsets: GroupOffsets | None = None,
     ) -> "WriteRequest":
-        """Make the request of an atomic batch; `whole` is its (id, fingerprint)."""
-        totals = _totals_of(events, [whole], offsets)
+        """Make the request of an atomic batch; `batch_pair` is its (id, fingerprint)."""
+        totals = _totals_of(events, [batch_pair], offsets)
         return cls(
             events, arrived, deadline, Guarantee.EXACTLY_ONCE, *totals, ttl_s=ttl_s, future=future, offsets=offsets
         )

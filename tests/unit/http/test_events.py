@@ -31,10 +31,10 @@ from service.http.responses import (
     echo_of,
     imf_fixdate,
     join_results,
+    render_atomic,
     render_metadata,
     render_problem,
     render_results,
-    render_whole,
 )
 from service.pipeline.admission import Admission
 from service.pipeline.load_shedding import ANSWERS_EACH, LoadShedder
@@ -118,9 +118,9 @@ def test_answers_are_json() -> None:
     done, busy = json.loads(join_results([render_results(answers)]))["results"]
     assert done == {"status": 201, **place, "replayed": True}
     assert (busy["status"], busy["problem"]["code"]) == (409, "in-progress")
-    whole = json.loads(render_whole(b"\x02" * 16, Committed(1, (PLACE, PLACE), False)))
+    whole = json.loads(render_atomic(b"\x02" * 16, Committed(1, (PLACE, PLACE), False)))
     assert whole == {"id": "02" * 16, "results": [{"status": 201, **place}] * 2}
-    assert render_whole(b"\x02" * 16, Committed(1, (PLACE,), True)) == render_whole(
+    assert render_atomic(b"\x02" * 16, Committed(1, (PLACE,), True)) == render_atomic(
         b"\x02" * 16, Committed(1, (PLACE,), False)
     )
 

@@ -40,11 +40,11 @@ from service.http.responses import (
     committed_lines,
     join_results,
     key_lines,
+    render_atomic,
     render_lines,
     render_metadata,
     render_problem,
     render_results,
-    render_whole,
 )
 from service.pipeline.request import Committed, Quarantined, WriteResult
 
@@ -186,7 +186,7 @@ def test_every_problem_is_documented_with_the_same_schema() -> None:
 def test_each_answer_validates_against_its_documented_schema() -> None:
     results: list[WriteResult] = [COMMITTED, Problem(NOT_WRITTEN, "why"), QUARANTINED]
     check("Metadata", render_metadata(COMMITTED.deliveries[0]))
-    check("AtomicBatch", render_whole(b"w" * 32, COMMITTED))
+    check("AtomicBatch", render_atomic(b"w" * 32, COMMITTED))
     check("Results", join_results([render_results(results)]))
     for line in render_lines(results).splitlines():
         check("Result", line)

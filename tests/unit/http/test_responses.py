@@ -12,10 +12,10 @@ from service.core.problems import NOT_WRITTEN, Problem
 from service.http.responses import (
     committed_lines,
     join_results,
+    render_atomic,
     render_lines,
     render_metadata,
     render_results,
-    render_whole,
 )
 from service.pipeline.request import Committed, Delivery
 from tests.unit.strategies import deliveries
@@ -48,7 +48,7 @@ def test_results_are_rendered_with_their_id_place_and_replayed(places: list[Deli
     assert join_results([render_results(answers)]).decode() == text({"results": results})
     assert join_results(render_results([each]) for each in answers).decode() == text({"results": results})
     whole = {"id": "02" * 16, "results": [{"status": 201, **members_of(place)} for place in places]}
-    assert render_whole(b"\x02" * 16, Committed(1, tuple(places), replayed)).decode() == text(whole)
+    assert render_atomic(b"\x02" * 16, Committed(1, tuple(places), replayed)).decode() == text(whole)
 
 
 def test_a_problem_among_results_is_its_own_body() -> None:
