@@ -92,10 +92,10 @@ class TransactionalProducer:
     else `send`), Produce of the data (`send`), Produce of the ledger record with their offsets, EndTxn (`commit`). The
     offsets of a consumer group take two more, before the data (`commit_offsets`).
 
-    Where the brokers have finalized transactions of version 2 (KIP-890), a Produce adds its partitions, and the
-    response to an EndTxn has the producer id and epoch of the next transaction: `producer_id` and `epoch` are those
-    under which the next records are written. The version of a request is the one that its broker reported on the
-    connection in use, so that one transaction may have requests of both.
+    Where the brokers have finalized transactions of version 2 (KIP-890), the response to an EndTxn has the producer id
+    and epoch of the next transaction: `producer_id` and `epoch` are those under which the next records are written. A
+    Produce then adds its partitions where `begin_early` has sent nothing. The version of a request is the one that its
+    broker reported on the connection in use, so that one transaction may have requests of both.
     """
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
@@ -199,11 +199,10 @@ class TransactionalProducer:
     def begin_early(self, partitions: Sequence[Partition]) -> None:
         """Begin a transaction of these partitions without waiting; call `send` or `abandon` next.
 
-        Does nothing where a leader is unknown, a partition may hold an open transaction, the session of a connection
-        must be renewed, or a Produce adds its partitions. `send` then does what is missing.
+        Does nothing where a leader is unknown, a partition may hold an open transaction, or the session of a connection
+        must be renewed. `send` then does what is missing.
         """
-        session = self._session
-        if session.client.has_due_session or session.has_version_2(session.coordinator):
+        if self._session.client.has_due_session:
             return
         leaders = {partition: self._session.leader(partition) for partition in partitions}
         known = {
@@ -417,13 +416,19 @@ class TransactionalProducer:
         self._state = state
 
     async def _add_missing(self, write: "_Write", ledger: Partition) -> dict[Partition, int]:
-        """Add the partitions that a write needs to the transaction; returns the leaders of all its partitions."""
+        """Add the partitions that a write needs to the transaction; returns the leaders of all its partitions.
+
+        What an early begin has not added, because the previous transaction's markers are being written, is added by the
+        same request again: a broker that is to add the partition of a Produce pauses for 20 ms before it tries again
+        (add.partitions.to.txn.retry.backoff.ms).
+        """
+        began_early = self._early_begin is not None
         leaders = await self._await_early_begin()
         wanted = dict.fromkeys([(record.topic, record.partition) for record in write.records] + [ledger])
         if missing := [partition for partition in wanted if partition not in leaders]:
             added = await self._leaders(write, missing)
             await self._check_open(write, added)
-            joining = self._joining(added)
+            joining = set() if began_early else self._joining(added)
             if to_add := added.keys() - joining:
                 await self._add(write, [partition for partition in added if partition in to_add])
             self._session.joining = joining

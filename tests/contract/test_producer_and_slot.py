@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
+from aiokafka.errors import InvalidProducerEpoch
 
 from deploy.stack import Kafka
 from service.claims.keys import StoreGeneration
@@ -19,7 +20,8 @@ from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.inspection import fetch
 from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
-from service.kafka.protocol import EndTxnAndBumpRequest
+from service.kafka.protocol import EndTxnAndBumpRequest, ProduceAndAddRequest, ProduceRequest
+from service.kafka.record_batch import builder_of
 from service.kafka.session import Record, RecordMetadata
 from service.slots.slot import LedgerPosition, Slot
 from tests import kafka_versions
@@ -49,7 +51,6 @@ class Bench:
 
 # Kafka 4.0 and newer have transactions of version 2 (KIP-890) finalized; "kafka" does not use them. Older ones have
 # "kafka, version 2" use version 1.
-IN_VERSION_1 = pytest.mark.parametrize("bench", ["memory", "kafka"], indirect=True)
 IN_VERSION_2 = pytest.mark.parametrize(
     "bench",
     [
@@ -164,7 +165,6 @@ async def test_a_begin_record_is_a_transaction_without_events(bench: Bench) -> N
     assert await bench.read(bench.ledger) == [(0, 0, b"a line")]
 
 
-@IN_VERSION_1
 async def test_a_transaction_may_be_opened_before_its_records_are_known(bench: Bench) -> None:
     """A partition without a record gets a marker too, and a partition that was not opened is added."""
     producer = await writing(bench)
@@ -179,7 +179,6 @@ async def test_a_transaction_may_be_opened_before_its_records_are_known(bench: B
     assert await bench.read(bench.topic) == [(0, 0, b"0"), (0, 2, b"a"), (1, 0, b"1"), (1, 3, b"b")]
 
 
-@IN_VERSION_1
 async def test_an_opened_transaction_that_is_abandoned_is_ended(bench: Bench) -> None:
     producer = await writing(bench)
     await producer.abandon()  # does nothing without an open transaction
@@ -212,7 +211,6 @@ async def test_a_missing_topic_fails_only_the_records_for_it(bench: Bench) -> No
     assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
 
 
-@IN_VERSION_1
 async def test_an_open_of_a_fenced_producer_fails_as_fenced(bench: Bench) -> None:
     old = await writing(bench)
     await bench.new_producer("slot")
@@ -249,20 +247,34 @@ async def test_the_next_producer_fences_the_last(bench: Bench) -> None:
 async def test_each_transaction_has_an_epoch_of_its_own_where_version_2_is_used(bench: Bench) -> None:
     """A record batch has the epoch under which it was written, as its stamp has, and a late EndTxn meets no other."""
     producer = await bench.new_producer("slot")
-    epochs = []
+    session, epochs, partitions = producer._session, [], [(bench.topic, 0), (bench.ledger, 0)]
     for n in range(3):
         epochs.append(producer.epoch)
+        if n:  # the leaders are known: one request adds the partitions, and no Produce does
+            producer.begin_early(partitions)
+            assert producer._early_begin is not None
         await write(producer, [bench.record(b"%d" % n)], (bench.ledger, 0))
+        await producer._await_markers()
     assert [epoch - epochs[0] for epoch in epochs] == [0, 1, 2]
-    await asyncio.sleep(MARKERS_S)
     entries, _, _ = await fetch(producer.client, (bench.topic, 0), 0)
     assert [(entry.epoch, entry.marker is None) for entry in entries] == [
         (epoch + (not is_record), is_record) for epoch in epochs for is_record in (True, False)
     ], "each marker has the next transaction's epoch"
-    session = producer._session
-    late = EndTxnAndBumpRequest(session.transactional_id, session.producer_id, epochs[1], True)
+    late = EndTxnAndBumpRequest(session.transactional_id, session.producer_id, epochs[-1], True)
+    builder = builder_of(0, True, session.producer_id, epochs[-1], 1, 10_000)
+    builder.append(NOW_MS, None, b"late", [])
+    late_batch = session.transactional_id, -1, 1_000, [(bench.topic, [(0, builder.build())])]
+
+    async def late_requests_are_refused() -> None:
+        assert (await session.request(session.coordinator, late)).error_code == PRODUCER_FENCED
+        for kind in (ProduceRequest, ProduceAndAddRequest):
+            ((_, ((_, code, *_),)),) = (await session.request(session.coordinator, kind(*late_batch))).topics
+            assert code == InvalidProducerEpoch.errno
+
+    producer.begin_early(partitions)
+    await late_requests_are_refused()
     await producer.send([bench.record(b"open")], (bench.ledger, 0))
-    assert (await session.request(session.coordinator, late)).error_code == PRODUCER_FENCED
+    await late_requests_are_refused()
     await producer.commit(b"its own")
     assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"1", b"2", b"open"]
 

@@ -2,7 +2,7 @@
 
 A request is identified by its producer's id and epoch only, so that a late request applies to the producer's
 transaction of that time. In transactions of version 2 (KIP-890) that is one transaction: each end raises the epoch.
-There is no step that adds partitions: in version 1 it comes before the records, in version 2 each record adds its own.
+There is no step that adds partitions: they are added before the records, or in version 2 each record adds its own.
 """
 
 from collections.abc import Iterator

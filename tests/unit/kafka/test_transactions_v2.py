@@ -165,16 +165,58 @@ def writers(kafka: FakeClient) -> list[tuple[int, int, int]]:
     return found
 
 
-async def test_a_transaction_is_three_requests_and_the_epoch_rises_with_each_commit() -> None:
-    """Each epoch's sequence numbers begin at 0, and its own commit names it."""
+EARLY = [AddPartitionsToTxnRequest, ProduceRequest, ProduceRequest, EndTxnAndBumpRequest]
+JOINING = [ProduceAndAddRequest, ProduceAndAddRequest, EndTxnAndBumpRequest]
+
+
+@pytest.mark.parametrize("requests", [EARLY, JOINING])
+async def test_the_epoch_rises_with_each_commit_however_its_partitions_were_added(requests: list[type]) -> None:
+    """Each epoch's sequence numbers begin at 0, and its own commit names it.
+
+    A transaction that began early has one request that adds partitions, and no Produce that does.
+    """
     producer, kafka = version_2()
     for epoch in range(3):
         assert producer.epoch == epoch
-        producer.begin_early([("a", 0), LEDGER])
+        if requests is EARLY:
+            producer.begin_early([("a", 0), LEDGER])
         await write(producer, record("a", 0), record("a", 0))
-    assert kinds(kafka) == [ProduceAndAddRequest, ProduceAndAddRequest, EndTxnAndBumpRequest] * 3
+    assert kinds(kafka) == requests * 3
+    assert [request.producer_epoch for request in kafka.sent(AddPartitionsToTxnRequest)] == (
+        [0, 1, 2] if requests is EARLY else []
+    )
     assert writers(kafka) == [(7, epoch, 0) for epoch in range(3) for _ in "ab"]
     assert [request.producer_epoch for request in kafka.sent(EndTxnAndBumpRequest)] == [0, 1, 2]
+
+
+async def test_what_the_early_begin_has_not_added_is_added_by_a_request_of_its_own() -> None:
+    producer, kafka = version_2()
+    producer.begin_early([("a", 0), LEDGER])
+    await write(producer, record("a", 0), record("b", 0))
+    assert kinds(kafka) == [AddPartitionsToTxnRequest, *EARLY]
+    assert [topics_of(add) for add in kafka.sent(AddPartitionsToTxnRequest)] == [
+        [("a", [0]), (LEDGER[0], [0])],
+        [("b", [0])],
+    ]
+
+
+async def test_an_early_begin_that_meets_the_markers_of_the_last_transaction_is_sent_again() -> None:
+    """Each Produce would wait for them in the broker, which pauses for 20 ms before it tries again."""
+    producer, kafka = version_2()
+    concurrent = [CONCURRENT] * 4
+    kafka.added = lambda topic, partition: concurrent.pop() if concurrent else 0
+    producer.begin_early([("a", 0), LEDGER])
+    await write(producer, record("a", 0))
+    assert kinds(kafka) == [AddPartitionsToTxnRequest] * 2 + EARLY
+
+
+async def test_an_early_begin_that_is_abandoned_is_aborted_under_an_epoch_of_its_own() -> None:
+    producer, kafka = version_2()
+    producer.begin_early([("a", 0), LEDGER])
+    await producer.abandon()
+    assert [end.transaction_result for end in kafka.sent(EndTxnAndBumpRequest)] == [False]
+    await write(producer, record("a"))
+    assert writers(kafka) == [(7, 1, 0)] * 2
 
 
 async def test_a_new_producer_id_comes_with_the_last_epoch_s_commit() -> None:
@@ -370,6 +412,14 @@ async def test_offsets_add_their_partition_by_themselves() -> None:
     assert kinds(kafka) == [TxnOffsetCommitAndAdd, ProduceAndAddRequest, ProduceAndAddRequest, EndTxnAndBumpRequest]
     (commit,) = kafka.sent(TxnOffsetCommitAndAdd)
     assert commit.epoch == 0
+
+
+async def test_offsets_join_a_transaction_that_began_early() -> None:
+    producer, kafka = version_2()
+    producer.begin_early([("a", 0), LEDGER])
+    assert await producer.commit_offsets(OFFSETS) == RecordCoordinates(OF_GROUP, 55)
+    await write(producer, record("a"))
+    assert kinds(kafka) == [AddPartitionsToTxnRequest, TxnOffsetCommitAndAdd, *EARLY[1:]]
 
 
 async def test_offsets_wait_for_the_markers_of_the_last_transaction() -> None:
