@@ -2,11 +2,12 @@
 
 wrk loads two processes in turn, with the same requests of 250 bytes and a new key in each. The empty handler only
 answers; the service also checks, claims, writes in a transaction with a ledger record, marks, journals and counts. CPU
-is that of the process, of the broker and of Redis, from /proc/PID/stat.
+is that of the process, of the broker and of Redis, from /proc/PID/stat. How warm the broker is, its CPU before the
+rounds tells: the JIT compiler of a JVM is at work for about its first minute.
 """
 
 from tests.bench.rows import Goal, Row, ratios
-from tests.bench.stage import Stage, Target
+from tests.bench.stage import Stage, Target, cpu_s
 from tests.bench.wrk import Loaded
 
 GOALS = {256: Goal(least=2.0), 64: Goal(least=1.3)}
@@ -22,6 +23,10 @@ class _Side:
         self.kafka_us: list[float] = []
         self.redis_us: list[float] = []
 
+    @property
+    def total_us(self) -> list[float]:
+        return [sum(each) for each in zip(self.cpu_us, self.kafka_us, self.redis_us, strict=True)]
+
     def run(self, seconds: float, connections: int) -> None:
         self.runs.append(self.target.load(seconds, connections))
         self.cpu_us.append(self.target.cpu_us)
@@ -35,6 +40,7 @@ def measure(stage: Stage) -> list[Row]:
     with stage.target() as service, stage.empty() as empty:
         service.warm_up(stage.pick(1, 4), 256)
         empty.warm(stage.pick(1, 4), 256)
+        rows.append(Row("the broker's CPU before the rounds", "s", [cpu_s(stage.kafka.pid)]))
         for connections, goal in GOALS.items():
             ours, theirs = _Side(service), _Side(empty)
             before = service.groups()
@@ -60,6 +66,7 @@ def _rows(ours: _Side, theirs: _Side, connections: int, goal: Goal, group: float
         Row(f"CPU a POST, {at}", "µs", ours.cpu_us),
         Row(f"empty handler's CPU a POST, {at}", "µs", theirs.cpu_us),
         Row(f"Redis's CPU a POST, {at}", "µs", ours.redis_us),
+        Row(f"CPU of the service, the broker and Redis a POST, {at}", "µs", ours.total_us),
         Row(f"POSTs a transaction, {at}", "", [group]),
         Row(f"the broker's CPU a transaction, {at}", "ms", [group * each / 1000 for each in ours.kafka_us]),
         Row(f"CPU of an empty POST over one of ours, {at}", "x", ratios(theirs.cpu_us, ours.cpu_us)),
