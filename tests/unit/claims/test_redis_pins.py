@@ -1,4 +1,4 @@
-"""Pins the private names of redis-py and hiredis that service/claims/redis_store.py uses."""
+"""Pins the private names of redis-py and hiredis that service/claims uses."""
 
 import importlib.metadata
 import inspect
