@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 # Brokers abort a transaction at their first scan after its timeout; they scan every 10 s
 # (transaction.abort.timed.out.transaction.cleanup.interval.ms).
 ABORT_SCAN_S: Final = 10.0
-# Looks in a transaction timeout: each costs one Metadata request, and two ListOffsets requests to each broker.
+# Looks in a transaction timeout: each costs some requests for each broker (KafkaAdmin.last_offsets).
 LOOKS_A_TIMEOUT: Final = 2
 # The pause after a recovery that has not moved the LSO, doubled each time.
 PAUSE_LEAST_S: Final = 60.0

@@ -313,6 +313,41 @@ async def test_the_ends_of_partitions_are_asked_of_their_leaders() -> None:
     assert len(client.offsets) == 4
 
 
+class Many(FakeClient):
+    """Each topic has 12 partitions, all led by broker 1, which answers `answers` requests for offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[type[Any], int]] = []  # topics or partitions of each request
+        self.answers = 10_000
+
+    async def send(self, node_id: int, request: Any, **_: Any) -> Any:
+        if isinstance(request, OffsetRequest):
+            self.sizes.append((OffsetRequest, sum(len(rows) for _, rows in topics_of(request))))
+            self.answers -= 1
+            if self.answers < 0:
+                raise KafkaConnectionError
+            rows = [(name, [(n, 0, -1, 5) for n, _ in asked]) for name, asked in topics_of(request)]
+            return SimpleNamespace(topics=rows)
+        names = [name for _, name, _ in request.prepare({Metadata.API_KEY: (0, 13)}).topics]
+        self.sizes.append((Metadata, len(names)))
+        partitions: list[Any] = [(0, n, 1, 0, [1], [1], []) for n in range(12)]
+        return SimpleNamespace(topics=[(0, name, bytes(16), False, partitions) for name in names])
+
+
+async def test_the_ends_of_many_partitions_are_asked_in_requests_of_a_bounded_size() -> None:
+    """The response to one request for 5,000 topics would hold the event loop for hundreds of milliseconds."""
+    client, topics = Many(), [f"t{n}" for n in range(60)]
+    found = await cluster_with(client).last_offsets(topics)
+    assert found.ends == {(topic, n): Ends(5, 5) for topic in topics for n in range(12)}
+    assert (
+        client.sizes
+        == [(Metadata, 25)] * 2 + [(Metadata, 10)] + [(OffsetRequest, 250)] * 4 + [(OffsetRequest, 220)] * 2
+    )
+    client.answers = 2  # then the broker goes away
+    assert len((await cluster_with(client).last_offsets(topics)).ends) == 250
+
+
 async def test_last_offsets_leaves_out_the_partitions_whose_leader_is_away() -> None:
     client = Leaders(2)
     client.get_random_node = lambda: 1  # type: ignore[method-assign]
