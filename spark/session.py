@@ -69,7 +69,10 @@ INTERPRETED: Final = {
 
 # A short run spends most of its time in the JIT compiler: with ten times the default thresholds, C2 compiles only hot
 # methods, which saves processor time in short runs and costs none in long ones. Two cores need no G1.
+#
+# JDBC drivers convert a time without zone in the zone of the JVM: in another zone an hour of spring is moved.
 JAVA_OPTIONS: Final = (
+    "-Duser.timezone=UTC "
     "-XX:+UseParallelGC -XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000 "
     "-XX:Tier4CompileThreshold=150000 -XX:Tier4BackEdgeThreshold=400000"
 )

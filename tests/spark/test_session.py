@@ -79,12 +79,14 @@ def test_the_jars_are_on_the_class_path_of_one_jvm_or_sent_to_the_executors(mast
 def test_java_accepts_the_options_of_the_job() -> None:
     """The other tests have options of their own."""
     done = subprocess.run(
-        [java.home() / "bin" / "java", *session.JAVA_OPTIONS.split(), "-version"],
+        [java.home() / "bin" / "java", *session.JAVA_OPTIONS.split(), "-XshowSettings:properties", "-version"],
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "TZ": "Europe/Berlin"},
     )
     assert done.returncode == 0, done.stderr
+    assert "user.timezone = UTC" in done.stderr
     assert "warning" not in done.stderr.lower()
 
 
