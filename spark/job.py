@@ -24,7 +24,7 @@ from spark.rules.classify import CATEGORIES
 from spark.rules.reconcile import reconcile, recount, unchanged_balance
 from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
-from spark.tables import deliveries, hours, lake, lake_version, lock, verdict_history, view
+from spark.tables import deliveries, hours, lake, lake_version, last_run_file, lock, verdict_history, view
 
 Spans = dict[TopicPartition, source.Span]
 
@@ -132,7 +132,7 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
     newest = runs.agg(F.max("run")).collect()[0][0]
     if newest is None:
         return None
-    newest_runs = runs.where(F.col("run") > newest - HISTORY_RUNS).orderBy(F.desc("run"))
+    newest_runs = runs.where(F.col("run") > oldest_past(newest)).orderBy(F.desc("run"))
     summary = F.when(F.col("run") == newest, F.col("summary")).alias("summary")
     rows = newest_runs.select("report", "counted_run", summary).collect()
     counted_run = rows[0]["counted_run"]
@@ -143,6 +143,11 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
         **json.loads(rows[0]["summary"]),
         **hourly.load(tables, counted_run),
     }
+
+
+def oldest_past(run: int) -> int:
+    """Return the number after which the runs are in the history of the report after `run`."""
+    return run - HISTORY_RUNS
 
 
 def last_pass_of(last_run: Mapping[str, Any] | None) -> int:
@@ -190,8 +195,8 @@ class _Run:
         with self.timer.step("plan the run"):
             self._expect(0)
             migrations.migrate(self.lake, self.on_progress, self._check_namespace)
-            last_run = last_finished_run(self.lake)
-            plan, resumed = self._plan(last_run)
+            last_run, plans = self._read_last_run()
+            plan, resumed = self._plan(last_run, plans)
             self.kept_from = _kept_from(plan, self.settings.options.keep_days, last_run)
             if self.settings.options.publish:
                 self.findings_topic = self._prepare_publishing()
@@ -230,19 +235,20 @@ class _Run:
         """Make the plan that `carry_out` would make, without a write to the lake."""
         self._expect(0)
         lake_version.check(self.lake)
-        last_run = last_finished_run(self.lake)
-        last_number = last_run["run"] if last_run else 0
-        interrupted = max(self._plans_since(last_number), default=None)
-        plan = self._freeze(interrupted or last_number)
+        last_run, plans = self._read_last_run()
+        interrupted = max(plans, default=None)
+        plan = self._freeze(interrupted or of_run(last_run, "run", 0))
         self._release_claims()
         return dry_run.Preview(plan, interrupted, of_run(last_run, "reports", []))
 
     # ------------------------------------------------------------------------------------------------------ plan
 
-    def _plan(self, last_run: dict[str, Any] | None) -> tuple[Plan, bool]:
-        """Return this run's plan, and whether the plan is that of an interrupted run."""
-        last_number = last_run["run"] if last_run else 0
-        plans = self._plans_since(last_number)
+    def _plan(self, last_run: Mapping[str, Any] | None, plans: dict[int, Plan]) -> tuple[Plan, bool]:
+        """Return this run's plan, and whether the plan is that of an interrupted run.
+
+        `plans` are those of the runs that were interrupted since the last finished run, by number.
+        """
+        last_number = of_run(last_run, "run", 0)
         newest = max(plans, default=last_number)
         if newest > last_number:
             others = [publish.TABLE, *view.of_topics(self.lake)]
@@ -265,14 +271,21 @@ class _Run:
         self._store(plan)
         return plan, False
 
-    def _plans_since(self, last_number: int) -> dict[int, Plan]:
-        """Read the plan of the last finished run (`last_plan`), and return those of the runs that were interrupted
-        since, by number."""
-        plans = _plans_of(self.lake.read_cached("progress").where(F.col("run") >= last_number).collect())
-        self.last_plan = plans.pop(last_number, None)
+    def _read_last_run(self) -> tuple[dict[str, Any] | None, dict[int, Plan]]:
+        """Read the last finished run and its plan (`last_plan`); return the run, and the plans of the runs that were
+        interrupted since, by number."""
+        kept = last_run_file.load(self.lake)
+        if kept is not None:
+            last_run: dict[str, Any] | None = kept.finished
+            self.last_plan, plans = Plan.from_rows(kept.plan), {}
+        else:
+            last_run = last_finished_run(self.lake)
+            number = of_run(last_run, "run", 0)
+            plans = _plans_of(self.lake.read_cached("progress").where(F.col("run") >= number).collect())
+            self.last_plan = plans.pop(number, None)
         if self.last_plan is not None:
             self._check_namespace(self.last_plan.options)
-        return plans
+        return last_run, plans
 
     def _freeze(self, newest: int) -> Plan:
         """Make the plan of the run after the run `newest`."""
@@ -289,8 +302,7 @@ class _Run:
         commit of a number."""
         rows = frames.rows_of(self.spark, lake.schema("progress"), plan.rows())
         self.lake.append_once("progress", rows, plan.run)
-        stored = _plans_of(self.lake.read("progress").where(F.col("run") == plan.run).collect()).get(plan.run)
-        if stored is None or not stored.is_same_as(plan):
+        if self.lake.own_commit("progress") is None:
             raise self.lake.fenced(plan.run)
 
     def _has_merged(self, plan: Plan) -> bool:
@@ -582,8 +594,13 @@ class _Run:
             row["counted_run"] = hourly.store(self.lake, balance, last_run, plan.run)
             rows = frames.rows_of(self.spark, lake.schema("runs"), [row])
             self.lake.append_once("runs", rows, plan.run)
-        by_hour = {name: sums[name] for name in hourly.STORED}
-        return {"run": plan.run, "counted_run": row["counted_run"], **json.loads(stored), **by_hour}
+            by_hour = hourly.as_stored(sums)
+            finished = {"run": plan.run, "counted_run": row["counted_run"], **json.loads(stored), **by_hour}
+            past = of_run(last_run, "reports", [])
+            reports = [report for report in past if report["run"]["number"] > oldest_past(plan.run)]
+            kept = {**finished, "reports": [json.loads(str(row["report"])), *reports]}
+            last_run_file.store(self.lake, kept, plan.rows())
+        return finished
 
     def _tidies(self, plan: Plan, last_run: Mapping[str, Any] | None) -> bool:
         """Check whether the run cleans the lake up."""

@@ -24,6 +24,7 @@ __all__ = [
     "snapshot_of",
     "table_property",
     "transaction_number",
+    "version_of",
 ]
 
 
@@ -96,26 +97,42 @@ def parse_expression(spark: SparkSession, text: str) -> None:
 
 
 class Snapshot(NamedTuple):
-    """The size in bytes of a version of a Delta table, and its number of files; None if the log does not say them."""
+    """The size in bytes of a version of a Delta table, and its number of files."""
 
-    size: int | None
-    files: int | None
+    size: int
+    files: int
 
 
 def snapshot_of(rows: DataFrame) -> Snapshot:
-    """Return size and files of the Delta table that a frame reads unchanged; lists the log once more, runs no query."""
+    """Return size and files of the Delta table that a frame reads unchanged.
+
+    The log is listed once more. Delta's checksum file of the version has both; without that file Delta runs queries.
+    """
     snapshot = _snapshot(rows)
-    size, files = snapshot.sizeInBytesIfKnown(), snapshot.numOfFilesIfKnown()
-    return Snapshot(
-        int(size.get()) if size.isDefined() else None,
-        int(files.get()) if files.isDefined() else None,
-    )
+    checksum = snapshot.checksumOpt()
+    if checksum.isDefined():
+        return Snapshot(int(checksum.get().tableSizeBytes()), int(checksum.get().numFiles()))
+    return Snapshot(int(snapshot.sizeInBytes()), int(snapshot.numOfFiles()))
 
 
 def transaction_number(rows: DataFrame, application: str) -> int | None:
-    """Return the `txnVersion` of an application's last commit to the Delta table that a frame reads unchanged."""
-    number = _snapshot(rows).transactions().get(application)
-    return int(number.get()) if number.isDefined() else None
+    """Return the `txnVersion` of an application's last commit to the Delta table that a frame reads unchanged.
+
+    As `snapshot_of`, by the checksum file if that has the numbers.
+    """
+    snapshot = _snapshot(rows)
+    checksum = snapshot.checksumOpt()
+    if checksum.isEmpty() or checksum.get().setTransactions().isEmpty():
+        number = snapshot.transactions().get(application)
+        return int(number.get()) if number.isDefined() else None
+    found = checksum.get().setTransactions().get()
+    transactions = (found.apply(nth) for nth in range(found.size()))
+    return next((int(one.version()) for one in transactions if one.appId() == application), None)
+
+
+def version_of(rows: DataFrame) -> int:
+    """Return the newest version of the Delta table that a frame reads unchanged; lists the log, runs no query."""
+    return int(_snapshot(rows).version())
 
 
 def table_property(rows: DataFrame, name: str) -> str | None:

@@ -160,10 +160,6 @@ class Plan:
         """Data topics that earlier runs audited and this run does not."""
         return sorted({log.topic for log in self.logs if log.role == UNWANTED})
 
-    def is_same_as(self, other: "Plan") -> bool:
-        """Check whether two plans are equal, in any order of their logs."""
-        return replace(self, logs=()) == replace(other, logs=()) and self.logs_by_partition == other.logs_by_partition
-
     def rows(self) -> list[dict[str, Any]]:
         """Return the plan as rows of `progress`."""
         head = {name: getattr(self, name) for name in ("run", "frozen_ms", "options", "skip_ids", "keep_days")}

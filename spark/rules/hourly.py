@@ -36,6 +36,18 @@ def load(tables: Lake, counted_run: int | None) -> dict[str, Any]:
     return {**found, "record_counts": record_counts}
 
 
+def as_stored(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields STORED of a balance (Balance.document) as `load` reads them: without zeros."""
+    found = {
+        name: {
+            hour: {topic: {key: count for key, count in counts.items() if count} for topic, counts in topics.items()}
+            for hour, topics in document[name].items()
+        }
+        for name in ("hours", "adjustment")
+    }
+    return {**found, "record_counts": document["record_counts"]}
+
+
 def _of_run(tables: Lake, name: str, counted_run: int) -> DataFrame:
     rows = tables.read(name).where(F.col("run") == counted_run)
     return rows.withColumn("hour", hours.as_text(F.col("accepted_hour")))

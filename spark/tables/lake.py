@@ -7,10 +7,12 @@ later run, has stored a greater number (`Lake.take_over`, `Lake.fence`). Other c
 no row: compaction, the upgrade of the lake, the list of views.
 """
 
+import json
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from delta.tables import DeltaMergeBuilder, DeltaTable
 from pyspark import StorageLevel
@@ -21,9 +23,9 @@ from pyspark.sql.types import StructType
 from spark import frames, session
 from spark.errors import CannotRun
 from spark.reading.decode import EVENT
-from spark.reading.jvm import Snapshot, snapshot_of, table_property, transaction_number
+from spark.reading.jvm import Snapshot, snapshot_of, table_property, transaction_number, version_of
 from spark.reading.kafka_admin import TopicPartition
-from spark.tables import deliveries, hours, lock
+from spark.tables import deliveries, files, hours, lock
 
 WRITER: Final = "fencepost"
 """Delta's `txnAppId` of the commits of runs."""
@@ -365,6 +367,13 @@ def broadcast_if_small(rows: DataFrame) -> DataFrame:
     return F.broadcast(rows) if rows.limit(BROADCAST_MAX + 1).count() <= BROADCAST_MAX else rows
 
 
+class Commit(NamedTuple):
+    """A commit to a table: the id that Delta has given it, and the `token` of the Lake object that made it, if any."""
+
+    id: str
+    token: str | None
+
+
 class Lake:
     """Delta tables below one root. The first write to a table creates the table.
 
@@ -376,6 +385,8 @@ class Lake:
         self.spark = spark
         self.root = root
         self.check_held = check_held
+        # Delta stores the token with each commit of a run, so that a skipped commit is known.
+        self._token = uuid.uuid4().hex
         # By table: the rows of its current version, which are kept in memory. Each commit drops those of its table.
         self._kept: dict[str, DataFrame] = {}
         # By run: how many times the run was taken over, the last time by this process; 0 for a run that it began.
@@ -417,6 +428,8 @@ class Lake:
         if not self.exists(name):
             return rows
         snapshot = snapshot_of(rows)
+        if not snapshot.files and name in SCHEMAS:
+            return frames.rows_of(self.spark, schema(name), [])
         if not _is_small(snapshot) or _is_scattered(snapshot):
             return rows
         self._kept[name] = rows.localCheckpoint(eager=False)
@@ -438,7 +451,12 @@ class Lake:
         number = commit_number(run, self._takeovers[run], self._commits[name, run])
         self._commits[name, run] += 1
         prefix = "spark.databricks.delta.write"
-        with session.settings(self.spark, {f"{prefix}.txnAppId": WRITER, f"{prefix}.txnVersion": str(number)}):
+        settings = {
+            f"{prefix}.txnAppId": WRITER,
+            f"{prefix}.txnVersion": str(number),
+            "spark.databricks.delta.commitInfo.userMetadata": self._token,
+        }
+        with session.settings(self.spark, settings):
             yield
 
     def take_over(self, run: int, names: Iterable[str]) -> None:
@@ -457,6 +475,24 @@ class Lake:
         number = commit_number(run, self._takeovers[run], self._commits[name, run] - 1)
         if transaction_number(self.read(name), WRITER) != number:
             raise CannotRun(f"{self.path(name)}: another process has written this table since: repeat the command")
+
+    def newest_commit(self, name: str) -> Commit | None:
+        """Read the newest commit to a table from its log; None if the table, or that file of its log, does not exist.
+
+        Delta deletes neither the newest commits nor those of the last days.
+        """
+        if not self.exists(name):
+            return None
+        version = version_of(self.read(name))
+        for line in (files.read(self.spark, f"{self.path(name)}/_delta_log", f"{version:020}.json") or "").splitlines():
+            if (made := json.loads(line).get("commitInfo")) is not None and "txnId" in made:
+                return Commit(made["txnId"], made.get("userMetadata"))
+        return None
+
+    def own_commit(self, name: str) -> str | None:
+        """Return the id of the newest commit to a table if this object has made it; else None."""
+        commit = self.newest_commit(name)
+        return commit.id if commit is not None and commit.token == self._token else None
 
     def fence(self, names: Iterable[str], run: int) -> None:
         """Refuse further commits to these tables by the process from which a run was taken over (`take_over`): an empty
@@ -655,9 +691,9 @@ class Lake:
 
 def _is_scattered(snapshot: Snapshot) -> bool:
     """Check whether a table has many files."""
-    return snapshot.files is None or snapshot.files > SMALL_FILES
+    return snapshot.files > SMALL_FILES
 
 
 def _is_small(snapshot: Snapshot) -> bool:
     """Check the size in bytes of a table."""
-    return snapshot.size is not None and snapshot.size <= SMALL_BYTES
+    return snapshot.size <= SMALL_BYTES

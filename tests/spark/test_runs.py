@@ -34,7 +34,7 @@ from spark.report import document, publish
 from spark.rules import balance
 from spark.rules.classify import CATEGORIES
 from spark.settings import Options, Settings, Webhook
-from spark.tables import hours, lake, lock, view
+from spark.tables import hours, lake, last_run_file, lock, view
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
 from tests.kubernetes.rendering import HERE, Rendered, render
@@ -159,6 +159,26 @@ def test_the_audits_alerts_fire_on_the_metrics_of_runs(stages: Stages, alert_rul
     alerts = ["FencepostDuplicatesOrLossesStand", "FencepostAuditFindings", "FencepostPartitionStandsStill"]
     alert_rules.assert_firing([*alerts, "FencepostDuplicatesOrLosses"], healthy, (found, found), 10 * MINUTE_S)
     alert_rules.assert_firing(alerts, healthy, (found, found), 90 * MINUTE_S)  # the findings are not new any more
+
+
+def test_the_file_of_the_last_run_repeats_what_the_tables_say(spark: SparkSession, stages: Stages) -> None:
+    for folder in (stages.clean, stages.again.lake, stages.whole.lake):
+        tables = lake.Lake(spark, str(folder))
+        kept = last_run_file.load(tables)
+        assert kept is not None
+        assert kept.finished == job.last_finished_run(tables)
+        number = kept.finished["run"]
+        rows = tables.read("progress").where(f"run = {number}").collect()
+        stored, plan = (Plan.from_rows(found) for found in ([row.asDict(recursive=True) for row in rows], kept.plan))
+        assert stored is not None
+        assert plan is not None
+        assert stored.logs_by_partition == plan.logs_by_partition
+        assert dataclasses.replace(stored, logs=()) == dataclasses.replace(plan, logs=())
+    # After any other commit the tables are read.
+    for name in ("hourly_balance", "hourly_records", "progress", "runs"):
+        tables = lake.Lake(spark, str(stages.clean.with_name(stages.lake(f"after-{name}"))))
+        tables.append(name, tables.read(name).limit(0), 9)
+        assert last_run_file.load(tables) is None
 
 
 def test_a_run_of_nothing_new_skips_steps_and_ends_with_the_same_report(spark: SparkSession, stages: Stages) -> None:
