@@ -2,17 +2,20 @@
 
 The bare read, in the same warm session, reads data, ledger and journal, extracts the ids, counts the records, entries
 and answers of each, and checks the totals. A second bare read without a goal counts the ids of the records only, and
-the bytes of ledger and journal.
+the bytes of ledger and journal. Small runs are compared as whole cold processes, by their CPU.
 """
 
+import json
+import os
 import shutil
+import sys
 import time
 import uuid
 from pathlib import Path
 from typing import Any, Final
 
 from confluent_kafka import Producer
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy import places
@@ -20,18 +23,20 @@ from deploy.install import java
 from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
 from spark import job
-from spark.reading import decode, source
-from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
-from spark.report.document import Report
+from spark.reading import decode
+from spark.report.document import EXIT_FINDINGS, Report
 from spark.session import open_session
 from spark.settings import Options, Settings
 from spark.tables import deliveries, lake
+from tests.bench import bare_read, process_cpu
 from tests.bench.records import HOUR_MS, Records
 from tests.bench.rows import Goal, NotRealWork, Row, ratios
 from tests.bench.stage import Stage
 
 WARM: Final = 40_000
 LATER_MS: Final = HOUR_MS
+# Before the present: by then no verdict is open.
+SETTLED_MS: Final = 3 * HOUR_MS
 # Hours of history, and ids in each, before a run with few new records; and ten times as many hours.
 HISTORY: Final = (24, 240)
 IDS_AN_HOUR: Final = 20_000
@@ -48,13 +53,15 @@ def measure(stage: Stage) -> list[Row]:
         found: list[Row] = []
         for size in sizes:
             found += _first(spark, stage, _written(spark, stage.kafka, size))
-        return found + _with_history(spark, stage) + _with_strangers(spark, stage)
+        small = _written(spark, stage.kafka, WARM, int(time.time() * 1000) - SETTLED_MS)
+        found += _with_history(spark, stage) + _with_strangers(spark, stage)
     finally:
         spark.stop()
+    return found + _as_processes(stage, small)
 
 
-def _written(spark: SparkSession, kafka: Kafka, count: int) -> Records:
-    records = Records(f"a-{uuid.uuid4().hex[:7]}", count, int(time.time() * 1000))
+def _written(spark: SparkSession, kafka: Kafka, count: int, now_ms: int | None = None) -> Records:
+    records = Records(f"a-{uuid.uuid4().hex[:7]}", count, int(time.time() * 1000) if now_ms is None else now_ms)
     records.write(spark, kafka)
     return records
 
@@ -70,8 +77,8 @@ def _first(spark: SparkSession, stage: Stage, records: Records) -> list[Row]:
     count = f"{records.count:,} records"
     shared = SharedSettings(kafka=stage.kafka.bootstrap, namespace=records.namespace)
     rounds = range(stage.pick(1, 2))
-    bare_s = [_bare_s(spark, shared, records) for _ in rounds]
-    bytes_s = [_bare_s(spark, shared, records, decoded=False) for _ in rounds]
+    bare_s = [bare_read.seconds(spark, shared, records) for _ in rounds]
+    bytes_s = [bare_read.seconds(spark, shared, records, decoded=False) for _ in rounds]
     folder = stage.folder / records.namespace
     started = time.monotonic()
     report = _run(spark, stage.kafka, records.namespace, folder, records.now_ms + LATER_MS)
@@ -98,34 +105,30 @@ def _first(spark: SparkSession, stage: Stage, records: Records) -> list[Row]:
     ]
 
 
-def _bare_s(spark: SparkSession, shared: SharedSettings, records: Records, *, decoded: bool = True) -> float:
-    broker = KafkaAdmin(spark, shared)
-    started = time.monotonic()
-
-    def read(topic: str, *, headers: bool = False) -> DataFrame:
-        ends = broker.ends([(topic, partition) for partition in range(records.partitions)])
-        spans: dict[TopicPartition, source.Span] = {place: (0, one.last_stable) for place, one in ends.items()}
-        return source.read(spark, shared, spans, headers=headers)
-
-    stamp = F.filter("headers", lambda header: header["key"] == wire.STAMP_HEADER)[0]["value"]
-    ids = read(records.topic, headers=True).select(stamp.substr(3, 2 * wire.ID_BYTES).cast("string").alias("id"))
-    told = {"entries": wire.ledger_topic(records.namespace), "answers": wire.requests_topic(records.namespace)}
-    for part, topic in told.items():
-        if decoded:
-            body = F.from_json(F.col("value").cast("string"), f"{part} array<struct<id: string>>")
-            ids = ids.unionByName(read(topic).select(F.explode(body[part]["id"]).alias("id")))
-        else:
-            read(topic).agg(F.sum(F.octet_length("value"))).collect()
-    counted = ids.groupBy("id").count()
-    (sums,) = counted.agg(F.count("*").alias("ids"), F.sum("count").alias("records")).collect()
-    took_s = time.monotonic() - started
-    broker.close()
-    whole = records.count + records.copies
-    if decoded:
-        whole += 2 * records.count + records.replays
-    if (sums["ids"], sums["records"]) != (records.count, whole):
-        raise NotRealWork(f"the bare read saw {sums}")
-    return took_s
+def _as_processes(stage: Stage, records: Records) -> list[Row]:
+    """Measure the CPU of whole processes: the bare read, a first run over the same records, a run of nothing new."""
+    environ = {**os.environ, "FENCEPOST_JARS": str(places.jars("spark")), **java.environment()}
+    environ |= {"FENCEPOST_KAFKA": stage.kafka.bootstrap, "FENCEPOST_NAMESPACE": records.namespace}
+    bare = [sys.executable, "-m", "tests.bench.bare_read", stage.kafka.bootstrap, records.namespace, str(records.count)]
+    bare_s, first_s, nothing_s = [], [], []
+    for nth in range(stage.pick(1, 3)):
+        folder = stage.folder / f"process-{nth}"
+        audit = [sys.executable, "-m", "spark", "--lake", f"{folder}/lake", "--report", f"{folder}/report"]
+        bare_s.append(process_cpu.of(bare, environ))
+        first_s.append(process_cpu.of([*audit, "--replace-findings"], environ, (EXIT_FINDINGS,)))
+        nothing_s.append(process_cpu.of(audit, environ, (EXIT_FINDINGS,)))
+        document = json.loads((folder / "report" / "report.json").read_text())
+        found = document["run"]["number"], document["cost"]["offsets"], document["balance"]["duplicated"]
+        if found != (2, 0, records.copies):
+            raise NotRealWork(f"run, offsets and duplicates of the second process are {found}")
+    count = f"{records.count:,} records"
+    return [
+        Row(f"CPU of a cold process: {count}, bare read and count by id", "s", bare_s),
+        Row(f"CPU of a cold process: {count}, first run", "s", first_s),
+        Row("CPU of a cold process: run of nothing new", "s", nothing_s),
+        Row(f"cold processes: first run ÷ bare read, {count}", "x", ratios(first_s, bare_s), Goal(most=1.8)),
+        Row("cold processes: run of nothing new ÷ bare read", "x", ratios(nothing_s, bare_s), Goal(most=1.2)),
+    ]
 
 
 def _with_history(spark: SparkSession, stage: Stage) -> list[Row]:
