@@ -9,15 +9,16 @@ from tests.faults.world import World
 
 # A request without a reply is given up soon, which bounds the recovery time: two of these, and a recovery.
 SHORT: Final = {"FENCEPOST_REQUEST_TIMEOUT_MS": "2000", "FENCEPOST_TRANSACTION_TIMEOUT_MS": "3000"}
-# Transactions of version 2 send no AddPartitionsToTxn.
-VERSION_1: Final = {"FENCEPOST_KAFKA_TRANSACTIONS": "1"}
 WARM: Final = 5  # requests of the kind before the lost one
 WAIT_S: Final = 30.0
 
 
-def lose(world: World, api: str, do: Do, *, nth: int = WARM, containing: str = "") -> Loss:
-    """Plan a fault for a request of the first process, which the load sends."""
-    client = world.services[0].name
+def lose(world: World, api: str, do: Do, *, nth: int = WARM, containing: str = "", producer: str = "") -> Loss:
+    """Plan a fault for a request of the first process, which the load sends.
+
+    `producer`: how the name of the producer begins, to leave out others; records of the journal name topics too.
+    """
+    client = f"{world.services[0].name}/{producer}" if producer else world.services[0].name
     return world.cluster.proxy.plan(api, do, nth=nth, client=client, containing=containing.encode())
 
 
@@ -84,7 +85,7 @@ def produce_reply_dropped_and_leader_killed(world: World) -> None:
     world.cluster.brokers[lost.broker].kill()
 
 
-@row("an AddPartitionsToTxn done, its reply dropped", proxied=True, settings={**SHORT, **VERSION_1})
+@row("an AddPartitionsToTxn done, its reply dropped", proxied=True, settings=SHORT)
 def add_partitions_reply_dropped(world: World) -> None:
     lose(world, "AddPartitionsToTxn", "drop-reply").wait(WAIT_S)
 
@@ -114,6 +115,6 @@ def late_init_producer_id(world: World) -> None:
 @row("a late Produce arrives in its slot's next transaction", services=1, proxied=True, settings=SHORT)
 def late_produce(world: World) -> None:
     """With the same epoch it would become part of that transaction (KIP-890)."""
-    late = lose(world, "Produce", "hold", containing=world.topics[0])
+    late = lose(world, "Produce", "hold", containing=world.topics[0], producer=f"{world.namespace}.slot.")
     late.wait(WAIT_S)
     arrive_in_the_next_group(world, late)
