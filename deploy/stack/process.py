@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from deploy.console import StackError
 
@@ -30,6 +30,17 @@ _WORKING_SHARE = 0.01
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stack-starter")
 
 
+class Child(Protocol):
+    """A started process, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 class Process(ABC):
     """A process in a session of its own, which ends with this process at the latest. Subclasses define `start`."""
 
@@ -38,7 +49,7 @@ class Process(ABC):
         self.folder = folder
         self.log = folder / f"{name}.log"
         self.extra_env: dict[str, str] = {}  # overrides the environment of the next start
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} {'pid ' + str(self.pid) if self.running else 'not running'}>"
@@ -87,21 +98,25 @@ class Process(ABC):
         if self.running:
             raise StackError(f"{self.name} is running already (pid {self.pid})")
         self.folder.mkdir(parents=True, exist_ok=True)
-        leashed = [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), *map(str, argv)]
+        self._child = self.launch(list(map(str, argv)), {**env, **self.extra_env}, cwd or self.folder)
 
-        def begin() -> subprocess.Popen[bytes]:
+    def launch(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> Child:
+        """Start a program in a session of its own, which is killed when this process ends; called by `spawn`."""
+        leashed = [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), *argv]
+
+        def popen() -> subprocess.Popen[bytes]:
             with self.log.open("ab") as log:
                 return subprocess.Popen(  # the stack's own programs
                     leashed,
-                    env={**env, **self.extra_env},
-                    cwd=cwd or self.folder,
+                    env=env,
+                    cwd=cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
 
-        self._child = _starter.submit(begin).result()
+        return _starter.submit(popen).result()
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
         """Poll `ready` until it holds.

@@ -12,6 +12,7 @@ import pytest
 from deploy.stack import Kafka, Redis, Service
 from tests import kafka_versions
 from tests.conftest import MakeTopic
+from tests.forked import ForkedService
 from tests.integration.client import Asked, Attempt, Client
 from tests.integration.judge import ledger_faults, violations
 from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan
@@ -57,7 +58,7 @@ class Stage:
             folder = self.folder / name
             folder.mkdir()
             environment[PLAN_ENV] = Plan(folder, faults, mutants, only_slots).encode()
-        service = Service(
+        service = ForkedService(
             self.folder,
             kafka=(kafka or self.kafka).bootstrap,
             redis=(redis or self.redis).url,
@@ -171,6 +172,7 @@ def served(kafka: Kafka, redis: Redis, tmp_path_factory: pytest.TempPathFactory,
     environment = {**SETTINGS, "FENCEPOST_NAMESPACE": f"m-{uuid.uuid4().hex[:12]}"}
     environment["FENCEPOST_BODY_BYTES_MAX"] = "2000000"
     environment["FENCEPOST_TRANSPORT"] = transport
-    with Service(tmp_path_factory.mktemp("served"), kafka=kafka.bootstrap, redis=redis.url, env=environment) as service:
+    folder = tmp_path_factory.mktemp("served")
+    with ForkedService(folder, kafka=kafka.bootstrap, redis=redis.url, env=environment) as service:
         yield service
     assert "Traceback" not in service.log.read_text(), service.tail(60)

@@ -28,6 +28,7 @@ from tests.conftest import MakeTopic
 from tests.contract.fake_registry import FakeRegistry
 from tests.faults.clock import Clock, lacking
 from tests.faults.proxy import Proxy
+from tests.forked import ForkedService
 from tests.integration.hanging import Rig
 from tests.kubernetes.alerting import NOTHING, Rules, Scrape, check_metrics, scrape, together
 from tests.kubernetes.rendering import Rendered
@@ -111,7 +112,7 @@ def serve(kafka: Kafka, own_redis: Redis, namespace: str, tmp_path: Path) -> Ite
     ) -> Served:
         name = f"pod-{len(started)}"
         settings = {**SETTINGS, "FENCEPOST_NAMESPACE": namespace, "FENCEPOST_INSTANCE": name, **env}
-        started.append(Service(tmp_path, kafka=bootstrap, redis=redis.url, env=settings, name=name))
+        started.append(ForkedService(tmp_path, kafka=bootstrap, redis=redis.url, env=settings, name=name))
         prepare(started[-1])
         started[-1].start(wait_ready=wait)
         return Served(started[-1])
