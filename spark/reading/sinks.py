@@ -115,7 +115,8 @@ def _id(value: Column, data_type: DataType) -> Column:
     if isinstance(data_type, BinaryType):
         found = value
     elif isinstance(data_type, StringType):
-        digits = F.regexp_replace(value, _UUID_DASHES, "$1$2$3$4$5")
+        # A database pads a CHAR(n) with spaces.
+        digits = F.regexp_replace(F.trim(value), _UUID_DASHES, "$1$2$3$4$5")
         found = F.when(F.length(digits) == 2 * wire.ID_BYTES, F.unhex(digits))
     else:
         raise Unreadable(

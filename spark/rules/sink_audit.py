@@ -43,7 +43,7 @@ from spark.rules.sink_verdicts import (
     Released,
     SinkState,
 )
-from spark.settings import HOUR_MS, glob_regex
+from spark.settings import HOUR_MS
 from spark.step_timer import OnProgress
 from spark.tables import deliveries, hours, lake
 from spark.tables.lake import Lake
@@ -103,6 +103,11 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
     for rule in rules:
         mirror = of_mirrors.get(rule.name, mirrors.NEVER_READ)
         compared = _Comparison(tables, context, rule, states.get(rule.name, NEVER_READ), mirror)
+        if not compared.topics:
+            errors[rule.name] = (
+                f"its topics ({', '.join(rule.topics)}) name none that is audited, without quarantine topics: "
+                "correct them"
+            )
         if rule.name not in errors:
             try:
                 rows, condition = compared.carry_out(newest.get(rule.name, {}))
@@ -232,7 +237,9 @@ class _Comparison:
             sink_verdicts.complete_since_ms(plan, _ms_of(context.kept_from) if context.kept_from else 0),
             sink_verdicts.decided_until_ms(rule, plan, max_settle_ms),
         )
-        self.complete_since = mirror_logs.complete_since(rule, mirror.logs, mirrors.topics_of(rule, plan))
+        quarantine = self.settings.rules.quarantine_topics
+        self.topics = [name for name in mirrors.topics_of(rule, plan) if name not in quarantine]
+        self.complete_since = mirror_logs.complete_since(rule, mirror.logs, self.topics)
         self.first_ms = max(context.window_from, -(-rule.since_ms // HOUR_MS) * HOUR_MS)
         self.released = sink_verdicts.released(rule, plan, context.last_plan, state.released, context.window_from)
         self.all_rows = tables.read_cached("deliveries").where(F.col("kind") == EVENT)
@@ -311,9 +318,7 @@ class _Comparison:
 
     def _in_topics(self) -> Column:
         """Check whether a record is of the sink's topics, without the quarantine topics: these have refused events."""
-        quarantine = self.settings.rules.quarantine_topics
-        is_of_sink = F.col("topic").rlike(glob_regex(self.rule.topics))
-        return is_of_sink & ~F.col("topic").isin(*quarantine) if quarantine else is_of_sink
+        return F.col("topic").isin(*self.topics)
 
     def _records(self, due: Iterable[str]) -> DataFrame:
         """Select the records (deliveries.ROW) of these hours that are expected in the sink, each with `due_ms`."""

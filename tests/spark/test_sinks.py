@@ -265,6 +265,9 @@ def test_a_sink_that_cannot_be_read_keeps_its_findings_and_its_watermark(warehou
     (tmp_path / "away").rename(folder)
     warehouse.store([("gone", HOUR, None), ("new", HOUR, None)])
     assert counts(warehouse.run(FROZEN_MS + 3)) == {"expected": 2, "present_once": 1, "late_in_sink": 1}
+    # Otherwise a sink with a mistake in its topics would have no fault.
+    warehouse.rule = replace(warehouse.rule, topics=("typo",))
+    assert "its topics (typo) name none that is audited" in (warehouse.run(FROZEN_MS + 4).unreadable or "")
 
 
 def test_what_no_delivered_event_has_is_extra_in_a_sink_of_its_own(warehouse: Warehouse) -> None:
@@ -300,6 +303,7 @@ def test_what_no_delivered_event_has_is_extra_in_a_sink_of_its_own(warehouse: Wa
 
 def test_rows_may_name_coordinates_in_place_of_an_id(spark: SparkSession, tmp_path: Path) -> None:
     rule = replace(RULE, id="", coordinates=("topic", "part", "off"), event_time="at_ms", exclusive=True)
+    rule = replace(rule, topics=("[st]",))
     warehouse = Warehouse(spark, tmp_path, rule)
     warehouse.deliver(
         *event("once", 1), *event("gone", 2), *event("again", 3), *event("copied", 4), *event("copied", 5)
@@ -387,8 +391,8 @@ def test_events_before_the_beginning_of_a_sink_are_not_expected(warehouse: Wareh
 
 ID: Final = id_of("once")
 # Those that name an event come first.
-TEXTS: Final = (ID, ID.upper(), str(UUID(ID)), ID[1:], f"-{ID[1:]}", None)
-BYTES: Final = (bytes.fromhex(ID), bytes.fromhex(ID[2:]), b"", None, None, None)
+TEXTS: Final = (ID, ID.upper(), str(UUID(ID)), f"{ID}    ", ID[1:], f"-{ID[1:]}", None)
+BYTES: Final = (bytes.fromhex(ID), bytes.fromhex(ID[2:]), b"", None, None, None, None)
 
 
 @pytest.fixture(scope="module", params=["parquet", "iceberg"])
@@ -409,7 +413,7 @@ def forms(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory, request
 WHOLE: Final = [(HOUR - HOUR_MS, HOUR + HOUR_MS)]
 
 
-@pytest.mark.parametrize(("expression", "identified"), [("trim(event_id)", 3), ("raw", 1)])
+@pytest.mark.parametrize(("expression", "identified"), [("lower(event_id)", 4), ("raw", 1)])
 def test_an_id_is_bytes_hexadecimal_digits_or_a_uuid(
     spark: SparkSession, forms: SinkRule, expression: str, identified: int
 ) -> None:
