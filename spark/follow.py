@@ -84,7 +84,7 @@ def reason_to_run(known: Known, plan: Plan, settings: Settings) -> str | None:
     if run_plan.window_from(plan, settings) != run_plan.window_from(before, settings):
         return "hour"
     context = RunContext(plan, settings, before, known.last_run, (), known.last_run.get("kept_from", ""))
-    if classifies_all(context):
+    if known.last_run["topics"] != plan.topics or classifies_all(context):
         return "topics"
     # The absolute value: a clock that was set back delays nothing.
     passed_ms = abs(now_ms - before.frozen_ms)

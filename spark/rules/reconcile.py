@@ -126,21 +126,29 @@ def _kept_rows(tables: Lake, kept_from: str) -> DataFrame:
 
 
 def hours_to_classify(rows: DataFrame, context: RunContext, balance: Balance) -> set[str]:
-    """Return the hours that this run wrote to, and those with verdicts that may change by time alone; all hours if
-    `classifies_all`."""
+    """Return the hours that this run wrote to, those of rows about topics that the last run did not audit, and those
+    with verdicts that may change by time alone; all hours if `classifies_all`."""
     if classifies_all(context):
         return set(hours.of(rows))
-    return set(hours.of(rows.where(F.col("run") == context.plan.run))) | balance.open_hours()
+    touched = F.col("run") == context.plan.run
+    if added := set(context.plan.topics) - set(context.of_last_run("topics")):
+        # A verdict depends on the logs of those topics only that rows of its hour name.
+        touched |= F.col("topic").isin(sorted(added))
+    return set(hours.of(rows.where(touched))) | balance.open_hours()
 
 
 def classifies_all(context: RunContext) -> bool:
-    """Check whether a run classifies all hours: the options or the topics are others than in the last run, or than in a
-    run since that was interrupted and `replaced`.
+    """Check whether a run classifies all hours: the options are others than in the last run, a topic of it is no longer
+    audited, or options or topics are others than in a run since that was interrupted and `replaced`. Record counts of
+    all hours are either by partition or not.
 
     If nothing was to be merged, a replaced run may have replaced the findings of any hour by those under its options.
     """
     plan, last_run = context.plan, context.last_run
-    if last_run is None or (last_run["options"], last_run["topics"]) != (plan.options, plan.topics):
+    if last_run is None or last_run["options"] != plan.options or not set(last_run["topics"]) <= set(plan.topics):
+        return True
+    last_plan = context.last_plan
+    if last_plan is not None and (last_plan.partitions <= PARTITIONS_MAX) != (plan.partitions <= PARTITIONS_MAX):
         return True
     judged = (plan.options, plan.topics, plan.skip_ids)
     return any((other.options, other.topics, other.skip_ids) != judged for other in context.replaced)
@@ -154,7 +162,9 @@ def unchanged_balance(context: RunContext) -> Balance | None:
     hours of an id.
     """
     plan, last_run = context.plan, context.last_run
-    if last_run is None or classifies_all(context) or not run_plan.reads_nothing_new(plan, context.last_plan):
+    if last_run is None or last_run["topics"] != plan.topics or classifies_all(context):
+        return None
+    if not run_plan.reads_nothing_new(plan, context.last_plan):
         return None
     balance = Balance.of(last_run)
     if balance.evidence_changed or balance.open_hours() or context.kept_from != last_run.get("kept_from", ""):

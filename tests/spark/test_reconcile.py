@@ -12,7 +12,9 @@ from pyspark.sql import SparkSession
 from service.contract import wire
 from spark import session
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, RunContext, reads_nothing_new
-from spark.rules.reconcile import classifies_all, may_differ, reconcile, unchanged_balance
+from spark.rules.balance import Balance
+from spark.rules.reconcile import classifies_all, hours_to_classify, may_differ, reconcile, unchanged_balance
+from spark.rules.record_counts import PARTITIONS_MAX
 from spark.settings import OFFSETS_MOST
 from spark.step_timer import StepTimer
 from spark.tables import hours, lake
@@ -33,6 +35,8 @@ LAST_RUN: dict[str, Any] = {"run": 1, "options": LAST.options, "topics": LAST.to
         (None, [], LAST, True),
         (LAST_RUN, [], replace(LAST, run=2, options="B"), True),
         (LAST_RUN, [], replace(LAST, run=2, logs=(log(DATA, "u", 0),)), True),
+        (LAST_RUN, [], replace(LAST, run=2, logs=(log(DATA, "t", 0), log(DATA, "u", 0))), False),
+        (LAST_RUN, [], replace(LAST, run=2, logs=tuple(log(DATA, "t", n) for n in range(PARTITIONS_MAX + 1))), True),
         (LAST_RUN, [replace(LAST, run=2)], replace(LAST, run=3), False),
         # Run 2 merged nothing, and was planned again after it had replaced findings.
         (LAST_RUN, [replace(LAST, run=2, options="B")], replace(LAST, run=3), True),
@@ -44,6 +48,8 @@ LAST_RUN: dict[str, Any] = {"run": 1, "options": LAST.options, "topics": LAST.to
         "the first run",
         "other options",
         "other topics",
+        "one more topic",
+        "too many partitions to count each",
         "planned again",
         "planned again with other options",
         "planned again twice",
@@ -94,6 +100,21 @@ def test_a_loss_is_proven_only_if_the_record_counts_in_no_other_hour(
     assert reads(spark, tmp_path, "verdicts")["number of files read"] == 0
     found = {(row["offset"], row["count"]): row["proven_lost"] for row in tables.read("deliveries").collect()}
     assert found == {(5, 1): None, (5, 0): None, (6, 0): True}
+
+
+def test_a_new_topic_lets_the_hours_be_classified_that_name_it(spark: SparkSession, tmp_path: Path) -> None:
+    """A claim that an earlier run has merged is judged by the log of its topic once the topic is there."""
+    tables = Lake(spark, str(tmp_path))
+    evidence = ids({"known": [copy(1), entry(1)], "claimed": [entry(2, topic="u", at=NOW_MS - HOUR_MS)]})
+    evidence += ids({"elsewhere": [copy(3, at=NOW_MS - 2 * HOUR_MS), entry(3, at=NOW_MS - 2 * HOUR_MS)]})
+    tables.append_once("deliveries", reduced(spark, evidence), 1)
+    rows, balance = tables.read("deliveries"), Balance()
+    last_run = {"run": 1, "options": LAST.options, "topics": ["t"]}
+    both = replace(LAST, run=2, logs=(log(DATA, "t", 0), log(DATA, "u", 0)))
+    context = RunContext(both, settings(), LAST, last_run)
+    assert hours_to_classify(rows, context, balance) == {hours.text_of(NOW_MS - HOUR_MS)}
+    same = replace(context, plan=replace(LAST, run=2))
+    assert hours_to_classify(rows, same, balance) == set()
 
 
 READ = log(DATA, "t", 0, start=9, end=9)
@@ -162,6 +183,8 @@ def test_a_run_is_unchanged_if_no_verdict_can_be_another_one(
     balance = unchanged_balance(context)
     assert (balance is not None) is unchanged
     assert balance is None or balance.hours == last_run["hours"]
+    one_more = replace(plan, logs=(READ, LEDGER_READ, log(DATA, "u", 0, start=0, end=0)))
+    assert unchanged_balance(replace(context, plan=one_more)) is None
     read = replace(plan, logs=(replace(READ, end=10), LEDGER_READ))
     assert unchanged_balance(replace(context, plan=read)) is None
     # An earlier version did not store whether an id with rows in several hours has an open verdict.
