@@ -51,7 +51,8 @@ SHARE_LEAST_S: Final = 1.0
 # Concurrent requests on one connection: a broker answers the requests of a connection in order, one at a time.
 FENCES_AT_ONCE: Final = 16
 # Topics in one Metadata request, and partitions in one ListOffsets request, where there may be thousands: a response is
-# decoded in one step of the event loop, which takes some 20 µs for each partition.
+# decoded in one step of the event loop, which takes some 20 µs for each partition. A topic has some ten partitions;
+# one of hundreds makes the step of its Metadata longer.
 TOPICS_AT_ONCE: Final = 25
 PARTITIONS_AT_ONCE: Final = 250
 PARTITIONS_NAMED: Final = 8
@@ -269,20 +270,23 @@ class KafkaAdmin:
         return LastOffsets({partition: end for found in ends for partition, end in found.items()}, absent, counts)
 
     async def _ends_at(self, node: int, partitions: Sequence[Partition]) -> dict[Partition, Ends]:
-        """Ask a node for the end offsets of partitions that it leads; those are left out that it does not answer."""
+        """Ask a node for the end offsets of partitions that it leads; those are left out that it does not answer.
+
+        All its requests have one timeout: the caller's clock is read before them.
+        """
         found: dict[Partition, Ends] = {}
         with contextlib.suppress(errors.KafkaError, OSError, TimeoutError):
-            for start in range(0, len(partitions), PARTITIONS_AT_ONCE):
-                asked: dict[str, list[tuple[int, int]]] = {}
-                for topic, number in partitions[start : start + PARTITIONS_AT_ONCE]:
-                    asked.setdefault(topic, []).append((number, LATEST))
-                async with asyncio.timeout(self.timeout_s):
-                    client = await self._connected()
+            async with asyncio.timeout(self.timeout_s):
+                client = await self._connected()
+                for start in range(0, len(partitions), PARTITIONS_AT_ONCE):
+                    asked: dict[str, list[tuple[int, int]]] = {}
+                    for topic, number in partitions[start : start + PARTITIONS_AT_ONCE]:
+                        asked.setdefault(topic, []).append((number, LATEST))
                     high, stable = [
                         _offsets(await client.send(node, OffsetRequest(-1, isolation, list(asked.items()))))
                         for isolation in (READ_UNCOMMITTED, READ_COMMITTED)
                     ]
-                found |= {partition: Ends(stable[partition], high[partition]) for partition in high.keys() & stable}
+                    found |= {partition: Ends(stable[partition], high[partition]) for partition in high.keys() & stable}
         return found
 
     async def open_transactions(self, partitions: Collection[Partition]) -> dict[Partition, list[ActiveProducer]]:

@@ -419,7 +419,8 @@ class TransactionalProducer:
         """Add the partitions that a write needs to the transaction; returns the leaders of all its partitions.
 
         What an early begin has not added, because the previous transaction's markers are being written, is added by the
-        same request again: a broker that is to add the partition of a Produce pauses for 20 ms before it tries again
+        same request again, without a group's offsets (these have added their partition, and each Produce then adds its
+        own): a broker that is to add the partition of a Produce pauses for 20 ms before it tries again
         (add.partitions.to.txn.retry.backoff.ms).
         """
         began_early = self._early_begin is not None

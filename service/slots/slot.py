@@ -139,7 +139,7 @@ class Slot:
         """Begin the transaction of a group while its claims are made, which saves a round trip (KIP-98).
 
         Call `send` or `abandon` next. Does nothing if the last group had nothing to write: this group is then likely
-        to be of replays too, and an empty transaction costs two requests and its markers.
+        to be of replays too, and an empty transaction costs two requests, its markers and, in version 2, an epoch.
         """
         if self._expects_records:
             self.producer.begin_early([*partitions, (self._ledger, self.n)])

@@ -42,6 +42,8 @@ DEADLINE_S: Final = 60.0
 TIMEOUT: Final = httpx.Timeout(15.0, connect=5.0)
 # What a header can carry (RFC 6750 allows less).
 _TOKEN: Final = re.compile(r"[\x21-\x7e]+")
+# The options of httpx's client that are objects with connections.
+_OF_CONNECTIONS: Final = frozenset({"transport", "mounts"})
 # The pause before the second attempt, doubled for each further one, and the longest; Retry-After is added.
 FIRST_PAUSE_S: Final = 0.1
 PAUSE_MAX_S: Final = 5.0
@@ -97,6 +99,7 @@ class _Sender(ABC, Generic[H]):
             headers["Authorization"] = f"Bearer {token}"
         self._options = {"timeout": TIMEOUT, **options, "base_url": url, "headers": headers}
         self._connections: tuple[int, H] = os.getpid(), self._make_http(**self._options)
+        self._inherited: list[H] = []  # of the process that forked this one: never used, and not closed by a collection
         self._spool = spool if spool is None or isinstance(spool, Spool) else Spool(spool)
         self._deadline_s = deadline_s
         self._has_resumed = self._spool is None or self._spool.inherited == 0
@@ -106,12 +109,25 @@ class _Sender(ABC, Generic[H]):
         """The httpx client of this process.
 
         A fork makes a new one: on a connection that two processes share, one reads answers to the other's requests.
+        Raises RuntimeError in a fork where the connections are those of the program's own transport.
         """
-        process, client = self._connections
-        if process != os.getpid():
+        client = self._own_http
+        if client is None:
+            if given := _OF_CONNECTIONS & self._options.keys():
+                raise RuntimeError(
+                    f"{', '.join(sorted(given))}: its connections are another process's since a fork: make the client "
+                    "after the fork"
+                )
+            self._inherited.append(self._connections[1])
             client = self._make_http(**self._options)
             self._connections = os.getpid(), client
         return client
+
+    @property
+    def _own_http(self) -> H | None:
+        """The httpx client that this process has made; None in a fork that has sent nothing."""
+        process, client = self._connections
+        return client if process == os.getpid() else None
 
     @abstractmethod
     def _make_http(self, **arguments: Any) -> H:
@@ -268,7 +284,8 @@ class Client(_Sender[httpx.Client]):
 
     def close(self) -> None:
         """Close the connections and the spool."""
-        self._http.close()
+        if self._own_http is not None:
+            self._own_http.close()
         if self._spool is not None:
             self._spool.close()
 
@@ -355,7 +372,8 @@ class AsyncClient(_Sender[httpx.AsyncClient]):
 
     async def aclose(self) -> None:
         """As `Client.close`."""
-        await self._http.aclose()
+        if self._own_http is not None:
+            await self._own_http.aclose()
         if self._spool is not None:
             await asyncio.to_thread(self._spool.close)
 

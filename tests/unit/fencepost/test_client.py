@@ -408,13 +408,12 @@ class Answering(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def test_a_forked_process_has_connections_of_its_own() -> None:
-    """On one that is shared, each process may read the answer to a request of the other."""
-    code = """
+FORKS = """
 import os, sys
+import httpx
 from service.fencepost.client import Client, Event
 
-with Client(sys.argv[1]) as client:
+with Client(sys.argv[1], **eval(sys.argv[2])) as client:
     client.send(Event("t", 1))
     if os.fork() == 0:
         client.send(Event("t", 2))
@@ -422,15 +421,30 @@ with Client(sys.argv[1]) as client:
     os.wait()
     client.send(Event("t", 3))
 """
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [("{}", ""), ("{'transport': httpx.HTTPTransport()}", "RuntimeError: transport: ")]
+)
+def test_a_forked_process_has_connections_of_its_own_or_none(options: str, said: str) -> None:
+    """On one that is shared, each process may read the answer to a request of the other."""
+    Answering.ports.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
         url = f"http://127.0.0.1:{server.server_port}"
         try:
-            program = subprocess.run([sys.executable, "-c", code, url], cwd=ROOT, capture_output=True, timeout=60)
+            program = subprocess.run(
+                [sys.executable, "-c", FORKS, url, options], cwd=ROOT, capture_output=True, timeout=60
+            )
         finally:
             server.shutdown()
             serving.join()
-    assert (program.returncode, program.stderr) == (0, b"")
-    first, forked, last = Answering.ports
-    assert first == last != forked
+    assert program.returncode == 0
+    last_line = program.stderr.decode().rstrip().rpartition("\n")[2]
+    assert last_line.startswith(said)
+    assert bool(last_line) is bool(said)
+    first, *forked, last = Answering.ports
+    assert first == last
+    assert bool(forked) is not bool(said)
+    assert first not in forked
