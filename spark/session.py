@@ -67,13 +67,13 @@ INTERPRETED: Final = {
 }
 """Settings for plans over few records: without code generation, adaptive planning and parallel tasks."""
 
+UTC: Final = "-Duser.timezone=UTC"
+"""JDBC drivers convert a time without zone in the zone of the JVM: in another zone an hour of spring is moved."""
+
 # A short run spends most of its time in the JIT compiler: with ten times the default thresholds, C2 compiles only hot
 # methods, which saves processor time in short runs and costs none in long ones. Two cores need no G1.
-#
-# JDBC drivers convert a time without zone in the zone of the JVM: in another zone an hour of spring is moved.
 JAVA_OPTIONS: Final = (
-    "-Duser.timezone=UTC "
-    "-XX:+UseParallelGC -XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000 "
+    f"{UTC} -XX:+UseParallelGC -XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000 "
     "-XX:Tier4CompileThreshold=150000 -XX:Tier4BackEdgeThreshold=400000"
 )
 
@@ -96,6 +96,7 @@ def open_session(
         builder = builder.master(master).config(*jars_of(master, paths))
         options = f"{java_options} -Dlog4j2.configurationFile={LOGGING.as_uri()}"
         builder = builder.config("spark.driver.extraJavaOptions", options)
+        builder = builder.config("spark.executor.extraJavaOptions", UTC)
         for name, value in _LOCAL.items():
             builder = builder.config(name, value)
     spark = builder.getOrCreate()

@@ -105,7 +105,7 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
         compared = _Comparison(tables, context, rule, states.get(rule.name, NEVER_READ), mirror)
         if not compared.topics:
             errors[rule.name] = (
-                f"its topics ({', '.join(rule.topics)}) name none that is audited, without quarantine topics: "
+                f"its topics ({', '.join(rule.topics)}) name none that a run has audited, without quarantine topics: "
                 "correct them"
             )
         if rule.name not in errors:

@@ -29,16 +29,16 @@ class LastRun(NamedTuple):
 
 def load(lake: Lake) -> LastRun | None:
     """Read the last finished run; None if the tables have to be read."""
-    text = files.read(lake.spark, lake.root, FILE)
-    if text is None:
-        return None
     try:
+        text = files.read(lake.spark, lake.root, FILE)
+        if text is None:
+            return None
         stored = json.loads(text)
-    except ValueError:
+        if stored["version"] != _VERSION or stored["commits"] != _newest(lake, (*_OF_SOME_RUNS, *_OF_EACH_RUN)):
+            return None
+        return LastRun(stored["finished"], stored["plan"])
+    except (ValueError, KeyError, TypeError):  # a damaged file: the tables say the same
         return None
-    if stored["version"] != _VERSION or stored["commits"] != _newest(lake, (*_OF_SOME_RUNS, *_OF_EACH_RUN)):
-        return None
-    return LastRun(stored["finished"], stored["plan"])
 
 
 def store(lake: Lake, finished: Mapping[str, Any], plan: Sequence[Mapping[str, Any]]) -> None:

@@ -628,8 +628,11 @@ def test_a_table_with_many_files_is_compacted(
     assert tables.read("verdicts").count() == 3
 
 
-def test_vacuum_uses_few_tasks(spark: SparkSession, tmp_path: Path) -> None:
+def test_vacuum_uses_few_tasks_and_no_commit(spark: SparkSession, tmp_path: Path) -> None:
+    """After a commit the next run would not find its last one in the file of the lake."""
     tables = _filled(spark, tmp_path, 2)
+    newest = tables.newest_commit("deliveries")
+    assert newest is not None
     context = spark.sparkContext
     context.setJobGroup("vacuum", "vacuum of a small table")
     try:
@@ -641,6 +644,7 @@ def test_vacuum_uses_few_tasks(spark: SparkSession, tmp_path: Path) -> None:
     tasks = [stage.numTasks for info in jobs for number in info.stageIds if (stage := tracker.getStageInfo(number))]
     assert tasks, "no job was seen"
     assert max(tasks) <= 100, tasks
+    assert tables.newest_commit("deliveries") == newest
 
 
 def _columns(rows: DataFrame) -> set[str]:

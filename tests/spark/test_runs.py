@@ -34,7 +34,7 @@ from spark.report import document, publish
 from spark.rules import balance
 from spark.rules.classify import CATEGORIES
 from spark.settings import Options, Settings, Webhook
-from spark.tables import hours, lake, last_run_file, lock, view
+from spark.tables import files, hours, lake, last_run_file, lock, view
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
 from tests.kubernetes.rendering import HERE, Rendered, render
@@ -178,6 +178,10 @@ def test_the_file_of_the_last_run_repeats_what_the_tables_say(spark: SparkSessio
     for name in ("hourly_balance", "hourly_records", "progress", "runs"):
         tables = lake.Lake(spark, str(stages.clean.with_name(stages.lake(f"after-{name}"))))
         tables.append(name, tables.read(name).limit(0), 9)
+        assert last_run_file.load(tables) is None
+    tables = lake.Lake(spark, str(stages.clean.with_name(stages.lake("damaged"))))
+    for damaged in ("", "{", "[]", '{"version": 1}'):
+        files.write(spark, tables.root, last_run_file.FILE, [damaged])
         assert last_run_file.load(tables) is None
 
 
