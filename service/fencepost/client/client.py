@@ -86,7 +86,7 @@ class _Sender(ABC, Generic[H]):
 
         Raises:
             SpoolError: another program has the spool open, or it cannot be used.
-            ValueError: `url` is not an address of HTTP, or `token` is none.
+            ValueError: `url` is not an address of HTTP, or no header takes `token`.
         """
         if httpx.URL(url).scheme not in ("http", "https"):
             raise ValueError(f"url: write http:// or https:// and the service's address, not {url!r}")
@@ -99,7 +99,8 @@ class _Sender(ABC, Generic[H]):
             headers["Authorization"] = f"Bearer {token}"
         self._options = {"timeout": TIMEOUT, **options, "base_url": url, "headers": headers}
         self._connections: tuple[int, H] = os.getpid(), self._make_http(**self._options)
-        self._inherited: list[H] = []  # of the process that forked this one: never used, and not closed by a collection
+        # Clients from before a fork: kept unused, so that no garbage collection closes the parent's connections.
+        self._inherited: list[H] = []
         self._spool = spool if spool is None or isinstance(spool, Spool) else Spool(spool)
         self._deadline_s = deadline_s
         self._has_resumed = self._spool is None or self._spool.inherited == 0
@@ -115,8 +116,8 @@ class _Sender(ABC, Generic[H]):
         if client is None:
             if given := _OF_CONNECTIONS & self._options.keys():
                 raise RuntimeError(
-                    f"{', '.join(sorted(given))}: its connections are another process's since a fork: make the client "
-                    "after the fork"
+                    f"{', '.join(sorted(given))}: its connections belong to the process that made the client: make "
+                    "a client after the fork"
                 )
             self._inherited.append(self._connections[1])
             client = self._make_http(**self._options)

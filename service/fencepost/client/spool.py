@@ -153,7 +153,7 @@ class Spool:
     def close(self) -> None:
         """Close the file, and let another program open it. Open events stay in it.
 
-        Does nothing in a forked process: the file is open in the other one.
+        Does nothing in a forked process: the parent has the file open.
         """
         if self._process == os.getpid():
             with self._lock:
@@ -163,19 +163,19 @@ class Spool:
     def _own(self) -> Iterator[None]:
         """Hold the lock, and explain errors.
 
-        Raises SpoolError in a forked process, whose writes SQLite would not keep apart from ours.
+        Raises SpoolError in a forked process: SQLite cannot keep its writes apart from those of the parent.
         """
         if self._process != os.getpid():
             remedy = "open a spool of its own in each process, after the fork"
-            raise SpoolError(f"{self.path}: another process has opened it, of which this one is a fork: {remedy}")
+            raise SpoolError(f"{self.path}: this process is a fork of the one that opened it: {remedy}")
         with self._lock, self._errors():
             yield
 
     def leave_open(self) -> None:
         """Have a forked process never close the database, not even at its end.
 
-        SQLite takes the locks of the other process for its own: it would remove the log beside the file, and what that
-        process adds to the removed log would be lost with its crash (https://www.sqlite.org/howtocorrupt.html, 2.7).
+        SQLite takes the parent's locks for its own: it would remove the log beside the file, and a crash of the parent
+        would lose what it adds to the removed log (https://www.sqlite.org/howtocorrupt.html, 2.7).
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
 
@@ -202,7 +202,7 @@ class Spool:
             ) from error
 
 
-# Those that were opened in this process, and in the one of which it is a fork.
+# The spools opened in this process, or in its parent before the fork.
 _SPOOLS: Final["weakref.WeakSet[Spool]"] = weakref.WeakSet()
 
 

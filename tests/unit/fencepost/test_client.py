@@ -343,7 +343,7 @@ def test_what_the_deadline_leaves_no_time_for_is_not_sent(kind: Any, clock: Fake
 
 
 @pytest.mark.parametrize("key", ["mine", ' "mine\\" '])
-def test_an_answer_for_another_key_is_none(kind: Any, clock: FakeTime, key: str) -> None:
+def test_an_answer_for_another_key_does_not_settle_an_event(kind: Any, clock: FakeTime, key: str) -> None:
     """As from a proxy that mixes up the answers of a connection: the event would be taken for written."""
     fake, echoes = FakeService(), iter([b"another", b'"another"', echo_of(key)])
 

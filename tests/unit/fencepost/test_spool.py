@@ -142,7 +142,7 @@ def test_what_cannot_be_a_spool_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_closed_spool_is_not_taken_for_a_file_that_is_no_spool(tmp_path: Path) -> None:
-    """Its events are in the file, which nobody may be told to move away."""
+    """The remedy for a file that is no spool, to move it away, would lose the open events."""
     spool = Spool(tmp_path / "s")
     spool.add(pending(1))
     spool.close()
@@ -160,7 +160,7 @@ def test_a_closed_spool_is_not_taken_for_a_file_that_is_no_spool(tmp_path: Path)
 
 
 def test_a_forked_process_neither_uses_the_spool_nor_closes_it(tmp_path: Path) -> None:
-    """Closed by the fork, the log of the file would be removed: what is added behind that would end with a crash."""
+    """A close in the fork would remove the log of the file, and a crash would lose what the parent adds to it then."""
     code = """
 import os, sys
 from service.fencepost.client import Spool, SpoolError
@@ -194,7 +194,7 @@ os._exit(0)  # a crash: nothing is closed
     assert (
         refusals
         == [
-            f"{path}: another process has opened it, of which this one is a fork: "
+            f"{path}: this process is a fork of the one that opened it: "
             "open a spool of its own in each process, after the fork"
         ]
         * 3
