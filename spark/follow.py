@@ -24,7 +24,7 @@ from spark.reading import run_plan, sinks
 from spark.reading.jvm import Py4JJavaError, checkpointed_ids, drop_checkpointed, is_stopped
 from spark.reading.run_plan import Plan, RunContext
 from spark.report import webhook
-from spark.rules.reconcile import classifies_all, unchanged_balance
+from spark.rules.reconcile import classifies_old_hours, unchanged_balance
 from spark.settings import Settings
 from spark.silences import Silence
 from spark.step_timer import OnProgress
@@ -84,7 +84,7 @@ def reason_to_run(known: Known, plan: Plan, settings: Settings) -> str | None:
     if run_plan.window_from(plan, settings) != run_plan.window_from(before, settings):
         return "hour"
     context = RunContext(plan, settings, before, known.last_run, (), known.last_run.get("kept_from", ""))
-    if known.last_run["topics"] != plan.topics or classifies_all(context):
+    if classifies_old_hours(context):
         return "topics"
     # The absolute value: a clock that was set back delays nothing.
     passed_ms = abs(now_ms - before.frozen_ms)

@@ -138,9 +138,11 @@ def hours_to_classify(rows: DataFrame, context: RunContext, balance: Balance) ->
 
 
 def classifies_all(context: RunContext) -> bool:
-    """Check whether a run classifies all hours: the options are others than in the last run, a topic of it is no longer
-    audited, or options or topics are others than in a run since that was interrupted and `replaced`. Record counts of
-    all hours are either by partition or not.
+    """Check whether a run classifies all hours.
+
+    It does if the options are others than in the last run, if a topic of that run is no longer audited, if the number
+    of partitions has passed PARTITIONS_MAX (record counts are by partition in all hours or in none), or if options or
+    topics are others than in a run since that was interrupted and `replaced`.
 
     If nothing was to be merged, a replaced run may have replaced the findings of any hour by those under its options.
     """
@@ -154,6 +156,14 @@ def classifies_all(context: RunContext) -> bool:
     return any((other.options, other.topics, other.skip_ids) != judged for other in context.replaced)
 
 
+def classifies_old_hours(context: RunContext) -> bool:
+    """Check whether a run classifies hours without new records and without open verdicts.
+
+    It does if its topics are others than those of the last run, or if `classifies_all`.
+    """
+    return context.of_last_run("topics") != context.plan.topics or classifies_all(context)
+
+
 def unchanged_balance(context: RunContext) -> Balance | None:
     """Return the balance of a run that would compute the last run's balance and findings again; None of any other.
 
@@ -162,9 +172,7 @@ def unchanged_balance(context: RunContext) -> Balance | None:
     hours of an id.
     """
     plan, last_run = context.plan, context.last_run
-    if last_run is None or last_run["topics"] != plan.topics or classifies_all(context):
-        return None
-    if not run_plan.reads_nothing_new(plan, context.last_plan):
+    if last_run is None or classifies_old_hours(context) or not run_plan.reads_nothing_new(plan, context.last_plan):
         return None
     balance = Balance.of(last_run)
     if balance.evidence_changed or balance.open_hours() or context.kept_from != last_run.get("kept_from", ""):

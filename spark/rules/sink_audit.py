@@ -105,8 +105,8 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
         compared = _Comparison(tables, context, rule, states.get(rule.name, NEVER_READ), mirror)
         if not compared.topics:
             errors[rule.name] = (
-                f"its topics ({', '.join(rule.topics)}) name none that a run has audited, without quarantine topics: "
-                "correct them"
+                f"topics: no run has audited a topic that {', '.join(rule.topics)} names (quarantine topics do not "
+                "count): correct them"
             )
         if rule.name not in errors:
             try:

@@ -267,7 +267,7 @@ def test_a_sink_that_cannot_be_read_keeps_its_findings_and_its_watermark(warehou
     assert counts(warehouse.run(FROZEN_MS + 3)) == {"expected": 2, "present_once": 1, "late_in_sink": 1}
     # Otherwise a sink with a mistake in its topics would have no fault.
     warehouse.rule = replace(warehouse.rule, topics=("typo",))
-    assert "its topics (typo) name none that a run has audited" in (warehouse.run(FROZEN_MS + 4).unreadable or "")
+    assert "topics: no run has audited a topic that typo names" in (warehouse.run(FROZEN_MS + 4).unreadable or "")
 
 
 def test_what_no_delivered_event_has_is_extra_in_a_sink_of_its_own(warehouse: Warehouse) -> None:
