@@ -91,10 +91,10 @@ def lines_exchange(head: StreamHead) -> Exchange:
     return Exchange(Lines(), parse, _render, _render_end, 207, _HEAD)
 
 
-def _render(result: WriteResult) -> str:
-    return render_lines([result]).decode()
+def _render(result: WriteResult) -> bytes:
+    return render_lines([result])
 
 
-def _render_end(problem: Problem) -> str:
+def _render_end(problem: Problem) -> bytes:
     """Render why a batch is not read on. Each line has a key of its own, so the rest can be sent alone."""
     return _render(Problem(problem.kind, f"{problem.detail}: send the rest again", problem.retry_after_s))

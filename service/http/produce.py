@@ -331,14 +331,11 @@ class ProduceEndpoint:
             record.made = make(decode_v3(text))
             return record.made.event
 
-        def render(result: WriteResult) -> str:
-            return render_v3(cluster, [(parsed.popleft().made, result)]).decode()
-
-        def render_end(problem: Problem) -> str:
-            return render_v3_end(problem).decode()
+        def render(result: WriteResult) -> bytes:
+            return render_v3(cluster, [(parsed.popleft().made, result)])
 
         lines = self._responder(V3_TYPE, of_request.key).lines()
-        return Exchange(JsonObjects(), parse, render, render_end, 200, lines, of_request.fresh)
+        return Exchange(JsonObjects(), parse, render, render_v3_end, 200, lines, of_request.fresh)
 
     # ------------------------------------------------------------------------------------------------------------ both
 

@@ -70,8 +70,8 @@ class Exchange:
 
     splitter: Splitter
     parse: Callable[[Text], Event | Awaitable[Event]]
-    render: Callable[[WriteResult], str]
-    render_end: Callable[[Problem], str]
+    render: Callable[[WriteResult], bytes]
+    render_end: Callable[[Problem], bytes]
     status: int
     head: bytes  # header lines of the response, each with its CRLF
     fresh_key: str = ""  # the key of several events, if it was not old when the request began
@@ -116,7 +116,7 @@ class StreamEndpoint:
             except Problem as problem:
                 if response.started:
                     end = Problem(problem.kind, f"{problem.detail}: {REST_NOT_WRITTEN}", problem.retry_after_s)
-                    response.write(exchange.render_end(end).encode())
+                    response.write(exchange.render_end(end))
                     await response.end()
                 else:
                     await self._refuse(scope, send, body, problem)
@@ -176,7 +176,7 @@ class StreamEndpoint:
                 response.start(exchange.status, headers_of(exchange.head + caller.rate_lines()))
             writing = write_each(admission, window, exchange.parse, time.monotonic(), caller, exchange.fresh_key)
             async for results in in_steps(writing):
-                response.write("".join(map(exchange.render, results)).encode())
+                response.write(b"".join(map(exchange.render, results)))
             await response.room()
         if not response.started:
             raise invalid("body", "send at least one event")
