@@ -94,6 +94,9 @@ class V2Schemas(NamedTuple):
     value: SchemaRef | None
 
 
+NO_V2_SCHEMAS: Final = V2Schemas(None, None)
+
+
 async def parse_v2(body: bytes, data_format: Format) -> tuple[list[msgspec.Raw], V2Schemas]:
     """Parse the records of a v2 body, which a thread checks if it is long, and its schemas.
 
@@ -118,7 +121,7 @@ async def parse_v2(body: bytes, data_format: Format) -> tuple[list[msgspec.Raw],
 def _v2_schemas(fields: V2Body, data_format: Format) -> V2Schemas:
     """Read the schemas of a v2 request in a format that needs them. Raises Problem (422)."""
     if not data_format.needs_schema:
-        return V2Schemas(None, None)
+        return NO_V2_SCHEMAS
     type = SCHEMA_TYPES[data_format]
     return V2Schemas(
         _v2_schema("key_schema", fields.key_schema, fields.key_schema_id, type),
@@ -156,7 +159,7 @@ def v2_event(
     partition: int | None,
     key: RequestKey,
     traceparent: bytes | None,
-    schemas: V2Schemas = V2Schemas(None, None),  # noqa: B008 - it is immutable
+    schemas: V2Schemas = NO_V2_SCHEMAS,
     use: SchemaUse = NO_SCHEMAS,
 ) -> Event:
     """Make the event of record `index` of a v2 request; `partition` is that of the path.

@@ -9,9 +9,8 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
-import structlog
 from msgspec import Raw
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -63,8 +62,6 @@ from service.http.streaming import Exchange, StreamEndpoint, StreamHead
 from service.pipeline.admission import Admission
 from service.pipeline.request import WriteResult
 
-log = structlog.get_logger(__name__)
-
 PARTITION_DIGITS: Final = 9
 # Bytes of memory of a record's problem, which a record of three bytes may have.
 PROBLEM_BYTES: Final = 512
@@ -75,9 +72,6 @@ CLUSTER_CHARS_MAX: Final = 255
 V3_PREFIXES: Final = ("", "/kafka")
 
 PathParameters = Mapping[str, str]
-
-
-T = TypeVar("T")
 
 
 class RecordsRequest(NamedTuple):
