@@ -73,7 +73,7 @@ class StreamedBody:
     """The body of a request as it arrives, decoded. The server's next message is awaited when there is room for it."""
 
     def __init__(self, receive: Receive, stopping: StopSignal, bodies: Bodies, use: BodyUse) -> None:
-        """`use` is told when the first part of the body has come."""
+        """`use.is_begun` becomes true when the first part of the body comes."""
         self._receive = receive
         self._use = use
         self._stopping = stopping
@@ -137,7 +137,7 @@ class StreamedBody:
         return True
 
     def _end(self, splitter: Splitter) -> bool:
-        """Tell decoder and splitter that the body has ended; return False if they know it."""
+        """End the decoder and the splitter; return False if that was done before."""
         if self._ended:
             return False
         self._ended = True
@@ -172,7 +172,7 @@ class StreamedBody:
             raise Problem(NOT_WRITTEN, "this process is stopping")
 
     async def _is_there(self, within_s: float) -> bool:
-        """Tell whether the next message comes within a time."""
+        """Wait for the next message, for a time in seconds; return whether it has come."""
         await asyncio.wait({self._ask()}, timeout=within_s)
         return self._ask().done()
 

@@ -416,7 +416,7 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
             between.append(rendered)
             await asyncio.sleep(0)
 
-    async def told() -> AsyncIterator[list[WriteResult]]:
+    async def groups() -> AsyncIterator[list[WriteResult]]:
         yield [Problem(NOT_WRITTEN, f"{n}") for n in range(10_000)]
         yield []
         yield [Problem(NOT_WRITTEN, "the last")]
@@ -424,7 +424,7 @@ async def test_the_results_of_a_batch_are_rendered_in_slices(monkeypatch: pytest
     monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
     other = asyncio.create_task(others())
     steps = []
-    async for results in responder.in_steps(told()):
+    async for results in responder.in_steps(groups()):
         steps.append(len(results))
         rendered += len(results)
     other.cancel()
