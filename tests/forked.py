@@ -14,9 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final
@@ -25,7 +25,7 @@ from deploy import places
 from deploy.stack import Service
 from deploy.stack.leash import PR_SET_PDEATHSIG
 from deploy.stack.process import Child
-from tests.integration.plan import MODULE, stopped
+from tests.integration.plan import MODULE, stopped, until
 
 # The modules for `python -m`, and where their `main` is.
 _MAINS: Final = {"service": "service.__main__", MODULE: MODULE}
@@ -33,11 +33,10 @@ _MAINS: Final = {"service": "service.__main__", MODULE: MODULE}
 _READ_LATE: Final = ("FENCEPOST_", "OTEL_")
 _STARTS_S: Final = 30.0
 _STOPS_S: Final = 10.0
-_POLL_S: Final = 0.01
 
 _context: Final = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__, *_MAINS.values()])
-# multiprocessing lets one thread at a time start processes, or ask for their exit codes.
+# multiprocessing reads exit codes also when it starts a process: two threads would read the same code.
 _one_thread: Final = threading.Lock()
 
 
@@ -48,23 +47,22 @@ class ForkedService(Service):
         if self.argv_prefix or self.project != places.ROOT or self.module not in _MAINS or not _only_settings(env):
             return super().launch(argv, env, cwd)
         ready, begun = _context.Pipe(duplex=False)
+        # A daemon: at its exit, Python ends what still runs, and does not wait for it.
         process = _context.Process(
             target=_run, args=(_MAINS[self.module], dict(env), cwd, self.log, begun), name=self.name, daemon=True
         )
         with ready:
             with begun, _one_thread:
                 process.start()
-            # From then on the process has a session, to which signals go; the pipe ends, also if the process does.
+            # The process closes the pipe when it has its session, to which signals go, or when it ends.
             ready.poll(_STARTS_S)
         return _Forked(process)
 
     def pause(self) -> None:
         """Pause the process, which is no child of this one, and wait until it has stopped."""
         super().pause()
-        deadline = time.monotonic() + _STOPS_S
-        with contextlib.suppress(FileNotFoundError):  # it is gone
-            while not stopped(self.pid) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is gone
+            until(lambda: stopped(self.pid), _STOPS_S, "the process stops")
 
 
 def _only_settings(env: Mapping[str, str]) -> bool:
@@ -88,11 +86,11 @@ class _Forked:
             return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if timeout is not None and deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self._process.name, timeout)
-            time.sleep(_POLL_S)
+        # Without the lock: the sentinel stays ready, also when another thread has read the exit code.
+        if not wait_for([self._process.sentinel], timeout):
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        code = self.poll()
+        assert code is not None
         return code
 
 
@@ -110,6 +108,6 @@ def _run(main: str, env: Mapping[str, str], cwd: Path, log: Path, begun: Connect
         os.dup2(appended, descriptor.fileno())
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # the log must be complete at a kill
     begun.close()
-    # Among these is the one that keeps the process alive from which this one was forked.
+    # One of them would keep the fork server running after the process that started it, and this process with it.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.exit(importlib.import_module(main).main())

@@ -12,7 +12,7 @@ import pytest
 from deploy import places
 from deploy.stack import Service
 from tests.forked import ForkedService
-from tests.integration.plan import stopped
+from tests.integration.plan import stopped, until
 
 # Starts a process, and is killed.
 KILLED = """
@@ -27,8 +27,10 @@ WRONG = {"FENCEPOST_SLOTS": "no number"}
 
 
 def command_line(pid: int) -> list[bytes]:
-    """Return the command line of a process; while another program is put in its place, it has none."""
+    """Return the command line of a process, which is empty for a moment during an exec, and of an ended process."""
+    deadline = time.monotonic() + 10
     while not (line := Path(f"/proc/{pid}/cmdline").read_bytes()):
+        assert time.monotonic() < deadline, f"process {pid} has no command line"
         time.sleep(0.01)
     return line.split(b"\0")
 
@@ -71,7 +73,4 @@ def test_a_variable_that_python_reads_at_its_start_is_given_to_a_new_interpreter
 def test_a_forked_process_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=places.ROOT, check=False)
     stat = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
-    deadline = time.monotonic() + 10
-    while stat.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not stat.exists(), 10, "the process ends")
