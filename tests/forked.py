@@ -2,7 +2,7 @@
 
 These imports take about a second of processor time, and the tests of a run start some hundreds of processes. A forked
 process has a session, an environment, a log and an end like any other of the stack (deploy/stack/process.py). The tests
-of faults, the benchmarks and the demo start `python -m service`.
+of faults, the benchmarks, the demo, and tests that make a `Service` themselves start `python -m service`.
 """
 
 import contextlib

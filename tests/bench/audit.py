@@ -35,7 +35,7 @@ from tests.bench.stage import Stage
 
 WARM: Final = 40_000
 LATER_MS: Final = HOUR_MS
-# Before the present: by then no verdict is open.
+# The age of records whose verdicts are all final.
 SETTLED_MS: Final = 3 * HOUR_MS
 # Hours of history, and ids in each, before a run with few new records; and ten times as many hours.
 HISTORY: Final = (24, 240)
@@ -53,15 +53,15 @@ def measure(stage: Stage) -> list[Row]:
         found: list[Row] = []
         for size in sizes:
             found += _first(spark, stage, _written(spark, stage.kafka, size))
-        small = _written(spark, stage.kafka, WARM, int(time.time() * 1000) - SETTLED_MS)
+        small = _written(spark, stage.kafka, WARM, SETTLED_MS)
         found += _with_history(spark, stage) + _with_strangers(spark, stage)
     finally:
         spark.stop()
     return found + _as_processes(stage, small)
 
 
-def _written(spark: SparkSession, kafka: Kafka, count: int, now_ms: int | None = None) -> Records:
-    records = Records(f"a-{uuid.uuid4().hex[:7]}", count, int(time.time() * 1000) if now_ms is None else now_ms)
+def _written(spark: SparkSession, kafka: Kafka, count: int, age_ms: int = 0) -> Records:
+    records = Records(f"a-{uuid.uuid4().hex[:7]}", count, int(time.time() * 1000) - age_ms)
     records.write(spark, kafka)
     return records
 

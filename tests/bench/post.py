@@ -2,8 +2,8 @@
 
 wrk loads two processes in turn, with the same requests of 250 bytes and a new key in each. The empty handler only
 answers; the service also checks, claims, writes in a transaction with a ledger record, marks, journals and counts. CPU
-is that of the process, of the broker and of Redis, from /proc/PID/stat. How warm the broker is, its CPU before the
-rounds tells: the JIT compiler of a JVM is at work for about its first minute.
+is that of the process, of the broker and of Redis, from /proc/PID/stat. The broker's CPU before the rounds says
+how warm it is: the JIT compiler of a JVM is at work for about its first minute.
 """
 
 from tests.bench.rows import Goal, Row, ratios
