@@ -88,8 +88,8 @@ class AsgiRequest(PostRequest):
         """Set the response; only the first call counts. `head` has header lines, each with its CRLF."""
         if not self.answered:
             self.finish()
-            if self.more_lines is not None:
-                head += self.more_lines()
+            if self.rated is not None:
+                head += self.rated.rate_lines()
             self._give(_Response(status, head, body))
 
     def cut(self) -> None:

@@ -184,8 +184,8 @@ class HttpRequest(PostRequest):
 
     def answer(self, status: int, head: bytes, body: bytes) -> None:
         if not self.answered:
-            if self.more_lines is not None:
-                head += self.more_lines()
+            if self.rated is not None:
+                head += self.rated.rate_lines()
             lines = self.connection.head(self, status, head, b"content-length: %d\r\n" % len(body))
             self.finish()
             self.connection.posts.responses.add(self, lines + body)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from service.core.pieces import joined
 from service.core.problems import NOT_WRITTEN, TOO_LARGE, Problem
+from service.http.caller import Caller
 from service.http.certificates import NO_CERTIFICATE, Names
 from service.http.headers import UsedHeaders
 from service.http.request_reader import LEAST_BYTES_S
@@ -120,7 +121,7 @@ class PostRequest(ABC):
         "client",
         "headers",
         "keep_alive",
-        "more_lines",
+        "rated",
         "size",
         "used",
     )
@@ -149,8 +150,7 @@ class PostRequest(ABC):
         self.size = 0  # of the body so far, in bytes
         self.body_was_dropped = False  # the body was dropped, because `bodies` was full
         self.answered = False  # only the first answer counts
-        # Renders header lines, each with its CRLF, that any answer to this request has besides its own.
-        self.more_lines: Callable[[], bytes] | None = None
+        self.rated: Caller | None = None  # the caller, if any answer says what is left of its rates
 
     @property
     def body(self) -> bytes:

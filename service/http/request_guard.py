@@ -120,7 +120,7 @@ class RequestGuard:
 
 def admit(post: PostRequest, caller: Caller) -> None:
     """Have the answer say what is left of the caller's rates; raise what Caller.admit does."""
-    post.more_lines = caller.rate_lines
+    post.rated = caller
     caller.admit()
 
 
