@@ -37,10 +37,13 @@ class RoutesOfRules(NamedTuple):
     """What is made of one reading of the rules: a request keeps to the one that it began with."""
 
     loaded: LoadedRules
-    callers: Callers
     endpoint: EventsEndpoint
     sources: SourcesEndpoint
     routes: list[BaseRoute]
+
+    @property
+    def callers(self) -> Callers:
+        return self.endpoint.guard.callers
 
 
 class Router:
@@ -107,12 +110,12 @@ class Router:
             loaded.sources, admission, settings, guard.bodies, telemetry, service.rates, known_sources
         )
         routes = [
-            *event_routes(service, callers, endpoint),
+            *event_routes(service, endpoint),
             *produce.routes(),
             *ProduceListing(guard, service).routes(),
             sources.route(),
         ]
-        return RoutesOfRules(loaded, callers, endpoint, sources, routes)
+        return RoutesOfRules(loaded, endpoint, sources, routes)
 
     def _tokens_of(self, rules: Rules, before: RoutesOfRules | None) -> TokenCallers | None:
         """Return the callers with JSON Web Tokens: those of `before`, with their rates, while no issuer has changed."""

@@ -60,11 +60,11 @@ class Parts(Protocol):
     readiness: Readiness
 
 
-def routes(app: FastAPI, service: Parts, callers: Callers, events: EventsEndpoint) -> None:
-    """Add the routes to the app. Each of `callers` sees its own keys only."""
+def routes(app: FastAPI, service: Parts, events: EventsEndpoint) -> None:
+    """Add the routes to the app. Each caller sees its own keys only."""
     add_middleware(app)
     add_probes(app, service)
-    app.router.routes += event_routes(service, callers, events)
+    app.router.routes += event_routes(service, events)
 
 
 def add_middleware(app: FastAPI) -> None:
@@ -78,7 +78,7 @@ def add_middleware(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
-def event_routes(service: Parts, callers: Callers, events: EventsEndpoint) -> list[BaseRoute]:
+def event_routes(service: Parts, events: EventsEndpoint) -> list[BaseRoute]:
     """Make the routes of events and of the states of keys, for an app that was prepared."""
     guard = events.guard
     lines = StreamEndpoint(guard, events.admission, events.telemetry, lines_exchange)
@@ -88,7 +88,7 @@ def event_routes(service: Parts, callers: Callers, events: EventsEndpoint) -> li
         if path in events.streamed:
             endpoint = ByContentType(events.streamed[path], lines, endpoint)
         router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
-    _add_keys(router, service, callers)
+    _add_keys(router, service, guard.callers)
     return router.routes
 
 

@@ -134,7 +134,7 @@ def test_probes_ask_routes_that_there_are(pod: Object) -> None:
     app = FastAPI()
     callers = Callers(())
     posts = EventsEndpoint(RequestGuard(Settings(), callers), cast(Admission, None), Telemetry(), Settings().key_ttl_s)
-    routes(app, cast(Parts, None), callers, posts)
+    routes(app, cast(Parts, None), posts)
     paths = {getattr(route, "path", "") for route in app.routes}
     container = container_of(pod)
     asked = {name: container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")}

@@ -49,7 +49,7 @@ def app_and_posts(admission: Commits, settings: Settings | None = None) -> tuple
     endpoint = EventsEndpoint(
         RequestGuard(settings, callers), cast(Admission, admission), Telemetry(), settings.key_ttl_s
     )
-    routes(app, cast(Parts, None), callers, endpoint)
+    routes(app, cast(Parts, None), endpoint)
     return app, endpoint
 
 

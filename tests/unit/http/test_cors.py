@@ -37,7 +37,7 @@ def app_of(rules: list[CorsRule]) -> tuple[FastAPI, EventsEndpoint]:
     posts = EventsEndpoint(
         RequestGuard(Settings(), callers), cast(Admission, Commits()), Telemetry(), Settings().key_ttl_s
     )
-    routes(app, cast(Parts, None), callers, posts)
+    routes(app, cast(Parts, None), posts)
     return app, posts
 
 

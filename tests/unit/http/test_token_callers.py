@@ -177,7 +177,7 @@ def app_of(world: World) -> FastAPI:
         Telemetry(),
         Settings(rules="rules").key_ttl_s,
     )
-    routes(app, cast(Parts, None), world.callers, posts)
+    routes(app, cast(Parts, None), posts)
     produce = ProduceEndpoint(posts.guard, posts.admission, posts.telemetry, Rules(), 1)
     app.router.routes += [*produce.routes(), *ProduceListing(posts.guard, cast(ListingParts, None)).routes()]
     return app
@@ -244,7 +244,7 @@ async def test_a_post_whose_key_is_being_read_is_answered_when_it_is_known() -> 
         Settings(rules="rules").key_ttl_s,
     )
     app = FastAPI()
-    routes(app, cast(Parts, None), world.callers, posts)
+    routes(app, cast(Parts, None), posts)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         sent = [
             http.post(
