@@ -94,8 +94,8 @@ class TransactionalProducer:
 
     Where the brokers have finalized transactions of version 2 (KIP-890), the response to an EndTxn has the producer id
     and epoch of the next transaction: `producer_id` and `epoch` are those under which the next records are written. A
-    Produce then adds its partitions where `begin_early` has sent nothing. The version of a request is the one that its
-    broker reported on the connection in use, so that one transaction may have requests of both.
+    Produce then adds its partitions where `begin_early` has not (`_add_missing`). The version of a request is the one
+    that its broker reported on the connection in use, so that one transaction may have requests of both.
     """
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
@@ -418,10 +418,10 @@ class TransactionalProducer:
     async def _add_missing(self, write: "_Write", ledger: Partition) -> dict[Partition, int]:
         """Add the partitions that a write needs to the transaction; returns the leaders of all its partitions.
 
-        What an early begin has not added, because the previous transaction's markers are being written, is added by the
-        same request again, without a group's offsets (these have added their partition, and each Produce then adds its
-        own): a broker that is to add the partition of a Produce pauses for 20 ms before it tries again
-        (add.partitions.to.txn.retry.backoff.ms).
+        After an early begin, AddPartitionsToTxn adds what is missing: all partitions, if the previous transaction's
+        markers were being written. This session repeats the request after MARKERS_PAUSE_S, while a broker that is to
+        add the partition of a Produce tries again only after 20 ms (add.partitions.to.txn.retry.backoff.ms). Without an
+        early begin, or if `commit_offsets` has found it refused, each Produce adds its partition in version 2.
         """
         began_early = self._early_begin is not None
         leaders = await self._await_early_begin()

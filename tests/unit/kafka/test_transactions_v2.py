@@ -422,6 +422,16 @@ async def test_offsets_join_a_transaction_that_began_early() -> None:
     assert kinds(kafka) == [AddPartitionsToTxnRequest, TxnOffsetCommitAndAdd, *EARLY[1:]]
 
 
+async def test_offsets_begin_the_transaction_whose_early_begin_met_the_markers_of_the_last_one() -> None:
+    """They wait for the markers, so that no Produce does: each may add its own partition."""
+    producer, kafka = version_2()
+    kafka.added = lambda topic, partition: CONCURRENT
+    producer.begin_early([("a", 0), LEDGER])
+    await producer.commit_offsets(OFFSETS)
+    await write(producer, record("a"))
+    assert kinds(kafka) == [AddPartitionsToTxnRequest, TxnOffsetCommitAndAdd, *JOINING]
+
+
 async def test_offsets_wait_for_the_markers_of_the_last_transaction() -> None:
     producer, kafka = version_2()
     codes = [CONCURRENT, CONCURRENT]
