@@ -133,9 +133,9 @@ class Ends(NamedTuple):
 
 
 class LastOffsets(NamedTuple):
-    """The ends of partitions whose leaders answered, the topics that do not exist, the partitions that others have.
+    """The ends of partitions whose leaders answered, the topics that do not exist, and how many partitions topics have.
 
-    `partitions` is their number, by topic; a topic that may not be seen has no number.
+    `partitions` has no number for a topic that does not exist or that the service may not see.
     """
 
     ends: Mapping[Partition, Ends]
@@ -270,9 +270,9 @@ class KafkaAdmin:
         return LastOffsets({partition: end for found in ends for partition, end in found.items()}, absent, counts)
 
     async def _ends_at(self, node: int, partitions: Sequence[Partition]) -> dict[Partition, Ends]:
-        """Ask a node for the end offsets of partitions that it leads; those are left out that it does not answer.
+        """Ask a node for the end offsets of partitions that it leads; partitions without an answer are left out.
 
-        All its requests have one timeout: the caller's clock is read before them.
+        All requests to the node share one timeout, because the caller reads its clock before them.
         """
         found: dict[Partition, Ends] = {}
         with contextlib.suppress(errors.KafkaError, OSError, TimeoutError):

@@ -46,7 +46,7 @@ class Clock:
         return own - min(max(own, monotonic_ms + self._least_ms), monotonic_ms + self._most_ms)
 
     def ahead_s(self) -> float:
-        """Return by how many seconds this machine's clock is ahead of it, without the noise of response times."""
+        """Return by how many seconds this machine's clock is ahead (`behind_ms`), rounded to 0.1 s."""
         return round(self.behind_ms / 1000, 1)
 
     def now_ms(self) -> int:

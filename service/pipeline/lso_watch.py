@@ -102,8 +102,10 @@ def observe(known: Mapping[Partition, Stalled], found: LastOffsets, now: float) 
 
 
 def _is_gone(partition: Partition, found: LastOffsets) -> bool:
+    """Whether the topic was deleted, or has fewer partitions now; not gone if their number is unknown."""
     topic, number = partition
-    return topic in found.absent or number >= found.partitions.get(topic, number + 1)
+    partitions = found.partitions.get(topic)
+    return topic in found.absent or (partitions is not None and number >= partitions)
 
 
 def holders(stalled: Stalled, producers: Iterable[ActiveProducer]) -> set[int]:
