@@ -17,7 +17,6 @@ from service.contract.wire import event_id, member_id
 from service.core.problems import NOT_WRITTEN, Problem
 from service.http import produce as module
 from service.http.callers import Callers
-from service.http.events import EventsEndpoint
 from service.http.headers import JSON
 from service.http.produce import ProduceEndpoint, new_key
 from service.http.request import OWN_BYTES
@@ -66,19 +65,16 @@ class Proxy:
         return [(each.headers[0][1].decode(), each.key, each.value) for group in groups for each in group]
 
 
-def app_of(world: World, rules: Rules = RULES) -> FastAPI:
+def app_of(world: World, rules: Rules = RULES, guard: RequestGuard | None = None) -> FastAPI:
     app = FastAPI()
-    posts = EventsEndpoint(
-        RequestGuard(world.settings, Callers(rules.callers)), world.admission, world.telemetry, world.settings.key_ttl_s
-    )
-    app.router.routes += ProduceEndpoint(
-        posts.guard, posts.admission, posts.telemetry, rules, world.settings.key_ttl_s
-    ).routes()
+    guard = guard or RequestGuard(world.settings, Callers(rules.callers))
+    produce = ProduceEndpoint(guard, world.admission, world.telemetry, rules, world.settings.key_ttl_s)
+    app.router.routes += produce.routes()
     return app
 
 
-def proxied(world: World, rules: Rules = RULES) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app_of(world, rules), client=("127.0.0.1", 1))
+def proxied(world: World, rules: Rules = RULES, guard: RequestGuard | None = None) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app_of(world, rules, guard), client=("127.0.0.1", 1))
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
@@ -422,15 +418,8 @@ async def test_a_short_v3_body_has_a_bounded_number_of_records(proxy: Proxy, mon
 async def test_a_response_for_which_there_is_no_room_is_a_timeout_that_names_the_remedy(version: str) -> None:
     world = World()
     serving = world.serve(await world.slot())
-    posts = EventsEndpoint(
-        RequestGuard(world.settings, Callers(RULES.callers)), world.admission, world.telemetry, world.settings.key_ttl_s
-    )
-    app = FastAPI()
-    app.router.routes += ProduceEndpoint(
-        posts.guard, posts.admission, posts.telemetry, RULES, world.settings.key_ttl_s
-    ).routes()
-    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    guard = RequestGuard(world.settings, Callers(RULES.callers))
+    async with proxied(world, guard=guard) as client:
         count = 2_000
         if version == "v2":
             content, kind, path = json.dumps({"records": [{"value": 1}] * count}).encode(), JSON_V2, "/topics/orders"
@@ -438,18 +427,18 @@ async def test_a_response_for_which_there_is_no_room_is_a_timeout_that_names_the
             record = b"{}" if "none" in version else b'{"value":{"type":"JSON","data":1}}'
             content, kind, path = record * min(count, 1_900), JSON, V3
         headers = {"content-type": kind, "idempotency-key": "k"}
-        posts.guard.bodies.unread, posts.guard.bodies.most = 1, 30_000
+        guard.bodies.unread, guard.bodies.most = 1, 30_000
         response = await client.post(path, content=content, headers=headers)
         if "none" in version:
             assert_error(response, 503, 50003)
         else:
             assert assert_error(response, 408, 40801).startswith("response: too many large ones are not read yet")
-        assert posts.guard.bodies.unread == 1
-        posts.guard.bodies.most = 10_000_000
+        assert guard.bodies.unread == 1
+        guard.bodies.most = 10_000_000
         response = await client.post(path, content=content, headers=headers)
         assert response.status_code == 200
         assert len(response.content) > OWN_BYTES
-        assert posts.guard.bodies.unread == 1
+        assert guard.bodies.unread == 1
     await ended(serving)
 
 

@@ -11,19 +11,16 @@ import pytest
 from fastapi import FastAPI
 
 from service.contract import CallerRule, Rules
-from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
 from service.http import produce_listing as module
 from service.http.callers import Callers
-from service.http.events import EventsEndpoint
 from service.http.produce_listing import ListingParts, ListRequest, ProduceListing
 from service.http.request import WRITE_BYTES
 from service.http.request_guard import RequestGuard
 from service.kafka.admin import Topic
 from service.kafka.listing import ListedPartition, ListedTopic, Listing, TopicLister
 from service.kafka.topics import InternalTopics, TopicMetadataCache
-from service.pipeline.admission import Admission
 from tests.unit.fakes import FakeCluster
 from tests.unit.http.test_produce import ANSWER_V2, TOKEN_SHA256, assert_error
 
@@ -60,11 +57,9 @@ def app_of(cluster: Cluster, rules: Rules) -> FastAPI:
         topic_metadata=cluster.topic_metadata,
         topics=InternalTopics(cluster, settings),
     )
-    posts = EventsEndpoint(
-        RequestGuard(settings, Callers(rules.callers)), cast(Admission, None), Telemetry(), settings.key_ttl_s
-    )
+    guard = RequestGuard(settings, Callers(rules.callers))
     app = FastAPI()
-    app.router.routes += ProduceListing(posts.guard, cast(ListingParts, parts)).routes()
+    app.router.routes += ProduceListing(guard, cast(ListingParts, parts)).routes()
     return app
 
 

@@ -262,12 +262,8 @@ async def test_a_post_whose_key_is_being_read_is_answered_when_it_is_known() -> 
 
 async def test_a_stream_ends_when_its_token_expires() -> None:
     world = World(IssuerRule("corp", ISSUER, ("fencepost",), algorithms=("ES256",)))
-    posts = EventsEndpoint(
-        RequestGuard(Settings(rules="rules"), world.callers),
-        cast(Admission, Commits()),
-        Telemetry(),
-        Settings(rules="rules").key_ttl_s,
-    )
+    guard = RequestGuard(Settings(rules="rules"), world.callers)
+    endpoint = StreamEndpoint(guard, cast(Admission, Commits()), Telemetry(), lines_exchange)
     coming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     sent: list[Any] = []
 
@@ -280,11 +276,7 @@ async def test_a_stream_ends_when_its_token_expires() -> None:
 
     headers = {b"host": b"x", b"content-type": b"application/x-ndjson", b"authorization": b"Bearer " + token().encode()}
     scope = {"type": "http", "http_version": "1.1", "client": None, "headers": [*headers.items()]}
-    serving = asyncio.create_task(
-        StreamEndpoint(posts.guard, posts.admission, posts.telemetry, lines_exchange)(
-            scope, cast(Any, coming.get), send
-        )
-    )
+    serving = asyncio.create_task(endpoint(scope, cast(Any, coming.get), send))
     say(1)
     async with asyncio.timeout(5.0):
         while len(sent) < 2:  # noqa: ASYNC110
