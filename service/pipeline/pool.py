@@ -111,7 +111,7 @@ class Pool:
         self._stopping = False
 
     def __repr__(self) -> str:
-        return f"<Pool {self.token} {sorted(self.slots.values(), key=lambda slot: slot.n)}>"
+        return f"<Pool {self._settings.name} {sorted(self.slots.values(), key=lambda slot: slot.n)}>"
 
     @cached_property
     def token(self) -> str:

@@ -116,6 +116,7 @@ async def test_a_process_takes_its_slots_and_gives_them_back(hold: Hold) -> None
 async def test_workers_that_a_server_forks_after_it_has_made_the_app_have_different_tokens(hold: Hold) -> None:
     """With one name for all, each would take the slots of the others for its own, and they would fence each other."""
     held = hold(slots=2, slots_max=4)
+    assert "<Pool" in repr(held.pool), "a log before the fork makes no token"
     worker, made = copy(held.pool), held.pool  # a fork, before the pool has run
     assert worker.token != made.token
     assert made.token == held.pool.token  # it stays the same
