@@ -136,7 +136,7 @@ def _findings(arguments: Sequence[str]) -> int:
 
 def _rates(arguments: Sequence[str]) -> int:
     options = parse_rates(arguments, int(time.time() * 1000))
-    sys.stdout.writelines(rates.rates(open_session(), options))
+    sys.stdout.writelines(rates.rates(open_session(urls=(options.lake,)), options))
     return 0
 
 

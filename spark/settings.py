@@ -114,12 +114,28 @@ def rules_of(shared: SharedSettings, options: Options) -> Rules:
     Raises SettingsError with a line for each mistake.
     """
     rules = Rules.read(shared.rules)
-    if not options.sinks:
-        return rules
-    given = Rules.read(options.sinks)
-    if given != Rules(sinks=given.sinks):
-        raise SettingsError(f"--sinks {options.sinks}: write [[sinks]] only; other rules belong into {PREFIX}RULES")
-    return replace(rules, sinks=given.sinks)
+    if options.sinks:
+        given = Rules.read(options.sinks)
+        if given != Rules(sinks=given.sinks):
+            raise SettingsError(f"--sinks {options.sinks}: write [[sinks]] only; other rules belong into {PREFIX}RULES")
+        rules = replace(rules, sinks=given.sinks)
+    _check_lateness(Settings(shared=shared, options=options, rules=rules))
+    return rules
+
+
+def _check_lateness(settings: Settings) -> None:
+    """Check that the window still has an event when its time to arrive in a sink is over; SettingsError otherwise.
+
+    No run would find that the event is missing.
+    """
+    for rule in settings.rules.sinks:
+        least_h = (1000 * rule.late_s + settings.max_settle_ms) // HOUR_MS + 1
+        if settings.options.window_h < least_h:
+            raise SettingsError(
+                f"the sink {rule.name!r}: late_s = {rule.late_s} is longer than the report's window of "
+                f"{settings.options.window_h} hours, which an event would leave unjudged: write less, or give "
+                f"--window-h {least_h} or more"
+            )
 
 
 def glob_regex(globs: Sequence[str]) -> str:

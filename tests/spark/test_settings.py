@@ -1,5 +1,6 @@
 """The command line: each mistake is one line that names the argument."""
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -8,6 +9,7 @@ from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 
 import spark.__main__
 from service.contract import SettingsError, SharedSettings
+from spark.errors import CannotRun
 from spark.settings import parse, rules_of
 
 GIVEN = ["--lake", "l", "--report", "r"]
@@ -102,9 +104,33 @@ def test_a_jvm_that_died_or_a_file_that_is_gone_exits_with_2_and_no_verdict(
     assert "cannot run: Spark or a file failed, see above" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command", [["run", "--report", "r"], ["view", "t"], ["show", "k"], ["findings"], ["rates"], ["repair"]]
+)
+def test_each_command_opens_a_session_with_the_jars_for_its_lake(
+    monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """Without the URL of a lake on S3 Spark's class path would lack what opens it."""
+    opened = Mock(side_effect=CannotRun("opened"))
+    monkeypatch.setattr(spark.__main__, "open_session", opened)
+    monkeypatch.setattr("sys.argv", ["spark", *command, "--lake", "s3a://bucket/lake"])
+    assert spark.__main__.main() == 2
+    assert "s3a://bucket/lake" in opened.call_args.kwargs["urls"]
+
+
 SINK = (
     '[[sinks]]\nname = "a"\ntopics = ["t"]\nformat = "delta"\npath = "p"\nid = "id"\nevent_time = "at"\nlate_s = 60\n'
 )
+
+
+def test_an_event_does_not_leave_the_window_before_it_must_be_in_a_sink(tmp_path: Path) -> None:
+    (tmp_path / "sinks.toml").write_text(SINK.replace("late_s = 60", "late_s = 604720"))  # a week, less the timeouts
+    shared, options = SharedSettings(), parse([*GIVEN, "--sinks", str(tmp_path / "sinks.toml")])
+    with pytest.raises(SettingsError, match=r"'a': late_s = 604720 .* 168 hours.* give --window-h 169 or more"):
+        rules_of(shared, options)
+    (sink,) = rules_of(shared, replace(options, window_h=169)).sinks
+    assert sink.late_s == 604_720
+    assert rules_of(shared, replace(options, grace_s=59)).sinks == (sink,)
 
 
 def test_sinks_of_a_file_take_the_place_of_those_in_the_rules(tmp_path: Path) -> None:
