@@ -69,7 +69,8 @@ def _run(arguments: Sequence[str]) -> int:
     console = Console(sys.stderr)
     settings = _read_settings(options)
     began_s = time.monotonic()
-    session = open_session(urls=(options.lake, options.report))
+    # A sink may be on S3 where lake and report are not.
+    session = open_session(urls=(options.lake, options.report, *(rule.path for rule in settings.rules.sinks)))
     before = {"start Spark": time.monotonic() - began_s}
     if options.dry_run:
         with console.watching(session):

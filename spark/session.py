@@ -81,7 +81,7 @@ JAVA_OPTIONS: Final = (
 def open_session(
     environ: Mapping[str, str] | None = None, java_options: str = JAVA_OPTIONS, urls: Sequence[str] = ()
 ) -> SparkSession:
-    """Create the session of this process; `urls` are those of lake and report.
+    """Create the session of this process; `urls` are those of lake, report and sinks.
 
     Under spark-submit, master, sizes and jars are those of the submission. Otherwise the master is `local[*]`, with the
     jars of the lock, and those for S3 if a URL needs them (CannotRun if one is missing), in a JVM with `java_options`.

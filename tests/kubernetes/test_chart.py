@@ -229,7 +229,8 @@ def test_values_that_cannot_work_are_refused(given: Any, error: str, tmp_path: P
 def test_the_audit_gets_its_silences_and_further_options(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     silences = '[[silences]]\nfinding = "unkeyed::orders:*"\nuntil = 2026-12-24\nreason = "a mirror"\n'
-    file.write_text(yaml.safe_dump({"audit": {"silences": silences, "extraArgs": ["--fail-on=error"]}}))
+    audit = {"silences": silences, "extraArgs": ["--fail-on=error"], "secret": "sinks"}
+    file.write_text(yaml.safe_dump({"audit": audit}))
     made = Rendered("audit", template(file))
     assert made.one("ConfigMap", "fencepost-rules")["data"]["silences.toml"] == silences
     pod = made.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
@@ -239,6 +240,8 @@ def test_the_audit_gets_its_silences_and_further_options(tmp_path: Path) -> None
     assert parsed.fail_on == ("error",)
     (mounted,) = (one["mountPath"] for one in pod["containers"][0]["volumeMounts"] if one["name"] == "rules")
     assert parsed.silences == f"{mounted}/silences.toml"
+    (secret,) = (one["secret"] for one in pod["volumes"] if one["name"] == "secret")
+    assert secret == {"secretName": "sinks", "optional": True}
 
 
 def test_a_change_replaces_the_pods_that_read_it_only_at_their_start(tmp_path: Path) -> None:

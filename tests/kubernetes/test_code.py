@@ -29,7 +29,7 @@ from service.pipeline.admission import Admission
 from spark.__main__ import EXIT_CANNOT_RUN
 from spark.errors import CannotRun
 from spark.rules.balance import Balance
-from spark.session import _ALWAYS, _LOCAL
+from spark.session import _ALWAYS, _LOCAL, UTC
 from spark.settings import parse
 from tests.kubernetes.rendering import HERE, Object, Rendered, render_with
 from tests.kubernetes.times import drain_s, way_out_s
@@ -285,6 +285,7 @@ def test_the_operator_s_spark_conf_has_the_settings_of_a_local_job(operated: Ren
     for side in ("driver", "executor"):
         (path,) = re.findall(r"-Dlog4j2\.configurationFile=file:///app/(\S+)", told[f"spark.{side}.extraJavaOptions"])
         assert (ROOT / path).is_file()  # COPY spark /app/spark
+        assert UTC in told[f"spark.{side}.extraJavaOptions"].split()
     assert "COPY spark /app/spark" in (ROOT / "Dockerfile").read_text()
 
 

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import pytest
 
-from service.contract import SharedSettings
+from service.contract import Rules, SharedSettings
 from service.core.settings import Settings
 from tests.kubernetes.rendering import HERE, Object, Rendered
 from tests.kubernetes.test_restricted import breaches
@@ -53,6 +53,44 @@ def test_with_the_spark_operator_the_driver_has_the_files(secured_operated: Rend
         found = secret_of(template["driver"]["volumeMounts"], template["volumes"], settings[variable])
         assert found == ("fencepost-kafka", key)
     assert "kafka" not in [mount["name"] for mount in template["executor"]["volumeMounts"]]
+
+
+def test_the_audit_has_the_passwords_of_its_sinks_and_the_service_has_not(
+    prod: Rendered, followed: Rendered, operated: Rendered
+) -> None:
+    path = "/etc/fencepost-audit/warehouse.password"
+    sink = """[[sinks]]
+name = "warehouse"
+topics = ["orders"]
+format = "jdbc"
+url = "jdbc:postgresql://db/warehouse"
+table = "orders"
+id = "event_id"
+event_time = "accepted_at"
+late_s = 900
+"""
+    rules = Rules.parse(f'{sink}password_file = "{path}"', prod.settings(container_of(prod))["FENCEPOST_RULES"])
+    assert rules.sinks[0].password_file == path
+    application = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]
+    cron, follow = pods(prod)["CronJob/fencepost-audit"]["spec"], pods(followed)["Deployment/fencepost-audit"]["spec"]
+    of_audit = {
+        "cron": (cron["containers"][0], cron),
+        "follow": (follow["containers"][0], follow),
+        "operator": (application["driver"], application),
+    }
+    for name, (container, spec) in of_audit.items():
+        found = secret_of(container["volumeMounts"], spec["volumes"], path)
+        assert found == ("fencepost-audit", "warehouse.password"), name
+        # Most audits have no secret.
+        assert [one["secret"]["optional"] for one in spec["volumes"] if one["name"] == "secret"] == [True], name
+    others = [container_of(prod)["volumeMounts"], application["executor"]["volumeMounts"]]
+    assert not [mount for mounts in others for mount in mounts if path.startswith(f"{mount['mountPath']}/")]
+
+
+def container_of(rendered: Rendered) -> Any:
+    """Return the container of the service."""
+    (container,) = pods(rendered)["Deployment/fencepost"]["spec"]["containers"]
+    return container
 
 
 def test_the_settings_are_right_together(secured: Rendered, authority: Authority, tmp_path: Path) -> None:

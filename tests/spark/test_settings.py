@@ -9,6 +9,7 @@ from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 
 import spark.__main__
 from service.contract import SettingsError, SharedSettings
+from spark import jars
 from spark.errors import CannotRun
 from spark.settings import parse, rules_of
 
@@ -143,3 +144,15 @@ def test_sinks_of_a_file_take_the_place_of_those_in_the_rules(tmp_path: Path) ->
     assert ([sink.name for sink in read.sinks], [rule.pattern for rule in read.topics]) == (["b"], ["t"])
     with pytest.raises(SettingsError, match=r"rules.toml: write \[\[sinks\]\] only; other rules belong into "):
         rules_of(shared, parse([*GIVEN, "--sinks", str(rules)]))
+
+
+def test_the_session_can_read_a_sink_on_s3_where_the_lake_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sinks = tmp_path / "sinks.toml"
+    sinks.write_text(SINK.replace('path = "p"', 'path = "s3a://warehouse/orders"'))
+    opened = Mock(side_effect=CannotRun("no session"))
+    monkeypatch.setattr(spark.__main__, "open_session", opened)
+    monkeypatch.setattr("sys.argv", ["spark", *GIVEN, "--sinks", str(sinks)])
+    assert spark.__main__.main() == 2
+    assert jars.needs_s3(opened.call_args.kwargs["urls"])
