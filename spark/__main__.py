@@ -89,7 +89,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _read_settings(options: Options) -> Settings:
-    """Read all that the options name, anew: environment, rules, silences, the URL of the webhook."""
+    """Read all that the options name, anew: environment, rules, silences, URL and secret of the webhook."""
     shared = SharedSettings.from_env()
     kinds_of("--fail-on", options.fail_on)
     settings = Settings(

@@ -1,6 +1,7 @@
 """The settings of a run: the environment that the job shares with the service, and the command line."""
 
 import argparse
+import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -30,6 +31,11 @@ SLACK: Final = "slack"
 
 URL_CHARS_MOST: Final = 2000
 
+KEY_BYTES: Final = (24, 64)
+"""The least and the most bytes of a key of Standard Webhooks."""
+SECRETS_MOST: Final = 2
+"""The secrets of a webhook: two while one replaces the other."""
+
 PAUSE_S_LEAST: Final = 5
 PAUSE_S_MOST: Final = 60
 """Bounds of the pause between two turns of --follow: a run that takes up to 30 s has each verdict two minutes after its
@@ -57,6 +63,7 @@ class Options:
     fail_on: tuple[str, ...] = ()
     silences: str = ""
     webhook: str = field(default="", repr=False)
+    webhook_secret: str = ""
     webhook_format: str = JSON
     webhook_after: int = 1
     dry_run: bool = False
@@ -69,12 +76,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """Where a run sends new findings: the URL, the shape of the body (JSON or SLACK), and after how many runs that had
-    the finding."""
+    """Where a run sends new findings: the URL, the shape of the body (JSON or SLACK), after how many runs that had the
+    finding, and the keys that sign a request, none for requests without a signature."""
 
     url: str = field(repr=False)
     format: str = JSON
     after: int = 1
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +256,12 @@ def parse(arguments: Sequence[str]) -> Options:
         help="where to POST new findings, each once; @FILE for a file with the URL, which may be a secret",
     )
     parser.add_argument(
+        "--webhook-secret",
+        default="",
+        metavar="FILE",
+        help="a file with the secret by which each request is signed, as Standard Webhooks has it (whsec_ and base64)",
+    )
+    parser.add_argument(
         "--webhook-format", choices=(JSON, SLACK), default=JSON, help="the body: a JSON document, or a message of Slack"
     )
     parser.add_argument(
@@ -293,6 +307,8 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error("argument --follow: leave out --dry-run and --recheck-sinks, which are for a single run")
     if parsed.alive_file and not parsed.follow:
         parser.error("argument --alive-file: give it with --follow")
+    if parsed.webhook_secret and not parsed.webhook:
+        parser.error("argument --webhook-secret: give it with --webhook")
     identity = dict(parsed.identity)
     if len(identity) < len(parsed.identity):
         parser.error("argument --identity: a topic is named twice; give one expression for each")
@@ -318,6 +334,7 @@ def parse(arguments: Sequence[str]) -> Options:
         fail_on=_listed(parsed.fail_on),
         silences=parsed.silences,
         webhook=parsed.webhook,
+        webhook_secret=parsed.webhook_secret,
         webhook_format=parsed.webhook_format,
         webhook_after=parsed.webhook_after,
         dry_run=parsed.dry_run,
@@ -330,9 +347,9 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def read_webhook(options: Options) -> Webhook | None:
-    """Return the webhook of the options, with the URL of the file `@FILE`; None without one.
+    """Return the webhook of the options, with the URL of the file `@FILE` and the keys of its secret; None without one.
 
-    SettingsError, which does not show the URL, if it cannot be read or is no URL.
+    SettingsError, which shows neither URL nor secret, if they cannot be read, or are none.
     """
     if not options.webhook:
         return None
@@ -347,7 +364,31 @@ def read_webhook(options: Options) -> Webhook | None:
             f"--webhook: that is no URL of http or https, of at most {URL_CHARS_MOST} characters, without a user: give "
             "https://HOST/PATH, or @FILE for a file with it"
         )
-    return Webhook(url, options.webhook_format, options.webhook_after)
+    return Webhook(url, options.webhook_format, options.webhook_after, _keys_of(options.webhook_secret))
+
+
+def _keys_of(file: str) -> tuple[bytes, ...]:
+    """Read the keys that sign the requests to the webhook: a secret in each line of a file; none without a file.
+
+    A secret is `whsec_` and base64, of 24 to 64 bytes
+    (https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md).
+    """
+    if not file:
+        return ()
+    try:
+        secrets = Path(file).read_text(encoding="utf-8").split()
+        keys = tuple(base64.b64decode(secret.removeprefix("whsec_"), validate=True) for secret in secrets)
+    except OSError as error:
+        raise SettingsError(f"--webhook-secret {file}: {error}; give a file with the secret in it") from None
+    except ValueError:
+        keys = ()
+    least, most = KEY_BYTES
+    if not 1 <= len(keys) <= SECRETS_MOST or not all(least <= len(key) <= most for key in keys):
+        raise SettingsError(
+            f"--webhook-secret {file}: write a secret into the file, whsec_ and the base64 of {least} to {most} bytes; "
+            "while one secret replaces another, write both, each in a line"
+        )
+    return keys
 
 
 def _is_url(text: str) -> bool:

@@ -17,6 +17,7 @@ class Receiver:
         self.statuses = [200]
         self.pause_s = 0.0
         self.received: list[tuple[str, str, Any]] = []
+        self.headers: list[dict[str, str]] = []
 
     def handler(self) -> type[Handler]:
         receiver = self
@@ -25,6 +26,7 @@ class Receiver:
             def respond(self, body: bytes) -> None:
                 known = self.command, self.headers["idempotency-key"], json.loads(body or b"null")
                 receiver.received.append(known)
+                receiver.headers.append({name.lower(): text for name, text in self.headers.items()})
                 time.sleep(receiver.pause_s)
                 status = receiver.statuses.pop(0) if len(receiver.statuses) > 1 else receiver.statuses[0]
                 self.send_response(status)

@@ -44,6 +44,7 @@ def test_topics_are_globs_separated_by_commas() -> None:
         (["--follow", "--pause-s", "61"], "argument --pause-s: '61' is not an integer from 5 to 60"),
         (["--follow", "--dry-run"], "argument --follow: leave out --dry-run and --recheck-sinks"),
         (["--alive-file", "f"], "argument --alive-file: give it with --follow"),
+        (["--webhook-secret", "f"], "argument --webhook-secret: give it with --webhook"),
         (["--vacuum-h", "876001"], "argument --vacuum-h: '876001' is not an integer from 1 to 876000"),
     ],
 )

@@ -1,14 +1,17 @@
 """The webhook: which findings are sent when, the bodies, and deliveries to a real HTTP server."""
 
+import base64
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import pytest
+import standardwebhooks
 
-from service.contract import SettingsError
+from service.contract import SettingsError, SignatureRule
+from service.events.signatures import Verifier
 from spark.report import webhook
 from spark.report.model import Document, Finding
 from spark.rules import current_findings
@@ -130,6 +133,54 @@ def test_a_delivery_is_repeated_while_that_may_help(
     assert made.received == [("POST", "key-1", {"a": 1})] * number
 
 
+SECRETS: Final = tuple(f"whsec_{base64.b64encode(bytes([nth]) * 32).decode()}" for nth in (1, 2))
+
+
+def test_a_request_is_signed_by_each_secret_as_standard_webhooks_does(
+    receiver: tuple[Receiver, Webhook], tmp_path: Path
+) -> None:
+    made, hook = receiver
+    file = tmp_path / "secret"
+    file.write_text("\n".join(SECRETS) + "\n")
+    signed = read_webhook(options("--webhook", hook.url, "--webhook-secret", str(file)))
+    assert signed is not None
+    assert SECRETS[0][6:] not in repr(signed)
+    made.statuses = [503, 200]
+    body = '{"key": "Z\u00fcrich"}'.encode()
+    assert webhook.send(signed, body, "fencepost-1") is None
+    assert len(made.headers) == 2
+    for headers in made.headers:
+        assert (headers["webhook-id"], headers["idempotency-key"]) == ("fencepost-1",) * 2
+        raw = [(name.encode(), text.encode()) for name, text in headers.items()]
+        for secret in SECRETS:
+            assert standardwebhooks.Webhook(secret).verify(body, headers) == json.loads(body)
+            verifier = Verifier(SignatureRule("standard-webhooks", ("file",)), [secret])
+            assert verifier.check(raw, body, time.time()) == int(headers["webhook-timestamp"])
+    # Nothing signs what has no secret.
+    assert webhook.send(hook, body, "fencepost-2") is None
+    assert not [name for name in made.headers[-1] if name.startswith("webhook-")]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "whsec_", "whsec_!!!!", "\xff"),
+        f"whsec_{base64.b64encode(b'k' * 23).decode()}",
+        "\n".join([*SECRETS, SECRETS[0]]),
+    ],
+)
+def test_a_wrong_secret_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(content.encode("latin-1"))
+    given = options("--webhook", "https://a/b", "--webhook-secret", str(file))
+    with pytest.raises(SettingsError, match=r"--webhook-secret .*: write a secret into the file, whsec_") as raised:
+        read_webhook(given)
+    assert SECRETS[0][6:] not in str(raised.value)
+    file.unlink()
+    with pytest.raises(SettingsError, match=r"--webhook-secret .*No such file.*; give a file with the secret in it"):
+        read_webhook(given)
+
+
 def test_a_receiver_that_does_not_answer_holds_a_run_for_a_bounded_time(receiver: tuple[Receiver, Webhook]) -> None:
     made, hook = receiver
     made.pause_s = 1.0
@@ -152,7 +203,7 @@ def test_the_url_may_stand_in_a_file(tmp_path: Path) -> None:
     given = options("--webhook", f"@{file}", "--webhook-format", "slack", "--webhook-after", "3")
     hook = read_webhook(given)
     assert hook == Webhook("https://hooks.example.com/T0/secret", SLACK, 3)
-    assert "secret" not in repr(hook) + repr(given)
+    assert "hooks.example" not in repr(hook) + repr(given)
     assert read_webhook(options()) is None
 
 
