@@ -5,12 +5,13 @@ Requests in protocol.CODECS are encoded there, and ResponseReader splits the rec
 """
 
 import asyncio
+import contextlib
 import random
 import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from typing import Any, Final
 
 import structlog
@@ -46,6 +47,8 @@ _CORRELATION_ID_LEAST: Final = 2**30
 _CORRELATION_IDS: Final = 2**30
 # A connection that is idle for longer is closed, before brokers do it (connections.max.idle.ms, 10 minutes).
 CLOSE_IDLE_MS: Final = 540_000
+# The metadata of all topics is fetched by the first request in this share of its highest age, and at that age.
+ALL_TOPICS_SHARE: Final = 0.5
 # TCP keepalive while a connection is idle (s), which also keeps firewall state alive, and the time (ms) after which
 # the kernel ends a connection whose packets are not acknowledged. A slow broker still acknowledges packets.
 TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 4_000}
@@ -256,6 +259,54 @@ class Client(BaseClient):
         self._requests_sent = 0  # of transactions
         self._probe_timeout_s = min(PROBE_TIMEOUT_S, request_timeout_ms / 1000 / PROBE_SHARE)
         self.has_lost_connection = False  # a connection has ended that this client did not close
+        self._new_topics: set[str] = set()  # topics that the next Metadata request asks for
+        self._asks_all = False  # whether it asks for all tracked topics instead
+        self._asked_all_at = time.monotonic()
+
+    def add_topic(self, topic: str) -> asyncio.Future[bool]:
+        with self._asking_only_for({topic} - self.tracked_topics):
+            return super().add_topic(topic)
+
+    def set_topics(self, topics: Collection[str]) -> asyncio.Future[bool]:
+        with self._asking_only_for(set(topics) - self.tracked_topics):
+            return super().set_topics(topics)
+
+    def refresh(self, topics: Collection[str]) -> asyncio.Future[bool]:
+        """Request the metadata of these topics only; the result is False where no broker answers."""
+        with self._asking_only_for(topics):
+            return self.force_metadata_update()
+
+    def force_metadata_update(self) -> asyncio.Future[bool]:
+        self._asks_all = True
+        return super().force_metadata_update()  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _asking_only_for(self, topics: Collection[str]) -> Iterator[None]:
+        """Have the Metadata request that is made meanwhile ask for these topics: aiokafka's methods ask for all."""
+        asks_all = self._asks_all
+        yield
+        self._asks_all = asks_all
+        self._new_topics.update(topics)
+
+    async def _metadata_update(self, cluster_metadata: ClusterMetadata, topics: Collection[str] | None) -> bool:
+        """Fetch the metadata of new topics, and keep that of the others; of all topics where asked for, or at its age.
+
+        A session that writes to thousands of topics would else get the metadata of all of them with each new topic.
+        """
+        age_s = time.monotonic() - self._asked_all_at
+        if self._asks_all or age_s > ALL_TOPICS_SHARE * cluster_metadata.config["metadata_max_age_ms"] / 1000:
+            self._new_topics, asked_at = set(), time.monotonic()
+            if is_fetched := await super()._metadata_update(cluster_metadata, topics):
+                self._asked_all_at = asked_at
+            self._asks_all = not is_fetched
+            return is_fetched
+        while new := self._new_topics:  # others may be asked for meanwhile
+            self._new_topics, fetched = set(), ClusterMetadata()
+            if not await super()._metadata_update(fetched, new):
+                self._new_topics |= new
+                return False
+            _merge(cluster_metadata, fetched, new)
+        return not self._asks_all or await self._metadata_update(cluster_metadata, self.tracked_topics)
 
     def connection(self, node_id: int) -> Connection | None:
         """Find the open connection to a node, or None. A reconnect gives another object, so callers compare by `is`."""
@@ -344,6 +395,19 @@ class Client(BaseClient):
             await super()._check(connection)
         else:
             await self._checked(connection, lambda idle: _ask_for_versions(idle, self._probe_timeout_s))
+
+
+def _merge(known: ClusterMetadata, fetched: ClusterMetadata, topics: Collection[str]) -> None:
+    """Replace the brokers, and the metadata of some topics, by what was fetched.
+
+    `partitions_for_broker` is left as it is: only aiokafka's own producer would use it.
+    """
+    known._brokers, known.controller = fetched._brokers, fetched.controller
+    for topic in topics:
+        known._partitions.pop(topic, None)
+    known._partitions.update(fetched._partitions)
+    known.unauthorized_topics = known.unauthorized_topics.difference(topics) | fetched.unauthorized_topics
+    known.internal_topics = known.internal_topics.difference(topics) | fetched.internal_topics
 
 
 def _end_check(connection: Connection) -> None:

@@ -296,7 +296,7 @@ class OffsetCommit:
         client = self._session.client
         if not client.cluster.partitions_for_topic(OFFSETS_TOPIC):
             client.add_topic(OFFSETS_TOPIC)
-            if not await client.force_metadata_update():
+            if not await client.refresh([OFFSETS_TOPIC]):
                 raise errors.NodeNotReadyError("no broker answers with the metadata of its topics")
         return len(client.cluster.partitions_for_topic(OFFSETS_TOPIC) or ())
 

@@ -390,13 +390,14 @@ class ProducerSession:
     def request_metadata(self, partitions: Iterable[Partition]) -> None:
         """Request the metadata of all topics with an unknown leader at once; `find_leader` waits for it.
 
-        Adding topics one by one would send one request for each, and each for all topics before it too. Topics that the
-        last metadata did not have are asked for no more: they may have been deleted.
+        Adding topics one by one would send one request for each. Topics that the last metadata did not have are
+        tracked no more: they may have been deleted.
         """
         unknown = {partition[0] for partition in partitions if self.leader(partition) is None}
         if unknown:
             known = self.client.tracked_topics & self.client.cluster.topics(exclude_internal_topics=False)
             self.client.set_topics(known | unknown)
+            self.client.refresh(unknown)
 
     async def find_leader(self, partition: Partition) -> int:
         """Wait for a partition's leader, for METADATA_TIMEOUT_S. Raises TimeoutError where there is none.
@@ -409,7 +410,7 @@ class ProducerSession:
             async with asyncio.timeout(METADATA_TIMEOUT_S):
                 self.client.add_topic(topic)
                 while (node := self.leader(partition)) is None:
-                    answered = await self.client.force_metadata_update()
+                    answered = await self.client.refresh([topic])
                     await asyncio.sleep(0.01)
                 return node
         except TimeoutError:

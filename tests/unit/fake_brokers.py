@@ -1,7 +1,7 @@
 """Fake brokers for a producer's session, and producers that use them."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, NamedTuple
 
 import pytest
@@ -140,6 +140,9 @@ class FakeClient:
 
     async def force_metadata_update(self) -> bool:
         return True
+
+    def refresh(self, topics: Collection[str]) -> "asyncio.Future[bool]":
+        return asyncio.ensure_future(self.force_metadata_update())
 
     async def renew_sessions(self) -> None:
         if self.has_due_session:

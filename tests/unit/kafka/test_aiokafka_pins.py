@@ -2,8 +2,9 @@
 
 Seven are of clients: `_get_conn`, `_metadata_update`, `_md_synchronizer` and its `_sync_task`, `_conns`,
 `_on_connection_closed`, and `_client` of a consumer. No public method lets a subclass open connections, ask for
-metadata or hear of a connection's end. One is of a consumer: `_coordinator`, which has its member and generation in the
-group; aiokafka has no `groupMetadata()`.
+metadata or hear of a connection's end. Two are of a client's ClusterMetadata: `_brokers` and `_partitions`, because
+`update_metadata` drops all topics that are not in a response. One is of a consumer: `_coordinator`, which has its
+member and generation in the group; aiokafka has no `groupMetadata()`.
 
 Seven are of connections: `_writer`, `_requests`, `_versions`, `_last_action`, `_handle_frame`, `_do_sasl_handshake` and
 `_sasl_plain_password`. The requests of a transaction go over the connections that aiokafka has logged in, between its
@@ -79,6 +80,9 @@ async def test_the_client_keeps_topics_and_leaders_where_they_are_read() -> None
     assert client.cluster.topics(exclude_internal_topics=False) == set()
     assert client.cluster.unauthorized_topics == set()
     assert client.cluster.controller is None
+    assert client.cluster._brokers == client.cluster._partitions == {}
+    assert client.cluster.internal_topics == set()
+    assert client.cluster.config["metadata_max_age_ms"] == 300_000
     assert client.cluster.leader_for_partition(TopicPartition("none", 0)) is None
     await client.close()
 

@@ -1,20 +1,23 @@
 """Tests the fast path of transaction requests: the bytes that aiokafka sends and reads, on its own connections."""
 
 import asyncio
+import contextlib
 import gc
 import socket
 import struct
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiokafka import errors
 from aiokafka.protocol.admin import ApiVersionResponse_v0
-from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.metadata import MetadataRequest, MetadataRequest_v5, MetadataResponse_v5
 from aiokafka.protocol.produce import ProduceResponse_v7
 from aiokafka.protocol.transaction import AddPartitionsToTxnResponse_v0, EndTxnResponse_v0
+from aiokafka.structs import TopicPartition
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +28,7 @@ from service.kafka.connection import Client, ResponseReader
 from service.kafka.login import Connection
 from service.kafka.protocol import CODECS, AddPartitionsToTxnRequest, EndTxnRequest, ProduceRequest
 from service.kafka.security import Security
+from tests.unit.fakes import until
 
 VERSIONS = {0: (3, 11), 3: (0, 5), 18: (0, 0), 24: (0, 5), 26: (0, 5)}
 NODE = 1
@@ -395,3 +399,136 @@ async def test_try_send_without_a_connection_sends_nothing_and_an_unknown_node_i
     with pytest.raises(errors.NodeNotReadyError):
         await client.send(NODE, END)
     await client.close()
+
+
+class MetadataBroker(Broker):
+    """Answers each Metadata request, and keeps the topics that it asked for; partition 0 of each is led by NODE."""
+
+    def __init__(self) -> None:
+        super().__init__(VERSIONS)
+        self.topics_asked: list[set[str]] = []
+        self.absent: set[str] = set()
+        self.held: asyncio.Event | None = None  # the next response waits for it
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                (size,) = struct.unpack(">i", await reader.readexactly(4))
+                message: bytes = await reader.readexactly(size)
+                if message[:2] == struct.pack(">h", 18):
+                    answer = ApiVersionResponse_v0(0, [(key, *span) for key, span in self.versions.items()])
+                else:
+                    answer = self._metadata(message)
+                if message[:2] == struct.pack(">h", 3) and self.held is not None:
+                    held, self.held = self.held, None
+                    await held.wait()
+                writer.write(self.frame(message, answer))
+        writer.close()
+
+    def _metadata(self, message: bytes) -> MetadataResponse_v5:
+        (length,) = struct.unpack_from(">h", message, 8)
+        topics, allows_creation = MetadataRequest_v5.SCHEMA.decode(BytesIO(message[10 + length :]))
+        assert not allows_creation
+        self.topics_asked.append(set(topics))
+        rows: list[Any] = [
+            (3, name, False, []) if name in self.absent else (0, name, False, [(0, 0, NODE, [NODE], [NODE], [])])
+            for name in topics
+        ]
+        return MetadataResponse_v5(0, [(NODE, "127.0.0.1", self.port, None)], "cluster", NODE, rows)
+
+
+@pytest.fixture
+async def knowing() -> AsyncIterator[tuple[Client, MetadataBroker]]:
+    """A client that is connected, and has asked for no topic."""
+    broker = MetadataBroker()
+    server = await asyncio.start_server(broker.talk, "127.0.0.1", 0)
+    broker.port = server.sockets[0].getsockname()[1]
+    client = client_of(broker.port)
+    await client.bootstrap()
+    broker.topics_asked.clear()
+    yield client, broker
+    await client.close()
+    server.close()
+
+
+def led(client: Client, topics: Collection[str]) -> set[str]:
+    return {topic for topic in topics if client.cluster.leader_for_partition(TopicPartition(topic, 0)) == NODE}
+
+
+async def test_the_metadata_of_a_new_topic_is_requested_without_that_of_the_others(
+    knowing: tuple[Client, MetadataBroker],
+) -> None:
+    """Thousands of new topics, one after the other, would else cost the square of their number."""
+    client, broker = knowing
+    names = [f"topic-{number}" for number in range(50)]
+    for known, name in enumerate(names):
+        await (client.add_topic(name) if known % 2 else client.set_topics({*names[:known], name}))
+    assert broker.topics_asked == [{name} for name in names]
+    assert led(client, names) == set(names)
+    await client.force_metadata_update()
+    assert broker.topics_asked[50:] == [set(names)]
+
+
+async def test_topics_that_are_asked_for_amid_a_request_come_with_the_next(
+    knowing: tuple[Client, MetadataBroker],
+) -> None:
+    client, broker = knowing
+    held = broker.held = asyncio.Event()
+    first = client.set_topics({"a"})
+    await until(lambda: bool(broker.topics_asked))
+    second, third = client.refresh({"a"}), client.set_topics({"a", "b"})
+    held.set()
+    assert all(await asyncio.gather(first, second, third))
+    assert broker.topics_asked == [{"a"}, {"a", "b"}]
+    assert led(client, ("a", "b")) == {"a", "b"}
+
+
+async def test_all_topics_that_are_asked_for_amid_the_request_of_a_new_one_are_asked_for_too(
+    knowing: tuple[Client, MetadataBroker],
+) -> None:
+    """A leader may have moved."""
+    client, broker = knowing
+    await client.set_topics({"a"})
+    broker.topics_asked.clear()
+    held = broker.held = asyncio.Event()
+    first = client.set_topics({"a", "b"})
+    await until(lambda: bool(broker.topics_asked))
+    second = client.force_metadata_update()
+    held.set()
+    assert all(await asyncio.gather(first, second))
+    assert broker.topics_asked == [{"b"}, {"a", "b"}]
+
+
+async def test_a_topic_that_a_refresh_does_not_find_is_known_no_more(knowing: tuple[Client, MetadataBroker]) -> None:
+    client, broker = knowing
+    await client.set_topics({"a", "b"})
+    broker.absent = {"a", "b"}
+    await client.refresh({"a"})
+    assert client.cluster.topics(exclude_internal_topics=False) == {"b"}
+    assert client.cluster.partitions_for_topic("a") is None
+    assert broker.topics_asked == [{"a", "b"}, {"a"}]
+
+
+async def test_the_metadata_of_all_topics_is_not_kept_beyond_its_age_while_new_ones_come(
+    knowing: tuple[Client, MetadataBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, broker = knowing
+    await client.set_topics({"a"})
+    monkeypatch.setitem(client.cluster.config, "metadata_max_age_ms", 0)
+    await client.set_topics({"a", "b"})
+    assert broker.topics_asked == [{"a"}, {"a", "b"}]
+    monkeypatch.undo()
+    await client.set_topics({"a", "b", "c"})
+    assert broker.topics_asked[2:] == [{"c"}]
+
+
+async def test_a_new_topic_without_a_response_is_requested_again(
+    knowing: tuple[Client, MetadataBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, broker = knowing
+    await client.set_topics({"a"})
+    monkeypatch.setattr(client.cluster, "brokers", lambda: set())
+    assert not await client.set_topics({"a", "b"})
+    monkeypatch.undo()
+    assert await client.refresh({"c"})
+    assert broker.topics_asked == [{"a"}, {"b", "c"}]
