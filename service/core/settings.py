@@ -175,7 +175,8 @@ class Settings(SharedSettings):
     kafka_transactions: str = setting(
         "1",
         "version of Kafka's transactions: 1, or auto: 2 where the brokers have finalized it (KIP-890). With 2 a slot "
-        "changes its producer id, and no recovery ends what hangs under a former one (PROTOCOL.md, Limits)",
+        "changes its producer id, and what hangs under a former one is ended only with Alter on the cluster "
+        "(PROTOCOL.md, Limits)",
         one_of("1", "auto"),
     )
 

@@ -17,12 +17,13 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.contract import PREFIX, SharedSettings
+from service.contract.wire import STAMP_HEADER, Stamp, WireError
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed
 from service.kafka.connection import UNREACHABLE, Client
 from service.kafka.deadline import shared, within
-from service.kafka.hanging import ActiveProducer
-from service.kafka.inspection import FINAL, active_producers, producer_id_of
+from service.kafka.hanging import ActiveProducer, RecordCoordinates
+from service.kafka.inspection import FINAL, active_producers, fetch, producer_id_of
 from service.kafka.listing import Listing, listing_of
 from service.kafka.login import LOGIN_ERRORS, Connection
 from service.kafka.metadata import Metadata, Partition, Partitions, UndecodedMetadata, partitions_of
@@ -296,6 +297,18 @@ class KafkaAdmin:
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self.failed("metadata", f"partition leaders did not describe their producers: {error!r}") from error
         return found.active
+
+    async def slots_of(self, records: Iterable[RecordCoordinates]) -> dict[RecordCoordinates, int]:
+        """Read which slots have written records, by their headers; records that do not tell are left out."""
+        found: dict[RecordCoordinates, int] = {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.timeout_s):
+                for record in records:
+                    with contextlib.suppress(errors.KafkaError, OSError, WireError):
+                        entries, _, _ = await fetch(await self._connected(), *record)
+                        for first in entries[:1]:
+                            found[record] = Stamp.decode(dict(first.headers).get(STAMP_HEADER, b"")).slot
+        return found
 
     async def producer_ids(self, transactional_ids: Iterable[str]) -> dict[str, int]:
         """Ask the coordinators for the producer ids of transactional ids; unknown ones are left out."""

@@ -27,11 +27,15 @@ class Verdict(Enum):
 
 
 class ActiveProducer(NamedTuple):
-    """A producer id in its partition leader's state; `start` is the first offset of its open transaction, or -1."""
+    """A producer id in its partition leader's state; `start` is the first offset of its open transaction, or -1.
+
+    `coordinator_epoch`: of the last marker in the partition, or -1.
+    """
 
     producer_id: int
     epoch: int
     start: int
+    coordinator_epoch: int = -1
 
 
 class Transaction(NamedTuple):

@@ -1,7 +1,7 @@
-"""Requests about open transactions (KIP-664), and a fetch that returns transaction markers too.
+"""Requests about open transactions (KIP-664), a marker that ends one, and a fetch that returns markers too.
 
-DescribeProducers needs Read on the topic, DescribeTransactions needs Describe on the transactional id. aiokafka
-implements neither.
+DescribeProducers needs Read on the topic, DescribeTransactions needs Describe on the transactional id, WriteTxnMarkers
+needs Alter on the cluster. aiokafka implements none of them.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from aiokafka import errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.fetch import FetchRequest
-from aiokafka.protocol.types import CompactArray, CompactString, Int16, Int32, Int64, Schema, TaggedFields
+from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Int64, Schema, TaggedFields
 from aiokafka.record.control_record import ControlRecord
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.structs import TopicPartition
@@ -153,6 +153,72 @@ class DescribeTransactions(Request[DescribeTransactions_v0]):  # type: ignore[mi
         return request_struct_class([self.transactional_id], {})
 
 
+class _WriteTxnMarkersAnswer(Response):  # type: ignore[misc]
+    API_KEY = 27
+    API_VERSION = 1
+    SCHEMA = Schema(
+        (
+            "markers",
+            CompactArray(
+                ("producer_id", Int64),
+                (
+                    "topics",
+                    CompactArray(
+                        ("topic", CompactString("utf-8")),
+                        (
+                            "partitions",
+                            CompactArray(("partition", Int32), ("error_code", Int16), ("tags", TaggedFields)),
+                        ),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class WriteTxnMarkers_v1(RequestStruct):  # type: ignore[misc]  # noqa: N801
+    FLEXIBLE_VERSION = True
+    API_KEY = 27
+    API_VERSION = 1
+    RESPONSE_TYPE = _WriteTxnMarkersAnswer
+    SCHEMA = Schema(
+        (
+            "markers",
+            CompactArray(
+                ("producer_id", Int64),
+                ("producer_epoch", Int16),
+                ("transaction_result", Boolean),
+                ("topics", _PARTITIONS_BY_TOPIC),
+                ("coordinator_epoch", Int32),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class WriteTxnMarkers(Request[WriteTxnMarkers_v1]):  # type: ignore[misc]
+    """Asks a leader to append a marker of an active producer, as a coordinator does and `kafka-transactions abort`."""
+
+    API_KEY = 27
+
+    def __init__(self, partition: Partition, producer: ActiveProducer, *, commit: bool) -> None:
+        self.partition = partition
+        self.producer = producer
+        self.commit = commit
+
+    def build(self, request_struct_class: Any) -> Any:
+        (topic, number), producer = self.partition, self.producer
+        coordinator_epoch = max(0, producer.coordinator_epoch)  # 0, as Kafka's tool, where no marker was ever written
+        tags: dict[int, bytes] = {}
+        topics = [(topic, [number], tags)]
+        marker = producer.producer_id, producer.epoch, self.commit, topics, coordinator_epoch, tags
+        return request_struct_class([marker], tags)
+
+
 class Producers(NamedTuple):
     """The active producers of partitions, and the last error code of those whose leader refused."""
 
@@ -199,25 +265,33 @@ async def _ask_leader(client: AIOKafkaClient, node: int, partitions: Sequence[Pa
     for topic, rows, _ in response.topics:
         for number, code, _message, active, _ in rows:
             if code == OK:
-                found.active[topic, number] = [ActiveProducer(row[0], row[1], row[5]) for row in active]
+                found.active[topic, number] = [ActiveProducer(row[0], row[1], row[5], row[4]) for row in active]
             else:
                 found.failed[topic, number] = code
 
 
-async def open_partitions(client: AIOKafkaClient, node: int, transactional_id: str) -> set[Partition]:
-    """Ask a coordinator for the partitions of a transactional id's ongoing transaction.
+class LastTransaction(NamedTuple):
+    """The producer id of a transactional id, or -1, and the partitions of its ongoing transaction."""
 
-    Empty where the id is unknown or the broker is older than 3.0. Raises KafkaError where `node` is not the coordinator
-    or still loads its log.
+    producer_id: int
+    partitions: set[Partition]
+
+
+async def last_transaction(client: AIOKafkaClient, node: int, transactional_id: str) -> LastTransaction:
+    """Ask a coordinator for the producer id of a transactional id, and for the partitions of its ongoing transaction.
+
+    (-1, empty) where the id is unknown or the broker is older than 3.0. Raises KafkaError where `node` is not the
+    coordinator or still loads its log.
     """
     try:
         response = await client.send(node, DescribeTransactions(transactional_id))
     except UNSUPPORTED:
-        return set()
-    ((code, _, _state, _, _, _, _, topics, _),) = response.transactions
+        return LastTransaction(-1, set())
+    ((code, _, _state, _, _, producer_id, _, topics, _),) = response.transactions
     if code != OK and (kind := errors.for_code(code)).retriable:
         raise kind(transactional_id)
-    return {(topic, number) for topic, numbers, _ in topics or () for number in numbers}
+    partitions = {(topic, number) for topic, numbers, _ in topics or () for number in numbers}
+    return LastTransaction(int(producer_id) if code == OK else -1, partitions)
 
 
 async def is_ending(client: AIOKafkaClient, node: int, transactional_id: str) -> bool:
@@ -240,6 +314,17 @@ async def producer_id_of(client: AIOKafkaClient, node: int, transactional_id: st
         return None
     ((code, _, _state, _, _, producer_id, *_),) = response.transactions
     return int(producer_id) if code == OK else None
+
+
+async def write_marker(client: AIOKafkaClient, partition: Partition, producer: ActiveProducer, *, commit: bool) -> None:
+    """Have a leader end the open transaction of a producer by a marker. Raises KafkaError for any other response."""
+    node = client.cluster.leader_for_partition(TopicPartition(*partition))
+    if node is None or node < 0:
+        raise errors.LeaderNotAvailableError(f"{partition}")
+    response = await client.send(node, WriteTxnMarkers(partition, producer, commit=commit))
+    ((_, ((_, ((_, code, _),), _),), _),) = response.markers
+    if code != OK:
+        raise errors.for_code(code)(f"WriteTxnMarkers for {partition}")
 
 
 class LogEntry(NamedTuple):

@@ -17,8 +17,8 @@ from service.core.time_slice import yield_after
 from service.kafka import outcomes
 from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import AWAY, NOT_KEPT, OFFSETS_TOPIC, GroupOffsets, OffsetCommit
-from service.kafka.hanging import RecordCoordinates
-from service.kafka.inspection import UNSUPPORTED, is_ending
+from service.kafka.hanging import ActiveProducer, RecordCoordinates
+from service.kafka.inspection import UNSUPPORTED, active_producers, is_ending, write_marker
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
@@ -141,6 +141,11 @@ class TransactionalProducer:
         return self._session.without_marker
 
     @property
+    def former_ids(self) -> Collection[int]:
+        """The producer ids that the transactional id had before this session, as far as the coordinator named them."""
+        return self._session.former_ids
+
+    @property
     def has_lost_connection(self) -> bool:
         """Whether a broker has ended a connection; markers may be missing from a broker that was away."""
         return self._session.client.has_lost_connection
@@ -154,6 +159,37 @@ class TransactionalProducer:
         transaction of this session, an open one hangs: the fence has ended it for the coordinator.
         """
         return await self._open_check.ask(partitions, METADATA_TIMEOUT_S)
+
+    async def find_transactions_of_others(
+        self, partitions: Collection[Partition]
+    ) -> dict[int, dict[Partition, ActiveProducer]]:
+        """Find the open transactions of other producer ids, of any program, by producer id and partition.
+
+        Partitions whose leader gave no answer, or may not be asked, are left out.
+        """
+        found = await active_producers(self._session.client, partitions, METADATA_TIMEOUT_S)
+        others: dict[int, dict[Partition, ActiveProducer]] = {}
+        for partition, active in found.active.items():
+            for each in active:
+                if each.start >= 0 and each.producer_id != self.producer_id:
+                    others.setdefault(each.producer_id, {})[partition] = each
+        return others
+
+    async def write_marker_of_former(self, partition: Partition, former: ActiveProducer, *, commit: bool) -> str:
+        """Write the marker of a transaction that hangs under a former producer id of the transactional id.
+
+        No transaction of this session can write it, because a coordinator writes markers of the present producer id
+        only. Returns why the marker was not written; "" if it was. Raises no KafkaError: the slot can go on without it.
+        """
+        assert former.producer_id != self.producer_id
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await write_marker(self._session.client, partition, former, commit=commit)
+                return ""
+        except errors.ClusterAuthorizationFailedError:
+            return "the service has no permission to Alter the cluster"
+        except (errors.KafkaError, OSError, *UNSUPPORTED) as error:
+            return repr(error)
 
     async def write_missing_markers(self, partitions: Sequence[Partition], *, commit: bool) -> Sequence[Partition]:
         """Write missing markers into partitions, by a transaction that adds the partitions and writes no data.

@@ -22,7 +22,7 @@ from service.kafka import outcomes
 from service.kafka.admin import COMPRESSION_CODECS, RETRIABLE, TRANSACTIONS_1, KafkaAdmin, any_node, coordinator, remedy
 from service.kafka.connection import Client
 from service.kafka.deadline import within
-from service.kafka.inspection import open_partitions
+from service.kafka.inspection import last_transaction
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import RECORD_ERRORS, PartitionUnknown, RecordError, TransactionAbortable
 from service.kafka.protocol import EPOCH_PER_TRANSACTION, ProduceAndAddRequest, ProduceRequest
@@ -162,6 +162,7 @@ class ProducerSession:
         self.producer_id = self.epoch = -1
         self.coordinator = -1
         self.without_marker: set[Partition] = set()  # of the older producers' transaction, before the fence
+        self.former_ids: set[int] = set()  # producer ids of the transactional id that the fence has replaced
         self.joining: set[Partition] = set()  # partitions that the next Produce to each adds to the transaction
         self._cluster = cluster
         self._timeout_ms = timeout_ms
@@ -191,10 +192,13 @@ class ProducerSession:
                     node = await any_node(self.client)
                 else:
                     node = await coordinator(self.client, self.transactional_id)
-                    self.without_marker |= await open_partitions(self.client, node, self.transactional_id)
+                    last = await last_transaction(self.client, node, self.transactional_id)
+                    self.without_marker |= last.partitions
+                    self.former_ids.add(last.producer_id)
                 response = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
                 raise_if_error(response.error_code, "InitProducerId")
                 self.coordinator, self.producer_id, self.epoch = node, response.producer_id, response.producer_epoch
+                self.former_ids -= {self.producer_id, -1}
                 return
             except RETRIABLE:
                 await asyncio.sleep(RETRY_PAUSE_S)

@@ -17,7 +17,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
 from service.kafka.admin import LastOffsets
-from service.kafka.hanging import ActiveProducer
+from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.metadata import Partition
 
 log = structlog.get_logger(__name__)
@@ -30,9 +30,10 @@ LOOKS_A_TIMEOUT: Final = 2
 # The pause after a recovery that has not moved the LSO, doubled each time.
 PAUSE_LEAST_S: Final = 60.0
 PAUSE_MOST_S: Final = 3600.0
-# The owner of an open transaction: a slot, another program, or unknown, if the leader names no producer.
-SLOT, OTHER, UNKNOWN = "slot", "other", "unknown"
-OWNERS: Final = (SLOT, OTHER, UNKNOWN)
+# The owner of an open transaction: a slot, a slot under a producer id that Kafka has replaced, another program, or
+# unknown, if the leader names no producer.
+SLOT, FORMER, OTHER, UNKNOWN = "slot", "former", "other", "unknown"
+OWNERS: Final = (SLOT, FORMER, OTHER, UNKNOWN)
 
 
 class Offsets(Protocol):
@@ -46,6 +47,10 @@ class Offsets(Protocol):
         self, partitions: Collection[Partition]
     ) -> Mapping[Partition, Sequence[ActiveProducer]]:
         """List the producers of each partition (DescribeProducers), except partitions that may not be described."""
+        ...
+
+    async def slots_of(self, records: Iterable[RecordCoordinates]) -> Mapping[RecordCoordinates, int]:
+        """Read which slots have written records, by their headers; records that do not tell are left out."""
         ...
 
 
@@ -108,9 +113,9 @@ def _is_gone(partition: Partition, found: LastOffsets) -> bool:
     return topic in found.absent or (partitions is not None and number >= partitions)
 
 
-def holders(stalled: Stalled, producers: Iterable[ActiveProducer]) -> set[int]:
-    """Find the ids of the producers whose transactions hold the LSO where it is."""
-    return {each.producer_id for each in producers if 0 <= each.start <= stalled.last_stable}
+def holders(stalled: Stalled, producers: Iterable[ActiveProducer]) -> dict[int, int]:
+    """Find the producers whose transactions hold the LSO where it is: the first offset of each, by producer id."""
+    return {each.producer_id: each.start for each in producers if 0 <= each.start <= stalled.last_stable}
 
 
 class LsoWatch:
@@ -173,9 +178,11 @@ class LsoWatch:
         producers = await self._offsets.open_transactions(due)
         held_by = {partition: holders(stalled, producers.get(partition, ())) for partition, stalled in due.items()}
         slots = await self._slots.of_producers(set().union(*held_by.values()))
+        former = await self._former(held_by, slots)
         for partition, stalled in due.items():
             theirs = {slots[producer] for producer in held_by[partition] if producer in slots}
-            owner = SLOT if theirs else OTHER if held_by[partition] else UNKNOWN
+            owner = SLOT if theirs else FORMER if former[partition] else OTHER if held_by[partition] else UNKNOWN
+            theirs |= former[partition]
             pause_s = min(2 * stalled.pause_s, PAUSE_MOST_S)
             self._known[partition] = stalled._replace(owner=owner, again=now + stalled.pause_s, pause_s=pause_s)
             log.warning(
@@ -190,6 +197,27 @@ class LsoWatch:
             )
             for n in theirs:
                 self._slots.recover(n, [partition])
+
+    async def _former(
+        self, held_by: Mapping[Partition, Mapping[int, int]], slots: Collection[int]
+    ) -> dict[Partition, set[int]]:
+        """Find the slots that began a transaction under a producer id which no transactional id of a slot has now.
+
+        In its ledger partition a slot is known by the partition's number, elsewhere by the header of the first record.
+        """
+        firsts = [
+            RecordCoordinates(partition, start)
+            for partition, producers in held_by.items()
+            for producer, start in producers.items()
+            if producer not in slots
+        ]
+        found = await self._offsets.slots_of([each for each in firsts if each.partition[0] != self._ledger])
+        former: dict[Partition, set[int]] = {partition: set() for partition in held_by}
+        for first in firsts:
+            (topic, number), slot = first.partition, found.get(first)
+            if topic == self._ledger or slot is not None:
+                former[first.partition].add(number if slot is None else slot)
+        return former
 
     def _show(self, now: float) -> None:
         hanging = [stalled for _, stalled in self._hanging(now)]

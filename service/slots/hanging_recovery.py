@@ -18,6 +18,7 @@ from service.core.time_slice import TimeSlice
 from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.hanging import (
+    ActiveProducer,
     Marker,
     RecordCoordinates,
     Transaction,
@@ -53,6 +54,7 @@ UNREADABLE: Final = (
 class LedgerTail:
     """The transactions of a producer id in its slot's ledger partition, from an offset on."""
 
+    producer_id: int
     start: int
     # By partition, the offset from which on to keep its transactions; without any, all transactions are kept.
     open_from: Mapping[Partition, int] = field(default_factory=dict)
@@ -60,9 +62,15 @@ class LedgerTail:
     begun: set[int] = field(default_factory=set)  # producer epochs of the begin records in the tail
     markers: list[tuple[int, Marker]] = field(default_factory=list)  # the first after each transaction
     awaits_marker: bool = False
+    has_any: bool = False  # whether the producer id has written here at all
+    others: set[int] = field(default_factory=set)  # further producer ids that have
 
     def add(self, ledger: Partition, entry: LogEntry) -> None:
         """Add a record or a marker of the ledger's partition. Raises NewerVersion."""
+        if entry.producer_id != self.producer_id:
+            self.others.add(entry.producer_id)
+            return
+        self.has_any = True
         if entry.marker is not None:
             if self.awaits_marker:
                 self.markers.append((entry.offset, entry.marker))
@@ -94,17 +102,30 @@ class LedgerTail:
 
 
 class FirstRecord(NamedTuple):
-    """The first record of an open transaction: its producer epoch, and its accepted_at (ms).
+    """The first record of an open transaction: its producer epoch, its accepted_at (ms), and the slot that wrote it.
 
-    Of a group's offsets, which no event's header comes with, the time at which the broker appended them.
+    Of a group's offsets, which no event's header comes with, the time at which the broker appended them, and no slot.
     """
 
     epoch: int
     accepted_at: int
+    slot: int | None
+
+
+class Decision(NamedTuple):
+    """How the transactions of a producer id have to end; `unread`: partitions whose evidence could not be read."""
+
+    tail: LedgerTail
+    verdicts: Mapping[Partition, Verdict]
+    unread: Collection[Partition]
 
 
 class HangingRecovery:
-    """Ends one slot's hanging transactions by its new producer, which has fenced the others and written nothing yet."""
+    """Ends one slot's hanging transactions by its new producer, which has fenced the others and written nothing yet.
+
+    Those under its own producer id are ended by a transaction. A former id, which Kafka has replaced at its last epoch,
+    gets its markers by WriteTxnMarkers, if the service may Alter the cluster.
+    """
 
     def __init__(
         self,
@@ -136,7 +157,8 @@ class HangingRecovery:
     async def _run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
         if applied is None:
             applied = (await high_watermarks(self._cluster, self._ledger[0], [self._ledger[1]]))[self._ledger[1]]
-        tail = await self._read(max(0, applied - LOOK_BACK))
+        start, producer_id = max(0, applied - LOOK_BACK), self._producer.producer_id
+        tail = await self._read(start, producer_id)
         named = {partition for transaction in tail.transactions for partition in transaction.offsets}
         without_marker = self._producer.without_marker
         open_from, unanswered = await self._producer.find_open_transactions(
@@ -146,15 +168,83 @@ class HangingRecovery:
             raise errors.LeaderNotAvailableError(f"{self._ledger}")
         if open_from:
             await self._end_hanging(open_from, tail, without_marker)
+        former = {*tail.others, *self._producer.former_ids}
+        if former or maybe_hanging:
+            await self._end_former(tail, former, {self._ledger, *named, *without_marker, *maybe_hanging})
         return unanswered
 
     async def _end_hanging(
         self, open_from: Mapping[Partition, int], tail: LedgerTail, without_marker: Collection[Partition]
     ) -> None:
-        """End the transactions that are open from these offsets on, each by its verdict."""
+        """End the transactions of the own producer id that are open from these offsets on, each by its verdict."""
+        decided = await self._decide(open_from, tail, without_marker)
+        for commit in (True, False):
+            hanging = sorted(each for each, verdict in decided.verdicts.items() if _commits(verdict) is commit)
+            if hanging:
+                ended = await self._producer.write_missing_markers(hanging, commit=commit)
+                self._note_ended({each: decided.verdicts[each] for each in ended}, open_from, decided.unread)
+
+    async def _end_former(self, own: LedgerTail, former: set[int], partitions: set[Partition]) -> None:
+        """End what hangs in partitions under producer ids that the slot had before.
+
+        Such an id has written into the slot's ledger partition, which no other program may write into, or the
+        coordinator named it. Another id in a partition may be of any program, and its transaction may go on.
+        """
+        for producer_id in former:
+            tail = await self._read(own.start, producer_id)
+            partitions |= {partition for transaction in tail.transactions for partition in transaction.offsets}
+        others = await self._producer.find_transactions_of_others(partitions)
+        others.pop(own.producer_id, None)  # it may have been replaced by now, with its markers on their way
+        found: list[tuple[dict[Partition, ActiveProducer], Decision]] = []
+        for producer_id, hanging in others.items():
+            open_from = {partition: each.start for partition, each in hanging.items()}
+            if producer_id in former or await self._is_of_slot(open_from):
+                decided = await self._decide(open_from, await self._read(own.start, producer_id), ())
+                if producer_id in former or decided.tail.has_any:
+                    found.append((hanging, decided))
+        if not found:
+            return
+        # A later owner of the slot may have another id, and its transaction be open. The coordinator ends an empty
+        # transaction of this session only if there is none: then each other id was replaced by this session's, when its
+        # last transaction had ended for the coordinator, and begins no more.
+        await self._producer.write_missing_markers([self._ledger], commit=False)
+        for hanging, decided in found:
+            await self._write_markers(hanging, decided)
+
+    async def _is_of_slot(self, open_from: Mapping[Partition, int]) -> bool:
+        """Whether this slot began a transaction: in its ledger partition, or by the header of a first record."""
+        if self._ledger in open_from:
+            return True
+        firsts = [await self._first_of(partition, offset) for partition, offset in open_from.items()]
+        return any(first is not None and first.slot == self._ledger[1] for first in firsts)
+
+    async def _write_markers(self, hanging: Mapping[Partition, ActiveProducer], decided: Decision) -> None:
+        """Write the markers of a former producer id, and log those that cannot be written."""
+        for partition, former in sorted(hanging.items()):
+            verdict = decided.verdicts[partition]
+            why = await self._producer.write_marker_of_former(partition, former, commit=_commits(verdict))
+            if not why:
+                self._note_ended({partition: verdict}, {partition: former.start}, decided.unread)
+                continue
+            log.warning(
+                "hanging transaction not ended",
+                topic=partition[0],
+                partition=partition[1],
+                first_offset=former.start,
+                verdict=verdict.value,
+                former_producer=former.producer_id,
+                epoch=former.epoch,
+                coordinator_epoch=former.coordinator_epoch,
+                why=why,
+            )
+
+    async def _decide(
+        self, open_from: Mapping[Partition, int], tail: LedgerTail, without_marker: Collection[Partition]
+    ) -> Decision:
+        """Decide how the transactions of the tail's producer id end that are open from these offsets on."""
         start = min(tail.start, open_from.get(self._ledger, tail.start))
         if start < tail.start:
-            tail = await self._read(start)
+            tail = await self._read(start, tail.producer_id)
         # The tail has the ledger records of the last transaction, and of one that is open in the ledger.
         sought = {
             partition: await self._first_of(partition, offset)
@@ -168,11 +258,7 @@ class HangingRecovery:
         found = verdicts(open_from, tail.transactions, markers)
         found |= dict.fromkeys(unproven, Verdict.UNKNOWN)
         unread = {record.partition for record in to_read if record not in markers} | set(unproven)
-        for commit in (True, False):
-            hanging = sorted(each for each, verdict in found.items() if (verdict is not Verdict.ABORT) is commit)
-            if hanging:
-                ended = await self._producer.write_missing_markers(hanging, commit=commit)
-                self._note_ended({each: found[each] for each in ended}, open_from, unread)
+        return Decision(tail, found, unread)
 
     def _note_ended(
         self, verdict_of: Mapping[Partition, Verdict], open_from: Mapping[Partition, int], unread: Collection[Partition]
@@ -194,13 +280,12 @@ class HangingRecovery:
                 **not_checked,
             )
 
-    async def _read(self, start: int, open_from: Mapping[Partition, int] | None = None) -> LedgerTail:
-        """Read this producer id's records in the ledger's partition, from an offset to its end after the fence.
+    async def _read(self, start: int, producer_id: int, open_from: Mapping[Partition, int] | None = None) -> LedgerTail:
+        """Read a producer id's records in the ledger's partition, from an offset to its end after the fence.
 
         With `open_from`, only the transactions that are open there are kept.
         """
-        producer_id = self._producer.producer_id
-        tail = LedgerTail(start, open_from or {})
+        tail = LedgerTail(producer_id, start, open_from or {})
         offset, end = start, start + 1
         time_slice = TimeSlice()
         while offset < end:
@@ -212,8 +297,7 @@ class HangingRecovery:
                 tail.start, end = offset, offset + 1
                 continue
             for entry in entries:
-                if entry.producer_id == producer_id:
-                    tail.add(self._ledger, entry)
+                tail.add(self._ledger, entry)
                 if time_slice.is_over:
                     await time_slice.next()
         return tail
@@ -239,7 +323,7 @@ class HangingRecovery:
             since_ms = max(0, min(first.accepted_at for first in unread) - CLOCKS_APART_MS)
             log_start, since = await self._offset_since(0), await self._offset_since(since_ms)
             start = min(since, tail.start) if since >= 0 else tail.start
-            tail = await self._read(start, open_from)
+            tail = await self._read(start, tail.producer_id, open_from)
             has_older = log_start < since if since >= 0 else log_start >= 0
             is_complete = has_older and tail.start == start
         proven = {
@@ -257,10 +341,11 @@ class HangingRecovery:
             return None
         for entry in entries[:1]:
             if partition[0] == OFFSETS_TOPIC:
-                return FirstRecord(entry.epoch, entry.timestamp)
+                return FirstRecord(entry.epoch, entry.timestamp, None)
             headers = dict(entry.headers)
             try:
-                return FirstRecord(entry.epoch, Stamp.decode(headers.get(STAMP_HEADER, b"")).accepted_at)
+                stamp = Stamp.decode(headers.get(STAMP_HEADER, b""))
+                return FirstRecord(entry.epoch, stamp.accepted_at, stamp.slot)
             except NewerVersion:
                 raise
             except WireError:
@@ -282,7 +367,7 @@ class HangingRecovery:
             except UNREADABLE:
                 return None
             for entry in entries:
-                if entry.marker is not None and entry.producer_id == self._producer.producer_id:
+                if entry.marker is not None and entry.producer_id == tail.producer_id:
                     return entry.marker
         return None
 
@@ -307,3 +392,8 @@ class HangingRecovery:
                     client.set_topics({*client.tracked_topics, partition[0]})
                 await asyncio.sleep(RETRY_PAUSE_S)
                 await client.force_metadata_update()
+
+
+def _commits(verdict: Verdict) -> bool:
+    """Whether a commit ends a transaction of this verdict. It ends one of unknown outcome: a client may have a 201."""
+    return verdict is not Verdict.ABORT

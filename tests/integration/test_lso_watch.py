@@ -15,24 +15,27 @@ from tests.secured import SecuredKafka
 
 # Until a look that finds the LSO where it was before the bound (12 s), and the recovery.
 WATCHED_S = 30.0
-IDS = [bytes([n]) * 16 for n in range(2)]
+IDS = [bytes([n]) * 16 for n in range(3)]
 
 
 async def test_a_hanging_transaction_is_ended_without_any_write(stage: Stage, secured_kafka: SecuredKafka) -> None:
     """One of a slot that the process holds, and one of a slot that no process holds. Both are committed, by the ledger.
 
-    The broker does not verify transactions: it accepts records for partitions that the coordinator does not know of.
+    The third hangs under a producer id that its slot no longer has. A partition knows a transaction by the producer id
+    only, so that of another transactional id does as well. The broker does not verify transactions: it accepts records
+    for partitions that the coordinator does not know of.
     """
     kafka, topic = secured_kafka, f"{stage.namespace}-events"
     kafka.create_topic(topic, partitions=3)
     service = await stage.started(
-        kafka=kafka, slots=1, slots_max=2, transaction_timeout_ms=2_000, request_timeout_ms=2_000
+        kafka=kafka, slots=1, slots_max=3, transaction_timeout_ms=2_000, request_timeout_ms=2_000
     )
     assert (await stage.client.post(service.url, Asked("before", topic, b"1"))).status == 201
     cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
-    for n in range(2):
+    names = [*(transactional_id(stage.namespace, n) for n in range(2)), f"former-of-{stage.namespace}"]
+    for n, name in enumerate(names):
         ledger = ledger_topic(stage.namespace), n
-        rig = Rig(cluster, transactional_id(stage.namespace, n), ledger)
+        rig = Rig(cluster, name, ledger)
         await rig.write([((topic, n), IDS[n])], marked=[ledger], commit=True, accepted_at=time.time_ns() // 1_000_000)
     await cluster.close()
 
@@ -40,7 +43,11 @@ async def test_a_hanging_transaction_is_ended_without_any_write(stage: Stage, se
 
     lines = [json.loads(line) for line in service.log.read_text().splitlines()]
     seen = [line for line in lines if line["event"] == "last stable offset stands still"]
-    assert {(line["partition"], line["of"], *line["slots"]) for line in seen} == {(0, "slot", 0), (1, "slot", 1)}
+    assert {(line["partition"], line["of"], *line["slots"]) for line in seen} == {
+        (0, "slot", 0),
+        (1, "slot", 1),
+        (2, "former", 2),
+    }
     assert (await stage.client.post(service.url, Asked("after", topic, b"2"))).status == 201
     found = await asyncio.to_thread(read_committed, kafka.bootstrap, [topic])
     assert {record.value for record in found} == {b"1", *IDS, b"2"}

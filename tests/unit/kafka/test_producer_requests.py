@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from aiokafka.errors import KafkaConnectionError, NotEnoughReplicasError
+from aiokafka.errors import ConcurrentTransactions, KafkaConnectionError, NotEnoughReplicasError
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdResponse_v0
 from aiokafka.record.default_records import DefaultRecordBatch
@@ -191,7 +191,27 @@ async def test_a_session_asks_its_own_coordinator_for_its_producer_id(
     assert asked == [(node, transactional_id, 4_000)]
     assert (session.coordinator, session.producer_id, session.epoch) == (node, 44, 3)
     assert session.without_marker == ({("orders", 1), ("orders", 2)} if transactional_id else set())
+    assert session.former_ids == set()
     assert not kafka.closed
+
+
+async def test_a_fence_that_gives_another_producer_id_keeps_the_former_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the last epoch of an id the coordinator replaces it; the transaction that it ends then is of the former."""
+    nodes(monkeypatch)
+    session = ProducerSession(cluster(), "name", "ns.slot.0", 4_000)
+    kafka: Any = fake_inside(session)
+    codes = [ConcurrentTransactions.errno, 0]
+
+    async def send(node: int, request: Any) -> Any:
+        if isinstance(request, DescribeTransactions):
+            return DescribedTransactions([(0, "ns.slot.0", "Ongoing", 1, 1, 44, 2, [("orders", [1], {})], {})])
+        return InitProducerIdResponse_v0(0, codes.pop(0), 45, 0)
+
+    async def bootstrap() -> None: ...
+
+    kafka.send, kafka.bootstrap = send, bootstrap
+    await session.start(1.0)
+    assert (session.producer_id, session.former_ids, session.without_marker) == (45, {44}, {("orders", 1)})
 
 
 async def silent() -> None:

@@ -1,6 +1,6 @@
 """Tests the watch over last stable offsets: which ones it reports, which slots it recovers, and its requests."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import pytest
@@ -9,9 +9,9 @@ from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
 from service.kafka.admin import Ends, LastOffsets
-from service.kafka.hanging import ActiveProducer
+from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.metadata import Partition
-from service.pipeline.lso_watch import ABORT_SCAN_S, OTHER, PAUSE_LEAST_S, PAUSE_MOST_S, SLOT, UNKNOWN, LsoWatch
+from service.pipeline.lso_watch import ABORT_SCAN_S, FORMER, OTHER, PAUSE_LEAST_S, PAUSE_MOST_S, SLOT, UNKNOWN, LsoWatch
 
 LEDGER = ("ns.ledger", 2)
 ORDERS = ("orders", 1)
@@ -34,6 +34,7 @@ class Kafka:
         self.partitions: dict[str, int] = {}
         self.names: set[str] = {"orders"}  # the topics that the service was asked to write to
         self.told_absent: list[Collection[str]] = []
+        self.written_by: dict[RecordCoordinates, int] = {}  # slots, by the header of a record
 
     def forget_absent(self, absent: Collection[str]) -> None:
         self.told_absent.append(absent)
@@ -49,6 +50,9 @@ class Kafka:
     ) -> Mapping[Partition, Sequence[ActiveProducer]]:
         self.described.append(set(partitions))
         return {partition: self.open[partition] for partition in partitions if partition in self.open}
+
+    async def slots_of(self, records: Iterable[RecordCoordinates]) -> Mapping[RecordCoordinates, int]:
+        return {record: self.written_by[record] for record in records if record in self.written_by}
 
     async def of_producers(self, producer_ids: Collection[int]) -> Mapping[int, int]:
         return {OURS: 3} if OURS in producer_ids else {}
@@ -161,6 +165,21 @@ async def test_transactions_of_other_producers_are_reported_and_left_alone(
     await watch.look(BOUND_S + 1)
     assert kafka.recovered == []
     assert shown(telemetry, OTHER) == shown(telemetry, UNKNOWN) == (1, BOUND_S + 1)
+
+
+async def test_a_slot_is_recovered_for_a_transaction_of_a_producer_id_that_kafka_has_replaced(
+    watch: LsoWatch, kafka: Kafka, telemetry: Telemetry
+) -> None:
+    """No transactional id has it any more: its slot is known by the first record, in the ledger by the partition."""
+    kafka.ends = {ORDERS: Ends(10, 20), LEDGER: Ends(5, 9)}
+    kafka.open = {ORDERS: [ActiveProducer(6, 32_766, 10)], LEDGER: [ActiveProducer(5, 32_766, 5)]}
+    kafka.written_by = {RecordCoordinates(ORDERS, 10): 4}
+    await watch.look(0.0)
+    await watch.look(BOUND_S)
+    assert sorted(kafka.recovered) == [2, 4]
+    assert kafka.hinted == {ORDERS, LEDGER}
+    assert shown(telemetry, FORMER) == (2, BOUND_S)
+    assert shown(telemetry, OTHER) == shown(telemetry, SLOT) == (0, 0)
 
 
 async def test_a_slot_that_recovery_does_not_help_is_recovered_ever_more_rarely(watch: LsoWatch, kafka: Kafka) -> None:

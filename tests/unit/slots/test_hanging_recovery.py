@@ -21,7 +21,7 @@ from service.contract.wire import (
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import OFFSETS_TOPIC
-from service.kafka.hanging import Marker
+from service.kafka.hanging import ActiveProducer, Marker
 from service.kafka.inspection import LogEntry
 from service.kafka.metadata import Partition
 from service.kafka.producer import TransactionalProducer
@@ -34,6 +34,7 @@ X: Partition = ("orders", 0)
 Y: Partition = ("orders", 1)
 OFFSETS: Partition = (OFFSETS_TOPIC, 13)
 PRODUCER_ID, EPOCH = 7, 5
+FORMER_ID, FORMER_EPOCH = 6, 32_766
 MINUTE_MS = 60_000
 TERM_MINUTES = 5_000  # a term that began three days ago, with a record each minute
 HANGS_AT = 1_000  # the first offset of the open transaction
@@ -47,6 +48,7 @@ class Log:
     producer_id = PRODUCER_ID
     client = None
     without_marker: Collection[Partition] = frozenset()
+    former_ids: Collection[int] = frozenset()
 
     def __init__(self) -> None:
         self.entries: dict[Partition, list[tuple[int, LogEntry]]] = {LEDGER: [], X: [], Y: []}  # with their times, ms
@@ -57,22 +59,35 @@ class Log:
         self.forbidden: set[Partition] = set()  # may not be read, or ended
         self.fetch_s = 0.0
         self.deleted_while_read = 0  # retention deletes up to this offset before the first fetch of a lower one
+        self.open_of_others: dict[int, dict[Partition, ActiveProducer]] = {}
+        self.markers: list[tuple[Partition, int, str]] = []  # written for other producer ids
+        self.refusal = ""  # of those markers
 
-    def append(self, value: bytes | None, at_ms: int, epoch: int = EPOCH) -> int:
+    def append(self, value: bytes | None, at_ms: int, epoch: int = EPOCH, producer_id: int = PRODUCER_ID) -> int:
         """Append a record and its commit marker to the ledger; returns the record's offset."""
         offset = len(self.entries[LEDGER])
         for each, marker in ((value, None), (None, Marker.COMMIT)):
-            entry = LogEntry(len(self.entries[LEDGER]), PRODUCER_ID, epoch, each, (), marker)
+            entry = LogEntry(len(self.entries[LEDGER]), producer_id, epoch, each, (), marker)
             self.entries[LEDGER].append((at_ms, entry))
         return offset
 
     def hang(self, partition: Partition, accepted_at_ms: int) -> None:
         """Leave a transaction open whose first record in the partition was accepted then."""
-        stamp = Stamp(b"i" * 16, b"f" * 8, accepted_at_ms, LEDGER[1], PRODUCER_ID, EPOCH, "me")
-        headers = ((STAMP_HEADER, stamp.encode()),)
-        self.starts[partition] = HANGS_AT
-        self.entries[partition] = [(accepted_at_ms, LogEntry(HANGS_AT, PRODUCER_ID, EPOCH, b"{}", headers, None))]
+        self._write(partition, accepted_at_ms, PRODUCER_ID, EPOCH, LEDGER[1])
         self.open_from[partition] = HANGS_AT
+
+    def hang_under(self, producer_id: int, partition: Partition, accepted_at_ms: int, slot: int = LEDGER[1]) -> None:
+        """Leave a transaction of another producer id open."""
+        if partition != LEDGER:
+            self._write(partition, accepted_at_ms, producer_id, FORMER_EPOCH, slot)
+        start = HANGS_AT if partition != LEDGER else self.entries[LEDGER][-1][1].offset
+        active = ActiveProducer(producer_id, FORMER_EPOCH, start)
+        self.open_of_others.setdefault(producer_id, {})[partition] = active
+
+    def _write(self, partition: Partition, accepted_at_ms: int, producer_id: int, epoch: int, slot: int) -> None:
+        stamp = Stamp(b"i" * 16, b"f" * 8, accepted_at_ms, slot, producer_id, epoch, "me")
+        first = LogEntry(HANGS_AT, producer_id, epoch, b"{}", ((STAMP_HEADER, stamp.encode()),), None)
+        self.starts[partition], self.entries[partition] = HANGS_AT, [(accepted_at_ms, first)]
 
     def delete_before(self, offset: int) -> None:
         """Delete the ledger's older records, as retention does."""
@@ -105,6 +120,21 @@ class Log:
         assert set(self.open_from) <= set(partitions)
         return self.open_from, set()
 
+    async def find_transactions_of_others(
+        self, partitions: Collection[Partition]
+    ) -> dict[int, dict[Partition, ActiveProducer]]:
+        return {
+            producer_id: found
+            for producer_id, hanging in self.open_of_others.items()
+            if (found := {partition: each for partition, each in hanging.items() if partition in partitions})
+        }
+
+    async def write_marker_of_former(self, partition: Partition, former: ActiveProducer, *, commit: bool) -> str:
+        assert self.ended == {LEDGER: "abort"}, "the coordinator has not confirmed that the other ids were replaced"
+        if not self.refusal:
+            self.markers.append((partition, former.producer_id, "commit" if commit else "abort"))
+        return self.refusal
+
     async def write_missing_markers(self, partitions: Collection[Partition], *, commit: bool) -> list[Partition]:
         ended = [partition for partition in partitions if partition not in self.forbidden]
         self.ended |= dict.fromkeys(ended, "commit" if commit else "abort")
@@ -132,13 +162,15 @@ def ledger_record(partition: Partition, offset: int) -> bytes:
     return LedgerRecord(LEDGER[1], PRODUCER_ID, EPOCH, "me", [entry]).encode()
 
 
-async def recover(log: Log, timeout_s: float = TIMEOUT_S) -> tuple[dict[Partition, str], dict[str, float]]:
+async def recover(
+    log: Log, timeout_s: float = TIMEOUT_S, hints: Collection[Partition] = ()
+) -> tuple[dict[Partition, str], dict[str, float]]:
     """Run the recovery; returns how each partition's transaction was ended, and the number of each verdict."""
     telemetry = Telemetry()
     producer, cluster = cast(TransactionalProducer, log), cast(KafkaAdmin, log)
     recovery = HangingRecovery(cluster, LEDGER, producer, timeout_s, telemetry.hanging_ended)
     applied = log.entries[LEDGER][-1][1].offset + 1
-    assert await recovery.run(applied, {*log.open_from}) == set()
+    assert await recovery.run(applied, {*log.open_from, *hints}) == set()
     (family,) = telemetry.hanging_ended.collect()
     return log.ended, {each.labels["verdict"]: each.value for each in family.samples if each.value}
 
@@ -279,3 +311,55 @@ async def test_a_partition_that_does_not_answer_ends_the_recovery(log: Log, monk
     log.hang(X, NOW_MS)
     with pytest.raises(AssertionError, match="hanging transactions cannot be determined: TimeoutError"):
         await recover(log, timeout_s=0.05)
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+async def test_what_hangs_under_a_former_producer_id_ends_by_its_own_evidence(log: Log, has_record: bool) -> None:
+    """The watch has named the partition; the ledger since then has a record of that id."""
+    log.entries[LEDGER] = log.entries[LEDGER][: 2 * (TERM_MINUTES - 60)]
+    at_ms = NOW_MS - 60 * MINUTE_MS
+    named = ledger_record(X if has_record else Y, HANGS_AT)
+    log.append(named, at_ms, FORMER_EPOCH, FORMER_ID)
+    for minute in range(59, 0, -1):
+        log.append(ledger_record(X, HANGS_AT + 1), NOW_MS - minute * MINUTE_MS)
+    log.hang_under(FORMER_ID, X, at_ms)
+    verdict = "commit" if has_record else "abort"
+    assert await recover(log, hints=[X]) == ({LEDGER: "abort"}, {verdict: 1})
+    assert log.markers == [(X, FORMER_ID, verdict)]
+
+
+async def test_a_former_producer_id_in_the_last_records_of_the_ledger_is_looked_for_without_a_hint(log: Log) -> None:
+    """As after the last epoch of an id: also what hangs in the ledger itself, which would block each recovery."""
+    log.append(ledger_record(X, HANGS_AT), NOW_MS, FORMER_EPOCH, FORMER_ID)
+    log.entries[LEDGER].pop()  # its marker is missing
+    log.hang_under(FORMER_ID, LEDGER, NOW_MS)
+    log.hang_under(FORMER_ID, X, NOW_MS)
+    assert await recover(log) == ({LEDGER: "abort"}, {"commit": 2})
+    assert log.markers == [(LEDGER, FORMER_ID, "commit"), (X, FORMER_ID, "commit")]
+
+
+async def test_a_former_producer_id_that_the_coordinator_named_before_the_fence_needs_no_record(log: Log) -> None:
+    """Its only transaction was aborted, and had no ledger record yet."""
+    log.hang_under(FORMER_ID, X, NOW_MS - 10 * MINUTE_MS)
+    log.former_ids, log.without_marker = {FORMER_ID}, {X}
+    assert await recover(log) == ({LEDGER: "abort"}, {"abort": 1})
+    assert log.markers == [(X, FORMER_ID, "abort")]
+
+
+@pytest.mark.parametrize("slot", [LEDGER[1], LEDGER[1] + 1])
+async def test_the_transaction_of_another_program_is_left_alone(log: Log, slot: int) -> None:
+    """Its records may have a header, as those of another namespace do: the slot's ledger has no record of it."""
+    log.hang_under(99, X, NOW_MS - 10 * MINUTE_MS, slot)
+    assert await recover(log, hints=[X]) == ({}, {})
+    assert log.markers == []
+
+
+async def test_a_marker_that_may_not_be_written_is_logged_with_its_verdict(log: Log) -> None:
+    log.append(ledger_record(X, HANGS_AT), NOW_MS, FORMER_EPOCH, FORMER_ID)
+    log.hang_under(FORMER_ID, X, NOW_MS)
+    log.refusal = "the service has no permission to Alter the cluster"
+    with capture_logs() as lines:
+        assert await recover(log) == ({LEDGER: "abort"}, {})
+    (line,) = lines
+    assert (line["event"], line["topic"], line["verdict"]) == ("hanging transaction not ended", X[0], "commit")
+    assert (line["former_producer"], line["epoch"], line["why"]) == (FORMER_ID, FORMER_EPOCH, log.refusal)
