@@ -35,6 +35,29 @@ hypothesis.settings.load_profile("fencepost")
 _ORDER = ("unit", "contract", "kubernetes", "model", "stack", "integration", "faults", "bench", "images", "spark")
 # Folders whose tests run in one process, one after the other, because they load the machine.
 _ALONE = ("faults", "bench", "images")
+# Files of Spark that take 15 s or longer in a run, the longest first. The processes with Spark take them in this order
+# and then the others, so that they end at the same time. The first one warms its JVM up: no story with open
+# transactions, which time out.
+LONG_SPARK_FILES: Final = (
+    "test_runs",
+    "test_changing_logs",
+    "test_lake",
+    "test_growing_logs",
+    "test_planted_faults",
+    "test_sinks",
+    "test_view",
+    "test_generated",
+    "test_publish",
+    "test_changed_options",
+    "test_lifecycle",
+    "test_reconcile",
+    "test_wire_expressions",
+    "test_classify",
+    "test_cross_hour",
+    "test_tls_and_sasl",
+    "test_service",
+    "test_report",
+)
 
 # Variables of the caller that choose how the stack runs are kept.
 _KEPT = ("FENCEPOST_CACHE", "FENCEPOST_REDIS_SERVER")
@@ -74,16 +97,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `long`, unless they are wanted. Sort by folder; in a folder, pytest's order stays."""
+    """Deselect tests marked `long`, unless they are wanted. Sort by folder; in a folder, pytest's order stays, but that
+    long files of Spark come last."""
     left_out = [item for item in items if not LONG and item.get_closest_marker("long")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: _rank(folder(item.nodeid)))
+    items.sort(key=lambda item: (_rank(folder(item.nodeid)), _length(item.nodeid)))
 
 
 def _rank(name: str) -> int:
     return _ORDER.index(name) if name in _ORDER else len(_ORDER)
+
+
+def _length(nodeid: str) -> int:
+    """Return the place of a file's time among the long files of Spark, from 1 for the shortest; 0 for other files."""
+    name = Path(nodeid.partition("::")[0]).stem
+    is_long = folder(nodeid) == "spark" and name in LONG_SPARK_FILES
+    return len(LONG_SPARK_FILES) - LONG_SPARK_FILES.index(name) if is_long else 0
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -96,10 +127,11 @@ class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
     """Give the first process files from the end of the list, where those of Spark are, and the others from the start.
 
     As long as other files are left only the first process runs Spark, because each JVM with Spark takes minutes of
-    processor time to warm up. Then a second one helps, if enough of Spark's files are left.
+    processor time to warm up. Then a second one helps, also from the end, if enough of Spark's long files are left.
     """
 
-    _HELPED_FILES: Final = 6
+    _HELPED_FILES: Final = 4
+    _LAST_TESTS: Final = 2  # as many are left when xdist gives a process more work
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
         super().__init__(config, log)
@@ -109,7 +141,7 @@ class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
         return "alone" if folder(nodeid) in _ALONE else nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if node is self.nodes[0]:
+        if node in (self.nodes[0], self._helper):
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
 
@@ -117,7 +149,9 @@ class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
         if node is self.nodes[0] or not self.workqueue or not all(map(_is_spark, self.workqueue)):
             super()._reschedule(node)
             return
-        if self._helper is None and len(self.workqueue) >= self._HELPED_FILES:
+        if self._pending_of(self.assigned_work[node]) > self._LAST_TESTS:
+            return  # it is not the next one without work
+        if self._helper is None and sum(_length(scope) > 0 for scope in self.workqueue) >= self._HELPED_FILES:
             self._helper = node
         if node is self._helper:
             super()._reschedule(node)
