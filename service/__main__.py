@@ -4,6 +4,7 @@ Exit code 0 after a clean stop, 2 for a wrong setting or for data that only a ne
 address cannot be bound.
 """
 
+import logging
 import resource
 import signal
 import sys
@@ -14,8 +15,9 @@ from starlette.types import ASGIApp
 
 from service.app import build_router, read_configuration
 from service.contract import PREFIX, SettingsError
-from service.core.logs import configure_logging
+from service.core.logs import configure_logging, last_line
 from service.core.settings import Settings
+from service.events.loaded_rules import LoadedRules
 from service.http.limits import GuardedProtocol, ManagementProtocol, handshakes_max
 from service.http.protocol import protocol_of
 from service.http.server import LingeringServer
@@ -35,6 +37,14 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     configure_logging(settings.log_format, settings.log_keys)
+    try:
+        return _serve(settings, loaded)
+    finally:
+        logging.shutdown()  # a process of multiprocessing ends without it
+
+
+def _serve(settings: Settings, loaded: LoadedRules) -> int:
+    """Serve until a signal or a permanent fault; return the exit code. Raises SystemExit for an address in use."""
     wrong: list[SettingsError] = []
 
     def give_up(error: SettingsError) -> None:
@@ -73,10 +83,10 @@ def main() -> int:
         server.run()
     except SystemExit:
         if server.unbound is not None:  # the log has the system's word on the address, which names no setting
-            print(_unbound(server.unbound, settings), file=sys.stderr)
+            last_line(_unbound(server.unbound, settings))
         raise
     if wrong:
-        print(wrong[0], file=sys.stderr)
+        last_line(str(wrong[0]))
         return 2
     return 0
 

@@ -20,8 +20,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from service.core.logs import dropped_lines
 
 NAMESPACE: Final = "fencepost"
 LATENCY_S: Final = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -71,6 +73,15 @@ class FastHistogram(Collector):
     def describe(self) -> Iterator[HistogramMetricFamily]:
         """Describe the metric, without samples."""
         yield HistogramMetricFamily(f"{NAMESPACE}_{self._name}", self._text, labels=self._labels)
+
+
+class DroppedLines(Collector):
+    """Shows how many lines the log of this process has lost; a thread counts them too, which no Counter takes."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            f"{NAMESPACE}_log_lines_dropped", "Lines of the log that were dropped: nobody read it", dropped_lines()
+        )
 
 
 class Telemetry:
@@ -147,6 +158,7 @@ class Telemetry:
         self.task_failures = self._counter(
             "task_failures", "Background tasks that ended with an error, by task", "task"
         )
+        self.registry.register(DroppedLines())
         self.clock_ahead = self._gauge(
             "clock_ahead_seconds", "By how much this machine's clock is ahead, at least (negative: behind)", "of"
         )

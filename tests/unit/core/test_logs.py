@@ -3,17 +3,32 @@
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Final
+from unittest.mock import Mock
 
 import pytest
 import structlog
 
 from deploy.places import ROOT
-from service.core.logs import CHANGED_PAUSE_S, Incident, hash_key
+from service.core.logs import (
+    CHANGED_PAUSE_S,
+    Incident,
+    ThreadedHandler,
+    dropped_lines,
+    hash_key,
+    last_line,
+    stderr_handler,
+)
+from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway
+from tests.unit.scrape import sample
 
 SAY: Final = """
 import logging, sys, structlog
@@ -26,6 +41,33 @@ try:
 except ZeroDivisionError:
     log.exception("a bug")
     logging.getLogger("asyncio").error("a library's", exc_info=True)
+"""
+
+
+# Logs 10 MB, says so, and logs a last line when it is told to.
+FLOOD: Final = """
+import sys, structlog
+from service.core import logs
+logs.configure_logging("json", "hashed")
+logs.LAST_LINES_S = float(sys.argv[1])
+log = structlog.get_logger("service.test")
+for n in range(1_000):
+    log.info("flood", n=n, of="x" * 10_000)
+print("not blocked", flush=True)
+sys.stdin.readline()
+log.info("last")
+"""
+FORK: Final = """
+import os, sys, structlog
+from service.core import logs
+logs.configure_logging("json", "hashed")
+log = structlog.get_logger("service.test")
+log.info("before")
+if os.fork() == 0:
+    log.info("in the fork")
+    sys.exit()
+os.wait()
+log.info("after")
 """
 
 
@@ -118,6 +160,128 @@ def test_no_module_logs_a_key_itself() -> None:
             if "log." in line:
                 assert "key=" not in line, f"{path.name}: {line.strip()}"
                 assert ".key" not in line, f"{path.name}: {line.strip()}"
+
+
+# ------------------------------------------------------------------------------------ a log that nobody reads
+
+
+def flooding(last_lines_s: float) -> "subprocess.Popen[bytes]":
+    """Start a process that floods its log; return when it has, which it must whether or not its log is read."""
+    command = [sys.executable, "-c", FLOOD, f"{last_lines_s}"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT)
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], 20)[0]:
+        process.kill()
+    assert process.stdout.readline() == b"not blocked\n"
+    return process
+
+
+def test_who_logs_does_not_wait_for_a_log_that_is_not_read_and_dropped_lines_are_told() -> None:
+    with flooding(20) as process:
+        _, read = process.communicate(b"\n", timeout=30)
+    *flood, notice, last = (json.loads(line) for line in read.splitlines())
+    assert [line["n"] for line in flood] == list(range(len(flood)))  # the oldest, in their order
+    assert 300 < len(flood) < 500  # 4 MiB, and what the pipe has
+    assert (notice["event"], notice["lines"]) == (
+        "lines of this log were dropped: nobody read it in time",
+        1_000 - len(flood),
+    )
+    assert (notice["level"], notice["logger"], last["event"]) == ("warning", "service.core.logs", "last")
+
+
+def test_a_process_ends_although_its_log_is_not_read() -> None:
+    with flooding(0.05) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def test_a_forked_process_logs_on_and_repeats_no_line_of_its_parent() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORK]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+    assert sorted(json.loads(line)["event"] for line in done.stderr.splitlines()) == ["after", "before", "in the fork"]
+
+
+class Piped:
+    """A handler of the root logger, and its pipe."""
+
+    def __init__(self) -> None:
+        reading, self.descriptor = os.pipe()
+        self.reader = os.fdopen(reading, "rb", buffering=0)
+        self.handler = ThreadedHandler(self.descriptor)
+        self.handler.setFormatter(logging.Formatter("%(message)s"))
+
+    def read(self, length: int) -> bytes:
+        found = b""
+        while len(found) < length:
+            found += self.reader.read(length - len(found))
+        return found
+
+
+@pytest.fixture
+def piped() -> Iterator[Piped]:
+    found = Piped()
+    logging.getLogger().addHandler(found.handler)
+    yield found
+    logging.getLogger().removeHandler(found.handler)
+    found.reader.close()
+    found.handler.close()
+    os.close(found.descriptor)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_lines_whose_reader_is_gone_are_counted(piped: Piped) -> None:
+    piped.reader.close()
+    for _ in range(3):
+        last_line("lost")
+    wait_until(lambda: dropped_lines() == 3)
+    assert sample(Telemetry(), "fencepost_log_lines_dropped_total") == 3
+
+
+def test_a_descriptor_that_does_not_block_gets_the_whole_line(piped: Piped) -> None:
+    """As a supervisor in Node.js may have made the pipe."""
+    os.set_blocking(piped.descriptor, False)
+    last_line("x" * 1_000_000)
+    assert piped.read(1_000_001) == b"x" * 1_000_000 + b"\n"
+    assert dropped_lines() == 0
+
+
+def test_closing_writes_what_waits_and_a_later_line_is_written_too(piped: Piped) -> None:
+    for text in ("first", "second"):
+        logging.getLogger().warning("%s", text)
+        piped.handler.close()
+        assert piped.read(len(text) + 1).decode() == f"{text}\n"
+
+
+def test_a_line_at_the_end_of_the_interpreter_starts_no_thread(piped: Piped, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as ending:
+        ending.setattr(sys, "is_finalizing", lambda: True)
+        last_line("lost")
+    with monkeypatch.context() as ending:
+        ending.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't create new thread")))
+        last_line("lost")
+    last_line("written")
+    notice = "lines of this log were dropped: nobody read it in time\n"
+    assert piped.read(len(notice) + 8).decode() == f"{notice}written\n"
+
+
+def test_a_standard_error_without_a_descriptor_is_written_to_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last_line("no settings")
+    assert capsys.readouterr().err == "no settings\n"
+    assert not isinstance(stderr_handler(), ThreadedHandler)
+    monkeypatch.setattr(sys, "stderr", None)  # closed when the process began
+    assert not isinstance(stderr_handler(), ThreadedHandler)
 
 
 @pytest.fixture(autouse=True)
