@@ -104,8 +104,13 @@ def switch(text: str) -> bool:
 def printable(text: str) -> str:
     """Read a text without control characters."""
     if not text.isprintable():
-        raise ValueError("printable characters only")
+        raise ValueError("printable characters only, without a line break")
     return text
+
+
+def is_bare(text: str) -> bool:
+    """Check that a text has no blanks, line breaks or control characters: urllib.parse passes over some of them."""
+    return text.isprintable() and " " not in text
 
 
 PROTOCOLS: Final = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
@@ -134,7 +139,7 @@ def token_url(text: str) -> str:
         wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
     except ValueError:  # its text may contain a part of a password
         raise ValueError(_ENDPOINT) from None
-    if wrong or "@" in parts.netloc or parts.fragment or not text.isprintable():
+    if wrong or "@" in parts.netloc or parts.fragment or not is_bare(text):
         raise ValueError(_ENDPOINT)
     return text
 

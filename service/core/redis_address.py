@@ -21,6 +21,7 @@ _FORMS: Final = {
     f"know the primary, db a number; {_MORE_ESCAPES}",
     "cluster": f"redis+cluster://host:port,host:port (rediss+cluster://… for TLS), without a database; {_MORE_ESCAPES}",
 }
+_BLANKS: Final = "a URL without blanks around it and without line breaks"
 _SERVER_DB: Final = re.compile(r"(?:/[0-9]{0,9})?/?")
 _SEVERAL: Final = re.compile(
     r"(?P<tls>rediss?)\+(?P<kind>sentinel|cluster)://(?:(?P<login>[^@/?#]*)@)?(?P<hosts>[^@/?#]+)"
@@ -53,6 +54,8 @@ class RedisAddress:
 
         Stricter than redis-py, which reads port 0 as 6379, and a path that is not a number as database 0.
         """
+        if text != text.strip() or not text.isprintable():  # urllib.parse passes over some, redis-py not
+            raise ValueError(_BLANKS)
         scheme = text.partition("://")[0]
         kind = scheme.partition("+")[2]
         if kind in _FORMS and scheme.startswith("redis"):

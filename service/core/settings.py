@@ -1,5 +1,6 @@
 """The service's settings: environment variables with the prefix FENCEPOST_, checked against each other at start."""
 
+import ipaddress
 import re
 import ssl
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from service.contract import PREFIX, SharedSettings, integer, matching, one_of, setting, tls_context, tls_faults
-from service.contract.settings import cafile_faults, printable, server_tls_faults, switch
+from service.contract.settings import cafile_faults, is_bare, printable, server_tls_faults, switch
 from service.contract.wire import INSTANCE
 from service.core.redis_address import is_tls, kind_of, redis_address
 
@@ -27,6 +28,7 @@ GROUP_EVENT_BYTES_MAX: Final = 8 * 1024 * 1024
 TOPICS_MAX: Final = 10_000
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]+")
+_HOST_NAME: Final = re.compile(r"[\w.-]+")
 _REGISTRY: Final = (
     "http://host:port/path or https://…, with user and password in variables of their own, FENCEPOST_REGISTRY_USERNAME…"
 )
@@ -39,6 +41,16 @@ def token(text: str) -> str:
     return text
 
 
+def own_host(text: str) -> str:
+    """Read the name or the address (IPv6 without brackets) to listen on."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        if _HOST_NAME.fullmatch(text) is None:
+            raise ValueError("a host name or an address without a port, such as 0.0.0.0 or ::") from None
+    return text
+
+
 def registry_url(text: str) -> str:
     """Read the address of a Schema Registry. A password in it would be shown in messages."""
     try:
@@ -46,7 +58,7 @@ def registry_url(text: str) -> str:
         wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
     except ValueError:  # its text may contain a part of a password
         raise ValueError(_REGISTRY) from None
-    if wrong or "@" in parts.netloc or parts.query or parts.fragment:
+    if wrong or "@" in parts.netloc or parts.query or parts.fragment or not is_bare(text):
         raise ValueError(_REGISTRY)
     return text.rstrip("/")
 
@@ -107,14 +119,14 @@ class Settings(SharedSettings):
     registry_register: bool = setting(
         True, "whether schemas that produce requests bring are registered, if the registry does not have them", switch
     )
-    host: str = setting("127.0.0.1", "address to listen on", str)
+    host: str = setting("127.0.0.1", "address to listen on", own_host)
     port: int = setting(8000, "port to listen on", integer(1, 65535))
     management_port: int = setting(
         0,
         "port for health, readiness, metrics and documentation, which PORT does not serve then; 0: PORT serves all",
         integer(0, 65535),
     )
-    management_host: str = setting("", "address to listen on for them; empty: that of HOST", str)
+    management_host: str = setting("", "address to listen on for them; empty: that of HOST", own_host)
     transport: str = setting(
         "direct",
         "how POSTs of events reach the app: asgi (a route of it, seen by middleware and instrumentation), or direct "

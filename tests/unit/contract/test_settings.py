@@ -74,6 +74,17 @@ def test_a_set_variable_is_read_and_an_empty_one_is_ignored() -> None:
         ("namespace", "a/b"),
         ("namespace", "ü"),
         ("namespace", "x" * 241),
+        ("host", "127.0.0.1 "),
+        ("host", "0.0.0.0\n"),
+        ("host", "0.0.0.0:8000"),
+        ("host", "[::1]"),
+        ("host", " "),
+        ("management_host", "::1 "),
+        ("kafka_oauth_token_url", "https://login.example/token "),
+        ("kafka_oauth_token_url", " https://login.example/token"),
+        ("registry", "http://r:8081/a "),
+        ("registry", "http://r:8081\n"),
+        ("registry", " http://r:8081"),
         ("port", "0"),
         ("port", "65536"),
         ("port", "http"),
@@ -107,6 +118,20 @@ def test_each_mistake_has_a_line_that_says_what_to_set(name: str, text: str) -> 
 @pytest.mark.parametrize("text", ["localhost:6379", "http://:hush@localhost", "redis://", "unix://", "unix://hush"])
 def test_a_secret_that_is_wrong_is_not_shown(text: str) -> None:
     assert lines(redis=text) == ["FENCEPOST_REDIS is wrong: set redis://host:port/db, rediss://… or unix://…"]
+
+
+@pytest.mark.parametrize(
+    "text", ["redis://:hush@h:6379/0\n", "redis://:hush@h/0 ", " rediss://:hush@h", "redis+sentinel://h:1/name\n"]
+)
+def test_a_redis_url_with_blanks_around_it_is_refused(text: str) -> None:
+    """As of a file with two line feeds at its end, or where an address with TLS would be taken for one without."""
+    assert lines(redis=text) == ["FENCEPOST_REDIS is wrong: set a URL without blanks around it and without line breaks"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "::1", "localhost", "service-1.b_c", "fe80::1%eth0"])
+def test_an_address_to_listen_on_is_a_name_or_an_address(host: str) -> None:
+    settings = read(host=host, management_host=host, management_port="1", instance="a")
+    assert (settings.host, settings.management_host) == (host, host)
 
 
 @pytest.mark.parametrize(
