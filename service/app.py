@@ -183,7 +183,12 @@ class Service:
         return self.store.state == state
 
     def start(self) -> None:
-        """Start the background tasks. The service stays unready while Kafka or Redis is away."""
+        """Start the background tasks. The service stays unready while Kafka or Redis is away.
+
+        Raises RuntimeError at a second start: what `stop` has drained and closed does not open again.
+        """
+        if self._tasks:
+            raise RuntimeError("this app has run before, and runs once: make another one with create_app()")
         dump_on_signal(asyncio.get_running_loop())
         if not native.COMPILED:
             log.warning("the inner loops are not compiled: they run in Python, with more CPU", remedy=native.REMEDY)

@@ -9,13 +9,14 @@ import pytest
 from structlog.testing import capture_logs
 
 import service.app
-from service.app import Service
+from service.app import Service, build_router
 from service.claims.keys import ServerIdentity, StoreGeneration
 from service.contract import Rules, SettingsError
 from service.contract.wire import NewerVersion
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaLoginFailed
 from service.core.settings import Settings
+from service.events.loaded_rules import LoadedRules
 from service.events.schemas import Schemas
 from service.kafka.idempotent_producer import IdempotentProducer
 from tests.unit.fakes import ended, steps, until
@@ -99,6 +100,20 @@ async def test_a_background_task_that_fails_is_logged_and_restarted(monkeypatch:
         assert sample(whole.telemetry, "fencepost_task_failures_total", task=task) == 1
     finally:
         await whole.stop()
+
+
+async def test_an_app_that_has_run_says_that_another_one_must_be_made() -> None:
+    """As the second `with TestClient(app)` of a test: its parts are closed, and all events would get 503."""
+    rules = Rules()
+    nobody = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0")
+    app = build_router(nobody, LoadedRules(rules, Schemas(rules), ()), lambda _: None).app
+    async with app.router.lifespan_context(app):
+        pass
+    before = asyncio.all_tasks()
+    with pytest.raises(RuntimeError, match=r"runs once: make another one with create_app\(\)"):
+        async with app.router.lifespan_context(app):
+            pass
+    assert asyncio.all_tasks() == before
 
 
 @pytest.mark.parametrize("part", ["store", "pool"])
