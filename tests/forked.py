@@ -6,11 +6,9 @@ of faults, the benchmarks, the demo, and tests that make a `Service` themselves 
 """
 
 import contextlib
-import ctypes
 import importlib
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,8 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from deploy import places
-from deploy.stack import Service
-from deploy.stack.leash import PR_SET_PDEATHSIG
+from deploy.stack import Service, StackError
+from deploy.stack.leash import die_with_parent
 from deploy.stack.process import Child
 from tests.integration.plan import MODULE, stopped, until
 
@@ -55,7 +53,10 @@ class ForkedService(Service):
             with begun, _one_thread:
                 process.start()
             # The process closes the pipe when it has its session, to which signals go, or when it ends.
-            ready.poll(_STARTS_S)
+            if not ready.poll(_STARTS_S):
+                process.kill()
+                _Forked(process).wait(_STOPS_S)
+                raise StackError(f"{self.name}: the forked process has not begun within {_STARTS_S} s")
         return _Forked(process)
 
     def pause(self) -> None:
@@ -97,8 +98,7 @@ class _Forked:
 def _run(main: str, env: Mapping[str, str], cwd: Path, log: Path, begun: Connection) -> None:
     """Run a module's `main` in the forked process, as `python -m` does in a process of the stack."""
     os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -13,10 +13,16 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, on Linux. Raises OSError if the kernel refuses."""
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
 def main() -> None:
     parent, program = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         # If the parent had ended before that request, the signal would never come.
         if os.getppid() != parent:
             sys.exit("the parent of this process is gone")

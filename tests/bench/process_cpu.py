@@ -34,7 +34,8 @@ def of(command: Sequence[str], environ: Mapping[str, str], statuses: Sequence[in
 
 
 def main() -> int:
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")  # processes left behind would not count
     status = subprocess.run(sys.argv[1:], check=False).returncode
     with suppress(ChildProcessError):
         while True:

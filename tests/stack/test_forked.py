@@ -1,16 +1,22 @@
 """Tests that a forked process of the service starts, says why it ends, and ends, as `python -m service` does."""
 
+import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from deploy import places
-from deploy.stack import Service
+from deploy.stack import Service, StackError, leash
+from tests.bench import process_cpu
 from tests.forked import ForkedService
 from tests.integration.plan import stopped, until
 
@@ -67,6 +73,25 @@ def test_a_variable_that_python_reads_at_its_start_is_given_to_a_new_interpreter
         command_lines.append(command_line(service.pid))
         service.kill()
     assert [b"service" in each for each in command_lines] == [False, True]
+
+
+def test_a_forked_process_that_does_not_begin_in_time_is_an_error_and_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = ForkedService(tmp_path, kafka="127.0.0.1:1", redis="redis://127.0.0.1:1")
+    monkeypatch.setattr(Connection, "poll", lambda *_: False)
+    with pytest.raises(StackError, match=r"the forked process has not begun within 30\.0 s"):
+        service.start(wait_ready=False)
+    assert [each for each in multiprocessing.active_children() if each.name == service.name] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("of", [leash.die_with_parent, process_cpu.main])
+def test_what_the_kernel_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch, of: Callable[[], object]) -> None:
+    """Processes would be left behind, or their CPU would not be counted."""
+    monkeypatch.setattr(ctypes, "CDLL", Mock(return_value=Mock(prctl=Mock(return_value=-1))))
+    with pytest.raises(OSError, match=r"prctl\(PR_SET_"):
+        of()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
