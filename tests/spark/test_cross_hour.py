@@ -25,6 +25,11 @@ CASES: dict[str, tuple[Sequence[Any], tuple[bool, int | None] | None]] = {
     "freed": ([answer(504, at=EARLY), answer(503, at=LATE)], (False, LATE + 20)),
     "freed-before": ([answer(503, at=EARLY), answer(504, at=LATE)], None),
     "both": ([answer(504, at=EARLY), answer(503, at=LATE), copy(7, at=LATE)], (True, LATE + 20)),
+    # The 503 has freed the key: what a later request with it has written is an event of its own hour.
+    "freed, written": (
+        [answer(504, at=EARLY), answer(503, at=EARLY, timestamp_ms=EARLY + 30), entry(10, at=LATE), copy(10, at=LATE)],
+        None,
+    ),
     "alone": ([answer(504)], None),
     "twice": ([answer(504), answer(504, at=EARLY)], None),
     "same hour": ([answer(504), copy(8), entry(8)], (True, None)),
