@@ -271,7 +271,10 @@ class GroupReader:
             KeyReused: the group was rewound, or the topic made anew: the text says what to do.
             StaleMember: the service refuses a member that Kafka knows: it may be on another cluster.
             KafkaError: what Kafka raises.
+            RuntimeError: the reader was not entered.
         """
+        if self._consumer is None:
+            raise RuntimeError("GroupReader: enter it first: async with GroupReader(…) as reader")
         if self._batch is not None:
             batch, self._batch = self._batch, None
             batch.settled.set()

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import math
 import os
 import random
 import re
@@ -80,16 +81,17 @@ class _Sender(ABC, Generic[H]):
             url: the service's address, such as https://fencepost.example.com.
             token: of the caller (`Authorization: Bearer`).
             spool: keeps the events that are not settled over a crash; a Spool, or the path of its file.
-            deadline_s: the time for a call with all its attempts (of `resume`: for each event), in seconds.
+            deadline_s: the time for a call with all its attempts (of `resume`: for each event), in seconds above 0.
             options: of httpx's client, such as `verify` (an ssl.SSLContext, which may have a certificate for mutual
                 TLS), `proxy`, `transport`, and `timeout`, which limits each step of an attempt.
 
         Raises:
             SpoolError: another program has the spool open, or it cannot be used.
-            ValueError: `url` is not an address of HTTP, or no header takes `token`.
+            ValueError: `url` is not an address of HTTP, no header takes `token`, or `deadline_s` is not above 0.
         """
-        if httpx.URL(url).scheme not in ("http", "https"):
-            raise ValueError(f"url: write http:// or https:// and the service's address, not {url!r}")
+        _check_url(url)
+        if not deadline_s > 0:
+            raise ValueError(f"deadline_s: write seconds above 0, not {deadline_s!r}")
         headers = httpx.Headers(options.pop("headers", None))
         if token is not None:
             if not _TOKEN.fullmatch(token):
@@ -217,7 +219,8 @@ class _Sender(ABC, Generic[H]):
     def _request(self, events: Sequence[Pending], left_s: float) -> dict[str, Any]:
         """Make a request, of which no step (connect, write, each read) may take longer than `left_s`."""
         own = self._http.timeout.as_dict()
-        timeout = {step: left_s if limit is None else min(limit, left_s) for step, limit in own.items()}
+        most_s = left_s if left_s < math.inf else None  # no socket takes an infinite one
+        timeout = {step: most_s if limit is None else min(limit, left_s) for step, limit in own.items()}
         return {**request_of(events), "extensions": {"timeout": timeout}}
 
 
@@ -229,6 +232,18 @@ class Backlog:
     after: int = 0
     until: int = 0
     is_over: bool = False
+
+
+def _check_url(url: str) -> None:
+    """Raise ValueError for a text that is no address of a service: httpx would call each attempt a lost connection."""
+    wanted = f"url: write http:// or https:// and the service's address, not {url!r}"
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{wanted} ({error})") from None
+    is_whole = parts.scheme in ("http", "https") and parts.host.strip()
+    if not is_whole or parts.query or parts.fragment or url != url.strip():
+        raise ValueError(wanted)
 
 
 def pages(events: Sequence[Pending]) -> Iterator[list[Pending]]:
@@ -284,11 +299,13 @@ class Client(_Sender[httpx.Client]):
         self.close()
 
     def close(self) -> None:
-        """Close the connections and the spool."""
-        if self._own_http is not None:
-            self._own_http.close()
-        if self._spool is not None:
-            self._spool.close()
+        """Close the connections and the spool. A closed client does nothing here; it sends no more."""
+        try:
+            if self._own_http is not None:
+                self._own_http.close()
+        finally:
+            if self._spool is not None:
+                self._spool.close()
 
     def send(self, event: Event) -> Written:
         """Send an event until it is written.
@@ -360,10 +377,27 @@ class Client(_Sender[httpx.Client]):
 
 
 class AsyncClient(_Sender[httpx.AsyncClient]):
-    """Sends events to Fencepost from asyncio: the arguments, methods and errors of `Client`."""
+    """Sends events to Fencepost from asyncio: the arguments, methods and errors of `Client`.
+
+    Tasks may share a client, event loops may not: its connections belong to the loop of its first call. Where each call
+    has a loop of its own (asyncio.run in a task queue, async_to_sync), make it there, or use `Client`.
+    """
+
+    _home: tuple[int, asyncio.AbstractEventLoop] | None = None  # process and event loop of the first call
 
     def _make_http(self, **arguments: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(**arguments)
+
+    def _check_loop(self) -> None:
+        """Raise RuntimeError in another event loop of this process, unless the program has given the transport."""
+        here = os.getpid(), asyncio.get_running_loop()
+        if self._home is None or self._home[0] != here[0]:
+            self._home = here
+        elif self._home != here and not _OF_CONNECTIONS & self._options.keys():
+            raise RuntimeError(
+                "AsyncClient: its connections belong to the event loop of its first call: make a client in each loop "
+                "(`async with` in the coroutine that asyncio.run gets), or use Client"
+            )
 
     async def __aenter__(self) -> Self:
         return self
@@ -372,11 +406,14 @@ class AsyncClient(_Sender[httpx.AsyncClient]):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """As `Client.close`."""
-        if self._own_http is not None:
-            await self._own_http.aclose()
-        if self._spool is not None:
-            await asyncio.to_thread(self._spool.close)
+        """As `Client.close`; in the event loop of the other calls."""
+        try:
+            if self._own_http is not None:
+                self._check_loop()
+                await self._own_http.aclose()
+        finally:
+            if self._spool is not None:
+                await asyncio.to_thread(self._spool.close)
 
     async def send(self, event: Event) -> Written:
         """As `Client.send`. If it is cancelled, the event stays in the spool."""
@@ -399,6 +436,7 @@ class AsyncClient(_Sender[httpx.AsyncClient]):
             await self._run(self._close_last(backlog, result))
 
     async def _run(self, flow: Flow[T]) -> T:
+        self._check_loop()
         reply: Any = None
         while True:
             try:

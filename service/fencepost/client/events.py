@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 # The keys that the service accepts.
 KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
@@ -24,6 +24,12 @@ def new_key() -> str:
     now_ms = time.time_ns() // 1_000_000
     random = secrets.randbits(74)
     return str(uuid.UUID(int=now_ms << 80 | 7 << 76 | random >> 62 << 64 | 2 << 62 | random & (1 << 62) - 1))
+
+
+def check_key(key: object) -> None:
+    """Raise ValueError for a key that an HTTP header cannot carry, such as a number or a uuid.UUID: write str(…)."""
+    if not isinstance(key, str) or not KEY.fullmatch(key):
+        raise ValueError(f"{KEY_RULE}, not {key!r:.300}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +54,7 @@ class Event:
 
     def __post_init__(self) -> None:
         """Check the key, which an HTTP header has to carry, before a spool has it."""
-        if not KEY.fullmatch(self.idempotency_key):
-            raise ValueError(f"{KEY_RULE}, not {self.idempotency_key[:300]!r}")
+        check_key(self.idempotency_key)
 
     def encode(self) -> bytes:
         """Encode the body of `POST /events`. Raises TypeError or ValueError for a value that JSON does not have."""
@@ -104,8 +109,7 @@ def atomic_batch(key: str, events: Iterable[Event], offsets: Offsets | None) -> 
 
     The events' own keys are left out: the batch has one for all of them.
     """
-    if not KEY.fullmatch(key):
-        raise ValueError(f"{KEY_RULE}, not {key[:300]!r}")
+    check_key(key)
     of_group = b"" if offsets is None else b',"offsets":%b' % offsets.encode()
     texts = b",".join([event.encode() for event in events])
     return Pending(key, b'{"atomic":true,"events":[%b]%b}' % (texts, of_group), is_batch=True)
@@ -137,6 +141,7 @@ class WrittenBatch:
 class SendError(Exception):
     """No attempt has shown that the event is written.
 
+    It can be pickled, so that a pool of processes or a task queue can hand it on.
     `body` is the event's JSON as it was sent. `status`, `code` and `detail` are those of the last answer (RFC 9457);
     status 0: there was none. `may_be_written`: an attempt without a clear answer may have written the event.
     """
@@ -149,6 +154,11 @@ class SendError(Exception):
         self.code = code
         self.detail = detail
         self.may_be_written = may_be_written
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes the error anew: `args` has only its text."""
+        event = Pending(self.idempotency_key, self.body)
+        return type(self), (event, self.status, self.code, self.detail, self.may_be_written), self.__dict__
 
 
 class Refused(SendError):

@@ -155,9 +155,10 @@ class Spool:
 
         Does nothing in a forked process: the parent has the file open.
         """
-        if self._process == os.getpid():
+        if self._is_own:
             with self._lock:
                 self._db.close()
+            _SPOOLS.discard(self)
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:
@@ -165,7 +166,7 @@ class Spool:
 
         Raises SpoolError in a forked process: SQLite cannot keep its writes apart from those of the parent.
         """
-        if self._process != os.getpid():
+        if not self._is_own:
             remedy = "open a spool of its own in each process, after the fork"
             raise SpoolError(f"{self.path}: this process is a fork of the one that opened it: {remedy}")
         with self._lock, self._errors():
@@ -179,6 +180,18 @@ class Spool:
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
 
+    def _in_use(self) -> str:
+        """Say who has the file open, and the remedy."""
+        path = self.path.resolve()
+        if any(each is not self and each._is_own and each.path.resolve() == path for each in list(_SPOOLS)):
+            return "another client of this program has it open: close() that one first, or share it between threads"
+        return "another program has it open: give each program its own"
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether this process has opened the spool."""
+        return self._process == os.getpid()
+
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         """Explain errors of SQLite and of the file system."""
@@ -187,7 +200,7 @@ class Spool:
         except sqlite3.OperationalError as error:
             code = error.sqlite_errorcode & 0xFF  # without its details
             if code == sqlite3.SQLITE_BUSY:
-                raise SpoolInUse(f"{self.path}: another program has it open: give each program its own") from None
+                raise SpoolInUse(f"{self.path}: {self._in_use()}") from None
             if code == sqlite3.SQLITE_FULL:
                 remedy = "wait until open events are settled, raise bytes_max, or free the disk"
                 raise SpoolFull(f"{self.path}: no room for more events: {remedy}") from None
@@ -202,7 +215,7 @@ class Spool:
             ) from error
 
 
-# The spools opened in this process, or in its parent before the fork.
+# The spools that are open in this process, or were in its parent at the fork.
 _SPOOLS: Final["weakref.WeakSet[Spool]"] = weakref.WeakSet()
 
 

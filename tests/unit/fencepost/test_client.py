@@ -1,11 +1,14 @@
 """Tests the client for applications: what it sends, repeats and concludes, for threads and for asyncio alike."""
 
+import asyncio
 import json
+import math
+import pickle
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +21,7 @@ from service.core.problems import KINDS
 from service.events.key_time import made_at_ms
 from service.events.offsets import parse_offsets
 from service.fencepost.client import (
+    AsyncClient,
     Client,
     Event,
     KeyExpired,
@@ -25,6 +29,9 @@ from service.fencepost.client import (
     NotAccepted,
     Offsets,
     Refused,
+    SendError,
+    Spool,
+    SpoolError,
     StaleMember,
     Unsettled,
     Written,
@@ -116,6 +123,44 @@ def test_the_caller_s_token_and_options_reach_httpx(kind: Any, clock: FakeTime) 
     assert str(fake.requests[-1].url) == "https://host/prefix/events"
 
 
+@pytest.mark.parametrize("key", [5, uuid.UUID(int=7), b"order-1", None])
+def test_a_key_that_is_no_text_is_refused_with_the_field_s_name(key: Any) -> None:
+    """As the primary key of a row."""
+    for made in (lambda: Event("t", 1, idempotency_key=key), lambda: Client("http://h").send_atomic(key, [])):
+        with pytest.raises(ValueError, match="idempotency_key: use 1 to 255 printable ASCII characters, not "):
+            made()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://",
+        "http://h:8000 ",
+        " http://h",
+        "http://h\n",
+        "http://h:port",
+        "http://h?a=b",
+        "http://h#a",
+    ],
+)
+def test_an_address_that_cannot_be_one_is_refused_before_anything_is_sent(url: str) -> None:
+    with pytest.raises(ValueError, match="url: write http:// or https:// and the service's address, not '"):
+        Client(url)
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1.0, math.nan])
+def test_a_deadline_that_leaves_no_time_is_refused(deadline_s: float) -> None:
+    with pytest.raises(ValueError, match="deadline_s: write seconds above 0, not "):
+        Client("http://h", deadline_s=deadline_s)
+
+
+def test_a_call_without_any_deadline_has_no_timeouts_that_a_socket_refuses(kind: Any, clock: FakeTime) -> None:
+    fake = FakeService()
+    kind(fake, deadline_s=math.inf, timeout=None).send(Event("t", 1))
+    assert set(fake.requests[0].extensions["timeout"].values()) == {None}
+
+
 @pytest.mark.parametrize("token", ["", "abc\n", "abc def", "\u00e9"])
 def test_a_token_that_no_header_carries_is_refused_before_anything_is_sent(token: str) -> None:
     """As read from a file with its line break. httpx would call each attempt a lost connection."""
@@ -190,6 +235,24 @@ def test_a_refused_event_is_final_and_leaves_the_others(kind: Any, clock: FakeTi
     with pytest.raises(Refused) as caught:
         kind(fake).send(events[1])
     assert not caught.value.may_be_written
+
+
+def test_events_and_results_can_be_pickled() -> None:
+    """As for a pool of processes, or the results of a task queue."""
+    written = Written("k", "ab", "t", 0, 3, 4, True)
+    for each in (
+        Event("t", {"a": 1}, headers={"b": "c"}),
+        written,
+        WrittenBatch("k", "cd", (written,), False),
+        OFFSETS,
+    ):
+        assert pickle.loads(pickle.dumps(each)) == each
+    for error_type in (Refused, KeyExpired, KeyReused, StaleMember, Unsettled, NotAccepted):
+        error = error_type(Pending("k", b"{}"), 422, "code", "why", True)
+        error.add_note("a note")
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), vars(again)) == (error_type, str(error), vars(error))
+        assert isinstance(again, SendError)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +449,39 @@ def test_an_answer_without_end_ends_with_the_deadline_or_its_bound(kind: Any, cl
     assert clock.now <= 1_000.0 + 11.0
 
 
-# ------------------------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------- processes and event loops
+
+
+def test_another_event_loop_is_told_to_have_a_client_of_its_own(tmp_path: Path) -> None:
+    """Its connections end with the loop: httpx would find them open, and fail with "Event loop is closed"."""
+    client = AsyncClient("http://127.0.0.1:1", spool=Spool(tmp_path / "s"), deadline_s=0.01)
+    with pytest.raises(Unsettled):
+        asyncio.run(client.send(Event("t", 1)))
+    calls: list[Callable[[], Coroutine[Any, Any, object]]] = [lambda: client.send(Event("t", 2)), client.aclose]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="event loop of its first call: make a client in each loop"):
+            asyncio.run(call())
+    with Spool(tmp_path / "s") as spool:  # closed, and the second event is not in it
+        assert len(spool) == 1
+
+
+def test_a_client_with_a_transport_of_the_program_may_change_loops() -> None:
+    """As in tests, whose transport has no connections."""
+    fake = FakeService()
+    client = AsyncClient("http://h", transport=transport(fake))
+    for n in range(2):
+        assert asyncio.run(client.send(Event("t", n))).offset == n
+
+
+def test_a_closed_client_sends_no_more_and_says_so(tmp_path: Path) -> None:
+    with Client("http://h", transport=transport(FakeService()), spool=tmp_path / "s") as client:
+        client.close()
+    with pytest.raises(SpoolError, match="it is closed: open it again, by a new client"):
+        client.send(Event("t", 1))
+    with Client("http://h", transport=transport(FakeService())) as client:
+        client.close()
+    with pytest.raises(RuntimeError, match="the client has been closed"):
+        client.send(Event("t", 1))
 
 
 class Answering(BaseHTTPRequestHandler):

@@ -434,3 +434,8 @@ def test_a_key_that_no_header_carries_is_hashed() -> None:
     for group in ("ä", "g" * 255):
         key = group_reader.batch_key(group, "t", 1, 2)
         assert key == hashlib.sha256(f"{group}/t/1/2".encode()).hexdigest()
+
+
+async def test_a_reader_that_was_not_entered_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"GroupReader: enter it first: async with GroupReader\("):
+        await anext(GroupReader("orders", "billing"))

@@ -126,8 +126,18 @@ def test_a_second_program_is_refused_until_the_first_has_ended(tmp_path: Path) -
         with pytest.raises(SpoolInUse, match="s: another program has it open: give each program its own"):
             Spool(tmp_path / "s")
         holder.kill()
-    with Spool(tmp_path / "s"), pytest.raises(SpoolInUse):  # nor may one program open it twice
-        Spool(tmp_path / "s")
+
+
+def test_a_second_client_of_one_program_is_told_to_close_the_first(tmp_path: Path) -> None:
+    """As a cell of a notebook that runs again."""
+    first = Spool(tmp_path / "s")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for path in (tmp_path / "s", tmp_path / "link" / "s"):
+        with pytest.raises(SpoolInUse, match=r"s: another client of this program has it open: close\(\) that"):
+            Spool(path)
+    first.close()
+    with Spool(tmp_path / "s") as again:
+        assert len(again) == 0
 
 
 def test_what_cannot_be_a_spool_is_refused(tmp_path: Path) -> None:
