@@ -120,4 +120,5 @@ def start(configuration: Configuration) -> World:
 def spend(world: World, fault: int) -> World:
     """Return the world with one fault of this kind less to come."""
     left = world.left
-    return world._replace(left=(*left[:fault], left[fault] - 1, *left[fault + 1 :]))
+    # As `_replace`, at half its cost: `left` is the last field.
+    return tuple.__new__(World, (*world[:-1], (*left[:fault], left[fault] - 1, *left[fault + 1 :])))

@@ -96,10 +96,8 @@ def _search(configuration: Configuration, rules: Rules, progress: bool) -> Resul
     while at < len(worlds):
         world = worlds[at]
         for label, after in steps(world, rules, configuration):
-            number = numbers.get(after)
-            if number is None:
-                number = len(worlds)
-                numbers[after] = number
+            number = numbers.setdefault(after, len(worlds))  # one hash of a state, which takes as long as many steps
+            if number == len(worlds):
                 worlds.append(after)
                 parents.append(at)
                 labels.append(label)

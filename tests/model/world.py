@@ -265,7 +265,7 @@ class World(NamedTuple):
     late: tuple[tuple[int, ...], ...]  # requests without an answer that may still arrive
     acknowledged: bool  # whether a 201 was sent
     wrong: str  # a violation that a step itself has found
-    left: tuple[int, ...]  # the faults that may still happen
+    left: tuple[int, ...]  # the faults that may still happen; the last field (`spend`)
 
 
 T = TypeVar("T")
