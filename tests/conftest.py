@@ -59,6 +59,9 @@ LONG_SPARK_FILES: Final = (
     "test_report",
 )
 
+# The name that xdist gives the first process, which runs Spark (PYTEST_XDIST_WORKER).
+FIRST_PROCESS: Final = "gw0"
+
 # Variables of the caller that choose how the stack runs are kept.
 _KEPT = ("FENCEPOST_CACHE", "FENCEPOST_REDIS_SERVER")
 
@@ -141,12 +144,12 @@ class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
         return "alone" if folder(nodeid) in _ALONE else nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if node in (self.nodes[0], self._helper):
+        if node is self._helper or _runs_spark(node):
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
 
     def _reschedule(self, node: WorkerController) -> None:
-        if node is self.nodes[0] or not self.workqueue or not all(map(_is_spark, self.workqueue)):
+        if _runs_spark(node) or not self.workqueue or not all(map(_is_spark, self.workqueue)):
             super()._reschedule(node)
             return
         if self._pending_of(self.assigned_work[node]) > self._LAST_TESTS:
@@ -157,6 +160,10 @@ class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
             super()._reschedule(node)
         else:
             node.shutdown()
+
+
+def _runs_spark(node: WorkerController) -> bool:
+    return bool(node.gateway.id == FIRST_PROCESS)
 
 
 def _is_spark(scope: str) -> bool:

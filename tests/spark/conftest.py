@@ -1,5 +1,6 @@
 """One Spark session for all tests of the job, and fixtures that run the job in it."""
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -8,15 +9,20 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
+from tests.conftest import FIRST_PROCESS
 from tests.spark.history import History
+from tests.spark.runs import BRIEF_JAVA_OPTIONS, JAVA_OPTIONS, interpreted, run, session_for_tests
 from tests.spark.runs import Ran as Ran
-from tests.spark.runs import interpreted, run, session_for_tests
 
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """The session that the job opens, with Spark's interpreter; `as_large` restores the job's settings."""
-    session = session_for_tests()
+    """The session that the job opens, with Spark's interpreter; `as_large` restores the job's settings.
+
+    Of several processes the first one runs most of the tests with Spark (tests/conftest.py), the helper a part.
+    """
+    helps = os.environ.get("PYTEST_XDIST_WORKER", FIRST_PROCESS) != FIRST_PROCESS
+    session = session_for_tests(BRIEF_JAVA_OPTIONS if helps else JAVA_OPTIONS)
     with interpreted(session):
         yield session
     session.stop()

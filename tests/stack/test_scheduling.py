@@ -18,12 +18,12 @@ SPARK = [
 class _Process:
     """Stands for a process of xdist: it runs a test when it has the next one, or is told that there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.queue: list[int] = []
         self.ran: list[str] = []
         self.seconds = 0.0
         self.shutting_down = False
-        self.gateway = Mock()
+        self.gateway = Mock(id=name)
 
     def send_runtest_some(self, indices: list[int]) -> None:
         self.queue += indices
@@ -45,7 +45,7 @@ def _run(monkeypatch: pytest.MonkeyPatch) -> list[_Process]:
     monkeypatch.setattr("xdist.scheduler.loadscope.parse_tx_spec_config", lambda config: [None] * 3)
     config, tests = Mock(), [*EARLY, *ALONE, *SPARK]
     config.option.loadscopereorder = False
-    scheduler, processes = pytest_xdist_make_scheduler(config, Mock()), [_Process() for _ in range(3)]
+    scheduler, processes = pytest_xdist_make_scheduler(config, Mock()), [_Process(f"gw{n}") for n in range(3)]
     for process in processes:
         scheduler.add_node(process)
         scheduler.add_node_collection(process, tests)
