@@ -75,10 +75,16 @@ class IdempotentProducer:
     async def write(self, records: Sequence[Record]) -> list[RecordResult]:
         """Write records and await the result of each, in their order. Raises KafkaAway: nothing was sent.
 
-        Any failure ends the session: a gap in its sequence numbers would make the broker refuse every later batch.
+        Nothing is sent before the throttle time of a quota is over: a request that waits unread may be read when it was
+        given up. Any failure ends the session: a gap in its sequence numbers would make the broker refuse every later
+        batch.
         """
         async with self._sending:
             session = await self._current_session()
+            if not await session.throttle_ends(self._timeout_s):
+                why = self._cluster.failed("produce", "the throttle time is longer than a write may take")
+                self._trouble.add(why, producer=self._name, quota=session.quota)
+                return [NOT_SENT] * len(records)
             results: list[RecordResult] = [NOT_SENT] * len(records)  # of records that reach no batch
             batches: list[RecordBatch] = []
             try:

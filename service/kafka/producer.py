@@ -131,6 +131,11 @@ class TransactionalProducer:
         return self._session.epoch
 
     @property
+    def throttled_s(self) -> float:
+        """The longest throttle time in a response of the last transaction, in seconds; 0 without a quota (KIP-219)."""
+        return self._session.longest_throttle_s
+
+    @property
     def client(self) -> AIOKafkaClient:
         """The connections of this session."""
         return self._session.client
@@ -390,6 +395,7 @@ class TransactionalProducer:
         """
         self._move(ProducerState.SENDING)
         write = _Write(records)
+        self._session.longest_throttle_s = 0.0
         self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
             with self._sends_timeout.wait():

@@ -167,6 +167,7 @@ class ProducerSession:
         self._cluster = cluster
         self._timeout_ms = timeout_ms
         self._sequences: dict[Partition, int] = {}
+        self.longest_throttle_s = 0.0  # in the responses since the caller has set this to 0 (KIP-219)
         self._throttled_ms = 0
         self._throttled_until = 0.0  # by time.monotonic
 
@@ -236,6 +237,7 @@ class ProducerSession:
         if response.throttle_time_ms:
             self._throttled_ms = response.throttle_time_ms
             self._throttled_until = time.monotonic() + response.throttle_time_ms / 1000
+            self.longest_throttle_s = max(self.longest_throttle_s, response.throttle_time_ms / 1000)
         return response
 
     @property
@@ -247,6 +249,16 @@ class ProducerSession:
         if self._throttled_until < time.monotonic():
             return ""
         return f"Kafka throttles this client by {self._throttled_ms} ms: raise the quota of its user or client id"
+
+    async def throttle_ends(self, within_s: float) -> bool:
+        """Wait for the end of the throttle time, for `within_s` seconds at most; return whether it is over.
+
+        A request that is sent earlier is read only then, and may still be read when its connection was given up.
+        """
+        left_s = self._throttled_until - time.monotonic()
+        if left_s > 0:
+            await asyncio.sleep(min(left_s, within_s))
+        return left_s <= within_s
 
     def batches(self, records: Sequence[Record], leaders: Mapping[Partition, int]) -> list[RecordBatch]:
         """Build batches of the records whose partition has a leader, up to the size limit of each topic."""

@@ -220,7 +220,7 @@ class Admission:
         It is smaller while there is a request other than chunks, unanswered or answered since the last sweep.
         """
         most = CHUNK_EVENTS_BESIDE_SINGLE if self._resolver.by_deadline else CHUNK_EVENTS_MAX
-        return BatchChunk(min(most, self.events_max), self.ledger_bytes_max)
+        return BatchChunk(min(most, self.events_max), *self._queue.group_bytes_max)
 
     async def submit_chunk(self, chunk: BatchChunk) -> list[WriteResult]:
         """Write the checked events of a chunk, in their order; returns the result of each.

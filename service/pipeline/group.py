@@ -55,6 +55,16 @@ class Group:
         return sum([len(request.events) for request in self.requests])
 
     @property
+    def event_bytes(self) -> int:
+        """The bytes of its events."""
+        return sum([request.event_bytes for request in self.requests])
+
+    @property
+    def ledger_bytes(self) -> int:
+        """The bytes of its ledger entries."""
+        return sum([request.ledger_bytes for request in self.requests])
+
+    @property
     def offsets(self) -> GroupOffsets | None:
         """The offsets of a consumer group to commit in its transaction; it is one atomic batch then."""
         return self.requests[0].offsets

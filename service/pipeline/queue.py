@@ -8,8 +8,9 @@ from typing import Final, Protocol
 
 from service.contract import Guarantee
 from service.core.problems import NOT_WRITTEN, Problem
-from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
+from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, Settings
 from service.pipeline.group import Group
+from service.pipeline.quota import QuotaBound, pause_after
 from service.pipeline.request import WriteRequest, fit
 
 # Groups in flight at once: while a group is written, the next is claimed. With more, groups would be smaller, and each
@@ -58,6 +59,8 @@ class Queue:
         self.events = 0
         self.bytes = 0
         self.ledger_bytes_max = self._topic_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group, and by the topic's limit
+        self._quota = QuotaBound()
+        self._resuming: asyncio.TimerHandle | None = None  # while no group is taken, under a quota
 
     def admit(self, request: WriteRequest) -> None:
         """Count a new request, one without events as one event. Raises Problem (503) if a bound would be exceeded."""
@@ -85,6 +88,28 @@ class Queue:
     def ledger_was_full(self, requests: Sequence[WriteRequest]) -> None:
         """Halve the bound: the ledger's topic has just refused the ledger record of these requests."""
         self.ledger_bytes_max = max(1, sum(request.ledger_bytes for request in requests) // 2)
+
+    def note_throttle(self, group: Group, throttled_s: float, *, failed: bool = False) -> None:
+        """Note for how long Kafka's quota has throttled a group, in seconds: the next groups are as large as it bears.
+
+        If the group has `failed` under the quota, no other is taken until Kafka no longer counts its bytes.
+        """
+        if not throttled_s and self._quota.bytes_max == GROUP_EVENT_BYTES_MAX:
+            return
+        written = max(group.event_bytes, group.ledger_bytes)
+        self._quota.note(written, throttled_s, group.started, time.monotonic())
+        if failed and (pause_s := pause_after(throttled_s)) and self._resuming is None:
+            self._resuming = asyncio.get_running_loop().call_later(pause_s, self._resume)
+
+    def _resume(self) -> None:
+        self._resuming = None
+        self.notify()
+
+    @property
+    def group_bytes_max(self) -> tuple[int, int]:
+        """The most bytes of a group's ledger entries, and of its events."""
+        under_quota = self._quota.bytes_max
+        return min(self.ledger_bytes_max, under_quota), min(GROUP_EVENT_BYTES_MAX, under_quota)
 
     @property
     def full(self) -> bool:
@@ -234,8 +259,11 @@ class Queue:
         """Whether no further group may be started. Groups that take longer than GROUP_QUICK_S do not count.
 
         A second group is started only if it has as many requests as the last: small groups raise the cost of each. A
-        chunk of a batch is one request, so that others need not wait until a chunk of 1,000 events is written.
+        chunk of a batch is one request, so that others need not wait until a chunk of 1,000 events is written. No group
+        is started while a quota of Kafka demands a pause (`note_throttle`).
         """
+        if self._resuming is not None:
+            return True
         if not self._in_flight:
             return False
         waiting = sum(map(len, self._waiting.values()))
@@ -262,7 +290,7 @@ class Queue:
         if now >= self._next_isolated_at and (requests := self._take_isolated()):
             return requests, True
         oldest = min(self._waiting.values(), key=_head_arrived)
-        if requests := take_requests(oldest, self.ledger_bytes_max):
+        if requests := take_requests(oldest, *self.group_bytes_max):
             return requests, False
         return self._take_isolated(), True
 
@@ -287,14 +315,18 @@ class Queue:
 
         alone = first.failures or first.atomic
         together = [first] if alone else [one for one in waiting if one is first or alike(one)]
-        taken = take_requests(deque(together), self.ledger_bytes_max)
+        taken = take_requests(deque(together), *self.group_bytes_max)
         self._isolated_order[name] = self._groups_taken + 1
         left = set(waiting).difference(taken)
         self._isolated = deque(request for request in waiting if request in left)
         return taken
 
 
-def take_requests(waiting: deque[WriteRequest], ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX) -> list[WriteRequest]:
+def take_requests(
+    waiting: deque[WriteRequest],
+    ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX,
+    event_bytes_max: int = GROUP_EVENT_BYTES_MAX,
+) -> list[WriteRequest]:
     """Take from the front what one transaction holds; an atomic batch goes alone."""
     requests: list[WriteRequest] = []
     ledger_bytes = event_bytes = 0
@@ -305,7 +337,8 @@ def take_requests(waiting: deque[WriteRequest], ledger_bytes_max: int = GROUP_LE
             continue
         ledger_bytes += request.ledger_bytes
         event_bytes += request.event_bytes
-        if requests and (request.atomic or requests[0].atomic or not fit(ledger_bytes, event_bytes, ledger_bytes_max)):
+        is_full = not fit(ledger_bytes, event_bytes, ledger_bytes_max, event_bytes_max)
+        if requests and (request.atomic or requests[0].atomic or is_full):
             break
         requests.append(waiting.popleft())
     return requests

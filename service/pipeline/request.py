@@ -120,9 +120,14 @@ class ResultCollector:
             self.done.set_result(self._to_send_again)
 
 
-def fit(ledger_bytes: int, event_bytes: int, ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX) -> bool:
+def fit(
+    ledger_bytes: int,
+    event_bytes: int,
+    ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX,
+    event_bytes_max: int = GROUP_EVENT_BYTES_MAX,
+) -> bool:
     """Whether one transaction holds so many bytes of ledger entries and of events."""
-    return ledger_bytes <= ledger_bytes_max and event_bytes <= GROUP_EVENT_BYTES_MAX
+    return ledger_bytes <= ledger_bytes_max and event_bytes <= event_bytes_max
 
 
 # A larger batch is written in several chunks: each step with a chunk takes the event loop for milliseconds only.
@@ -137,10 +142,16 @@ class BatchChunk:
     Their keys differ, because the second claim of a key in a call would find the first.
     """
 
-    def __init__(self, events_max: int = CHUNK_EVENTS_MAX, ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        events_max: int = CHUNK_EVENTS_MAX,
+        ledger_bytes_max: int = GROUP_LEDGER_BYTES_MAX,
+        event_bytes_max: int = GROUP_EVENT_BYTES_MAX,
+    ) -> None:
         self.events: list[Event] = []
         self._events_max = min(events_max, CHUNK_EVENTS_MAX)
         self._ledger_bytes_max = ledger_bytes_max
+        self._event_bytes_max = event_bytes_max
         self.ledger_bytes = self.event_bytes = 0
         self._ids: set[bytes] = set()
 
@@ -152,7 +163,7 @@ class BatchChunk:
             event.id in self._ids
             or len(self.events) >= self._events_max
             or ledger_bytes > self._ledger_bytes_max
-            or event_bytes > GROUP_EVENT_BYTES_MAX
+            or event_bytes > self._event_bytes_max
         ):
             return False
         self.events.append(event)

@@ -348,12 +348,14 @@ class Writer:
             await self._send_again(attempt)
             return
         except (Exception, asyncio.CancelledError) as error:
+            self._queue.note_throttle(attempt.group, slot.throttled_s, failed=True)
             cause = failure_of(error)
             failure = cause if isinstance(cause, TransactionFailed) else self._bug(slot, cause)
             await self._fail(slot, [request for request, _ in claimed], failure)
             if failure is error:
                 raise
             raise failure from cause
+        self._queue.note_throttle(attempt.group, slot.throttled_s)
         attempt.delivered, attempt.position = committed, position
 
     async def _refuse(self, attempt: Attempt, refused: OffsetsRefused) -> None:

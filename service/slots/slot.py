@@ -81,6 +81,11 @@ class Slot:
         """The producer id of the current producer; None without a producer."""
         return None if self._producer is None else self._producer.producer_id
 
+    @property
+    def throttled_s(self) -> float:
+        """The longest throttle time in a response of the last transaction, in seconds; 0 without a producer."""
+        return 0.0 if self._producer is None else self._producer.throttled_s
+
     def move(self, event: SlotEvent) -> None:
         """Change the state. Raises IllegalMove where the table has no such move."""
         self.state = SLOT[self.state, event]

@@ -189,6 +189,7 @@ class FakeProducer(TransactionalProducer):
         self.abandoned = 0
         self.closed = False
         self.cut_off = False  # a broker has ended a connection
+        self.throttle_s = 0.0
         self._next = 10
         self.records_sent: list[Record] = []
         self.offsets: list[GroupOffsets] = []
@@ -206,6 +207,10 @@ class FakeProducer(TransactionalProducer):
     @property
     def has_lost_connection(self) -> bool:
         return self.cut_off
+
+    @property
+    def throttled_s(self) -> float:
+        return self.throttle_s
 
     def begin_early(self, partitions: Sequence[Partition]) -> None:
         self.begun_early = list(partitions)

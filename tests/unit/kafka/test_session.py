@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 from aiokafka.errors import (
@@ -27,7 +28,7 @@ from service.kafka import session as module
 from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
 from service.kafka.outcomes import RECORD_ERRORS, TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
-from service.kafka.session import COMPRESSED_LEAST_BYTES, ProducerSession, RecordMetadata
+from service.kafka.session import COMPRESSED_LEAST_BYTES, NOT_SENT, ProducerSession, RecordMetadata
 from tests.unit.fake_brokers import (
     FENCED,
     GONE,
@@ -277,6 +278,7 @@ async def test_a_timeout_under_a_quota_names_the_quota(throttle_ms: int, names_q
     failed = await failure(producer, record("orders"))
     by_quota = "TimeoutError(), Kafka throttles this client by 60000 ms: raise the quota of its user or client id"
     assert str(failed) == f"unknown: {by_quota if names_quota else 'TimeoutError()'}"
+    assert producer.throttled_s == throttle_ms / 1000
 
     plain, kafka = idempotent(150)
     kafka.throttle_ms = throttle_ms
@@ -286,6 +288,23 @@ async def test_a_timeout_under_a_quota_names_the_quota(throttle_ms: int, names_q
         for _ in range(2):
             await plain.write([record("a")])
     assert [(line["event"], "quota" in line) for line in lines] == [("not every record was written", names_quota)]
+
+
+async def test_an_idempotent_producer_sends_nothing_before_the_throttle_time_is_over() -> None:
+    """Kafka may read and append a request after its connection was given up: the record would be written twice."""
+    plain, kafka = idempotent(600)
+    kafka.throttle_ms = 60_000
+    await plain.write([record("a")])
+    assert await plain.write([record("b")]) == [NOT_SENT]
+    assert len(kafka.sent(ProduceRequest)) == 1
+
+    plain, kafka = idempotent(600)
+    kafka.throttle_ms = 50
+    await plain.write([record("a")])
+    started = time.monotonic()
+    (written,) = await plain.write([record("b")])
+    assert isinstance(written, RecordMetadata)
+    assert time.monotonic() - started > 0.04
 
 
 @pytest.mark.parametrize("code", FENCED)

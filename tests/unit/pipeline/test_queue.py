@@ -13,6 +13,7 @@ from service.core.problems import NOT_WRITTEN, Problem
 from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX, WAITING_BYTES, Settings
 from service.events.event import ENTRY_BYTES
 from service.pipeline import queue as module
+from service.pipeline import quota
 from service.pipeline.group import Group
 from service.pipeline.queue import Queue, take_requests
 from service.pipeline.request import WriteRequest
@@ -479,6 +480,26 @@ async def test_a_waiter_that_takes_a_group_wakes_another_for_the_isolated_reques
     await asyncio.sleep(0)
     assert takers[1].done()
     assert keys_of(take(queue)) == ["b"]
+
+
+async def test_a_group_that_failed_under_a_quota_bounds_the_next_ones_and_delays_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quota, "COUNTED_S", 0.05)
+    queue = Queue(SETTINGS)
+    admit(queue, large("a", 200_000))
+    group = group_of(queue)
+    queue.note_throttle(group, 20.0, failed=True)
+    queue.done(group)
+    admit(queue, large("b", 8_000), large("c", 8_000))
+    assert queue.take() is None
+    waiting = asyncio.create_task(queue._wait())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await asyncio.wait_for(waiting, 1)
+    assert keys_of(take(queue)) == ["b"]
+    assert queue.ledger_bytes_max == GROUP_LEDGER_BYTES_MAX  # which refuses atomic batches
+    assert queue.group_bytes_max == (10_000, 10_000)
 
 
 async def test_the_bound_of_a_refused_ledger_record_stays_until_the_topic_takes_another_size() -> None:

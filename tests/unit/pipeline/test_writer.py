@@ -19,9 +19,11 @@ from service.core.problems import (
     StoreLost,
     StoreUnanswered,
 )
+from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import resolver
 from service.pipeline.group import Group
 from service.pipeline.load_shedding import ANSWERS_EACH, ANSWERS_MAX
+from service.pipeline.quota import LEAST_BYTES
 from service.pipeline.request import Committed
 from service.slots import slot as slot_module
 from tests.unit.fakes import GENERATION, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, steps, until
@@ -154,6 +156,30 @@ async def test_a_replay_abandons_the_open_transaction_and_opens_no_other() -> No
     assert isinstance(await world.submit("b"), Committed)
     await until(lambda: producer.abandoned == 2)
     await ended(serving)
+
+
+async def test_the_throttle_time_of_a_group_bounds_the_next_ones() -> None:
+    world = World()
+    slot = await world.slot()
+    serving = world.serve(slot)
+    world.producers[0].throttle_s = 1_000.0
+    await world.submit("a")
+    assert world.queue.group_bytes_max == (LEAST_BYTES, LEAST_BYTES)
+    await world.submit("b")  # a group that was written has no pause behind it
+    assert world.admission.new_chunk().add(make_event("c", value=b"x" * LEAST_BYTES))
+    await ended(serving)
+
+
+async def test_after_a_group_that_failed_under_a_quota_no_other_is_written_at_once() -> None:
+    world = World()
+    slot = await world.slot()
+    world.producers[0].throttle_s = 60.0
+    failed = TransactionFailed(TransactionOutcome.UNKNOWN, "it is throttled")
+    world.producers[0].trouble.before["commit"].append(failed)
+    world.submit("a")
+    await end_of_term(world.serve(slot))
+    world.submit("b")
+    assert world.queue.take() is None
 
 
 async def test_a_full_queue_reports_an_overload_until_its_requests_are_answered() -> None:
