@@ -4,9 +4,15 @@ Exit code 0 after a clean stop, 2 for a wrong setting or for data that only a ne
 address cannot be bound.
 """
 
+# ruff: noqa: E402 - the imports take seconds, in which the signals that a running service acts on must not end it.
+
+import signal
+
+for _signal in (signal.SIGHUP, signal.SIGUSR1) if __name__ == "__main__" else ():
+    signal.signal(_signal, signal.SIG_IGN)  # until rules_reload and task_dump handle them
+
 import logging
 import resource
-import signal
 import sys
 from typing import Literal
 

@@ -1,9 +1,11 @@
 """Tests errors that stop the service at its start: a line for each, which says what to set."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -52,21 +54,40 @@ def test_each_schema_and_secret_that_cannot_be_used_ends_the_start_with_a_line(
     ]
 
 
-def test_an_address_in_use_is_reported_with_its_settings() -> None:
+def test_an_address_in_use_is_reported_with_its_settings_whatever_signal_comes_before() -> None:
+    """A `kill -HUP` for changed rules, or a SIGUSR1, must not end a process whose imports are not done."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         nobody = {"FENCEPOST_KAFKA": "127.0.0.1:1", "FENCEPOST_REDIS": "redis://127.0.0.1:1/0"}
-        ended = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-m", "service"],
             env={**os.environ, **nobody, "FENCEPOST_PORT": str(port)},
             cwd=places.ROOT,
-            capture_output=True,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=30,
-        )
-    assert ended.returncode == 3
+        ) as starting:
+            try:
+                until_it_ignores(starting.pid, signal.SIGHUP, signal.SIGUSR1)
+                starting.send_signal(signal.SIGHUP)
+                starting.send_signal(signal.SIGUSR1)
+                _, errors = starting.communicate(timeout=30)
+            finally:
+                starting.kill()
+    assert starting.returncode == 3
     message = f"FENCEPOST_HOST='127.0.0.1', FENCEPOST_PORT={port}: it cannot listen there; set"
-    assert [line for line in ended.stderr.splitlines() if line.startswith(message)], ended.stderr
+    assert [line for line in errors.splitlines() if line.startswith(message)], errors
+
+
+def until_it_ignores(pid: int, *signals: signal.Signals) -> None:
+    """Wait until a process that has just been started ignores these signals (proc(5)), for 5 s at most."""
+    wanted = sum(1 << (number - 1) for number in signals)
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        status = Path(f"/proc/{pid}/status").read_text()
+        ignored = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
+        if int(ignored.split()[1], 16) & wanted == wanted:
+            return
+        time.sleep(0.002)
 
 
 def test_mistakes_of_the_rules_are_reported_with_those_of_the_settings(
