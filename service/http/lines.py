@@ -1,6 +1,7 @@
 """Newline-delimited JSON: a batch of any length, with one event on each line and one result on each line."""
 
 import re
+from collections import deque
 from collections.abc import Awaitable
 from functools import partial
 from typing import Final
@@ -9,9 +10,9 @@ from service.core.problems import Problem
 from service.events.event import EVENT_TEXT_BYTES_MAX, READER, Event
 from service.events.incomplete_text import IncompleteText
 from service.events.strict_json import strictly
-from service.http.batch import by_length, long_member_of, member_of
+from service.http.batch import Parse, by_length, long_member_of, member_of
 from service.http.headers import LINES, check_no_key, media_type, unsupported
-from service.http.responses import render_lines
+from service.http.responses import render_line
 from service.http.streamed_body import Text
 from service.http.streaming import Exchange, StreamHead
 from service.pipeline.request import WriteResult
@@ -81,20 +82,38 @@ def lines_exchange(head: StreamHead) -> Exchange:
     if media_type(head.used.get(b"content-type")) != LINES:
         raise unsupported(LINES)
     check_no_key(head.used)
-    parse_line = by_length(line_of, long_member_of, traceparent=head.traceparent, scope=head.caller.scope)
+    events = KeyedEvents(by_length(line_of, long_member_of, traceparent=head.traceparent, scope=head.caller.scope))
+    return Exchange(Lines(), events.parse, events.render, _render_end, 207, _HEAD)
 
-    def parse(line: Text) -> Event | Awaitable[Event]:
+
+class KeyedEvents:
+    """Parses lines, and renders each result with the key of its event: by it a client tells mixed-up answers."""
+
+    def __init__(self, parse: Parse[bytes]) -> None:
+        self._parse = parse
+        self._keys: deque[str] = deque()  # of the lines whose results are not rendered yet; "" of one without an event
+
+    def parse(self, line: Text) -> Event | Awaitable[Event]:
+        """Parse the next line. Raises Problem."""
+        self._keys.append("")
         if isinstance(line, Problem):
             raise line
-        return parse_line(line)
+        made = self._parse(line)
+        if not isinstance(made, Event):
+            return self._with_key(made)
+        self._keys[-1] = made.key
+        return made
 
-    return Exchange(Lines(), parse, _render, _render_end, 207, _HEAD)
+    async def _with_key(self, parsing: Awaitable[Event]) -> Event:
+        event = await parsing
+        self._keys[-1] = event.key
+        return event
 
-
-def _render(result: WriteResult) -> bytes:
-    return render_lines([result])
+    def render(self, result: WriteResult) -> bytes:
+        """Render the result of the next line."""
+        return render_line(result, self._keys.popleft())
 
 
 def _render_end(problem: Problem) -> bytes:
     """Render why a batch is not read on. Each line has a key of its own, so the rest can be sent alone."""
-    return _render(Problem(problem.kind, f"{problem.detail}: send the rest again", problem.retry_after_s))
+    return render_line(Problem(problem.kind, f"{problem.detail}: send the rest again", problem.retry_after_s))

@@ -98,17 +98,22 @@ class _Member(msgspec.Struct, gc=False):
 
 
 class _Result(_Member, gc=False):
-    """One event of a batch that is not atomic."""
+    """One event of a batch that is not atomic; on a line of its own, with its key."""
 
     replayed: bool
+    idempotency_key: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Failure(msgspec.Struct, gc=False):
-    """One event of a batch that is not atomic, with its problem; only a dead letter has `replayed`."""
+    """One event of a batch that is not atomic, with its problem; only a dead letter has `replayed`.
+
+    On a line of its own, with its key, if the event could be read.
+    """
 
     status: int
     problem: dict[str, str | int]
     replayed: bool | msgspec.UnsetType = msgspec.UNSET
+    idempotency_key: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Whole(msgspec.Struct, gc=False):
@@ -118,8 +123,7 @@ class _Whole(msgspec.Struct, gc=False):
     results: list[_Member]
 
 
-_encoder: Final = msgspec.json.Encoder()
-_encode: Final = _encoder.encode
+_encode: Final = msgspec.json.Encoder().encode
 
 
 def render_metadata(delivery: Delivery) -> bytes:
@@ -138,17 +142,17 @@ def render_results(answers: Iterable[WriteResult]) -> bytes:
     return _encode([_result_of(answer) for answer in answers])[1:-1]
 
 
-def render_lines(answers: Iterable[WriteResult]) -> bytes:
-    """Render the results of events of a batch, each on a line of its own."""
-    return _encoder.encode_lines([_result_of(answer) for answer in answers])
+def render_line(answer: WriteResult, key: str = "") -> bytes:
+    """Render the result of an event of a batch as a line, with the event's key, if it has one that could be read."""
+    return _encode(_result_of(answer, key or msgspec.UNSET)) + b"\n"
 
 
-def _result_of(answer: WriteResult) -> _Result | _Failure:
+def _result_of(answer: WriteResult, key: str | msgspec.UnsetType = msgspec.UNSET) -> _Result | _Failure:
     if isinstance(answer, Problem):
         replayed = answer.replayed if isinstance(answer, Quarantined) else msgspec.UNSET
-        return _Failure(answer.kind.status, answer.body(), replayed)
+        return _Failure(answer.kind.status, answer.body(), replayed, key)
     id, state = answer.deliveries[0]
-    return _Result(201, id.hex(), state.topic, state.partition, state.offset, state.ts, answer.replayed)
+    return _Result(201, id.hex(), state.topic, state.partition, state.offset, state.ts, answer.replayed, key)
 
 
 def render_atomic(id: bytes, answer: Committed) -> bytes:

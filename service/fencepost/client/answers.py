@@ -27,7 +27,7 @@ from .events import (
     WrittenBatch,
 )
 
-# The events of one request. Their results (some 200 bytes each, a problem up to 1,500) are fewer than the 4 MiB that
+# The events of one request. Their results (some 250 bytes each, a problem up to 1,800) are fewer than the 4 MiB that
 # the service holds for a client that reads only when it has sent all.
 PAGE_EVENTS: Final = 500
 PAGE_BYTES: Final = 1024 * 1024
@@ -152,12 +152,16 @@ def verdicts(events: Sequence[Pending], answer: Answer) -> list[Written | Writte
     content = _parsed(answer.body)
     if len(events) == 1:
         if (key := _key_of(answer)) is not None and key != events[0].key:
-            mixed_up = f"the answer is for another key, {key[:300]!r}: something on the way mixes up answers"
-            return [Problem(NO_ANSWER, "no-answer", mixed_up)]
+            return [_mixed_up(key)]
         replayed = answer.headers.get("idempotent-replayed") == "true"
         of = _verdict_of_batch if events[0].is_batch else _verdict
         return [of(events[0], answer.status, content, replayed)]
     return [replace(_problem(answer.status, content), of_batch=True)] * len(events)
+
+
+def _mixed_up(key: object) -> Problem:
+    detail = f"the answer is for another key, {key!r:.300}: something on the way mixes up answers"
+    return Problem(NO_ANSWER, "no-answer", detail)
 
 
 def _key_of(answer: Answer) -> str | None:
@@ -170,6 +174,8 @@ def _of_line(event: Pending, content: Any) -> Written | Problem:
     """Read the result of one event of a batch."""
     if not isinstance(content, dict) or not isinstance(content.get("status"), int):
         return Problem(NO_ANSWER, "no-answer", f"no result of an event: {content}"[:_DETAIL_CHARS_MAX])
+    if (key := content.get("idempotency_key", event.key)) != event.key:  # earlier releases leave it out
+        return _mixed_up(key)
     return _verdict(event, content["status"], content.get("problem", content), content.get("replayed") is True)
 
 

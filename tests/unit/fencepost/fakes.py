@@ -79,7 +79,8 @@ class FakeService:
         for line in request.content.splitlines():
             event = json.loads(line)
             body = line[: line.rindex(b',"idempotency_key":')] + b"}"
-            results.append(self._write(event["idempotency_key"], body))
+            key = event["idempotency_key"]
+            results.append({**self._write(key, body), "idempotency_key": key})
         text = "".join(f"{json.dumps(result)}\n" for result in results).encode()
         if fault == CUT_AMID:
             return httpx.Response(207, stream=Broken(text[: len(text) // 2], request))

@@ -424,6 +424,30 @@ def test_an_answer_for_another_key_does_not_settle_an_event(kind: Any, clock: Fa
     assert caught.value.may_be_written
 
 
+def test_a_result_of_a_batch_that_is_for_another_key_does_not_settle_an_event(kind: Any, clock: FakeTime) -> None:
+    fake = FakeService()
+    events = [Event("t", 0), Event("t", 1), Event("t", 2), Event(UNKNOWN_NAME, 3)]
+
+    def answered(request: httpx.Request) -> httpx.Response:
+        response = fake(request)
+        first = len(fake.requests) == 1
+        lines = response.content.splitlines(keepends=True)
+        return httpx.Response(207, content=b"".join([lines[0], *(reversed(lines[1:]) if first else lines[1:])]))
+
+    results = kind(answered).send_many(*events)
+    assert [(type(each), each.idempotency_key) for each in results] == [
+        (kind_of, event.idempotency_key) for kind_of, event in zip([Written] * 3 + [Refused], events, strict=True)
+    ]
+    assert [each.offset for each in results[:3]] == [0, 1, 2]
+    assert [len(request.content.splitlines()) for request in fake.requests] == [4, 2]  # in the middle is its own
+
+
+def test_results_without_keys_are_those_of_an_earlier_release(kind: Any, clock: FakeTime) -> None:
+    lines = b"".join(json.dumps({**ROW, "offset": n, "replayed": False}).encode() + b"\n" for n in range(2))
+    results = kind(Answers(httpx.Response(207, content=lines))).send_many(Event("t", 1), Event("t", 2))
+    assert [each.offset for each in results] == [0, 1]
+
+
 class Trickling(httpx.SyncByteStream, httpx.AsyncByteStream):
     """A body without end, a line a second."""
 

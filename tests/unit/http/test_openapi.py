@@ -41,7 +41,7 @@ from service.http.responses import (
     join_results,
     key_lines,
     render_atomic,
-    render_lines,
+    render_line,
     render_metadata,
     render_problem,
     render_results,
@@ -188,10 +188,11 @@ def test_each_answer_validates_against_its_documented_schema() -> None:
     check("Metadata", render_metadata(COMMITTED.deliveries[0]))
     check("AtomicBatch", render_atomic(b"w" * 32, COMMITTED))
     check("Results", join_results([render_results(results)]))
-    for line in render_lines(results).splitlines():
-        check("Result", line)
+    for result in results:
+        check("ResultLine", render_line(result, "k"))
+    check("ResultLine", render_line(Problem(NOT_WRITTEN, "why")))
     each, of_events = (answers_to(operation) for operation in reversed(POSTS))
-    assert each["207"]["content"][LINES] == {"schema": {"$ref": REF.format(name="Result")}}
+    assert each["207"]["content"][LINES] == {"schema": {"$ref": REF.format(name="ResultLine")}}
     for answer in (each["207"], of_events["207"]):
         assert answer["content"]["application/json"] == {"schema": {"$ref": REF.format(name="Results")}}
 

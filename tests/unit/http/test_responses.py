@@ -13,7 +13,7 @@ from service.http.responses import (
     committed_lines,
     join_results,
     render_atomic,
-    render_lines,
+    render_line,
     render_metadata,
     render_results,
 )
@@ -44,7 +44,9 @@ def test_results_are_rendered_with_their_id_place_and_replayed(places: list[Deli
     results = [{"status": 201, **members_of(place), "replayed": replayed} for place in places]
     answers = [Committed(1, (place,), replayed) for place in places]
     assert render_metadata(places[0]).decode() == text(members_of(places[0]))
-    assert render_lines(answers).decode() == "".join(f"{text(result)}\n" for result in results)
+    for answer, result in zip(answers, results, strict=True):
+        assert render_line(answer).decode() == f"{text(result)}\n"
+        assert render_line(answer, 'a"b').decode() == text({**result, "idempotency_key": 'a"b'}) + "\n"
     assert join_results([render_results(answers)]).decode() == text({"results": results})
     assert join_results(render_results([each]) for each in answers).decode() == text({"results": results})
     whole = {"id": "02" * 16, "results": [{"status": 201, **members_of(place)} for place in places]}
@@ -55,7 +57,8 @@ def test_a_problem_among_results_is_its_own_body() -> None:
     problem = Problem(NOT_WRITTEN, "why é")
     result = {"status": 503, "problem": problem.body()}
     assert json.loads(join_results([render_results([problem, problem])])) == {"results": [result, result]}
-    assert [json.loads(line) for line in render_lines([problem, problem]).splitlines()] == [result, result]
+    assert json.loads(render_line(problem)) == result
+    assert json.loads(render_line(problem, "k")) == {**result, "idempotency_key": "k"}
 
 
 def test_a_name_of_a_topic_from_a_foreign_record_is_escaped() -> None:

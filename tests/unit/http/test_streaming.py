@@ -170,6 +170,7 @@ async def test_results_are_in_the_order_of_the_lines_in_whatever_parts_these_com
     wire.say(b"", more=False)
     results = await wire.over()
     assert wire.statuses == [201, 400, 201, 400, 201]
+    assert [result.get("idempotency_key") for result in results] == ["k1", None, "k2", None, "k3"]
     assert [result["problem"]["code"] for result in results if "problem" in result] == ["invalid-json", "missing-key"]
 
 
@@ -180,6 +181,7 @@ async def test_a_line_that_is_too_long_fails_alone() -> None:
     wire.say(b"", more=False)
     results = await wire.over()
     assert wire.statuses == [201, 413, 201]
+    assert [result.get("idempotency_key") for result in results] == ["k1", None, "k2"]
     assert results[1]["problem"]["code"] == "too-large"
 
 
@@ -189,8 +191,8 @@ async def test_a_long_line_is_an_event_too() -> None:
     for start in range(0, len(text), 65_536):
         wire.say(text[start : start + 65_536])
     wire.say(b"", more=False)
-    await wire.over()
-    assert wire.statuses == [201]
+    (result,) = await wire.over()
+    assert (result["status"], result["idempotency_key"]) == (201, "k1")
 
 
 async def test_a_repeated_key_is_replayed_also_in_a_later_window() -> None:
