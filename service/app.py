@@ -5,7 +5,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -82,6 +82,7 @@ class Service:
         self.registry, encoder = _registry_of(settings, rules, telemetry)
         self.tracing = _tracing_of(settings)
         self._give_up = give_up
+        self._own_topics_trouble = Incident(log, "own topics changed: events may be lost or written twice")
         timeouts_ms = settings.request_timeout_ms + settings.transaction_timeout_ms
         self.cluster = KafkaAdmin(
             settings.kafka,
@@ -242,7 +243,7 @@ class Service:
             if self.topics.limits and time.monotonic() >= looked_at + LIMITS_S:
                 looked_at = time.monotonic()
                 with contextlib.suppress(KafkaAway, KafkaForbids):
-                    await self.topics.read_limits()
+                    self._note_faults(await self.topics.check_again())
                     self._keep_to_limits()
             self.telemetry.ready.set(bool((await self.readiness.check())["ready"]))
             with contextlib.suppress(StoreAway, StoreUnanswered):
@@ -255,6 +256,14 @@ class Service:
         # Another ASGI server than that of `python -m service` goes on, and the process writes nothing: it has no slots.
         await self.admission.drain()
         await self.pool.stop()
+
+    def _note_faults(self, faults: Sequence[str]) -> None:
+        """Show and log what was changed of the own topics since the start, which such a change would have stopped."""
+        self.telemetry.own_topic_faults.set(len(faults))
+        if faults:
+            self._own_topics_trouble.add(SettingsError("\n".join(faults)))
+        elif failures := self._own_topics_trouble.end():
+            log.info("the own topics are as they must be again", **failures)
 
     def _keep_to_limits(self) -> None:
         """Apply the limits of the own topics to groups and to the journal, and show them."""

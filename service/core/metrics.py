@@ -155,6 +155,9 @@ class Telemetry:
         self.own_message_bytes = self._gauge(
             "own_topic_message_bytes", "max.message.bytes of Fencepost's own topics: groups are made to fit", "topic"
         )
+        self.own_topic_faults = self._gauge(
+            "own_topic_faults", "Settings of Fencepost's own topics that were changed, and topics that were deleted"
+        )
         self.task_failures = self._counter(
             "task_failures", "Background tasks that ended with an error, by task", "task"
         )

@@ -46,6 +46,9 @@ NEW_WAITING_MAX: Final = 1_000
 READ_TOPICS_MAX: Final = 2_000
 
 
+# The remedy for an internal topic that is gone.
+_CREATE_AGAIN: Final = "restart a process, which creates it again; recovery and audit cannot read its records any more"
+
 # By topic: its partitions and its settings.
 _Wanted = dict[str, tuple[int, Mapping[str, str]]]
 
@@ -113,9 +116,16 @@ class InternalTopics:
         if found[self.ledger].partitions < self._settings.slots_max:
             await self._cluster.grow(self.ledger, self._settings.slots_max)
 
-    async def read_limits(self) -> None:
-        """Update `limits` from the topics' current settings. Raises KafkaAway, KafkaForbids."""
-        self._note_limits(await self._cluster.describe(list(self._wanted)))
+    async def check_again(self) -> list[str]:
+        """Update `limits` from the topics' current settings. Raises KafkaAway, KafkaForbids.
+
+        Returns what is wrong with them now, a line for each deleted topic and each setting to change. The number of
+        partitions is left out: a process with another SLOTS_MAX may just have raised it.
+        """
+        found = await self._cluster.describe(list(self._wanted))
+        self._note_limits(found)
+        gone = [f"topic {name} was deleted: {_CREATE_AGAIN}" for name in self._wanted if name not in found]
+        return gone + [line for topic in found.values() for line in self._setting_faults(topic, self._wanted)]
 
     def _note_limits(self, topics: Mapping[str, Topic]) -> None:
         self.limits |= {
@@ -149,7 +159,7 @@ class InternalTopics:
         return self._faults(topic, self._wanted)
 
     def _faults(self, topic: Topic, wanted: _Wanted) -> list[str]:
-        partitions, settings = wanted[topic.name]
+        partitions, _ = wanted[topic.name]
         wrong = []
         if topic.name == self.ledger and topic.partitions > partitions:
             wrong.append(
@@ -160,7 +170,12 @@ class InternalTopics:
             wrong.append(f"topic {topic.name} has {topic.partitions} partitions: raise them to {partitions}")
         if topic.name == self.control and topic.partitions != partitions:
             wrong.append(f"topic {topic.name} has {topic.partitions} partitions: create it again, with one")
-        for name, value in settings.items():
+        return wrong + self._setting_faults(topic, wanted)
+
+    @staticmethod
+    def _setting_faults(topic: Topic, wanted: _Wanted) -> list[str]:
+        wrong = []
+        for name, value in wanted[topic.name][1].items():
             present = topic.settings.get(name, value)
             longer = name == "retention.ms" and (present == "-1" or int(present) >= int(value))
             if present != value and not longer:

@@ -301,7 +301,7 @@ def delete(kafka: Kafka, topic: str) -> None:
 
 
 async def test_own_topics_that_take_less_than_they_did(stage: Stage, topic: str) -> None:
-    """Bounds on timestamps before the first start; then smaller records in the ledger and the journal.
+    """Bounds on timestamps before the first start; then smaller records in ledger and journal, and a short retention.
 
     The records of control must have valid timestamps, and groups and flushes must become smaller.
     """
@@ -313,6 +313,7 @@ async def test_own_topics_that_take_less_than_they_did(stage: Stage, topic: str)
     service = await stage.started()
     for own, most in (("ledger", "20000"), ("requests", "3000")):
         await asyncio.to_thread(alter, stage.kafka, f"{ns}.{own}", "max.message.bytes", most)
+    await asyncio.to_thread(alter, stage.kafka, f"{ns}.ledger", "retention.ms", "3600000")
     batch = {"events": [{"topic": topic, "value": n, "idempotency_key": f"k{n}"} for n in range(2_000)]}
     answer = await stage.client.http.post(f"{service.url}/events/batch", json=batch)
     assert {result["status"] for result in answer.json()["results"]} == {201}
@@ -328,5 +329,8 @@ async def test_own_topics_that_take_less_than_they_did(stage: Stage, topic: str)
     assert "fencepost_journal_dropped_total 0.0" in metrics
     seen = f'fencepost_own_topic_message_bytes{{topic="{ns}.ledger"}} 20000.0'
     await asyncio.to_thread(until, lambda: seen in httpx.get(f"{service.url}/metrics").text)
+    assert "fencepost_own_topic_faults 1.0" in (await stage.client.http.get(f"{service.url}/metrics")).text
+    named = "retention.ms=3600000: set retention.ms="
+    await asyncio.to_thread(until, lambda: named in service.log.read_text())
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
     assert sorted(int(record.value or b"-1") for record in records) == list(range(2_000))

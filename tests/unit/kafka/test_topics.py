@@ -386,14 +386,27 @@ async def test_groups_are_as_large_as_the_ledger_takes() -> None:
     assert internal.ledger_bytes_max == GROUP_LEDGER_BYTES_MAX
     settings = {**cluster.topics["fp.ledger"].settings, "max.message.bytes": "20000"}
     cluster.topics["fp.ledger"] = Topic("fp.ledger", 64, settings)
-    await internal.read_limits()
+    assert await internal.check_again() == []
     assert 0 < internal.ledger_bytes_max < 20_000
     assert internal.limits == {"fp.ledger": 20_000, "fp.requests": 1_048_588, "fp.control": 1_048_588}
     # Without permission to read settings nothing is known.
     unseen = InternalTopics(cluster, Settings(namespace="fp"))
     cluster.topics = {name: Topic(name, it.partitions, {}) for name, it in cluster.topics.items()}
-    await unseen.read_limits()
+    assert await unseen.check_again() == []
     assert (unseen.limits, unseen.ledger_bytes_max) == ({}, GROUP_LEDGER_BYTES_MAX)
+
+
+async def test_what_was_changed_of_an_internal_topic_since_the_start_is_found() -> None:
+    """Kafka would delete the ledger's records before their keys expire; a start refuses this."""
+    cluster = Made()
+    internal = InternalTopics(cluster, Settings(namespace="fp", slots_max=64))
+    await internal.ensure()
+    settings = {**cluster.topics["fp.ledger"].settings, "retention.ms": "60000"}
+    cluster.topics["fp.ledger"] = Topic("fp.ledger", 128, settings)  # a process with more slots has grown it
+    del cluster.topics["fp.requests"]
+    gone, changed = await internal.check_again()
+    assert gone.startswith("topic fp.requests was deleted: restart a process")
+    assert changed == f"topic fp.ledger has retention.ms=60000: set retention.ms={WEEK_AND_TWO_DAYS_MS} on it"
 
 
 async def test_an_internal_topic_that_takes_no_record_stops_the_start() -> None:
