@@ -107,9 +107,11 @@ class ThreadedHandler(logging.Handler):
                 self._begin()
             line = _encoded(text)
             waiting = self._taken_bytes - self._written_bytes
-            fits = waiting + len(line) + LINE_BYTES <= WAITING_BYTES_MAX
-            if not fits or (self._thread is None and not self._start()):
+            if waiting + len(line) + LINE_BYTES > WAITING_BYTES_MAX:
                 self._refused += 1
+                return
+            if self._thread is None and not self._start():
+                self._write_at_the_end(line)
                 return
             if (dropped := self.dropped) > self._reported:
                 line = _encoded(self.format(_lines_dropped(dropped - self._reported))) + line
@@ -128,6 +130,13 @@ class ThreadedHandler(logging.Handler):
             return False
         self._thread = thread
         return True
+
+    def _write_at_the_end(self, line: bytes) -> None:
+        """Write a line of the interpreter's end, such as that of a finalizer, if the descriptor takes it at once."""
+        try:
+            _write_all(self._descriptor, line, 0.0)
+        except OSError:
+            self._refused += 1
 
     def _write_lines(self, lines: "queue.SimpleQueue[bytes | None]") -> None:
         while (line := lines.get()) is not None:
@@ -157,11 +166,14 @@ def _lines_dropped(count: int) -> logging.LogRecord:
     )
 
 
-def _write_all(descriptor: int, line: bytes) -> None:
-    """Write a line, and wait where nobody reads. Raises OSError."""
+def _write_all(descriptor: int, line: bytes, wait_s: float | None = None) -> None:
+    """Write a line, and wait where nobody reads, for ever or for `wait_s` seconds. Raises OSError."""
+    part = len(line) if wait_s is None else select.PIPE_BUF  # a pipe that can be written to takes as much at once
     while line:
+        if wait_s is not None and not select.select((), (descriptor,), (), wait_s)[1]:
+            raise TimeoutError
         try:
-            line = line[os.write(descriptor, line) :]
+            line = line[os.write(descriptor, line[:part]) :]
         except BlockingIOError:  # who started the process has made the descriptor non-blocking
             select.select((), (descriptor,), ())
 

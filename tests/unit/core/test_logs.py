@@ -262,13 +262,20 @@ def test_closing_writes_what_waits_and_a_later_line_is_written_too(piped: Piped)
         assert piped.read(len(text) + 1).decode() == f"{text}\n"
 
 
-def test_a_line_at_the_end_of_the_interpreter_starts_no_thread(piped: Piped, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_at_the_end_of_the_interpreter_needs_no_thread_and_does_not_wait(
+    piped: Piped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a finalizer: "Task was destroyed but it is pending"."""
     with monkeypatch.context() as ending:
         ending.setattr(sys, "is_finalizing", lambda: True)
-        last_line("lost")
+        last_line("x" * 10_000)
+        assert piped.read(10_001) == b"x" * 10_000 + b"\n"
     with monkeypatch.context() as ending:
         ending.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't create new thread")))
-        last_line("lost")
+        last_line("first")
+        assert piped.read(6) == b"first\n"
+        last_line("y" * 1_000_000)  # more than a pipe has room for
+    assert set(piped.read(65_536)) == set(b"y")
     last_line("written")
     notice = "lines of this log were dropped: nobody read it in time\n"
     assert piped.read(len(notice) + 8).decode() == f"{notice}written\n"
