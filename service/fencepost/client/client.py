@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
 import httpx
 
@@ -106,6 +106,10 @@ class _Sender(ABC, Generic[H]):
         self._spool = spool if spool is None or isinstance(spool, Spool) else Spool(spool)
         self._deadline_s = deadline_s
         self._has_resumed = self._spool is None or self._spool.inherited == 0
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError: a client cannot be pickled, as where a function that uses it is sent to other processes."""
+        raise TypeError(f"{type(self).__name__}: its connections belong to its process: make a client in each process")
 
     @property
     def _http(self) -> H:

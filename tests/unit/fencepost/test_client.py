@@ -253,6 +253,9 @@ def test_events_and_results_can_be_pickled() -> None:
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), vars(again)) == (error_type, str(error), vars(error))
         assert isinstance(again, SendError)
+    for client in (Client("http://h"), AsyncClient("http://h")):
+        with pytest.raises(TypeError, match=f"^{type(client).__name__}: .* make a client in each process"):
+            pickle.dumps(client)
 
 
 @pytest.mark.parametrize(
