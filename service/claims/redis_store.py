@@ -172,13 +172,18 @@ class RedisKeys:
 
     async def who(self) -> ServerIdentity:
         await self._connections.refresh()
-        store, held, policy = (part.decode() for part in await self._call("who"))
+        store, held, policy = (part.decode(errors="replace") for part in await self._call("who"))
         evicts = "" if policy == NO_EVICTION else policy
         if not held:
             return ServerIdentity(store, None, evicts=evicts)
         first, _, rest = held.partition(" ")
         if first.startswith("v"):
             raise newer_version("Redis holds keys", first[1:], (LAYOUT,))
+        if not (first.isascii() and first.isdigit()):
+            raise self._bug(
+                f"{self._prefix}g is {held!r:.80}, which no release has written: stop all processes and delete "
+                f"the keys that begin with {self._prefix}"
+            )
         generation = StoreGeneration(int(first), rest)
         return ServerIdentity(store, generation, generation == self._incomplete, evicts)
 

@@ -338,3 +338,13 @@ async def test_a_call_without_a_free_connection_is_store_away(server: Server, mo
     server.answers.append(APPLIED)
     assert await keys.applied(GENERATION, 0) == 7
     await keys.close()
+
+
+@pytest.mark.parametrize("held", [b"garbage", b"-5 run/repl", "\u0665 run/repl".encode(), b"\xff\xfe"])
+async def test_a_generation_that_no_release_has_written_names_the_keys_to_delete(server: Server, held: bytes) -> None:
+    keys = keys_at(server.port)
+    parts = (b"OK", b"run/repl", held, b"noeviction")
+    server.answers.append(b"*4\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts))
+    with pytest.raises(StoreBug, match=r"^\{test:0\}g is '.*', which no release has written: stop all processes and"):
+        await keys.who()
+    await keys.close()
