@@ -155,6 +155,7 @@ class HangingRecovery:
             raise self._cluster.failed("end-hanging", why) from error
 
     async def _run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
+        replays_all = applied is None
         if applied is None:
             applied = (await high_watermarks(self._cluster, self._ledger[0], [self._ledger[1]]))[self._ledger[1]]
         start, producer_id = max(0, applied - LOOK_BACK), self._producer.producer_id
@@ -169,7 +170,7 @@ class HangingRecovery:
         if open_from:
             await self._end_hanging(open_from, tail, without_marker)
         former = {*tail.others, *self._producer.former_ids}
-        if former or maybe_hanging:
+        if former or maybe_hanging or replays_all:
             await self._end_former(tail, former, {self._ledger, *named, *without_marker, *maybe_hanging})
         return unanswered
 

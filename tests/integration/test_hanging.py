@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
+from aiokafka.errors import ConcurrentTransactions
+from aiokafka.protocol.transaction import InitProducerIdRequest
 from confluent_kafka import OFFSET_INVALID, ConsumerGroupTopicPartitions, TopicPartition
 
 from deploy.stack import Kafka
 from service.contract.wire import Begin
 from service.core.metrics import Telemetry
-from service.kafka.admin import KafkaAdmin
+from service.kafka.admin import KafkaAdmin, coordinator
 from service.kafka.group_offsets import GroupOffsets, Position
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
@@ -173,6 +175,22 @@ async def test_the_offsets_of_a_group_that_hang_end_as_their_events(bench: Bench
     (future,) = admin.list_consumer_group_offsets([asked], require_stable=True).values()
     (found,) = (await asyncio.wait_for(asyncio.wrap_future(future), WAIT_S)).topic_partitions
     assert (found.error, found.offset) == (None, 5 if commit else OFFSET_INVALID)
+
+
+@pytest.mark.long
+async def test_what_hangs_under_a_producer_id_that_kafka_has_replaced_is_ended(bench: Bench) -> None:
+    """Each of 32,766 fences takes an epoch of the id, and the next one gives another id. Shorter: test_lso_watch.py."""
+    with unverified(bench.kafka):
+        await bench.rig().write([(bench.a, ONE)], marked=[bench.ledger], commit=True)
+    producer = await bench.fenced()
+    hangs_under, fence = producer.producer_id, InitProducerIdRequest(bench.name, 5_000)
+    node = await coordinator(producer.client, bench.name)
+    while (response := await producer.client.send(node, fence)).producer_id in (hangs_under, -1):
+        assert response.error_code in (0, ConcurrentTransactions.errno)
+    await producer.close()
+    await (await bench.recovered(maybe_hanging=(bench.a,))).close()
+    assert await bench.visible() == {ONE}
+    assert bench.ended() == {"commit": 1}
 
 
 async def test_the_coordinator_names_the_partitions_that_are_open_at_the_fence(bench: Bench) -> None:

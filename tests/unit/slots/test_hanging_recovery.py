@@ -163,13 +163,13 @@ def ledger_record(partition: Partition, offset: int) -> bytes:
 
 
 async def recover(
-    log: Log, timeout_s: float = TIMEOUT_S, hints: Collection[Partition] = ()
+    log: Log, timeout_s: float = TIMEOUT_S, hints: Collection[Partition] = (), *, knows_applied: bool = True
 ) -> tuple[dict[Partition, str], dict[str, float]]:
     """Run the recovery; returns how each partition's transaction was ended, and the number of each verdict."""
     telemetry = Telemetry()
     producer, cluster = cast(TransactionalProducer, log), cast(KafkaAdmin, log)
     recovery = HangingRecovery(cluster, LEDGER, producer, timeout_s, telemetry.hanging_ended)
-    applied = log.entries[LEDGER][-1][1].offset + 1
+    applied = log.entries[LEDGER][-1][1].offset + 1 if knows_applied else None
     assert await recovery.run(applied, {*log.open_from, *hints}) == set()
     (family,) = telemetry.hanging_ended.collect()
     return log.ended, {each.labels["verdict"]: each.value for each in family.samples if each.value}
@@ -336,6 +336,25 @@ async def test_a_former_producer_id_in_the_last_records_of_the_ledger_is_looked_
     log.hang_under(FORMER_ID, X, NOW_MS)
     assert await recover(log) == ({LEDGER: "abort"}, {"commit": 2})
     assert log.markers == [(LEDGER, FORMER_ID, "commit"), (X, FORMER_ID, "commit")]
+
+
+async def test_what_hangs_in_the_ledger_under_a_former_producer_id_is_found_wherever_the_replay_begins(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `applied` the whole ledger is replayed, which what hangs before its last records would block."""
+
+    async def high_watermarks(*_: object) -> dict[int, int]:
+        return {LEDGER[1]: log.entries[LEDGER][-1][1].offset + 1}
+
+    monkeypatch.setattr(module, "high_watermarks", high_watermarks)
+    log.entries[LEDGER] = log.entries[LEDGER][: 2 * (TERM_MINUTES - 60)]
+    log.append(ledger_record(Y, 5), NOW_MS - 60 * MINUTE_MS, FORMER_EPOCH, FORMER_ID)
+    log.entries[LEDGER].pop()  # its marker is missing
+    log.hang_under(FORMER_ID, LEDGER, NOW_MS)
+    for minute in range(59, 0, -1):
+        log.append(ledger_record(X, HANGS_AT + 1), NOW_MS - minute * MINUTE_MS)
+    assert await recover(log, knows_applied=False) == ({LEDGER: "abort"}, {"unknown": 1})
+    assert log.markers == [(LEDGER, FORMER_ID, "commit")]
 
 
 async def test_a_former_producer_id_that_the_coordinator_named_before_the_fence_needs_no_record(log: Log) -> None:
