@@ -197,7 +197,7 @@ class _Run:
             migrations.migrate(self.lake, self.on_progress, self._check_namespace)
             last_run, plans = self._read_last_run()
             plan, resumed = self._plan(last_run, plans)
-            self.kept_from = _kept_from(plan, self.settings.options.keep_days, last_run)
+            self.kept_from = kept_from(plan, self.settings, last_run)
             if self.settings.options.publish:
                 self.findings_topic = self._prepare_publishing()
                 publish.check_owner(
@@ -207,13 +207,13 @@ class _Run:
                     plan.run,
                     replaces=self.settings.options.replace_findings or of_run(last_run, "published") is not None,
                 )
-        if not resumed:
-            self._merge(plan)
-        self._release_claims()
         context = RunContext(plan, self.settings, self.last_plan, last_run, self.replaced, self.kept_from)
+        if not resumed:
+            self._merge(plan, context.unread_since)
+        self._release_claims()
         balance = None if resumed else unchanged_balance(context)
         if balance is None:
-            self._complete_rows(plan, last_run)
+            self._complete_rows(plan, last_run, context.unread_since)
         with self.timer.step("update views"):
             view.update(self.lake, self.settings.shared, plan, self.last_plan)
         if balance is None:
@@ -404,8 +404,11 @@ class _Run:
         ledger, answers = (self._records(of_role, headers=False) for of_role in spans)
         return decode.ledger(ledger, frozen_ms).unionByName(decode.answers(answers, frozen_ms))
 
-    def _merge(self, plan: Plan) -> None:
-        """Read the records of the plan, reduce them to deliveries.ROWs, and merge these into their hours."""
+    def _merge(self, plan: Plan, unread_since: int) -> None:
+        """Read the records of the plan, reduce them to deliveries.ROWs, and merge these into their hours.
+
+        `unread_since` is that of RunContext, here and below.
+        """
         unread = plan.unread
         self.on_progress(f"run {plan.run}: {unread} offsets to read in {len(plan.topics)} topics")
         vanished = run_plan.vanished(plan, self.last_plan)
@@ -419,7 +422,7 @@ class _Run:
         else:
             claims = deliveries.summarize(self._read_claims(spans, plan.frozen_ms))
         copies = decode.copies(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
-        exact = self._exact_hours(plan)
+        exact = self._exact_hours(plan, unread_since)
         arrived, later_ends = run_plan.arrived(plan, self.last_plan), run_plan.later_ends(plan)
         rows = deliveries.reduce(copies, claims, plan.run, arrived, exact, later_ends, plan.topic_ids)
         if vanished:
@@ -442,47 +445,49 @@ class _Run:
             elif touched := hours.of(rows):
                 self.lake.merge(rows, touched, plan.run)
 
-    def _exact_hours(self, plan: Plan) -> tuple[int, int]:
+    def _exact_hours(self, plan: Plan, unread_since: int) -> tuple[int, int]:
         """Return the time span (ms) in which records without Fencepost's header count in the hour of their timestamp.
 
-        The span covers the window, the kept days, and the longest key retention before these.
+        The span covers the window, the kept days, what was unread, and the longest key retention before these.
         """
         options = self.settings.options
-        back_ms = max(options.window_h, 24 * (options.keep_days or 0)) * HOUR_MS + self.settings.longest_ttl_ms
-        return plan.frozen_ms - back_ms, plan.frozen_ms
+        back_ms = max(options.window_h, 24 * (options.keep_days or 0)) * HOUR_MS
+        return min(plan.frozen_ms - back_ms, unread_since) - self.settings.longest_ttl_ms, plan.frozen_ms
 
-    def _complete_rows(self, plan: Plan, last_run: Mapping[str, Any] | None) -> None:
-        """Complete merged rows by other rows: the ids of copies with only a key, and the answers 202 and 504."""
+    def _complete_rows(self, plan: Plan, last_run: Mapping[str, Any] | None, unread_since: int) -> None:
+        """Complete merged rows by other rows: the ids of copies with only a key, and the answers 202 and 504.
+
+        Only recent hours are read: those of the report's window, of what was unread, and of the longest key retention
+        before these.
+        """
+        first_hour = hours.text_of(unread_since - self.settings.longest_ttl_ms)
         if not self.settings.options.skip_ids:
             with self.timer.step("compare ids"):
-                self._change_ids(plan, last_pass_of(last_run))
+                self._change_ids(plan, last_pass_of(last_run), first_hour)
         with self.timer.step("settle doubts"):
-            self._mark_past_end(plan)
-            self._settle_by_other_rows(plan)
+            self._mark_past_end(plan, first_hour)
+            self._settle_by_other_rows(plan, first_hour)
 
-    def _change_ids(self, plan: Plan, last_pass: int) -> None:
+    def _change_ids(self, plan: Plan, last_pass: int, first_hour: str) -> None:
         """Give copies with only a key, read since the run `last_pass`, the id of the event that they are copies of."""
-        self._update(cross_hour.copies_of_other_ids(self._recent(plan), last_pass), self.lake.change_ids, plan.run)
+        found = cross_hour.copies_of_other_ids(self._rows_since(first_hour), last_pass)
+        self._update(found, self.lake.change_ids, plan.run)
 
-    def _settle_by_other_rows(self, plan: Plan) -> None:
+    def _settle_by_other_rows(self, plan: Plan, first_hour: str) -> None:
         """Settle each 202 or 504 by other rows of its id, in any hour, also without the pass over all ids."""
         truncated = bool(run_plan.vanished(plan, self.last_plan))
-        found = cross_hour.settled_elsewhere(self._recent(plan), plan.run, truncated=truncated)
+        found = cross_hour.settled_elsewhere(self._rows_since(first_hour), plan.run, truncated=truncated)
         self._update(found, self.lake.settle_elsewhere, plan.run)
 
-    def _mark_past_end(self, plan: Plan) -> None:
+    def _mark_past_end(self, plan: Plan, first_hour: str) -> None:
         """Store which claims of earlier runs were past the end of their log, where that end was unknown until now."""
         ends = run_plan.newly_known_ends(plan, self.last_plan)
         if ends and self.lake.exists("deliveries"):
-            self.lake.mark_past_end(ends, self._recent_from(plan), plan.run)
+            self.lake.mark_past_end(ends, first_hour, plan.run)
 
-    def _recent(self, plan: Plan) -> DataFrame:
-        """Return the rows (deliveries.ROW) of the recent hours."""
-        return self.lake.read_cached("deliveries").where(hours.since(self._recent_from(plan)))
-
-    def _recent_from(self, plan: Plan) -> str:
-        """Return the first recent hour: the report's window begins the longest key retention later."""
-        return hours.text_of(run_plan.window_from(plan, self.settings) - self.settings.longest_ttl_ms)
+    def _rows_since(self, first_hour: str) -> DataFrame:
+        """Return the rows (deliveries.ROW) of this hour and later ones."""
+        return self.lake.read_cached("deliveries").where(hours.since(first_hour))
 
     @staticmethod
     def _update(found: DataFrame | None, write: Callable[[DataFrame, list[str], int], None], run: int) -> None:
@@ -570,6 +575,7 @@ class _Run:
             "topics": plan.topics,
             "frozen_ms": plan.frozen_ms,
             "kept_from": self.kept_from,
+            "caught_up_ms": run_plan.caught_up_ms(plan, last_run),
             "last_pass": last_pass_of(last_run) if self.settings.options.skip_ids else plan.run,
             "published": asdict(self.findings_topic) if self.findings_topic else of_run(last_run, "published"),
             "webhook": self.webhook_state,
@@ -640,10 +646,18 @@ def _topics(rows: DataFrame) -> set[str]:
     return {row["topic"] for row in rows.select("topic").distinct().collect()}
 
 
-def _kept_from(plan: Plan, keep_days: int | None, last_run: dict[str, Any] | None) -> str:
-    """Return the first hour that the lake keeps, "" for all. It never moves back, since older rows are deleted."""
+def kept_from(plan: Plan, settings: Settings, last_run: Mapping[str, Any] | None) -> str:
+    """Return the first hour that the lake keeps, "" for all. It never moves back, since older rows are deleted.
+
+    After a pause longer than --keep-days the run keeps what was accepted in the pause, since no run has judged it, and
+    the next runs keep it as long as its findings are in the reports.
+    """
     kept: str = of_run(last_run, "kept_from", "")
-    return kept if keep_days is None else max(kept, hours.text_of(plan.frozen_ms - keep_days * 24 * HOUR_MS))
+    if settings.options.keep_days is None:
+        return kept
+    first_ms = plan.frozen_ms - settings.options.keep_days * 24 * HOUR_MS
+    first = hours.text_of(min(first_ms, run_plan.unread_since(plan, settings, last_run)))
+    return max(kept, min(first, *Balance.of(last_run).decided_late(run_plan.window_from(plan, settings)), first))
 
 
 def tidies_followed(last_frozen_ms: int | None, frozen_ms: int) -> bool:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
@@ -319,6 +320,36 @@ def of_run(summary: Mapping[str, Any] | None, name: str, default: Any = None) ->
     return (summary or {}).get(name, default)
 
 
+def caught_up_ms(plan: Plan, last_run: Mapping[str, Any] | None) -> int | None:
+    """Return when the last run froze (ms) below whose ends every record has been read by now; None if not known.
+
+    A log with steady traffic may never be read to its end, so the run may be an earlier one than that of `plan`.
+    """
+    caught_up_run = min((log.caught_up_run for log in plan.logs if log.audited), default=plan.run)
+    if caught_up_run >= plan.run:
+        return plan.frozen_ms
+    for report in of_run(last_run, "reports", []):
+        if report["run"]["number"] <= caught_up_run:
+            return int(datetime.fromisoformat(report["run"]["frozen_at"]).timestamp() * 1000)
+    known: int | None = _known_caught_up_ms(last_run)
+    return known
+
+
+def _known_caught_up_ms(last_run: Mapping[str, Any] | None) -> Any:
+    """Return `caught_up_ms` of the last run, which earlier versions did not store."""
+    return of_run(last_run, "caught_up_ms", of_run(last_run, "frozen_ms"))
+
+
+def unread_since(plan: Plan, settings: Settings, last_run: Mapping[str, Any] | None) -> int:
+    """Return since when (ms) accepted events may have been unread until this run, at the latest the window's start.
+
+    The window's start in a first run, and until all is read that the topics had before it: what is older is in no
+    report.
+    """
+    read_ms, window_ms = _known_caught_up_ms(last_run), window_from(plan, settings)
+    return window_ms if read_ms is None else min(window_ms, int(read_ms) - settings.max_settle_ms)
+
+
 @dataclass(frozen=True)
 class RunContext:
     """What the steps of a run have in common once it has its plan.
@@ -339,6 +370,11 @@ class RunContext:
     def window_from(self) -> int:
         """The start of the report's window in ms, a whole hour."""
         return window_from(self.plan, self.settings)
+
+    @property
+    def unread_since(self) -> int:
+        """`unread_since` of this run, ms."""
+        return unread_since(self.plan, self.settings, self.last_run)
 
     @property
     def over_hours(self) -> bool:

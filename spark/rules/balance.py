@@ -27,8 +27,8 @@ class Balance:
     only for the hours as they were when it was computed: if one of its hours is counted again, the whole adjustment is
     dropped, and such ids count in each of their hours until the next pass over all ids.
     `record_counts`: records by hour, topic and partition.
-    `late_hours`: hours that left the window with open verdicts, and the time (ms) of the last run that may have decided
-    these; kept for a window.
+    `late_hours`: hours that left the window with open verdicts, or before their records were read, and the time (ms) of
+    the last run that may have decided these verdicts; kept for a window.
     `evidence_changed`: since the hours were counted, the logs prove something else (run_plan.evidence_changed), and no
     pass over all ids has been made.
     `open_ids`: the last pass over all ids has judged an id with rows in several hours whose verdict may change by time
@@ -69,11 +69,20 @@ class Balance:
         """Return the hours with verdicts that may change by time alone."""
         return {hour for hour, topics in self.hours.items() if any(counts.get("open") for counts in topics.values())}
 
+    def decided_late(self, since_ms: int) -> set[str]:
+        """Return the hours whose findings are in the reports of a window from `since_ms` on because they are late."""
+        late = {hour for hour, decided_ms in self.late_hours.items() if decided_ms >= since_ms}
+        return late - self.open_hours()
+
     def note_late_hours(self, since_ms: int, frozen_ms: int) -> None:
         """Note the hours before the window (`since_ms`) whose verdicts are open until this run (`frozen_ms`)."""
         first_hour = text_of(since_ms)
         kept = {hour: decided_ms for hour, decided_ms in self.late_hours.items() if decided_ms >= since_ms}
         self.late_hours = kept | dict.fromkeys((hour for hour in self.open_hours() if hour < first_hour), frozen_ms)
+
+    def note_read_late(self, hours: Iterable[str], frozen_ms: int) -> None:
+        """Note hours before the window whose records this run (`frozen_ms`) was the first to read."""
+        self.late_hours |= dict.fromkeys(hours, frozen_ms)
 
     def replace(self, hours: Iterable[str], rows: Iterable[Any], double_counted: Iterable[Any] = ()) -> None:
         """Replace the counts of these hours by new ones (rows of findings.sums), less the `double_counted` ones."""

@@ -1,9 +1,11 @@
 """Findings that are decided late: after their hour has left the report's window.
 
-While a log is blocked, the verdict about an id stays open however old its evidence is. The finding that a run makes in
-the end has neither evidence nor an hour in the window, so the time of the decision (`late_ms`) keeps it in the reports.
+While a log is blocked, the verdict about an id stays open however old its evidence is; and after a pause longer than
+the window a run reads what is older than its window. The finding that a run makes in the end has neither evidence nor
+an hour in the window, so the time of the decision (`late_ms`) keeps it in the reports.
 """
 
+import json
 from collections.abc import Mapping
 
 from pyspark.sql import Column, DataFrame
@@ -11,7 +13,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark import rule_table
 from spark.rules import current_findings
-from spark.rules.findings import HOUR
+from spark.rules.findings import HOUR, IDS
 from spark.tables import hours, lake
 
 
@@ -25,7 +27,7 @@ def with_late_ms(found: DataFrame, known: DataFrame, late_hours: Mapping[str, in
     if not late_hours:
         return found.withColumn("late_ms", F.lit(None).cast("bigint"))
     subject = _subject()
-    late = found.where((F.col("scope") == HOUR) & (F.col("last_ms") < since_ms))
+    late = found.where(F.col("scope").isin(HOUR, IDS) & F.col("kind").isNotNull() & (F.col("last_ms") < since_ms))
     decided = late.groupBy(subject).agg(F.max(_decided_ms(late_hours)).alias("decided_ms"))
     before = (
         current_findings.unrevoked(known)
@@ -41,9 +43,10 @@ def with_late_ms(found: DataFrame, known: DataFrame, late_hours: Mapping[str, in
 
 def _decided_ms(late_hours: Mapping[str, int]) -> Column:
     """Look up when the verdicts of a finding's hour were decided; null if the hour left the window without an open
-    verdict."""
-    constant = F.create_map(*(F.lit(part) for pair in late_hours.items() for part in pair))
-    return F.try_element_at(constant, hours.as_text(F.col("accepted_hour"))).cast("bigint")
+    verdict, after a run had read its records."""
+    # JSON: a map of literals takes a call into the JVM for each of them, and a long pause has many hours.
+    constant = F.from_json(F.lit(json.dumps(dict(late_hours))), "map<string, bigint>")
+    return F.try_element_at(constant, hours.as_text(F.col("accepted_hour")))
 
 
 def _subject() -> Column:

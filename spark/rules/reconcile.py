@@ -69,6 +69,7 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
     with ExitStack() as cache:
         with timer.step("classify ids"):
             touched = hours_to_classify(rows, context, balance)
+            balance.note_read_late(_read_late(rows, touched, context), plan.frozen_ms)
         with timer.step("compare ids"):
             multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
             several_hours = _several_hours(multi_row, evidence, cache) if over_hours else None
@@ -85,7 +86,7 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
         found = findings.of_logs(tables.spark, plan) + _findings_of_hours(classified, in_hours, evidence)
         if over_hours:
             with timer.step("compare ids"):
-                found += _client_duplicates(rows, window_from, evidence, cache)
+                found += _client_duplicates(rows, _first_ms(balance, window_from), evidence, cache)
                 found += _judge_per_id(several_hours, evidence, balance, cache)
         with timer.step("write findings"):
             condition = _replaced_findings(touched, over_hours)
@@ -93,7 +94,7 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
         with timer.step("write verdicts"):
             _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
             of_other_hours = None if several_hours is None else several_hours.rows
-            recent = _recent(rows, window_from, evidence)
+            recent = _recent(rows, context.unread_since, evidence)
             _mark_proven_lost(tables, classified, of_other_hours if over_hours else recent, plan.run)
     balance.evidence_changed &= not over_hours
     return balance
@@ -135,6 +136,14 @@ def hours_to_classify(rows: DataFrame, context: RunContext, balance: Balance) ->
         # A verdict depends on the logs of those topics only that rows of its hour name.
         touched |= F.col("topic").isin(sorted(added))
     return set(hours.of(rows.where(touched))) | balance.open_hours()
+
+
+def _read_late(rows: DataFrame, touched: set[str], context: RunContext) -> list[str]:
+    """Return those of the `touched` hours that this run wrote to, and that left the window before a run had read all of
+    their records: after a pause longer than the window."""
+    first, end = hours.text_of(context.unread_since), hours.text_of(context.window_from)
+    left = {hour for hour in touched if first <= hour < end}
+    return hours.of(rows.where(hours.within(left)).where(F.col("run") == context.plan.run)) if left else []
 
 
 def classifies_all(context: RunContext) -> bool:
@@ -322,9 +331,15 @@ def may_differ(judged: DataFrame, evidence_changed: bool) -> DataFrame:
     return not_clean.where(F.coalesce(unsettled, F.lit(False)) | F.col("phantom").isNotNull())
 
 
-def _recent(rows: DataFrame, window_from: int, evidence: LogEvidence) -> DataFrame:
-    """Filter rows to the hours of the window (from `window_from`, ms), and of the longest key retention before it."""
-    return rows.where(hours.since(hours.text_of(window_from - evidence.longest_ttl_ms)))
+def _recent(rows: DataFrame, since_ms: int, evidence: LogEvidence) -> DataFrame:
+    """Filter rows to the hours since a time (ms), and of the longest key retention before it."""
+    return rows.where(hours.since(hours.text_of(since_ms - evidence.longest_ttl_ms)))
+
+
+def _first_ms(balance: Balance, window_from: int) -> int:
+    """Return the start (ms) of the first hour whose findings may be in the report."""
+    late = min(balance.late_hours, default=None)
+    return window_from if late is None else min(window_from, int(hours.at(late).timestamp() * 1000))
 
 
 def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence, cache: ExitStack) -> list[DataFrame]:

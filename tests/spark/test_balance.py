@@ -57,3 +57,9 @@ def test_an_hour_that_left_the_window_with_open_verdicts_is_late_for_a_window_af
     for since_ms, is_late in ((ms(THIRD) + 1, True), (ms(THIRD) + 2, False)):
         balance.note_late_hours(since_ms, ms(THIRD) + 9)
         assert balance.late_hours == ({FIRST: ms(THIRD) + 1} if is_late else {})
+    # Hours whose records a run reads after they have left the window.
+    balance.note_read_late([SECOND], ms(THIRD))
+    assert balance.late_hours == {SECOND: ms(THIRD)}
+    assert (balance.decided_late(ms(THIRD)), balance.decided_late(ms(THIRD) + 1)) == ({SECOND}, set())
+    balance.replace([SECOND], [_row(SECOND, open=1)])
+    assert balance.decided_late(ms(THIRD)) == set()

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from service.contract import Rules, SharedSettings
+from spark import job
 from spark.errors import CannotRun
 from spark.reading import planning, run_plan
 from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan
 from spark.settings import HOUR_MS, OFFSETS_MOST, Options, Settings
+from spark.tables import hours
+from tests.spark.test_classify import log as a_log
 
 NOW_MS = 1_700_000_000_000
 LEDGER_TOPIC, REQUESTS_TOPIC = "fencepost.ledger", "fencepost.requests"
@@ -756,3 +759,34 @@ def test_the_ends_of_topics_that_nothing_names_are_listed_and_not_read(
     assert "others" in cluster.listed_topics[0]
     assert "orders" in looked_up
     assert "others" not in looked_up
+
+
+def test_events_may_have_been_unread_since_the_last_run_below_whose_ends_all_is_read() -> None:
+    """A log with steady traffic is read to the end of an earlier run."""
+    hour_ms, logs = HOUR_MS, (a_log(DATA, "t", 0, caught_up_run=5), a_log(DATA, "t", 1, caught_up_run=3))
+    plan = Plan(5, NOW_MS, "", logs)
+    reports = [{"run": {"number": number, "frozen_at": f"2026-01-01T0{number}:00:00.001Z"}} for number in (4, 3, 2)]
+    third_ms = 1_767_236_400_001
+    assert run_plan.caught_up_ms(plan, {"reports": reports, "caught_up_ms": 7}) == third_ms
+    assert run_plan.caught_up_ms(plan, {"reports": reports[:1], "caught_up_ms": 7}) == 7
+    assert run_plan.caught_up_ms(plan, {"reports": reports[:1], "frozen_ms": 8}) == 8
+    assert run_plan.caught_up_ms(plan, None) is None
+    assert run_plan.caught_up_ms(replace(plan, logs=logs[:1]), None) == NOW_MS
+    now = settings(window_h=2)
+    begins_ms = run_plan.window_from(plan, now)
+    for last_run, since_ms in (
+        (None, begins_ms),
+        ({"caught_up_ms": None, "frozen_ms": 1}, begins_ms),
+        ({"caught_up_ms": NOW_MS}, begins_ms),
+        ({"caught_up_ms": NOW_MS - 9 * hour_ms}, NOW_MS - 9 * hour_ms - now.max_settle_ms),
+        ({"frozen_ms": NOW_MS - 9 * hour_ms}, NOW_MS - 9 * hour_ms - now.max_settle_ms),
+    ):
+        assert run_plan.unread_since(plan, now, last_run) == since_ms
+        kept_from = job.kept_from(plan, settings(window_h=2, keep_days=1), last_run)
+        assert kept_from == hours.text_of(min(NOW_MS - 24 * hour_ms, since_ms))
+        assert job.kept_from(plan, now, last_run) == ""
+    late = {"2023-11-01 00:00:00": NOW_MS - hour_ms, "2023-10-01 00:00:00": NOW_MS - 5 * hour_ms}
+    assert (
+        job.kept_from(plan, settings(window_h=2, keep_days=1), {"late_hours": late, "frozen_ms": NOW_MS})
+        == "2023-11-01 00:00:00"
+    )

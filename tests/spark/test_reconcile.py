@@ -12,6 +12,7 @@ from pyspark.sql import SparkSession
 from service.contract import wire
 from spark import session
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, RunContext, reads_nothing_new
+from spark.rules import current_findings
 from spark.rules.balance import Balance
 from spark.rules.reconcile import classifies_all, hours_to_classify, may_differ, reconcile, unchanged_balance
 from spark.rules.record_counts import PARTITIONS_MAX
@@ -228,6 +229,45 @@ def test_a_run_of_nothing_new_would_find_what_the_last_run_found(spark: SparkSes
     assert unchanged is not None
     assert unchanged == reconcile(tables, context, timer)
     assert _findings(tables) == findings_then
+
+
+def test_what_came_in_a_pause_longer_than_the_window_is_reported_for_a_window(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    tables, plan, timer = Lake(spark, str(tmp_path)), a_plan(), StepTimer(lambda line: None)
+    tables.append_once("deliveries", reduced(spark, ids({"known": [entry(1)]})), 1)
+    first = RunContext(plan, settings())
+    balance = reconcile(tables, first, timer)
+    assert {row["kind"] for row in tables.read("findings").collect()} >= {"lost"}
+    in_pause, two_hours = plan.frozen_ms + HOUR_MS, plan.frozen_ms + 3 * HOUR_MS
+    evidence = ids(
+        {
+            "lost": [entry(5, at=in_pause)],
+            "twice": [copy(6, at=in_pause), entry(6, at=in_pause), copy(7, at=two_hours), entry(7, at=two_hours)],
+        }
+    )
+    for offset, key in ((8, "first"), (9, "second")):
+        by_key: dict[str, Any] = {"id": wire.event_id(key), "at": in_pause}
+        evidence += [copy(offset, key=key, record_key_hash=7, **by_key), entry(offset, **by_key)]
+    tables.append_once("deliveries", reduced(spark, evidence, 2), 2)
+    day_ms = 24 * HOUR_MS
+    for run, later_ms, has_new in ((2, 20 * day_ms, True), (3, 21 * day_ms, True), (4, 28 * day_ms, False)):
+        last_run = {
+            "run": run - 1,
+            "frozen_ms": plan.frozen_ms,
+            "options": plan.options,
+            "topics": plan.topics,
+            **json.loads(json.dumps(balance.document())),
+        }
+        last_plan, plan = plan, replace(plan, run=run, frozen_ms=first.plan.frozen_ms + later_ms)
+        context = RunContext(plan, settings(), last_plan, last_run)
+        balance = reconcile(tables, context, timer)
+        balance.close(hours.text_of(context.window_from))
+        current = current_findings.by_hour(tables.read("findings"), context.window_from).where("topic = 't'")
+        found = {(row["kind"], row["scope"]) for row in current.where("kind <> 'evidence_gap'").collect()}
+        assert found == ({("lost", "hour"), ("duplicate", "ids"), ("client_duplicate", "ids")} if has_new else set())
+        lost = current.where("kind = 'lost'").collect()
+        assert {bytes(row["id"]) for row in lost} == ({b"lost".ljust(16)} if has_new else set())
 
 
 def _findings(tables: Lake) -> list[str]:

@@ -92,12 +92,16 @@ def test_a_finding_is_late_if_its_hour_left_the_window_before_the_run_that_decid
         _found("in two hours", IDS, hour=-4, last=-1),
         _found("in two hours", IDS, hour=-4, last=-1, kind=None),
         _found("revoked before", HOUR, **late_hour),
+        _found("over hours", IDS, **late_hour),
+        _found("over hours", IDS, **late_hour, kind=None),
+        _found("known over hours", IDS, **late_hour),
         _found("new gap", HOUR, **gap),
         _found("known gap", HOUR, **gap),
         _found("grown gap", HOUR, **gap, count=2),
     ]
     before = [
         _found("known", HOUR, **late_hour),
+        _found("known over hours", IDS, **late_hour),
         _found("known to be late", HOUR, **late_hour, late=7),
         _found("revoked before", HOUR, **late_hour, run=3),
         _found("revoked before", IDS, hour=-4, last=-1, kind=None, run=4),
@@ -114,6 +118,7 @@ def test_a_finding_is_late_if_its_hour_left_the_window_before_the_run_that_decid
         ("in two hours", HOUR): 9,
         ("in two hours", IDS): 9,
         ("revoked before", HOUR): 9,
+        ("over hours", IDS): 9,
         ("new gap", HOUR): 9,
         ("grown gap", HOUR): 9,
     }
