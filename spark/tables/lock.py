@@ -18,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark import frames
 from spark.errors import AnotherRun, CannotRun
-from spark.reading.jvm import Py4JJavaError, jvm
+from spark.reading.jvm import Py4JJavaError, jvm, reason
 from spark.tables import files, stores
 
 # A killed run keeps a lake on an object store locked for this long. The drivers' clocks may differ by half of that.
@@ -66,7 +66,10 @@ def _locked(spark: SparkSession, root: str, path: str) -> Iterator[CheckHeld]:
     java = jvm(spark).java
     folder = java.io.File(path)
     folder.mkdirs()
-    file = java.io.RandomAccessFile(java.io.File(folder, "_lock"), "rw")
+    try:
+        file = java.io.RandomAccessFile(java.io.File(folder, "_lock"), "rw")
+    except Py4JJavaError as error:
+        raise CannotRun(f"--lake {root}: {reason(error)}; set a folder that this user may write to") from error
     try:
         lock = None
         try:

@@ -434,6 +434,10 @@ def test_a_lake_is_held_by_one_run_at_a_time(spark: SparkSession, tmp_path: Path
         pass
     with lock.held(spark, root):
         pass
+    (tmp_path / "file").touch()
+    below = f"{tmp_path}/file/lake"
+    with pytest.raises(CannotRun, match=r"Not a directory.*; set a folder that this"), lock.held(spark, below):
+        pass
 
 
 @pytest.mark.long
