@@ -50,6 +50,17 @@ class IdempotentProducer:
         session = await self._current_session()
         return session.producer_id, session.epoch
 
+    async def unthrottled_identity(self) -> tuple[int, int] | None:
+        """Return the identity when the throttle time of a quota is over; None if that takes longer than a write may."""
+        session = await self._current_session()
+        is_over = await session.throttle_ends(self._timeout_s)
+        return (session.producer_id, session.epoch) if is_over else None
+
+    @property
+    def throttled_s(self) -> float:
+        """The longest throttle time in a response of the last write, in seconds; 0 without a session (KIP-219)."""
+        return 0.0 if self._session is None else self._session.longest_throttle_s
+
     async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
         """Write one record and await its offset. Raises KafkaAway: the record may be in Kafka nevertheless."""
         (metadata,) = await self.send_all(topic, [(partition, key, value)])
@@ -85,6 +96,7 @@ class IdempotentProducer:
                 why = self._cluster.failed("produce", "the throttle time is longer than a write may take")
                 self._trouble.add(why, producer=self._name, quota=session.quota)
                 return [NOT_SENT] * len(records)
+            session.longest_throttle_s = 0.0
             results: list[RecordResult] = [NOT_SENT] * len(records)  # of records that reach no batch
             batches: list[RecordBatch] = []
             try:

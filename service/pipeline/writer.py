@@ -291,6 +291,8 @@ class Writer:
         """Write the claimed requests of a group; if there are none, abandon the transaction that was begun for it."""
         await yield_after(attempt.group.size)
         identity = await self._identity(attempt)
+        if identity is None:
+            self._hold_back(attempt)
         attempt.claimed, late = start_sending(attempt.claimed)
         attempt.not_sent = [*attempt.not_sent, *late]
         exactly_once = attempt.group.guarantee is Guarantee.EXACTLY_ONCE
@@ -302,6 +304,7 @@ class Writer:
             return
         started = time.perf_counter()
         events = sum(len(request.events) for request, _ in attempt.claimed)
+        assert identity is not None
         with self._traced(attempt):
             if exactly_once:
                 await self._write_exactly_once(attempt, identity)
@@ -311,11 +314,22 @@ class Writer:
         self._telemetry.groups.observe(events)
 
     @staticmethod
-    async def _identity(attempt: Attempt) -> ProducerIdentity:
-        """Return the producer id and epoch under which a group is written. Raises KafkaAway."""
+    async def _identity(attempt: Attempt) -> ProducerIdentity | None:
+        """Return the producer id and epoch under which a group is written; None while Kafka throttles the producer.
+
+        Raises KafkaAway. A transaction needs no wait: the broker has read its last request when the throttle was over.
+        """
         if attempt.claimed and attempt.group.guarantee is Guarantee.IDEMPOTENT:
-            return await attempt.slot.idempotent.identity()
+            return await attempt.slot.idempotent.unthrottled_identity()
         return attempt.slot.producer.producer_id, attempt.slot.producer.epoch
+
+    @staticmethod
+    def _hold_back(attempt: Attempt) -> None:
+        """Write nothing of a group now: its claims are released, and its requests queued again."""
+        for request, _ in attempt.claimed:
+            request.move(RequestEvent.QUEUE)
+        attempt.not_sent = [*attempt.not_sent, *(ClaimToRelease(each, each.claimed_ids) for each, _ in attempt.claimed)]
+        attempt.claimed = []
 
     def _traced(self, attempt: Attempt) -> contextlib.AbstractContextManager[None]:
         """Make the context in which the write of a group is a span, if the process traces."""
@@ -411,6 +425,7 @@ class Writer:
                 request.move(RequestEvent.RETURN)
             self._park(slot, [request for request, _ in claimed])
             raise
+        self._queue.note_throttle(attempt.group, slot.idempotent.throttled_s)
         decision = IdempotentDecision(claimed, records, results)
         self._note_failures(decision.failed, decision.to_isolate)
         for request, result in decision.results:

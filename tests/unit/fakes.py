@@ -258,6 +258,15 @@ class FakeIdempotent(IdempotentProducer):
         self.trouble = Trouble()
         self.results: deque[list[RecordResult]] = deque()
         self.written: list[list[Record]] = []
+        self.throttle_s = 0.0
+
+    @property
+    def throttled_s(self) -> float:
+        return self.throttle_s
+
+    async def unthrottled_identity(self) -> tuple[int, int] | None:
+        await self.trouble.enter("throttle")
+        return None if self.throttle_s else await self.identity()
 
     async def identity(self) -> tuple[int, int]:
         await self.trouble.enter("identity")

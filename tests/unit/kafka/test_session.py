@@ -295,6 +295,8 @@ async def test_an_idempotent_producer_sends_nothing_before_the_throttle_time_is_
     plain, kafka = idempotent(600)
     kafka.throttle_ms = 60_000
     await plain.write([record("a")])
+    assert plain.throttled_s == 60.0
+    assert await plain.unthrottled_identity() is None
     assert await plain.write([record("b")]) == [NOT_SENT]
     assert len(kafka.sent(ProduceRequest)) == 1
 

@@ -332,6 +332,24 @@ async def test_a_request_that_is_answered_503_while_its_producer_starts_is_not_w
     await ended(sweeping)
 
 
+async def test_an_idempotent_event_is_answered_503_while_kafka_throttles_its_producer() -> None:
+    """It was not sent: a 504 would say that a repetition may write it twice."""
+    world = World(request_timeout_ms=80)
+    await world.topic_metadata.get("plain.a", time.monotonic())
+    slot = await world.slot()
+    world.idempotents[0].throttle_s = 60.0
+    sweeping = asyncio.create_task(world.resolver.sweep())
+    serving = world.serve(slot)
+    assert kind_of(await world.submit("a", "plain.a")) is NOT_WRITTEN
+    await until(lambda: not world.keys.is_claimed("a"))
+    assert slot.state is SlotState.READY
+    world.idempotents[0].throttle_s = 0.0
+    assert isinstance(await world.submit("a", "plain.a"), Committed)
+    assert world.keys_written() == [["a"]]
+    await ended(serving)
+    await ended(sweeping)
+
+
 async def test_each_request_is_answered_at_its_own_deadline() -> None:
     """A request that arrived earlier may be admitted later: its body, or the look-up of its topic, took longer."""
     world = World(request_timeout_ms=5_000)
