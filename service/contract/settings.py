@@ -231,7 +231,8 @@ class SharedSettings:
         wrong |= cls._misnamed(environ)
         settings = cls(**values, secret_files=secret_files)
         # A conflict with a setting that is wrong itself is not reported.
-        fitting = [line for line in settings.conflicts() if not any(name in line for name in wrong)]
+        of_wrong = [re.compile(rf"{re.escape(name)}(?![A-Z_])") for name in wrong]  # not KAFKA in KAFKA_SSL_CAFILE
+        fitting = [line for line in settings.conflicts() if not any(name.search(line) for name in of_wrong)]
         if wrong or fitting:
             raise SettingsError("\n".join([*wrong.values(), *fitting]))
         return settings

@@ -410,6 +410,15 @@ def test_a_management_port_is_another_one() -> None:
     assert line.startswith("FENCEPOST_MANAGEMENT_HOST means nothing without a port: set FENCEPOST_MANAGEMENT_PORT")
 
 
+def test_a_wrong_setting_hides_no_conflict_of_others_whose_names_begin_with_its_name() -> None:
+    wrong = lines(kafka="h", kafka_sasl_username="a", redis="h", redis_cafile="ca.crt")
+    assert [line.split("=")[0].split(" ")[0] for line in wrong] == [
+        "FENCEPOST_KAFKA",
+        "FENCEPOST_REDIS",
+        "FENCEPOST_KAFKA_SASL_USERNAME",
+    ]  # that the file means nothing without TLS depends on REDIS
+
+
 def test_all_wrong_settings_are_reported_at_once() -> None:
     assert len(lines(port="x", slots="x", kafka="x")) == 3
     port, slots = lines(port="x", slots="9", slots_max="4")
