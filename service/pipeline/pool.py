@@ -96,6 +96,7 @@ class Pool:
         self._telemetry = telemetry
         self._serve = serve
         self._recovered = recovered
+        self.trouble = ""  # why the last term or recovery of a slot failed; "" once a slot is ready again
         self.newer: NewerVersion | None = None  # what only a newer release can read: this process must end
         self.members = 1  # live processes, by the last heartbeat
         self.slots: dict[int, Slot] = {}
@@ -365,6 +366,7 @@ class Pool:
         self._telemetry.slot_recoveries.observe(took_s)
         slot.in_doubt = 0
         slot.down_since = math.inf
+        self.trouble = ""
         log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3), **self._trouble_of(slot).end())
         self._recovered()
 
@@ -377,6 +379,7 @@ class Pool:
             self._telemetry.kafka_errors.labels("transaction").inc()
         if isinstance(error, NewerVersion):
             self.newer = error
+        self.trouble = str(error) or type(error).__name__
         fields = {"slot": slot.n, "term": slot.term, "in_doubt": slot.in_doubt, "cause": why}
         self._trouble_of(slot).add(error, bug=why == BUG, **fields)
         if slot.state is not SlotState.DOUBT:

@@ -58,6 +58,7 @@ class Readiness:
         return {
             "ready": ready,
             "slots_ready": slots,
+            "slots": "ok" if slots else self._pool.trouble or "none is taken yet",
             "redis": redis,
             "kafka": kafka,
             "store": self._store.status if self.newer is None else str(self.newer),

@@ -139,6 +139,9 @@ async def test_data_that_only_a_newer_release_reads_end_the_process_with_a_line(
         assert [str(error) for error in given_up] == ["a record of version 3"]
         found = await whole.readiness.check()
         assert (found["ready"], found["store"]) == (False, "a record of version 3")
+        assert found["slots"] == "none is taken yet"
+        whole.pool.trouble = "the service has no permission"
+        assert (await whole.readiness.check())["slots"] == "the service has no permission"
         assert not whole.admission.is_accepting
     finally:
         await ended(watching)

@@ -14,7 +14,7 @@ import pytest
 from service.claims.keys import Heartbeat, StoreGeneration
 from service.claims.states import Claimed, Delivered, Row, SlotEvent, SlotState
 from service.contract.wire import event_id
-from service.core.problems import IN_PROGRESS, StoreAway, StoreLost, StoreUnanswered
+from service.core.problems import IN_PROGRESS, KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.http.routes import describe
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import pool as module
@@ -472,6 +472,15 @@ async def test_a_dead_slot_of_a_process_with_more_slots_is_rescued(hold: Hold) -
     server.taken |= {5}  # only now: the next heartbeat recovers it
     await until(lambda: 5 in [n for n, _ in held.recovery.runs])
     assert isinstance(await held.world.submit("a"), Committed)
+
+
+async def test_a_pool_says_why_no_slot_can_be_recovered(hold: Hold) -> None:
+    """As where the brokers' transaction.max.timeout.ms was lowered: Kafka and Redis answer, and nothing is written."""
+    held = hold(for_ever, slots=1, slots_max=1)
+    held.recovery.trouble.before["run"].append(KafkaAway("the timeout is too long: set a smaller one"))
+    await until(lambda: held.pool.trouble == "the timeout is too long: set a smaller one")
+    await held.ready()
+    assert held.pool.trouble == ""
 
 
 async def test_a_stuck_slot_is_replaced_by_another_slot_until_it_recovers(
