@@ -48,15 +48,15 @@ class OpenCheck:
         self._clear.clear()
 
     async def ask(
-        self, partitions: Collection[Partition], timeout_s: float
+        self, partitions: Collection[Partition], timeout_s: float, producer_id: int | None = None
     ) -> tuple[dict[Partition, int], set[Partition]]:
-        """Find the open transactions of the producer id.
+        """Find the open transactions of a producer id: the session's, or one that it has had.
 
         Returns their first offset, by partition, and the partitions whose leader gave no answer. Partitions that the
         service may not inspect, or whose broker is older than 2.8, count as clear.
         """
         found = await active_producers(self._session.client, partitions, timeout_s)
-        open_from = hanging(found.active, {self._session.producer_id})
+        open_from = hanging(found.active, {self._session.producer_id if producer_id is None else producer_id})
         unasked = {partition for partition, code in found.failed.items() if code in FINAL}
         for topic, _ in unasked:
             _log_once(topic, found.failed)

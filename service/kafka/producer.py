@@ -202,12 +202,13 @@ class TransactionalProducer:
         Returns the partitions that have their markers now: all but those of OFFSETS_TOPIC that the service may not add,
         which is logged. Raises KafkaAway where the markers are not there in time.
         """
+        ends = self.producer_id  # at its last epoch, the response to the EndTxn has another one
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 if not (partitions := await self._add_hanging(partitions)):
                     return partitions
                 await self._end(commit)
-                while (await self.find_open_transactions(partitions)) != ({}, set()):  # noqa: ASYNC110 - Kafka sends no notification
+                while (await self._open_check.ask(partitions, METADATA_TIMEOUT_S, ends)) != ({}, set()):  # noqa: ASYNC110 - Kafka sends no notification
                     await asyncio.sleep(MARKERS_PAUSE_MOST_S)
                 return partitions
         except (errors.KafkaError, OSError, TimeoutError) as error:

@@ -382,6 +382,24 @@ async def test_batches_that_wait_for_the_first_ones_follow_a_leader_that_moves(o
     assert firsts == [(1, "a"), (2, "b"), (3, "b"), (1, LEDGER[0])]
 
 
+async def test_missing_markers_are_waited_for_under_the_id_that_lacks_them_though_the_last_epoch_gives_another() -> (
+    None
+):
+    producer, kafka = version_2(epoch=32_766)
+    kafka.next_producer = (9, 0)
+    answers = kafka.send
+    late = [{("a", 0): 5}] * 3  # open after the EndTxn, until this many requests were answered
+
+    async def send(node: int, request: Any) -> Any:
+        if isinstance(request, DescribeProducers):
+            kafka.open_in = late.pop() if late else {}
+        return await answers(node, request)
+
+    kafka.send = send  # type: ignore[method-assign]
+    assert await producer.write_missing_markers([("a", 0)], commit=True) == [("a", 0)]
+    assert (producer.producer_id, late) == (9, [])
+
+
 async def test_a_commit_without_an_answer_is_unknown_and_the_producer_is_dead() -> None:
     producer, kafka = version_2()
     kafka.ended = GONE
