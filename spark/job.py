@@ -691,7 +691,8 @@ def terminal_text(report: document.Report, folder: str) -> str:
     ]
     for row in report.document["causes"]:
         name = f"{row['kind']}{'/' + row['cause'] if row['cause'] else ''}"
-        lines.append(f"finding    {name} in {row['topic']}: {row['findings']} findings, {row['records']} records")
+        where = "" if row["topic"] is None else f" in {row['topic']}"
+        lines.append(f"finding    {name}{where}: {row['findings']} findings, {row['records']} records")
     for sink in report.document["sinks"]:
         counts: Mapping[str, Any] = sink
         names = ("present_once", "missing", "twice", "late", "pending", "unprovable")
@@ -699,6 +700,8 @@ def terminal_text(report: document.Report, folder: str) -> str:
         lines.append(f"sink       {sink['name']}: expected {sink['expected']} = {parts}, extra {sink['extra']}")
         if sink["unreadable"] is not None:
             lines.append(f"sink       {sink['name']} could not be read: {sink['unreadable']}")
+        if sink["awaits_topics"]:
+            lines.append(f"sink       {sink['name']}: nothing delivered yet to a topic that its rule names")
     for use in report.document["silences"]:
         if use["state"] == "expired":
             lines.append(f"silence    {use['finding']} has expired at {use['until']}: {use['reason']}")

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 PART_ROWS: Final = 200_000
 """How many rows go to Spark at a time. Of a data file the needed columns and rows are read at once."""
 
+_NO_EQUALITY_DELETES: Final = (
+    "the table has rows that equality deletes remove: compact it, and let its writer use position deletes, or rewrite "
+    "files"
+)
+
 _SECRET: Final = (
     *("password", "passwd", "pwd", "secret", "token", "credential", "key"),
     *("authorization", "cookie", "connection-string", "signature"),
@@ -167,7 +172,8 @@ def _made_unreadable() -> Iterator[None]:
     except (Unreadable, PySparkException, Py4JError):
         raise
     except Exception as error:
-        raise Unreadable(str(error) or type(error).__name__) from error
+        message = str(error) or type(error).__name__
+        raise Unreadable(f"{_NO_EQUALITY_DELETES}: {message}" if "equality deletes" in message else message) from error
 
 
 def _load(rule: SinkRule) -> "Table":

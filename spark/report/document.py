@@ -324,6 +324,7 @@ def _sink(sink: SinkReport) -> model.Sink:
         **counts,
         **{name: None if ms is None else _iso(ms) for name, ms in times.items()},
         "unreadable": sink.unreadable,
+        "awaits_topics": sink.awaits_topics,
     }
     return cast(model.Sink, described)
 

@@ -105,7 +105,7 @@ def _of_sinks(sinks: Sequence[Sink]) -> Iterable[GaugeMetricFamily]:
     )
     yield _gauges(
         "sink_readable",
-        "1 if the last run has read the sink, else 0.",
+        "0 if the last run could not read the sink, else 1.",
         ("sink",),
         (((sink["name"],), sink["unreadable"] is None) for sink in sinks),
     )

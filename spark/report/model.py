@@ -264,7 +264,8 @@ class Finding(TypedDict):
         _about(
             "Id of the finding, the same in every run: kind:id, client_duplicate:fingerprint, "
             "kind:cause:topic:partition for a finding about a partition, or kind:sink:id (kind:sink:topic:partition "
-            "for coordinates that no event has). The key in the topic of findings."
+            "for coordinates that no event has, kind:sink for a sink that could not be read). The key in the topic of "
+            "findings."
         ),
     ]
     kind: Annotated[Kind, _about("Kind of finding.")]
@@ -464,6 +465,10 @@ class Sink(TypedDict):
     unreadable: Annotated[
         str | None,
         _about("Why this run could not read the sink: its counts are those of the last run that could; else null."),
+    ]
+    awaits_topics: Annotated[
+        bool,
+        _about("Whether nothing was delivered for the sink yet: no run has audited a topic that its rule names."),
     ]
 
 

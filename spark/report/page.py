@@ -165,6 +165,11 @@ def _subline(document: Document) -> str:
         for sink in document["sinks"]
         if sink["unreadable"] is not None
     ]
+    parts += [
+        f"The sink {sink['name']} was not compared: nothing was delivered yet to a topic that its rule names."
+        for sink in document["sinks"]
+        if sink["awaits_topics"]
+    ]
     if not run["ids_pass"]:
         parts.append("The pass over all ids was skipped: copies in other hours are not in this report.")
     return " ".join(parts) or "Every accepted event is accounted for."

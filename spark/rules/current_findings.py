@@ -85,9 +85,9 @@ def by_finding(current: DataFrame) -> DataFrame:
     """Convert current findings (`by_hour`) to FIELDS, one row a finding: those about partitions are summed over hours.
 
     `finding_id` is the same in every run: `duplicate:<id>`; `client_duplicate:<fingerprint>`, since an id may be in
-    several of these; `unkeyed::orders:3` for a finding about a partition; `missing_in_sink:warehouse:<id>`. If two
-    hours have a finding of one kind about an id (but for sinks only without the pass over all ids), the later one is
-    kept.
+    several of these; `unkeyed::orders:3` for a finding about a partition; `missing_in_sink:warehouse:<id>`;
+    `evidence_gap:warehouse` for a sink that could not be read. If two hours have a finding of one kind about an id (but
+    for sinks only without the pass over all ids), the later one is kept.
     """
     current = _with_sink(current)
     of_partitions = _is_about_partition()
@@ -112,7 +112,8 @@ def by_finding(current: DataFrame) -> DataFrame:
     shown_id, fingerprint = F.lower(F.hex("id")), F.lower(F.hex("fingerprint"))
     severity = F.create_map(*(F.lit(word) for kind in KINDS.values() for word in (kind.name, kind.severity)))
     partition_key = F.concat_ws(":", *(F.coalesce(F.col(name).cast("string"), F.lit("")) for name in _PARTITION_KEY))
-    of_sink = F.concat_ws(":", "kind", "sink", F.coalesce(subject(), F.concat_ws(":", "topic", "partition")))
+    of_partition = F.nullif(F.concat_ws(":", "topic", "partition"), F.lit(""))
+    of_sink = F.concat_ws(":", "kind", "sink", F.coalesce(subject(), of_partition))
     finding_id = (
         F.when(F.col("sink").isNotNull(), of_sink)
         .when(F.col("id").isNull(), partition_key)

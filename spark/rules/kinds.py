@@ -34,8 +34,9 @@ class Kind:
     breaks_promise: whether such a finding breaks Fencepost's promise, that every accepted event is in Kafka exactly
         once, as it was accepted. Such findings page an operator, all others make a ticket.
     subject: the scope of one finding, by which it has the same `finding_id` in every run: an id, a content (a
-        fingerprint), a partition with a cause, whose findings of single hours are summed up (of a mirror: a topic), or
-        an id in a sink (a partition in a sink whose rows name coordinates that no event has).
+        fingerprint), a partition with a cause, whose findings of single hours are summed up (of a mirror: a topic; of a
+        sink that could not be read: the sink), or an id in a sink (a partition in a sink whose rows name coordinates
+        that no event has).
     surplus: which of its coordinates are surplus copies, shown over time: those with a cause, those after the first, or
         each; None if such a finding is not about copies.
     """
@@ -120,7 +121,8 @@ EVIDENCE_GAP: Final = Kind(
     "evidence_gap",
     "gap in the evidence",
     "gaps in the evidence",
-    "What would prove the delivery is missing. These events are not counted as lost, or as missing in a mirror.",
+    "What would prove the delivery is missing, or a sink could not be read. Its events are not counted as lost, or as "
+    "missing in a sink.",
     severity="warning",
     subject="partition",
 )

@@ -59,13 +59,16 @@ def update(tables: Lake, context: RunContext, on_progress: OnProgress) -> dict[s
     replaced = [_of_others(rules)] if states.keys() - {rule.name for rule in rules} else []
     for rule in rules:
         state = states.get(rule.name, NEVER_READ)
+        topics = topics_of(rule, plan)
+        if not topics and not state.run:
+            continue  # nothing belongs into the mirror yet
         if state.run == plan.run:
             continue  # a process that was killed on this run has read the mirror after the freeze, too
         try:
             read = mirror_logs.read(
                 tables.spark,
                 rule,
-                {name: topic_ids[name] for name in topics_of(rule, plan)},
+                {name: topic_ids[name] for name in topics},
                 state.logs,
                 plan.run,
                 plan.frozen_ms,

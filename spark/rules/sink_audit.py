@@ -38,6 +38,7 @@ from spark.rules.sink_verdicts import (
     NEVER_READ,
     TWICE,
     UNPROVABLE,
+    UNREADABLE,
     WAS_MISSING,
     HourState,
     Released,
@@ -59,7 +60,8 @@ class SinkReport(NamedTuple):
     """A sink in the report of a run: its counts in the window, and its own watermark.
 
     `judged_until_ms`: every event that was accepted before is judged; None if none is, or the sink was never read.
-    `unreadable` says why this run could not read it, None if it could.
+    `unreadable` says why this run could not read it, None if it could. `awaits_topics`: the sink was never read, since
+    no run has audited a topic whose events belong into it.
     """
 
     rule: SinkRule
@@ -67,6 +69,7 @@ class SinkReport(NamedTuple):
     read_ms: int | None
     judged_until_ms: int | None
     unreadable: str | None
+    awaits_topics: bool = False
 
 
 class _Evidence(NamedTuple):
@@ -84,8 +87,8 @@ class _Evidence(NamedTuple):
 def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[SinkReport]:
     """Compare the sinks of the rules with the lake, store the result in `sinks`, and return it by sink.
 
-    A sink that cannot be read keeps its findings and its watermark. What is stored of a sink that the rules no longer
-    have is dropped. CannotRun if the stored counts do not agree.
+    A sink that cannot be read keeps its findings and its watermark, and has an evidence gap besides. What is stored of
+    a sink that the rules no longer have is dropped. CannotRun if the stored counts do not agree.
     """
     rules = context.settings.rules.sinks
     errors = mirrors.update(tables, context, on_progress)
@@ -103,23 +106,34 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
     for rule in rules:
         mirror = of_mirrors.get(rule.name, mirrors.NEVER_READ)
         compared = _Comparison(tables, context, rule, states.get(rule.name, NEVER_READ), mirror)
-        if not compared.topics:
-            errors[rule.name] = (
-                f"topics: no run has audited a topic that {', '.join(rule.topics)} names (quarantine topics do not "
-                "count): correct them"
-            )
-        if rule.name not in errors:
-            try:
-                rows, condition = compared.carry_out(newest.get(rule.name, {}))
-            except Unreadable as error:
-                errors[rule.name] = str(error)
-                on_progress(f"the sink {rule.name} cannot be read: {error}")
-        if rule.name in errors:
-            rows, condition = compared.unread()
+        rows, condition = _rows_of(compared, newest.get(rule.name, {}), errors, on_progress)
         written.append(rows)
         replaced.append(condition)
     tables.replace(TABLE, reduce(DataFrame.unionByName, written), " OR ".join(replaced), context.plan.run)
     return reports(tables, context, errors)
+
+
+def _rows_of(
+    compared: "_Comparison", newest: Mapping[str, int], errors: dict[str, str], on_progress: OnProgress
+) -> tuple[DataFrame, str]:
+    """Compare a sink, if it can be read; return rows and condition as `_Comparison.carry_out` does.
+
+    `errors` says, by name, why a sink cannot be read; what this comparison finds out is added.
+    """
+    rule = compared.rule
+    if not compared.topics:
+        if compared.state.run:
+            errors[rule.name] = (
+                f"topics: no run has audited a topic that {', '.join(rule.topics)} names (quarantine topics do not "
+                "count), as one has before: correct them"
+            )
+    elif rule.name not in errors:
+        try:
+            return compared.carry_out(newest)
+        except Unreadable as error:
+            errors[rule.name] = str(error)
+            on_progress(f"the sink {rule.name} cannot be read: {error}")
+    return compared.unread(is_unreadable=rule.name in errors)
 
 
 def reports(tables: Lake, context: RunContext, errors: Mapping[str, str]) -> list[SinkReport]:
@@ -138,13 +152,23 @@ def reports(tables: Lake, context: RunContext, errors: Mapping[str, str]) -> lis
         _check(rule, counts, {kind: findings.get((rule.name, kind), 0) for kind in KINDS.values()})
         open_hours_ms = [_ms_of(hour) for hour, of_hour in by_hour.items() if of_hour[PENDING]]
         watermark = sink_verdicts.judged_until_ms(rule, context.settings.max_settle_ms, state, open_hours_ms)
-        made.append(SinkReport(rule, counts, state.read_ms, watermark, errors.get(rule.name)))
+        unreadable = errors.get(rule.name)
+        awaits_topics = not (unreadable or state.run or _topics_of(rule, context))
+        made.append(SinkReport(rule, counts, state.read_ms, watermark, unreadable, awaits_topics))
     return made
 
 
+def _topics_of(rule: SinkRule, context: RunContext) -> list[str]:
+    """Return the topics of a sink that a run has audited, without the quarantine topics: these have refused events."""
+    quarantine = context.settings.rules.quarantine_topics
+    return [name for name in mirrors.topics_of(rule, context.plan) if name not in quarantine]
+
+
 def _findings_since(stored: DataFrame, since_ms: int) -> DataFrame:
-    """Select the findings about sinks in the hours since a time: earlier hours are not compared any more."""
-    return stored.where(f"kind IS NOT NULL AND {hours.since(hours.text_of(since_ms))}")
+    """Select the findings about sinks in the hours since a time: earlier hours are not compared any more. The gap of a
+    sink that the last run could not read has no hour."""
+    since = hours.since(hours.text_of(since_ms))
+    return stored.where(f"kind IS NOT NULL AND (accepted_hour IS NULL OR {since})")
 
 
 def _check(rule: SinkRule, counts: Mapping[str, int], findings: Mapping[str, int]) -> None:
@@ -228,6 +252,7 @@ class _Comparison:
         self.state = state
         self.mirror = mirror
         plan, self.settings = context.plan, context.settings
+        self.frozen_ms = plan.frozen_ms
         self.definition = sink_verdicts.definition(rule, self.settings)
         max_settle_ms = self.settings.max_settle_ms
         self.evidence = _Evidence(
@@ -237,8 +262,7 @@ class _Comparison:
             sink_verdicts.complete_since_ms(plan, _ms_of(context.kept_from) if context.kept_from else 0),
             sink_verdicts.decided_until_ms(rule, plan, max_settle_ms),
         )
-        quarantine = self.settings.rules.quarantine_topics
-        self.topics = [name for name in mirrors.topics_of(rule, plan) if name not in quarantine]
+        self.topics = _topics_of(rule, context)
         self.complete_since = mirror_logs.complete_since(rule, mirror.logs, self.topics)
         self.first_ms = max(context.window_from, -(-rule.since_ms // HOUR_MS) * HOUR_MS)
         self.released = sink_verdicts.released(rule, plan, context.last_plan, state.released, context.window_from)
@@ -272,11 +296,11 @@ class _Comparison:
                 rows.append(self._findings_of_unknown(unknown))
         return reduce(DataFrame.unionByName, rows), self._condition(due)
 
-    def unread(self) -> tuple[DataFrame, str]:
-        """Return rows and condition, as `carry_out` does, for a sink that cannot be read: only its own row is replaced.
+    def unread(self, *, is_unreadable: bool) -> tuple[DataFrame, str]:
+        """Return rows and condition, as `carry_out` does, for a sink that was not read: only its own row is replaced.
 
         That row keeps what the last run that has read the sink stored. What open transactions hid until this run is
-        added to it.
+        added to it. `is_unreadable`: the sink cannot be read, which is a finding without an hour.
         """
         own = self._own_row().withColumns(
             {
@@ -286,7 +310,7 @@ class _Comparison:
                 "last_ms": F.lit(self.state.decided_ms).cast("bigint"),
             }
         )
-        return own, self._condition()
+        return (own.unionByName(self._unread_gap()) if is_unreadable else own), self._condition()
 
     def _read(self, intervals: Sequence[Interval]) -> DataFrame:
         """Read the rows (sinks.ROW) of the sink in these intervals. Raises Unreadable."""
@@ -295,7 +319,7 @@ class _Comparison:
         return self.reader.read(intervals)
 
     def _condition(self, due: Iterable[str] = ()) -> str:
-        """Return the SQL condition of the replaced rows of the table `sinks`: the sink's own, and those of hours."""
+        """Return the SQL condition of the replaced rows of the table `sinks`: those without an hour, and of hours."""
         return f"(sink = '{self.rule.name}' AND (accepted_hour IS NULL OR {hours.sql(due)}))"
 
     def _due(self, newest: Mapping[str, int]) -> set[str]:
@@ -506,6 +530,11 @@ class _Comparison:
         decided = F.lit(self.evidence.decided_until_ms)
         own = {"released": F.lit(spans), "is_closed": F.lit(False), "last_ms": decided}
         return self._as_rows(self.spark.range(1), own)
+
+    def _unread_gap(self) -> DataFrame:
+        """Return the finding about a sink that this run could not read: a row of `sinks`. It counts no event."""
+        columns = {"kind": F.lit(GAP), "cause": F.lit(UNREADABLE), "last_ms": F.lit(self.frozen_ms)}
+        return self._as_rows(self.spark.range(1), columns | {"count": F.lit(0), "events": F.lit(0)})
 
     def _findings(self, judged: DataFrame, records: DataFrame, read: DataFrame) -> DataFrame:
         """Return the findings about expected events, with the coordinates of their records: rows of `sinks`."""

@@ -24,6 +24,8 @@ EXTRA: Final = kinds.EXTRA_IN_SINK.name
 GAP: Final = kinds.EVIDENCE_GAP.name
 
 PRESENT_ONCE: Final = "present_once"
+UNREADABLE: Final = "unreadable"
+"""The cause of the evidence gap of a sink that a run could not read."""
 UNPROVABLE: Final = "unprovable"
 CATEGORIES: Final = (PRESENT_ONCE, MISSING, TWICE, LATE, PENDING, UNPROVABLE)
 """Categories of the events that are expected in a sink. UNPROVABLE: a mirror has deleted records unread."""

@@ -255,6 +255,7 @@ def test_a_real_mirror_that_drops_repeats_and_is_late_is_found_out(
     away = mirror.run(FROZEN_MS + 2)
     assert (away.unreadable or "").startswith("kafka_ssl_cafile means nothing with kafka_security_protocol=PLAINTEXT")
     assert away[:4] == (broken, *gap[1:4])
+    assert mirror.found() == {*known, ("missing_in_sink", None, "after"), ("evidence_gap", "unreadable", "None[None]")}
     mirror.rule = readable
 
     # A recreated topic has what was copied into it since. The broker's timestamps tell when that was.

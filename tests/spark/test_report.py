@@ -18,7 +18,8 @@ from service.contract import Rules, SharedSettings, TopicRule
 from spark import job
 from spark.reading.run_plan import DATA, Log, Plan, RunContext
 from spark.report import charts, document, metrics, page
-from spark.report.model import Document, TimelinePoint, schema
+from spark.report.document import Report
+from spark.report.model import SINK_COUNTS, Document, TimelinePoint, schema
 from spark.rules import current_findings, kinds
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
@@ -416,7 +417,19 @@ def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[
     document["findings"] = [
         gap | {"severity": "warning", "topic": "orders", "count": 1, "coordinates": [], "sink_coordinates": []}
     ]
-    document["kinds"] = {**document["kinds"], "evidence_gap": 1}
+    document["findings"].append(
+        {**document["findings"][0], "finding_id": "evidence_gap:dr", "cause": "unreadable", "topic": None, "sink": "dr"}
+    )
+    document["kinds"] = {**document["kinds"], "evidence_gap": 2}
+    document["causes"] = [
+        {"kind": "evidence_gap", "topic": None, "cause": "unreadable", "findings": 1, "records": 0},
+    ]
+    times: dict[str, Any] = dict.fromkeys(("judged_until", "read_at"))
+    unread: dict[str, Any] = {"format": "kafka", **dict.fromkeys((*SINK_COUNTS, "unidentified"), 0), **times}
+    document["sinks"] = [
+        {"name": "dr", **unread, "unreadable": "refused", "awaits_topics": False},
+        {"name": "soon", **unread, "unreadable": None, "awaits_topics": True},
+    ]
     document["topics"] = [{"topic": "orders", **dict.fromkeys(SUMS, 0), "ids": 3000, "copies_extra": 1}]
     jsonschema.Draft202012Validator(schema()).validate(document)
     text = "".join(page.render(cast(Document, document)))
@@ -427,6 +440,17 @@ def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[
     assert "<td>billing-7, producer 4000 epoch 2</td>" in text
     assert "<td>lost</td><td>delivered once</td>" in text
     assert "2 records could not be decoded." in text
+    assert "dr could not be read: refused" in text
+    assert "<b>dr</b>" in text
+    assert "this run could not read the sink: its counts are those of the last run that could" in text
+    assert "soon: nothing delivered yet. No run has audited a topic that its rule names." in text
+    assert "The sink soon was not compared: nothing was delivered yet to a topic that its rule names." in text
+    shown = job.terminal_text(Report(cast(Document, document)), "r")
+    assert "finding    evidence_gap/unreadable: 1 findings, 0 records\n" in shown
+    assert "sink       dr could not be read: refused\n" in shown
+    assert "sink       soon: nothing delivered yet to a topic that its rule names\n" in shown
+    readable = [line for line in metrics.text(cast(Document, document)).splitlines() if "sink_readable{" in line]
+    assert [line.split("{")[1] for line in readable] == ['sink="dr"} 0.0', 'sink="soon"} 1.0']
 
 
 def test_every_field_of_the_schema_has_a_description() -> None:

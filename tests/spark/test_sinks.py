@@ -20,7 +20,7 @@ from spark.reading import iceberg
 from spark.reading.intervals import Interval, merged, without
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Log, Plan, RunContext
 from spark.reading.sinks import SinkReader, check_rules
-from spark.rules import sink_audit, sink_verdicts
+from spark.rules import current_findings, sink_audit, sink_verdicts
 from spark.rules.sink_audit import SinkReport
 from spark.rules.sink_verdicts import (
     NEVER_READ,
@@ -112,6 +112,13 @@ class Warehouse:
             (row["kind"], row["cause"], name_of(row["id"]) if row["id"] else f"{row['topic']}[{row['partition']}]")
             for row in rows
         }
+
+    def finding_ids(self) -> list[str]:
+        """Return the ids of the findings in the report of the last run."""
+        others = frames.rows_of(self.spark, lake.schema("findings"), [])
+        since_ms = self.plans[-1].frozen_ms - 24 * HOUR_MS
+        current = current_findings.by_hour(sink_audit.with_findings(self.tables, others, since_ms), since_ms)
+        return sorted(row["finding_id"] for row in current_findings.by_finding(current).collect())
 
 
 def _time(ms: int) -> datetime:
@@ -245,15 +252,22 @@ def test_an_hour_that_matches_is_not_read_again_unless_it_has_new_records(
 
 
 def test_a_sink_that_cannot_be_read_keeps_its_findings_and_its_watermark(warehouse: Warehouse, tmp_path: Path) -> None:
+    unreadable = ("evidence_gap", "unreadable", "None[None]")
     warehouse.deliver(*event("gone", 1))
+    warehouse.rule = replace(warehouse.rule, topics=("later.*",))
+    before = warehouse.run()
+    assert (before.awaits_topics, before.unreadable, before.read_ms, warehouse.found()) == (True, None, None, set())
+    warehouse.rule = replace(warehouse.rule, topics=RULE.topics)
     never = warehouse.run()
     assert never.unreadable is not None
-    assert (counts(never), never.read_ms, never.judged_until_ms) == ({}, None, None)
+    assert (counts(never), never.read_ms, never.judged_until_ms, never.awaits_topics) == ({}, None, None, False)
+    assert (warehouse.found(), warehouse.finding_ids()) == ({unreadable}, ["evidence_gap:warehouse"])
     warehouse.store([("other", HOUR, None)])
     backlog = log(DATA, "t", 0, decided_until_ms=HOUR + MINUTE_MS)
     known = warehouse.run(FROZEN_MS + 1, logs=(backlog,))
     assert counts(known) == {"expected": 1, "missing_in_sink": 1}
     assert known.judged_until_ms == HOUR + MINUTE_MS - SETTLE_MS
+    assert warehouse.found() == {("missing_in_sink", None, "gone")}
     warehouse.deliver(*event("new", 2))
     folder = Path(warehouse.rule.path)
     folder.rename(tmp_path / "away")
@@ -261,13 +275,17 @@ def test_a_sink_that_cannot_be_read_keeps_its_findings_and_its_watermark(warehou
     assert away.unreadable is not None
     assert "\n" not in away.unreadable
     assert away[:4] == known[:4]
-    assert warehouse.found() == {("missing_in_sink", None, "gone")}
+    assert warehouse.found() == {("missing_in_sink", None, "gone"), unreadable}
+    assert warehouse.finding_ids() == ["evidence_gap:warehouse", f"missing_in_sink:warehouse:{id_of('gone')}"]
     (tmp_path / "away").rename(folder)
     warehouse.store([("gone", HOUR, None), ("new", HOUR, None)])
     assert counts(warehouse.run(FROZEN_MS + 3)) == {"expected": 2, "present_once": 1, "late_in_sink": 1}
+    assert warehouse.found() == {("late_in_sink", "was_missing", "gone")}
     # Otherwise a sink with a mistake in its topics would have no fault.
     warehouse.rule = replace(warehouse.rule, topics=("typo",))
-    assert "topics: no run has audited a topic that typo names" in (warehouse.run(FROZEN_MS + 4).unreadable or "")
+    wrong = warehouse.run(FROZEN_MS + 4)
+    assert "topics: no run has audited a topic that typo names" in (wrong.unreadable or "")
+    assert (wrong.awaits_topics, unreadable in warehouse.found()) == (False, True)
 
 
 def test_what_no_delivered_event_has_is_extra_in_a_sink_of_its_own(warehouse: Warehouse) -> None:
@@ -532,6 +550,22 @@ def test_a_column_that_arrow_cannot_convert_makes_the_sink_unreadable_and_spark_
     odd = pa.record_batch({name: pa.array([[b"list"]]) for name in columns})
     monkeypatch.setattr("pyiceberg.io.pyarrow.ArrowScan.to_record_batches", lambda scan, tasks: [odd])
     with pytest.raises(Unreadable, match="Unsupported cast from list"):
+        list(iceberg.IcebergTable(session, rule).parts(WHOLE))
+
+
+def test_position_deletes_of_an_iceberg_table_are_applied_and_equality_deletes_make_it_unreadable(
+    tmp_path: Path,
+) -> None:
+    table = Iceberg(tmp_path, {"event_id": pa.string(), "accepted_at": pa.timestamp("us", "UTC")})
+    names = ["kept", "deleted", "kept too"]
+    rule = table.append(event_id=[id_of(name) for name in names], accepted_at=[_time(HOUR)] * len(names))
+    table.delete_row(1)
+    session = Mock()
+    list(iceberg.IcebergTable(session, rule).parts(WHOLE))
+    read = [id for call in session.createDataFrame.call_args_list for id in call.args[0]["event_id"].to_pylist()]
+    assert read == [id_of("kept"), id_of("kept too")]
+    table.delete_rows_with("event_id", id_of("kept"))
+    with pytest.raises(Unreadable, match=r"^the table has rows that equality deletes remove: compact it, and"):
         list(iceberg.IcebergTable(session, rule).parts(WHOLE))
 
 
