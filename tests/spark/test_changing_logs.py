@@ -307,11 +307,12 @@ def a_recreated_topic_gives_no_old_id_the_value_of_a_new_event(stage: ChangingSt
     assert rows.keys() >= ids(topic, "new") | ids(topic, "old")
     for name in ("old", "new"):
         assert {rows[id][2] for id in ids(topic, name)} == {f"{topic} {name}".encode()}
+    # A record with and one without Fencepost's header, each where one with it is now, and one without it.
     for key in ("old-0", "old-bare", "old-x", "old-y"):
         lines = list(show.show(stage.spark, views.shared, str(ran.lake), f"{topic}-{key}"))
         assert "           is not in Kafka any more: another record has this offset now" in lines
         assert not [line for line in lines if line.startswith("  value")]
-    for key in ("new-0", "new-bare", "new-x", "new-y"):
+    for key in ("new-0", "new-bare"):
         lines = list(show.show(stage.spark, views.shared, str(ran.lake), f"{topic}-{key}"))
         assert f"  value    {topic} new" in lines
 
