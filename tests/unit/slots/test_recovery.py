@@ -310,9 +310,9 @@ async def test_neither_slot_nor_store_is_freed_past_a_record_of_a_later_version(
 
     bed.keys.server.flush()
     settling = asyncio.create_task(bed.store.wait_until_settled())
-    await until(lambda: bed.store.newer is not None)
+    # Until the next attempt begins, after a short pause.
+    await until(lambda: bed.store.newer is not None and bed.store.status == f"store-away: {bed.store.newer}")
     await ended(settling)
-    assert bed.store.status == f"store-away: {bed.store.newer}"
     assert bed.keys.server.held is None
     await bed.store.close()
 
