@@ -17,12 +17,13 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import SettingsError, SharedSettings
-from spark import dry_run, export, follow, job, rates, show, silences
+from spark import dry_run, export, follow, idle, job, rates, show, silences
 from spark.console import Console
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JError
 from spark.repair import command as repair
 from spark.report import model
+from spark.report.document import Report
 from spark.rules.kinds import kinds_of
 from spark.session import open_session
 from spark.settings import (
@@ -68,6 +69,9 @@ def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     console = Console(sys.stderr)
     settings = _read_settings(options)
+    report = idle.run(settings, console, os.environ)
+    if report is not None:
+        return _print(report, options)
     began_s = time.monotonic()
     # A sink may be on S3 where lake and report are not.
     session = open_session(urls=(options.lake, options.report, *(rule.path for rule in settings.rules.sinks)))
@@ -84,6 +88,11 @@ def _run(arguments: Sequence[str]) -> int:
             return follow.follow(session, lambda: _read_settings(options), console, stop)
     with console.watching(session):
         report = job.run(session, settings, console, before=before)
+    return _print(report, options)
+
+
+def _print(report: Report, options: Options) -> int:
+    """Print a report in a few lines. Returns its exit status."""
     sys.stdout.write(job.terminal_text(report, options.report))
     return report.status
 

@@ -13,5 +13,9 @@ class Unreadable(Exception):
     """A sink cannot be read, or not as its rule says, which ends no run; the message is one line without secrets."""
 
 
+class NeedsSpark(Exception):
+    """A run cannot be finished without Spark (spark.idle): it has more to do, or that is in doubt."""
+
+
 class Stopped(Exception):
     """The process was asked to end, and does so between two steps of a run. The next run can continue on the lake."""

@@ -22,7 +22,7 @@ from spark.rules import cross_hour, current_findings, hourly, sink_audit
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
 from spark.rules.reconcile import reconcile, recount, unchanged_balance
-from spark.settings import HOUR_MS, Settings
+from spark.settings import HOUR_MS, Options, Settings
 from spark.step_timer import OnProgress, StepTimer
 from spark.tables import deliveries, hours, lake, lake_version, last_run_file, lock, verdict_history, view
 
@@ -32,8 +32,53 @@ Spans = dict[TopicPartition, source.Span]
 # for a first run, which has not yet selected the topics whose records would tell.
 CLAIMS_A_RECORD: Final = 20
 
+DAY_MS: Final = 24 * HOUR_MS
+
 # Number of earlier runs in the report's history.
 HISTORY_RUNS: Final = 19
+
+
+# A run without Spark reads and writes so many findings as a part of a file.
+SHOWN_MAX: Final = 1_000
+
+
+class Shown(NamedTuple):
+    """What a report shows of the lake's findings and verdicts, and what it depends on, as JSON.
+
+    `collected` is a document.Collected, `revised` are the counts of verdict_history.Revisions. A later report shows the
+    same if its window begins at or after `since_ms`, and not after `until_ms` (None: whenever it begins), and if
+    `judged_by` is the same (document.judged_by). `published`: whether the topic of findings has these. `cleaned_ms` is
+    when the plan of the run was frozen that cleaned the lake up by the options `clean_up`.
+    """
+
+    collected: dict[str, Any]
+    revised: dict[str, Any]
+    since_ms: int
+    until_ms: int | None
+    judged_by: dict[str, Any]
+    published: bool
+    cleaned_ms: int
+    clean_up: list[Any]
+
+    @classmethod
+    def of(
+        cls,
+        context: RunContext,
+        collected: document.Collected,
+        revised: verdict_history.Revisions,
+        oldest_ms: int | None,
+    ) -> "Shown":
+        """Describe what a run shows; `oldest_ms` is current_findings.oldest_ms."""
+        return cls(
+            collected=collected._asdict(),
+            revised=revised.counts,
+            since_ms=context.window_from,
+            until_ms=min((ms for ms in (oldest_ms, revised.oldest_ms) if ms is not None), default=None),
+            judged_by=document.judged_by(context),
+            published=context.settings.options.publish,
+            cleaned_ms=context.plan.frozen_ms,
+            clean_up=clean_up_of(context.settings.options),
+        )
 
 
 class Finished(NamedTuple):
@@ -115,10 +160,10 @@ def plan_after(spark: SparkSession, settings: Settings, plan: Plan, now_ms: int 
     if lake.Lake(spark, settings.options.lake).last_committed_run("progress") != plan.run:
         return None
     with closing(KafkaAdmin(spark, settings.shared)) as admin:
-        return planning.freeze(admin, settings, plan, _clock_ms(now_ms), lambda logs, names: set(), set)
+        return planning.freeze(admin, settings, plan, clock_ms(now_ms), lambda logs, names: set(), set)
 
 
-def _clock_ms(now_ms: int | None) -> int:
+def clock_ms(now_ms: int | None) -> int:
     """Return the time of a plan: `now_ms`, or that of the clock."""
     return int(time.time() * 1000) if now_ms is None else now_ms
 
@@ -143,6 +188,36 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
         **json.loads(rows[0]["summary"]),
         **hourly.load(tables, counted_run),
     }
+
+
+def row_of(
+    report: document.Report, plan: Plan, summary: Mapping[str, Any], counted_run: int | None, timer: StepTimer
+) -> dict[str, Any]:
+    """Return the row of `runs` (lake.RUN) of a run."""
+    kept = {
+        **{name: report.document[name] for name in ("run", "balance")},
+        # The report was written before its own time was known.
+        "cost": {**report.document["cost"], "seconds": timer.seconds()},
+    }
+    return {
+        "run": plan.run,
+        "frozen_ms": plan.frozen_ms,
+        "verdict": report.document["run"]["verdict"],
+        "summary": json.dumps(summary),
+        "report": json.dumps(kept),
+        "counted_run": counted_run,
+    }
+
+
+def history_of(row: Mapping[str, Any], last_run: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the reports of the history after the run of a `row_of`, newest first."""
+    past = of_run(last_run, "reports", [])
+    return [json.loads(row["report"]), *(one for one in past if one["run"]["number"] > oldest_past(row["run"]))]
+
+
+def clean_up_of(options: Options) -> list[Any]:
+    """Return the options of the clean-up at the end of a run, as JSON keeps them."""
+    return [options.keep_days, options.optimize, options.vacuum_h]
 
 
 def oldest_past(run: int) -> int:
@@ -187,6 +262,12 @@ class _Run:
         self.findings_topic: publish.PublishedTopic | None = None
         # The webhook's state of each finding (webhook.Decision), which the next run reads.
         self.webhook_state: Mapping[str, int] = {}
+        # What a run without Spark needs of this run's report (`Shown`); None if it could not repeat the report.
+        self.shown: Shown | None = None
+        # Whether the last run is known to have cleaned the lake up after it was finished.
+        self.is_cleaned_up = False
+        # Rows of runs without Spark since the last finished run of `runs` (last_run_file.LastRun.unstored).
+        self.unstored: Sequence[Mapping[str, Any]] = ()
         # The claims of ledger and journal (deliveries.summarize) that were read for the plan, with their spans.
         self.claims: tuple[tuple[Spans, Spans], DataFrame] | None = None
 
@@ -197,7 +278,8 @@ class _Run:
             migrations.migrate(self.lake, self.on_progress, self._check_namespace)
             last_run, plans = self._read_last_run()
             plan, resumed = self._plan(last_run, plans)
-            self.kept_from = kept_from(plan, self.settings, last_run)
+            cleaned_plan = self.last_plan if self.is_cleaned_up else None
+            self.kept_from = kept_from(plan, cleaned_plan, self.settings, last_run)
             if self.settings.options.publish:
                 self.findings_topic = self._prepare_publishing()
                 publish.check_owner(
@@ -226,9 +308,14 @@ class _Run:
         with self.timer.step("compare sinks"):
             compared = sink_audit.audit(self.lake, context, self.on_progress)
         report = self._report(context, balance, compared, document.RunKind(resumed, self.finished, recounted))
-        finished = self._finish(plan, balance, report, last_run)
+        finished, reports = self._finish(plan, balance, report, last_run)
         with self.timer.step("clean up the lake"):
             self._tidy(plan, last_run)
+        # After the clean-up: a run without Spark finds in the file that the lake was cleaned up.
+        kept = last_run_file.LastRun(
+            {**finished, "reports": reports}, plan.rows(), [], self.shown and self.shown._asdict()
+        )
+        last_run_file.store(self.lake, kept)
         return Finished(report, plan, finished)
 
     def preview(self) -> dry_run.Preview:
@@ -278,6 +365,7 @@ class _Run:
         if kept is not None:
             last_run: dict[str, Any] | None = kept.finished
             self.last_plan, plans = Plan.from_rows(kept.plan), {}
+            self.unstored, self.is_cleaned_up = kept.unstored, True
         else:
             last_run = last_finished_run(self.lake)
             number = of_run(last_run, "run", 0)
@@ -289,7 +377,7 @@ class _Run:
 
     def _freeze(self, newest: int) -> Plan:
         """Make the plan of the run after the run `newest`."""
-        now_ms = _clock_ms(self.now_ms)
+        now_ms = clock_ms(self.now_ms)
         with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
             discover = partial(self._discover, now_ms)
             # `newest + 1`: the number of the interrupted run is fenced.
@@ -526,16 +614,14 @@ class _Run:
                     self.lake, self.settings.shared, found, self.findings_topic, published, context.plan.run
                 )
         with self.timer.step("write the report"):
-            report = document.build(
-                by_hour,
-                found,
-                context,
-                closed,
-                self.timer,
-                verdict_history.counted(self.lake.read_cached("verdicts"), window_from),
-                kind,
-                compared,
-            )
+            collected = document.collect(by_hour, found, context)
+            revised = verdict_history.counted(self.lake.read_cached("verdicts"), window_from)
+            report = document.build(collected, context, closed, self.timer, revised.counts, kind, compared)
+            if collected.number <= SHOWN_MAX and not context.settings.rules.sinks:
+                oldest_ms = current_findings.oldest_ms(by_hour) if collected.number else None
+                self.shown = Shown.of(context, collected, revised, oldest_ms)
+                if not self._tidies(context.plan, context.last_run):
+                    self.shown = self.shown._replace(cleaned_ms=0)
             self.lake.check_held()
             report = self._notify(report, context)
             document.write(self.spark, self.settings.options.report, report)
@@ -566,9 +652,9 @@ class _Run:
 
     def _finish(
         self, plan: Plan, balance: Balance, report: document.Report, last_run: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Store the sums by hour, and append the run to `runs`. With this row the run is finished, and the next start
-        begins a new run. Returns the summary as the next run reads it."""
+        begins a new run. Returns the summary as the next run reads it, and the reports of its history."""
         sums = balance.document()
         summary = {
             "options": plan.options,
@@ -582,31 +668,14 @@ class _Run:
             "tidied": plan.run if self._tidies(plan, last_run) else _tidied(last_run),
             **{name: found for name, found in sums.items() if name not in hourly.STORED},
         }
-        stored = json.dumps(summary)
-        row = {
-            "run": plan.run,
-            "frozen_ms": plan.frozen_ms,
-            "verdict": report.document["run"]["verdict"],
-            "summary": stored,
-            "report": json.dumps(
-                {
-                    **{name: report.document[name] for name in ("run", "balance")},
-                    # The report was written before its own time was known.
-                    "cost": {**report.document["cost"], "seconds": self.timer.seconds()},
-                }
-            ),
-        }
         with self.timer.step("finish the run"):
-            row["counted_run"] = hourly.store(self.lake, balance, last_run, plan.run)
-            rows = frames.rows_of(self.spark, lake.schema("runs"), [row])
+            counted_run = hourly.store(self.lake, balance, last_run, plan.run)
+            row = row_of(report, plan, summary, counted_run, self.timer)
+            rows = frames.rows_of(self.spark, lake.schema("runs"), [*self.unstored, row])
             self.lake.append_once("runs", rows, plan.run)
-            by_hour = hourly.as_stored(sums)
-            finished = {"run": plan.run, "counted_run": row["counted_run"], **json.loads(stored), **by_hour}
-            past = of_run(last_run, "reports", [])
-            reports = [report for report in past if report["run"]["number"] > oldest_past(plan.run)]
-            kept = {**finished, "reports": [json.loads(str(row["report"])), *reports]}
-            last_run_file.store(self.lake, kept, plan.rows())
-        return finished
+            stored = json.loads(row["summary"])
+            finished = {"run": plan.run, "counted_run": counted_run, **stored, **hourly.as_stored(sums)}
+        return finished, history_of(row, last_run)
 
     def _tidies(self, plan: Plan, last_run: Mapping[str, Any] | None) -> bool:
         """Check whether the run cleans the lake up."""
@@ -646,16 +715,20 @@ def _topics(rows: DataFrame) -> set[str]:
     return {row["topic"] for row in rows.select("topic").distinct().collect()}
 
 
-def kept_from(plan: Plan, settings: Settings, last_run: Mapping[str, Any] | None) -> str:
+def kept_from(plan: Plan, cleaned_plan: Plan | None, settings: Settings, last_run: Mapping[str, Any] | None) -> str:
     """Return the first hour that the lake keeps, "" for all. It never moves back, since older rows are deleted.
 
     After a pause longer than --keep-days the run keeps what was accepted in the pause, since no run has judged it, and
     the next runs keep it as long as its findings are in the reports.
+    `cleaned_plan` is the plan of the last run if that run has cleaned the lake up. A run that reads nothing new since
+    then moves the hour once a day: where hours are deleted, a run classifies anew.
     """
     kept: str = of_run(last_run, "kept_from", "")
     if settings.options.keep_days is None:
         return kept
-    first_ms = plan.frozen_ms - settings.options.keep_days * 24 * HOUR_MS
+    first_ms = plan.frozen_ms - settings.options.keep_days * DAY_MS
+    if hours.text_of(first_ms - DAY_MS) < kept and run_plan.reads_nothing_new(plan, cleaned_plan):
+        return kept
     first = hours.text_of(min(first_ms, run_plan.unread_since(plan, settings, last_run)))
     return max(kept, min(first, *Balance.of(last_run).decided_late(run_plan.window_from(plan, settings)), first))
 

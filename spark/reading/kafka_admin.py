@@ -1,7 +1,7 @@
 """Requests of the driver to Kafka: topics, offsets and open transactions. Only this module and `repair.copier` call
 kafka-clients.
 
-The calls go through the JVM that Spark runs in, so that the job needs no Kafka client for Python.
+The calls go through the JVM that Spark runs in. Without a JVM `librdkafka_admin` has those of a run of nothing new.
 """
 
 import time

@@ -38,7 +38,8 @@ GAPS_MAX: Final = 100
 
 
 class Admin(Protocol):
-    """The requests that a plan needs: implemented by `kafka_admin.KafkaAdmin`, and by fakes in tests."""
+    """The requests that a plan needs: implemented by `kafka_admin.KafkaAdmin`, by `LibrdkafkaAdmin` for logs
+    without a change, and by fakes in tests."""
 
     def names(self) -> list[str]: ...
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]: ...

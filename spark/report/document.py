@@ -2,9 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 from pyspark.sql import DataFrame, SparkSession
@@ -57,9 +58,30 @@ class RunKind(NamedTuple):
     recounted: bool = False
 
 
+class Collected(NamedTuple):
+    """The current findings on the driver; JSON keeps all of it.
+
+    `causes`: the counts of those that are not silenced, by kind, topic and cause; `by_kind`: the number of each kind of
+    these; `silenced`: the number of each kind of the others; `silencing`: the number of findings of each active
+    silence; `listed`: the first FINDINGS_MAX of all; `counts`: their records by hour and partition
+    (current_findings.finding_counts).
+    """
+
+    causes: list[dict[str, Any]]
+    by_kind: dict[str, int]
+    silenced: dict[str, int]
+    silencing: list[int]
+    listed: list[model.Finding]
+    counts: list[dict[str, Any]]
+
+    @property
+    def number(self) -> int:
+        """The number of all current findings."""
+        return sum(self.by_kind.values()) + sum(self.silenced.values())
+
+
 def build(
-    by_hour: DataFrame,
-    found: DataFrame,
+    collected: Collected,
     context: RunContext,
     balance: Closed,
     timer: StepTimer,
@@ -69,14 +91,11 @@ def build(
 ) -> Report:
     """Build the document of a run.
 
-    `by_hour` are the current findings (current_findings.by_hour), `found` the same by finding (FIELDS), `timer` that of
-    the run's steps, `revised` the changed verdicts (verdict_history.counted), `compared` the sinks of the rules.
+    `collected` are the current findings (`collect`), `timer` is that of the run's steps, `revised` the changed verdicts
+    (verdict_history.Revisions), `compared` the sinks of the rules.
     """
     plan, topics = context.plan, balance.topics
-    silences = context.settings.silences
-    active = [silence for silence in silences if silence.is_active(plan.frozen_ms)]
-    found = current_findings.with_silence(found, active, uncounted(plan, context.settings.rules))
-    collected = _collect(by_hour, found, active, partitions=plan.partitions <= PARTITIONS_MAX)
+    silencing = dict(zip(_active(context), collected.silencing, strict=True))
     window = hours.text_of(context.window_from), hours.text_of(plan.frozen_ms)
     run = _run(context, collected.by_kind, kind)
     cost: model.Cost = {
@@ -92,7 +111,9 @@ def build(
             "topics": [cast(model.TopicCounts, {"topic": topic, **counts}) for topic, counts in topics.items()],
             "kinds": collected.by_kind,
             "silenced": collected.silenced,
-            "silences": [_use_of(silence, plan.frozen_ms, collected.silencing.get(silence, 0)) for silence in silences],
+            "silences": [
+                _use_of(silence, plan.frozen_ms, silencing.get(silence, 0)) for silence in context.settings.silences
+            ],
             "causes": cast(list[model.CauseCounts], collected.causes),
             "map": cast(model.Map, drawn),
             "timeline": cast(list[model.TimelinePoint], by_cause),
@@ -113,46 +134,39 @@ def build(
     )
 
 
-class _Collected(NamedTuple):
-    """The current findings on the driver.
-
-    `causes`: the counts of those that are not silenced, by kind, topic and cause; `by_kind`: the number of each kind of
-    these; `silenced`: the number of each kind of the others; `silencing`: the number of findings that a silence is of;
-    `listed`: the first FINDINGS_MAX of all; `counts`: their records by hour and partition
-    (current_findings.finding_counts).
-    """
-
-    causes: list[dict[str, Any]]
-    by_kind: dict[str, int]
-    silenced: dict[str, int]
-    silencing: dict[Silence, int]
-    listed: list[model.Finding]
-    counts: list[dict[str, Any]]
-
-    @property
-    def number(self) -> int:
-        """The number of all current findings."""
-        return sum(self.by_kind.values()) + sum(self.silenced.values())
+def judged_by(context: RunContext) -> dict[str, Any]:
+    """Return, as JSON keeps it, what a report's view of the same findings depends on: the active silences, and the
+    kinds that do not count by the rules."""
+    return {
+        "silences": [[silence.finding, silence.until_ms, silence.reason] for silence in _active(context)],
+        "uncounted": uncounted(context.plan, context.settings.rules),
+        # Another release may have others.
+        "kinds": [*KINDS],
+        "fields": [*current_findings.FIELDS],
+    }
 
 
-def _collect(by_hour: DataFrame, found: DataFrame, active: Sequence[Silence], *, partitions: bool) -> _Collected:
-    """Collect the current findings with `silence`, by the silences that are `active`; only their number is queried if
-    there are none."""
+def _active(context: RunContext) -> list[Silence]:
+    return [silence for silence in context.settings.silences if silence.is_active(context.plan.frozen_ms)]
+
+
+def collect(by_hour: DataFrame, found: DataFrame, context: RunContext) -> Collected:
+    """Collect the current findings of a run (current_findings.by_hour), and the same by finding (FIELDS); only their
+    number is queried if there are none."""
+    active = _active(context)
+    found = current_findings.with_silence(found, active, uncounted(context.plan, context.settings.rules))
     all_causes = current_findings.causes(found)
     counted, silenced = _split_by_silence(all_causes)
     by_kind, silenced_by_kind = _by_kind(counted), _by_kind(silenced)
-    silencing: Counter[Silence] = Counter()
-    for row in silenced:
-        if row["silence"] != current_findings.BY_RULE:
-            silencing[active[row["silence"]]] += row["findings"]
+    silencing = [sum(row["findings"] for row in silenced if row["silence"] == nth) for nth in range(len(active))]
     causes = [{name: value for name, value in row.items() if name != "silence"} for row in counted]
     if not all_causes:
-        return _Collected(causes, by_kind, silenced_by_kind, silencing, [], [])
+        return Collected(causes, by_kind, silenced_by_kind, silencing, [], [])
     shown = current_findings.in_order(found).limit(FINDINGS_MAX)
     rows = shown.select(current_findings.as_json().alias("finding"), "silence").collect()
     listed = [_listed(json.loads(row["finding"]), active, row["silence"]) for row in rows]
-    counts = current_findings.finding_counts(by_hour, partitions=partitions)
-    return _Collected(causes, by_kind, silenced_by_kind, silencing, listed, [row.asDict() for row in counts.collect()])
+    counts = current_findings.finding_counts(by_hour, partitions=context.plan.partitions <= PARTITIONS_MAX)
+    return Collected(causes, by_kind, silenced_by_kind, silencing, listed, [row.asDict() for row in counts.collect()])
 
 
 def _split_by_silence(causes: Sequence[CauseRow]) -> tuple[list[CauseRow], list[CauseRow]]:
@@ -252,10 +266,21 @@ def _past_run(document: Mapping[str, Any]) -> model.PastRun:
 
 def write(spark: SparkSession, folder: str, report: Report) -> None:
     """Write report.json, report.html and metrics.prom into a folder, each atomically."""
-    files.write(spark, folder, "metrics.prom", [metrics.text(report.document)])
-    files.write(spark, folder, "report.html", page.render(report.document))
-    encoder = json.JSONEncoder(ensure_ascii=False, indent=1)
-    files.write(spark, folder, "report.json", encoder.iterencode(report.document))
+    for name, parts in _files_of(report):
+        files.write(spark, folder, name, parts)
+
+
+def write_local(folder: Path, report: Report) -> None:
+    """Write the same files as `write` into a local folder, without Spark."""
+    for name, parts in _files_of(report):
+        files.write_local(folder, name, parts)
+
+
+def _files_of(report: Report) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield the name of each file of a report, and the parts of its text."""
+    yield "metrics.prom", [metrics.text(report.document)]
+    yield "report.html", page.render(report.document)
+    yield "report.json", json.JSONEncoder(ensure_ascii=False, indent=1).iterencode(report.document)
 
 
 def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:

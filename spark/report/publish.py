@@ -26,6 +26,7 @@ from service.contract import SharedSettings, wire
 from spark.errors import CannotRun
 from spark.reading import source
 from spark.reading.kafka_admin import KafkaAdmin, Topic, connection
+from spark.reading.planning import Admin
 from spark.rules import current_findings
 from spark.tables.lake import Lake, checkpointed
 
@@ -80,7 +81,7 @@ class PublishedTopic:
 def prepare(admin: KafkaAdmin, namespace: str) -> PublishedTopic:
     """Create the topic if needed, and return its state; CannotRun if the topic exists and is not compacted."""
     topic = admin.ensure_compacted(wire.findings_topic(namespace), "pass --no-publish")
-    return _state(admin, topic)
+    return state_of(admin, topic)
 
 
 def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, run: int, *, replaces: bool) -> None:
@@ -112,7 +113,7 @@ def _in_topic(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> Data
     return checkpointed(newest.where("value IS NOT NULL").withColumn("sent", F.lit(True)))
 
 
-def _state(admin: KafkaAdmin, topic: Topic) -> PublishedTopic:
+def state_of(admin: Admin, topic: Topic) -> PublishedTopic:
     """List the ends of the topic."""
     ends = admin.ends([(topic.name, partition) for partition in range(topic.partitions)]).values()
     return PublishedTopic(
@@ -173,7 +174,7 @@ def _with_sent(lake: Lake, shared: SharedSettings, topic: PublishedTopic, sent: 
         described = admin.describe([name]).get(name)
         if described is None or described.topic_id != topic.topic_id:
             return topic
-        return topic.with_sent(_state(admin, described).high_watermarks, sent)
+        return topic.with_sent(state_of(admin, described).high_watermarks, sent)
 
 
 def _unsent(lake: Lake, found: DataFrame) -> DataFrame:

@@ -60,6 +60,13 @@ def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
     return unrevoked(findings).where(rule_table.is_in_window(seen, counted, decided))
 
 
+def oldest_ms(current: DataFrame) -> int | None:
+    """Return the last start of a window (ms) with all of these findings (`by_hour`); None if there are none."""
+    newest = F.greatest("last_ms", F.unix_millis("accepted_hour"), "late_ms")
+    found: int | None = current.agg(F.min(newest)).collect()[0][0]
+    return found
+
+
 def unrevoked(findings: DataFrame) -> DataFrame:
     """Filter lake.FINDING to the findings that no pass over all ids has revoked, of any time.
 

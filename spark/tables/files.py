@@ -1,6 +1,9 @@
-"""Files beside the tables, through Hadoop's file systems: wherever Spark can write."""
+"""Files beside the tables, through Hadoop's file systems: wherever Spark can write. Those in a local folder also
+without Spark."""
 
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
 from pyspark.sql import SparkSession
@@ -10,6 +13,36 @@ from spark.reading.jvm import gateway, hadoop_configuration, jvm, nested
 CHUNK_CHARS: Final = 1 << 20
 CREATES_IN_CLOSE: Final = "fs.option.create.in.close"
 """The capability of a file system whose files exist only when they are whole."""
+
+
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://)?")
+
+
+def local_folder(url: str) -> Path | None:
+    """Return the folder of a path or a `file:` URL, None for any other URL: Hadoop's default file system must be the
+    local one."""
+    scheme = _SCHEME.match(url)
+    if scheme is None:
+        return Path(url)
+    rest = url[scheme.end() :]
+    return Path(rest) if scheme[1] == "file" and rest.startswith("/") else None
+
+
+def read_local(folder: Path, name: str) -> str | None:
+    """Read a small UTF-8 file, as `read` does."""
+    try:
+        return (folder / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def write_local(folder: Path, name: str, parts: Iterable[str]) -> None:
+    """Write a UTF-8 file atomically, as `write` does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / f".{name}.new"
+    with fresh.open("w", encoding="utf-8", newline="") as stream:
+        stream.writelines(parts)
+    fresh.replace(folder / name)
 
 
 def local(spark: SparkSession, root: str) -> str | None:

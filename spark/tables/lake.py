@@ -374,6 +374,14 @@ class Commit(NamedTuple):
     token: str | None
 
 
+def commit_of(actions: str) -> Commit | None:
+    """Parse a file of a table's log (Delta's protocol: a line of JSON for each action); None without a `txnId`."""
+    for line in actions.splitlines():
+        if (made := json.loads(line).get("commitInfo")) is not None and "txnId" in made:
+            return Commit(made["txnId"], made.get("userMetadata"))
+    return None
+
+
 class Lake:
     """Delta tables below one root. The first write to a table creates the table.
 
@@ -485,10 +493,7 @@ class Lake:
         if not self.exists(name):
             return None
         version = version_of(self.read(name))
-        for line in (files.read(self.spark, f"{self.path(name)}/_delta_log", f"{version:020}.json") or "").splitlines():
-            if (made := json.loads(line).get("commitInfo")) is not None and "txnId" in made:
-                return Commit(made["txnId"], made.get("userMetadata"))
-        return None
+        return commit_of(files.read(self.spark, f"{self.path(name)}/_delta_log", f"{version:020}.json") or "")
 
     def own_commit(self, name: str) -> str | None:
         """Return the id of the newest commit to a table if this object has made it; else None."""

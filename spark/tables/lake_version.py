@@ -30,7 +30,12 @@ def stored(lake: Lake) -> int | None:
 def store(lake: Lake, version: int) -> None:
     """Write the version of a lake."""
     lake.check_held()
-    files.write(lake.spark, lake.root, FILE, [json.dumps({"version": version})])
+    files.write(lake.spark, lake.root, FILE, [text_of(version)])
+
+
+def text_of(version: int) -> str:
+    """Return the content of the file."""
+    return json.dumps({"version": version})
 
 
 def refuse_newer(lake: Lake) -> int:

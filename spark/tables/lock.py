@@ -1,5 +1,6 @@
 """The lock that lets one run at a time work on a lake."""
 
+import fcntl
 import logging
 import os
 import socket
@@ -9,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
 
 from delta.tables import DeltaTable
@@ -31,6 +33,9 @@ CANCEL_S: Final = 1.0
 
 TABLE: Final = "lease"
 """The table of the lease in the lake."""
+
+FILE: Final = "_lock"
+"""The file of a lake in a local folder that a run locks."""
 
 _LEASE: Final = "name string, token string, holder string, until_ms bigint"
 
@@ -67,7 +72,7 @@ def _locked(spark: SparkSession, root: str, path: str) -> Iterator[CheckHeld]:
     folder = java.io.File(path)
     folder.mkdirs()
     try:
-        file = java.io.RandomAccessFile(java.io.File(folder, "_lock"), "rw")
+        file = java.io.RandomAccessFile(java.io.File(folder, FILE), "rw")
     except Py4JJavaError as error:
         raise CannotRun(f"--lake {root}: {reason(error)}; set a folder that this user may write to") from error
     try:
@@ -78,10 +83,26 @@ def _locked(spark: SparkSession, root: str, path: str) -> Iterator[CheckHeld]:
             if "OverlappingFileLockException" not in str(error.java_exception.toString()):
                 raise
         if lock is None:
-            raise AnotherRun(f"another run is at work on --lake {root}; wait for it to end")
+            raise _at_work(root)
         yield unchecked
     finally:
         file.close()
+
+
+@contextmanager
+def held_locally(folder: Path, root: str) -> Iterator[None]:
+    """Hold the lock of the lake at `root`, which is in this folder, without a JVM; AnotherRun if another process holds
+    it. The lock is the same: Java's `FileChannel.tryLock` and `lockf` are both POSIX's lock of the whole file."""
+    with (folder / FILE).open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _at_work(root) from None
+        yield
+
+
+def _at_work(root: str) -> AnotherRun:
+    return AnotherRun(f"another run is at work on --lake {root}; wait for it to end")
 
 
 @contextmanager

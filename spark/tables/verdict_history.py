@@ -1,6 +1,6 @@
 """The history of verdicts: one row of the table `verdicts` for each change of an id's verdict."""
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
@@ -10,6 +10,14 @@ from spark.rule_table import DELIVERED_ONCE, PENDING
 from spark.tables import lake
 
 _ID: Final = ["accepted_hour", "id"]
+
+
+class Revisions(NamedTuple):
+    """The changed verdicts of a window: their counts for a report, and the time (ms) of the oldest last evidence of
+    one (None: there are none), until which a later window has the same."""
+
+    counts: dict[str, Any]
+    oldest_ms: int | None
 
 
 def last_verdicts(verdicts: DataFrame, run: int) -> DataFrame:
@@ -46,13 +54,15 @@ def changed(classified: DataFrame, clean: DataFrame | None, latest: DataFrame, r
     )
 
 
-def counted(verdicts: DataFrame, since_ms: int) -> dict[str, Any]:
+def counted(verdicts: DataFrame, since_ms: int) -> Revisions:
     """Count the changes with evidence in the window, by old and new verdict; `revised` counts those that were not
     `pending` before."""
     changes = verdicts.where((F.col("last_ms") >= since_ms) & F.col("before").isNotNull())
-    rows = changes.groupBy("before", "verdict").count().collect()
-    found = sorted((row["before"], row["verdict"] or "", row["count"]) for row in rows)
-    return {
-        "revised": sum(count for before, _, count in found if before != PENDING),
-        "changes": [{"before": before, "after": after or None, "ids": count} for before, after, count in found],
+    counts = changes.groupBy("before", "verdict").agg(F.count("*").alias("ids"), F.min("last_ms").alias("oldest_ms"))
+    rows = counts.collect()
+    found = sorted((row["before"], row["verdict"] or "", row["ids"]) for row in rows)
+    shown = {
+        "revised": sum(ids for before, _, ids in found if before != PENDING),
+        "changes": [{"before": before, "after": after or None, "ids": ids} for before, after, ids in found],
     }
+    return Revisions(shown, min((row["oldest_ms"] for row in rows), default=None))

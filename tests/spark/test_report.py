@@ -131,8 +131,7 @@ def _built(
     closed = Balance().close(hours.text_of(context.window_from))
     revised = {"revised": 1, "changes": [{"before": "lost", "after": None, "ids": 1}]}
     return document.build(
-        held,
-        current_findings.by_finding(held),
+        document.collect(held, current_findings.by_finding(held), context),
         context,
         closed,
         StepTimer(lambda line: None, {"plan": 1.5}),

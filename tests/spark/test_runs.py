@@ -1,6 +1,7 @@
 """Tests runs after one another: each counts once, also after interruptions."""
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -29,11 +30,13 @@ from spark.follow import Follower
 from spark.reading import planning, source
 from spark.reading.jvm import checkpointed_ids
 from spark.reading.kafka_admin import KafkaAdmin
+from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.reading.run_plan import Plan
 from spark.report import document, publish
 from spark.rules import balance
 from spark.rules.classify import CATEGORIES
 from spark.settings import Options, Settings, Webhook
+from spark.silences import Silence
 from spark.tables import files, hours, lake, last_run_file, lock, view
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
@@ -42,7 +45,7 @@ from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.layouts import without_version
 from tests.spark.receiver import Receiver, receiving
-from tests.spark.runs import Ran, run
+from tests.spark.runs import Ran, run, run_idle
 from tests.spark.test_classify import plan as a_plan
 
 MINUTE_S, HOUR_S = 60, 3600
@@ -92,15 +95,28 @@ def _second_stage(history: History) -> None:
     history.raw(history.plain, wire.ledger_topic(history.namespace), b"no entry")
 
 
+# Options of a run of nothing new that cannot do without Spark.
+NEEDING_SPARK: Final[tuple[dict[str, Any], ...]] = (
+    {"publish": True},
+    {"grace_s": 7200},
+    {"topics": ("*",)},
+    {"keep_days": 1},
+    {"vacuum_h": 24},
+    {"follow": True},
+    {"silences": (Silence("lost:*", 2**42, "known"),)},
+)
+
+
 class Stages(NamedTuple):
     """Both stages: the history, the run after each, and the folder of a lake with only the first.
 
-    `again` is a run with nothing new after the first stage.
+    `again` is a run with nothing new after the first stage, `idle` one without Spark on the lake of `whole`.
     """
 
     history: History
     first: Ran
     again: Ran
+    idle: Ran
     whole: Ran
     clean: Path
 
@@ -120,6 +136,11 @@ def stages(kafka: Kafka, audit: Audit) -> Stages:
     shutil.copytree(first.lake, clean)
     shutil.copytree(clean, clean.with_name("again"))
     again = audit(history, later_s=2 * LATER_S, lake="again")
+    later_ms = int((time.time() + 2 * LATER_S) * 1000)
+    idle = run_idle(history, first.lake.parent, later_ms - int((LATER_S - 10 * MINUTE_S) * 1000))
+    assert idle is not None
+    for needs_spark in NEEDING_SPARK:
+        assert run_idle(history, first.lake.parent, later_ms, lake="again", **needs_spark) is None, needs_spark
     _second_stage(history)
     # An open transaction.
     lasting = {"transactional.id": f"{history.namespace}-foreign", "transaction.timeout.ms": 600_000}
@@ -129,7 +150,7 @@ def stages(kafka: Kafka, audit: Audit) -> Stages:
     history.raw(hanging, f"{history.namespace}-t", b"no end", 1, headers=[("idempotency-key", b"z")])
     whole = audit(history, later_s=LATER_S + 20 * MINUTE_S)
     hanging.abort_transaction(TIMEOUT_S)
-    return Stages(history, first, again, whole, clean)
+    return Stages(history, first, again, idle, whole, clean)
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +218,46 @@ def test_a_run_of_nothing_new_skips_steps_and_ends_with_the_same_report(spark: S
     for name, of_run in (("deliveries", 0), ("findings", 0), ("verdicts", 0), ("runs", 1)):
         before, after = (one.read(name).count() for one in tables)
         assert after == before + of_run, name
+
+
+def test_a_run_without_spark_repeats_the_last_run_and_the_next_one_stores_it(
+    spark: SparkSession, stages: Stages
+) -> None:
+    idle, again = stages.idle.document, stages.again.document
+    assert idle.keys() == again.keys()
+    assert (idle["run"]["number"], idle["cost"]["offsets"], stages.idle.made.status) == (2, 0, 0)
+    same = idle.keys() - {"run", "cost", "history"}
+    assert {name: idle[name] for name in same} == {name: again[name] for name in same}
+    of_time = {"frozen_at", "window_from", "lake"}
+    assert {name: idle["run"][name] for name in idle["run"].keys() - of_time} == {
+        name: again["run"][name] for name in again["run"].keys() - of_time
+    }
+    assert [run["number"] for run in idle["history"]] == [2, 1]
+    for name in ("report.html", "report.json", "metrics.prom"):
+        assert (stages.idle.report / name).stat().st_size > 0
+    assert json.loads((stages.idle.report / "report.json").read_text()) == idle
+    # Not with what has come since.
+    assert run_idle(stages.history, stages.clean.parent, int(time.time() * 1000), lake=stages.lake("not-idle")) is None
+    # The run after it has found it, and has added its row.
+    whole = stages.whole.document
+    assert [run["number"] for run in whole["history"]] == [3, 2, 1]
+    rows = lake.Lake(spark, str(stages.whole.lake)).read("runs").select("run", "frozen_ms").collect()
+    assert {row["run"] for row in rows} == {1, 2, 3}
+
+
+def test_both_clients_of_kafka_give_the_same_answers(spark: SparkSession, stages: Stages) -> None:
+    shared = SharedSettings(kafka=stages.history.bootstrap, namespace=stages.history.namespace)
+    topic, ledger = f"{shared.namespace}-t", wire.ledger_topic(shared.namespace)
+    one = LibrdkafkaAdmin(shared)
+    with closing(KafkaAdmin(spark, shared)) as other:
+        topics = one.describe([topic, ledger, "none"])
+        assert topics == other.describe([topic, ledger, "none"])
+        assert topics.keys() == {topic, ledger} <= set(one.names())
+        assert one.compacted([topic, ledger]) == other.compacted([topic, ledger])
+        partitions = planning.partitions_of(topics.values())
+        ends = one.ends(partitions)
+        assert ends == dict(other.ends(partitions))
+        assert ends[topic, 1].high_watermark > 0
 
 
 class Step(NamedTuple):

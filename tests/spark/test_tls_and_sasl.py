@@ -20,9 +20,10 @@ from service.cli.doctor import examine
 from service.cli.finding import Level
 from service.contract import Rules, SharedSettings
 from service.core.settings import Settings as ServiceSettings
-from spark import job
+from spark import idle, job
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import MSK_HANDLER, KafkaAdmin, connection
+from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.settings import Options, Settings
 from tests.integration.client import Client, events
 from tests.managed import SUBJECT, Issuer, ManagedKafka, TokenEndpoint
@@ -82,6 +83,11 @@ async def test_a_posted_event_has_a_clean_report_in_a_secured_cluster(
     assert (report["run"]["verdict"], report["findings"], report["evidence"]["rejects"]) == ("clean", [], 0)
     assert (report["balance"]["accepted"], report["balance"]["delivered_once"]) == (EVENTS, EVENTS)
 
+    # By the settings of the other client, which publishes nothing anew.
+    repeated = idle.run(Settings(shared=shared, options=options), lines.append, {})
+    assert repeated is not None
+    assert (repeated.document["run"]["number"], repeated.document["balance"]) == (2, report["balance"])
+
     # The password is in no file, in no output, and on no command line of a process.
     written = contents(tmp_path)
     assert len(written) > 10
@@ -130,6 +136,7 @@ def test_the_job_connects_with_a_certificate_or_with_plain(
     for shared in (plain, secured_kafka.with_certificate("job")):
         broker = KafkaAdmin(spark, shared)
         assert f"{environment['FENCEPOST_NAMESPACE']}.ledger" in broker.names()
+        assert LibrdkafkaAdmin(shared).names() == broker.names()
         broker.close()
 
 

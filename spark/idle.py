@@ -1,0 +1,174 @@
+"""A run without Spark, for logs that have nothing new.
+
+To start Spark takes longer than all that such a run does: it finds what the last run has found (`unchanged_balance`),
+and its report has the same findings at another time. The last run has left in a file what its report shows of the lake
+(job.Shown). This run reads that file, asks Kafka for the ends of the logs by the same plan as any run
+(planning.freeze), writes the report, and writes the file anew.
+
+Lake and report must be in local folders. Whatever is in doubt, or more than this, raises NeedsSpark, and the process
+makes a run with Spark: it finds the lake as the last run has left it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from service.contract import wire
+from spark import job
+from spark.errors import AnotherRun, NeedsSpark
+from spark.job import Shown
+from spark.reading import planning, run_plan
+from spark.reading.librdkafka_admin import LibrdkafkaAdmin
+from spark.reading.run_plan import LEDGER, REQUESTS, Log, Plan, RunContext
+from spark.report import document, publish, webhook
+from spark.rules import hourly
+from spark.rules.balance import Balance
+from spark.rules.reconcile import unchanged_balance
+from spark.settings import Options, Settings
+from spark.step_timer import OnProgress, StepTimer
+from spark.tables import files, hours, lake_version, last_run_file, lock, view
+from spark.tables.last_run_file import LastRun, LocalFile
+
+# Spark runs already, or its default file system may be another one.
+_ELSEWHERE: Final = ("PYSPARK_GATEWAY_PORT", "HADOOP_CONF_DIR")
+
+
+def run(
+    settings: Settings, on_progress: OnProgress, environ: Mapping[str, str], now_ms: int | None = None
+) -> document.Report | None:
+    """Carry out a run without Spark, and return its report; None if the run needs Spark.
+
+    `now_ms` replaces the clock. What a file system refuses, the run with Spark reports. A process that holds the lake
+    may be about to die, and may have done so once Spark is started.
+    """
+    options = settings.options
+    lake, report = files.local_folder(options.lake), files.local_folder(options.report)
+    if lake is None or report is None or options.dry_run or options.follow or settings.rules.sinks:
+        return None
+    if any(environ.get(name) for name in _ELSEWHERE) or not (lake / last_run_file.FILE).is_file():
+        return None
+    try:
+        with lock.held_locally(lake, options.lake):
+            return _carry_out(lake, report, settings, StepTimer(lambda step: None), on_progress, now_ms)
+    except (AnotherRun, NeedsSpark, OSError):
+        return None
+
+
+def _carry_out(
+    lake: Path, folder: Path, settings: Settings, timer: StepTimer, on_progress: OnProgress, now_ms: int | None
+) -> document.Report:
+    """Plan the run, and finish it if it repeats the last one; NeedsSpark otherwise, with nothing written."""
+    with timer.step("plan the run"):
+        stored = _read(lake)
+        shown, last_run = _shown_of(stored.last_run), stored.last_run.finished
+        last_plan = Plan.from_rows(stored.last_run.plan)
+        admin = LibrdkafkaAdmin(settings.shared)
+        number = last_run["run"] + 1
+        plan = planning.freeze(admin, settings, last_plan, job.clock_ms(now_ms), _discover, _topics_in_lake, number)
+        kept_from = job.kept_from(plan, last_plan, settings, last_run)
+        context = RunContext(plan, settings, last_plan, last_run, (), kept_from)
+        balance = checked_balance(context, shown)
+        if settings.options.publish:
+            _check_published(admin, context, shown)
+    closed = balance.close(hours.text_of(context.window_from))
+    with timer.step("write the report"):
+        collected = document.Collected(**shown.collected)
+        report = document.build(collected, context, closed, timer, shown.revised, document.RunKind())
+        _check_webhook(context, report)
+        document.write_local(folder, report)
+    on_progress(f"run {number}: no new offset in {len(plan.topics)} topics, and nothing to judge again: without Spark")
+    finished = {
+        **last_run,
+        "run": number,
+        "frozen_ms": plan.frozen_ms,
+        "caught_up_ms": run_plan.caught_up_ms(plan, last_run),
+        "late_hours": balance.late_hours,
+        "last_pass": job.last_pass_of(last_run) if settings.options.skip_ids else number,
+    }
+    last_run_file.store_local(lake, stored._replace(last_run=_next(stored.last_run, finished, plan, report, timer)))
+    return report
+
+
+def _read(lake: Path) -> LocalFile:
+    """Read the last run of a lake of this version; NeedsSpark if its file is not that of the newest commits, or if the
+    lake has views, which a run may have to make."""
+    stored = last_run_file.load_local(lake)
+    if stored is None or files.read_local(lake, lake_version.FILE) != lake_version.text_of(lake_version.VERSION):
+        raise NeedsSpark("the tables have to be read")
+    if (lake / view.TABLE).exists():
+        raise NeedsSpark("the lake has views")
+    return stored
+
+
+def _shown_of(last_run: LastRun) -> Shown:
+    """Return what the report of a run shows of the lake; NeedsSpark if that is not in its file."""
+    if last_run.shown is None or last_run.shown.keys() != set(Shown._fields):
+        raise NeedsSpark("the report is made of the tables")
+    return Shown(**last_run.shown)
+
+
+def _discover(logs: Sequence[Log], names: Sequence[str]) -> set[str]:
+    """Find no topics in a ledger and a journal without new records; NeedsSpark if there are any."""
+    if any(log.role in (LEDGER, REQUESTS) and log.end > log.start for log in logs):
+        raise NeedsSpark("the ledger or the journal has new records")
+    return set()
+
+
+def _topics_in_lake() -> NoReturn:
+    raise NeedsSpark("other topics are selected")
+
+
+def checked_balance(context: RunContext, shown: Shown) -> Balance:
+    """Return the balance of a run whose report repeats what the last one shows, and which has no clean-up to do;
+    NeedsSpark for any other run."""
+    balance, window_from = unchanged_balance(context), context.window_from
+    if balance is None or not balance.closes(hours.text_of(window_from)):
+        raise NeedsSpark("hours are classified")
+    if not shown.since_ms <= window_from <= (window_from if shown.until_ms is None else shown.until_ms):
+        raise NeedsSpark("a finding or a changed verdict leaves the window")
+    if document.judged_by(context) != shown.judged_by:
+        raise NeedsSpark("other silences or rules apply")
+    if is_clean_up_due(context.settings.options, shown, context.of_last_run("hours", ()), context.plan.frozen_ms):
+        raise NeedsSpark("the lake is cleaned up")
+    return balance
+
+
+def is_clean_up_due(options: Options, shown: Shown, with_rows: Iterable[str], frozen_ms: int) -> bool:
+    """Check whether a clean-up by these options has anything to do since the last one: once a day, after other options,
+    or if an hour `with_rows` has ended since, which is then compacted."""
+    wanted = job.clean_up_of(options)
+    if options.keep_days is None and options.vacuum_h is None and not options.optimize:
+        return False
+    if wanted != shown.clean_up or frozen_ms - shown.cleaned_ms >= job.DAY_MS:
+        return True
+    last, now = hours.text_of(shown.cleaned_ms), hours.text_of(frozen_ms)
+    return options.optimize and any(last <= hour < now for hour in with_rows)
+
+
+def _check_published(admin: LibrdkafkaAdmin, context: RunContext, shown: Shown) -> None:
+    """Check that the topic of findings has those of the last run; NeedsSpark otherwise."""
+    name = wire.findings_topic(context.settings.shared.namespace)
+    topic = admin.describe([name]).get(name)
+    if not shown.published or topic is None or not admin.compacted([name]):
+        raise NeedsSpark("findings are published")
+    if not publish.state_of(admin, topic).has_records_of(publish.PublishedTopic.of(context.of_last_run("published"))):
+        raise NeedsSpark("findings are published again")
+
+
+def _check_webhook(context: RunContext, report: document.Report) -> None:
+    """Check that the webhook has nothing to do; NeedsSpark otherwise, since the runs of the lake have its state."""
+    hook, state = context.settings.webhook, context.of_last_run("webhook", {})
+    if hook is None:
+        return
+    decision = webhook.decide(report.document["findings"], report.document["run"]["fail_on"], state, hook.after)
+    if decision.due or decision.sent != state:
+        raise NeedsSpark("findings go to the webhook")
+
+
+def _next(last: LastRun, finished: dict[str, Any], plan: Plan, report: document.Report, timer: StepTimer) -> LastRun:
+    """Return the last run as the next run reads it; the next one with Spark adds its row to `runs`."""
+    in_columns = ("run", "counted_run", "reports", *hourly.STORED)
+    summary = {name: value for name, value in finished.items() if name not in in_columns}
+    row = job.row_of(report, plan, summary, finished["counted_run"], timer)
+    unstored = [*last.unstored, row][-job.HISTORY_RUNS :]
+    return LastRun({**finished, "reports": job.history_of(row, finished)}, plan.rows(), unstored, last.shown)
