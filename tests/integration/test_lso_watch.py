@@ -4,14 +4,24 @@ import asyncio
 import json
 import time
 
+from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports them from here
+    AclOperation,
+    ResourcePatternType,
+    ResourceType,
+)
+
+from service.contract import SharedSettings
 from service.contract.wire import ledger_topic, transactional_id
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
+from service.kafka.hanging import ActiveProducer
+from service.kafka.producer import TransactionalProducer
+from service.kafka.security import Security
 from tests.integration.client import Asked
 from tests.integration.conftest import Stage
 from tests.integration.hanging import Rig
 from tests.integration.judge import read_committed, wait_until_stable
-from tests.secured import SecuredKafka
+from tests.secured import PASSWORD, SecuredKafka, acls_of_service, sockets_closed
 
 # Until a look that finds the LSO where it was before the bound (12 s), and the recovery.
 WATCHED_S = 30.0
@@ -51,3 +61,34 @@ async def test_a_hanging_transaction_is_ended_without_any_write(stage: Stage, se
     assert (await stage.client.post(service.url, Asked("after", topic, b"2"))).status == 201
     found = await asyncio.to_thread(read_committed, kafka.bootstrap, [topic])
     assert {record.value for record in found} == {b"1", *IDS, b"2"}
+
+
+async def test_the_marker_of_a_former_producer_id_needs_alter_on_the_cluster(
+    secured_kafka: SecuredKafka, namespace: str
+) -> None:
+    kafka, topic, user = secured_kafka, f"{namespace}-events", f"user-of-{namespace}"
+    kafka.create_topic(topic)
+    kafka.add_user(user, PASSWORD)
+    kafka.allow(user, *acls_of_service(namespace, topic))
+    settings = SharedSettings.from_env(kafka.environment(user))
+    async with sockets_closed():
+        cluster = KafkaAdmin(
+            kafka.secured,
+            client_id="user",
+            request_timeout_ms=5_000,
+            telemetry=Telemetry(),
+            security=Security(settings),
+        )
+        producer = TransactionalProducer(cluster, transactional_id(namespace, 0), 5_000)
+        await producer.start()
+        await producer.client.set_topics([topic])
+        former = ActiveProducer(producer.producer_id + 1_000_000, 0, 0)
+        refused = await producer.write_marker_of_former((topic, 0), former, commit=False)
+        assert refused == "the service has no permission to Alter the cluster"
+        literal, alter = ResourcePatternType.LITERAL, (AclOperation.ALTER,)
+        kafka.allow(user, (ResourceType.BROKER, "kafka-cluster", literal, alter))
+        async with asyncio.timeout(WATCHED_S):
+            while await producer.write_marker_of_former((topic, 0), former, commit=False):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await producer.close()
+        await cluster.close()
