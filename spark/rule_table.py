@@ -19,6 +19,9 @@ LOST: Final = "lost"
 PENDING: Final = "pending"
 """Outcomes of a claim (an offset that a ledger entry or a 201 names). Any other word is the cause of a gap."""
 
+COMPACTED: Final = "compacted"
+"""The cause of a gap: compaction may have deleted the record."""
+
 DELIVERED_ONCE: Final = "delivered_once"
 
 FOREIGN_WRITER: Final = "foreign_writer"
@@ -158,7 +161,7 @@ def outcome(
         .when(below, "below_start")
         .when(gap.isNotNull(), gap)
         .when(not_yet_read | ~settled, PENDING)
-        .when(compacted, "compacted")
+        .when(compacted, COMPACTED)
         .otherwise(LOST)
     )
 

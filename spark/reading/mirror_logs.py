@@ -4,7 +4,7 @@ A mirror is not ours: whatever is wrong with it is Unreadable, and ends no run. 
 last run has left it. What is decided of a log is a pure function of what is known of it and of its present ends.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Final
@@ -38,6 +38,7 @@ class MirrorLog:
     `reset_run`: the last run that found the topic deleted or recreated, or records gone that it had.
     `absent_ms`: when the first run froze that has not found the topic, if no later run has found it. A deleted topic
     has no `topic_id`.
+    `is_compacted`: a run has found the topic compacted, so that any record may have been deleted unread.
     """
 
     topic: str
@@ -51,6 +52,7 @@ class MirrorLog:
     behind_end: int = 0
     reset_run: int = 0
     absent_ms: int = 0
+    is_compacted: bool = False
 
     @property
     def topic_partition(self) -> TopicPartition:
@@ -92,6 +94,9 @@ class MirrorRead:
 
 # ------------------------------------------------------------------------------------------------------ decisions
 
+_KEPT: Final = ("complete_since_ms", "caught_up_ms", "behind_ms", "behind_end", "reset_run", "is_compacted")
+"""What stays known of a log while its topic exists."""
+
 
 def planned(
     known: MirrorLog | None,
@@ -111,8 +116,8 @@ def planned(
     if rule_table.is_recreated(known.topic_id, topic.topic_id):
         # What the topic had before is in the mirror only if it was copied again.
         return LogPlan(replace(log, reset_run=run), ends.log_start, is_gap=ends.log_start > 0)
-    kept = {name: getattr(known, name) for name in ("complete_since_ms", "caught_up_ms", "behind_ms", "behind_end")}
-    log = replace(log, reset_run=known.reset_run, **kept)
+    kept = {name: getattr(known, name) for name in _KEPT}
+    log = replace(log, **kept)
     intact = rule_table.intact_until(ends.last_stable, diverged, known.end)
     gone_from = intact if rule_table.is_truncated(intact, known.end) else None
     if gone_from is not None:
@@ -120,6 +125,14 @@ def planned(
     start = known.end if gone_from is None else gone_from
     is_gap = rule_table.is_deleted_unread(ends.log_start, start)
     return LogPlan(log, max(start, ends.log_start), is_gap, gone_from)
+
+
+def with_compaction(plans: Sequence[LogPlan], compacted: Collection[str]) -> list[LogPlan]:
+    """Mark the logs of the topics that are compacted now: what compaction deleted stays deleted."""
+    return [
+        replace(plan, log=replace(plan.log, is_compacted=plan.log.is_compacted or plan.log.topic in compacted))
+        for plan in plans
+    ]
 
 
 def absent(known: MirrorLog, run: int, frozen_ms: int) -> LogPlan:
@@ -182,6 +195,12 @@ def complete_since(rule: SinkRule, logs: Iterable[MirrorLog], topics: Iterable[s
     return {topic: ms for topic, ms in since.items() if ms}
 
 
+def compacted_of(rule: SinkRule, logs: Iterable[MirrorLog], topics: Iterable[str]) -> list[str]:
+    """Return the topics whose mirror may have deleted any record unread, by compaction."""
+    copies = {log.topic for log in logs if log.is_compacted}
+    return sorted(topic for topic in topics if rule.copy_of(topic) in copies)
+
+
 # -------------------------------------------------------------------------------------------------------- reading
 
 _ROW: Final = ROW | {"topic_id": "string"}
@@ -212,6 +231,8 @@ def read(
             plans = capped(plans, max_records)
             rows = _read(spark, settings, plans, found, frozen_ms)
             _check_topics(admin, found)
+            # After the reading: a topic whose records compaction has deleted before is compacted now.
+            plans = with_compaction(plans, _compacted(admin, found))
         first = _first_events(rows, plans)
         margin_ms = 1000 * rule.margin_s
         plans = [completed(plan, first.get(plan.log.topic_partition), frozen_ms, margin_ms) for plan in plans]
@@ -234,6 +255,16 @@ def _check_other_cluster(rule: SinkRule, topics: Mapping[str, str], found: Mappi
                 f"kafka is the audited cluster: the topic {name} there is the audited one; name the mirror's "
                 "servers, or with mirror_topic the copies"
             )
+
+
+def _compacted(admin: KafkaAdmin, topics: Mapping[str, Topic]) -> set[str]:
+    """Return the topics that are compacted, none if the user may not see their settings."""
+    try:
+        return admin.compacted(sorted(topics))
+    except CannotRun as error:
+        if "AuthorizationException" not in str(error):
+            raise
+        return set()
 
 
 def _plan(

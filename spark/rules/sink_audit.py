@@ -24,7 +24,7 @@ from spark.reading.decode import EVENT
 from spark.reading.intervals import Interval, merged, without
 from spark.reading.run_plan import RETENTION, RunContext
 from spark.reading.sinks import SinkReader
-from spark.rule_table import PENDING
+from spark.rule_table import COMPACTED, PENDING
 from spark.rules import mirrors, sink_verdicts
 from spark.rules.current_findings import OF_SINKS
 from spark.rules.sink_verdicts import (
@@ -264,6 +264,7 @@ class _Comparison:
         )
         self.topics = _topics_of(rule, context)
         self.complete_since = mirror_logs.complete_since(rule, mirror.logs, self.topics)
+        self.compacted = mirror_logs.compacted_of(rule, mirror.logs, self.topics)
         self.first_ms = max(context.window_from, -(-rule.since_ms // HOUR_MS) * HOUR_MS)
         self.released = sink_verdicts.released(rule, plan, context.last_plan, state.released, context.window_from)
         self.all_rows = tables.read_cached("deliveries").where(F.col("kind") == EVENT)
@@ -402,10 +403,14 @@ class _Comparison:
     def _was_deleted(self) -> Column:
         """Check whether a mirror may have deleted the record of an event before a run has read it."""
         if not self.complete_since:
-            return F.lit(False)
+            return self._is_in_compacted()
         by_topic = F.from_json(F.lit(json.dumps(self.complete_since)), "map<string, bigint>")
         since_ms = F.try_element_at(by_topic, F.col("topic"))
-        return F.coalesce(F.col("accepted_ms") < since_ms, F.lit(False))
+        return F.coalesce(F.col("accepted_ms") < since_ms, F.lit(False)) | self._is_in_compacted()
+
+    def _is_in_compacted(self) -> Column:
+        """Check whether the mirror of an event's topic is compacted: it may have only the newest record of each key."""
+        return F.col("topic").isin(self.compacted) if self.compacted else F.lit(False)
 
     def _counted(self, records: DataFrame, read: DataFrame, *, near: bool) -> DataFrame:
         """Count the rows of each event in the sink, and find when the first of them arrived.
@@ -581,9 +586,8 @@ class _Comparison:
         grouped = judged.where(F.col("category") == UNPROVABLE).groupBy("accepted_hour", "topic")
         counted = grouped.agg(F.count("*").alias("count"), F.max("last_ms").alias("last_ms"))
         columns = {name: F.col(name) for name in counted.columns}
-        return self._as_rows(
-            counted, {**columns, "kind": F.lit(GAP), "cause": F.lit(RETENTION), "events": F.col("count")}
-        )
+        cause = F.when(self._is_in_compacted(), COMPACTED).otherwise(RETENTION)
+        return self._as_rows(counted, {**columns, "kind": F.lit(GAP), "cause": cause, "events": F.col("count")})
 
     def _with_all_records(self, found: DataFrame) -> DataFrame:
         """Let `records` of events with several rows count their records of all hours.

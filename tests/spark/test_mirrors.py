@@ -1,6 +1,7 @@
 """Mirrors compared with the lake: what is read of each log, what that proves, and a real topic with planted faults."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from pyspark.sql import SparkSession
 
 from service.contract import SinkRule, wire
 from spark import frames
-from spark.errors import Unreadable
+from spark.errors import CannotRun, Unreadable
 from spark.reading import mirror_logs, source
 from spark.reading.kafka_admin import Ends, Topic
 from spark.reading.mirror_logs import ABSENT_MS, LogPlan, MirrorLog
@@ -88,6 +89,9 @@ class Absent:
     def diverged(self, known: Any) -> dict[Any, int]:
         return {}
 
+    def compacted(self, names: Any) -> set[str]:
+        return set()
+
     def close(self) -> None:
         pass
 
@@ -141,6 +145,29 @@ def test_after_a_gap_a_mirror_has_every_event_that_was_accepted_after_its_first_
     assert mirror_logs.completed(later, 50, 100, 60).log.complete_since_ms == 500
     logs = [replace(KNOWN, topic=topic, complete_since_ms=ms) for topic, ms in (("b.t", 7), ("b.t", 9), ("b.u", 0))]
     assert mirror_logs.complete_since(RULE, logs, ["t", "u", "v"]) == {"t": 9}
+
+
+def test_a_mirror_that_was_compacted_may_have_deleted_any_record_until_it_is_recreated() -> None:
+    (known,) = mirror_logs.with_compaction([plan(KNOWN)], {"b.t"})
+    (kept,) = mirror_logs.with_compaction([plan(known.log)], ())
+    assert kept.log.is_compacted
+    assert mirror_logs.compacted_of(RULE, [kept.log], ["t", "u"]) == ["t"]
+    recreated = plan(known.log, topic=replace(TOPIC, topic_id="two"))
+    assert mirror_logs.compacted_of(RULE, [recreated.log], ["t", "u"]) == []
+    assert mirror_logs.compacted_of(RULE, [mirror_logs.absent(known.log, 5, 1000).log], ["t"]) == ["t"]
+
+
+@pytest.mark.parametrize(("message", "raised"), [("TopicAuthorizationException", False), ("TimeoutException", True)])
+def test_a_user_who_may_not_see_settings_can_read_a_mirror(
+    monkeypatch: pytest.MonkeyPatch, message: str, raised: bool
+) -> None:
+    admin = Mock(Absent, **{"find.return_value": {}, "diverged.return_value": {}})
+    admin.compacted = Mock(side_effect=CannotRun(message))
+    monkeypatch.setattr(mirror_logs, "KafkaAdmin", lambda *given: admin)
+    monkeypatch.setattr(frames, "rows_of", Mock())
+    rule = replace(RULE, connection=(("FENCEPOST_KAFKA", "a:1"),))
+    with pytest.raises(Unreadable) if raised else nullcontext():
+        mirror_logs.read(Mock(), rule, {"t": "of t"}, (), 1, 1, None)
 
 
 def test_a_mirror_has_the_copies_of_all_topics_that_a_run_has_ever_audited() -> None:
@@ -270,6 +297,14 @@ def test_a_real_mirror_that_drops_repeats_and_is_late_is_found_out(
         *(("missing_in_sink", None, name) for name in ("once", "again", "slow", "unread", "after")),
     }
     assert recreated.counts["unprovable"] == 0
+
+    # A mirror with MirrorMaker's copy of the setting may keep only the newest record of each key.
+    missing = mirror.found()
+    history.configure(mirror.topic, "cleanup.policy", "compact")
+    mirror.deliver(*event("superseded", 13, at=third))
+    compacted = mirror.run(FROZEN_MS + 4)
+    assert mirror.found() == {*missing, ("evidence_gap", "compacted", "t[None]")}
+    assert compacted.counts["unprovable"] == 1
 
 
 def test_an_hour_with_events_that_nothing_can_prove_any_more_closes() -> None:
