@@ -83,7 +83,6 @@ class Service:
         self.tracing = _tracing_of(settings)
         self._give_up = give_up
         self._own_topics_trouble = Incident(log, "own topics changed: events may be lost or written twice")
-        timeouts_ms = settings.request_timeout_ms + settings.transaction_timeout_ms
         self.cluster = KafkaAdmin(
             settings.kafka,
             client_id=f"fencepost-{settings.name}",
@@ -97,7 +96,7 @@ class Service:
             settings.redis,
             settings.namespace,
             retention_ms=settings.key_ttl_s * 1000,
-            least_left_ms=2 * timeouts_ms,
+            least_left_ms=2 * settings.timeouts_ms,
             lease_ttl_ms=settings.lease_ttl_ms,
             timeout_s=min(settings.request_timeout_ms, settings.lease_ttl_ms) / 1000,
             telemetry=self.telemetry,

@@ -103,7 +103,7 @@ class Settings:
     @property
     def max_settle_ms(self) -> int:
         """How long after its acceptance the outcome of a request is final and visible at the latest, ms."""
-        return self.shared.request_timeout_ms + self.shared.transaction_timeout_ms + self.grace_ms
+        return self.shared.timeouts_ms + self.grace_ms
 
     @property
     def key_ttl_ms(self) -> int:

@@ -282,9 +282,14 @@ class SharedSettings:
             raise SettingsError(f"{variable}{FILE}={path!r} is wrong: set {error}") from None
 
     @property
+    def timeouts_ms(self) -> int:
+        """The request and the transaction timeout together, ms: from the arrival of a request to its outcome."""
+        return self.request_timeout_ms + self.transaction_timeout_ms
+
+    @property
     def least_key_ttl_s(self) -> int:
         """The shortest retention of a key: ten times the request and the transaction timeout together, in seconds."""
-        return math.ceil(10 * (self.request_timeout_ms + self.transaction_timeout_ms) / 1000)
+        return math.ceil(10 * self.timeouts_ms / 1000)
 
     @property
     def kafka_sasl(self) -> bool:

@@ -100,7 +100,7 @@ class KeyChecks:
         self._key_ttl_s = settings.key_ttl_s
         # From the look-up of an old key to its claim an event waits for its chunk and in the queue. Besides, the clocks
         # of brokers and Redis differ.
-        self._margin_ms = 2 * (settings.request_timeout_ms + settings.transaction_timeout_ms)
+        self._margin_ms = 2 * settings.timeouts_ms
 
     def under(self, rules: Rules) -> "KeyChecks":
         """Return the checks by other rules. Keys from before them may have been written for the retention before."""

@@ -415,7 +415,7 @@ class Pool:
         self._heartbeat_now.set()
         for slot in self.slots.values():
             self._let_go(slot)
-        timeout_s = (self._settings.request_timeout_ms + self._settings.transaction_timeout_ms) / 1000
+        timeout_s = self._settings.timeouts_ms / 1000
         if tasks := list(self._tasks.values()):
             _, hanging = await asyncio.wait(tasks, timeout=timeout_s)
             for task in hanging:  # Kafka or Redis are away

@@ -43,7 +43,7 @@ class SlotRecovery:
         self._fences = telemetry.fences.labels("slot")
         self._hanging_ended = telemetry.hanging_ended
         self._replayed = telemetry.replayed.labels("slot")
-        self._timeout_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
+        self._timeout_s = settings.timeouts_ms / 1000
 
     async def run(self, slot: Slot, generation: StoreGeneration) -> None:
         """Fence the older producers, end what hangs, begin a term, check the generation, replay and free.

@@ -96,7 +96,7 @@ class CurrentStore:
         self._settings = settings
         self._telemetry = telemetry
         self._barriers = IdempotentProducer(cluster, "store-recovery")
-        self._timeout_s = (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
+        self._timeout_s = settings.timeouts_ms / 1000
         self._settling: asyncio.Task[StoreGeneration] | None = None
         self._quiet_pause_s = PAUSE_LEAST_S
 

@@ -217,7 +217,7 @@ def options_of(settings: Settings) -> str:
             "key_ttl_s": shared.key_ttl_s,
             "namespace": shared.namespace,
             "identity": dict(options.identity),
-            "timeouts_ms": shared.request_timeout_ms + shared.transaction_timeout_ms,
+            "timeouts_ms": shared.timeouts_ms,
             "rules": [
                 # A retention by rule is left out where there is none, as in plans of an earlier version.
                 [

@@ -17,5 +17,5 @@ def way_out_s(settings: Settings) -> float:
 
     Pool.stop waits for the slots, and once more after cancelling them; a producer closes two sessions.
     """
-    slots_s = 2 * (settings.request_timeout_ms + settings.transaction_timeout_ms) / 1000
+    slots_s = 2 * settings.timeouts_ms / 1000
     return drain_s(settings) + slots_s + JOURNAL_TIMEOUT_S + TRACES_TIMEOUT_S + 3 * CLOSE_TIMEOUT_S
