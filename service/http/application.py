@@ -14,7 +14,7 @@ from service.http.cors import CorsByOrigin
 
 
 class Application(FastAPI):
-    """The app of one service, to which `routes` and the endpoints add their routes."""
+    """The app of one service. `router.py` adds the routes, which `routes.py` and the endpoints make."""
 
     def __init__(
         self,

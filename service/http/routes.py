@@ -60,13 +60,6 @@ class Parts(Protocol):
     readiness: Readiness
 
 
-def routes(app: FastAPI, service: Parts, events: EventsEndpoint) -> None:
-    """Add the routes to the app. Each caller sees its own keys only."""
-    add_middleware(app)
-    add_probes(app, service)
-    app.router.routes += event_routes(service, events)
-
-
 def add_middleware(app: FastAPI) -> None:
     """Add to the app how problems are answered, and what each kind of problem is."""
     app.router.redirect_slashes = False  # `/events` and `/events/` are different resources

@@ -89,11 +89,6 @@ class TokenCallers:
         """Stop reading the keys, but for those that `after` has kept."""
         await self._issuers.close(None if after is None else after._issuers)
 
-    @property
-    def keys_version(self) -> int:
-        """A number that grows with each change of the issuers' keys."""
-        return self._issuers.version
-
     def __len__(self) -> int:
         """The number of verified tokens that are kept."""
         return len(self._known)

@@ -18,14 +18,9 @@ from fastapi import FastAPI
 from deploy.places import ROOT
 from service.contract import Rules
 from service.contract.wire import INSTANCE
-from service.core.metrics import Telemetry
 from service.core.settings import Settings
-from service.http.callers import Callers
-from service.http.events import EventsEndpoint
-from service.http.request_guard import RequestGuard
-from service.http.routes import Parts, routes
+from service.http.routes import Parts, add_probes
 from service.kafka.topics import EXTRA_S, WEEK_S
-from service.pipeline.admission import Admission
 from spark.__main__ import EXIT_CANNOT_RUN
 from spark.errors import CannotRun
 from spark.rules.balance import Balance
@@ -132,9 +127,7 @@ def test_the_namespace_of_the_settings_is_the_one_that_the_runbook_speaks_of(set
 
 def test_probes_ask_routes_that_there_are(pod: Object) -> None:
     app = FastAPI()
-    callers = Callers(())
-    posts = EventsEndpoint(RequestGuard(Settings(), callers), cast(Admission, None), Telemetry(), Settings().key_ttl_s)
-    routes(app, cast(Parts, None), posts)
+    add_probes(app, cast(Parts, None))
     paths = {getattr(route, "path", "") for route in app.routes}
     container = container_of(pod)
     asked = {name: container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")}

@@ -26,9 +26,9 @@ from service.http.callers import Callers
 from service.http.events import EventsEndpoint
 from service.http.request import OWN_BYTES, Bodies, PostRequest
 from service.http.request_guard import RequestGuard
-from service.http.routes import Parts, routes
 from service.pipeline.admission import Admission
 from tests.unit.fakes import Turns, until
+from tests.unit.http.apps import add_routes
 from tests.unit.http.test_encodings import ENCODERS
 from tests.unit.http.test_events import Commits
 
@@ -49,7 +49,7 @@ def app_and_posts(admission: Commits, settings: Settings | None = None) -> tuple
     endpoint = EventsEndpoint(
         RequestGuard(settings, callers), cast(Admission, admission), Telemetry(), settings.key_ttl_s
     )
-    routes(app, cast(Parts, None), endpoint)
+    add_routes(app, endpoint)
     return app, endpoint
 
 

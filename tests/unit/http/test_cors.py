@@ -19,8 +19,8 @@ from service.http.cors import EXPOSED_HEADERS, REQUEST_HEADERS
 from service.http.events import EventsEndpoint
 from service.http.protocol import Posts
 from service.http.request_guard import RequestGuard
-from service.http.routes import Parts, routes
 from service.pipeline.admission import Admission
+from tests.unit.http.apps import add_routes
 from tests.unit.http.test_asgi import EVENT, HEAD, LINES
 from tests.unit.http.test_events import Commits
 from tests.unit.http.test_streaming_connections import serving
@@ -37,7 +37,7 @@ def app_of(rules: list[CorsRule]) -> tuple[FastAPI, EventsEndpoint]:
     posts = EventsEndpoint(
         RequestGuard(Settings(), callers), cast(Admission, Commits()), Telemetry(), Settings().key_ttl_s
     )
-    routes(app, cast(Parts, None), posts)
+    add_routes(app, posts)
     return app, posts
 
 

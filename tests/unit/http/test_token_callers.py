@@ -23,13 +23,13 @@ from service.http.lines import lines_exchange
 from service.http.produce import ProduceEndpoint
 from service.http.produce_listing import ListingParts, ProduceListing
 from service.http.request_guard import RequestGuard
-from service.http.routes import Parts, routes
 from service.http.streaming import StreamEndpoint
 from service.http.token_callers import TokenCallers
 from service.identity import issuer_keys
 from service.identity.refusals import JwksPending
 from service.identity.tokens import Issuers, VerifiedToken
 from service.pipeline.admission import Admission
+from tests.unit.http.apps import add_routes
 from tests.unit.http.test_events import Commits
 from tests.unit.http.test_rates import sent
 from tests.unit.identity.signing import CLAIMS, ISSUER, NOW, Published, Signer, key_set
@@ -177,7 +177,7 @@ def app_of(world: World) -> FastAPI:
         Telemetry(),
         Settings(rules="rules").key_ttl_s,
     )
-    routes(app, cast(Parts, None), posts)
+    add_routes(app, posts)
     produce = ProduceEndpoint(posts.guard, posts.admission, posts.telemetry, Rules(), 1)
     app.router.routes += [*produce.routes(), *ProduceListing(posts.guard, cast(ListingParts, None)).routes()]
     return app
@@ -244,7 +244,7 @@ async def test_a_post_whose_key_is_being_read_is_answered_when_it_is_known() -> 
         Settings(rules="rules").key_ttl_s,
     )
     app = FastAPI()
-    routes(app, cast(Parts, None), posts)
+    add_routes(app, posts)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         sent = [
             http.post(
