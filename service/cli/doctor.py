@@ -42,7 +42,7 @@ from service.kafka.admin import Topic
 from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.reader import high_watermarks, offsets_since, read_between
-from service.kafka.session import Record, RecordMetadata
+from service.kafka.records import Record, RecordMetadata
 from service.kafka.topics import InternalTopics
 
 # The period over which the ledger's growth is measured, and the records of each partition that are sampled for it.

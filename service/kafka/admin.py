@@ -14,7 +14,6 @@ from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
-from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.contract import PREFIX, SharedSettings
 from service.contract.wire import STAMP_HEADER, Stamp, WireError
@@ -27,19 +26,12 @@ from service.kafka.inspection import FINAL, active_producers, fetch, producer_id
 from service.kafka.listing import Listing, listing_of
 from service.kafka.login import LOGIN_ERRORS, Connection
 from service.kafka.metadata import Metadata, Partition, Partitions, UndecodedMetadata, partitions_of
+from service.kafka.records import COMPRESSION_CODECS
 from service.kafka.security import Security
 
 TOPIC_RESOURCE: Final = 2
 # Kafka's default of a topic's max.message.bytes.
 MESSAGE_BYTES_DEFAULT: Final = 1_048_588
-# Kafka's names of compression codecs, and the codes in a record batch's attributes.
-COMPRESSION_CODECS: Final = {
-    "none": DefaultRecordBatch.CODEC_NONE,
-    "gzip": DefaultRecordBatch.CODEC_GZIP,
-    "snappy": DefaultRecordBatch.CODEC_SNAPPY,
-    "lz4": DefaultRecordBatch.CODEC_LZ4,
-    "zstd": DefaultRecordBatch.CODEC_ZSTD,
-}
 # Versions of transactions: always 1, or the newest that the brokers have finalized (KIP-890).
 TRANSACTIONS_1, TRANSACTIONS_AUTO = "1", "auto"
 # ListOffsets: the timestamp that means "the last offset", and the isolation levels (IsolationLevel in Kafka).

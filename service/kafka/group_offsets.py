@@ -25,15 +25,8 @@ from service.core.problems import (
 )
 from service.kafka.admin import any_node
 from service.kafka.metadata import Partition
-from service.kafka.outcomes import OffsetsRefused, RecordError
-from service.kafka.session import (
-    CONCURRENT_TRANSACTIONS,
-    MARKERS_PAUSE_MOST_S,
-    MARKERS_PAUSE_S,
-    OK,
-    ProducerSession,
-    raise_if_error,
-)
+from service.kafka.outcomes import OK, OffsetsRefused, RecordError, raise_if_error
+from service.kafka.session import CONCURRENT_TRANSACTIONS, MARKERS_PAUSE_MOST_S, MARKERS_PAUSE_S, ProducerSession
 
 OFFSETS_TOPIC: Final = "__consumer_offsets"
 # How long a group's coordinator may be moving or loading: the slot writes nothing else meanwhile.

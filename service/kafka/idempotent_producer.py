@@ -13,18 +13,16 @@ from service.kafka import outcomes
 from service.kafka.admin import KafkaAdmin
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import OwnRecordFailed, PartitionUnknown, RecordError
-from service.kafka.session import (
-    ACKS_TIMEOUT_SHARE,
+from service.kafka.records import (
     NOT_SENT,
-    SENDS_SHARE,
     NotSent,
-    ProducerSession,
     Record,
     RecordBatch,
     RecordMetadata,
     RecordResult,
     own_record,
 )
+from service.kafka.session import ACKS_TIMEOUT_SHARE, SENDS_SHARE, ProducerSession
 
 log = structlog.get_logger(__name__)
 

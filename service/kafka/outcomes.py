@@ -1,4 +1,4 @@
-"""What an error of aiokafka means for a transaction and for a record: two tables."""
+"""What an error of Kafka means for a transaction and for a record: the exceptions, and two tables."""
 
 from collections.abc import Collection, Mapping
 from enum import Enum
@@ -8,6 +8,7 @@ from aiokafka import errors
 
 from service.core.problems import FORBIDDEN_TOPIC, RECORD_REFUSED, TOO_LARGE, UNKNOWN_TOPIC, KafkaAway, Kind
 
+OK: Final = errors.NoError.errno
 # Error codes that aiokafka does not know and turns into UnknownError (KIP-360, KIP-890).
 INVALID_RECORD: Final = 87
 PRODUCER_FENCED: Final = 90
@@ -135,6 +136,17 @@ EXPECTED_ERRORS: Final = (errors.KafkaError, KafkaAway, PartitionUnknown, OSErro
 def is_bug(error: BaseException) -> bool:
     """Check whether an exception is none of EXPECTED_ERRORS; such a bug is logged with its traceback."""
     return not isinstance(error, EXPECTED_ERRORS)
+
+
+def raise_if_error(code: int, what: str) -> None:
+    """Raise the error of a code that is not OK; separately those of the codes that aiokafka calls unknown."""
+    if code == OK:
+        return
+    if code == PRODUCER_FENCED:
+        raise errors.ProducerFenced(what)
+    if code == TRANSACTION_ABORTABLE:
+        raise TransactionAbortable(what)
+    raise errors.for_code(code)(what)
 
 
 def outcome_of(error: BaseException, may_commit: bool) -> TransactionOutcome:

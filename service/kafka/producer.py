@@ -22,6 +22,7 @@ from service.kafka.inspection import UNSUPPORTED, active_producers, is_ending, w
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
+    OK,
     RECORD_ERRORS,
     OffsetsRefused,
     PartitionUnknown,
@@ -30,23 +31,18 @@ from service.kafka.outcomes import (
     TransactionAborted,
     TransactionFailed,
     TransactionOutcome,
+    raise_if_error,
 )
 from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnAndBumpRequest, EndTxnRequest
+from service.kafka.records import NotSent, Record, RecordBatch, RecordMetadata, own_record
 from service.kafka.session import (
     ACKS_TIMEOUT_SHARE,
     CONCURRENT_TRANSACTIONS,
     MARKERS_PAUSE_MOST_S,
     MARKERS_PAUSE_S,
     METADATA_TIMEOUT_S,
-    OK,
     SENDS_SHARE,
-    NotSent,
     ProducerSession,
-    Record,
-    RecordBatch,
-    RecordMetadata,
-    own_record,
-    raise_if_error,
 )
 
 log = structlog.get_logger(__name__)

@@ -10,26 +10,20 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
 from aiokafka import errors
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.structs import TopicPartition
 
-from service.contract.wire import Header
 from service.core.problems import KafkaAway
-from service.core.time_of_day import now_ms
-from service.kafka import outcomes
-from service.kafka.admin import COMPRESSION_CODECS, RETRIABLE, TRANSACTIONS_1, KafkaAdmin, any_node, coordinator, remedy
+from service.kafka.admin import RETRIABLE, TRANSACTIONS_1, KafkaAdmin, any_node, coordinator, remedy
 from service.kafka.connection import Client
 from service.kafka.deadline import within
 from service.kafka.inspection import last_transaction
 from service.kafka.metadata import Partition
-from service.kafka.outcomes import RECORD_ERRORS, PartitionUnknown, RecordError, TransactionAbortable
+from service.kafka.outcomes import OK, RECORD_ERRORS, PartitionUnknown, raise_if_error
 from service.kafka.protocol import EPOCH_PER_TRANSACTION, ProduceAndAddRequest, ProduceRequest
-from service.kafka.record_batch import BatchBuilder, builder_of
+from service.kafka.records import BATCH_BYTES_MAX, BatchBuilder, Record, RecordBatch, builder_of
 
-# The size of a batch that fits every topic with the default max.message.bytes (1,048,588).
-BATCH_BYTES_MAX: Final = 1_000_000
 CLOSE_TIMEOUT_S: Final = 1.0
 # For the metadata of a topic that TopicMetadataCache has listed as existing.
 METADATA_TIMEOUT_S: Final = 1.0
@@ -46,105 +40,10 @@ ACKS_TIMEOUT_SHARE: Final = 0.8
 
 ACKS_ALL: Final = -1
 SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
-OK: Final = errors.NoError.errno
-NOT_ENOUGH_REPLICAS: Final = errors.NotEnoughReplicasError.errno
 CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
 # Clean error codes after which the same batch may be sent to another leader. Where the old leader has appended the
 # batch, the new leader knows its sequence numbers and answers with its offset.
 NOT_LEADER: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
-# Codec of ledger and journal records (tests/bench compression).
-OWN_CODEC: Final = COMPRESSION_CODECS["zstd"]
-# Smaller records are not compressed: a record of one entry saves little, and a single client would wait longer.
-COMPRESSED_LEAST_BYTES: Final = 1_024
-
-
-class Record(msgspec.Struct, frozen=True, gc=False):
-    """A record to send. `timestamp` in epoch ms; `batch_bytes_max`: the largest batch that its topic accepts."""
-
-    topic: str
-    partition: int
-    key: bytes | None
-    value: bytes | None
-    headers: list[Header]
-    timestamp: int
-    batch_bytes_max: int = BATCH_BYTES_MAX
-    codec: int | None = None  # compression of its batch; None: the configured codec
-
-
-def own_record(topic: str, partition: int, key: bytes | None, value: bytes) -> Record:
-    """Make a record of ledger, journal or control, compressed from COMPRESSED_LEAST_BYTES on.
-
-    The timestamp is now, because a topic's timestamp bounds apply to these records too (KIP-937).
-    """
-    codec = OWN_CODEC if len(value) >= COMPRESSED_LEAST_BYTES else COMPRESSION_CODECS["none"]
-    return Record(topic, partition, key, value, [], now_ms(), codec=codec)
-
-
-class RecordMetadata(msgspec.Struct, frozen=True, gc=False):
-    """Offset and timestamp (ms) of a written record; the broker's timestamp where the topic has LogAppendTime."""
-
-    offset: int
-    timestamp: int
-
-
-class NotSent(msgspec.Struct, frozen=True):
-    """The record is surely not in Kafka and may be sent again.
-
-    `partition_failed`: its own partition is the reason, which has no leader or too few replicas in sync.
-    """
-
-    partition_failed: bool
-
-    @property
-    def why(self) -> str:
-        """The reason as text, as RecordError has it."""
-        return "the record could not be sent"
-
-
-NOT_SENT: Final = NotSent(partition_failed=False)
-
-# The result of sending a record: written, permanently refused, surely not written, or None: unknown.
-RecordResult = RecordMetadata | RecordError | NotSent | None
-
-
-class RecordBatch:
-    """Records of one partition in one batch: their indexes in the caller's list, and the broker's response."""
-
-    __slots__ = ("builder", "is_sent", "members", "moved", "partition", "payload", "response")
-
-    def __init__(self, partition: Partition, builder: BatchBuilder) -> None:
-        self.partition = partition
-        self.builder = builder
-        self.members: list[int] = []
-        self.payload = b""  # the encoded batch, once it is closed
-        self.is_sent = False  # a request with the batch was written, or waits for its connection
-        self.moved = False  # the batch was sent to a second node after NOT_LEADER
-        self.response: tuple[int, int, int] | None = None  # error code, offset, timestamp in ms (-1: the records' own)
-
-    def add(self, index: int, record: Record) -> bool:
-        """Append the record at `index` of the caller's list; False where the batch is full."""
-        if not self.builder.append(record.timestamp, record.key, record.value, record.headers):
-            return False
-        self.members.append(index)
-        return True
-
-    def result(self, records: Sequence[Record]) -> list[RecordMetadata] | RecordError | NotSent | None:
-        """Convert the broker's response: metadata in the order of the records, an error, NotSent, or None: unknown.
-
-        NOT_ENOUGH_REPLICAS is answered before the append (after it, the code is NOT_ENOUGH_REPLICAS_AFTER_APPEND). An
-        error for a batch that was sent to two nodes is unknown: the first may have appended the batch.
-        """
-        if self.response is None:
-            return None
-        code, offset, timestamp = self.response
-        if code == OK and offset >= 0:
-            return [
-                RecordMetadata(offset + n, timestamp if timestamp >= 0 else records[member].timestamp)
-                for n, member in enumerate(self.members)
-            ]
-        if self.moved:
-            return None
-        return NotSent(partition_failed=True) if code == NOT_ENOUGH_REPLICAS else RECORD_ERRORS.get(code)
 
 
 class ProducerSession:
@@ -456,14 +355,3 @@ def _moved(batches: Sequence[RecordBatch]) -> set[Partition]:
         for batch in batches
         if batch.is_sent and (batch.response is None or batch.response[0] not in NOT_LEADER)
     }
-
-
-def raise_if_error(code: int, what: str) -> None:
-    """Raise the error of a code that is not OK; separately those of the codes that aiokafka calls unknown."""
-    if code == OK:
-        return
-    if code == outcomes.PRODUCER_FENCED:
-        raise errors.ProducerFenced(what)
-    if code == outcomes.TRANSACTION_ABORTABLE:
-        raise TransactionAbortable(what)
-    raise errors.for_code(code)(what)

@@ -25,7 +25,7 @@ from service.events.dead_letters import body_fingerprint
 from service.kafka.group_offsets import OFFSETS_TOPIC, TOO_FEW_REPLICAS
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import OUTSIDE_BOUNDS, RecordError, TransactionFailed, TransactionOutcome
-from service.kafka.session import NotSent, Record, RecordMetadata, RecordResult
+from service.kafka.records import NotSent, Record, RecordMetadata, RecordResult
 from service.pipeline.group import ClaimedRequest, CommittedRequest, LeftOut, committed_of
 from service.pipeline.request import Delivery, Quarantined, WriteRequest, WriteResult, result_of
 

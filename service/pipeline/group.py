@@ -24,7 +24,7 @@ from service.kafka.admin import Topic
 from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, partition_of_group
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.metadata import Partition
-from service.kafka.session import Record, RecordMetadata
+from service.kafka.records import Record, RecordMetadata
 from service.pipeline.request import Committed, Delivery, WriteRequest
 from service.slots.ledger_rows import LedgerEntry
 

@@ -30,7 +30,7 @@ from service.core.time_of_day import now_ms
 from service.core.time_slice import after_responses, yield_after
 from service.kafka.group_offsets import AWAY, OFFSETS_TOPIC
 from service.kafka.outcomes import OffsetsRefused, TransactionAborted, TransactionFailed, TransactionOutcome
-from service.kafka.session import Record
+from service.kafka.records import Record
 from service.kafka.topics import TopicMetadataCache
 from service.pipeline.attempt import Attempt
 from service.pipeline.decisions import (

@@ -17,7 +17,7 @@ from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionAborted, TransactionFailed
 from service.kafka.producer import TransactionalProducer
-from service.kafka.session import Record, RecordMetadata
+from service.kafka.records import Record, RecordMetadata
 from service.slots.ledger_rows import LedgerEntry, encode_entries
 
 # The offset of events without a ledger record. `applied` is never at it, so that their mark does not move `applied`.

@@ -30,7 +30,7 @@ from service.kafka.deadline import shared
 from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import Item, Span, high_watermarks, offsets_since, read_through
-from service.kafka.session import RecordMetadata
+from service.kafka.records import RecordMetadata
 from service.kafka.topics import InternalTopics
 from service.slots.generation_log import Control
 from service.slots.hanging_recovery import CLOCKS_APART_MS, HangingRecovery

@@ -8,7 +8,7 @@ from service.kafka.group_offsets import OFFSETS_TOPIC, REFUSALS, GroupOffsets
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.outcomes import RECORD_ERRORS, OffsetsRefused, TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
-from service.kafka.session import Record, RecordMetadata
+from service.kafka.records import Record, RecordMetadata
 
 UNKNOWN_TOPIC_CODE = 3
 TOO_LARGE_CODE = 10

@@ -17,7 +17,7 @@ from service.core.problems import NOT_WRITTEN, SCHEMA_MISMATCH, Fenced, Problem,
 from service.events import dead_letters
 from service.events.event import event_of
 from service.kafka.reader import Item
-from service.kafka.session import Record, RecordMetadata
+from service.kafka.records import Record, RecordMetadata
 from service.pipeline.decisions import after_claim
 from service.pipeline.group import committed_of, entries_of, rows_to_mark
 from service.pipeline.request import Quarantined, WriteRequest

@@ -21,8 +21,7 @@ from service.kafka.inspection import fetch
 from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
 from service.kafka.protocol import EndTxnAndBumpRequest, ProduceAndAddRequest, ProduceRequest
-from service.kafka.record_batch import builder_of
-from service.kafka.session import Record, RecordMetadata
+from service.kafka.records import Record, RecordMetadata, builder_of
 from service.slots.slot import LedgerPosition, Slot
 from tests import kafka_versions
 from tests.contract.memory_keys import Clock, MemoryKeys, Server

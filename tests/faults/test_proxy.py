@@ -16,7 +16,7 @@ from service.kafka import connection
 from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
-from service.kafka.session import Record
+from service.kafka.records import Record
 from tests.faults.proxy import Do, Proxy
 from tests.integration.judge import read_committed
 

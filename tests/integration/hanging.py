@@ -40,7 +40,8 @@ from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import OffsetsRefused, TransactionFailed
 from service.kafka.producer import TransactionalProducer
 from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnRequest
-from service.kafka.session import ProducerSession, Record, RecordMetadata, own_record
+from service.kafka.records import Record, RecordMetadata, own_record
+from service.kafka.session import ProducerSession
 from tests import kafka_versions
 from tests.integration.client import Asked
 

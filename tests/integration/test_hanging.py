@@ -19,7 +19,7 @@ from service.kafka.group_offsets import GroupOffsets, Position
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
-from service.kafka.session import Record
+from service.kafka.records import Record
 from service.slots.hanging_recovery import HangingRecovery
 from tests import kafka_versions
 from tests.integration.hanging import Rig, unverified

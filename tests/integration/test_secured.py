@@ -25,8 +25,8 @@ from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.outcomes import RecordError, TransactionFailed
 from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import STOP_TIMEOUT_S, Span, read_through
+from service.kafka.records import Record
 from service.kafka.security import Security
-from service.kafka.session import Record
 from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_service, sockets_closed
 
 TIMEOUT_MS: Final = 5_000

@@ -26,7 +26,7 @@ def test_every_module_that_uses_service_native_is_tested_without_it_too() -> Non
         ["bash", "-c", f"printf '%s\\n' {line.partition('--quiet')[2]}"], capture_output=True, text=True, check=True
     ).stdout.split()
     modules = {path for path in (ROOT / "service").glob("*/*.py") if uses_native(path)}
-    assert "record_batch" in {path.stem for path in modules}
+    assert "records" in {path.stem for path in modules}
     for module in modules:
         folder = f"tests/unit/{module.parent.name}"
         assert {folder, f"{folder}/test_{module.stem}.py"} & set(targets), module

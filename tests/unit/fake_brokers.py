@@ -37,7 +37,8 @@ from service.kafka.metadata import Partition
 from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed
 from service.kafka.producer import TransactionalProducer
 from service.kafka.protocol import EndedAndBumped, EndTxnAndBumpRequest, ProduceAndAddRequest, Produced
-from service.kafka.session import ProducerSession, Record, RecordMetadata
+from service.kafka.records import Record, RecordMetadata
+from service.kafka.session import ProducerSession
 
 LEDGER = ("ns.ledger", 0)
 USUAL = ("a", "b", "orders", "small")

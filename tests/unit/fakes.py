@@ -27,7 +27,7 @@ from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import OffsetsRefused
 from service.kafka.producer import TransactionalProducer
-from service.kafka.session import Record, RecordMetadata, RecordResult
+from service.kafka.records import Record, RecordMetadata, RecordResult
 from service.kafka.topics import READ_TOPICS_MAX, InternalTopics, TopicMetadataCache
 from service.pipeline.admission import Admission
 from service.pipeline.checks import EventChecks

@@ -25,7 +25,7 @@ from service.http.routes import describe
 from service.http.sources import SourcesEndpoint
 from service.kafka.admin import Topic
 from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
-from service.kafka.session import Record
+from service.kafka.records import Record
 from tests.unit.fakes import NOW_MS, World, count_of, ended, until
 from tests.unit.http.test_asgi import app_and_posts
 from tests.unit.http.test_events import Commits

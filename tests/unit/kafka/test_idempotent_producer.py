@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from service.core.problems import KafkaAway
 from service.kafka import session as module
 from service.kafka.outcomes import RECORD_ERRORS
-from service.kafka.session import NOT_SENT, NotSent, RecordMetadata
+from service.kafka.records import NOT_SENT, NotSent, RecordMetadata
 from tests.unit.fake_brokers import (
     GONE,
     TOO_BIG,

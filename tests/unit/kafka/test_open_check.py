@@ -10,7 +10,7 @@ from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, Position, p
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.inspection import DescribeProducers
 from service.kafka.outcomes import TransactionOutcome
-from service.kafka.session import RecordMetadata
+from service.kafka.records import RecordMetadata
 from service.slots.slot import Slot
 from tests.unit.fake_brokers import GONE, LEDGER, Met, failure, record, transactional, write
 from tests.unit.fakes import World

@@ -16,7 +16,8 @@ from service.kafka import session as module
 from service.kafka.inspection import DescribeTransactions
 from service.kafka.outcomes import TransactionOutcome
 from service.kafka.producer import TransactionalProducer
-from service.kafka.session import ACKS_TIMEOUT_SHARE, SENDS_SHARE, NotSent, ProducerSession, RecordBatch, RecordMetadata
+from service.kafka.records import NotSent, RecordBatch, RecordMetadata
+from service.kafka.session import ACKS_TIMEOUT_SHARE, SENDS_SHARE, ProducerSession
 from tests.unit.fake_brokers import (
     LEDGER,
     TOO_BIG,

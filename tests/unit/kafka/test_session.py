@@ -25,10 +25,11 @@ from structlog.testing import capture_logs
 from service.core.metrics import Telemetry
 from service.core.problems import FORBIDDEN_TOPIC, TOO_LARGE, UNKNOWN_TOPIC
 from service.kafka import session as module
-from service.kafka.admin import COMPRESSION_CODECS, KafkaAdmin
+from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import RECORD_ERRORS, TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
-from service.kafka.session import COMPRESSED_LEAST_BYTES, NOT_SENT, ProducerSession, RecordMetadata
+from service.kafka.records import COMPRESSED_LEAST_BYTES, COMPRESSION_CODECS, NOT_SENT, RecordMetadata
+from service.kafka.session import ProducerSession
 from tests.unit.fake_brokers import (
     FENCED,
     GONE,

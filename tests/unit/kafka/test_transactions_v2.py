@@ -41,7 +41,7 @@ from service.kafka.protocol import (
     Produced,
     ProduceRequest,
 )
-from service.kafka.session import RecordMetadata
+from service.kafka.records import RecordMetadata
 from tests.unit.fake_brokers import GONE, LEDGER, FakeClient, Met, failure, record, topics_of, transactional, write
 
 CONCURRENT: int = ConcurrentTransactions.errno

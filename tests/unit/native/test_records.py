@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from service import native
 from service.contract.wire import Header
-from service.kafka.admin import COMPRESSION_CODECS
-from service.kafka.record_batch import COMPRESS, BatchBuilder, LibraryBuilder, builder_of
+from service.kafka.records import COMPRESS, COMPRESSION_CODECS, BatchBuilder, LibraryBuilder, builder_of
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")
 

@@ -27,7 +27,7 @@ from service.events.event import Event
 from service.kafka.admin import Topic
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
-from service.kafka.session import NOT_SENT, Record, RecordMetadata
+from service.kafka.records import NOT_SENT, Record, RecordMetadata
 from service.pipeline import queue as queue_module
 from service.pipeline.queue import Queue
 from service.pipeline.request import (

@@ -10,7 +10,7 @@ from service.contract.wire import event_id, requests_topic
 from service.core.problems import NOT_WRITTEN, RECORD_REFUSED
 from service.events.event import event_of
 from service.kafka.outcomes import OUTSIDE_BOUNDS, TransactionFailed, TransactionOutcome
-from service.kafka.session import RecordMetadata
+from service.kafka.records import RecordMetadata
 from service.pipeline.clocks import CLOSE_MS, Clock, Clocks
 from tests.unit.fakes import NOW_MS, FakeCluster, FakeKeys, World, ended, kind_of
 

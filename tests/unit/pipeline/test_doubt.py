@@ -25,7 +25,7 @@ from service.core.problems import (
 )
 from service.kafka.admin import Topic
 from service.kafka.outcomes import RecordError, TransactionAborted, TransactionFailed, TransactionOutcome
-from service.kafka.session import Record, RecordMetadata
+from service.kafka.records import Record, RecordMetadata
 from service.pipeline.request import Committed
 from service.pipeline.writer import ABORTED_PAUSE_S
 from tests.unit.fakes import NOW_MS, FakeProducer, World, end_of_term, ended, kind_of, make_event, steps, until

@@ -7,7 +7,7 @@ from service.contract import Guarantee
 from service.contract.wire import Entry, Stamp, event_id, stamp_writer
 from service.events.event import event_of
 from service.kafka.admin import Topic
-from service.kafka.session import Record, RecordMetadata
+from service.kafka.records import Record, RecordMetadata
 from service.pipeline.attempt import Attempt
 from service.pipeline.decisions import ClaimToRelease
 from service.pipeline.group import Group, committed_of, entries_of, records_of, route, rows_to_mark, topic_ids_of

@@ -10,7 +10,7 @@ from service.claims.states import Claim, Delivered, DeliveredBatch, RequestState
 from service.contract.wire import STAMP_HEADER, Stamp, event_id
 from service.core.problems import OUTCOME_UNKNOWN, Fenced, KafkaAway, StoreAway
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
-from service.kafka.session import RecordMetadata, RecordResult
+from service.kafka.records import RecordMetadata, RecordResult
 from service.pipeline import writer as module
 from service.pipeline.request import Committed
 from tests.unit.fakes import KEPT_S, NOW_MS, World, end_of_term, ended, kind_of, make_event, steps, until

@@ -20,7 +20,7 @@ from service.core.problems import (
     StoreUnanswered,
 )
 from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
-from service.kafka.session import NOT_SENT, NotSent, RecordMetadata
+from service.kafka.records import NOT_SENT, NotSent, RecordMetadata
 from service.pipeline import writer as module
 from service.pipeline.decisions import ClaimDecision, ClaimToRelease, Step
 from service.pipeline.request import Committed, WriteRequest

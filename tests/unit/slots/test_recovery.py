@@ -15,7 +15,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import Fenced, KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.metadata import Partition
 from service.kafka.reader import Item, Span
-from service.kafka.session import RecordMetadata
+from service.kafka.records import RecordMetadata
 from service.slots import recovery, store_recovery
 from service.slots.hanging_recovery import CLOCKS_APART_MS
 from service.slots.recovery import SlotRecovery
