@@ -1,14 +1,17 @@
 """Checks that a partition holds no open transaction of a producer id, before the first write into the partition."""
 
-from collections.abc import Collection, Iterable
+import contextlib
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 import structlog
+from aiokafka import errors
 
 from service.kafka.hanging import hanging
-from service.kafka.inspection import FINAL, UNSUPPORTED_VERSION, active_producers
+from service.kafka.inspection import FINAL, UNSUPPORTED, UNSUPPORTED_VERSION, active_producers
 from service.kafka.metadata import Partition
-from service.kafka.session import ProducerSession
+from service.kafka.records import Write
+from service.kafka.session import METADATA_TIMEOUT_S, ProducerSession
 
 log = structlog.get_logger(__name__)
 
@@ -47,8 +50,36 @@ class OpenCheck:
         """Have the leader of each partition asked again before the next write into it."""
         self._clear.clear()
 
+    async def check(self, write: Write, leaders: Mapping[Partition, int]) -> None:
+        """Raise where a partition holds an older open transaction, which this transaction's marker would end.
+
+        The marker of a transaction that this session has ended may only be late: a transaction hangs if it is still
+        open after the coordinator has written its markers, or when the caller's time is over.
+        """
+        unclear = [partition for partition, node in leaders.items() if not self.is_clear(partition, node)]
+        if not unclear:
+            return
+        write.waiting_for = unclear[0][0]
+        write.hanging, unanswered = await self.ask(unclear)
+        if write.hanging and self._session.has_ended:
+            write.waiting_for = ""
+            with contextlib.suppress(*UNSUPPORTED):
+                await self._session.await_markers()
+            write.waiting_for = min(write.hanging)[0]
+            write.hanging, unanswered = await self.ask(unclear)
+        if write.hanging:
+            write.waiting_for = ""
+            raise errors.KafkaError(f"a transaction of this producer id hangs in {sorted(write.hanging)}")
+        if unanswered:
+            write.waiting_for = min(unanswered)[0]
+            raise TimeoutError(f"no leader answered whether a transaction is open in {sorted(unanswered)}")
+        write.waiting_for = ""
+
     async def ask(
-        self, partitions: Collection[Partition], timeout_s: float, producer_id: int | None = None
+        self,
+        partitions: Collection[Partition],
+        timeout_s: float = METADATA_TIMEOUT_S,
+        producer_id: int | None = None,
     ) -> tuple[dict[Partition, int], set[Partition]]:
         """Find the open transactions of a producer id: the session's, or one that it has had.
 

@@ -13,6 +13,15 @@ OK: Final = errors.NoError.errno
 INVALID_RECORD: Final = 87
 PRODUCER_FENCED: Final = 90
 TRANSACTION_ABORTABLE: Final = 120
+CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
+NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
+# Codes that are about the transaction, not about the partition that answers with them.
+OF_TRANSACTION: Final = (
+    errors.InvalidProducerEpoch.errno,
+    PRODUCER_FENCED,
+    TRANSACTION_ABORTABLE,
+    CONCURRENT_TRANSACTIONS,
+)
 
 
 class TransactionOutcome(Enum):

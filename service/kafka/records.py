@@ -3,7 +3,7 @@
 A batch is encoded by the compiled builder, or by aiokafka's, which makes the same bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -17,7 +17,7 @@ from service import native
 from service.contract.wire import Header
 from service.core.time_of_day import now_ms
 from service.kafka.metadata import Partition
-from service.kafka.outcomes import OK, RECORD_ERRORS, RecordError
+from service.kafka.outcomes import NOT_ATTEMPTED, OF_TRANSACTION, OK, RECORD_ERRORS, RecordError, raise_if_error
 
 # The size of a batch that fits every topic with the default max.message.bytes (1,048,588).
 BATCH_BYTES_MAX: Final = 1_000_000
@@ -142,6 +142,54 @@ class RecordBatch:
         if self.moved:
             return None
         return NotSent(partition_failed=True) if code == NOT_ENOUGH_REPLICAS else RECORD_ERRORS.get(code)
+
+
+class Write:
+    """Records of a transaction that are sent together, and the topics that fail or delay the transaction."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = records
+        self.batches: list[RecordBatch] = []
+        self.waiting_for = ""  # the topic whose leader is being looked up, or asked for open transactions
+        self.record_errors: dict[str, RecordError] = {}  # by topic
+        self.hanging: Collection[Partition] = ()  # partitions with an open transaction of an earlier session
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether each batch has a response, so that no request of this write can arrive later."""
+        return all(batch.response is not None for batch in self.batches)
+
+    @property
+    def was_rejected(self) -> bool:
+        """Whether the brokers have refused all batches, so that none of the records is in Kafka."""
+        return bool(self.batches) and all(
+            isinstance(batch.result(self.records), RecordError | NotSent) for batch in self.batches
+        )
+
+    def check_added(self, codes: Mapping[Partition, int]) -> None:
+        """Note the topics that an AddPartitionsToTxn response refuses, and raise the response's error, if any."""
+        for (topic, _), code in codes.items():
+            if code in RECORD_ERRORS:
+                self.record_errors[topic] = RECORD_ERRORS[code]
+        for code in codes.values():
+            if code != NOT_ATTEMPTED:  # the code of all other partitions where one is refused
+                raise_if_error(code, "AddPartitionsToTxn")
+
+    def stuck(self, timed_out: bool) -> set[str]:
+        """Find the topics whose error ended the transaction, or that left a request unanswered at the timeout.
+
+        Batches that wait for the first one of another partition are not sent yet.
+        """
+        failed = {
+            batch.partition[0]
+            for batch in self.batches
+            if (
+                timed_out and batch.is_sent
+                if batch.response is None
+                else batch.response[0] not in (OK, *OF_TRANSACTION)
+            )
+        }
+        return failed | ({self.waiting_for} - {""})
 
 
 def builder_of(codec: int, transactional: bool, producer_id: int, epoch: int, sequence: int, most: int) -> BatchBuilder:

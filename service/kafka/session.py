@@ -1,4 +1,4 @@
-"""A producer session: one producer id and epoch, the sequence numbers, and the sending of batches.
+"""A producer session: one producer id, its epochs and sequence numbers, and all requests that are made under them.
 
 Built on aiokafka's client and record batches, not on its producers: those repeat requests internally and report some
 failures as successes. Here a request is sent once, and any response that is not clean ends the session.
@@ -18,10 +18,17 @@ from service.core.problems import KafkaAway
 from service.kafka.admin import RETRIABLE, TRANSACTIONS_1, KafkaAdmin, any_node, coordinator, remedy
 from service.kafka.connection import Client
 from service.kafka.deadline import within
-from service.kafka.inspection import last_transaction
+from service.kafka.inspection import is_ending, last_transaction
 from service.kafka.metadata import Partition
-from service.kafka.outcomes import OK, RECORD_ERRORS, PartitionUnknown, raise_if_error
-from service.kafka.protocol import EPOCH_PER_TRANSACTION, ProduceAndAddRequest, ProduceRequest
+from service.kafka.outcomes import CONCURRENT_TRANSACTIONS, OK, RECORD_ERRORS, PartitionUnknown, raise_if_error
+from service.kafka.protocol import (
+    EPOCH_PER_TRANSACTION,
+    AddPartitionsToTxnRequest,
+    EndTxnAndBumpRequest,
+    EndTxnRequest,
+    ProduceAndAddRequest,
+    ProduceRequest,
+)
 from service.kafka.records import BATCH_BYTES_MAX, BatchBuilder, Record, RecordBatch, builder_of
 
 CLOSE_TIMEOUT_S: Final = 1.0
@@ -40,7 +47,6 @@ ACKS_TIMEOUT_SHARE: Final = 0.8
 
 ACKS_ALL: Final = -1
 SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
-CONCURRENT_TRANSACTIONS: Final = errors.ConcurrentTransactions.errno
 # Clean error codes after which the same batch may be sent to another leader. Where the old leader has appended the
 # batch, the new leader knows its sequence numbers and answers with its offset.
 NOT_LEADER: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
@@ -63,6 +69,7 @@ class ProducerSession:
         self.without_marker: set[Partition] = set()  # of the older producers' transaction, before the fence
         self.former_ids: set[int] = set()  # producer ids of the transactional id that the fence has replaced
         self.joining: set[Partition] = set()  # partitions that the next Produce to each adds to the transaction
+        self.has_ended = False  # whether an EndTxn was sent, whose markers may be late
         self._cluster = cluster
         self._timeout_ms = timeout_ms
         self._sequences: dict[Partition, int] = {}
@@ -104,25 +111,6 @@ class ProducerSession:
                 await asyncio.sleep(RETRY_PAUSE_S)
                 await self.client.force_metadata_update()
 
-    def has_version_2(self, node: int) -> bool:
-        """Check whether a broker reported, on its present connection, that transactions of version 2 are finalized."""
-        return self._asks_version and self.client.transaction_version(node) >= EPOCH_PER_TRANSACTION
-
-    @property
-    def awaits_version(self) -> bool:
-        """Whether version 2 is allowed and the coordinator's version is unknown, because its connection has ended."""
-        return self._asks_version and self.client.connection(self.coordinator) is None
-
-    async def connect_to_coordinator(self) -> None:
-        """Open the connection on which the coordinator reports its version. Raises NodeNotReadyError."""
-        if not await self.client.ready(self.coordinator):
-            raise errors.NodeNotReadyError(f"the coordinator, node {self.coordinator}, cannot be reached")
-
-    def next_transaction(self, producer_id: int, epoch: int) -> None:
-        """Go on with the producer id and epoch that an EndTxn response of version 5 has given."""
-        self.producer_id, self.epoch = producer_id, epoch
-        self._sequences.clear()  # an epoch's sequence numbers begin at 0 in each partition
-
     def try_send(self, node: int, request: Any) -> asyncio.Future[Any] | None:
         """Send a request if that needs no waiting. Returns a future of its response, for `note_throttle`; else None."""
         return self.client.try_send(node, request)
@@ -158,6 +146,96 @@ class ProducerSession:
         if left_s > 0:
             await asyncio.sleep(min(left_s, within_s))
         return left_s <= within_s
+
+    # ---------------------------------------------------------------------------------------- requests of a transaction
+
+    def has_version_2(self, node: int) -> bool:
+        """Check whether a broker reported, on its present connection, that transactions of version 2 are finalized."""
+        return self._asks_version and self.client.transaction_version(node) >= EPOCH_PER_TRANSACTION
+
+    @property
+    def _awaits_version(self) -> bool:
+        """Whether version 2 is allowed and the coordinator's version is unknown, because its connection has ended."""
+        return self._asks_version and self.client.connection(self.coordinator) is None
+
+    async def _connect_to_coordinator(self) -> None:
+        """Open the connection on which the coordinator reports its version. Raises NodeNotReadyError."""
+        if not await self.client.ready(self.coordinator):
+            raise errors.NodeNotReadyError(f"the coordinator, node {self.coordinator}, cannot be reached")
+
+    def joining_of(self, leaders: Mapping[Partition, int]) -> set[Partition]:
+        """Find the partitions that a Produce adds to the transaction: of leaders that have version 2.
+
+        None where the coordinator has not: without an epoch for each transaction, a late Produce could join the next.
+        """
+        if not self.has_version_2(self.coordinator):
+            return set()
+        return {partition for partition, node in leaders.items() if self.has_version_2(node)}
+
+    def request_to_add(self, partitions: Iterable[Partition]) -> AddPartitionsToTxnRequest:
+        """Make the AddPartitionsToTxn request of these partitions."""
+        by_topic: dict[str, list[int]] = {}
+        for topic, partition in partitions:
+            by_topic.setdefault(topic, []).append(partition)
+        return AddPartitionsToTxnRequest(self.transactional_id, self.producer_id, self.epoch, list(by_topic.items()))
+
+    async def add_partitions(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """Add partitions to the transaction, or begin it by them; returns the error code of each.
+
+        CONCURRENT_TRANSACTIONS means that the previous transaction's markers are still being written, and nothing was
+        added: the request is repeated.
+        """
+        request, pause_s = self.request_to_add(partitions), MARKERS_PAUSE_S
+        while True:
+            codes = codes_of_added(await self.request(self.coordinator, request))
+            if CONCURRENT_TRANSACTIONS not in codes.values():
+                return codes
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
+
+    async def end_transaction(self, commit: bool) -> None:
+        """Send EndTxn. After a clean response the outcome is final, and the coordinator writes the markers.
+
+        In version 2 the session goes on with the producer id and epoch of the response. A transaction that a Produce
+        has joined must not end in version 1: the version is never taken from a connection that has ended.
+        """
+        if self._awaits_version:
+            await self._connect_to_coordinator()
+        self.joining = set()
+        self.has_ended = True
+        producer = self.transactional_id, self.producer_id, self.epoch
+        if not self.has_version_2(self.coordinator):
+            ended = await self.request(self.coordinator, EndTxnRequest(*producer, commit))
+            raise_if_error(ended.error_code, "EndTxn")
+            return
+        ended = await self.request(self.coordinator, EndTxnAndBumpRequest(*producer, commit))
+        raise_if_error(ended.error_code, "EndTxn")
+        if ended.producer_id < 0 or ended.producer_epoch < 0:
+            raise errors.KafkaError(f"EndTxn: no producer of the next transaction: {ended}")
+        self.producer_id, self.epoch = ended.producer_id, ended.producer_epoch
+        self._sequences.clear()  # an epoch's sequence numbers begin at 0 in each partition
+
+    async def abort_transaction(self) -> None:
+        """Abort a transaction that may have no partition yet, and go on. Raises KafkaError, OSError.
+
+        In version 2 the epoch is raised in any case, so that no late request of this transaction can join the next. The
+        coordinator would call the producer fenced while it writes the previous transaction's markers.
+        """
+        if self._awaits_version:
+            await self._connect_to_coordinator()
+        if self.has_version_2(self.coordinator):
+            await self.await_markers()
+        await self.end_transaction(commit=False)
+
+    async def await_markers(self) -> None:
+        """Wait until the coordinator has written the markers of the last transaction. Raises KafkaError, OSError."""
+        assert self.transactional_id is not None
+        pause_s = MARKERS_PAUSE_S
+        while await is_ending(self.client, self.coordinator, self.transactional_id):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MARKERS_PAUSE_MOST_S)
+
+    # ---------------------------------------------------------------------------------------------------------- records
 
     def batches(self, records: Sequence[Record], leaders: Mapping[Partition, int]) -> list[RecordBatch]:
         """Build batches of the records whose partition has a leader, up to the size limit of each topic."""
@@ -297,6 +375,8 @@ class ProducerSession:
             if joins and batch.response is not None and batch.response[0] == OK:
                 self.joining.discard(batch.partition)
 
+    # ---------------------------------------------------------------------------------------------------------- leaders
+
     def leader(self, partition: Partition) -> int | None:
         """Find a partition's leader in the cached metadata; None where it is unknown."""
         node = self.client.cluster.leader_for_partition(TopicPartition(*partition))
@@ -343,6 +423,11 @@ class ProducerSession:
         """Close the connections, in any state. Never raises, never hangs; pending requests fail."""
         with contextlib.suppress(Exception):
             await within(CLOSE_TIMEOUT_S, self.client.close())
+
+
+def codes_of_added(response: Any) -> dict[Partition, int]:
+    """Extract the error code of each partition from an AddPartitionsToTxn response."""
+    return {(topic, row[0]): row[1] for topic, rows in response.errors for row in rows}
 
 
 def _moved(batches: Sequence[RecordBatch]) -> set[Partition]:

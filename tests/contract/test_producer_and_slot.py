@@ -253,7 +253,7 @@ async def test_each_transaction_has_an_epoch_of_its_own_where_version_2_is_used(
             producer.begin_early(partitions)
             assert producer._early_begin is not None
         await write(producer, [bench.record(b"%d" % n)], (bench.ledger, 0))
-        await producer._await_markers()
+        await session.await_markers()
     assert [epoch - epochs[0] for epoch in epochs] == [0, 1, 2]
     entries, _, _ = await fetch(producer.client, (bench.topic, 0), 0)
     assert [(entry.epoch, entry.marker is None) for entry in entries] == [
@@ -283,10 +283,10 @@ async def test_an_abort_without_a_partition_raises_the_epoch(bench: Bench) -> No
     """As after refused offsets: a late request of the aborted transaction cannot join the next one."""
     producer = await bench.new_producer("slot")
     before = producer.epoch
-    await producer._abort()
+    await producer._session.abort_transaction()
     assert producer.epoch == before + 1
     await write(producer, [bench.record(b"a")], (bench.ledger, 0))
-    await producer._abort()
+    await producer._session.abort_transaction()
     assert producer.epoch == before + 3
     await write(producer, [bench.record(b"b")], (bench.ledger, 0))
     assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]

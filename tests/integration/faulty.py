@@ -19,6 +19,7 @@ from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import ProducerState, TransactionalProducer
+from service.kafka.session import ProducerSession
 from service.pipeline.writer import Writer
 from service.slots.recovery import SlotRecovery
 from service.slots.slot import Slot
@@ -123,10 +124,10 @@ class Faults:
 
             async def end_here(commit: bool) -> None:
                 await self.reach("commit")
-                await TransactionalProducer._end(producer, commit)
+                await ProducerSession.end_transaction(producer._session, commit)
                 await self.reach("commit.done")
 
-            producer._end = end_here
+            producer._session.end_transaction = end_here
             return await commit(producer, ledger_record)
 
         replace(TransactionalProducer, "send", sending)

@@ -34,8 +34,9 @@ from service.contract.wire import (
 )
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
-from service.kafka.group_offsets import GroupOffsets, OffsetCommit
+from service.kafka.group_offsets import GroupOffsets
 from service.kafka.metadata import Partition
+from service.kafka.offset_commit import OffsetCommit
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import OffsetsRefused, TransactionFailed
 from service.kafka.producer import TransactionalProducer
@@ -135,7 +136,7 @@ class Rig:
             while any(row[1] for _, rows in (await session.request(session.coordinator, add)).errors for row in rows):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             (place,) = await self._send(session, [Record(*partition, None, id, [], now_ms)])
-            of_group = OffsetCommit(session)
+            of_group = OffsetCommit(session, OpenCheck(session))
             while True:  # the topic of offsets may be new, and the broker does not know its new setting yet
                 with contextlib.suppress(OffsetsRefused, *VERIFYING):
                     await of_group.commit(offsets, None)

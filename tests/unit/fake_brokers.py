@@ -24,16 +24,11 @@ from aiokafka.structs import TopicPartition
 
 from service.core.metrics import Telemetry
 from service.kafka.admin import TRANSACTIONS_1, KafkaAdmin
-from service.kafka.group_offsets import (
-    OFFSETS_TOPIC,
-    GroupOffsets,
-    TxnOffsetCommit,
-    TxnOffsetCommitAndAdd,
-    partition_of_group,
-)
+from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, partition_of_group
 from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.inspection import DescribeProducers, DescribeTransactions
 from service.kafka.metadata import Partition
+from service.kafka.offset_commit import TxnOffsetCommit, TxnOffsetCommitAndAdd
 from service.kafka.outcomes import PRODUCER_FENCED, TransactionFailed
 from service.kafka.producer import TransactionalProducer
 from service.kafka.protocol import EndedAndBumped, EndTxnAndBumpRequest, ProduceAndAddRequest, Produced

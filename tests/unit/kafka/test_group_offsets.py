@@ -4,7 +4,7 @@ import pytest
 from aiokafka.protocol.transaction import AddOffsetsToTxnRequest
 
 from service.core.problems import FORBIDDEN_GROUP, NOT_WRITTEN, OFFSETS_REFUSED, STALE_MEMBER
-from service.kafka import group_offsets as module
+from service.kafka import offset_commit as module
 from service.kafka.group_offsets import (
     AWAY,
     NOT_KEPT,
@@ -12,13 +12,12 @@ from service.kafka.group_offsets import (
     REFUSALS,
     GroupOffsets,
     Position,
-    TxnOffsetCommit,
-    TxnOffsetCommit_v3,
     group_in,
     partition_of_group,
 )
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.inspection import DescribeProducers
+from service.kafka.offset_commit import TxnOffsetCommit, TxnOffsetCommit_v3
 from service.kafka.outcomes import OffsetsRefused, TransactionFailed, TransactionOutcome
 from service.kafka.protocol import AddPartitionsToTxnRequest, EndTxnRequest
 from service.kafka.session import ProducerSession

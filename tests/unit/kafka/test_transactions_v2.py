@@ -10,17 +10,10 @@ from aiokafka.protocol.transaction import AddOffsetsToTxnRequest
 from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.kafka.admin import TRANSACTIONS_AUTO
-from service.kafka.group_offsets import (
-    OFFSETS_TOPIC,
-    GroupOffsets,
-    Position,
-    TxnOffsetCommit,
-    TxnOffsetCommit_v5,
-    TxnOffsetCommitAndAdd,
-    partition_of_group,
-)
+from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, Position, partition_of_group
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.inspection import DescribeProducers, DescribeTransactions
+from service.kafka.offset_commit import TxnOffsetCommit, TxnOffsetCommit_v5, TxnOffsetCommitAndAdd
 from service.kafka.outcomes import (
     TRANSACTION_ABORTABLE,
     OffsetsRefused,
