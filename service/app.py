@@ -151,7 +151,7 @@ class Service:
             self.telemetry,
             heartbeat_now,
             serve=self.writer.serve,
-            recovered=self.writer.recovered,
+            recovered=self.writer.unwritten.recovered,
         )
         self.rates = Rates(self.keys, lambda: self.pool.members)
         self.tokens = CurrentTokenCallers(rules, telemetry, self.rates)

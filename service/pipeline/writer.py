@@ -1,21 +1,20 @@
-"""The path of an event: claim → send → commit → mark → resolve, for a group at a time. Read `Writer.serve` first."""
+"""The path of an event: claim → send → commit → mark → resolve, for a group at a time. Read `Writer.serve` first.
+
+What a group leaves unwritten goes to unwritten.py.
+"""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-import structlog
-
 from service.claims.keys import Keys
-from service.claims.states import UNSENT, Claim, Delivered, Outcome, RequestEvent, RequestState
+from service.claims.states import Claim, Delivered, Outcome, RequestEvent, RequestState
 from service.contract import Guarantee
 from service.contract.wire import ledger_topic, stamp_writer
 from service.core.metrics import Telemetry
 from service.core.problems import (
-    IN_PROGRESS,
-    NOT_WRITTEN,
     OUTCOME_UNKNOWN,
     Fenced,
     KafkaAway,
@@ -28,7 +27,7 @@ from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
 from service.core.time_of_day import now_ms
 from service.core.time_slice import after_responses, yield_after
-from service.kafka.group_offsets import AWAY, OFFSETS_TOPIC
+from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.outcomes import OffsetsRefused, TransactionAborted, TransactionFailed, TransactionOutcome
 from service.kafka.records import Record
 from service.kafka.topics import TopicMetadataCache
@@ -36,11 +35,9 @@ from service.pipeline.attempt import Attempt
 from service.pipeline.decisions import (
     ClaimDecision,
     ClaimToRelease,
-    FailureDecision,
     IdempotentDecision,
     Step,
     after_claim,
-    offsets_problem,
     start_sending,
 )
 from service.pipeline.group import (
@@ -58,20 +55,14 @@ from service.pipeline.group import (
 from service.pipeline.queue import Queue
 from service.pipeline.request import Committed, WriteRequest
 from service.pipeline.resolver import Resolver
-from service.pipeline.waiters import Waiters
+from service.pipeline.unwritten import Unwritten
 from service.slots.slot import LedgerPosition, Slot
 from service.slots.store_recovery import CurrentStore
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only where it is asked for
     from service.pipeline.tracing import Tracing
 
-log = structlog.get_logger(__name__)
-
 AWAY_PAUSE_S: Final = 0.1
-# The pause before an aborted request is sent again, doubled with each abort. A slot's recovery takes about as long, as
-# does a broker until it knows a new topic.
-ABORTED_PAUSE_S: Final = 0.1
-ABORTED_PAUSE_MOST_S: Final = 1.0
 # A producer id and its epoch.
 ProducerIdentity = tuple[int, int]
 UNTRACED: Final = contextlib.nullcontext()
@@ -93,8 +84,8 @@ class Writer:
         tracing: "Tracing | None" = None,
         now_ms: Callable[[], int] = now_ms,
     ) -> None:
+        self.unwritten = Unwritten(queue, topic_metadata, resolver, ledger_topic(settings.namespace))
         self._settings = settings
-        self._ledger = ledger_topic(settings.namespace)
         self._keys = keys
         self._store = store
         self._queue = queue
@@ -103,8 +94,6 @@ class Writer:
         self._telemetry = telemetry
         self._tracing = tracing
         self._now_ms = now_ms  # the brokers' time, ms since the Unix epoch
-        self._parked: list[WriteRequest] = []  # they wait until a slot has been recovered
-        self._waiters = Waiters(queue.put_back)
         self._marking: set[asyncio.Task[None]] = set()
         self._heartbeat_now = heartbeat_now  # set where a claim's slot has no lease: the heartbeat recovers the slot
 
@@ -120,9 +109,10 @@ class Writer:
                 await self._claim(attempt)
                 await self._write(attempt)
                 marking = await self._start_mark(attempt, marking)
-                await self._release(slot, attempt.to_release)
+                if to_release := attempt.to_release:
+                    await self.unwritten.release(slot, to_release)
             except BaseException as error:
-                await self._end_term(attempt, error)
+                await self.unwritten.end_term(attempt, error)
                 raise
             finally:
                 self._queue.done(group)
@@ -167,7 +157,7 @@ class Writer:
         try:
             claims = await self._claims_of(slot, group)
         except StoreAway:  # nothing was claimed: the term goes on
-            self._requeue(group.requests)
+            self.unwritten.requeue(group.requests)
             await asyncio.sleep(AWAY_PAUSE_S)
             return
         self._telemetry.stages.observe(time.perf_counter() - started, "claim")
@@ -192,20 +182,14 @@ class Writer:
 
     def _carry_out(self, decision: ClaimDecision) -> None:
         """Carry out a decision, except for writing and releasing."""
-        if self._waiters:
+        unwritten = self.unwritten
+        if unwritten.waiters:
             for id in decision.final_keys:
-                self._waiters.wake(id)
+                unwritten.waiters.wake(id)
         for request, result in decision.results:
             self._resolver.resolve(request, result)
-        for request in decision.next[Step.PARK]:
-            request.move(RequestEvent.QUEUE)
-            self._parked.append(request)
-        for request in decision.next[Step.WAIT]:
-            self._wait_for_another(request)
-        self._requeue(decision.next[Step.REQUEUE])
-        for each in decision.to_release:  # not sent now; `_release` puts them back when their claims are gone
-            if not each.request.finished:
-                each.request.move(RequestEvent.QUEUE)
+        if decision.next or decision.to_release:
+            unwritten.take(decision)
         if decision.dead_holder_met:
             self._heartbeat_now.set()
         self._note_claimed(decision.claimed)
@@ -217,54 +201,6 @@ class Writer:
             request.move(RequestEvent.WIN)
             if request.on_claim is not None:
                 self._resolver.resolve_claim(request)
-
-    def _requeue(self, requests: Sequence[WriteRequest]) -> None:
-        """Put requests without a claim back into the queue; any slot may claim them."""
-        if requests:
-            for request in requests:
-                request.move(RequestEvent.QUEUE)
-            self._queue.put_back(requests)
-
-    async def _release(self, slot: Slot, to_release: Sequence[ClaimToRelease]) -> None:
-        """Release claims, and requeue, park or split their requests.
-
-        Raises StoreUnanswered, which ends the term: a release that runs later could remove a newer claim of this term.
-        """
-        if not to_release:
-            return
-        await self._release_claims(slot, [id for each in to_release for id in each.ids])
-        self._queue.put_back([each.request for each in to_release if each.then is Step.REQUEUE])
-        self._parked += [each.request for each in to_release if each.then is Step.PARK]
-        self._split(each.request for each in to_release if each.then is Step.SPLIT)
-
-    @staticmethod
-    async def _release_claims(slot: Slot, ids: Sequence[bytes]) -> None:
-        """Release claims of the slot's term. Raises StoreUnanswered for any release that may still come."""
-        try:
-            await slot.release(ids)
-        except (StoreLost, StoreAway, StoreUnanswered) as error:
-            raise StoreUnanswered(f"a release is open: {error}") from error
-
-    def _split(self, chunks: Iterable[WriteRequest]) -> None:
-        """Have the coroutine of each chunk's batch send the chunk again in parts."""
-        for chunk in chunks:
-            if not chunk.finished and (chunk.collector is None or not chunk.collector.send_again(chunk)):
-                self._resolver.resolve(chunk, Problem(NOT_WRITTEN, "its batch was given up: send it again"))
-
-    def _wait_for_another(self, request: WriteRequest) -> None:
-        """Claim a request again later, because another request writes its key now."""
-        request.move(RequestEvent.QUEUE)
-        request.accepted_at = 0  # a claim of its own that stood before was released
-        self._waiters.wait(request)
-        if not request.waits:
-            request.waits = True
-            asyncio.get_running_loop().call_at(request.wait_deadline, self._end_wait, request)
-
-    def _end_wait(self, request: WriteRequest) -> None:
-        """Answer 409 at the wait deadline, also when no slot is there to claim the request again."""
-        is_claimed = request.accepted_at != 0  # by this request since its last wait: then it waits for no other write
-        if request.state is RequestState.QUEUED and not is_claimed:
-            self._resolver.resolve(request, Problem(IN_PROGRESS, "Idempotency-Key: send it again, with the same key"))
 
     async def _answer_members(self, request: WriteRequest, claim: Claim) -> None:
         """Answer an atomic batch that is delivered, with the coordinates of its members."""
@@ -338,7 +274,7 @@ class Writer:
         return self._tracing.sending(attempt.slot.n, [request for request, _ in attempt.claimed])
 
     async def _write_exactly_once(self, attempt: Attempt, identity: ProducerIdentity) -> None:
-        """Write a group in one transaction. Raises TransactionFailed after `_fail` has dealt with the requests.
+        """Write a group in one transaction. Raises TransactionFailed when `Unwritten.fail` has dealt with the group.
 
         The offsets of a group come first: if Kafka refuses them, the transaction has no records yet.
         """
@@ -356,52 +292,22 @@ class Writer:
             of_group = "" if offsets is None else ledger_offsets_of(committed, first_record).encode()
             position = await slot.commit(entries_of(committed), topic_ids, of_group)
         except OffsetsRefused as refused:
-            await self._refuse(attempt, refused)
+            ((request, _),) = claimed
+            await self.unwritten.refuse_offsets(slot, request, refused)
             return
         except TransactionAborted:
-            await self._send_again(attempt)
+            await self.unwritten.send_again(slot, [request for request, _ in claimed])
             return
         except (Exception, asyncio.CancelledError) as error:
             self._queue.note_throttle(attempt.group, slot.throttled_s, failed=True)
             cause = failure_of(error)
             failure = cause if isinstance(cause, TransactionFailed) else self._bug(slot, cause)
-            await self._fail(slot, [request for request, _ in claimed], failure)
+            await self.unwritten.fail(slot, [request for request, _ in claimed], failure)
             if failure is error:
                 raise
             raise failure from cause
         self._queue.note_throttle(attempt.group, slot.throttled_s)
         attempt.delivered, attempt.position = committed, position
-
-    async def _refuse(self, attempt: Attempt, refused: OffsetsRefused) -> None:
-        """Release the claims of the batch whose offsets Kafka has refused, then answer it: its transaction is aborted.
-
-        Raises StoreUnanswered, after the answer, where the claims may still stand.
-        """
-        ((request, _),) = attempt.claimed
-        assert request.offsets is not None
-        request.move(RequestEvent.RETURN)
-        if refused.error.kind is NOT_WRITTEN:
-            self._topic_metadata.invalidate(OFFSETS_TOPIC)  # its replicas may be out of sync by now
-        if refused.error is AWAY:
-            self._note_failures([request], [request.offsets.isolation_name])
-        else:  # the group's coordinator answers
-            self._queue.release([request.offsets.isolation_name])
-        try:
-            await self._release_claims(attempt.slot, request.claimed_ids)
-        finally:
-            self._resolver.resolve(request, offsets_problem(refused.error))
-
-    async def _send_again(self, attempt: Attempt) -> None:
-        """Release the claims of a group whose transaction is aborted, and send it again after a pause, in any slot.
-
-        Raises StoreUnanswered where the claims may still stand: its requests wait for the slot's recovery.
-        """
-        requests = [request for request, _ in attempt.claimed]
-        for request in requests:
-            request.aborts += 1
-        if not await self._release_or_park(attempt.slot, requests, is_aborted=True):
-            raise StoreUnanswered("a release of an aborted transaction is open")
-        self._put_back_later(requests)
 
     @staticmethod
     def _bug(slot: Slot, error: Exception) -> TransactionFailed:
@@ -423,11 +329,11 @@ class Writer:
         except KafkaAway:  # nothing was sent
             for request, _ in claimed:
                 request.move(RequestEvent.RETURN)
-            self._park(slot, [request for request, _ in claimed])
+            self.unwritten.park(slot, [request for request, _ in claimed])
             raise
         self._queue.note_throttle(attempt.group, slot.idempotent.throttled_s)
         decision = IdempotentDecision(claimed, records, results)
-        self._note_failures(decision.failed, decision.to_isolate)
+        self.unwritten.note_failures(decision.failed, decision.to_isolate)
         for request, result in decision.results:
             self._resolver.resolve(request, result)
         for request in decision.requeued:
@@ -465,9 +371,9 @@ class Writer:
         rows = rows_to_mark(delivered)
         try:
             await slot.mark(position, rows)
-            if self._waiters:
+            if waiters := self.unwritten.waiters:
                 for id, _ in rows:
-                    self._waiters.wake(id)
+                    waiters.wake(id)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             # The events are committed and in the ledger, whatever Redis holds.
             self._telemetry.marks_failed.inc()
@@ -478,107 +384,6 @@ class Writer:
             self._queue.release(name for request, _ in delivered for name in request.dependencies)
             for request, committed in delivered:
                 self._resolver.resolve(request, committed)
-
-    # ----------------------------------------------------------------------------------------------------- failures
-
-    async def _fail(self, slot: Slot, requests: Sequence[WriteRequest], failure: TransactionFailed) -> None:
-        """Answer, requeue or park the requests of a transaction that did not commit cleanly.
-
-        If a commit may have been requested, all are parked until the recovery. If not, their claims are released and
-        they are sent again: at once the first time, later with a pause, because a request that fails each time would
-        end the terms of all slots. A request for a topic that may be new waits too. A chunk with a topic that failed is
-        split.
-        """
-        decision = FailureDecision(requests, failure, self._ledger)
-        if decision.ledger_is_full:  # its topic takes smaller records than before
-            self._queue.ledger_was_full(requests)
-        self._note_failures(decision.failed, decision.to_isolate)
-        if failure.offsets_error is not None:
-            self._topic_metadata.invalidate(OFFSETS_TOPIC)
-        for request in decision.aborting:
-            request.aborts += 1
-        for request, result in decision.results:
-            self._resolver.resolve(request, result)
-        if await self._release_or_park(slot, requests, is_aborted=decision.is_aborted):
-            self._queue.put_back(decision.at_once)
-            self._put_back_later(decision.later)
-            self._split(decision.split)
-
-    def _put_back_later(self, requests: Sequence[WriteRequest]) -> None:
-        """Put aborted requests back into the queue after the pause of the one with the most aborts."""
-        if requests:
-            pause_s = min(ABORTED_PAUSE_S * 2 ** max(each.aborts for each in requests), ABORTED_PAUSE_MOST_S)
-            asyncio.get_running_loop().call_later(pause_s, self._queue.put_back, requests)
-
-    async def _release_or_park(self, slot: Slot, requests: Sequence[WriteRequest], *, is_aborted: bool) -> bool:
-        """Release the claims of a failed transaction's requests; False: they may stand, and the recovery settles them.
-
-        `is_aborted`: no commit was requested. Otherwise nothing is released.
-        """
-        is_released = False
-        try:
-            is_released = is_aborted and await self._release_aborted(slot, requests)
-        finally:
-            for request in requests:
-                request.move(RequestEvent.RETURN if is_released else RequestEvent.DOUBT)
-            if not is_released:
-                self._parked += requests
-        return is_released
-
-    async def _release_aborted(self, slot: Slot, requests: Sequence[WriteRequest]) -> bool:
-        """Release the claims of an aborted transaction, so that any slot may write its requests; False: they may stand.
-
-        The transaction can never commit, because no commit was requested. The slot's own recovery may take hours: abort
-        markers need the replicas of every partition, and until a dead broker leaves the ISR all its partitions hang.
-        """
-        try:
-            await slot.release([id for request in requests for id in request.claimed_ids])
-        except (StoreLost, StoreAway, StoreUnanswered):
-            return False
-        slot.in_doubt = 0
-        return True
-
-    def _note_failures(self, requests: Iterable[WriteRequest], to_isolate: Iterable[str]) -> None:
-        """Isolate what failed a group, by name, and count the failure of the requests that depend on it."""
-        for request in requests:
-            request.failures += 1
-        names = set(to_isolate)
-        self._queue.isolate(names)
-        for name in names:
-            self._topic_metadata.invalidate(name)
-
-    async def _end_term(self, attempt: Attempt, error: BaseException) -> None:
-        """Park the requests of a group whose term has ended and that were not sent: their claims may stand.
-
-        Requests with claims to release are parked too, unless the release succeeds.
-        """
-        slot, group, to_release = attempt.slot, attempt.group, attempt.to_release
-        try:
-            if to_release and isinstance(error, TransactionFailed):
-                # Released now: the slot's recovery may take long, and these requests were not sent.
-                with contextlib.suppress(StoreUnanswered):
-                    await self._release(slot, to_release)
-                    to_release = []
-        finally:
-            unsent = [
-                request
-                for request in group.requests
-                if request.state in UNSENT and request.group_number == group.number  # else it is in a later group
-            ]
-            for request in unsent:
-                request.move(RequestEvent.QUEUE)
-            self._park(slot, unsent + [each.request for each in to_release if not each.request.finished])
-
-    def _park(self, slot: Slot, requests: Sequence[WriteRequest]) -> None:
-        """Keep requests until a recovery. A claim of the slot's current term that they meet later is their own."""
-        for request in requests:
-            request.claimants += ((slot.n, slot.term),)
-        self._parked += requests
-
-    def recovered(self) -> None:
-        """Claim the parked requests again, after the recovery of a slot or a heartbeat: the claim finds the outcome."""
-        parked, self._parked = self._parked, []
-        self._queue.put_back(parked)
 
     async def wait_for_marks(self) -> None:
         """Wait for the marks that are in flight, also those of slots that were cancelled."""

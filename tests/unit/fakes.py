@@ -417,7 +417,7 @@ class World:
     async def serve_again(self, slot: Slot) -> "asyncio.Task[None]":
         """After a failed term, recover the slot, requeue the requests that waited for that, and serve the slot."""
         await self.recover(slot)
-        self.writer.recovered()
+        self.writer.unwritten.recovered()
         return self.serve(slot)
 
     def submit(self, key: str, topic: str = "orders", ago_s: float = 0.0) -> "asyncio.Task[WriteResult]":

@@ -176,7 +176,7 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
         telemetry,
         world.heartbeat_now,
         serve=world.writer.serve,
-        recovered=world.writer.recovered,
+        recovered=world.writer.unwritten.recovered,
     )
     slot = await world.slot()
     pool.slots[0] = slot
@@ -191,7 +191,7 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
     pool._ended(slot, failed)
     assert shown(telemetry, "fencepost_kafka_errors_total", operation="transaction") == 1
     assert shown(telemetry, "fencepost_terms_ended_total", why="transaction") == 1
-    world.resolver.resolve(world.writer._parked[0], world.resolver.too_late(world.writer._parked[0]))
+    world.resolver.resolve(world.writer.unwritten.parked[0], world.resolver.too_late(world.writer.unwritten.parked[0]))
     await asked
     assert pool.in_doubt == 1  # its caller has got 504, and the outcome is not known yet
     assert pool.in_doubt_s > 0

@@ -127,7 +127,7 @@ async def test_requests_that_wait_for_the_same_key_share_its_repeated_claims(mon
     assert kind_of(answers.pop(7)) is FINGERPRINT_MISMATCH
     assert answers == [Committed(NOW_MS, ((event.id, delivered),), replayed=True)] * 49
     assert len(claims) <= 50 + 6 + 50
-    assert not world.writer._waiters
+    assert not world.writer.unwritten.waiters
     await ended(serving)
 
 
@@ -137,7 +137,7 @@ async def test_a_wait_for_a_write_of_this_process_ends_as_soon_as_it_is_written(
     monkeypatch.setattr(waiters, "PAUSE_LEAST_S", 60.0)
     world = held.world
     waits = world.admission.submit(make_event("a"), asyncio.get_running_loop().time(), wait_s=4)
-    await until(lambda: len(world.writer._waiters) == 1)
+    await until(lambda: len(world.writer.unwritten.waiters) == 1)
     held.gate.set()
     written = await held.result
     assert isinstance(written, Committed)
@@ -150,7 +150,7 @@ async def test_a_waiting_request_claims_the_key_when_the_one_that_claimed_has_go
     world = held.world
     arrived = asyncio.get_running_loop().time()
     short, long = (world.admission.submit(make_event("a"), arrived, wait_s=wait_s) for wait_s in (0.1, 4))
-    await until(lambda: len(world.writer._waiters) == 1)
+    await until(lambda: len(world.writer.unwritten.waiters) == 1)
     await ended(held.others)
     assert kind_of(await short) is IN_PROGRESS
     held.others = world.serve(held.second)
@@ -159,7 +159,7 @@ async def test_a_waiting_request_claims_the_key_when_the_one_that_claimed_has_go
     assert isinstance(written, Committed)
     async with asyncio.timeout(3):
         assert await long == replace(written, replayed=True)
-    await until(lambda: not world.writer._waiters)
+    await until(lambda: not world.writer.unwritten.waiters)
 
 
 async def test_a_request_that_prefers_not_to_wait_is_accepted_once_its_key_is_claimed() -> None:

@@ -129,7 +129,7 @@ async def live(world: World, n: int = 0) -> None:
             await world.writer.serve(slot)
         except TransactionFailed:
             await world.recover(slot)
-            world.writer.recovered()
+            world.writer.unwritten.recovered()
 
 
 async def test_a_chunk_is_one_request_in_the_queue_and_has_a_result_for_each_event() -> None:
@@ -257,7 +257,7 @@ async def test_a_claim_without_an_answer_waits_for_the_recovery_whole() -> None:
     world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
     submitted = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(slot))
-    assert [request.claimants for request in world.writer._parked] == [((0, slot.term),)]
+    assert [request.claimants for request in world.writer.unwritten.parked] == [((0, slot.term),)]
     serving = await world.serve_again(slot)
     assert problems(await submitted) == [None, None]
     assert world.keys_written() == [["a", "b"]]
@@ -272,11 +272,11 @@ async def test_a_chunk_that_meets_its_own_unanswered_claims_waits_for_the_recove
     submitted = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(first))
     serving = world.serve(second)
-    world.writer.recovered()  # another slot was
+    world.writer.unwritten.recovered()  # another slot was
     await asyncio.sleep(0.05)
     assert not submitted.done()
     await world.recover(first)
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     assert problems(await submitted) == [None, None]
     await ended(serving)
 
@@ -293,12 +293,12 @@ async def test_an_event_in_doubt_holds_up_the_later_events_of_its_chunk() -> Non
     await end_of_term(world.serve(first))
     world.keys.server.freed[5] = 51  # the holder of b is dead
     serving = world.serve(second)
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     await asyncio.sleep(0.05)
     assert world.keys_written(1) == []  # b would be before a
     assert not world.keys.is_claimed("b")
     await world.recover(first)
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     answers = await submitted
     assert len(offsets(answers)) == 3
     assert offsets(answers) == sorted(offsets(answers))
@@ -324,7 +324,7 @@ async def test_a_chunk_that_is_held_up_when_the_term_ends_waits_for_the_recovery
     await world.keys.claim(GENERATION, 5, 50, chunk.to_claim[:1])
     other = await on_its_way(world, "z") if step == "write" else None
     assert isinstance(await end_of_term(world.serve(slot)), TransactionFailed)
-    assert chunk in world.writer._parked
+    assert chunk in world.writer.unwritten.parked
     assert chunk.claimants == (((5, 50),) if error is None else ((5, 50), (slot.n, slot.term)))
     assert world.keys.is_claimed("b") is (error is not None)
     world.keys.server.freed[5] = 51
@@ -385,7 +385,7 @@ async def test_a_chunk_in_doubt_is_found_or_written_after_the_recovery(committed
         for offset, key in enumerate("ab"):
             found = Delivered(NOW_MS, make_event(key).fp, "orders", 0, offset, NOW_MS)
             world.keys.server.keys[event_id(key)] = found
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     serving = world.serve(slot)
     answers = await submitted
     assert problems(answers) == [None, None]
@@ -404,13 +404,13 @@ async def test_a_chunk_keeps_its_order_while_its_first_half_is_in_doubt() -> Non
     submitted = await on_its_way(world, "a", "b")
     await end_of_term(world.serve(first))
     await world.recover(first)
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     await end_of_term(world.serve(second))  # in which the first event hangs alone
     serving = world.serve(first)
     await asyncio.sleep(0.05)
     assert world.keys_written(0) == []
     await world.recover(second)
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     one, two = offsets(await submitted)
     assert one < two
     await ended(serving)

@@ -27,7 +27,7 @@ from service.kafka.admin import Topic
 from service.kafka.outcomes import RecordError, TransactionAborted, TransactionFailed, TransactionOutcome
 from service.kafka.records import Record, RecordMetadata
 from service.pipeline.request import Committed
-from service.pipeline.writer import ABORTED_PAUSE_S
+from service.pipeline.unwritten import ABORTED_PAUSE_S
 from tests.unit.fakes import NOW_MS, FakeProducer, World, end_of_term, ended, kind_of, make_event, steps, until
 
 GONE = RecordError(UNKNOWN_TOPIC, "it is not there")
@@ -89,7 +89,7 @@ async def test_a_poisoned_event_is_answered_after_a_try_alone_and_the_other_even
     world.producers[0].trouble.before["write"].append(
         TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": BIG})
     )
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     await end_of_term(world.serve(slot))
     assert kind_of(await poison) is TOO_LARGE
     await world.recover(slot)
@@ -112,7 +112,7 @@ async def test_an_event_is_retried_before_a_missing_topic_is_answered_404() -> N
     world.producers[0].trouble.before["write"].append(
         TransactionFailed(TransactionOutcome.ABORTED, "no", {"orders": GONE})
     )
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     await end_of_term(world.serve(slot))
     assert kind_of(await answer) is UNKNOWN_TOPIC
 
@@ -190,7 +190,7 @@ async def test_an_event_that_keeps_failing_is_tried_a_few_times_and_the_others_o
                 await world.writer.serve(slot)
             await asyncio.sleep(0.1)
             await world.recover(slot)
-            world.writer.recovered()
+            world.writer.unwritten.recovered()
 
     slots = [asyncio.create_task(live(n)) for n in range(3)]
     for answer in others:
@@ -217,16 +217,16 @@ async def test_a_request_that_fails_repeatedly_is_requeued_after_a_pause_or_with
         assert request.aborts == n
         if verdict is TransactionOutcome.UNKNOWN:
             await world.recover(slots[n])
-            world.writer.recovered()
+            world.writer.unwritten.recovered()
     serving = world.serve(slots[3])
     await asyncio.sleep(0.2)
     assert not answer.done()
-    assert world.writer._parked == ([] if given_up else [request])
+    assert world.writer.unwritten.parked == ([] if given_up else [request])
     if not given_up:
         await asyncio.sleep(0.3)
         assert not any(world.queue._waiting.values())
         await world.recover(slots[2])
-        world.writer.recovered()
+        world.writer.unwritten.recovered()
     assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
     assert not serving.done()
     await ended(serving)
@@ -258,7 +258,7 @@ async def test_a_stuck_topic_is_isolated_and_the_other_topics_are_written_by_ano
     world.producers[0].trouble.before["write"].append(stuck)
     await end_of_term(world.serve(slot))
     await world.recover(slot)
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     hung = world.producers[0].trouble.hold("write")
     first, second = await world.slot(1), slot
     serving = [world.serve(second), world.serve(first)]  # one is blocked by the hanging transaction, the other is not
@@ -380,7 +380,7 @@ async def test_a_released_request_is_requeued_once_even_if_another_slot_recovers
     world.producers[0].trouble.before["write"].append(stuck)
     failing = world.serve(slot)
     await released.wait()
-    world.writer.recovered()  # another slot was recovered meanwhile
+    world.writer.unwritten.recovered()  # another slot was recovered meanwhile
     hung = world.producers[1].trouble.hold("write")
     serving = world.serve(other)
     await asyncio.sleep(0.05)
@@ -460,7 +460,7 @@ async def test_requests_whose_claims_cannot_be_released_wait_for_the_recovery(er
     silence = world.keys.trouble.hold("release")
     failing = world.serve(slot)
     await asyncio.sleep(0.05)
-    world.writer.recovered()  # another slot was recovered meanwhile: requests that waited for that are requeued
+    world.writer.unwritten.recovered()  # another slot was recovered meanwhile: what waited for that is requeued
     silence.set()
     assert isinstance(await end_of_term(failing), TransactionFailed)
     meanwhile = world.serve(other)

@@ -159,7 +159,7 @@ async def test_a_batch_in_doubt_whose_member_is_stale_by_now_is_answered_by_its_
     world.keys.server.keys[ID] = DeliveredBatch(NOW_MS, whole_of([event])[1], 1)
     await world.recover(slot)
     world.producers[0].trouble.before["offsets"].append(STALE)
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     serving = world.serve(slot)
     found = await asyncio.wait_for(answer, 1.0)
     assert isinstance(found, Committed)

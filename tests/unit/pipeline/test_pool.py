@@ -258,7 +258,7 @@ async def test_a_slot_that_is_cut_off_in_a_claim_is_not_given_back_as_clean(hold
     await held.world.keys.trouble.reached["claim"].wait()
     await ended(held.pool._tasks[slot.n])
     assert held.world.keys.returned == [(slot.n, False)]
-    assert [request.claimants for request in held.world.writer._parked] == [((slot.n, slot.term),)]
+    assert [request.claimants for request in held.world.writer.unwritten.parked] == [((slot.n, slot.term),)]
     gate.set()
     waiting.cancel()
 
@@ -623,7 +623,7 @@ async def test_a_key_is_in_doubt_until_its_slot_has_been_recovered(hold: Hold) -
 
     recovery.set()
     await until(lambda: slot.state is SlotState.READY)
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     assert isinstance(await asked, Committed)
     assert await state_of("mine") == "committed"
     assert not held.pool.doubts(slot.n, slot.term)

@@ -181,7 +181,7 @@ async def test_a_request_in_doubt_is_answered_504_at_its_deadline() -> None:
     world.producers[0].trouble.before["write"].append(TransactionFailed(TransactionOutcome.UNKNOWN, "no answer"))
     answer = world.submit("a")
     await end_of_term(world.serve(slot))
-    (request,) = world.writer._parked
+    (request,) = world.writer.unwritten.parked
     assert request.state is RequestState.IN_DOUBT
     sweeping = asyncio.create_task(world.resolver.sweep())
     assert kind_of(await asyncio.wait_for(answer, 1.0)) is OUTCOME_UNKNOWN
@@ -195,7 +195,7 @@ async def test_a_claimed_request_that_was_not_sent_is_requeued_with_the_recovery
     world.idempotents[0].trouble.before["identity"].append(KafkaAway("no producer id"))
     answer = world.submit("a", "plain.a")
     assert isinstance(await end_of_term(world.serve(slot)), KafkaAway)
-    assert [request.state for request in world.writer._parked] == [RequestState.QUEUED]
+    assert [request.state for request in world.writer.unwritten.parked] == [RequestState.QUEUED]
     serving = await world.serve_again(slot)
     assert isinstance(await asyncio.wait_for(answer, 1.0), Committed)
     await ended(serving)

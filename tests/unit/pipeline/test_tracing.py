@@ -161,7 +161,7 @@ async def test_a_failed_transaction_is_an_error_with_its_verdict(world: Traced) 
     assert attributes(sent)["error.type"] == "unknown"
     assert sent.status.status_code is StatusCode.ERROR
     assert world.spans(SpanKind.PRODUCER) == []  # not answered yet
-    world.resolver.resolve(world.writer._parked[0], world.resolver.too_late(world.writer._parked[0]))
+    world.resolver.resolve(world.writer.unwritten.parked[0], world.resolver.too_late(world.writer.unwritten.parked[0]))
     await asked
     (span,) = world.spans(SpanKind.PRODUCER)
     assert attributes(span)["error.type"] == "outcome-unknown"

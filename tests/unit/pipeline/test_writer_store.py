@@ -112,7 +112,7 @@ async def test_a_term_that_is_cancelled_in_the_pause_after_its_claims_parks_what
     serving = world.serve(await world.slot())
     await until(lambda: len(world.queue._waiting[Guarantee.EXACTLY_ONCE]) == 1)
     await ended(serving)
-    assert [request.events[0].key for request in world.writer._parked] == ["claimed"]
+    assert [request.events[0].key for request in world.writer.unwritten.parked] == ["claimed"]
     for answer in answers:
         answer.cancel()
 
@@ -146,11 +146,11 @@ async def test_a_request_waits_for_the_recovery_of_its_own_unanswered_claim() ->
     assert world.keys.is_claimed("a")
     other = world.serve(await world.slot(1))
     await asyncio.sleep(0.02)
-    world.writer.recovered()  # the other slot's heartbeat: the claim still stands
+    world.writer.unwritten.recovered()  # the other slot's heartbeat: the claim still stands
     await asyncio.sleep(0.02)
     assert not answer.done()
     await world.recover(slot)
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     assert isinstance(await answer, Committed)
     await ended(other)
 
@@ -163,14 +163,14 @@ async def test_a_request_with_two_unanswered_claims_waits_for_the_recovery_of_th
     world.keys.trouble.after["claim"].append(StoreUnanswered("no answer"))
     await end_of_term(world.serve(slots[0]))
     world.keys.trouble.before["claim"].append(StoreUnanswered("no answer"))
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     await end_of_term(world.serve(slots[1]))
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     serving = world.serve(slots[2])
     await asyncio.sleep(0.02)
     assert not answer.done()
     await world.recover(slots[0])
-    world.writer.recovered()
+    world.writer.unwritten.recovered()
     assert isinstance(await answer, Committed)
     await ended(serving)
 
@@ -285,7 +285,7 @@ async def test_a_slot_that_ends_in_the_pause_after_a_failed_try_leaves_the_reque
     await until(lambda: bool(world.idempotents[0].written) and not world.keys.is_claimed("bad"))
     await asyncio.sleep(0.01)
     await ended(serving)
-    assert world.writer._parked == []
+    assert world.writer.unwritten.parked == []
     group = world.queue.take()
     assert group is not None
     assert [request.events[0].key for request in group.requests] == ["bad"]
