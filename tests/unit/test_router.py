@@ -175,7 +175,7 @@ async def test_a_stream_that_has_begun_keeps_its_rules(served: tuple[Router, int
     async with asyncio.timeout(20):
         for _ in range(3):
             writer.write(b"%x\r\n%b\r\n" % (len(line), line))
-            assert b'"code":"not-written"' in await reader.readuntil(b"}}\n")
+            assert b'"code":"not-written"' in await reader.readuntil(b'"a"}\n')
             router.build(loaded(tmp_path, "till"))()
         writer.write(b"0\r\n\r\n")
         assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"\r\n0\r\n\r\n")
