@@ -729,7 +729,7 @@ def kept_from(plan: Plan, cleaned_plan: Plan | None, settings: Settings, last_ru
     first_ms = plan.frozen_ms - settings.options.keep_days * DAY_MS
     if hours.text_of(first_ms - DAY_MS) < kept and run_plan.reads_nothing_new(plan, cleaned_plan):
         return kept
-    first = hours.text_of(min(first_ms, run_plan.unread_since(plan, settings, last_run)))
+    first = hours.text_of(min(first_ms, run_plan.paused_since(plan, settings, last_run)))
     return max(kept, min(first, *Balance.of(last_run).decided_late(run_plan.window_from(plan, settings)), first))
 
 

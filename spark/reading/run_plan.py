@@ -346,8 +346,14 @@ def unread_since(plan: Plan, settings: Settings, last_run: Mapping[str, Any] | N
     The window's start in a first run, and until all is read that the topics had before it: what is older is in no
     report.
     """
-    read_ms, window_ms = _known_caught_up_ms(last_run), window_from(plan, settings)
-    return window_ms if read_ms is None else min(window_ms, int(read_ms) - settings.max_settle_ms)
+    return min(window_from(plan, settings), paused_since(plan, settings, last_run))
+
+
+def paused_since(plan: Plan, settings: Settings, last_run: Mapping[str, Any] | None) -> int:
+    """Return since when (ms) accepted events may have been unread, by the runs before; the freeze if that is not
+    known."""
+    read_ms = _known_caught_up_ms(last_run)
+    return plan.frozen_ms if read_ms is None else int(read_ms) - settings.max_settle_ms
 
 
 @dataclass(frozen=True)
