@@ -16,7 +16,7 @@ from typing import Final
 
 from pyspark.errors import PySparkException
 
-from service.contract import SettingsError, SharedSettings
+from service.contract import Rules, SettingsError, SharedSettings
 from spark import dry_run, export, follow, idle, job, rates, show, silences
 from spark.console import Console
 from spark.errors import CannotRun
@@ -146,7 +146,8 @@ def _findings(arguments: Sequence[str]) -> int:
 
 def _rates(arguments: Sequence[str]) -> int:
     options = parse_rates(arguments, int(time.time() * 1000))
-    sys.stdout.writelines(rates.rates(open_session(urls=(options.lake,)), options))
+    scopes = Rules.read(SharedSettings.from_env().rules).scopes if options.by_caller else ()
+    sys.stdout.writelines(rates.rates(open_session(urls=(options.lake,)), options, scopes))
     return 0
 
 

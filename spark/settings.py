@@ -166,9 +166,9 @@ def parse(arguments: Sequence[str]) -> Options:
         "SIGINT, 2 if it could not run. Kafka, the namespace and the key "
         "retention come from the same FENCEPOST_ variables as the service's. Other commands: view TOPIC (a topic as a "
         "table with each id once), show ID (all data about an id), findings (the current findings, as CSV, JSON or "
-        "Parquet), rates (surplus copies and latencies by topic or process), repair (plans and sends what is lost or "
-        "missing, cleans a topic), schema (of report.json); -h after a "
-        "command prints its options. The command run is the default.",
+        "Parquet), rates (surplus copies and latencies by topic, process or caller), repair (plans and sends what is "
+        "lost or missing, cleans a topic), schema (of report.json); -h after a command prints its options. The command "
+        "run is the default.",
     )
     _add_lake(parser, "folder or URL of the Delta tables; created if missing")
     parser.add_argument(
@@ -496,12 +496,14 @@ def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RatesOptions:
-    """The options of the command `rates`: `since_ms` as in FindingsOptions, `by_instance`: a row for each process."""
+    """The options of the command `rates`: `since_ms` as in FindingsOptions, `by_instance`: a row for each process,
+    `by_caller`: for each caller."""
 
     lake: str
     topics: tuple[str, ...] = ()
     since_ms: int | None = None
     by_instance: bool = False
+    by_caller: bool = False
     format: str = JSON
 
 
@@ -518,6 +520,9 @@ def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
         "--by-instance", action="store_true", help="a row for each topic and process that wrote its records"
     )
     parser.add_argument(
+        "--by-caller", action="store_true", help="a row for each topic and caller, or source, that the rules name"
+    )
+    parser.add_argument(
         "--since",
         type=_since(now_ms),
         help="only what was accepted since then: as for the command findings; default: the window of the last run",
@@ -531,6 +536,7 @@ def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
         topics=parsed.topics,
         since_ms=parsed.since,
         by_instance=parsed.by_instance,
+        by_caller=parsed.by_caller,
         format=parsed.format,
     )
 

@@ -326,10 +326,9 @@ def _retries(sequence: DataFrame, evidence: LogEvidence) -> DataFrame:
 
     `fingerprint` is null for a record that cannot be a retry; such a record still separates two others.
     """
-    callers = F.filter(F.array(*map(F.lit, evidence.callers)), _is_of_caller)
     with_caller = sequence.withColumns(
         {
-            "caller": F.when(F.col("fingerprint").isNotNull(), F.get(callers, F.lit(0))),
+            "caller": F.when(F.col("fingerprint").isNotNull(), caller_of(evidence.callers)),
             "asked_ms": F.when(
                 rule_table.is_client_timestamp(
                     F.col("timestamp_ms"), F.col("record_accepted_ms"), evidence.timeouts_ms
@@ -360,6 +359,14 @@ def _retries(sequence: DataFrame, evidence: LogEvidence) -> DataFrame:
 
     of_earlier, own = F.lag("retention_ms").over(order), F.col("retention_ms")
     return with_caller.withColumn("retry", is_retry_of(F.lag, of_earlier) | is_retry_of(F.lead, own)).where("retry")
+
+
+def caller_of(scopes: Iterable[str]) -> Column:
+    """Return the scope (Rules.scopes) in which a row's id, or that of its atomic batch, is the id of its key.
+
+    It is the name of a caller, empty for none; null for other scopes, and for a record without a key.
+    """
+    return F.get(F.filter(F.array(*map(F.lit, scopes)), _is_of_caller), F.lit(0))
 
 
 def _is_of_caller(caller: Column) -> Column:
