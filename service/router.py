@@ -13,8 +13,10 @@ from service.events.loaded_rules import LoadedRules
 from service.http.application import Application
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
-from service.http.produce import ProduceEndpoint
+from service.http.produce import ProduceRequests
 from service.http.produce_listing import ListingParts, ProduceListing
+from service.http.produce_v2 import ProduceV2
+from service.http.produce_v3 import ProduceV3
 from service.http.protocol import Posts
 from service.http.rates import Rates
 from service.http.request_guard import RequestGuard
@@ -102,7 +104,7 @@ class Router:
         )
         guard = RequestGuard(settings, callers) if before is None else before.endpoint.guard.under(callers)
         endpoint = EventsEndpoint(guard, admission, telemetry, settings.key_ttl_s)
-        produce = ProduceEndpoint(
+        produce = ProduceRequests(
             guard, admission, telemetry, rules, settings.key_ttl_s, has_registry=bool(settings.registry)
         )
         known_sources = None if before is None else before.sources
@@ -111,7 +113,8 @@ class Router:
         )
         routes = [
             *event_routes(service, endpoint),
-            *produce.routes(),
+            *ProduceV2(produce).routes(),
+            *ProduceV3(produce).routes(),
             *ProduceListing(guard, service).routes(),
             sources.route(),
         ]

@@ -22,8 +22,8 @@ from service.http.asgi import send_whole
 from service.http.caller import Caller
 from service.http.certificates import NO_CERTIFICATE, SCOPE_KEY
 from service.http.headers import pick
-from service.http.produce import V3_PREFIXES
 from service.http.produce_answers import V2_TYPE, V3_TYPE, error_of, lines_of_error, render_error
+from service.http.produce_v3 import V3_PREFIXES
 from service.http.request_guard import RequestGuard
 from service.http.responses import headers_of
 from service.kafka.deadline import shared

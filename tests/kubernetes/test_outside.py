@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from deploy.places import ROOT
-from service.http.produce import V3_PREFIXES
+from service.http.produce_v3 import V3_PREFIXES
 from tests import go_tools
 from tests.kubernetes.rendering import HERE, Object, Rendered, render_with
 from tests.kubernetes.test_code import container_of, selects

@@ -18,7 +18,7 @@ from service.core.settings import EVENT_BYTES_MAX, GROUP_EVENT_BYTES_MAX, Settin
 from service.events import event
 from service.events.cloudevents import MEMBERS_MAX
 from service.events.strict_json import DEPTH_MAX
-from service.http import batch, encodings, limits, produce, request, request_reader, streamed_body
+from service.http import batch, encodings, limits, produce_v3, request, request_reader, streamed_body
 from service.http.request import OWN_BYTES
 from service.http.streamed_response import UNREAD_BYTES_MAX
 from service.kafka import topics
@@ -141,7 +141,7 @@ def test_the_limits_in_the_readme_are_those_of_the_code() -> None:
         f"| {streamed_body.WINDOW_BYTES // 2**20} MiB and the incomplete line; {UNREAD_BYTES_MAX // 2**20} MiB |",
         f"| {DEPTH_MAX} |",
         f"| {TOPIC_CHARS_MAX} characters |",
-        f"| the cluster's id in a path of the produce API | {produce.CLUSTER_CHARS_MAX} characters | 404 |",
+        f"| the cluster's id in a path of the produce API | {produce_v3.CLUSTER_CHARS_MAX} characters | 404 |",
         f"| {EVENT_BYTES_MAX:,} bytes; its JSON {event.EVENT_TEXT_BYTES_MAX:,} |",
         f"| {topics.NEW_AT_ONCE} at a time; {topics.NEW_WAITING_MAX:,} that wait |",
         f"| the body of a webhook's delivery | {EVENT_BYTES_MAX:,} bytes |",

@@ -19,7 +19,7 @@ from service.contract.wire import event_id
 from service.core.metrics import Telemetry
 from service.core.problems import RECORD_REFUSED
 from service.events.deliveries import Source, read_sources
-from service.http.produce import ProduceEndpoint
+from service.http.produce import ProduceRequests
 from service.http.request import Bodies
 from service.http.routes import describe
 from service.http.sources import SourcesEndpoint
@@ -27,6 +27,7 @@ from service.kafka.admin import Topic
 from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
 from service.kafka.records import Record
 from tests.unit.fakes import NOW_MS, World, count_of, ended, until
+from tests.unit.http.apps import produce_routes
 from tests.unit.http.test_asgi import app_and_posts
 from tests.unit.http.test_events import Commits
 
@@ -87,7 +88,9 @@ class Client:
 async def connected(world: World, sources: tuple[Source, ...]) -> AsyncIterator[Client]:
     """Make an app and its client; a slot of the world must be served elsewhere."""
     app, posts = app_and_posts(cast(Commits, world.admission))
-    app.router.routes += ProduceEndpoint(posts.guard, posts.admission, posts.telemetry, world.rules, 86_400).routes()
+    app.router.routes += produce_routes(
+        ProduceRequests(posts.guard, posts.admission, posts.telemetry, world.rules, 86_400)
+    )
     telemetry = Telemetry()
     app.router.routes.append(
         SourcesEndpoint(sources, world.admission, world.settings, Bodies(2**24), telemetry).route()

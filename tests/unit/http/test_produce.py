@@ -15,14 +15,15 @@ from fastapi import FastAPI
 from service.contract import CallerRule, Rules, TopicRule
 from service.contract.wire import event_id, member_id
 from service.core.problems import NOT_WRITTEN, Problem
-from service.http import produce as module
+from service.http import produce_v3 as module
 from service.http.callers import Callers
 from service.http.headers import JSON
-from service.http.produce import ProduceEndpoint, new_key
+from service.http.produce import ProduceRequests, new_key
 from service.http.request import OWN_BYTES
 from service.http.request_guard import RequestGuard
 from service.http.responses import imf_fixdate
 from tests.unit.fakes import NOW_MS, World, ended
+from tests.unit.http.apps import produce_routes
 
 JSON_V2 = "application/vnd.kafka.json.v2+json"
 BINARY_V2 = "application/vnd.kafka.binary.v2+json"
@@ -68,8 +69,8 @@ class Proxy:
 def app_of(world: World, rules: Rules = RULES, guard: RequestGuard | None = None) -> FastAPI:
     app = FastAPI()
     guard = guard or RequestGuard(world.settings, Callers(rules.callers))
-    produce = ProduceEndpoint(guard, world.admission, world.telemetry, rules, world.settings.key_ttl_s)
-    app.router.routes += produce.routes()
+    produce = ProduceRequests(guard, world.admission, world.telemetry, rules, world.settings.key_ttl_s)
+    app.router.routes += produce_routes(produce)
     return app
 
 

@@ -17,7 +17,7 @@ from service.events.deliveries import Source
 from service.http.asgi import AsgiEndpoint
 from service.http.callers import Callers
 from service.http.events import EventsEndpoint
-from service.http.produce import ProduceEndpoint
+from service.http.produce import ProduceRequests
 from service.http.request_guard import RequestGuard
 from service.http.sources import SourcesEndpoint
 from service.kafka.admin import Topic
@@ -25,6 +25,7 @@ from service.registry import client
 from service.registry.schema import Schema, SchemaType
 from tests.contract.fake_registry import FakeRegistry
 from tests.unit.fakes import World, ended
+from tests.unit.http.apps import produce_routes
 
 ORDER = {
     "type": "record",
@@ -92,9 +93,10 @@ def app_of(world: World) -> FastAPI:
     for path, handler in posts.routes.items():
         endpoint = AsgiEndpoint(handler, posts.guard.body_bytes_max, posts.guard.bodies)
         app.router.routes.append(Route(path.decode(), endpoint, methods=["POST"]))
-    app.router.routes += ProduceEndpoint(
+    produce = ProduceRequests(
         posts.guard, posts.admission, posts.telemetry, rules, world.settings.key_ttl_s, has_registry=True
-    ).routes()
+    )
+    app.router.routes += produce_routes(produce)
     rule = SourceRule("hooks", KeyPlace.HEADER, "x-id", None, topic="orders")
     sources = SourcesEndpoint(
         [Source(rule, None)], world.admission, world.settings, posts.guard.bodies, world.telemetry

@@ -20,7 +20,7 @@ from service.http.caller import Caller
 from service.http.callers import TOKEN_CHARS_MAX, Callers
 from service.http.events import EventsEndpoint
 from service.http.lines import lines_exchange
-from service.http.produce import ProduceEndpoint
+from service.http.produce import ProduceRequests
 from service.http.produce_listing import ListingParts, ProduceListing
 from service.http.request_guard import RequestGuard
 from service.http.streaming import StreamEndpoint
@@ -29,7 +29,7 @@ from service.identity import issuer_keys
 from service.identity.refusals import JwksPending
 from service.identity.tokens import Issuers, VerifiedToken
 from service.pipeline.admission import Admission
-from tests.unit.http.apps import add_routes
+from tests.unit.http.apps import add_routes, produce_routes
 from tests.unit.http.test_events import Commits
 from tests.unit.http.test_rates import sent
 from tests.unit.identity.signing import CLAIMS, ISSUER, NOW, Published, Signer, key_set
@@ -178,8 +178,8 @@ def app_of(world: World) -> FastAPI:
         Settings(rules="rules").key_ttl_s,
     )
     add_routes(app, posts)
-    produce = ProduceEndpoint(posts.guard, posts.admission, posts.telemetry, Rules(), 1)
-    app.router.routes += [*produce.routes(), *ProduceListing(posts.guard, cast(ListingParts, None)).routes()]
+    produce = ProduceRequests(posts.guard, posts.admission, posts.telemetry, Rules(), 1)
+    app.router.routes += [*produce_routes(produce), *ProduceListing(posts.guard, cast(ListingParts, None)).routes()]
     return app
 
 
