@@ -378,12 +378,12 @@ async def test_a_body_comes_in_parts() -> None:
 
 
 async def test_a_body_whose_content_length_is_too_large_is_not_read() -> None:
-    told = {b"content-length": b"%d" % (4 * OWN_BYTES + 1)}
-    server = Server(headers=told)
+    too_long = {b"content-length": b"%d" % (4 * OWN_BYTES + 1)}
+    server = Server(headers=too_long)
     await server.serve(endpoint_of(echo))
-    assert (server.head[b"x-size"], server.body) == (told[b"content-length"], b"")
+    assert (server.head[b"x-size"], server.body) == (too_long[b"content-length"], b"")
     assert b"connection" not in server.head
-    server = Server(headers={**told, b"expect": b"100-continue"})
+    server = Server(headers={**too_long, b"expect": b"100-continue"})
     await server.serve(endpoint_of(echo))
     assert server.head[b"connection"] == b"close", "what comes next may be its body, or a request"
 

@@ -87,8 +87,8 @@ def lines_of(body: bytes) -> list[Any]:
 async def written(world: World, batch: BatchBody) -> list[WriteResult]:
     """Write a batch through a slot, as a serving process does."""
     serving = world.serve(await world.slot())
-    told = write_each(world.admission, batch.events, member_of, asyncio.get_running_loop().time())
-    answers = [answer async for some in told for answer in some]
+    groups = write_each(world.admission, batch.events, member_of, asyncio.get_running_loop().time())
+    answers = [answer async for some in groups for answer in some]
     await ended(serving)
     return answers
 
@@ -186,10 +186,10 @@ async def test_a_batch_that_the_queue_has_no_room_for_is_refused_as_a_whole() ->
     world = World(queue_events_max=2)
     waiting = world.submit("z")
     await asyncio.sleep(0)
-    told = write_each(
+    groups = write_each(
         world.admission, batch_of(one("a"), one("b")).events, member_of, asyncio.get_running_loop().time()
     )
-    answers = [answer async for some in told for answer in some]
+    answers = [answer async for some in groups for answer in some]
     assert [kind_of(answer) for answer in answers] == [NOT_WRITTEN, NOT_WRITTEN]
     assert world.journal.answers == [("a", 503), ("b", 503)]
     waiting.cancel()
@@ -264,8 +264,8 @@ async def test_answers_are_given_chunk_by_chunk_in_the_order_of_the_lines() -> N
     world = World()
     serving = world.serve(await world.slot())
     lines = [json.dumps(event).encode() for event in (one("a"), one(None), one("b"), one("a"), one(None))]
-    told = write_each(world.admission, lines, line_of, asyncio.get_running_loop().time())
-    assert [[kind_of(answer) for answer in some] async for some in told] == [
+    groups = write_each(world.admission, lines, line_of, asyncio.get_running_loop().time())
+    assert [[kind_of(answer) for answer in some] async for some in groups] == [
         [None, MISSING_KEY, None],
         [None, MISSING_KEY],
     ]
@@ -282,8 +282,8 @@ async def test_an_event_is_parsed_when_its_chunk_is_made_up() -> None:
         return line_of(line)
 
     lines = [json.dumps(one(key)).encode() for key in "abacd"]
-    told = write_each(world.admission, lines, parse, asyncio.get_running_loop().time())
-    seen = [(len(some), len(looked_at)) async for some in told]
+    groups = write_each(world.admission, lines, parse, asyncio.get_running_loop().time())
+    seen = [(len(some), len(looked_at)) async for some in groups]
     assert seen == [(2, 3), (3, 5)]
     await ended(serving)
 
@@ -368,8 +368,8 @@ async def test_a_line_that_is_no_json_fails_alone() -> None:
     lines = lines_of(
         b'{"topic":"orders","value":1,"idempotency_key":"a"}\r\n\n  \n{"topic":\n{"a":NaN}\n7\n{"key":"\xff"}'
     )
-    told = write_each(world.admission, lines, line_of, asyncio.get_running_loop().time())
-    answers = [answer async for some in told for answer in some]
+    groups = write_each(world.admission, lines, line_of, asyncio.get_running_loop().time())
+    answers = [answer async for some in groups for answer in some]
     assert [kind_of(answer) for answer in answers] == [None, INVALID_JSON, INVALID_JSON, INVALID_EVENT, INVALID_JSON]
     await ended(serving)
 
@@ -540,9 +540,9 @@ async def test_too_many_events_are_refused_before_any_is_made(event: bytes, monk
 async def test_parsing_many_events_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if all of them are refused, and nothing is written in between."""
     monkeypatch.setattr("service.core.time_slice.SLICE_S", 0.0)
-    told = write_each(World().admission, [b"{}"] * 200, line_of, asyncio.get_running_loop().time())
+    groups = write_each(World().admission, [b"{}"] * 200, line_of, asyncio.get_running_loop().time())
     with Turns() as turns:
-        answers = [answer async for some in told for answer in some]
+        answers = [answer async for some in groups for answer in some]
     assert len(answers) == 200
     assert all(isinstance(answer, Problem) for answer in answers)
     assert turns.count >= 199
@@ -550,13 +550,13 @@ async def test_parsing_many_events_yields_to_other_tasks(monkeypatch: pytest.Mon
 
 async def test_problems_of_a_batch_leave_no_cycles() -> None:
     """Otherwise Python's garbage collector would hold the event loop to free 10,000 of them."""
-    told = write_each(World().admission, [b"{}", b"[", b'{"topic":"t","x":1}'] * 100, line_of, 0.0)
+    groups = write_each(World().admission, [b"{}", b"[", b'{"topic":"t","x":1}'] * 100, line_of, 0.0)
     gc.collect()
     gc.disable()
     try:
-        answers = [answer async for some in told for answer in some]
+        answers = [answer async for some in groups for answer in some]
         assert len(answers) == 300
-        del answers, told
+        del answers, groups
         assert gc.collect() < 100
     finally:
         gc.enable()

@@ -143,12 +143,12 @@ def change(client: Client, schema: Path, text: str) -> None:
 
 async def test_an_event_that_its_schema_refuses_is_written_once_and_stays_refused(client: Client) -> None:
     first = await client.event(BAD, key="k", headers={"a": "b"}, partition=2, timestamp=5)
-    told = first.json()
+    problem = first.json()
     letter = client.world.keys.server.keys[event_id("k")]
     assert isinstance(letter, Delivered)
     assert first.status_code == 422
     assert first.headers["content-type"] == "application/problem+json"
-    assert told == {
+    assert problem == {
         "type": "/problems/schema-mismatch",
         "title": "The value is not what the topic's schema allows",
         "status": 422,
@@ -177,7 +177,7 @@ async def test_an_event_that_its_schema_refuses_is_written_once_and_stays_refuse
         "fencepost-partition": b"2",
         "fencepost-timestamp": b"5",
         "fencepost-code": b"schema-mismatch",
-        "fencepost-detail": told["detail"].encode(),
+        "fencepost-detail": problem["detail"].encode(),
         "fencepost-caller": b"",
     }
     assert client.world.journal.answers == [("k", 422), ("k", 422)]
@@ -356,8 +356,13 @@ async def test_a_delivery_that_cannot_be_used_is_written_once(client: Client) ->
         ]
     ):
         first = await client.deliver("shop", body)
-        told = first.json()
-        assert (first.status_code, told["code"], told["quarantined"], told["topic"]) == (status, code, True, "letters")
+        problem = first.json()
+        assert (first.status_code, problem["code"], problem["quarantined"], problem["topic"]) == (
+            status,
+            code,
+            True,
+            "letters",
+        )
         again = await client.deliver("shop", body)
         assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (
             status,

@@ -138,10 +138,10 @@ def test_the_echo_of_a_key_is_that_key(key: str) -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.code)
 def test_every_problem_is_rendered_with_its_status_code_and_type(kind: Any) -> None:
     status, headers, body = render_problem(Problem(kind, "field: remedy"))
-    told = json.loads(body)
-    assert (status, told["status"], told["code"]) == (kind.status, kind.status, kind.code)
-    assert told["type"] == f"/problems/{kind.code}"
-    assert set(told) == {"type", "title", "status", "detail", "code"}
+    problem = json.loads(body)
+    assert (status, problem["status"], problem["code"]) == (kind.status, kind.status, kind.code)
+    assert problem["type"] == f"/problems/{kind.code}"
+    assert set(problem) == {"type", "title", "status", "detail", "code"}
     assert dict(headers)[b"content-type"] == b"application/problem+json"
     # Retry-After is sent if the same request may succeed.
     may_succeed = kind.status in (409, 429, 503, 504) and kind is not STALE_MEMBER
@@ -236,12 +236,12 @@ class Commits:
 def posted(path: str, body: bytes, **headers: str) -> tuple[FakePost, list[Event]]:
     """Post a request; returns the response, and the written events. `_` in a header's name is `-`."""
     admission = Commits()
-    told = FakePost(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
+    fake = FakePost(body, {"host": "x", **{name.replace("_", "-"): text for name, text in headers.items()}})
     endpoint = EventsEndpoint(
         RequestGuard(Settings(), Callers([])), cast(Admission, admission), Telemetry(), Settings().key_ttl_s
     )
-    endpoint.routes[path.encode()](told)
-    return told, admission.events
+    endpoint.routes[path.encode()](fake)
+    return fake, admission.events
 
 
 async def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without_its_body() -> None:
@@ -252,18 +252,18 @@ async def test_a_request_that_finds_the_queue_full_waits_for_its_refusal_without
     )
 
     def post() -> FakePost:
-        told = FakePost(b"{}", {"host": "x", "content-type": "application/json"})
-        endpoint.routes[b"/events"](told)
-        return told
+        fake = FakePost(b"{}", {"host": "x", "content-type": "application/json"})
+        endpoint.routes[b"/events"](fake)
+        return fake
 
-    while (told := post()).status:
-        assert (told.status, told.detail) == (503, "the queue is full")
-    assert not told.body
+    while (fake := post()).status:
+        assert (fake.status, fake.detail) == (503, "the queue is full")
+    assert not fake.body
     for _ in range(ANSWERS_EACH):
         admission.load_shedder.answered()
     admission.load_shedder.end_due(0.0)
     await asyncio.sleep(0)
-    assert (told.status, told.detail) == (503, "the queue is full")
+    assert (fake.status, fake.detail) == (503, "the queue is full")
     assert not admission.events
 
 
@@ -275,20 +275,20 @@ CE_HEADERS = {f"ce_{name}": text for name, text in CLOUD.items()}
 def test_a_structured_cloudevent_may_have_its_attributes_in_headers_too(content_type: str) -> None:
     """CloudEvents' HTTP binding, sections 3 and 3.2.3: the content type decides the mode."""
     body = json.dumps({**CLOUD, "data": 1}).encode()
-    told, (event,) = posted("/events", body, content_type=content_type, **CE_HEADERS)
-    assert told.status == 201
+    fake, (event,) = posted("/events", body, content_type=content_type, **CE_HEADERS)
+    assert fake.status == 201
     assert (event.value, event.headers) == (body, [("content-type", STRUCTURED.encode())])
 
 
 def test_a_batch_of_cloudevents_is_parsed_as_a_batch_in_spite_of_its_headers() -> None:
-    told, events = posted("/events", b"{}", content_type=BATCHED, **CE_HEADERS)
-    assert (told.status, events) == (400, [])
-    assert "array" in told.detail
+    fake, events = posted("/events", b"{}", content_type=BATCHED, **CE_HEADERS)
+    assert (fake.status, events) == (400, [])
+    assert "array" in fake.detail
 
 
 def test_an_empty_batch_of_cloudevents_has_no_results() -> None:
-    told, events = posted("/events", b"[]", content_type=BATCHED)
-    assert (told.status, json.loads(told.said), events) == (207, {"results": []}, [])
+    fake, events = posted("/events", b"[]", content_type=BATCHED)
+    assert (fake.status, json.loads(fake.said), events) == (207, {"results": []}, [])
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_an_empty_batch_of_cloudevents_has_no_results() -> None:
 )
 def test_the_data_of_a_binary_cloudevent_is_of_any_type_and_charset(content_type: str | None) -> None:
     headers = CE_HEADERS if content_type is None else {**CE_HEADERS, "content_type": content_type}
-    told, (event,) = posted("/events", b"\xe9", **headers)
-    assert told.status == 201
+    fake, (event,) = posted("/events", b"\xe9", **headers)
+    assert fake.status == 201
     assert (event.value, event.key) == (b"\xe9", "/shop/7 42")
     assert dict(event.headers).get("content-type") == (content_type and content_type.encode())
 
@@ -308,31 +308,31 @@ def test_a_body_that_arrives_at_capacity_is_answered_503_with_retry_after(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakePost, "bodies_bytes_max", 0)
-    told, events = posted(path, bytes(2 * OWN_BYTES), content_type=JSON, idempotency_key="k")
-    assert (told.status, json.loads(told.said)["code"], events) == (503, "not-written", [])
-    assert b"retry-after: 1\r\n" in told.lines
+    fake, events = posted(path, bytes(2 * OWN_BYTES), content_type=JSON, idempotency_key="k")
+    assert (fake.status, json.loads(fake.said)["code"], events) == (503, "not-written", [])
+    assert b"retry-after: 1\r\n" in fake.lines
 
 
 @pytest.mark.parametrize("coding", ["br", "compress", "identity, gzip", "gzip, gzip", "gzip;q=1", "x-deflate"])
 @pytest.mark.parametrize("path", ["/events", "/events/batch"])
 def test_a_body_in_another_coding_or_several_is_refused_with_those_that_are_taken(path: str, coding: str) -> None:
-    told, events = posted(path, b"{}", content_encoding=coding, content_type=JSON, idempotency_key="k")
-    assert (told.status, json.loads(told.said)["code"], events) == (415, "unsupported-encoding", [])
-    assert told.detail == "Content-Encoding: send one of gzip, deflate, zstd, or none"
-    assert b"accept-encoding: gzip, deflate, zstd\r\n" in told.lines
+    fake, events = posted(path, b"{}", content_encoding=coding, content_type=JSON, idempotency_key="k")
+    assert (fake.status, json.loads(fake.said)["code"], events) == (415, "unsupported-encoding", [])
+    assert fake.detail == "Content-Encoding: send one of gzip, deflate, zstd, or none"
+    assert b"accept-encoding: gzip, deflate, zstd\r\n" in fake.lines
 
 
 @pytest.mark.parametrize("coding", ["identity", "Identity", " identity ", ""])
 def test_a_body_with_the_identity_coding_is_accepted(coding: str) -> None:
-    told, (event,) = posted("/events", b"1", content_encoding=coding, **CE_HEADERS)
-    assert (told.status, event.value) == (201, b"1")
+    fake, (event,) = posted("/events", b"1", content_encoding=coding, **CE_HEADERS)
+    assert (fake.status, event.value) == (201, b"1")
 
 
 def test_a_415_for_the_media_type_has_no_accept_encoding() -> None:
     """RFC 9110, section 12.5.3: Accept-Encoding is only for a 415 about the coding."""
-    told, _ = posted("/events", b"1", content_type="text/plain")
-    assert told.status == 415
-    assert b"accept-encoding" not in told.lines
+    fake, _ = posted("/events", b"1", content_type="text/plain")
+    assert fake.status == 415
+    assert b"accept-encoding" not in fake.lines
 
 
 @pytest.mark.parametrize("name", [b"content-encoding", b"content-type", b"authorization", b"traceparent", b"prefer"])
@@ -347,19 +347,19 @@ def test_a_reply_that_raises_is_answered_500_and_ends_its_connection(
 ) -> None:
     """Otherwise the client would wait for a response that never comes: the event's deadline has passed."""
     monkeypatch.setattr(f"service.http.{where}", lambda *_: 1 / 0)
-    told, events = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
+    fake, events = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
     assert len(events) == 1
-    assert (told.status, told.keep_alive) == (500, False)
+    assert (fake.status, fake.keep_alive) == (500, False)
 
 
 def test_an_answer_that_cannot_be_written_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(told: FakePost, *_: object) -> None:
-        told.answered = True
+    def breaks(fake: FakePost, *_: object) -> None:
+        fake.answered = True
         raise RuntimeError("the transport")
 
     monkeypatch.setattr(FakePost, "answer", breaks)
-    told, _ = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
-    assert told.was_cut
+    fake, _ = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
+    assert fake.was_cut
 
 
 def test_the_addresses_of_the_loopback_that_are_known_have_a_bound() -> None:
@@ -401,8 +401,8 @@ def test_a_long_body_is_checked_in_a_thread(path: str, kind: str, body: Any, mon
     monkeypatch.setattr(strict_json, "check_json", noted(check_json))
     monkeypatch.setattr(event_module, "check_json", noted(check_json))
     key = {} if kind == BATCHED else {"idempotency_key": "k"}
-    told, _ = posted(path, json.dumps(body).encode(), content_type=kind, **key)
-    assert told.status
+    fake, _ = posted(path, json.dumps(body).encode(), content_type=kind, **key)
+    assert fake.status
     assert where
     assert all(name.startswith("long-json") for name in where)
 
@@ -441,9 +441,9 @@ async def test_a_caller_past_its_rate_is_refused_before_its_body_is_read(path: s
     callers = Callers(rules)
     assert await sent(callers.of("Bearer s3cret"), 5) == 0
     await asyncio.sleep(0.01)
-    told = Unread(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
+    fake = Unread(b"", {"host": "x", "authorization": "Bearer s3cret", "content-type": kind, "idempotency-key": "k"})
     endpoint = EventsEndpoint(
         RequestGuard(Settings(), callers), cast(Admission, Commits()), Telemetry(), Settings().key_ttl_s
     )
-    endpoint.routes[path.encode()](told)
-    assert told.status == 429
+    endpoint.routes[path.encode()](fake)
+    assert fake.status == 429

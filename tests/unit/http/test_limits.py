@@ -155,10 +155,10 @@ def problem_of(answer: bytes) -> tuple[int, str]:
     assert headers["content-type"] == "application/problem+json"
     assert (headers["connection"], headers["content-length"]) == ("close", str(len(body)))
     assert "date" in headers
-    told = json.loads(body)
-    assert set(told) == {"type", "title", "status", "detail", "code"}
-    assert told["status"] == int(first.split()[1])
-    return told["status"], told["code"]
+    problem = json.loads(body)
+    assert set(problem) == {"type", "title", "status", "detail", "code"}
+    assert problem["status"] == int(first.split()[1])
+    return problem["status"], problem["code"]
 
 
 async def test_whole_requests_go_on_past_the_bound(port: int) -> None:

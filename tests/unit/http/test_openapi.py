@@ -91,10 +91,10 @@ def answers_to(operation: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def check(schema: str, body: bytes | str) -> None:
     """Check that the body matches a schema of the document, and has its members and no others."""
-    told = json.loads(body)
-    Draft202012Validator({**SCHEMAS[schema], "components": DOCUMENT["components"]}).validate(told)
+    parsed = json.loads(body)
+    Draft202012Validator({**SCHEMAS[schema], "components": DOCUMENT["components"]}).validate(parsed)
     alternatives = SCHEMAS[schema].get("oneOf", [SCHEMAS[schema]])
-    assert told.keys() in [alternative["properties"].keys() for alternative in alternatives]
+    assert parsed.keys() in [alternative["properties"].keys() for alternative in alternatives]
 
 
 def test_the_document_has_the_routes_of_the_app_and_no_others(app: FastAPI) -> None:
@@ -112,8 +112,8 @@ def test_the_document_has_the_parameters_of_each_get(app: FastAPI) -> None:
         for method, made in operations.items():
             wanted = [(given["name"], given["in"], given["required"]) for given in made.get("parameters", [])]
             wanted = [given for given in wanted if given[0] != "authorization"]
-            told = PATHS[path][method].get("parameters", [])
-            assert [(given["name"], given["in"], given["required"]) for given in told] == wanted, path
+            parameters = PATHS[path][method].get("parameters", [])
+            assert [(given["name"], given["in"], given["required"]) for given in parameters] == wanted, path
             assert (
                 PATHS[path][method]["responses"]["200"]["content"].keys() == made["responses"]["200"]["content"].keys()
             )

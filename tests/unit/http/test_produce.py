@@ -111,9 +111,13 @@ def keyed(text: str) -> dict[str, Any]:
 
 
 def assert_error(response: httpx.Response, status: int, error_code: int) -> str:
-    told = response.json()
-    assert (response.status_code, told["error_code"], told.keys()) == (status, error_code, {"error_code", "message"})
-    return str(told["message"])
+    answer = response.json()
+    assert (response.status_code, answer["error_code"], answer.keys()) == (
+        status,
+        error_code,
+        {"error_code", "message"},
+    )
+    return str(answer["message"])
 
 
 # ------------------------------------------------------------------------------------------------------------------ v2
@@ -122,13 +126,13 @@ def assert_error(response: httpx.Response, status: int, error_code: int) -> str:
 async def test_v2_records_are_written_in_their_order(proxy: Proxy) -> None:
     response = await proxy.v2({"value": {"a": 1}}, {"key": "k", "value": "x"}, {"value": 2, "partition": 1})
     assert (response.status_code, response.headers["content-type"]) == (200, ANSWER_V2)
-    told = response.json()
-    assert (told["key_schema_id"], told["value_schema_id"]) == (None, None)
-    assert [each.keys() for each in told["offsets"]] == [{"partition", "offset", "error_code", "error"}] * 3
-    assert [(each["offset"], each["error_code"], each["error"]) for each in told["offsets"]] == [
+    answer = response.json()
+    assert (answer["key_schema_id"], answer["value_schema_id"]) == (None, None)
+    assert [each.keys() for each in answer["offsets"]] == [{"partition", "offset", "error_code", "error"}] * 3
+    assert [(each["offset"], each["error_code"], each["error"]) for each in answer["offsets"]] == [
         (offset, None, None) for offset in (12, 13, 14)
     ]
-    assert told["offsets"][2]["partition"] == 1
+    assert answer["offsets"][2]["partition"] == 1
     assert [(key, value) for _, key, value in proxy.written] == [(None, b'{"a": 1}'), (b'"k"', b'"x"'), (None, b"2")]
 
 
@@ -195,8 +199,8 @@ async def test_a_rule_may_refuse_requests_without_a_key(proxy: Proxy) -> None:
     assert_error(await proxy.v3(string("a"), path=path), 400, 40001)
     own = {"name": "idempotency-key", "value": base64.b64encode(b"own").decode()}
     assert_error(await proxy.v3({**string("a"), "headers": [own]}, string("b"), path=path), 400, 40001)
-    (told,) = answers(await proxy.v3({**string("a"), "headers": [own]}, path=path))
-    assert told["error_code"] == 200
+    (answer,) = answers(await proxy.v3({**string("a"), "headers": [own]}, path=path))
+    assert answer["error_code"] == 200
     assert len(proxy.written) == 2
 
 
@@ -250,8 +254,8 @@ async def test_a_record_that_is_not_written_is_retriable(proxy: Proxy) -> None:
     assert_error(response, 503, 50003)
     assert response.headers["retry-after"] == "1"
     assert uuid.UUID(response.headers["idempotency-key"]).version == 7
-    (told,) = answers(await proxy.v3(string("a")))
-    assert told["error_code"] == 50003
+    (answer,) = answers(await proxy.v3(string("a")))
+    assert answer["error_code"] == 50003
 
 
 async def test_a_request_that_finds_the_queue_full_is_refused(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,14 +295,14 @@ async def test_callers_are_known_by_their_tokens() -> None:
         response = await proxy.v2({"value": 1})
         assert_error(response, 401, 40101)
         assert response.headers["www-authenticate"] == "Bearer"
-        told = {"authorization": "Bearer token"}
-        assert_error(await proxy.v2({"value": 1}, path="/topics/other", **told), 403, 40301)
+        token = {"authorization": "Bearer token"}
+        assert_error(await proxy.v2({"value": 1}, path="/topics/other", **token), 403, 40301)
         basic = {"authorization": f"Basic {base64.b64encode(b'API-KEY:token').decode()}"}
         assert_error(await proxy.v2({"value": 1}, path="/topics/other", **basic), 403, 40301)
-        assert_error(await proxy.v3(string("a"), path=V3.replace("orders", "other"), **told), 403, 40301)
-        assert (await proxy.v2({"value": 1}, idempotency_key="q", **told)).status_code == 200
+        assert_error(await proxy.v3(string("a"), path=V3.replace("orders", "other"), **token), 403, 40301)
+        assert (await proxy.v2({"value": 1}, idempotency_key="q", **token)).status_code == 200
         assert set(world.keys.server.keys) == {member_id("q", 0, "shop")}
-        response = await proxy.v2({"value": 1}, **told)
+        response = await proxy.v2({"value": 1}, **token)
         assert_error(response, 429, 42901)
         assert int(response.headers["retry-after"]) > 1
     await ended(serving)
@@ -369,22 +373,22 @@ async def test_v3_records_are_answered_in_their_order_and_fail_alone(proxy: Prox
     schema = {"value": {"schema_id": 1, "data": 1}}
     nowhere = {"partition_id": 7, **string("x")}
     response = await proxy.v3(string("a"), bad, string("b"), schema, {"partition_id": -1, **string("x")}, nowhere)
-    told = answers(response)
-    assert [each["error_code"] for each in told] == [200, 400, 200, 422, 40402, 40402]
-    assert [each.get("offset") for each in told] == [12, None, 13, None, None, None]
-    assert all(each.keys() == {"error_code", "message"} for each in told if each["error_code"] != 200)
-    assert told[1]["message"] == "value.data: send a string of base64"
-    assert told[3]["message"].startswith("Error: 42206 : value: no schema registry is configured")
+    results = answers(response)
+    assert [each["error_code"] for each in results] == [200, 400, 200, 422, 40402, 40402]
+    assert [each.get("offset") for each in results] == [12, None, 13, None, None, None]
+    assert all(each.keys() == {"error_code", "message"} for each in results if each["error_code"] != 200)
+    assert results[1]["message"] == "value.data: send a string of base64"
+    assert results[3]["message"].startswith("Error: 42206 : value: no schema registry is configured")
 
 
 async def test_text_that_is_no_json_ends_a_v3_request(proxy: Proxy) -> None:
     """As with the peer: what comes before is written and answered."""
     record = json.dumps(string("a")).encode()
     for rest in (b"foobar", b'{"value":', b"[" + record + b"]"):
-        told = answers(await proxy.post(V3, record + rest))
-        assert [each["error_code"] for each in told] == [200, 400]
-    told = answers(await proxy.post(V3, b'{"value":{"type":"JSON","data":NaN}}' + record))
-    assert [each["error_code"] for each in told] == [400, 200], "it is known where the record ends"
+        results = answers(await proxy.post(V3, record + rest))
+        assert [each["error_code"] for each in results] == [200, 400]
+    results = answers(await proxy.post(V3, b'{"value":{"type":"JSON","data":NaN}}' + record))
+    assert [each["error_code"] for each in results] == [400, 200], "it is known where the record ends"
     assert len(proxy.written) == 4
     for body in (b"", b" \n"):
         assert_error(await proxy.post(V3, body), 422, 422)
@@ -455,15 +459,15 @@ async def test_the_entries_of_a_batch_are_written_and_answered_each_for_itself(p
     response = await proxy.batch(*entries, {"id": "f"}, idempotency_key="q")
     assert (response.status_code, response.headers["content-type"]) == (207, "application/json")
     assert (response.headers["idempotency-key"], response.headers["idempotency-key-expires"]) == ("q", EXPIRES)
-    told = response.json()
-    assert told["successes"] == [
+    answer = response.json()
+    assert answer["successes"] == [
         {
             "id": "a",
             "cluster_id": "c1",
             "topic_name": "orders",
-            "partition_id": told["successes"][0]["partition_id"],
+            "partition_id": answer["successes"][0]["partition_id"],
             "offset": 12,
-            "timestamp": told["successes"][0]["timestamp"],
+            "timestamp": answer["successes"][0]["timestamp"],
             "value": {"type": "STRING", "size": 70_000},
         },
         {
@@ -477,14 +481,14 @@ async def test_the_entries_of_a_batch_are_written_and_answered_each_for_itself(p
             "value": {"type": "STRING", "size": 1},
         },
     ]
-    assert [(each["id"], each["error_code"]) for each in told["failures"]] == [
+    assert [(each["id"], each["error_code"]) for each in answer["failures"]] == [
         ("b", 400),
         ("c", 422),
         ("e", 40402),
         ("f", 400),
     ]
-    assert all(each.keys() == {"id", "error_code", "message"} for each in told["failures"])
-    assert told["failures"][1]["message"].startswith("Error: 42206 : ")
+    assert all(each.keys() == {"id", "error_code", "message"} for each in answer["failures"])
+    assert answer["failures"][1]["message"].startswith("Error: 42206 : ")
     assert [(key, value) for _, key, value in proxy.written] == [(None, b"x" * 70_000), (b'{"n":1}', b"a")]
 
 
@@ -581,8 +585,8 @@ async def test_the_paths_of_confluent_server_are_served(proxy: Proxy) -> None:
 async def test_bodies_may_be_compressed(proxy: Proxy) -> None:
     records = [string("x" * 70_000), string("a")]
     body = gzip.compress(b"".join(json.dumps(each).encode() for each in records))
-    told = answers(await proxy.post(V3, body, content_encoding="gzip"))
-    assert [each["value"]["size"] for each in told] == [70_000, 1]
+    results = answers(await proxy.post(V3, body, content_encoding="gzip"))
+    assert [each["value"]["size"] for each in results] == [70_000, 1]
     v2 = gzip.compress(json.dumps({"records": [{"value": 1}]}).encode())
     assert (await proxy.post("/topics/orders", v2, JSON_V2, content_encoding="gzip")).status_code == 200
     assert_error(await proxy.post("/topics/orders", v2[:9], JSON_V2, content_encoding="gzip"), 400, 400)
@@ -604,8 +608,8 @@ async def test_a_long_v3_body_or_one_of_unknown_length_is_streamed(proxy: Proxy,
     again = await proxy.client.post(V3, content=streamed(*parts), headers=headers)
     assert (first.status_code, first.headers["idempotency-key"]) == (200, "q")
     assert again.content == first.content
-    told = answers(first)
-    assert [each.get("value", {}).get("size") for each in told] == [100, None, 70_000, 2]
+    results = answers(first)
+    assert [each.get("value", {}).get("size") for each in results] == [100, None, 70_000, 2]
     assert set(proxy.world.keys.server.keys) == {member_id("q", index) for index in (0, 2, 3)}
 
 
@@ -614,8 +618,8 @@ async def test_a_stream_without_a_key_is_told_the_key_before_its_records_are_wri
     first = await proxy.client.post(V3, content=streamed(record, b"\n", record), headers={"content-type": JSON})
     made = first.headers["idempotency-key"]
     assert uuid.UUID(made).version == 7
-    told = {"content-type": JSON, "idempotency-key": made}
-    assert (await proxy.client.post(V3, content=streamed(record + record), headers=told)).content == first.content
+    headers = {"content-type": JSON, "idempotency-key": made}
+    assert (await proxy.client.post(V3, content=streamed(record + record), headers=headers)).content == first.content
     assert len(proxy.written) == 2
 
 
@@ -648,9 +652,9 @@ async def test_a_key_that_becomes_old_during_its_request_is_good_for_it(
     if not is_streamed:
         now_ms += DAY_MS if own_key else 0
     response = await proxy.client.post(V3, content=days() if is_streamed else text, headers=headers)
-    told = answers(response)
-    assert len(told) == (3 if is_streamed else 1)
-    assert told[-1]["error_code"] == last
+    results = answers(response)
+    assert len(results) == (3 if is_streamed else 1)
+    assert results[-1]["error_code"] == last
 
 
 async def test_a_stream_refuses_records_without_a_key_where_the_rule_says_so(proxy: Proxy) -> None:

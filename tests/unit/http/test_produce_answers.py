@@ -48,10 +48,10 @@ def test_what_is_not_known_to_be_refused_is_retriable(kind: Kind) -> None:
     error = error_of(Problem(kind, "field: remedy"))
     may_succeed = kind.retry_after_s is not None or kind in (INTERNAL, REQUEST_TIMEOUT)
     assert error.retriable is may_succeed
-    (told,) = json.loads(b"[%b]" % render_offsets([Problem(kind, "field: remedy")]))
+    (row,) = json.loads(b"[%b]" % render_offsets([Problem(kind, "field: remedy")]))
     wanted = 2 if may_succeed else 1
     error_text = f"field: remedy{WHOLE}" if may_succeed else "field: remedy"
-    assert told == {"partition": None, "offset": None, "error_code": wanted, "error": error_text}
+    assert row == {"partition": None, "offset": None, "error_code": wanted, "error": error_text}
     (line,) = render_v3("c1", [(None, Problem(kind, "field: remedy"))]).splitlines()
     assert json.loads(line)["message"].endswith(WHOLE) is may_succeed
 
@@ -93,18 +93,18 @@ def test_a_request_of_which_nothing_is_written_has_the_status_of_an_error(
 
 
 def test_the_offsets_of_a_v2_request() -> None:
-    told = json.loads(render_v2([render_offsets([WRITTEN, REFUSED]), render_offsets([REPLAYED])]))
+    answer = json.loads(render_v2([render_offsets([WRITTEN, REFUSED]), render_offsets([REPLAYED])]))
     written = {"partition": 2, "offset": 3, "error_code": None, "error": None}
     refused = {"partition": None, "offset": None, "error_code": 1, "error": "record-refused"}
-    assert told == {"offsets": [written, refused, written], "key_schema_id": None, "value_schema_id": None}
+    assert answer == {"offsets": [written, refused, written], "key_schema_id": None, "value_schema_id": None}
 
 
 def test_a_v3_error_has_no_finer_code_than_422() -> None:
     lines = render_v3("c", [(None, REFUSED), (None, RETRIED), (None, Problem(TOO_LARGE, "why"))]).split(b"\r\n")
-    told: list[Any] = [json.loads(line) for line in lines[:-1]]
+    results: list[Any] = [json.loads(line) for line in lines[:-1]]
     assert lines[-1] == b""
-    assert [each["error_code"] for each in told] == [422, 50003, 413]
-    assert told[0]["message"] == "Error: 42206 : record-refused"
+    assert [each["error_code"] for each in results] == [422, 50003, 413]
+    assert results[0]["message"] == "Error: 42206 : record-refused"
 
 
 @pytest.mark.parametrize(

@@ -251,11 +251,11 @@ async def test_a_request_to_upgrade_is_served_in_http_1_1(caller: Caller, size: 
         post(b"/now", b"plain"),
     ]
     text = b"".join(whole)
-    told = asyncio.create_task(_hear_all(caller, len(whole)))
+    heard = asyncio.create_task(_hear_all(caller, len(whole)))
     for at in range(0, len(text), size):
         caller.writer.write(text[at : at + size])
         await asyncio.sleep(0)
-    assert await told == [inner, b"POST /app body", b"abc", b"", b"host content-length connection last", b"plain"]
+    assert await heard == [inner, b"POST /app body", b"abc", b"", b"host content-length connection last", b"plain"]
 
 
 async def _hear_all(caller: Caller, count: int) -> list[bytes]:

@@ -141,8 +141,8 @@ def order(total: int, id: int = 2, note: bytes = b"\0") -> bytes:
 
 
 def problem(response: httpx.Response) -> tuple[int, str, str]:
-    told = response.json()
-    return response.status_code, told["code"], told["detail"]
+    body = response.json()
+    return response.status_code, body["code"], body["detail"]
 
 
 async def test_each_way_into_a_topic_of_the_rules_is_encoded(proxy: Proxy) -> None:
@@ -302,12 +302,12 @@ async def test_v2_answers_with_the_ids_of_its_schemas(proxy: Proxy) -> None:
     response = await proxy.v2(
         {"key": 7, "value": 1}, {"value": 2}, topic="other", key_schema='"long"', value_schema_id=value
     )
-    told = response.json()
-    assert (told["key_schema_id"], told["value_schema_id"]) == (value, value)
+    answer = response.json()
+    assert (answer["key_schema_id"], answer["value_schema_id"]) == (value, value)
     assert proxy.written == [(b"\0\0\0\0\3\x0e", b"\0\0\0\0\3\x02"), (None, b"\0\0\0\0\3\x04")]
     response = await proxy.v2({"value": 3}, topic="other", key="r", value_schema='"long"')
-    told = response.json()
-    assert (told["key_schema_id"], told["value_schema_id"]) == (None, value)
+    answer = response.json()
+    assert (answer["key_schema_id"], answer["value_schema_id"]) == (None, value)
 
 
 @pytest.mark.parametrize(

@@ -235,10 +235,10 @@ def test_the_reader_stops_after_the_slice_of_a_request_that_waits() -> None:
     waiting = Connection(answers=False)
     many = post(b"x", b"via: x") * 1_000
     waiting.feed(many)
-    told = waiting.reader.unanswered
-    assert SLICE_BYTES // len(post(b"x", b"via: x")) <= told < 1_000
+    unanswered = waiting.reader.unanswered
+    assert SLICE_BYTES // len(post(b"x", b"via: x")) <= unanswered < 1_000
     assert waiting.feed(post(b"")) == [], "one more was read"
-    for _ in range(told - 1):
+    for _ in range(unanswered - 1):
         assert not waiting.reader.ready
         waiting.reader.answered(0.0)
     assert waiting.reader.ready

@@ -26,10 +26,10 @@ async def http(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClien
 
 
 def assert_problem(response: httpx.Response, status: int, code: str) -> None:
-    told = response.json()
-    assert (response.status_code, told["status"], told["code"]) == (status, status, code)
+    problem = response.json()
+    assert (response.status_code, problem["status"], problem["code"]) == (status, status, code)
     assert response.headers["content-type"] == "application/problem+json"
-    assert set(told) == {"type", "title", "status", "detail", "code"}
+    assert set(problem) == {"type", "title", "status", "detail", "code"}
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,8 @@ async def client(sources: tuple[Source, ...]) -> AsyncIterator[Client]:
 
 def problem(response: httpx.Response) -> tuple[int, str, str]:
     assert response.headers["content-type"] == "application/problem+json"
-    told = response.json()
-    return response.status_code, told["code"], told["detail"]
+    body = response.json()
+    return response.status_code, body["code"], body["detail"]
 
 
 async def test_a_signed_delivery_is_written_once(client: Client) -> None:
@@ -165,9 +165,9 @@ async def test_a_delivery_with_a_bad_signature_touches_no_key(
     client: Client, headers: dict[str, str], detail: str
 ) -> None:
     response = await client.github(BODY, "d-1", **headers)
-    status, code, told = problem(response)
+    status, code, text = problem(response)
     assert (status, code) == (401, "bad-signature")
-    assert told.startswith(detail)
+    assert text.startswith(detail)
     assert response.headers["www-authenticate"] == "Signature"
     assert (await client.github()).headers.get("idempotent-replayed") is None
 
