@@ -166,7 +166,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
             broker = self.cluster.broker_metadata(node_id)
             if broker is not None:
                 try:
-                    connection = await self._connect_to(broker.host, broker.port, self._on_connection_closed)
+                    connection = await self._connect_to(broker.host, broker.port, self.on_connection_closed)
                 except UNREACHABLE as error:
                     log.debug("no connection to a broker", node=node_id, why=str(error))
             if connection is None:
@@ -182,6 +182,11 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         )
         await connection.connect()
         return connection
+
+    def on_connection_closed(self, connection: AIOKafkaConnection, reason: CloseReason | None) -> None:
+        """Ask for metadata after a connection has broken: the broker may be away, or have moved."""
+        if reason in (CloseReason.CONNECTION_BROKEN, CloseReason.CONNECTION_TIMEOUT):
+            self.force_metadata_update()
 
     def _is_due(self, connection: Connection) -> bool:
         """Check whether a session must be renewed before the next request."""
@@ -222,7 +227,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         connection: Connection | None = self._conns.get((node_id, group))
         if connection is None or not connection.connected():
             return None
-        if connection._writer.is_closing():
+        if connection.writer.is_closing():
             connection.close(CloseReason.CONNECTION_BROKEN, errors.KafkaConnectionError("it has just ended"))
             return None
         return connection
@@ -233,10 +238,8 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         A TLS shutdown waits for the broker's close_notify, which uvloop may miss: it then waits for 30 s.
         """
         for connection in self._conns.values():
-            writer = connection._writer
             connection.close(reason=CloseReason.SHUTDOWN)
-            if writer is not None:
-                writer.transport.abort()
+            connection.writer.transport.abort()
         await super().close()
 
 
@@ -318,10 +321,10 @@ class Client(BaseClient):
         connection = self.connection(node_id)
         return 0 if connection is None else connection.transaction_version
 
-    def _on_connection_closed(self, conn: AIOKafkaConnection, reason: CloseReason | None) -> None:
+    def on_connection_closed(self, connection: AIOKafkaConnection, reason: CloseReason | None) -> None:
         if reason is CloseReason.CONNECTION_BROKEN:
             self.has_lost_connection = True
-        super()._on_connection_closed(conn, reason)
+        super().on_connection_closed(connection, reason)
 
     async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
         """Send a request once and await its response. Raises KafkaError."""
@@ -354,7 +357,7 @@ class Client(BaseClient):
     def _send_by_codec(self, connection: Connection, request: Any) -> asyncio.Future[Any] | None:
         """Write a request to a connection; None where the broker does not support the codec's version."""
         codec = CODECS[type(request)]
-        least, most = connection._versions.get(codec.api_key, (0, -1))
+        least, most = connection.versions.get(codec.api_key, (0, -1))
         if not least <= codec.version <= most:
             return None
         self._requests_sent += 1
@@ -426,9 +429,9 @@ async def _renew(connection: Connection) -> None:
         await connection.renew()
 
 
-def _is_open(connection: AIOKafkaConnection) -> bool:
+def _is_open(connection: Connection) -> bool:
     """Check whether a connection can be written to; after a reset, `connected()` alone notices some steps later."""
-    return connection.connected() and not connection._writer.is_closing()
+    return connection.connected() and not connection.writer.is_closing()
 
 
 async def _ask_for_versions(connection: AIOKafkaConnection, timeout_s: float) -> None:
@@ -440,9 +443,9 @@ async def _ask_for_versions(connection: AIOKafkaConnection, timeout_s: float) ->
         connection.close(CloseReason.IDLE_DROP, error)
 
 
-def _enable_keepalive(connection: AIOKafkaConnection) -> None:
+def _enable_keepalive(connection: Connection) -> None:
     """Set TCP_OPTIONS on a connection's socket."""
-    transport = connection._writer.transport.get_extra_info("socket")
+    transport = connection.writer.transport.get_extra_info("socket")
     transport.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in TCP_OPTIONS.items():
         if (option := getattr(socket, name, None)) is not None:  # not every system has every option
@@ -450,14 +453,14 @@ def _enable_keepalive(connection: AIOKafkaConnection) -> None:
 
 
 def _send(
-    connection: AIOKafkaConnection, codec: ApiCodec, request: Any, correlation_id: int, client_id: str
+    connection: Connection, codec: ApiCodec, request: Any, correlation_id: int, client_id: str
 ) -> asyncio.Future[Any]:
     """Write a request to a connection; returns a future of its response."""
     size, pieces = codec.frame(request, correlation_id, client_id)
     if size <= _JOINED_MOST_BYTES:
-        connection._writer.write(b"".join(pieces))
+        connection.writer.write(b"".join(pieces))
     else:
-        connection._writer.writelines(pieces)
+        connection.writer.writelines(pieces)
     response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     connection._requests.append((correlation_id, codec, response))
     return response
@@ -469,7 +472,7 @@ class ResponseReader(asyncio.Protocol):
     Holds the connection weakly, as aiokafka's reader does: an unreferenced connection is collected and so closed.
     """
 
-    def __init__(self, connection: AIOKafkaConnection, stream: Any) -> None:
+    def __init__(self, connection: Connection, stream: Any) -> None:
         self._connection = weakref.ref(connection)
         self._stream = stream
         self._parts: list[bytes] = []
@@ -477,9 +480,9 @@ class ResponseReader(asyncio.Protocol):
         self._need = _SIZE_BYTES  # bytes to receive before another response can be complete
 
     @classmethod
-    def of(cls, connection: AIOKafkaConnection) -> None:
+    def of(cls, connection: Connection) -> None:
         """Install a ResponseReader on a connection that has none."""
-        transport = connection._writer.transport
+        transport = connection.writer.transport
         stream = transport.get_protocol()
         if not isinstance(stream, cls):
             transport.set_protocol(cls(connection, stream))

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from aiokafka import errors
 from aiokafka.conn import AIOKafkaConnection, CloseReason
-from aiokafka.protocol.admin import SaslAuthenticateRequest
+from aiokafka.protocol.admin import ApiVersionRequest, SaslAuthenticateRequest
 
 from service.kafka.security import Security
 from service.kafka.tokens import TokenRefused
@@ -37,20 +37,41 @@ _REFUSAL_READ: Final = b"\x01"
 
 
 class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no types
-    """A connection to a broker. Times are by time.monotonic, and infinite if the session has no end."""
+    """A connection to a broker. Times are by time.monotonic, and infinite if the session has no end.
+
+    `writer` is there once the connection is open.
+    """
+
+    writer: asyncio.StreamWriter
 
     def __init__(self, host: str, port: int, security: Security, **options: Any) -> None:
         super().__init__(host, port, **options, **security.options())
         self._security = security
         self.renew_at = math.inf  # from when on the session is renewed as soon as no transaction is open
         self.ends_at = math.inf  # from when on nothing else may be sent
+        self.versions: dict[int, tuple[int, int]] = {}  # the least and the last one of each API, by its key
         self.transaction_version = 0  # the finalized level of transaction.version, as the broker reported; 0: not asked
         # A probe, or the re-authentication of KIP-368; nothing else is sent meanwhile.
         self.check: asyncio.Task[None] | None = None
 
+    async def connect(self) -> Any:
+        """Open the connection, and log in. Raises KafkaError, OSError, and ValueError of SCRAM."""
+        reader, self.writer = await super().connect()
+        return reader, self.writer
+
     def send(self, request: Any, expect_response: bool = True) -> Coroutine[Any, Any, Any]:
         response: Coroutine[Any, Any, Any] = super().send(request, expect_response)
-        return self._login_step(response) if isinstance(request, SaslAuthenticateRequest) else response
+        match request:
+            case SaslAuthenticateRequest():
+                return self._login_step(response)
+            case ApiVersionRequest():
+                return self._note_versions(response)
+        return response
+
+    async def _note_versions(self, response: Coroutine[Any, Any, Any]) -> Any:
+        answer = await response
+        self.versions = {api_key: (least, most) for api_key, least, most in answer.api_versions}
+        return answer
 
     async def _login_step(self, response: Coroutine[Any, Any, Any]) -> Any:
         """Await a response of the login, and note the end of the session. Ask for the error if a token was refused."""

@@ -17,7 +17,7 @@ ALLOWED: dict[str, int] = {
     "unit/core": 2,
     "unit/events": 2,
     "unit/http": 7,
-    "unit/kafka": 16,
+    "unit/kafka": 15,
     "unit/pipeline": 23,
     "unit/slots": 7,
 }

@@ -1,16 +1,15 @@
 """Pins the private names of aiokafka that the service uses.
 
-Seven are of clients: `_get_conn`, `_metadata_update`, `_md_synchronizer` and its `_sync_task`, `_conns`,
-`_on_connection_closed`, and `_client` of a consumer. No public method lets a subclass open connections, ask for
-metadata or hear of a connection's end. Two are of a client's ClusterMetadata: `_brokers` and `_partitions`, because
-`update_metadata` drops all topics that are not in a response. One is of a consumer: `_coordinator`, which has its
-member and generation in the group; aiokafka has no `groupMetadata()`.
+Six are of clients: `_get_conn`, `_metadata_update`, `_md_synchronizer` and its `_sync_task`, `_conns`, and `_client` of
+a consumer. No public method lets a subclass open connections or ask for metadata. Two are of a ClusterMetadata:
+`_brokers` and `_partitions`, because `update_metadata` drops all topics that are not in a response. One is of a
+consumer: `_coordinator`, which has its member and generation in the group; aiokafka has no `groupMetadata()`.
 
-Seven are of connections: `_writer`, `_requests`, `_versions`, `_last_action`, `_handle_frame`, `_do_sasl_handshake` and
-`_sasl_plain_password`. The requests of a transaction go over the connections that aiokafka has logged in, between its
-own requests, and each later login is aiokafka's: connections of the service's own would need the logins (SASL, TLS),
-which are not public either. Responses come in the order of the requests, and `_requests` has both kinds in that order;
-`_last_action` tells aiokafka that a connection is not idle.
+Five are of connections: `_requests`, `_last_action`, `_handle_frame`, `_do_sasl_handshake` and `_sasl_plain_password`.
+The requests of a transaction go over the connections that aiokafka has logged in, between its own requests, and each
+later login is aiokafka's: connections of the service's own would need the logins (SASL, TLS), which are not public
+either. Responses come in the order of the requests, and `_requests` has both kinds in that order; `_last_action` tells
+aiokafka that a connection is not idle.
 """
 
 import asyncio
@@ -89,9 +88,7 @@ async def test_the_client_keeps_topics_and_leaders_where_they_are_read() -> None
 
 async def test_a_connection_has_the_private_names_that_are_used() -> None:
     connection = AIOKafkaConnection("127.0.0.1", 1, request_timeout_ms=1_000)
-    assert connection._writer is None
     assert not connection._requests
-    assert connection._versions == {}
     assert isinstance(connection._last_action, float)
     assert callable(connection._handle_frame)
     assert callable(connection._do_sasl_handshake)

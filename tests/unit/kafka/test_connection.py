@@ -296,7 +296,7 @@ async def test_a_connection_that_the_client_makes_takes_the_short_way(
     assert [answer.error_code for answer in await asyncio.gather(*asked)] == [0, 0]
     (second,) = client._conns.values()
     assert second is not first
-    assert isinstance(second._writer.transport.get_protocol(), ResponseReader)
+    assert isinstance(second.writer.transport.get_protocol(), ResponseReader)
 
 
 @pytest.mark.parametrize("alike", [1, 3])
@@ -341,7 +341,7 @@ async def test_the_kernel_watches_over_a_connection(connect: Connect, monkeypatc
     first.close()
     connection = await client._get_conn(NODE)
     assert connection is not None
-    its = connection._writer.transport.get_extra_info("socket")
+    its = connection.writer.transport.get_extra_info("socket")
     assert its.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     for name, value in module.TCP_OPTIONS.items():
         if hasattr(socket, name):
@@ -355,13 +355,13 @@ async def test_a_connection_that_was_reset_is_replaced_and_not_written_to(
     client, connection, broker = await connect()
     where = SimpleNamespace(host="127.0.0.1", port=broker.port)
     monkeypatch.setattr(client.cluster, "broker_metadata", lambda node: where)
-    connection._writer.transport.abort()
+    connection.writer.transport.abort()
     assert connection.connected()
     assert client.try_send(NODE, END) is None
     another = await client._get_conn(NODE)  # also for aiokafka's own requests
     assert another is not None
     assert another is not connection
-    assert not another._writer.is_closing()
+    assert not another.writer.is_closing()
     assert client.has_lost_connection
 
 
@@ -382,7 +382,7 @@ async def test_a_connection_that_ends_with_its_login_is_a_failure_that_is_tried_
 
 async def test_an_unreferenced_connection_is_closed_with_a_warning(connect: Connect) -> None:
     client, connection, _ = await connect()
-    transport = connection._writer.transport
+    transport = connection.writer.transport
     client._conns.clear()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
