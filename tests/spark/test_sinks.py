@@ -33,6 +33,7 @@ from spark.settings import Settings
 from spark.tables import hours, lake
 from spark.tables.lake import Lake
 from tests.sinks.iceberg import Iceberg
+from tests.spark import delta_files
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
 from tests.spark.test_classify import log, settings
 
@@ -107,10 +108,11 @@ class Warehouse:
 
     def found(self) -> set[Found]:
         """Return kind, cause and event (or partition) of each finding."""
-        rows = self.tables.read("sinks").where("kind IS NOT NULL").collect()
+        rows = delta_files.rows(Path(self.tables.path("sinks")), "kind", "cause", "id", "topic", "partition")
         return {
             (row["kind"], row["cause"], name_of(row["id"]) if row["id"] else f"{row['topic']}[{row['partition']}]")
             for row in rows
+            if row["kind"] is not None
         }
 
     def finding_ids(self) -> list[str]:
