@@ -83,6 +83,8 @@ class DroppedLines(Collector):
             f"{NAMESPACE}_log_lines_dropped", "Lines of the log that were dropped: nobody read it", dropped_lines()
         )
 
+    describe = collect
+
 
 class Telemetry:
     """All metrics of one process, in a registry of its own."""

@@ -420,8 +420,10 @@ def test_a_journal_whose_topic_is_gone(
 
     def is_dropping(found: Scrape) -> bool:
         assert served.post_batch(topic, full) == 207
-        return (found.value("fencepost_journal_dropped_total") or 0) > 0
+        is_seen = found.value("fencepost_own_topic_faults") == 1
+        return is_seen and (found.value("fencepost_journal_dropped_total") or 0) > 0
 
     first = served.when(is_dropping, timeout_s=40)
     served.post_batch(topic, full)
-    rules.assert_firing(["FencepostJournalDropping"], healthy, (first, served.scrape()), 5 * MINUTE_S)
+    both = ["FencepostJournalDropping", "FencepostOwnTopicsChanged"]
+    rules.assert_firing(both, healthy, (first, served.scrape()), 5 * MINUTE_S)

@@ -12,7 +12,7 @@ from promql_parser import MatrixSelector, VectorSelector
 
 from deploy.places import ROOT
 from service.claims.states import SlotState
-from service.core.metrics import SOURCE_OUTCOMES, FastHistogram, Telemetry
+from service.core.metrics import SOURCE_OUTCOMES, DroppedLines, FastHistogram, Telemetry
 from service.slots.store_recovery import STORE_STATES
 from spark.report import metrics
 from spark.report.model import SINK_COUNTS
@@ -33,8 +33,8 @@ def known() -> Known:
     """List every metric of a scrape, with its labels."""
     found: Known = {}
     for collector in Telemetry().registry._collector_to_names:
-        if not isinstance(collector, MetricWrapperBase | FastHistogram):  # memory and files of the process
-            continue
+        if not isinstance(collector, MetricWrapperBase | FastHistogram | DroppedLines):
+            continue  # memory and files of the process
         for metric in collector.describe():
             labels = set(getattr(metric, "_labelnames", getattr(collector, "_labelnames", ())))
             for suffix in {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(metric.type, [""]):
