@@ -355,4 +355,6 @@ class RequestReader:
             self._transition("piece", Body([body]))
 
     def on_message_complete(self) -> None:
+        if len(self._lines) > HEAD_LINES_MAX:  # of trailers, while the request is the one to answer
+            self._reject_head()
         self._transition("complete")

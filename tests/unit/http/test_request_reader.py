@@ -203,6 +203,13 @@ def test_heads_and_trailers_have_bounds_in_bytes_and_in_lines(start: bytes) -> N
         assert abs(sent - bytes_max) <= len(start) + len(line)
 
 
+def test_a_request_that_ends_behind_too_many_trailers_is_rejected_while_it_is_unanswered() -> None:
+    """Otherwise its rejection would stand for a request behind it, and nothing would be answered."""
+    *_, event = Connection().feed(CHUNKED + b"\r\n1\r\na\r\n0\r\n" + b"a:b\r\n" * (HEAD_LINES_MAX + 1) + b"\r\n")
+    assert isinstance(event, Rejection)
+    assert (event.problem.kind, event.unanswered) == (HEAD_TOO_LARGE, 1)
+
+
 def test_a_target_header_chunk_extension_or_blank_line_without_end_is_rejected() -> None:
     for start, line in (
         (b"GET /", b"x" * 1000),
