@@ -4,12 +4,12 @@ Exit code 0 after a clean stop, 2 for a wrong setting or for data that only a ne
 address cannot be bound.
 """
 
-# ruff: noqa: E402 - the imports take seconds, in which the signals that a running service acts on must not end it.
-
 import signal
 
-for _signal in (signal.SIGHUP, signal.SIGUSR1) if __name__ == "__main__" else ():
-    signal.signal(_signal, signal.SIG_IGN)  # until rules_reload and task_dump handle them
+# The imports below take seconds, in which the signals that a running service acts on must not end the process.
+if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until rules_reload handles it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until task_dump handles it
 
 import logging
 import resource
