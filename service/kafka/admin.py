@@ -291,7 +291,10 @@ class KafkaAdmin:
         return found.active
 
     async def slots_of(self, records: Iterable[RecordCoordinates]) -> dict[RecordCoordinates, int]:
-        """Read which slots have written records, by their headers; records that do not tell are left out."""
+        """Read which slots have written records, by their headers; records that do not tell are left out.
+
+        A header that names another producer than that of its batch was copied, by a program that processes events.
+        """
         found: dict[RecordCoordinates, int] = {}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
@@ -299,7 +302,9 @@ class KafkaAdmin:
                     with contextlib.suppress(errors.KafkaError, OSError, WireError):
                         entries, _, _ = await fetch(await self._connected(), *record)
                         for first in entries[:1]:
-                            found[record] = Stamp.decode(dict(first.headers).get(STAMP_HEADER, b"")).slot
+                            stamp = Stamp.decode(dict(first.headers).get(STAMP_HEADER, b""))
+                            if stamp.producer_id == first.producer_id:
+                                found[record] = stamp.slot
         return found
 
     async def producer_ids(self, transactional_ids: Iterable[str]) -> dict[str, int]:

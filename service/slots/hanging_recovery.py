@@ -31,7 +31,7 @@ from service.kafka.inspection import LogEntry, fetch
 from service.kafka.metadata import Partition
 from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import high_watermarks, offsets_since
-from service.slots.ledger_rows import lowest_offsets
+from service.slots.ledger_rows import lowest_offsets, names_producer
 
 log = structlog.get_logger(__name__)
 
@@ -62,15 +62,16 @@ class LedgerTail:
     begun: set[int] = field(default_factory=set)  # producer epochs of the begin records in the tail
     markers: list[tuple[int, Marker]] = field(default_factory=list)  # the first after each transaction
     awaits_marker: bool = False
-    has_any: bool = False  # whether the producer id has written here at all
-    others: set[int] = field(default_factory=set)  # further producer ids that have
+    has_any: bool = False  # whether the slot has written here under the producer id, as one of its records says
+    others: set[int] = field(default_factory=set)  # further producer ids under which the slot has
 
     def add(self, ledger: Partition, entry: LogEntry) -> None:
         """Add a record or a marker of the ledger's partition. Raises NewerVersion."""
         if entry.producer_id != self.producer_id:
-            self.others.add(entry.producer_id)
+            if entry.producer_id not in self.others and names_producer(entry.value, entry.producer_id):
+                self.others.add(entry.producer_id)
             return
-        self.has_any = True
+        self.has_any = self.has_any or names_producer(entry.value, entry.producer_id)
         if entry.marker is not None:
             if self.awaits_marker:
                 self.markers.append((entry.offset, entry.marker))
@@ -105,6 +106,7 @@ class FirstRecord(NamedTuple):
     """The first record of an open transaction: its producer epoch, its accepted_at (ms), and the slot that wrote it.
 
     Of a group's offsets, which no event's header comes with, the time at which the broker appended them, and no slot.
+    No slot either where a program has copied the header: the producer that it names is not that of the record.
     """
 
     epoch: int
@@ -188,8 +190,8 @@ class HangingRecovery:
     async def _end_former(self, own: LedgerTail, former: set[int], partitions: set[Partition]) -> None:
         """End what hangs in partitions under producer ids that the slot had before.
 
-        Such an id has written into the slot's ledger partition, which no other program may write into, or the
-        coordinator named it. Another id in a partition may be of any program, and its transaction may go on.
+        Such an id has written a record into the slot's ledger partition that names it, or the coordinator named it.
+        Another id in a partition may be of any program, and its transaction may go on.
         """
         for producer_id in former:
             tail = await self._read(own.start, producer_id)
@@ -198,11 +200,10 @@ class HangingRecovery:
         others.pop(own.producer_id, None)  # it may have been replaced by now, with its markers on their way
         found: list[tuple[dict[Partition, ActiveProducer], Decision]] = []
         for producer_id, hanging in others.items():
-            open_from = {partition: each.start for partition, each in hanging.items()}
-            if producer_id in former or await self._is_of_slot(open_from):
-                decided = await self._decide(open_from, await self._read(own.start, producer_id), ())
+            if producer_id in former or await self._is_of_slot(hanging):
+                all_hanging, decided = await self._decide_former(hanging, own.start, partitions)
                 if producer_id in former or decided.tail.has_any:
-                    found.append((hanging, decided))
+                    found.append((all_hanging, decided))
         if not found:
             return
         # A later owner of the slot may have another id, and its transaction be open. The coordinator ends an empty
@@ -212,18 +213,42 @@ class HangingRecovery:
         for hanging, decided in found:
             await self._write_markers(hanging, decided)
 
-    async def _is_of_slot(self, open_from: Mapping[Partition, int]) -> bool:
+    async def _decide_former(
+        self, hanging: dict[Partition, ActiveProducer], start: int, asked: set[Partition]
+    ) -> tuple[dict[Partition, ActiveProducer], Decision]:
+        """Decide how another producer id's transactions end; adds the other partitions in which they are open.
+
+        Without a marker, a partition whose leader was not asked (`asked`: the others) would count as unreadable.
+        """
+        ((producer_id, *_), *_) = hanging.values()
+        open_from = {partition: each.start for partition, each in hanging.items()}
+        decided = await self._decide(open_from, await self._read(start, producer_id), ())
+        named = {partition for each in decided.tail.transactions for partition in each.offsets} - asked
+        more = (await self._producer.find_transactions_of_others(named)).get(producer_id) if named else None
+        if not more:
+            return hanging, decided
+        return await self._decide_former(hanging | more, decided.tail.start, asked | named)
+
+    async def _is_of_slot(self, hanging: Mapping[Partition, ActiveProducer]) -> bool:
         """Whether this slot began a transaction: in its ledger partition, or by the header of a first record."""
-        if self._ledger in open_from:
+        if self._ledger in hanging:
             return True
-        firsts = [await self._first_of(partition, offset) for partition, offset in open_from.items()]
+        firsts = [await self._first_of(partition, each.start) for partition, each in hanging.items()]
         return any(first is not None and first.slot == self._ledger[1] for first in firsts)
 
     async def _write_markers(self, hanging: Mapping[Partition, ActiveProducer], decided: Decision) -> None:
-        """Write the markers of a former producer id, and log those that cannot be written."""
+        """Write the markers of a former producer id, and log those that are not written.
+
+        Without evidence there is no marker, unlike for the own producer id, where the next marker would decide anyway.
+        """
         for partition, former in sorted(hanging.items()):
             verdict = decided.verdicts[partition]
-            why = await self._producer.write_marker_of_former(partition, former, commit=_commits(verdict))
+            if verdict is Verdict.UNKNOWN:
+                why = "its outcome is unknown: what tells it was deleted, or may not be read"
+            elif not await self._is_alone(partition, former):
+                why = "several transactions are open there, and one marker would end all"
+            else:
+                why = await self._producer.write_marker_of_former(partition, former, commit=verdict is Verdict.COMMIT)
             if not why:
                 self._note_ended({partition: verdict}, {partition: former.start}, decided.unread)
                 continue
@@ -237,7 +262,16 @@ class HangingRecovery:
                 epoch=former.epoch,
                 coordinator_epoch=former.coordinator_epoch,
                 why=why,
+                **_not_checked(decided.unread),
             )
+
+    async def _is_alone(self, partition: Partition, former: ActiveProducer) -> bool:
+        """Whether a former id has one transaction open in a partition: in version 2, each has an epoch of its own."""
+        try:
+            entries, _, _ = await self._fetch(partition, former.start)
+        except UNREADABLE:
+            return False
+        return bool(entries) and entries[0].epoch == former.epoch
 
     async def _decide(
         self, open_from: Mapping[Partition, int], tail: LedgerTail, without_marker: Collection[Partition]
@@ -268,7 +302,6 @@ class HangingRecovery:
 
         `unread`: the partitions whose evidence could not be read, for example without the permission to Read them.
         """
-        not_checked = {"not_checked": [f"{topic}/{number}" for topic, number in sorted(unread)]} if unread else {}
         for (topic, number), verdict in verdict_of.items():
             self._ended.labels(verdict.value).inc()
             log.warning(
@@ -278,7 +311,7 @@ class HangingRecovery:
                 first_offset=open_from[topic, number],
                 verdict=verdict.value,
                 **({"ended_by": "commit"} if verdict is Verdict.UNKNOWN else {}),
-                **not_checked,
+                **_not_checked(unread),
             )
 
     async def _read(self, start: int, producer_id: int, open_from: Mapping[Partition, int] | None = None) -> LedgerTail:
@@ -346,7 +379,8 @@ class HangingRecovery:
             headers = dict(entry.headers)
             try:
                 stamp = Stamp.decode(headers.get(STAMP_HEADER, b""))
-                return FirstRecord(entry.epoch, stamp.accepted_at, stamp.slot)
+                is_own = stamp.producer_id == entry.producer_id
+                return FirstRecord(entry.epoch, stamp.accepted_at, stamp.slot if is_own else None)
             except NewerVersion:
                 raise
             except WireError:
@@ -393,6 +427,11 @@ class HangingRecovery:
                     client.set_topics({*client.tracked_topics, partition[0]})
                 await asyncio.sleep(RETRY_PAUSE_S)
                 await client.force_metadata_update()
+
+
+def _not_checked(unread: Collection[Partition]) -> dict[str, list[str]]:
+    """Make the field of a log line for the partitions whose evidence could not be read, if there are any."""
+    return {"not_checked": [f"{topic}/{number}" for topic, number in sorted(unread)]} if unread else {}
 
 
 def _commits(verdict: Verdict) -> bool:

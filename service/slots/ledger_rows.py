@@ -70,6 +70,12 @@ class _Record(msgspec.Struct):
     offsets: _Offsets | None = None
 
 
+class _Written(msgspec.Struct):
+    """What a ledger record or a begin record says of its writer."""
+
+    pid: int
+
+
 class _Versioned(msgspec.Struct):
     """Any record of the ledger: its other fields may be those of a later version."""
 
@@ -78,6 +84,7 @@ class _Versioned(msgspec.Struct):
 
 # Faster than wire.decode_ledger: a store recovery decodes millions of entries.
 _decode = msgspec.json.Decoder(_Record).decode
+_decode_written = msgspec.json.Decoder(_Written).decode
 _decode_version = msgspec.json.Decoder(_Versioned).decode
 _encode = msgspec.json.Encoder().encode
 _bytes = bytes.fromhex
@@ -132,6 +139,14 @@ def lowest_offsets(value: bytes | None, slot: int, at: int) -> dict[tuple[str, i
     if offsets is not None and offsets.partition is not None and offsets.offset is not None:
         found[OFFSETS_TOPIC, offsets.partition] = offsets.offset
     return found
+
+
+def names_producer(value: bytes | None, producer_id: int) -> bool:
+    """Whether a ledger record or a begin record says that this producer id has written it."""
+    try:
+        return _decode_written(value or b"").pid == producer_id
+    except (ValueError, RecursionError):
+        return False
 
 
 def _newer_version(value: bytes | None, slot: int, offset: int) -> NewerVersion | None:

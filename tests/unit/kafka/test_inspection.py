@@ -80,24 +80,26 @@ async def test_open_transactions_of_other_producers_are_found_by_producer_id() -
 
 
 async def test_the_slot_of_a_record_is_read_from_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of other programs, and those that cannot be read, have none."""
+    """Records of other programs, copies by other producers, and records that cannot be read, have none."""
     stamp = Stamp(b"i" * 16, b"f" * 8, 5, 3, 6, 0, "me").encode()
     headers: dict[Partition, list[tuple[str, bytes]]] = {
         ("orders", 0): [(STAMP_HEADER, stamp)],
         ("orders", 1): [],
         ("orders", 2): [(STAMP_HEADER, b"x")],
+        ("orders", 3): [(STAMP_HEADER, stamp)],
     }
 
     async def fetch(client: object, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
         if partition not in headers:
             raise KafkaConnectionError
-        return [LogEntry(offset, 6, 0, b"1", headers[partition], None)], offset + 1, offset + 1
+        producer_id = 99 if partition[1] == 3 else 6
+        return [LogEntry(offset, producer_id, 0, b"1", headers[partition], None)], offset + 1, offset + 1
 
     async def bootstrap(client: object) -> None: ...
 
     monkeypatch.setattr(admin_module, "fetch", fetch)
     monkeypatch.setattr(Client, "bootstrap", bootstrap)
     admin = cluster()
-    first, *others = [RecordCoordinates(("orders", number), 10) for number in range(4)]
+    first, *others = [RecordCoordinates(("orders", number), 10) for number in range(5)]
     assert await admin.slots_of([*others, first]) == {first: 3}
     await admin.close()

@@ -157,9 +157,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return log
 
 
-def ledger_record(partition: Partition, offset: int) -> bytes:
-    entry = Entry(b"i" * 16, b"f" * 8, NOW_MS, *partition, offset, NOW_MS)
-    return LedgerRecord(LEDGER[1], PRODUCER_ID, EPOCH, "me", [entry]).encode()
+def ledger_record(partition: Partition, offset: int, producer_id: int = PRODUCER_ID, *more: Partition) -> bytes:
+    entries = [Entry(b"i" * 16, b"f" * 8, NOW_MS, *each, offset, NOW_MS) for each in (partition, *more)]
+    return LedgerRecord(LEDGER[1], producer_id, EPOCH, "me", entries).encode()
 
 
 async def recover(
@@ -318,7 +318,7 @@ async def test_what_hangs_under_a_former_producer_id_ends_by_its_own_evidence(lo
     """The watch has named the partition; the ledger since then has a record of that id."""
     log.entries[LEDGER] = log.entries[LEDGER][: 2 * (TERM_MINUTES - 60)]
     at_ms = NOW_MS - 60 * MINUTE_MS
-    named = ledger_record(X if has_record else Y, HANGS_AT)
+    named = ledger_record(X if has_record else Y, HANGS_AT, FORMER_ID)
     log.append(named, at_ms, FORMER_EPOCH, FORMER_ID)
     for minute in range(59, 0, -1):
         log.append(ledger_record(X, HANGS_AT + 1), NOW_MS - minute * MINUTE_MS)
@@ -330,7 +330,7 @@ async def test_what_hangs_under_a_former_producer_id_ends_by_its_own_evidence(lo
 
 async def test_a_former_producer_id_in_the_last_records_of_the_ledger_is_looked_for_without_a_hint(log: Log) -> None:
     """As after the last epoch of an id: also what hangs in the ledger itself, which would block each recovery."""
-    log.append(ledger_record(X, HANGS_AT), NOW_MS, FORMER_EPOCH, FORMER_ID)
+    log.append(ledger_record(X, HANGS_AT, FORMER_ID), NOW_MS, FORMER_EPOCH, FORMER_ID)
     log.entries[LEDGER].pop()  # its marker is missing
     log.hang_under(FORMER_ID, LEDGER, NOW_MS)
     log.hang_under(FORMER_ID, X, NOW_MS)
@@ -348,12 +348,14 @@ async def test_what_hangs_in_the_ledger_under_a_former_producer_id_is_found_wher
 
     monkeypatch.setattr(module, "high_watermarks", high_watermarks)
     log.entries[LEDGER] = log.entries[LEDGER][: 2 * (TERM_MINUTES - 60)]
-    log.append(ledger_record(Y, 5), NOW_MS - 60 * MINUTE_MS, FORMER_EPOCH, FORMER_ID)
+    at = log.append(ledger_record(Y, 0, FORMER_ID), NOW_MS - 60 * MINUTE_MS, FORMER_EPOCH, FORMER_ID)
     log.entries[LEDGER].pop()  # its marker is missing
     log.hang_under(FORMER_ID, LEDGER, NOW_MS)
+    log.entries[Y] = [(0, LogEntry(0, FORMER_ID, FORMER_EPOCH, None, (), Marker.COMMIT))]
     for minute in range(59, 0, -1):
         log.append(ledger_record(X, HANGS_AT + 1), NOW_MS - minute * MINUTE_MS)
-    assert await recover(log, knows_applied=False) == ({LEDGER: "abort"}, {"unknown": 1})
+    assert log.open_of_others[FORMER_ID][LEDGER].start == at
+    assert await recover(log, knows_applied=False) == ({LEDGER: "abort"}, {"commit": 1})
     assert log.markers == [(LEDGER, FORMER_ID, "commit")]
 
 
@@ -365,6 +367,58 @@ async def test_a_former_producer_id_that_the_coordinator_named_before_the_fence_
     assert log.markers == [(X, FORMER_ID, "abort")]
 
 
+async def test_all_partitions_of_a_former_id_s_transaction_are_asked_for(log: Log) -> None:
+    """No partition of it has a marker. One without is no evidence as long as its leader was not asked."""
+    log.entries[LEDGER] = log.entries[LEDGER][: 2 * (TERM_MINUTES - 60)]
+    at_ms = NOW_MS - 60 * MINUTE_MS
+    log.append(ledger_record(X, HANGS_AT, FORMER_ID, Y), at_ms, FORMER_EPOCH, FORMER_ID)
+    log.entries[LEDGER].pop()
+    for partition in (LEDGER, X, Y):
+        log.hang_under(FORMER_ID, partition, at_ms)
+    for minute in range(59, 0, -1):
+        log.append(ledger_record(("payments", 0), minute), NOW_MS - minute * MINUTE_MS)
+    assert await recover(log, hints=[X]) == ({LEDGER: "abort"}, {"commit": 3})
+    assert log.markers == [(each, FORMER_ID, "commit") for each in (LEDGER, X, Y)]
+
+
+async def test_without_evidence_no_marker_of_a_former_producer_id_is_written(log: Log) -> None:
+    """Nothing forces an end, as a next marker of the own producer id would: a commit may show an aborted event."""
+    at_ms = NOW_MS - 10 * MINUTE_MS
+    log.hang_under(FORMER_ID, X, at_ms)
+    log.former_ids, log.without_marker = {FORMER_ID}, {X}
+    log.delete_before(2 * (TERM_MINUTES - 20))  # less than the clocks may differ
+    with capture_logs() as lines:
+        assert await recover(log) == ({LEDGER: "abort"}, {})
+    (line,) = lines
+    assert (line["event"], line["verdict"], line["not_checked"]) == (
+        "hanging transaction not ended",
+        "unknown",
+        ["orders/0"],
+    )
+    assert line["why"].startswith("its outcome is unknown")
+    assert log.markers == []
+
+
+async def test_one_marker_does_not_end_several_transactions_of_a_former_producer_id(log: Log) -> None:
+    """The first may be aborted and the last committed: each epoch of version 2 is another transaction."""
+    log.append(ledger_record(X, HANGS_AT + 1, FORMER_ID), NOW_MS, FORMER_EPOCH, FORMER_ID)
+    log.hang_under(FORMER_ID, X, NOW_MS)
+    log.open_of_others[FORMER_ID][X] = ActiveProducer(FORMER_ID, FORMER_EPOCH + 1, HANGS_AT)
+    with capture_logs() as lines:
+        assert await recover(log) == ({LEDGER: "abort"}, {})
+    (line,) = lines
+    assert (line["verdict"], line["why"].split(" ", 1)[0], log.markers) == ("commit", "several", [])
+
+
+async def test_a_program_that_has_copied_the_slot_s_records_is_left_alone(log: Log) -> None:
+    """Of the ledger too, as a mirror does: each record names the producer that wrote the original."""
+    log.append(ledger_record(X, HANGS_AT, FORMER_ID), NOW_MS, 0, 99)
+    log.hang_under(99, X, NOW_MS)
+    log.hang_under(99, LEDGER, NOW_MS)
+    assert await recover(log, hints=[X]) == ({}, {})
+    assert log.markers == []
+
+
 @pytest.mark.parametrize("slot", [LEDGER[1], LEDGER[1] + 1])
 async def test_the_transaction_of_another_program_is_left_alone(log: Log, slot: int) -> None:
     """Its records may have a header, as those of another namespace do: the slot's ledger has no record of it."""
@@ -374,7 +428,7 @@ async def test_the_transaction_of_another_program_is_left_alone(log: Log, slot: 
 
 
 async def test_a_marker_that_may_not_be_written_is_logged_with_its_verdict(log: Log) -> None:
-    log.append(ledger_record(X, HANGS_AT), NOW_MS, FORMER_EPOCH, FORMER_ID)
+    log.append(ledger_record(X, HANGS_AT, FORMER_ID), NOW_MS, FORMER_EPOCH, FORMER_ID)
     log.hang_under(FORMER_ID, X, NOW_MS)
     log.refusal = "the service has no permission to Alter the cluster"
     with capture_logs() as lines:
