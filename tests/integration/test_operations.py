@@ -329,8 +329,8 @@ async def test_own_topics_that_take_less_than_they_did(stage: Stage, topic: str)
     assert "fencepost_journal_dropped_total 0.0" in metrics
     seen = f'fencepost_own_topic_message_bytes{{topic="{ns}.ledger"}} 20000.0'
     await asyncio.to_thread(until, lambda: seen in httpx.get(f"{service.url}/metrics").text)
-    assert "fencepost_own_topic_faults 1.0" in (await stage.client.http.get(f"{service.url}/metrics")).text
     named = "retention.ms=3600000: set retention.ms="
     await asyncio.to_thread(until, lambda: named in service.log.read_text())
+    assert "fencepost_own_topic_faults 1.0" in (await stage.client.http.get(f"{service.url}/metrics")).text
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
     assert sorted(int(record.value or b"-1") for record in records) == list(range(2_000))
