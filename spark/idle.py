@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 
 from service.contract import wire
 from spark import job
-from spark.errors import AnotherRun, NeedsSpark
+from spark.errors import CannotRun, NeedsSpark
 from spark.job import Shown
 from spark.reading import planning, run_plan
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
@@ -38,19 +38,22 @@ def run(
 ) -> document.Report | None:
     """Carry out a run without Spark, and return its report; None if the run needs Spark.
 
-    `now_ms` replaces the clock. What a file system refuses, the run with Spark reports. A process that holds the lake
-    may be about to die, and may have done so once Spark is started.
+    `now_ms` replaces the clock. Errors are left to the run with Spark, which checks more before it asks Kafka, and
+    reports them. A process that holds the lake may be about to die, and may have done so once Spark is started.
     """
     options = settings.options
     lake, report = files.local_folder(options.lake), files.local_folder(options.report)
     if lake is None or report is None or options.dry_run or options.follow or settings.rules.sinks:
         return None
-    if any(environ.get(name) for name in _ELSEWHERE) or not (lake / last_run_file.FILE).is_file():
+    if any(environ.get(name) for name in _ELSEWHERE):
         return None
     try:
+        if not (lake / last_run_file.FILE).is_file():
+            return None
         with lock.held_locally(lake, options.lake):
             return _carry_out(lake, report, settings, StepTimer(lambda step: None), on_progress, now_ms)
-    except (AnotherRun, NeedsSpark, OSError):
+    except (CannotRun, NeedsSpark, OSError) as error:
+        on_progress(f"starting Spark: {error}")
         return None
 
 

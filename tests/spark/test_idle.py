@@ -14,11 +14,12 @@ from pyspark.errors import PySparkException
 from deploy.places import ROOT
 from service.contract import SharedSettings
 from spark import idle, job
-from spark.errors import CannotRun, NeedsSpark
+from spark.errors import AnotherRun, CannotRun, NeedsSpark
 from spark.job import Shown
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin, connection
 from spark.reading.run_plan import Plan, RunContext
 from spark.report import document
+from spark.settings import Options
 from spark.silences import Silence
 from spark.tables import files, last_run_file, lock
 from spark.tables.lake import Commit
@@ -113,6 +114,29 @@ def test_hours_are_deleted_once_a_day_by_runs_of_nothing_new() -> None:
     read = replace(later, logs=(replace(later.logs[0], end=10), *later.logs[1:]))
     assert kept_from(read, IDLE_LAST, 2, last_run) == "2027-01-14 11:00:00"
     assert kept_from(later, IDLE_LAST, None, last_run) == last_run["kept_from"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CannotRun("topic 'other.ledger' does not exist"),
+        AnotherRun("another run is at work"),
+        NeedsSpark("hours are classified"),
+        PermissionError("_last_run.json"),
+    ],
+)
+def test_whatever_ends_a_run_without_spark_is_left_to_spark_with_a_line_that_says_why(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake, lines = tmp_path / "lake", list[str]()
+    options = Options(lake=str(lake), report=str(tmp_path / "report"))
+    given = replace(settings(), options=options)
+    monkeypatch.setattr(last_run_file, "load_local", Mock(side_effect=error))
+    # A first run has no last run to repeat.
+    assert (idle.run(given, lines.append, {}), lines) == (None, [])
+    files.write_local(lake, last_run_file.FILE, ["{}"])
+    assert (idle.run(given, lines.append, {}), lines) == (None, [f"starting Spark: {error}"])
+    assert not (tmp_path / "report").exists()
 
 
 def test_a_lock_of_a_process_without_a_jvm_keeps_the_others_out(tmp_path: Path) -> None:
