@@ -730,7 +730,8 @@ def kept_from(plan: Plan, cleaned_plan: Plan | None, settings: Settings, last_ru
     if hours.text_of(first_ms - DAY_MS) < kept and run_plan.reads_nothing_new(plan, cleaned_plan):
         return kept
     first = hours.text_of(min(first_ms, run_plan.paused_since(plan, settings, last_run)))
-    return max(kept, min(first, *Balance.of(last_run).decided_late(run_plan.window_from(plan, settings)), first))
+    late = Balance.of(last_run).decided_late(run_plan.window_from(plan, settings))
+    return max(kept, min({first, *late}))
 
 
 def tidies_followed(last_frozen_ms: int | None, frozen_ms: int) -> bool:

@@ -477,7 +477,8 @@ def late_ms(known: Column, known_late_ms: Column, decided_ms: Column) -> Column:
     """Return the time at which a finding was decided, if its hour had left the window by then; else null.
 
     `known`: an earlier run made the finding, with `known_late_ms`. `decided_ms`: when a run last decided the verdicts
-    that the hour still had open when it left the window; null if there were none.
+    that the hour still had open, or first read records of the hour, after the hour had left the window; null if no run
+    did.
     """
     return F.when(known, known_late_ms).otherwise(decided_ms)
 
