@@ -211,6 +211,6 @@ def _run_command(
     environment["SPARK_CONF_DIR"] = str(configuration)
     command += ["--lake", lake, "--report", f"{lake}-report", "--no-publish", *options]
     done = subprocess.run(
-        command, env=environment, cwd=places.ROOT, capture_output=True, text=True, timeout=400, check=False
+        command, env=environment, cwd=places.ROOT, capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 3, done.stderr[-3000:]
