@@ -139,11 +139,19 @@ def hours_to_classify(rows: DataFrame, context: RunContext, balance: Balance) ->
 
 
 def _read_late(rows: DataFrame, touched: set[str], context: RunContext) -> list[str]:
-    """Return those of the `touched` hours that this run wrote to, and that left the window before a run had read all of
-    their records: after a pause longer than the window."""
-    first, end = hours.text_of(context.unread_since), hours.text_of(context.window_from)
-    left = {hour for hour in touched if first <= hour < end}
-    return hours.of(rows.where(hours.within(left)).where(F.col("run") == context.plan.run)) if left else []
+    """Return those of the `touched` hours with records that this run was the first to read, after they had left the
+    window: after a pause longer than the window.
+
+    A copy that was written in the pause may repeat an acceptance from before the pause, and counts in that hour.
+    """
+    since_ms, window_ms = context.unread_since, context.window_from
+    if since_ms == window_ms:
+        return []
+    left = {hour for hour in touched if hour < hours.text_of(window_ms)}
+    accepted_in_pause = F.expr(hours.since(hours.text_of(since_ms)))
+    seen_in_pause = (F.col("last_ms") >= since_ms) & (F.col("last_ms") < window_ms)
+    read = rows.where(hours.within(left)).where(F.col("run") == context.plan.run)
+    return hours.of(read.where(accepted_in_pause | seen_in_pause)) if left else []
 
 
 def classifies_all(context: RunContext) -> bool:

@@ -235,7 +235,9 @@ def test_what_came_in_a_pause_longer_than_the_window_is_reported_for_a_window(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     tables, plan, timer = Lake(spark, str(tmp_path)), a_plan(), StepTimer(lambda line: None)
-    tables.append_once("deliveries", reduced(spark, ids({"known": [entry(1)]})), 1)
+    before_pause = plan.frozen_ms - 3 * HOUR_MS
+    evidence = ids({"known": [entry(1)], "repeated": [copy(2, at=before_pause), entry(2, at=before_pause)]})
+    tables.append_once("deliveries", reduced(spark, evidence), 1)
     first = RunContext(plan, settings())
     balance = reconcile(tables, first, timer)
     assert {row["kind"] for row in tables.read("findings").collect()} >= {"lost"}
@@ -244,6 +246,7 @@ def test_what_came_in_a_pause_longer_than_the_window_is_reported_for_a_window(
         {
             "lost": [entry(5, at=in_pause)],
             "twice": [copy(6, at=in_pause), entry(6, at=in_pause), copy(7, at=two_hours), entry(7, at=two_hours)],
+            "repeated": [copy(3, at=before_pause, timestamp_ms=in_pause)],
         }
     )
     for offset, key in ((8, "first"), (9, "second")):
@@ -265,7 +268,8 @@ def test_what_came_in_a_pause_longer_than_the_window_is_reported_for_a_window(
         balance.close(hours.text_of(context.window_from))
         current = current_findings.by_hour(tables.read("findings"), context.window_from).where("topic = 't'")
         found = {(row["kind"], row["scope"]) for row in current.where("kind <> 'evidence_gap'").collect()}
-        assert found == ({("lost", "hour"), ("duplicate", "ids"), ("client_duplicate", "ids")} if has_new else set())
+        new = {("lost", "hour"), ("duplicate", "hour"), ("duplicate", "ids"), ("client_duplicate", "ids")}
+        assert found == (new if has_new else set())
         lost = current.where("kind = 'lost'").collect()
         assert {bytes(row["id"]) for row in lost} == ({b"lost".ljust(16)} if has_new else set())
 
