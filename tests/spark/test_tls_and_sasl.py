@@ -131,11 +131,12 @@ def test_a_job_without_access_to_kafka_says_why_without_the_password(
 def test_the_job_connects_with_a_certificate_or_with_plain(
     spark: SparkSession, environment: dict[str, str], secured_kafka: SecuredKafka
 ) -> None:
-    secured_kafka.allow("CN=job", *acls_of_job(environment["FENCEPOST_NAMESPACE"], "none"))
+    topic = environment["FENCEPOST_NAMESPACE"] + "-events"
+    secured_kafka.allow("CN=job", *acls_of_job(environment["FENCEPOST_NAMESPACE"], topic))
     plain = replace(SharedSettings.from_env(environment), kafka_sasl_mechanism="PLAIN")
     for shared in (plain, secured_kafka.with_certificate("job")):
         broker = KafkaAdmin(spark, shared)
-        assert f"{environment['FENCEPOST_NAMESPACE']}.ledger" in broker.names()
+        assert topic in broker.names()
         assert LibrdkafkaAdmin(shared).names() == broker.names()
         broker.close()
 
