@@ -2,7 +2,7 @@
 
 To start Spark takes longer than all that such a run does: it finds what the last run has found (`unchanged_balance`),
 and its report has the same findings at another time. The last run has left in a file what its report shows of the lake
-(job.Shown). This run reads that file, asks Kafka for the ends of the logs by the same plan as any run
+(finished_runs.Shown). This run reads that file, asks Kafka for the ends of the logs by the same plan as any run
 (planning.freeze), writes the report, and writes the file anew.
 
 Lake and report must be in local folders. Whatever is in doubt, or more than this, raises NeedsSpark, and the process
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from service.contract import wire
-from spark import job
+from spark import finished_runs, job
 from spark.errors import CannotRun, NeedsSpark
-from spark.job import Shown
+from spark.finished_runs import Shown
 from spark.reading import planning, run_plan
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.reading.run_plan import LEDGER, REQUESTS, Log, Plan, RunContext
@@ -86,7 +86,7 @@ def _carry_out(
         "frozen_ms": plan.frozen_ms,
         "caught_up_ms": run_plan.caught_up_ms(plan, last_run),
         "late_hours": balance.late_hours,
-        "last_pass": job.last_pass_of(last_run) if settings.options.skip_ids else number,
+        "last_pass": finished_runs.last_pass_after(number, settings.options, last_run),
     }
     last_run_file.store_local(lake, stored._replace(last_run=_next(stored.last_run, finished, plan, report, timer)))
     return report
@@ -139,7 +139,7 @@ def checked_balance(context: RunContext, shown: Shown) -> Balance:
 def is_clean_up_due(options: Options, shown: Shown, with_rows: Iterable[str], frozen_ms: int) -> bool:
     """Check whether a clean-up by these options has anything to do since the last one: once a day, after other options,
     or if an hour `with_rows` has ended since, which is then compacted."""
-    wanted = job.clean_up_of(options)
+    wanted = finished_runs.clean_up_of(options)
     if options.keep_days is None and options.vacuum_h is None and not options.optimize:
         return False
     if wanted != shown.clean_up or frozen_ms - shown.cleaned_ms >= job.DAY_MS:
@@ -172,6 +172,6 @@ def _next(last: LastRun, finished: dict[str, Any], plan: Plan, report: document.
     """Return the last run as the next run reads it; the next one with Spark adds its row to `runs`."""
     in_columns = ("run", "counted_run", "reports", *hourly.STORED)
     summary = {name: value for name, value in finished.items() if name not in in_columns}
-    row = job.row_of(report, plan, summary, finished["counted_run"], timer)
-    unstored = [*last.unstored, row][-job.HISTORY_RUNS :]
-    return LastRun({**finished, "reports": job.history_of(row, finished)}, plan.rows(), unstored, last.shown)
+    row = finished_runs.row_of(report, plan, summary, finished["counted_run"], timer)
+    unstored = [*last.unstored, row][-finished_runs.HISTORY_RUNS :]
+    return LastRun({**finished, "reports": finished_runs.history_of(row, finished)}, plan.rows(), unstored, last.shown)

@@ -12,7 +12,7 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import dry_run, frames, migrations, session
+from spark import dry_run, finished_runs, frames, migrations, session
 from spark.errors import CannotRun
 from spark.reading import decode, planning, run_plan, sinks, source
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
@@ -22,7 +22,7 @@ from spark.rules import cross_hour, current_findings, hourly, sink_audit
 from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
 from spark.rules.reconcile import reconcile, recount, unchanged_balance
-from spark.settings import HOUR_MS, Options, Settings
+from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
 from spark.tables import deliveries, hours, lake, lake_version, last_run_file, lock, verdict_history, view
 
@@ -34,55 +34,9 @@ CLAIMS_A_RECORD: Final = 20
 
 DAY_MS: Final = 24 * HOUR_MS
 
-# Number of earlier runs in the report's history.
-HISTORY_RUNS: Final = 19
-
-
-# A run without Spark reads and writes so many findings as a part of a file.
-SHOWN_MAX: Final = 1_000
-
-
-class Shown(NamedTuple):
-    """What a report shows of the lake's findings and verdicts, and what it depends on, as JSON.
-
-    `collected` is a document.Collected, `revised` are the counts of verdict_history.Revisions. A later report shows the
-    same if its window begins at or after `since_ms`, and not after `until_ms` (None: whenever it begins), and if
-    `judged_by` is the same (document.judged_by). `published`: whether the topic of findings has these. `cleaned_ms` is
-    when the plan of the run was frozen that cleaned the lake up by the options `clean_up`.
-    """
-
-    collected: dict[str, Any]
-    revised: dict[str, Any]
-    since_ms: int
-    until_ms: int | None
-    judged_by: dict[str, Any]
-    published: bool
-    cleaned_ms: int
-    clean_up: list[Any]
-
-    @classmethod
-    def of(
-        cls,
-        context: RunContext,
-        collected: document.Collected,
-        revised: verdict_history.Revisions,
-        oldest_ms: int | None,
-    ) -> "Shown":
-        """Describe what a run shows; `oldest_ms` is current_findings.oldest_ms."""
-        return cls(
-            collected=collected._asdict(),
-            revised=revised.counts,
-            since_ms=context.window_from,
-            until_ms=min((ms for ms in (oldest_ms, revised.oldest_ms) if ms is not None), default=None),
-            judged_by=document.judged_by(context),
-            published=context.settings.options.publish,
-            cleaned_ms=context.plan.frozen_ms,
-            clean_up=clean_up_of(context.settings.options),
-        )
-
 
 class Finished(NamedTuple):
-    """A finished run: its report, its plan, and its summary as the next run reads it (`last_finished_run`, without
+    """A finished run: its report, its plan, and its summary as the next run reads it (last_finished_run, without
     reports)."""
 
     report: document.Report
@@ -168,68 +122,6 @@ def clock_ms(now_ms: int | None) -> int:
     return int(time.time() * 1000) if now_ms is None else now_ms
 
 
-def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
-    """Read the last finished run: its number, its summary, its sums by hour (hourly.STORED), and the newest reports.
-
-    The newest number is read first, from Delta's statistics; by that number Delta prunes the files of older runs.
-    """
-    runs = tables.read_cached("runs")
-    newest = runs.agg(F.max("run")).collect()[0][0]
-    if newest is None:
-        return None
-    newest_runs = runs.where(F.col("run") > oldest_past(newest)).orderBy(F.desc("run"))
-    summary = F.when(F.col("run") == newest, F.col("summary")).alias("summary")
-    rows = newest_runs.select("report", "counted_run", summary).collect()
-    counted_run = rows[0]["counted_run"]
-    return {
-        "run": newest,
-        "reports": [json.loads(row["report"]) for row in rows],
-        "counted_run": counted_run,
-        **json.loads(rows[0]["summary"]),
-        **hourly.load(tables, counted_run),
-    }
-
-
-def row_of(
-    report: document.Report, plan: Plan, summary: Mapping[str, Any], counted_run: int | None, timer: StepTimer
-) -> dict[str, Any]:
-    """Return the row of `runs` (lake.RUN) of a run."""
-    kept = {
-        **{name: report.document[name] for name in ("run", "balance")},
-        # The report was written before its own time was known.
-        "cost": {**report.document["cost"], "seconds": timer.seconds()},
-    }
-    return {
-        "run": plan.run,
-        "frozen_ms": plan.frozen_ms,
-        "verdict": report.document["run"]["verdict"],
-        "summary": json.dumps(summary),
-        "report": json.dumps(kept),
-        "counted_run": counted_run,
-    }
-
-
-def history_of(row: Mapping[str, Any], last_run: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the reports of the history after the run of a `row_of`, newest first."""
-    past = of_run(last_run, "reports", [])
-    return [json.loads(row["report"]), *(one for one in past if one["run"]["number"] > oldest_past(row["run"]))]
-
-
-def clean_up_of(options: Options) -> list[Any]:
-    """Return the options of the clean-up at the end of a run, as JSON keeps them."""
-    return [options.keep_days, options.optimize, options.vacuum_h]
-
-
-def oldest_past(run: int) -> int:
-    """Return the number after which the runs are in the history of the report after `run`."""
-    return run - HISTORY_RUNS
-
-
-def last_pass_of(last_run: Mapping[str, Any] | None) -> int:
-    """Return the number of the last run that compared ids, by the summary of the last run; 0 if that is not known."""
-    return int(of_run(last_run, "last_pass", 0))
-
-
 class _Run:
     """The state of a run. `finished` is the number of an interrupted run that this process has finished first, `now_ms`
     the time of the plan (None: by the clock).
@@ -262,8 +154,8 @@ class _Run:
         self.findings_topic: publish.PublishedTopic | None = None
         # The webhook's state of each finding (webhook.Decision), which the next run reads.
         self.webhook_state: Mapping[str, int] = {}
-        # What a run without Spark needs of this run's report (`Shown`); None if it could not repeat the report.
-        self.shown: Shown | None = None
+        # What a run without Spark needs of this run's report; None if it could not repeat the report.
+        self.shown: finished_runs.Shown | None = None
         # Whether the last run is known to have cleaned the lake up after it was finished.
         self.is_cleaned_up = False
         # Rows of runs without Spark since the last finished run of `runs` (last_run_file.LastRun.unstored).
@@ -367,7 +259,7 @@ class _Run:
             self.last_plan, plans = Plan.from_rows(kept.plan), {}
             self.unstored, self.is_cleaned_up = kept.unstored, True
         else:
-            last_run = last_finished_run(self.lake)
+            last_run = finished_runs.last_finished_run(self.lake)
             number = of_run(last_run, "run", 0)
             plans = _plans_of(self.lake.read_cached("progress").where(F.col("run") >= number).collect())
             self.last_plan = plans.pop(number, None)
@@ -551,7 +443,7 @@ class _Run:
         first_hour = hours.text_of(unread_since - self.settings.longest_ttl_ms)
         if not self.settings.options.skip_ids:
             with self.timer.step("compare ids"):
-                self._change_ids(plan, last_pass_of(last_run), first_hour)
+                self._change_ids(plan, finished_runs.last_pass_of(last_run), first_hour)
         with self.timer.step("settle doubts"):
             self._mark_past_end(plan, first_hour)
             self._settle_by_other_rows(plan, first_hour)
@@ -617,9 +509,9 @@ class _Run:
             collected = document.collect(by_hour, found, context)
             revised = verdict_history.counted(self.lake.read_cached("verdicts"), window_from)
             report = document.build(collected, context, closed, self.timer, revised.counts, kind, compared)
-            if collected.number <= SHOWN_MAX and not context.settings.rules.sinks:
+            if collected.number <= finished_runs.SHOWN_MAX and not context.settings.rules.sinks:
                 oldest_ms = current_findings.oldest_ms(by_hour) if collected.number else None
-                self.shown = Shown.of(context, collected, revised, oldest_ms)
+                self.shown = finished_runs.Shown.of(context, collected, revised, oldest_ms)
                 if not self._tidies(context.plan, context.last_run):
                     self.shown = self.shown._replace(cleaned_ms=0)
             self.lake.check_held()
@@ -662,7 +554,7 @@ class _Run:
             "frozen_ms": plan.frozen_ms,
             "kept_from": self.kept_from,
             "caught_up_ms": run_plan.caught_up_ms(plan, last_run),
-            "last_pass": last_pass_of(last_run) if self.settings.options.skip_ids else plan.run,
+            "last_pass": finished_runs.last_pass_after(plan.run, self.settings.options, last_run),
             "published": asdict(self.findings_topic) if self.findings_topic else of_run(last_run, "published"),
             "webhook": self.webhook_state,
             "tidied": plan.run if self._tidies(plan, last_run) else _tidied(last_run),
@@ -670,12 +562,12 @@ class _Run:
         }
         with self.timer.step("finish the run"):
             counted_run = hourly.store(self.lake, balance, last_run, plan.run)
-            row = row_of(report, plan, summary, counted_run, self.timer)
+            row = finished_runs.row_of(report, plan, summary, counted_run, self.timer)
             rows = frames.rows_of(self.spark, lake.schema("runs"), [*self.unstored, row])
             self.lake.append_once("runs", rows, plan.run)
             stored = json.loads(row["summary"])
             finished = {"run": plan.run, "counted_run": counted_run, **stored, **hourly.as_stored(sums)}
-        return finished, history_of(row, last_run)
+        return finished, finished_runs.history_of(row, last_run)
 
     def _tidies(self, plan: Plan, last_run: Mapping[str, Any] | None) -> bool:
         """Check whether the run cleans the lake up."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from spark import job
+from spark import finished_runs
 from spark.rules import hourly
 from spark.tables import lake, lake_version
 
@@ -14,7 +14,7 @@ from spark.tables import lake, lake_version
 def without_version(spark: SparkSession, root: Path) -> None:
     """Turn a lake into one of the last release that stored no version: the sums by hour are in the summary of a run."""
     tables = lake.Lake(spark, str(root))
-    last = job.last_finished_run(tables)
+    last = finished_runs.last_finished_run(tables)
     assert last is not None
     sums = {name: last[name] for name in hourly.STORED}
     rows = [row.asDict() for row in tables.read("runs").drop("counted_run").collect()]

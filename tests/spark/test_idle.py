@@ -15,7 +15,7 @@ from deploy.places import ROOT
 from service.contract import SharedSettings
 from spark import idle, job
 from spark.errors import AnotherRun, CannotRun, NeedsSpark
-from spark.job import Shown
+from spark.finished_runs import Shown
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin, connection
 from spark.reading.run_plan import Plan, RunContext
 from spark.report import document

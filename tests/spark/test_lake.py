@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
 from service.contract import SharedSettings
-from spark import frames, job, migrations, session
+from spark import finished_runs, frames, migrations, session
 from spark.errors import CannotRun
 from spark.reading.jvm import table_property
 from spark.reading.run_plan import Log, Plan
@@ -556,7 +556,7 @@ def test_sums_by_hour_move_from_the_summary_of_the_last_run_to_tables(spark: Spa
         with pytest.raises(CannotRun, match="killed"):
             _migrate(lake.Lake(spark, str(tmp_path), _killed_at(number)))
     _migrate(lake.Lake(spark, str(tmp_path), _killed_at(2)))
-    found = job.last_finished_run(tables)
+    found = finished_runs.last_finished_run(tables)
     assert found is not None
     assert {name: found[name] for name in SUMS_OF_RUN} == SUMS_OF_RUN
     assert (found["record_counts"], found["evidence_changed"]) == (COUNTED_RECORDS, True)
@@ -579,7 +579,7 @@ def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     tables = lake.Lake(spark, str(tmp_path))
-    assert job.last_finished_run(tables) is None
+    assert finished_runs.last_finished_run(tables) is None
     for first, length in ((1, 1), (3, 40)):
         runs = [
             {"run": run, "frozen_ms": NOW_MS, "verdict": "clean", "summary": f'{{"n": {run}}}', "report": f"{run}"}
@@ -590,9 +590,9 @@ def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
         )
     with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         reports = list(range(42, 23, -1))
-        assert job.last_finished_run(tables) == {"run": 42, "n": 42, "reports": reports, "counted_run": None}
-    assert reads(spark, tmp_path, "runs")["number of files read"] == job.HISTORY_RUNS
-    assert len(tables.read("runs").inputFiles()) >= 2 * job.HISTORY_RUNS
+        assert finished_runs.last_finished_run(tables) == {"run": 42, "n": 42, "reports": reports, "counted_run": None}
+    assert reads(spark, tmp_path, "runs")["number of files read"] == finished_runs.HISTORY_RUNS
+    assert len(tables.read("runs").inputFiles()) >= 2 * finished_runs.HISTORY_RUNS
 
 
 def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:

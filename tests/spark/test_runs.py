@@ -23,7 +23,7 @@ from pyspark.sql import Row, SparkSession
 from deploy import places
 from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
-from spark import job
+from spark import finished_runs, job
 from spark.__main__ import main
 from spark.errors import AnotherRun, CannotRun
 from spark.follow import Follower
@@ -187,7 +187,7 @@ def test_the_file_of_the_last_run_repeats_what_the_tables_say(spark: SparkSessio
         tables = lake.Lake(spark, str(folder))
         kept = last_run_file.load(tables)
         assert kept is not None
-        assert kept.finished == job.last_finished_run(tables)
+        assert kept.finished == finished_runs.last_finished_run(tables)
         number = kept.finished["run"]
         rows = tables.read("progress").where(f"run = {number}").collect()
         stored, plan = (Plan.from_rows(found) for found in ([row.asDict(recursive=True) for row in rows], kept.plan))
@@ -571,7 +571,7 @@ def test_turns_in_one_session_find_what_runs_find_and_write_nothing_without_a_re
     assert checkpointed_ids(spark) <= kept
     # What the decision takes for the last run is what the next process reads.
     tables = lake.Lake(spark, str(folder))
-    read = job.last_finished_run(tables)
+    read = finished_runs.last_finished_run(tables)
     assert read is not None
     assert finished.last_run == {name: value for name, value in read.items() if name != "reports"}
     # Another process has begun a run.

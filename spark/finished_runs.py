@@ -1,0 +1,126 @@
+"""What a finished run leaves to the next ones: its row of `runs`, and what a run without Spark repeats of it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark.reading.run_plan import Plan, RunContext, of_run
+from spark.report import document
+from spark.rules import hourly
+from spark.settings import Options
+from spark.step_timer import StepTimer
+from spark.tables import lake, verdict_history
+
+# Number of earlier runs in the report's history.
+HISTORY_RUNS: Final = 19
+
+# A run without Spark reads and writes so many findings as a part of a file.
+SHOWN_MAX: Final = 1_000
+
+
+class Shown(NamedTuple):
+    """What a report shows of the lake's findings and verdicts, and what it depends on, as JSON.
+
+    `collected` is a document.Collected, `revised` are the counts of verdict_history.Revisions. A later report shows the
+    same if its window begins at or after `since_ms`, and not after `until_ms` (None: whenever it begins), and if
+    `judged_by` is the same (document.judged_by). `published`: whether the topic of findings has these. `cleaned_ms` is
+    when the plan of the run was frozen that cleaned the lake up by the options `clean_up`.
+    """
+
+    collected: dict[str, Any]
+    revised: dict[str, Any]
+    since_ms: int
+    until_ms: int | None
+    judged_by: dict[str, Any]
+    published: bool
+    cleaned_ms: int
+    clean_up: list[Any]
+
+    @classmethod
+    def of(
+        cls,
+        context: RunContext,
+        collected: document.Collected,
+        revised: verdict_history.Revisions,
+        oldest_ms: int | None,
+    ) -> "Shown":
+        """Describe what a run shows; `oldest_ms` is current_findings.oldest_ms."""
+        return cls(
+            collected=collected._asdict(),
+            revised=revised.counts,
+            since_ms=context.window_from,
+            until_ms=min((ms for ms in (oldest_ms, revised.oldest_ms) if ms is not None), default=None),
+            judged_by=document.judged_by(context),
+            published=context.settings.options.publish,
+            cleaned_ms=context.plan.frozen_ms,
+            clean_up=clean_up_of(context.settings.options),
+        )
+
+
+def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
+    """Read the last finished run: its number, its summary, its sums by hour (hourly.STORED), and the newest reports.
+
+    The newest number is read first, from Delta's statistics; by that number Delta prunes the files of older runs.
+    """
+    runs = tables.read_cached("runs")
+    newest = runs.agg(F.max("run")).collect()[0][0]
+    if newest is None:
+        return None
+    newest_runs = runs.where(F.col("run") > oldest_past(newest)).orderBy(F.desc("run"))
+    summary = F.when(F.col("run") == newest, F.col("summary")).alias("summary")
+    rows = newest_runs.select("report", "counted_run", summary).collect()
+    counted_run = rows[0]["counted_run"]
+    return {
+        "run": newest,
+        "reports": [json.loads(row["report"]) for row in rows],
+        "counted_run": counted_run,
+        **json.loads(rows[0]["summary"]),
+        **hourly.load(tables, counted_run),
+    }
+
+
+def row_of(
+    report: document.Report, plan: Plan, summary: Mapping[str, Any], counted_run: int | None, timer: StepTimer
+) -> dict[str, Any]:
+    """Return the row of `runs` (lake.RUN) of a run."""
+    kept = {
+        **{name: report.document[name] for name in ("run", "balance")},
+        # The report was written before its own time was known.
+        "cost": {**report.document["cost"], "seconds": timer.seconds()},
+    }
+    return {
+        "run": plan.run,
+        "frozen_ms": plan.frozen_ms,
+        "verdict": report.document["run"]["verdict"],
+        "summary": json.dumps(summary),
+        "report": json.dumps(kept),
+        "counted_run": counted_run,
+    }
+
+
+def history_of(row: Mapping[str, Any], last_run: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the reports of the history after the run of a `row_of`, newest first."""
+    past = of_run(last_run, "reports", [])
+    return [json.loads(row["report"]), *(one for one in past if one["run"]["number"] > oldest_past(row["run"]))]
+
+
+def clean_up_of(options: Options) -> list[Any]:
+    """Return the options of the clean-up at the end of a run, as JSON keeps them."""
+    return [options.keep_days, options.optimize, options.vacuum_h]
+
+
+def oldest_past(run: int) -> int:
+    """Return the number after which the runs are in the history of the report after `run`."""
+    return run - HISTORY_RUNS
+
+
+def last_pass_of(last_run: Mapping[str, Any] | None) -> int:
+    """Return the number of the last run that compared ids, by the summary of the last run; 0 if that is not known."""
+    return int(of_run(last_run, "last_pass", 0))
+
+
+def last_pass_after(run: int, options: Options, last_run: Mapping[str, Any] | None) -> int:
+    """Return the number of the last run that compared ids, after the run `run`."""
+    return last_pass_of(last_run) if options.skip_ids else run
