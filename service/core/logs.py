@@ -63,7 +63,7 @@ class Incident:
 
 
 class ThreadedHandler(logging.Handler):
-    """Hands lines to a thread, which writes them to a file descriptor: whoever logs never waits for the descriptor.
+    """Hands lines to a thread, which writes them to a file descriptor, so that no caller waits for the descriptor.
 
     Lines that do not fit into WAITING_BYTES_MAX are dropped, and counted in the next line that fits. A forked process
     has a thread of its own, from its first line on; the lines that wait at the fork are the parent's.

@@ -1,6 +1,6 @@
 """Version 3 of the produce API: `POST /v3/clusters/…/records`, whole or streamed, and `…/records:batch`.
 
-Each record has a result of its own. A request of which the server knows the length, and that is short, is read whole.
+Each record has a result of its own. A short request with a Content-Length is read whole.
 """
 
 import itertools

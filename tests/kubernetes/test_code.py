@@ -268,17 +268,17 @@ def test_the_spark_operator_takes_the_cron_jobs_place(operated: Rendered) -> Non
 
 def test_the_operator_s_spark_conf_has_the_settings_of_a_local_job(operated: Rendered) -> None:
     template = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]
-    told = template["sparkConf"]
+    conf = template["sparkConf"]
     cores = template["executor"]["instances"] * template["executor"]["cores"]
     by_default = {"spark.sql.shuffle.partitions": 200, "spark.databricks.delta.snapshotPartitions": 50}
     for name, default in by_default.items():
         assert name in _LOCAL
-        assert 1 <= int(told[name]) <= 2 * cores < default
-    assert not set(told) & set(_ALWAYS)  # the job sets those on every master
+        assert 1 <= int(conf[name]) <= 2 * cores < default
+    assert not set(conf) & set(_ALWAYS)  # the job sets those on every master
     for side in ("driver", "executor"):
-        (path,) = re.findall(r"-Dlog4j2\.configurationFile=file:///app/(\S+)", told[f"spark.{side}.extraJavaOptions"])
+        (path,) = re.findall(r"-Dlog4j2\.configurationFile=file:///app/(\S+)", conf[f"spark.{side}.extraJavaOptions"])
         assert (ROOT / path).is_file()  # COPY spark /app/spark
-        assert UTC in told[f"spark.{side}.extraJavaOptions"].split()
+        assert UTC in conf[f"spark.{side}.extraJavaOptions"].split()
     assert "COPY spark /app/spark" in (ROOT / "Dockerfile").read_text()
 
 
@@ -388,8 +388,8 @@ def test_the_audit_and_the_runbook_say_the_same_of_a_balance_that_does_not_close
     with pytest.raises(CannotRun) as raised:
         Balance({hour: {"orders": {"accepted": 2, "delivered_once": 1}}}).close(hour)
     runbook = " ".join((HERE / "RUNBOOK.md").read_text().split())
-    told = runbook.split("A balance that does not close is a fault of the audit. ")[1].split("## ")[0]
-    for text in (str(raised.value), told):
+    section = runbook.split("A balance that does not close is a fault of the audit. ")[1].split("## ")[0]
+    for text in (str(raised.value), section):
         assert "keep the lake" in text
         assert "open an issue" in text
         assert "--lake" in text

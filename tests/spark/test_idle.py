@@ -155,8 +155,8 @@ except AnotherRun as error:
 """
     command = [sys.executable, "-c", program, str(tmp_path)]
     with lock.held_locally(tmp_path, "lake"):
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=ROOT).stdout
-    assert told == "another run is at work on --lake lake; wait for it to end\n"
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=ROOT).stdout
+    assert printed == "another run is at work on --lake lake; wait for it to end\n"
 
 
 @pytest.mark.parametrize(

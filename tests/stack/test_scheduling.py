@@ -16,7 +16,7 @@ SPARK = [
 
 
 class _Process:
-    """Stands for a process of xdist: it runs a test when it has the next one, or is told that there is none."""
+    """A process of xdist. It runs a test once it has the next one, or has learned that no other follows."""
 
     def __init__(self, name: str) -> None:
         self.queue: list[int] = []

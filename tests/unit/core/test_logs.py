@@ -44,7 +44,7 @@ except ZeroDivisionError:
 """
 
 
-# Logs 10 MB, says so, and logs a last line when it is told to.
+# Logs 10 MB, reports that on its standard output, and logs a last line after the next line of its standard input.
 FLOOD: Final = """
 import sys, structlog
 from service.core import logs
