@@ -196,7 +196,7 @@ def dropped_lines() -> int:
 
 
 def last_line(text: str) -> None:
-    """Write a line for people behind those of the log, as a process does before it ends; logging.shutdown waits."""
+    """Write a line of plain text after those of the log, before the process ends; logging.shutdown waits for all."""
     for handler in _threaded():
         handler.write(text)
         return

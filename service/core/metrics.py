@@ -76,7 +76,7 @@ class FastHistogram(Collector):
 
 
 class DroppedLines(Collector):
-    """Shows how many lines the log of this process has lost; a thread counts them too, which no Counter takes."""
+    """Shows how many lines the log of this process has dropped, read at each scrape: its handler counts them."""
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(

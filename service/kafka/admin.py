@@ -22,7 +22,7 @@ from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed
 from service.kafka.connection import UNREACHABLE, Client
 from service.kafka.deadline import shared, within
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
-from service.kafka.inspection import FINAL, active_producers, fetch, producer_id_of
+from service.kafka.inspection import FINAL, active_producers, fetch, last_transaction
 from service.kafka.listing import Listing, listing_of
 from service.kafka.login import LOGIN_ERRORS, Connection
 from service.kafka.metadata import Metadata, Partition, Partitions, UndecodedMetadata, partitions_of
@@ -311,10 +311,10 @@ class KafkaAdmin:
         """Ask the coordinators for the producer ids of transactional ids; unknown ones are left out."""
         permits = asyncio.Semaphore(FENCES_AT_ONCE)
 
-        async def ask(name: str) -> int | None:
+        async def ask(name: str) -> int:
             async with permits:
                 client = await self._connected()
-                return await producer_id_of(client, await coordinator(client, name), name)
+                return (await last_transaction(client, await coordinator(client, name), name)).producer_id
 
         names = list(transactional_ids)
         try:
@@ -322,7 +322,7 @@ class KafkaAdmin:
                 found = await asyncio.gather(*map(ask, names))
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise self.failed("metadata", f"coordinators did not describe producer ids: {error!r}") from error
-        return {name: producer for name, producer in zip(names, found, strict=True) if producer is not None}
+        return {name: producer for name, producer in zip(names, found, strict=True) if producer >= 0}
 
     async def describe(self, names: Sequence[str], *, elsewhere: bool = False) -> dict[str, Topic]:
         """Describe topics with their settings; topics that do not exist are left out.

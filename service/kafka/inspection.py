@@ -21,8 +21,8 @@ from aiokafka.structs import TopicPartition
 from service.kafka.connection import BaseClient
 from service.kafka.hanging import ActiveProducer, Marker
 from service.kafka.metadata import Partition
+from service.kafka.outcomes import OK, raise_if_error
 
-OK: Final = errors.NoError.errno
 # Kafka's names of a transaction's states whose markers are being written.
 ENDING: Final = ("PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 UNSUPPORTED_VERSION: Final = errors.UnsupportedVersionError.errno
@@ -41,6 +41,11 @@ READ_UNCOMMITTED: Final = 0
 _PARTITIONS_BY_TOPIC: Final = CompactArray(
     ("topic", CompactString("utf-8")),
     ("partitions", CompactArray(Int32)),
+    ("tags", TaggedFields),
+)
+CODES_BY_TOPIC: Final = CompactArray(
+    ("topic", CompactString("utf-8")),
+    ("partitions", CompactArray(("partition", Int32), ("error_code", Int16), ("tags", TaggedFields))),
     ("tags", TaggedFields),
 )
 
@@ -161,17 +166,7 @@ class _WriteTxnMarkersAnswer(Response):  # type: ignore[misc]
             "markers",
             CompactArray(
                 ("producer_id", Int64),
-                (
-                    "topics",
-                    CompactArray(
-                        ("topic", CompactString("utf-8")),
-                        (
-                            "partitions",
-                            CompactArray(("partition", Int32), ("error_code", Int16), ("tags", TaggedFields)),
-                        ),
-                        ("tags", TaggedFields),
-                    ),
-                ),
+                ("topics", CODES_BY_TOPIC),
                 ("tags", TaggedFields),
             ),
         ),
@@ -306,25 +301,20 @@ async def is_ending(client: AIOKafkaClient, node: int, transactional_id: str) ->
     return state in ENDING
 
 
-async def producer_id_of(client: AIOKafkaClient, node: int, transactional_id: str) -> int | None:
-    """Ask a coordinator for the producer id of a transactional id; None where it is unknown or the broker too old."""
-    try:
-        response = await client.send(node, DescribeTransactions(transactional_id))
-    except UNSUPPORTED:
-        return None
-    ((code, _, _state, _, _, producer_id, *_),) = response.transactions
-    return int(producer_id) if code == OK else None
+def _leader_of(client: AIOKafkaClient, partition: Partition) -> int:
+    """Find a partition's leader in the cached metadata. Raises LeaderNotAvailableError."""
+    node = client.cluster.leader_for_partition(TopicPartition(*partition))
+    if node is None or node < 0:
+        raise errors.LeaderNotAvailableError(f"{partition}")
+    return int(node)
 
 
 async def write_marker(client: AIOKafkaClient, partition: Partition, producer: ActiveProducer, *, commit: bool) -> None:
     """Have a leader end the open transaction of a producer by a marker. Raises KafkaError for any other response."""
-    node = client.cluster.leader_for_partition(TopicPartition(*partition))
-    if node is None or node < 0:
-        raise errors.LeaderNotAvailableError(f"{partition}")
+    node = _leader_of(client, partition)
     response = await client.send(node, WriteTxnMarkers(partition, producer, commit=commit))
     ((_, ((_, ((_, code, _),), _),), _),) = response.markers
-    if code != OK:
-        raise errors.for_code(code)(f"WriteTxnMarkers for {partition}")
+    raise_if_error(code, f"WriteTxnMarkers for {partition}")
 
 
 class LogEntry(NamedTuple):
@@ -344,16 +334,13 @@ async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tu
 
     Raises KafkaError: OffsetOutOfRangeError where the log starts after the offset.
     """
-    node = client.cluster.leader_for_partition(TopicPartition(*partition))
-    if node is None or node < 0:
-        raise errors.LeaderNotAvailableError(f"{partition}")
+    node = _leader_of(client, partition)
     topic, number = partition
     request = FetchRequest(FETCH_WAIT_MS, 1, FETCH_BYTES, READ_UNCOMMITTED, [(topic, [(number, offset, FETCH_BYTES)])])
     response = await client.send(node, request)
     ((_, (row,)),) = response.topics
     code, end, raw = row[1], row[2], row[-1]
-    if code != OK:
-        raise errors.for_code(code)(f"{topic}/{number} from {offset}")
+    raise_if_error(code, f"{topic}/{number} from {offset}")
     entries: list[LogEntry] = []
     records = MemoryRecords(raw)
     while records.has_next():

@@ -27,6 +27,7 @@ from service.kafka.group_offsets import (
     partition_of_group,
 )
 from service.kafka.hanging import RecordCoordinates
+from service.kafka.inspection import CODES_BY_TOPIC
 from service.kafka.metadata import Partition
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
@@ -59,17 +60,7 @@ class _TxnOffsetCommitAnswer(Response):  # type: ignore[misc]  # aiokafka ships 
     API_VERSION = 3
     SCHEMA = Schema(
         ("throttle_time_ms", Int32),
-        (
-            "topics",
-            CompactArray(
-                ("topic", CompactString("utf-8")),
-                (
-                    "partitions",
-                    CompactArray(("partition", Int32), ("error_code", Int16), ("tags", TaggedFields)),
-                ),
-                ("tags", TaggedFields),
-            ),
-        ),
+        ("topics", CODES_BY_TOPIC),
         ("tags", TaggedFields),
     )
 
@@ -168,7 +159,7 @@ class OffsetCommit:
 
         `ask_leader`: have the leader of the group's partition answer before the partition is added; it has
         `check_timeout_s` for that. Returns the transaction's first record in this partition; None where the service may
-        not see the partition. Raises OffsetsRefused, KafkaError, TimeoutError. `write` then names OFFSETS_TOPIC if the
+        not see or inspect the partition. Raises OffsetsRefused, KafkaError, TimeoutError. `write` then names OFFSETS_TOPIC if the
         group's coordinator did not answer.
         """
         if (partition := await self.partition_of(offsets.group)) is not None:

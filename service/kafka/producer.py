@@ -243,7 +243,8 @@ class TransactionalProducer:
         """Commit the offsets of a consumer group in the transaction of the next `send` (KIP-447).
 
         Call `send` next. `ask_leader`: have the leader of the group's partition answer before the partition is added.
-        Returns the transaction's first record in this partition; None where the service may not see the partition.
+        Returns the transaction's first record in this partition; None where the service may not see or inspect the
+        partition.
         Raises OffsetsRefused after a clean abort: the transaction has written nothing into any other partition, and the
         producer is ready. Raises TransactionAborted, and TransactionFailed for any other response, also where the
         partition was added and its leader does not keep the offsets: the next transaction would wait for its marker

@@ -166,7 +166,8 @@ class ProducerSession:
     def joining_of(self, leaders: Mapping[Partition, int]) -> set[Partition]:
         """Find the partitions that a Produce adds to the transaction: of leaders that have version 2.
 
-        None where the coordinator has not: without an epoch for each transaction, a late Produce could join the next.
+        The set is empty where the coordinator does not have version 2: without an epoch for each transaction, a late
+        Produce could join the next.
         """
         if not self.has_version_2(self.coordinator):
             return set()

@@ -451,7 +451,7 @@ class Sink(TypedDict):
     twice: Annotated[int, _ids("Expected ids with several rows")]
     late: Annotated[int, _ids("Expected ids whose row arrived when that time was over")]
     pending: Annotated[int, _ids("Expected ids without a row that may still arrive")]
-    unprovable: Annotated[int, _ids("Expected ids without a record in a mirror that has deleted records unread")]
+    unprovable: Annotated[int, _ids("Expected ids without a record in a mirror that may have deleted it unread")]
     extra: Annotated[int, _ids("Ids with rows that were never delivered, in an exclusive sink")]
     unidentified: Annotated[int, _about("Rows that name no event. Unit: rows.", ge=0)]
     judged_until: Annotated[

@@ -28,7 +28,7 @@ UNREADABLE: Final = "unreadable"
 """The cause of the evidence gap of a sink that a run could not read."""
 UNPROVABLE: Final = "unprovable"
 CATEGORIES: Final = (PRESENT_ONCE, MISSING, TWICE, LATE, PENDING, UNPROVABLE)
-"""Categories of the events that are expected in a sink. UNPROVABLE: a mirror has deleted records unread."""
+"""Categories of the events that are expected in a sink. UNPROVABLE: a mirror may have deleted the record unread."""
 KINDS: Final[Mapping[str, str]] = {**{name: name for name in (MISSING, TWICE, LATE, EXTRA)}, UNPROVABLE: GAP}
 """By the count that its findings must agree with, each kind of finding about a sink."""
 

@@ -201,7 +201,7 @@ def test_the_file_of_the_last_run_repeats_what_the_tables_say(spark: SparkSessio
         tables.append(name, tables.read(name).limit(0), 9)
         assert last_run_file.load(tables) is None
     tables = lake.Lake(spark, str(stages.clean.with_name(stages.lake("damaged"))))
-    for damaged in ("", "{", "[]", '{"version": 1}'):
+    for damaged in ("", "{", "[]", '{"version": 1}', '{"version": 2}'):
         files.write(spark, tables.root, last_run_file.FILE, [damaged])
         assert last_run_file.load(tables) is None
 
