@@ -159,8 +159,8 @@ class OffsetCommit:
 
         `ask_leader`: have the leader of the group's partition answer before the partition is added; it has
         `check_timeout_s` for that. Returns the transaction's first record in this partition; None where the service may
-        not see or inspect the partition. Raises OffsetsRefused, KafkaError, TimeoutError. `write` then names OFFSETS_TOPIC if the
-        group's coordinator did not answer.
+        not see or inspect the partition. Raises OffsetsRefused, KafkaError, TimeoutError. `write` then names
+        OFFSETS_TOPIC if the group's coordinator did not answer.
         """
         if (partition := await self.partition_of(offsets.group)) is not None:
             if ask_leader:
