@@ -9,9 +9,11 @@ import pytest
 from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import (
     ConcurrentTransactions,
+    CoordinatorLoadInProgressError,
     KafkaConnectionError,
     NodeNotReadyError,
     TopicAuthorizationFailedError,
+    TransactionalIdAuthorizationFailed,
     UnknownTopicOrPartitionError,
 )
 from aiokafka.protocol.offset import OffsetRequest
@@ -40,7 +42,7 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.takes_s = 0.0
         self.silent: set[int] = set()  # brokers that take a request and never answer
         self.lagging: set[int] = set()  # brokers that know no topic yet
-        self.of_topic = self.of_settings = 0  # error codes
+        self.of_topic = self.of_settings = self.of_transactions = 0  # error codes
         self.cluster = self
         self.busy: set[str] = set()  # transactional ids whose markers are not written yet
         self.unlisted = 0  # this many of the next responses list no broker
@@ -75,7 +77,7 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         if node_id in self.down:
             raise NodeNotReadyError if node_id == 1 else KafkaConnectionError
         if isinstance(request, DescribeTransactions):
-            return SimpleNamespace(transactions=[(0, "", "Empty", 0, 0, 7, 2, [], {})])
+            return SimpleNamespace(transactions=[(self.of_transactions, "", "Empty", 0, 0, 7, 2, [], {})])
         concurrent = isinstance(request, InitProducerIdRequest) and request._transactional_id in self.busy
         identity = {
             "error_code": ConcurrentTransactions.errno if concurrent else 0,
@@ -271,6 +273,18 @@ async def test_a_partition_with_too_few_replicas_in_sync_is_reported(
     client.least = least
     (topic,) = (await cluster_with(client).describe(["orders"])).values()
     assert (topic.partitions, topic.under_min_isr) == (3, frozenset({1} if short else ()))
+
+
+async def test_the_producer_id_of_a_slot_whose_coordinator_loads_is_not_taken_for_unknown() -> None:
+    """Else the watch would name the slot's own transaction as that of a former producer id."""
+    client = FakeClient()
+    cluster = cluster_with(client)
+    assert await cluster.producer_ids(["fencepost.0"]) == {"fencepost.0": 7}
+    client.of_transactions = CoordinatorLoadInProgressError.errno
+    with pytest.raises(KafkaAway, match="LoadInProgress"):
+        await cluster.producer_ids(["fencepost.0"])
+    client.of_transactions = TransactionalIdAuthorizationFailed.errno
+    assert await cluster.producer_ids(["fencepost.0"]) == {}
 
 
 async def test_a_topic_has_its_id_in_kafka_s_base64() -> None:
