@@ -6,7 +6,9 @@ service.native without the GIL, so that it does not delay other requests.
 
 import asyncio
 import gc
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -29,8 +31,18 @@ LONG_BYTES: Final = 64 * 1024
 # A fault of a longer body is described by its kind and offset only: jiter, which explains more, holds the GIL.
 EXPLAINED_BYTES: Final = 16 * 1024
 
+# The niceness of the thread for long bodies: where CPUs are scarce, the event loop and what it waits for come first.
+_NICENESS: Final = 10
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread. Linux has one for each thread, other systems for the whole process only."""
+    if sys.platform == "linux":
+        os.nice(_NICENESS)
+
+
 # One thread, so that many long bodies use one core.
-_THREAD: Final = ThreadPoolExecutor(1, "long-json")
+_THREAD: Final = ThreadPoolExecutor(1, "long-json", initializer=_give_way)
 
 T = TypeVar("T")
 P = ParamSpec("P")

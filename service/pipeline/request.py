@@ -133,7 +133,7 @@ def fit(
 # A larger batch is written in several chunks: each step with a chunk takes the event loop for milliseconds only.
 CHUNK_EVENTS_MAX: Final = 1_000
 # The same beside single events and atomic batches: a POST waits for some ten such steps.
-CHUNK_EVENTS_BESIDE_SINGLE: Final = 250
+CHUNK_EVENTS_BESIDE_SINGLE: Final = 100
 
 
 class BatchChunk:

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import os
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from service import native
 from service.core.problems import DETAIL_CHARS_MAX, Problem
 from service.events import strict_json as module
-from service.events.strict_json import check_json
+from service.events.strict_json import check_json, in_thread
 
 
 @pytest.fixture(autouse=True, scope="module", params=["python", "compiled"])
@@ -319,3 +321,10 @@ def test_pairs_of_surrogates_are_taken_compiled(body: str, taken: bool, monkeypa
     else:
         with pytest.raises(Problem):
             check_json(body.encode())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux only")
+async def test_a_long_body_is_checked_at_a_lower_priority_than_that_of_the_event_loop() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert await in_thread(os.getpriority, os.PRIO_PROCESS, 0) == min(own + 10, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
