@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812
 
+from spark.clean_up import clean_up_of
 from spark.reading.run_plan import Plan, RunContext, of_run
 from spark.report import document
 from spark.rules import hourly
@@ -104,11 +105,6 @@ def history_of(row: Mapping[str, Any], last_run: Mapping[str, Any] | None) -> li
     """Return the reports of the history after the run of a `row_of`, newest first."""
     past = of_run(last_run, "reports", [])
     return [json.loads(row["report"]), *(one for one in past if one["run"]["number"] > oldest_past(row["run"]))]
-
-
-def clean_up_of(options: Options) -> list[Any]:
-    """Return the options of the clean-up at the end of a run, as JSON keeps them."""
-    return [options.keep_days, options.optimize, options.vacuum_h]
 
 
 def oldest_past(run: int) -> int:

@@ -9,12 +9,12 @@ Lake and report must be in local folders. Whatever is in doubt, or more than thi
 makes a run with Spark: it finds the lake as the last run has left it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from service.contract import wire
-from spark import finished_runs, job
+from spark import clean_up, finished_runs, job
 from spark.errors import CannotRun, NeedsSpark
 from spark.finished_runs import Shown
 from spark.reading import planning, run_plan
@@ -24,7 +24,7 @@ from spark.report import document, publish, webhook
 from spark.rules import hourly
 from spark.rules.balance import Balance
 from spark.rules.reconcile import unchanged_balance
-from spark.settings import Options, Settings
+from spark.settings import Settings
 from spark.step_timer import OnProgress, StepTimer
 from spark.tables import files, hours, lake_version, last_run_file, lock, view
 from spark.tables.last_run_file import LastRun, LocalFile
@@ -68,7 +68,7 @@ def _carry_out(
         admin = LibrdkafkaAdmin(settings.shared)
         number = last_run["run"] + 1
         plan = planning.freeze(admin, settings, last_plan, job.clock_ms(now_ms), _discover, _topics_in_lake, number)
-        kept_from = job.kept_from(plan, last_plan, settings, last_run)
+        kept_from = clean_up.kept_from(plan, last_plan, settings, last_run)
         context = RunContext(plan, settings, last_plan, last_run, (), kept_from)
         balance = checked_balance(context, shown)
         if settings.options.publish:
@@ -131,21 +131,15 @@ def checked_balance(context: RunContext, shown: Shown) -> Balance:
         raise NeedsSpark("a finding or a changed verdict leaves the window")
     if document.judged_by(context) != shown.judged_by:
         raise NeedsSpark("other silences or rules apply")
-    if is_clean_up_due(context.settings.options, shown, context.of_last_run("hours", ()), context.plan.frozen_ms):
+    if clean_up.is_clean_up_due(
+        context.settings.options,
+        shown.clean_up,
+        shown.cleaned_ms,
+        context.of_last_run("hours", ()),
+        context.plan.frozen_ms,
+    ):
         raise NeedsSpark("the lake is cleaned up")
     return balance
-
-
-def is_clean_up_due(options: Options, shown: Shown, with_rows: Iterable[str], frozen_ms: int) -> bool:
-    """Check whether a clean-up by these options has anything to do since the last one: once a day, after other options,
-    or if an hour `with_rows` has ended since, which is then compacted."""
-    wanted = finished_runs.clean_up_of(options)
-    if options.keep_days is None and options.vacuum_h is None and not options.optimize:
-        return False
-    if wanted != shown.clean_up or frozen_ms - shown.cleaned_ms >= job.DAY_MS:
-        return True
-    last, now = hours.text_of(shown.cleaned_ms), hours.text_of(frozen_ms)
-    return options.optimize and any(last <= hour < now for hour in with_rows)
 
 
 def _check_published(admin: LibrdkafkaAdmin, context: RunContext, shown: Shown) -> None:

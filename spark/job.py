@@ -12,7 +12,7 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import dry_run, finished_runs, frames, migrations, session
+from spark import clean_up, dry_run, finished_runs, frames, migrations, session
 from spark.errors import CannotRun
 from spark.reading import decode, planning, run_plan, sinks, source
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
@@ -31,8 +31,6 @@ Spans = dict[TopicPartition, source.Span]
 # A ledger record has an entry for each event of a group of requests, a record of the journal their answers. Estimated
 # for a first run, which has not yet selected the topics whose records would tell.
 CLAIMS_A_RECORD: Final = 20
-
-DAY_MS: Final = 24 * HOUR_MS
 
 
 class Finished(NamedTuple):
@@ -171,7 +169,7 @@ class _Run:
             last_run, plans = self._read_last_run()
             plan, resumed = self._plan(last_run, plans)
             cleaned_plan = self.last_plan if self.is_cleaned_up else None
-            self.kept_from = kept_from(plan, cleaned_plan, self.settings, last_run)
+            self.kept_from = clean_up.kept_from(plan, cleaned_plan, self.settings, last_run)
             if self.settings.options.publish:
                 self.findings_topic = self._prepare_publishing()
                 publish.check_owner(
@@ -200,9 +198,9 @@ class _Run:
         with self.timer.step("compare sinks"):
             compared = sink_audit.audit(self.lake, context, self.on_progress)
         report = self._report(context, balance, compared, document.RunKind(resumed, self.finished, recounted))
-        finished, reports = self._finish(plan, balance, report, last_run)
+        finished, reports = self._finish(context, balance, report)
         with self.timer.step("clean up the lake"):
-            self._tidy(plan, last_run)
+            clean_up.tidy(self.lake, context)
         # After the clean-up: a run without Spark finds in the file that the lake was cleaned up.
         kept = last_run_file.LastRun(
             {**finished, "reports": reports}, plan.rows(), [], self.shown and self.shown._asdict()
@@ -512,7 +510,7 @@ class _Run:
             if collected.number <= finished_runs.SHOWN_MAX and not context.settings.rules.sinks:
                 oldest_ms = current_findings.oldest_ms(by_hour) if collected.number else None
                 self.shown = finished_runs.Shown.of(context, collected, revised, oldest_ms)
-                if not self._tidies(context.plan, context.last_run):
+                if not clean_up.tidies(context):
                     self.shown = self.shown._replace(cleaned_ms=0)
             self.lake.check_held()
             report = self._notify(report, context)
@@ -543,11 +541,11 @@ class _Run:
         return document.Report({**made, "webhook": {"findings": len(decision.due), "error": error}})
 
     def _finish(
-        self, plan: Plan, balance: Balance, report: document.Report, last_run: Mapping[str, Any] | None
+        self, context: RunContext, balance: Balance, report: document.Report
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Store the sums by hour, and append the run to `runs`. With this row the run is finished, and the next start
         begins a new run. Returns the summary as the next run reads it, and the reports of its history."""
-        sums = balance.document()
+        plan, last_run, sums = context.plan, context.last_run, balance.document()
         summary = {
             "options": plan.options,
             "topics": plan.topics,
@@ -557,7 +555,7 @@ class _Run:
             "last_pass": finished_runs.last_pass_after(plan.run, self.settings.options, last_run),
             "published": asdict(self.findings_topic) if self.findings_topic else of_run(last_run, "published"),
             "webhook": self.webhook_state,
-            "tidied": plan.run if self._tidies(plan, last_run) else _tidied(last_run),
+            "tidied": plan.run if clean_up.tidies(context) else clean_up.tidied(last_run),
             **{name: found for name, found in sums.items() if name not in hourly.STORED},
         }
         with self.timer.step("finish the run"):
@@ -568,29 +566,6 @@ class _Run:
             stored = json.loads(row["summary"])
             finished = {"run": plan.run, "counted_run": counted_run, **stored, **hourly.as_stored(sums)}
         return finished, finished_runs.history_of(row, last_run)
-
-    def _tidies(self, plan: Plan, last_run: Mapping[str, Any] | None) -> bool:
-        """Check whether the run cleans the lake up."""
-        last_frozen_ms = None if last_run is None else int(last_run["frozen_ms"])
-        return not self.settings.options.follow or tidies_followed(last_frozen_ms, plan.frozen_ms)
-
-    def _tidy(self, plan: Plan, last_run: dict[str, Any] | None) -> None:
-        """Delete old rows, compact and vacuum the lake, as the options say."""
-        options = self.settings.options
-        if not self._tidies(plan, last_run):
-            return
-        if options.follow:
-            self.lake.keep_short_logs([*lake.SCHEMAS, *view.tables(self.lake)])
-        if options.keep_days is not None and self.kept_from != of_run(last_run, "kept_from"):
-            self.lake.delete_before(self.kept_from, plan.run)
-        if options.optimize:
-            # An hour is compacted when it is over, and again after late rows.
-            now = hours.text_of(plan.frozen_ms)
-            late = hours.of(self.lake.read_cached("deliveries").where(F.col("run") > _tidied(last_run)))
-            some_hours = sorted({hour for hour in late if hour < now} | _ended(last_run, plan))
-            self.lake.optimize(some_hours, [*lake.COMPACTED, *view.of_topics(self.lake)])
-        if options.vacuum_h is not None:
-            self.lake.vacuum(options.vacuum_h, [*lake.SCHEMAS, lock.TABLE, *view.tables(self.lake)])
 
 
 def _plans_of(rows: Iterable[Row]) -> dict[int, Plan]:
@@ -605,44 +580,6 @@ def _plans_of(rows: Iterable[Row]) -> dict[int, Plan]:
 def _topics(rows: DataFrame) -> set[str]:
     """Collect the distinct topics of rows."""
     return {row["topic"] for row in rows.select("topic").distinct().collect()}
-
-
-def kept_from(plan: Plan, cleaned_plan: Plan | None, settings: Settings, last_run: Mapping[str, Any] | None) -> str:
-    """Return the first hour that the lake keeps, "" for all. It never moves back, since older rows are deleted.
-
-    After a pause longer than --keep-days the run keeps what was accepted in the pause, since no run has judged it, and
-    the next runs keep it as long as its findings are in the reports.
-    `cleaned_plan` is the plan of the last run if that run has cleaned the lake up. A run that reads nothing new since
-    then moves the hour once a day: where hours are deleted, a run classifies anew.
-    """
-    kept: str = of_run(last_run, "kept_from", "")
-    if settings.options.keep_days is None:
-        return kept
-    first_ms = plan.frozen_ms - settings.options.keep_days * DAY_MS
-    if hours.text_of(first_ms - DAY_MS) < kept and run_plan.reads_nothing_new(plan, cleaned_plan):
-        return kept
-    first = hours.text_of(min(first_ms, run_plan.paused_since(plan, settings, last_run)))
-    late = Balance.of(last_run).decided_late(run_plan.window_from(plan, settings))
-    return max(kept, min({first, *late}))
-
-
-def tidies_followed(last_frozen_ms: int | None, frozen_ms: int) -> bool:
-    """Check whether a run with --follow cleans the lake up: the first run of each hour does. `last_frozen_ms` is when
-    the last run froze, None without one."""
-    return last_frozen_ms is None or last_frozen_ms // HOUR_MS != frozen_ms // HOUR_MS
-
-
-def _tidied(last_run: Mapping[str, Any] | None) -> int:
-    """Return the last run that has cleaned the lake up; runs of an earlier version all did."""
-    return 0 if last_run is None else int(last_run.get("tidied", last_run["run"]))
-
-
-def _ended(last_run: dict[str, Any] | None, plan: Plan) -> set[str]:
-    """Return the hours that have ended since the last run."""
-    if last_run is None:
-        return set()
-    last_run_hour, current_hour = last_run["frozen_ms"] // HOUR_MS, plan.frozen_ms // HOUR_MS
-    return {hours.text_of(hour * HOUR_MS) for hour in range(max(last_run_hour, current_hour - 24), current_hour)}
 
 
 def terminal_text(report: document.Report, folder: str) -> str:

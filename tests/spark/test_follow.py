@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from service.contract import SettingsError
-from spark import follow, job
+from spark import clean_up, follow, job
 from spark.errors import AnotherRun, CannotRun, Stopped
 from spark.follow import RECHECK_S, SLOW_RECHECK_S, Known, Stop, pause_after, reason_to_run
 from spark.reading import sinks
@@ -138,10 +138,10 @@ def test_the_pause_after_turns_that_failed_in_a_row_is_bounded() -> None:
 
 
 def test_the_first_run_of_each_hour_cleans_the_lake_up() -> None:
-    assert job.tidies_followed(None, NOW_MS)
-    assert not job.tidies_followed(NOW_MS, NOW_MS + 60_000)
-    assert job.tidies_followed(NOW_MS, NOW_MS + 1_800_000)
-    assert job.tidies_followed(NOW_MS, NOW_MS + 24 * HOUR_MS)
+    assert clean_up.tidies_followed(None, NOW_MS)
+    assert not clean_up.tidies_followed(NOW_MS, NOW_MS + 60_000)
+    assert clean_up.tidies_followed(NOW_MS, NOW_MS + 1_800_000)
+    assert clean_up.tidies_followed(NOW_MS, NOW_MS + 24 * HOUR_MS)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.contract import Rules, SharedSettings
-from spark import job
+from spark import clean_up
 from spark.errors import CannotRun
 from spark.reading import planning, run_plan
 from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition
@@ -782,13 +782,13 @@ def test_events_may_have_been_unread_since_the_last_run_below_whose_ends_all_is_
         ({"frozen_ms": NOW_MS - 9 * hour_ms}, NOW_MS - 9 * hour_ms - now.max_settle_ms),
     ):
         assert run_plan.unread_since(plan, now, last_run) == since_ms
-        kept_from = job.kept_from(plan, None, settings(window_h=2, keep_days=1), last_run)
+        kept_from = clean_up.kept_from(plan, None, settings(window_h=2, keep_days=1), last_run)
         assert kept_from == hours.text_of(min(NOW_MS - 24 * hour_ms, since_ms))
-        assert job.kept_from(plan, None, now, last_run) == ""
+        assert clean_up.kept_from(plan, None, now, last_run) == ""
     longer = settings(window_h=72, keep_days=1)
-    assert job.kept_from(plan, None, longer, {"caught_up_ms": NOW_MS}) == hours.text_of(NOW_MS - 24 * hour_ms)
+    assert clean_up.kept_from(plan, None, longer, {"caught_up_ms": NOW_MS}) == hours.text_of(NOW_MS - 24 * hour_ms)
     late = {"2023-11-01 00:00:00": NOW_MS - hour_ms, "2023-10-01 00:00:00": NOW_MS - 5 * hour_ms}
     assert (
-        job.kept_from(plan, None, settings(window_h=2, keep_days=1), {"late_hours": late, "frozen_ms": NOW_MS})
+        clean_up.kept_from(plan, None, settings(window_h=2, keep_days=1), {"late_hours": late, "frozen_ms": NOW_MS})
         == "2023-11-01 00:00:00"
     )

@@ -1,0 +1,96 @@
+"""The clean-up of the lake at the end of a run: rows that it deletes, files that it compacts and vacuums."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from pyspark.sql import functions as F  # noqa: N812
+
+from spark.reading import run_plan
+from spark.reading.run_plan import Plan, RunContext, of_run
+from spark.rules.balance import Balance
+from spark.settings import HOUR_MS, Options, Settings
+from spark.tables import hours, lake, lock, view
+
+DAY_MS: Final = 24 * HOUR_MS
+
+
+def kept_from(plan: Plan, cleaned_plan: Plan | None, settings: Settings, last_run: Mapping[str, Any] | None) -> str:
+    """Return the first hour that the lake keeps, "" for all. It never moves back, since older rows are deleted.
+
+    After a pause longer than --keep-days the run keeps what was accepted in the pause, since no run has judged it, and
+    the next runs keep it as long as its findings are in the reports.
+    `cleaned_plan` is the plan of the last run if that run has cleaned the lake up. A run that reads nothing new since
+    then moves the hour once a day: where hours are deleted, a run classifies anew.
+    """
+    kept: str = of_run(last_run, "kept_from", "")
+    if settings.options.keep_days is None:
+        return kept
+    first_ms = plan.frozen_ms - settings.options.keep_days * DAY_MS
+    if hours.text_of(first_ms - DAY_MS) < kept and run_plan.reads_nothing_new(plan, cleaned_plan):
+        return kept
+    first = hours.text_of(min(first_ms, run_plan.paused_since(plan, settings, last_run)))
+    late = Balance.of(last_run).decided_late(run_plan.window_from(plan, settings))
+    return max(kept, min({first, *late}))
+
+
+def tidies_followed(last_frozen_ms: int | None, frozen_ms: int) -> bool:
+    """Check whether a run with --follow cleans the lake up: the first run of each hour does. `last_frozen_ms` is when
+    the last run froze, None without one."""
+    return last_frozen_ms is None or last_frozen_ms // HOUR_MS != frozen_ms // HOUR_MS
+
+
+def tidied(last_run: Mapping[str, Any] | None) -> int:
+    """Return the last run that has cleaned the lake up; runs of an earlier version all did."""
+    return 0 if last_run is None else int(last_run.get("tidied", last_run["run"]))
+
+
+def _ended(last_run: Mapping[str, Any] | None, plan: Plan) -> set[str]:
+    """Return the hours that have ended since the last run."""
+    if last_run is None:
+        return set()
+    last_run_hour, current_hour = last_run["frozen_ms"] // HOUR_MS, plan.frozen_ms // HOUR_MS
+    return {hours.text_of(hour * HOUR_MS) for hour in range(max(last_run_hour, current_hour - 24), current_hour)}
+
+
+def clean_up_of(options: Options) -> list[Any]:
+    """Return the options of the clean-up at the end of a run, as JSON keeps them."""
+    return [options.keep_days, options.optimize, options.vacuum_h]
+
+
+def is_clean_up_due(
+    options: Options, last_options: list[Any], cleaned_ms: int, with_rows: Iterable[str], frozen_ms: int
+) -> bool:
+    """Check whether a clean-up by these options has anything to do since the last one, which was at `cleaned_ms` by
+    `last_options`: once a day, after other options, or if an hour `with_rows` has ended since, which is then
+    compacted."""
+    if options.keep_days is None and options.vacuum_h is None and not options.optimize:
+        return False
+    if clean_up_of(options) != last_options or frozen_ms - cleaned_ms >= DAY_MS:
+        return True
+    last, now = hours.text_of(cleaned_ms), hours.text_of(frozen_ms)
+    return options.optimize and any(last <= hour < now for hour in with_rows)
+
+
+def tidies(context: RunContext) -> bool:
+    """Check whether the run cleans the lake up."""
+    last_frozen_ms = None if context.last_run is None else int(context.last_run["frozen_ms"])
+    return not context.settings.options.follow or tidies_followed(last_frozen_ms, context.plan.frozen_ms)
+
+
+def tidy(tables: lake.Lake, context: RunContext) -> None:
+    """Delete old rows, compact and vacuum the lake, as the options say."""
+    options, plan, last_run = context.settings.options, context.plan, context.last_run
+    if not tidies(context):
+        return
+    if options.follow:
+        tables.keep_short_logs([*lake.SCHEMAS, *view.tables(tables)])
+    if options.keep_days is not None and context.kept_from != of_run(last_run, "kept_from"):
+        tables.delete_before(context.kept_from, plan.run)
+    if options.optimize:
+        # An hour is compacted when it is over, and again after late rows.
+        now = hours.text_of(plan.frozen_ms)
+        late = hours.of(tables.read_cached("deliveries").where(F.col("run") > tidied(last_run)))
+        some_hours = sorted({hour for hour in late if hour < now} | _ended(last_run, plan))
+        tables.optimize(some_hours, [*lake.COMPACTED, *view.of_topics(tables)])
+    if options.vacuum_h is not None:
+        tables.vacuum(options.vacuum_h, [*lake.SCHEMAS, lock.TABLE, *view.tables(tables)])
