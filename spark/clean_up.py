@@ -14,50 +14,53 @@ from spark.tables import hours, lake, lock, view
 DAY_MS: Final = 24 * HOUR_MS
 
 
-def kept_from(plan: Plan, cleaned_plan: Plan | None, settings: Settings, last_run: Mapping[str, Any] | None) -> str:
+def kept_from(plan: Plan, complete_plan: Plan | None, settings: Settings, last_run: Mapping[str, Any] | None) -> str:
     """Return the first hour that the lake keeps, "" for all. It never moves back, since older rows are deleted.
 
     After a pause longer than --keep-days the run keeps what was accepted in the pause, since no run has judged it, and
     the next runs keep it as long as its findings are in the reports.
-    `cleaned_plan` is the plan of the last run if that run has cleaned the lake up. A run that reads nothing new since
-    then moves the hour once a day: where hours are deleted, a run classifies anew.
+    `complete_plan` is the plan of the last run if that run has come to its end, with its clean-up if one was due. A run
+    that reads nothing new since then moves the hour once a day: where hours are deleted, a run classifies anew.
     """
     kept: str = of_run(last_run, "kept_from", "")
     if settings.options.keep_days is None:
         return kept
     first_ms = plan.frozen_ms - settings.options.keep_days * DAY_MS
-    if hours.text_of(first_ms - DAY_MS) < kept and run_plan.reads_nothing_new(plan, cleaned_plan):
+    if hours.text_of(first_ms - DAY_MS) < kept and run_plan.reads_nothing_new(plan, complete_plan):
         return kept
     first = hours.text_of(min(first_ms, run_plan.paused_since(plan, settings, last_run)))
     late = Balance.of(last_run).decided_late(run_plan.window_from(plan, settings))
     return max(kept, min({first, *late}))
 
 
-def tidies_followed(last_frozen_ms: int | None, frozen_ms: int) -> bool:
-    """Check whether a run with --follow cleans the lake up: the first run of each hour does. `last_frozen_ms` is when
-    the last run froze, None without one."""
+def is_first_of_hour(last_frozen_ms: int | None, frozen_ms: int) -> bool:
+    """Check whether a run is the first one of its hour. `last_frozen_ms` is when the last run froze, None without
+    one."""
     return last_frozen_ms is None or last_frozen_ms // HOUR_MS != frozen_ms // HOUR_MS
 
 
-def tidied(last_run: Mapping[str, Any] | None) -> int:
-    """Return the last run that has cleaned the lake up; runs of an earlier version all did."""
+def newest_cleaning(last_run: Mapping[str, Any] | None) -> int:
+    """Return the number of the newest run that has cleaned the lake up, by the summary of the last run; 0 without one.
+
+    Each run of an earlier version, which did not store that number, has cleaned the lake up.
+    """
     return 0 if last_run is None else int(last_run.get("tidied", last_run["run"]))
 
 
-def _ended(last_run: Mapping[str, Any] | None, plan: Plan) -> set[str]:
-    """Return the hours that have ended since the last run."""
+def _hours_ended(last_run: Mapping[str, Any] | None, plan: Plan) -> set[str]:
+    """Return the hours that have ended since the last run, at most 24."""
     if last_run is None:
         return set()
     last_run_hour, current_hour = last_run["frozen_ms"] // HOUR_MS, plan.frozen_ms // HOUR_MS
     return {hours.text_of(hour * HOUR_MS) for hour in range(max(last_run_hour, current_hour - 24), current_hour)}
 
 
-def clean_up_of(options: Options) -> list[Any]:
-    """Return the options of the clean-up at the end of a run, as JSON keeps them."""
+def options_of(options: Options) -> list[Any]:
+    """Return the options of the clean-up, as JSON keeps them."""
     return [options.keep_days, options.optimize, options.vacuum_h]
 
 
-def is_clean_up_due(
+def is_due(
     options: Options, last_options: list[Any], cleaned_ms: int, with_rows: Iterable[str], frozen_ms: int
 ) -> bool:
     """Check whether a clean-up by these options has anything to do since the last one, which was at `cleaned_ms` by
@@ -65,22 +68,22 @@ def is_clean_up_due(
     compacted."""
     if options.keep_days is None and options.vacuum_h is None and not options.optimize:
         return False
-    if clean_up_of(options) != last_options or frozen_ms - cleaned_ms >= DAY_MS:
+    if options_of(options) != last_options or frozen_ms - cleaned_ms >= DAY_MS:
         return True
-    last, now = hours.text_of(cleaned_ms), hours.text_of(frozen_ms)
-    return options.optimize and any(last <= hour < now for hour in with_rows)
+    last_hour, current_hour = hours.text_of(cleaned_ms), hours.text_of(frozen_ms)
+    return options.optimize and any(last_hour <= hour < current_hour for hour in with_rows)
 
 
-def tidies(context: RunContext) -> bool:
-    """Check whether the run cleans the lake up."""
+def is_part_of(context: RunContext) -> bool:
+    """Check whether the run ends with a clean-up: with --follow only the first run of each hour does."""
     last_frozen_ms = None if context.last_run is None else int(context.last_run["frozen_ms"])
-    return not context.settings.options.follow or tidies_followed(last_frozen_ms, context.plan.frozen_ms)
+    return not context.settings.options.follow or is_first_of_hour(last_frozen_ms, context.plan.frozen_ms)
 
 
-def tidy(tables: lake.Lake, context: RunContext) -> None:
-    """Delete old rows, compact and vacuum the lake, as the options say."""
+def carry_out(tables: lake.Lake, context: RunContext) -> None:
+    """Delete old rows, compact and vacuum the lake, as the options say, if the clean-up is part of the run."""
     options, plan, last_run = context.settings.options, context.plan, context.last_run
-    if not tidies(context):
+    if not is_part_of(context):
         return
     if options.follow:
         tables.keep_short_logs([*lake.SCHEMAS, *view.tables(tables)])
@@ -88,9 +91,9 @@ def tidy(tables: lake.Lake, context: RunContext) -> None:
         tables.delete_before(context.kept_from, plan.run)
     if options.optimize:
         # An hour is compacted when it is over, and again after late rows.
-        now = hours.text_of(plan.frozen_ms)
-        late = hours.of(tables.read_cached("deliveries").where(F.col("run") > tidied(last_run)))
-        some_hours = sorted({hour for hour in late if hour < now} | _ended(last_run, plan))
+        current_hour = hours.text_of(plan.frozen_ms)
+        late = hours.of(tables.read_cached("deliveries").where(F.col("run") > newest_cleaning(last_run)))
+        some_hours = sorted({hour for hour in late if hour < current_hour} | _hours_ended(last_run, plan))
         tables.optimize(some_hours, [*lake.COMPACTED, *view.of_topics(tables)])
     if options.vacuum_h is not None:
         tables.vacuum(options.vacuum_h, [*lake.SCHEMAS, lock.TABLE, *view.tables(tables)])

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark.clean_up import clean_up_of
+from spark import clean_up
 from spark.reading.run_plan import Plan, RunContext, of_run
 from spark.report import document
 from spark.rules import hourly
@@ -56,7 +56,7 @@ class Shown(NamedTuple):
             judged_by=document.judged_by(context),
             published=context.settings.options.publish,
             cleaned_ms=context.plan.frozen_ms,
-            clean_up=clean_up_of(context.settings.options),
+            clean_up=clean_up.options_of(context.settings.options),
         )
 
 

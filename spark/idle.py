@@ -131,7 +131,7 @@ def checked_balance(context: RunContext, shown: Shown) -> Balance:
         raise NeedsSpark("a finding or a changed verdict leaves the window")
     if document.judged_by(context) != shown.judged_by:
         raise NeedsSpark("other silences or rules apply")
-    if clean_up.is_clean_up_due(
+    if clean_up.is_due(
         context.settings.options,
         shown.clean_up,
         shown.cleaned_ms,

@@ -154,8 +154,8 @@ class _Run:
         self.webhook_state: Mapping[str, int] = {}
         # What a run without Spark needs of this run's report; None if it could not repeat the report.
         self.shown: finished_runs.Shown | None = None
-        # Whether the last run is known to have cleaned the lake up after it was finished.
-        self.is_cleaned_up = False
+        # Whether the last run is known to have come to its end, with its clean-up if one was due.
+        self.last_run_is_complete = False
         # Rows of runs without Spark since the last finished run of `runs` (last_run_file.LastRun.unstored).
         self.unstored: Sequence[Mapping[str, Any]] = ()
         # The claims of ledger and journal (deliveries.summarize) that were read for the plan, with their spans.
@@ -168,8 +168,8 @@ class _Run:
             migrations.migrate(self.lake, self.on_progress, self._check_namespace)
             last_run, plans = self._read_last_run()
             plan, resumed = self._plan(last_run, plans)
-            cleaned_plan = self.last_plan if self.is_cleaned_up else None
-            self.kept_from = clean_up.kept_from(plan, cleaned_plan, self.settings, last_run)
+            complete_plan = self.last_plan if self.last_run_is_complete else None
+            self.kept_from = clean_up.kept_from(plan, complete_plan, self.settings, last_run)
             if self.settings.options.publish:
                 self.findings_topic = self._prepare_publishing()
                 publish.check_owner(
@@ -200,7 +200,7 @@ class _Run:
         report = self._report(context, balance, compared, document.RunKind(resumed, self.finished, recounted))
         finished, reports = self._finish(context, balance, report)
         with self.timer.step("clean up the lake"):
-            clean_up.tidy(self.lake, context)
+            clean_up.carry_out(self.lake, context)
         # After the clean-up: a run without Spark finds in the file that the lake was cleaned up.
         kept = last_run_file.LastRun(
             {**finished, "reports": reports}, plan.rows(), [], self.shown and self.shown._asdict()
@@ -255,7 +255,7 @@ class _Run:
         if kept is not None:
             last_run: dict[str, Any] | None = kept.finished
             self.last_plan, plans = Plan.from_rows(kept.plan), {}
-            self.unstored, self.is_cleaned_up = kept.unstored, True
+            self.unstored, self.last_run_is_complete = kept.unstored, True
         else:
             last_run = finished_runs.last_finished_run(self.lake)
             number = of_run(last_run, "run", 0)
@@ -510,7 +510,7 @@ class _Run:
             if collected.number <= finished_runs.SHOWN_MAX and not context.settings.rules.sinks:
                 oldest_ms = current_findings.oldest_ms(by_hour) if collected.number else None
                 self.shown = finished_runs.Shown.of(context, collected, revised, oldest_ms)
-                if not clean_up.tidies(context):
+                if not clean_up.is_part_of(context):
                     self.shown = self.shown._replace(cleaned_ms=0)
             self.lake.check_held()
             report = self._notify(report, context)
@@ -555,7 +555,7 @@ class _Run:
             "last_pass": finished_runs.last_pass_after(plan.run, self.settings.options, last_run),
             "published": asdict(self.findings_topic) if self.findings_topic else of_run(last_run, "published"),
             "webhook": self.webhook_state,
-            "tidied": plan.run if clean_up.tidies(context) else clean_up.tidied(last_run),
+            "tidied": plan.run if clean_up.is_part_of(context) else clean_up.newest_cleaning(last_run),
             **{name: found for name, found in sums.items() if name not in hourly.STORED},
         }
         with self.timer.step("finish the run"):

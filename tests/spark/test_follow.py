@@ -138,10 +138,10 @@ def test_the_pause_after_turns_that_failed_in_a_row_is_bounded() -> None:
 
 
 def test_the_first_run_of_each_hour_cleans_the_lake_up() -> None:
-    assert clean_up.tidies_followed(None, NOW_MS)
-    assert not clean_up.tidies_followed(NOW_MS, NOW_MS + 60_000)
-    assert clean_up.tidies_followed(NOW_MS, NOW_MS + 1_800_000)
-    assert clean_up.tidies_followed(NOW_MS, NOW_MS + 24 * HOUR_MS)
+    assert clean_up.is_first_of_hour(None, NOW_MS)
+    assert not clean_up.is_first_of_hour(NOW_MS, NOW_MS + 60_000)
+    assert clean_up.is_first_of_hour(NOW_MS, NOW_MS + 1_800_000)
+    assert clean_up.is_first_of_hour(NOW_MS, NOW_MS + 24 * HOUR_MS)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop

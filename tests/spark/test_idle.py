@@ -95,12 +95,14 @@ def test_a_clean_up_is_due_once_a_day_and_for_an_hour_that_is_over(
     options: Mapping[str, Any], then: list[Any], after_ms: int, with_rows: list[str], due: bool
 ) -> None:
     given = settings(**options).options
-    assert clean_up.is_clean_up_due(given, then, NOON_MS, with_rows, NOON_MS + after_ms) is due
+    assert clean_up.is_due(given, then, NOON_MS, with_rows, NOON_MS + after_ms) is due
 
 
 def test_hours_are_deleted_once_a_day_by_runs_of_nothing_new() -> None:
-    def kept_from(plan: Plan, cleaned_plan: Plan | None, keep_days: int | None, last_run: dict[str, Any] | None) -> str:
-        return clean_up.kept_from(plan, cleaned_plan, settings(keep_days=keep_days, window_h=1), last_run)
+    def kept_from(
+        plan: Plan, complete_plan: Plan | None, keep_days: int | None, last_run: dict[str, Any] | None
+    ) -> str:
+        return clean_up.kept_from(plan, complete_plan, settings(keep_days=keep_days, window_h=1), last_run)
 
     last_run = {"kept_from": kept_from(PLAN, None, 2, None)}
     assert last_run["kept_from"] == "2027-01-13 12:00:00"

@@ -405,7 +405,7 @@ def test_the_run_after_an_interrupted_one_drops_the_expired_hours(
     spark: SparkSession, stages: Stages, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = stages.lake("expired")
-    with cut(monkeypatch, clean_up, "tidy", after=False):
+    with cut(monkeypatch, clean_up, "carry_out", after=False):
         audit(stages.history, later_s=3 * DAY_S, lake=name, keep_days=1)
     last = audit(stages.history, later_s=3 * DAY_S + LATER_S, lake=name, keep_days=1)
     assert (last.document["run"]["number"], last.document["run"]["resumed"]) == (3, False)
