@@ -27,7 +27,7 @@ class Shown(NamedTuple):
     `collected` is a document.Collected, `revised` are the counts of verdict_history.Revisions. A later report shows the
     same if its window begins at or after `since_ms`, and not after `until_ms` (None: whenever it begins), and if
     `judged_by` is the same (document.judged_by). `published`: whether the topic of findings has these. `cleaned_ms` is
-    when the plan of the run was frozen that cleaned the lake up by the options `clean_up`.
+    when the plan of the run was frozen that cleaned the lake up by the options `clean_up`, 0 if that run did not.
     """
 
     collected: dict[str, Any]
@@ -46,8 +46,11 @@ class Shown(NamedTuple):
         collected: document.Collected,
         revised: verdict_history.Revisions,
         oldest_ms: int | None,
+        *,
+        cleans_up: bool,
     ) -> "Shown":
-        """Describe what a run shows; `oldest_ms` is current_findings.oldest_ms."""
+        """Describe what a run shows; `oldest_ms` is current_findings.oldest_ms. `cleans_up`: the run ends with a
+        clean-up."""
         return cls(
             collected=collected._asdict(),
             revised=revised.counts,
@@ -55,7 +58,7 @@ class Shown(NamedTuple):
             until_ms=min((ms for ms in (oldest_ms, revised.oldest_ms) if ms is not None), default=None),
             judged_by=document.judged_by(context),
             published=context.settings.options.publish,
-            cleaned_ms=context.plan.frozen_ms,
+            cleaned_ms=context.plan.frozen_ms if cleans_up else 0,
             clean_up=clean_up.options_of(context.settings.options),
         )
 

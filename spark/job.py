@@ -509,9 +509,8 @@ class _Run:
             report = document.build(collected, context, closed, self.timer, revised.counts, kind, compared)
             if collected.number <= finished_runs.SHOWN_MAX and not context.settings.rules.sinks:
                 oldest_ms = current_findings.oldest_ms(by_hour) if collected.number else None
-                self.shown = finished_runs.Shown.of(context, collected, revised, oldest_ms)
-                if not clean_up.is_part_of(context):
-                    self.shown = self.shown._replace(cleaned_ms=0)
+                cleans_up = clean_up.is_part_of(context)
+                self.shown = finished_runs.Shown.of(context, collected, revised, oldest_ms, cleans_up=cleans_up)
             self.lake.check_held()
             report = self._notify(report, context)
             document.write(self.spark, self.settings.options.report, report)
