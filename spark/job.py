@@ -125,7 +125,7 @@ class _Run:
     the time of the plan (None: by the clock).
 
     `last_plan` is the plan of the last finished run, `replaced` the plans of later runs that were interrupted before
-    their merge, `kept_from` the first hour that the lake keeps ("" for all).
+    their merge.
     """
 
     def __init__(
@@ -145,7 +145,6 @@ class _Run:
         self.timer = timer
         # Whether Spark interprets plans now; None if that is not yet decided.
         self.interprets: bool | None = None
-        self.kept_from = ""
         self.last_plan: Plan | None = None
         self.replaced: Sequence[Plan] = ()
         # The topic of findings; None if the run does not publish.
@@ -164,30 +163,16 @@ class _Run:
     def carry_out(self) -> Finished:
         """Carry out the steps that are not yet done."""
         with self.timer.step("plan the run"):
-            self._expect(0)
-            migrations.migrate(self.lake, self.on_progress, self._check_namespace)
-            last_run, plans = self._read_last_run()
-            plan, resumed = self._plan(last_run, plans)
-            complete_plan = self.last_plan if self.last_run_is_complete else None
-            self.kept_from = clean_up.kept_from(plan, complete_plan, self.settings, last_run)
-            if self.settings.options.publish:
-                self.findings_topic = self._prepare_publishing()
-                publish.check_owner(
-                    self.lake,
-                    self.settings.shared,
-                    self.findings_topic,
-                    plan.run,
-                    replaces=self.settings.options.replace_findings or of_run(last_run, "published") is not None,
-                )
-        context = RunContext(plan, self.settings, self.last_plan, last_run, self.replaced, self.kept_from)
+            context, resumed = self._begin()
+        plan = context.plan
         if not resumed:
-            self._merge(plan, context.unread_since)
+            self._merge(context)
         self._release_claims()
         balance = None if resumed else unchanged_balance(context)
         if balance is None:
-            self._complete_rows(plan, last_run, context.unread_since)
+            self._complete_rows(context)
         with self.timer.step("update views"):
-            view.update(self.lake, self.settings.shared, plan, self.last_plan)
+            view.update(self.lake, self.settings.shared, plan, context.last_plan)
         if balance is None:
             balance = reconcile(self.lake, context, self.timer)
         recounted = not balance.closes(hours.text_of(context.window_from))
@@ -219,6 +204,26 @@ class _Run:
         return dry_run.Preview(plan, interrupted, of_run(last_run, "reports", []))
 
     # ------------------------------------------------------------------------------------------------------ plan
+
+    def _begin(self) -> tuple[RunContext, bool]:
+        """Upgrade the lake, plan the run, and check what it publishes. Returns the run's context, and whether the plan
+        is that of an interrupted run."""
+        self._expect(0)
+        migrations.migrate(self.lake, self.on_progress, self._check_namespace)
+        last_run, plans = self._read_last_run()
+        plan, resumed = self._plan(last_run, plans)
+        complete_plan = self.last_plan if self.last_run_is_complete else None
+        kept_from = clean_up.kept_from(plan, complete_plan, self.settings, last_run)
+        if self.settings.options.publish:
+            self.findings_topic = self._prepare_publishing()
+            publish.check_owner(
+                self.lake,
+                self.settings.shared,
+                self.findings_topic,
+                plan.run,
+                replaces=self.settings.options.replace_findings or of_run(last_run, "published") is not None,
+            )
+        return RunContext(plan, self.settings, self.last_plan, last_run, self.replaced, kept_from), resumed
 
     def _plan(self, last_run: Mapping[str, Any] | None, plans: dict[int, Plan]) -> tuple[Plan, bool]:
         """Return this run's plan, and whether the plan is that of an interrupted run.
@@ -382,14 +387,11 @@ class _Run:
         ledger, answers = (self._records(of_role, headers=False) for of_role in spans)
         return decode.ledger(ledger, frozen_ms).unionByName(decode.answers(answers, frozen_ms))
 
-    def _merge(self, plan: Plan, unread_since: int) -> None:
-        """Read the records of the plan, reduce them to deliveries.ROWs, and merge these into their hours.
-
-        `unread_since` is that of RunContext, here and below.
-        """
-        unread = plan.unread
+    def _merge(self, context: RunContext) -> None:
+        """Read the records of the plan, reduce them to deliveries.ROWs, and merge these into their hours."""
+        plan, last_plan, unread = context.plan, context.last_plan, context.plan.unread
         self.on_progress(f"run {plan.run}: {unread} offsets to read in {len(plan.topics)} topics")
-        vanished = run_plan.vanished(plan, self.last_plan)
+        vanished = run_plan.vanished(plan, last_plan)
         if not unread and not vanished:
             return
         self._expect(unread)
@@ -400,68 +402,60 @@ class _Run:
         else:
             claims = deliveries.summarize(self._read_claims(spans, plan.frozen_ms))
         copies = decode.copies(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
-        exact = self._exact_hours(plan, unread_since)
-        arrived, later_ends = run_plan.arrived(plan, self.last_plan), run_plan.later_ends(plan)
-        rows = deliveries.reduce(copies, claims, plan.run, arrived, exact, later_ends, plan.topic_ids)
+        arrived, later_ends = run_plan.arrived(plan, last_plan), run_plan.later_ends(plan)
+        rows = deliveries.reduce(copies, claims, plan.run, arrived, _exact_hours(context), later_ends, plan.topic_ids)
         if vanished:
             self.on_progress(
                 f"run {plan.run}: {len(vanished)} partitions were truncated; dropping the records that are gone"
             )
             merged_rows = self.lake.read_cached("deliveries")
             rows = deliveries.with_vanished(rows, merged_rows, vanished, plan.topic_ids, plan.run)
-        if self.kept_from:
-            rows = rows.where(hours.since(self.kept_from))
+        if context.kept_from:
+            rows = rows.where(hours.since(context.kept_from))
         with self.timer.step("read records"):
             # A checkpoint, not a cache, since Delta refuses to merge from a cached plan.
             rows = lake.checkpointed(rows)
             with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
                 planning.check_read(admin, plan)
         with self.timer.step("merge records"):
-            if self.last_plan is None or not self.lake.exists("deliveries"):
+            if last_plan is None or not self.lake.exists("deliveries"):
                 # There are no rows to merge into. Rebalanced by hour: a run over a long history writes few files.
                 self.lake.append("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
             elif touched := hours.of(rows):
                 self.lake.merge(rows, touched, plan.run)
 
-    def _exact_hours(self, plan: Plan, unread_since: int) -> tuple[int, int]:
-        """Return the time span (ms) in which records without Fencepost's header count in the hour of their timestamp.
-
-        The span covers the window, the kept days, what was unread, and the longest key retention before these.
-        """
-        options = self.settings.options
-        back_ms = max(options.window_h, 24 * (options.keep_days or 0)) * HOUR_MS
-        return min(plan.frozen_ms - back_ms, unread_since) - self.settings.longest_ttl_ms, plan.frozen_ms
-
-    def _complete_rows(self, plan: Plan, last_run: Mapping[str, Any] | None, unread_since: int) -> None:
+    def _complete_rows(self, context: RunContext) -> None:
         """Complete merged rows by other rows: the ids of copies with only a key, and the answers 202 and 504.
 
         Only recent hours are read: those of the report's window, of what was unread, and of the longest key retention
         before these.
         """
-        first_hour = hours.text_of(unread_since - self.settings.longest_ttl_ms)
-        if not self.settings.options.skip_ids:
+        first_hour = hours.text_of(context.unread_since - self.settings.longest_ttl_ms)
+        if context.over_hours:
             with self.timer.step("compare ids"):
-                self._change_ids(plan, finished_runs.last_pass_of(last_run), first_hour)
+                self._change_ids(context, first_hour)
         with self.timer.step("settle doubts"):
-            self._mark_past_end(plan, first_hour)
-            self._settle_by_other_rows(plan, first_hour)
+            self._mark_past_end(context, first_hour)
+            self._settle_by_other_rows(context, first_hour)
 
-    def _change_ids(self, plan: Plan, last_pass: int, first_hour: str) -> None:
-        """Give copies with only a key, read since the run `last_pass`, the id of the event that they are copies of."""
+    def _change_ids(self, context: RunContext, first_hour: str) -> None:
+        """Give copies with only a key, read since the last run that compared ids, the id of the event that they are
+        copies of."""
+        last_pass = finished_runs.last_pass_of(context.last_run)
         found = cross_hour.copies_of_other_ids(self._rows_since(first_hour), last_pass)
-        self._update(found, self.lake.change_ids, plan.run)
+        self._update(found, self.lake.change_ids, context.plan.run)
 
-    def _settle_by_other_rows(self, plan: Plan, first_hour: str) -> None:
+    def _settle_by_other_rows(self, context: RunContext, first_hour: str) -> None:
         """Settle each 202 or 504 by other rows of its id, in any hour, also without the pass over all ids."""
-        truncated = bool(run_plan.vanished(plan, self.last_plan))
-        found = cross_hour.settled_elsewhere(self._rows_since(first_hour), plan.run, truncated=truncated)
-        self._update(found, self.lake.settle_elsewhere, plan.run)
+        run, truncated = context.plan.run, bool(run_plan.vanished(context.plan, context.last_plan))
+        found = cross_hour.settled_elsewhere(self._rows_since(first_hour), run, truncated=truncated)
+        self._update(found, self.lake.settle_elsewhere, run)
 
-    def _mark_past_end(self, plan: Plan, first_hour: str) -> None:
+    def _mark_past_end(self, context: RunContext, first_hour: str) -> None:
         """Store which claims of earlier runs were past the end of their log, where that end was unknown until now."""
-        ends = run_plan.newly_known_ends(plan, self.last_plan)
+        ends = run_plan.newly_known_ends(context.plan, context.last_plan)
         if ends and self.lake.exists("deliveries"):
-            self.lake.mark_past_end(ends, first_hour, plan.run)
+            self.lake.mark_past_end(ends, first_hour, context.plan.run)
 
     def _rows_since(self, first_hour: str) -> DataFrame:
         """Return the rows (deliveries.ROW) of this hour and later ones."""
@@ -549,7 +543,7 @@ class _Run:
             "options": plan.options,
             "topics": plan.topics,
             "frozen_ms": plan.frozen_ms,
-            "kept_from": self.kept_from,
+            "kept_from": context.kept_from,
             "caught_up_ms": run_plan.caught_up_ms(plan, last_run),
             "last_pass": finished_runs.last_pass_after(plan.run, self.settings.options, last_run),
             "published": asdict(self.findings_topic) if self.findings_topic else of_run(last_run, "published"),
@@ -574,6 +568,16 @@ def _plans_of(rows: Iterable[Row]) -> dict[int, Plan]:
         by_run.setdefault(row["run"], []).append(row.asDict(recursive=True))
     plans = (Plan.from_rows(by_run[run]) for run in sorted(by_run))
     return {plan.run: plan for plan in plans if plan is not None}
+
+
+def _exact_hours(context: RunContext) -> tuple[int, int]:
+    """Return the time span (ms) in which records without Fencepost's header count in the hour of their timestamp.
+
+    The span covers the window, the kept days, what was unread, and the longest key retention before these.
+    """
+    options, frozen_ms = context.settings.options, context.plan.frozen_ms
+    back_ms = max(options.window_h, 24 * (options.keep_days or 0)) * HOUR_MS
+    return min(frozen_ms - back_ms, context.unread_since) - context.settings.longest_ttl_ms, frozen_ms
 
 
 def _topics(rows: DataFrame) -> set[str]:
