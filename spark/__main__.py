@@ -22,7 +22,7 @@ from spark.console import Console
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JError
 from spark.repair import command as repair
-from spark.report import model
+from spark.report import model, terminal
 from spark.report.document import Report
 from spark.rules.kinds import kinds_of
 from spark.session import open_session
@@ -93,7 +93,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _print(report: Report, options: Options) -> int:
     """Print a report in a few lines. Returns its exit status."""
-    sys.stdout.write(job.terminal_text(report, options.report))
+    sys.stdout.write(terminal.text_of(report, options.report))
     return report.status
 
 

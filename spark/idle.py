@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from service.contract import wire
-from spark import clean_up, finished_runs, job
+from spark import clean_up, finished_runs
 from spark.errors import CannotRun, NeedsSpark
 from spark.finished_runs import Shown
 from spark.reading import planning, run_plan
@@ -67,7 +67,9 @@ def _carry_out(
         last_plan = Plan.from_rows(stored.last_run.plan)
         admin = LibrdkafkaAdmin(settings.shared)
         number = last_run["run"] + 1
-        plan = planning.freeze(admin, settings, last_plan, job.clock_ms(now_ms), _discover, _topics_in_lake, number)
+        plan = planning.freeze(
+            admin, settings, last_plan, planning.clock_ms(now_ms), _discover, _topics_in_lake, number
+        )
         kept_from = clean_up.kept_from(plan, last_plan, settings, last_run)
         context = RunContext(plan, settings, last_plan, last_run, (), kept_from)
         balance = checked_balance(context, shown)

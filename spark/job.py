@@ -1,7 +1,6 @@
 """One run of the audit, in order: plan, read, reduce, merge, classify, findings, report."""
 
 import json
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -20,7 +19,6 @@ from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
 from spark.report import document, publish, webhook
 from spark.rules import cross_hour, current_findings, hourly, sink_audit
 from spark.rules.balance import Balance
-from spark.rules.classify import CATEGORIES
 from spark.rules.reconcile import reconcile, recount, unchanged_balance
 from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
@@ -112,12 +110,7 @@ def plan_after(spark: SparkSession, settings: Settings, plan: Plan, now_ms: int 
     if lake.Lake(spark, settings.options.lake).last_committed_run("progress") != plan.run:
         return None
     with closing(KafkaAdmin(spark, settings.shared)) as admin:
-        return planning.freeze(admin, settings, plan, clock_ms(now_ms), lambda logs, names: set(), set)
-
-
-def clock_ms(now_ms: int | None) -> int:
-    """Return the time of a plan: `now_ms`, or that of the clock."""
-    return int(time.time() * 1000) if now_ms is None else now_ms
+        return planning.freeze(admin, settings, plan, planning.clock_ms(now_ms), lambda logs, names: set(), set)
 
 
 class _Run:
@@ -272,7 +265,7 @@ class _Run:
 
     def _freeze(self, newest: int) -> Plan:
         """Make the plan of the run after the run `newest`."""
-        now_ms = clock_ms(self.now_ms)
+        now_ms = planning.clock_ms(self.now_ms)
         with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
             discover = partial(self._discover, now_ms)
             # `newest + 1`: the number of the interrupted run is fenced.
@@ -583,41 +576,3 @@ def _exact_hours(context: RunContext) -> tuple[int, int]:
 def _topics(rows: DataFrame) -> set[str]:
     """Collect the distinct topics of rows."""
     return {row["topic"] for row in rows.select("topic").distinct().collect()}
-
-
-def terminal_text(report: document.Report, folder: str) -> str:
-    """Format a report in a few lines for a terminal; `folder` is that of the report."""
-    of_run, balance = report.document["run"], report.document["balance"]
-    silenced = sum(report.document["silenced"].values())
-    parts = "  ".join(f"{name} {balance[name]}" for name in CATEGORIES if balance[name] or name == "delivered_once")
-    lines = [
-        f"verdict    {of_run['verdict']}, {of_run['findings']} findings" + (f", {silenced} silenced" * bool(silenced)),
-        f"balance    accepted {balance['accepted']} = {parts}",
-        f"records    {balance['records']} delivered, {balance['phantom']} phantom",
-    ]
-    for row in report.document["causes"]:
-        name = f"{row['kind']}{'/' + row['cause'] if row['cause'] else ''}"
-        where = "" if row["topic"] is None else f" in {row['topic']}"
-        lines.append(f"finding    {name}{where}: {row['findings']} findings, {row['records']} records")
-    for sink in report.document["sinks"]:
-        counts: Mapping[str, Any] = sink
-        names = ("present_once", "missing", "twice", "late", "pending", "unprovable")
-        parts = "  ".join(f"{name} {counts[name]}" for name in names if counts[name] or name == "present_once")
-        lines.append(f"sink       {sink['name']}: expected {sink['expected']} = {parts}, extra {sink['extra']}")
-        if sink["unreadable"] is not None:
-            lines.append(f"sink       {sink['name']} could not be read: {sink['unreadable']}")
-        if sink["awaits_topics"]:
-            lines.append(f"sink       {sink['name']}: nothing delivered yet to a topic that its rule names")
-    for use in report.document["silences"]:
-        if use["state"] == "expired":
-            lines.append(f"silence    {use['finding']} has expired at {use['until']}: {use['reason']}")
-        elif use["state"] == "unmatched":
-            lines.append(f"silence    {use['finding']} matches no finding: {use['reason']}")
-    if (delivery := report.document["webhook"]) is not None:
-        error = delivery["error"]
-        outcome = "sent" if error is None else f"not delivered, the next run sends them: {error}"
-        lines.append(f"webhook    {delivery['findings']} findings {outcome}")
-    if of_run["findings"] and not of_run["failing"]:
-        lines.append(f"exit       0: no finding of {', '.join(of_run['fail_on'])} (--fail-on)")
-    lines.append(f"report     {folder}/report.html")
-    return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ that was interrupted before is planned again.
 """
 
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,11 @@ from spark.settings import HOUR_MS, OFFSETS_MOST, Settings, matches
 
 # Enough to tell which records were deleted unread; each run stores the gaps of every log again.
 GAPS_MAX: Final = 100
+
+
+def clock_ms(now_ms: int | None) -> int:
+    """Return the time of a plan: `now_ms`, or that of the clock."""
+    return int(time.time() * 1000) if now_ms is None else now_ms
 
 
 class Admin(Protocol):

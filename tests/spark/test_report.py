@@ -15,9 +15,8 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from deploy.console import StackError
 from service.contract import Rules, SharedSettings, TopicRule
-from spark import job
 from spark.reading.run_plan import DATA, Log, Plan, RunContext
-from spark.report import charts, document, metrics, page
+from spark.report import charts, document, metrics, page, terminal
 from spark.report.document import Report
 from spark.report.model import SINK_COUNTS, Document, TimelinePoint, schema
 from spark.rules import current_findings, kinds
@@ -230,7 +229,7 @@ def test_a_kind_that_the_rule_of_its_topic_does_not_list_counts_nowhere(spark: S
     assert [one["silenced"] for one in made.document["findings"] if one["topic"] == TOPIC] == [None, silenced]
     jsonschema.Draft202012Validator(schema()).validate(json.loads(json.dumps(made.document)))
     assert f"silenced: the rule of {TOPIC} does" in "".join(page.render(made.document))
-    assert ", 1 silenced\n" in job.terminal_text(made, "r")
+    assert ", 1 silenced\n" in terminal.text_of(made, "r")
 
 
 def test_only_findings_of_the_chosen_kinds_make_the_exit_status_3(large: tuple[dict[str, Any], Path]) -> None:
@@ -243,7 +242,7 @@ def test_only_findings_of_the_chosen_kinds_make_the_exit_status_3(large: tuple[d
         return document.Report(cast(Document, {**large[0], "run": {**run, "failing": failing}})).status
 
     assert (status(1), status(0)) == (3, 0)
-    text = job.terminal_text(document.Report(cast(Document, {**large[0], "run": {**run, "failing": 0}})), "r")
+    text = terminal.text_of(document.Report(cast(Document, {**large[0], "run": {**run, "failing": 0}})), "r")
     assert f"verdict    findings, {MANY - SILENCED} findings, 2 silenced\n" in text
     assert "silence    lost:* has expired at 2023-11-14T22:13:20.000Z: over\n" in text
     assert "silence    phantom:* matches no finding: there is none\n" in text
@@ -444,7 +443,7 @@ def test_the_page_names_blocking_transactions_and_revised_verdicts(large: tuple[
     assert "this run could not read the sink: its counts are those of the last run that could" in text
     assert "soon: nothing delivered yet. No run has audited a topic that its rule names." in text
     assert "The sink soon was not compared: nothing was delivered yet to a topic that its rule names." in text
-    shown = job.terminal_text(Report(cast(Document, document)), "r")
+    shown = terminal.text_of(Report(cast(Document, document)), "r")
     assert "finding    evidence_gap/unreadable: 1 findings, 0 records\n" in shown
     assert "sink       dr could not be read: refused\n" in shown
     assert "sink       soon: nothing delivered yet to a topic that its rule names\n" in shown

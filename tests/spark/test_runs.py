@@ -32,7 +32,7 @@ from spark.reading.jvm import checkpointed_ids
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.reading.run_plan import Plan
-from spark.report import document, publish
+from spark.report import document, publish, terminal
 from spark.rules import balance
 from spark.rules.classify import CATEGORIES
 from spark.settings import Options, Settings, Webhook
@@ -322,7 +322,7 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
         "phantom": 0,
         "records": 50 + 7 + 15 + 3,
     }
-    text = job.terminal_text(whole.made, "somewhere")
+    text = terminal.text_of(whole.made, "somewhere")
     assert "accepted 60 = delivered_once 46  duplicated 9  conflicted 5" in text
     assert "duplicate/foreign_writer" in text
     assert "somewhere/report.html" in text
@@ -654,7 +654,7 @@ def test_the_time_of_a_run_is_that_of_its_plan_also_after_another_run_in_the_pro
         raise Cut
 
     monkeypatch.setattr(planning, "freeze", freeze)
-    monkeypatch.setattr(job, "time", SimpleNamespace(time=lambda: clock_s[0]))
+    monkeypatch.setattr(planning, "time", SimpleNamespace(time=lambda: clock_s[0]))
 
     def finish_interrupted(self: Any) -> Any:
         if self.finished is not None:
