@@ -9,7 +9,7 @@ from spark.reading import run_plan
 from spark.reading.run_plan import Plan, RunContext, of_run
 from spark.rules.balance import Balance
 from spark.settings import HOUR_MS, Options, Settings
-from spark.tables import hours, lake, lock, view
+from spark.tables import hours, lake, lock, schemas, view
 
 DAY_MS: Final = 24 * HOUR_MS
 
@@ -86,7 +86,7 @@ def carry_out(tables: lake.Lake, context: RunContext) -> None:
     if not is_part_of(context):
         return
     if options.follow:
-        tables.keep_short_logs([*lake.SCHEMAS, *view.tables(tables)])
+        tables.keep_short_logs([*schemas.TABLES, *view.tables(tables)])
     if options.keep_days is not None and context.kept_from != of_run(last_run, "kept_from"):
         tables.delete_before(context.kept_from, plan.run)
     if options.optimize:
@@ -94,6 +94,6 @@ def carry_out(tables: lake.Lake, context: RunContext) -> None:
         current_hour = hours.text_of(plan.frozen_ms)
         late = hours.of(tables.read_cached("deliveries").where(F.col("run") > newest_cleaning(last_run)))
         some_hours = sorted({hour for hour in late if hour < current_hour} | _hours_ended(last_run, plan))
-        tables.optimize(some_hours, [*lake.COMPACTED, *view.of_topics(tables)])
+        tables.optimize(some_hours, [*schemas.COMPACTED, *view.of_topics(tables)])
     if options.vacuum_h is not None:
-        tables.vacuum(options.vacuum_h, [*lake.SCHEMAS, lock.TABLE, *view.tables(tables)])
+        tables.vacuum(options.vacuum_h, [*schemas.TABLES, lock.TABLE, *view.tables(tables)])

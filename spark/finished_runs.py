@@ -88,7 +88,7 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
 def row_of(
     report: document.Report, plan: Plan, summary: Mapping[str, Any], counted_run: int | None, timer: StepTimer
 ) -> dict[str, Any]:
-    """Return the row of `runs` (lake.RUN) of a run."""
+    """Return the row of `runs` (schemas.RUN) of a run."""
     kept = {
         **{name: report.document[name] for name in ("run", "balance")},
         # The report was written before its own time was known.

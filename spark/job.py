@@ -22,7 +22,7 @@ from spark.rules.balance import Balance
 from spark.rules.reconcile import reconcile, recount, unchanged_balance
 from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
-from spark.tables import deliveries, hours, lake, lake_version, last_run_file, lock, verdict_history, view
+from spark.tables import deliveries, hours, lake, lake_version, last_run_file, lock, schemas, verdict_history, view
 
 Spans = dict[TopicPartition, source.Span]
 
@@ -227,7 +227,7 @@ class _Run:
         newest = max(plans, default=last_number)
         if newest > last_number:
             others = [publish.TABLE, *view.of_topics(self.lake)]
-            self.lake.take_over(newest, ["deliveries", *lake.WRITTEN_AFTER_MERGE, *others])
+            self.lake.take_over(newest, ["deliveries", *schemas.WRITTEN_AFTER_MERGE, *others])
             # A run that has lost its lease may be alive, and about to merge. It merges now, or not any more.
             self.lake.fence(["deliveries"], newest)
             if self._has_merged(plans[newest]):
@@ -238,7 +238,7 @@ class _Run:
                 self.on_progress(f"run {newest} was interrupted after its merge; resuming there")
                 self._use_options_of(interrupted)
                 return interrupted, True
-            self.lake.fence([*lake.WRITTEN_AFTER_MERGE, *others], newest)
+            self.lake.fence([*schemas.WRITTEN_AFTER_MERGE, *others], newest)
             self.on_progress(f"run {newest} was interrupted before its merge; planning again")
         self.replaced = list(plans.values())
         self._report_identities()
@@ -276,7 +276,7 @@ class _Run:
     def _store(self, plan: Plan) -> None:
         """Store the plan; CannotRun if another run has stored a plan under this number, since Delta skips the second
         commit of a number."""
-        rows = frames.rows_of(self.spark, lake.schema("progress"), plan.rows())
+        rows = frames.rows_of(self.spark, schemas.of("progress"), plan.rows())
         self.lake.append_once("progress", rows, plan.run)
         if self.lake.own_commit("progress") is None:
             raise self.lake.fenced(plan.run)
@@ -413,7 +413,7 @@ class _Run:
         with self.timer.step("merge records"):
             if last_plan is None or not self.lake.exists("deliveries"):
                 # There are no rows to merge into. Rebalanced by hour: a run over a long history writes few files.
-                self.lake.append("deliveries", rows.hint("rebalance", *lake.PARTITIONS["deliveries"]), plan.run)
+                self.lake.append("deliveries", rows.hint("rebalance", *schemas.PARTITIONS["deliveries"]), plan.run)
             elif touched := hours.of(rows):
                 self.lake.merge(rows, touched, plan.run)
 
@@ -480,7 +480,7 @@ class _Run:
         findings = self.lake.read_cached("findings")
         if findings.isEmpty():
             # Without rows Spark plans next to nothing of what follows.
-            findings = frames.rows_of(self.spark, lake.schema("findings"), [])
+            findings = frames.rows_of(self.spark, schemas.of("findings"), [])
         findings = sink_audit.with_findings(self.lake, findings, window_from)
         by_hour = current_findings.by_hour(findings, window_from).persist()
         found = current_findings.by_finding(by_hour).persist()
@@ -547,7 +547,7 @@ class _Run:
         with self.timer.step("finish the run"):
             counted_run = hourly.store(self.lake, balance, last_run, plan.run)
             row = finished_runs.row_of(report, plan, summary, counted_run, self.timer)
-            rows = frames.rows_of(self.spark, lake.schema("runs"), [*self.unstored, row])
+            rows = frames.rows_of(self.spark, schemas.of("runs"), [*self.unstored, row])
             self.lake.append_once("runs", rows, plan.run)
             stored = json.loads(row["summary"])
             finished = {"run": plan.run, "counted_run": counted_run, **stored, **hourly.as_stored(sums)}

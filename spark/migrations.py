@@ -13,8 +13,8 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark.rules import hourly
 from spark.rules.balance import Balance
-from spark.tables import lake_version
-from spark.tables.lake import SCHEMAS, Lake
+from spark.tables import lake_version, schemas
+from spark.tables.lake import Lake
 
 RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
     "deliveries": {
@@ -102,7 +102,7 @@ def migrate(lake: Lake, on_progress: Callable[[str], None], check_namespace: Cal
     if newest is not None:
         check_namespace(newest["options"])
     run = newest["run"] if newest is not None else 0
-    lake.take_over(run, SCHEMAS)
+    lake.take_over(run, schemas.TABLES)
     for step in pending:
         on_progress(f"upgrading --lake {lake.root} to version {step.version}: {step.what}")
         step.carry_out(lake, run)

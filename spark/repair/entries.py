@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from spark.repair.bodies import Body, with_fingerprint
 from spark.rules import kinds
-from spark.tables import lake
+from spark.tables import schemas
 
 SEND: Final = "send"
 COPY: Final = "copy"
@@ -61,7 +61,7 @@ RecordId = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A row of `repair_entries` (lake.REPAIR_ENTRY) without its plan.
+    """A row of `repair_entries` (schemas.REPAIR_ENTRY) without its plan.
 
     Not stored: `body`, which is sent; `lost_at`, the coordinates that have no record of the event; `doubtful`: an
     earlier plan may have written the event under its own key, and no run has read the topic since.
@@ -92,7 +92,7 @@ class Entry:
 
     def row(self, plan: int) -> dict[str, Any]:
         """Return the row of a plan."""
-        return {"plan": plan, **{name: getattr(self, name) for name in lake.REPAIR_ENTRY if name != "plan"}}
+        return {"plan": plan, **{name: getattr(self, name) for name in schemas.REPAIR_ENTRY if name != "plan"}}
 
     @property
     def is_left(self) -> bool:

@@ -15,7 +15,7 @@ from spark.repair import layouts
 from spark.repair.entries import Entry
 from spark.repair.layouts import Layout
 from spark.settings import RepairOptions
-from spark.tables import lake
+from spark.tables import schemas
 from spark.tables.lake import Lake
 
 PLANNED: Final = "planned"
@@ -90,7 +90,7 @@ class Plans:
 
     def _put_rows(self, name: str, plan: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace the rows of a plan in a table."""
-        frame = frames.rows_of(self._lake.spark, lake.schema(name), rows)
+        frame = frames.rows_of(self._lake.spark, schemas.of(name), rows)
         self._lake.replace(name, frame, f"plan = {plan}", self._number)
         self._lake.check_committed(name, self._number)
 

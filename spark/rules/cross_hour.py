@@ -83,7 +83,7 @@ def _joined(spans: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def superseded(judged_per_id: DataFrame) -> DataFrame:
-    """Revoke the findings of single hours about these ids: classified rows, one an id → lake.FINDING without kind."""
+    """Revoke the findings of single hours about these ids: classified rows, one an id → schemas.FINDING, no kind."""
     columns = {name: F.col(name) for name in ("accepted_hour", "id", "topic", "last_ms")}
     return findings.as_findings(judged_per_id, findings.IDS, columns)
 
@@ -256,7 +256,7 @@ def retried(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
 def client_duplicates(
     rows: DataFrame, retried_fingerprints: DataFrame, spans: Iterable[tuple[str, str]], evidence: LogEvidence
 ) -> DataFrame:
-    """Find requests that a client sent under several keys: deliveries.ROW → lake.FINDING.
+    """Find requests that a client sent under several keys: deliveries.ROW → schemas.FINDING.
 
     These are different ids of one caller with the same fingerprint, accepted less apart than the retention of the
     earlier one's key, with no other record of their record key in between. `retried_fingerprints` are from `retried`,
@@ -295,7 +295,7 @@ def _first_records(retries: DataFrame) -> DataFrame:
 
 
 def _findings_by_fingerprint(numbered: DataFrame) -> DataFrame:
-    """Make one finding of the ids with the same fingerprint, named after the first: `_first_records` → lake.FINDING."""
+    """Make one finding of ids with the same fingerprint, named after the first: `_first_records` → schemas.FINDING."""
     copy = F.struct(
         "nth",
         "topic",

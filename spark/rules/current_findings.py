@@ -13,7 +13,7 @@ from spark.rules.findings import IDS
 from spark.rules.kinds import KINDS, with_subject, with_surplus
 from spark.settings import glob_regex
 from spark.silences import Silence
-from spark.tables import hours, lake
+from spark.tables import hours, schemas
 from spark.tables.deliveries import hour_of
 
 # The service accepts keys up to this length; a foreign writer may put longer ones into the header.
@@ -44,13 +44,13 @@ _COPIES: Final = with_surplus("with_cause")
 
 _OF_PARTITIONS: Final = with_subject("partition")
 _OF_SINKS: Final = with_subject("sink")
-OF_SINKS: Final = {name: lake.SINK[name] for name in ("sink", "sink_ms", "sink_coordinates")}
+OF_SINKS: Final = {name: schemas.SINK[name] for name in ("sink", "sink_ms", "sink_coordinates")}
 """The columns that only findings about sinks have."""
 _PARTITION_KEY: Final = ("kind", "cause", "topic", "partition")
 
 
 def by_hour(findings: DataFrame, since_ms: int) -> DataFrame:
-    """Filter lake.FINDING to current findings; those about partitions are still separate for each hour.
+    """Filter schemas.FINDING to current findings; those about partitions are still separate for each hour.
 
     `since_ms` is the start of the window, and of the first hour that the balance counts.
     """
@@ -68,7 +68,7 @@ def oldest_ms(current: DataFrame) -> int | None:
 
 
 def unrevoked(findings: DataFrame) -> DataFrame:
-    """Filter lake.FINDING to the findings that no pass over all ids has revoked, of any time.
+    """Filter schemas.FINDING to the findings that no pass over all ids has revoked, of any time.
 
     `findings` are all rows of the ids that any of them is about.
     """
@@ -83,8 +83,8 @@ def unrevoked(findings: DataFrame) -> DataFrame:
 
 
 def subject() -> Column:
-    """Return what a finding (lake.FINDING) is about, as hexadecimal digits: the content of a client's duplicates, else
-    an id; null for a finding about a partition."""
+    """Return what a finding (schemas.FINDING) is about, as hexadecimal digits: the content of a client's duplicates,
+    else an id; null for a finding about a partition."""
     return F.lower(F.hex(F.coalesce("fingerprint", "id")))
 
 

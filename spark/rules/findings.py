@@ -12,7 +12,7 @@ from spark.reading.run_plan import RETENTION, TRUNCATED, UNWANTED, Plan
 from spark.rule_table import LOST, PENDING
 from spark.rules import causes, kinds
 from spark.rules.classify import CATEGORIES, PHANTOM, STUCK, UNPROVEN, LogEvidence
-from spark.tables import lake
+from spark.tables import lake, schemas
 
 HOUR: Final = "hour"
 IDS: Final = "ids"
@@ -87,7 +87,7 @@ def without_record(claims: DataFrame, rows: DataFrame) -> DataFrame:
 
 
 def of_ids(rows: DataFrame, evidence: LogEvidence, scope: str) -> DataFrame:
-    """Return the findings about ids: suspicious rows → lake.FINDING.
+    """Return the findings about ids: suspicious rows → schemas.FINDING.
 
     The kinds are duplicate, conflict, derived copy, lost, phantom and stuck.
     """
@@ -146,7 +146,7 @@ def _of_phantom() -> Column:
 def _of_doubt() -> Column:
     """Return the finding `stuck` of a described row, or null."""
     cause = rule_table.in_doubt_cause(F.col("answered_202"), F.col("answered_504"))
-    return F.when(F.col("category") == STUCK, _found(_kind(kinds.STUCK), cause, F.array().cast(lake.COORDINATES)))
+    return F.when(F.col("category") == STUCK, _found(_kind(kinds.STUCK), cause, F.array().cast(schemas.COORDINATES)))
 
 
 def _kind(kind: kinds.Kind) -> Column:
@@ -158,16 +158,16 @@ def _no_cause() -> Column:
 
 
 def as_findings(rows: DataFrame, scope: str, columns: Mapping[str, Column]) -> DataFrame:
-    """Convert rows to lake.FINDING without `run` and `late_ms`: columns that are not given are null, or an empty
+    """Convert rows to schemas.FINDING without `run` and `late_ms`: columns that are not given are null, or an empty
     array."""
     default: dict[str, Column] = {"scope": F.lit(scope), "coordinates": F.array()}
     of_run = ("run", "late_ms")
-    data_types = {name: data_type for name, data_type in lake.FINDING.items() if name not in of_run}
+    data_types = {name: data_type for name, data_type in schemas.FINDING.items() if name not in of_run}
     return frames.typed(rows, data_types, {**default, **columns})
 
 
 def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
-    """Return the findings about partitions (evidence gaps): suspicious rows → lake.FINDING."""
+    """Return the findings about partitions (evidence gaps): suspicious rows → schemas.FINDING."""
     gaps = F.filter("missing", lambda claim: ~claim["outcome"].isin(LOST, PENDING))
     of_claims = F.transform(
         gaps,
@@ -202,7 +202,7 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
 
 
 def without_id(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
-    """Return the findings about records without an id, by partition: deliveries.ROW → lake.FINDING.
+    """Return the findings about records without an id, by partition: deliveries.ROW → schemas.FINDING.
 
     A record with neither header is `unkeyed`. A record that could not be decoded is a gap in the evidence: in ledger or
     journal it may name any event, in a data topic it may be a copy of any event.
@@ -222,7 +222,7 @@ def without_id(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
 def _by_partition(each: DataFrame, scope: str) -> DataFrame:
     """Sum up rows by hour and partition:
 
-    `accepted_hour, kind, cause, topic, partition, first_offset, last_offset, count, last_ms` → lake.FINDING.
+    `accepted_hour, kind, cause, topic, partition, first_offset, last_offset, count, last_ms` → schemas.FINDING.
     """
     grouped = each.groupBy("accepted_hour", "kind", "cause", "topic", "partition").agg(
         F.sum("count").alias("count"),
@@ -242,7 +242,7 @@ def gaps_type() -> str:
 
 
 def of_logs(spark: SparkSession, plan: Plan) -> list[DataFrame]:
-    """Return the findings (lake.FINDING) about the logs of audited topics: records that were deleted unread.
+    """Return the findings (schemas.FINDING) about the logs of audited topics: records that were deleted unread.
 
     No frame without such a finding.
     """
@@ -263,7 +263,7 @@ def of_logs(spark: SparkSession, plan: Plan) -> list[DataFrame]:
         if log.role != UNWANTED
         for gap in log.gaps
     ]
-    return [frames.rows_of(spark, lake.schema("findings"), rows)] if rows else []
+    return [frames.rows_of(spark, schemas.of("findings"), rows)] if rows else []
 
 
 def _found(kind: Column, cause: Column, coordinates: Column, count: str | None = None) -> Column:
@@ -273,7 +273,7 @@ def _found(kind: Column, cause: Column, coordinates: Column, count: str | None =
         cause.alias("cause"),
         F.col("topic").alias("topic"),
         (F.size(coordinates) if count is None else F.col(count)).cast("bigint").alias("count"),
-        coordinates.cast(lake.COORDINATES).alias("coordinates"),
+        coordinates.cast(schemas.COORDINATES).alias("coordinates"),
     )
 
 

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark import frames
 from spark.rules.balance import Balance, ByHour, RecordCounts
 from spark.rules.record_counts import NO_PARTITION
-from spark.tables import hours, lake
+from spark.tables import hours, schemas
 from spark.tables.lake import Lake
 
 STORED: Final = ("hours", "adjustment", "record_counts")
@@ -26,7 +26,7 @@ def load(tables: Lake, counted_run: int | None) -> dict[str, Any]:
         return {}
     found: dict[str, ByHour] = {"hours": {}, "adjustment": {}}
     for row in _of_run(tables, "hourly_balance", counted_run).collect():
-        counts = {name: row[name] for name in lake.COUNTS if row[name]}
+        counts = {name: row[name] for name in schemas.COUNTS if row[name]}
         by_hour = found["adjustment" if row["is_adjustment"] else "hours"]
         by_hour.setdefault(row["hour"], {})[row["topic"]] = counts
     record_counts: RecordCounts = {}
@@ -68,7 +68,7 @@ def store(
     rows = {"hourly_balance": list(_balance_rows(balance, run)), "hourly_records": list(_record_rows(balance, run))}
     kept = "true" if counted_run is None else f"run <> {counted_run}"
     for name, of_table in rows.items():
-        columns = {**lake.SCHEMAS[name], "accepted_hour": "string"}
+        columns = {**schemas.TABLES[name], "accepted_hour": "string"}
         frame = frames.rows_of(tables.spark, frames.ddl(columns), of_table)
         frame = frame.withColumn("accepted_hour", hours.of_text(F.col("accepted_hour"))).coalesce(1)
         tables.replace(name, frame, kept, run if commits_of is None else commits_of)
@@ -80,7 +80,7 @@ def _balance_rows(balance: Balance, run: int) -> Iterator[dict[str, Any]]:
         for hour, topics in by_hour.items():
             for topic, counts in topics.items():
                 key = {"run": run, "accepted_hour": hour, "topic": topic, "is_adjustment": is_adjustment}
-                yield key | {name: counts.get(name, 0) for name in lake.COUNTS}
+                yield key | {name: counts.get(name, 0) for name in schemas.COUNTS}
 
 
 def _record_rows(balance: Balance, run: int) -> Iterator[dict[str, Any]]:

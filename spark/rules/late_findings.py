@@ -18,7 +18,7 @@ from spark.tables import hours, lake
 
 
 def with_late_ms(found: DataFrame, known: DataFrame, late_hours: Mapping[str, int], since_ms: int) -> DataFrame:
-    """Set `late_ms` of a run's findings: lake.FINDING → lake.FINDING.
+    """Set `late_ms` of a run's findings: schemas.FINDING → schemas.FINDING.
 
     `known` are all findings of earlier runs (those that were revoked are in no report), `late_hours` is
     Balance.late_hours, `since_ms` the start of the window. A finding over several hours of an id is as late as that of

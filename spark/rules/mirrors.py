@@ -22,7 +22,7 @@ from spark.reading.mirror_logs import LogPlan, MirrorLog, MirrorRead
 from spark.reading.run_plan import DATA, UNWANTED, Plan, RunContext
 from spark.reading.sinks import ROW
 from spark.step_timer import OnProgress
-from spark.tables import deliveries, hours, lake
+from spark.tables import deliveries, hours, lake, schemas
 from spark.tables.lake import Lake
 
 TABLE: Final = "mirrored"
@@ -81,7 +81,7 @@ def update(tables: Lake, context: RunContext, on_progress: OnProgress) -> dict[s
         written.append(_rows(tables, rule, read, plan.run))
         replaced.append(_replaced(rule, read.plans, plan.run))
     if replaced:
-        nothing = frames.rows_of(tables.spark, lake.schema(TABLE), [])
+        nothing = frames.rows_of(tables.spark, schemas.of(TABLE), [])
         tables.replace(TABLE, reduce(DataFrame.unionByName, written, nothing), " OR ".join(replaced), plan.run)
     return errors
 
@@ -117,18 +117,18 @@ def read(tables: Lake, rule: SinkRule, intervals: Sequence[Interval]) -> DataFra
 
 
 def _of(tables: Lake, rule: SinkRule) -> DataFrame:
-    """Select the records of a mirror (lake.MIRRORED)."""
+    """Select the records of a mirror (schemas.MIRRORED)."""
     return tables.read_cached(TABLE).where((F.col("sink") == rule.name) & F.col("accepted_hour").isNotNull())
 
 
 def _rows(tables: Lake, rule: SinkRule, read: MirrorRead, run: int) -> DataFrame:
-    """Return the rows (lake.MIRRORED) of what a run has read: the mirror's own, and its records."""
+    """Return the rows (schemas.MIRRORED) of what a run has read: the mirror's own, and its records."""
     logs = json.dumps([asdict(log) for log in read.logs])
     of_run = {"sink": F.lit(rule.name), "run": F.lit(run)}
-    own = frames.typed(tables.spark.range(1), lake.MIRRORED, of_run | {"logs": F.lit(logs)})
+    own = frames.typed(tables.spark.range(1), schemas.MIRRORED, of_run | {"logs": F.lit(logs)})
     columns = {name: F.col(name) for name in read.rows.columns}
     hour = deliveries.hour_of(F.col("event_ms"))
-    records = frames.typed(read.rows, lake.MIRRORED, columns | of_run | {"accepted_hour": hour})
+    records = frames.typed(read.rows, schemas.MIRRORED, columns | of_run | {"accepted_hour": hour})
     return own.unionByName(records)
 
 

@@ -23,7 +23,7 @@ from spark.rules.classify import LogEvidence
 from spark.rules.record_counts import PARTITIONS_MAX, record_counts
 from spark.step_timer import StepTimer
 from spark.tables import deliveries as deliveries_table
-from spark.tables import hours, lake, verdict_history
+from spark.tables import hours, lake, schemas, verdict_history
 from spark.tables.lake import Lake
 
 
@@ -252,12 +252,12 @@ def _collect_sums(added: Sequence[DataFrame], subtracted: Sequence[DataFrame]) -
 def _write_rejects(tables: Lake, rows: DataFrame, run: int) -> None:
     """Append this run's undecoded records, and parts of records, to `rejects`."""
     rejected = rows.where((F.col("run") == run) & (F.col("kind") == REJECT) & (F.col("is_clean") == 0))
-    columns = rejected.withColumn("seen_ms", F.col("last_ms")).select("*", "reject.*").select(*lake.REJECT)
+    columns = rejected.withColumn("seen_ms", F.col("last_ms")).select("*", "reject.*").select(*schemas.REJECT)
     tables.append_once("rejects", columns.coalesce(1), run)
 
 
 def _findings_of_hours(classified: Classified, rows: DataFrame, evidence: LogEvidence) -> list[DataFrame]:
-    """Return the findings (lake.FINDING) of single hours. The sums say whether there can be any: plans stay small."""
+    """Return findings (schemas.FINDING) of single hours. The sums say whether there can be any: plans stay small."""
     found = []
     if any(row["suspicious"] for row in classified.sums):
         suspicious = classified.rows.where("suspicious")
@@ -275,7 +275,7 @@ def _judge_per_id(
 ) -> list[DataFrame]:
     """Classify the ids of several hours over all their rows, and make each count once in the balance.
 
-    Returns the findings (lake.FINDING) about these ids, and the revocations of those of single hours.
+    Returns the findings (schemas.FINDING) about these ids, and the revocations of those of single hours.
     """
     if several_hours is None:
         balance.adjust([], [])
@@ -301,7 +301,7 @@ def _replaced_findings(touched: set[str], over_hours: bool) -> str:
 def _write_findings(
     tables: Lake, context: RunContext, found: Sequence[DataFrame], replaced: str, late_hours: Mapping[str, int]
 ) -> None:
-    """Replace the findings that meet the condition `replaced` by those of this run (lake.FINDING without `run`).
+    """Replace the findings that meet the condition `replaced` by those of this run (schemas.FINDING without `run`).
 
     Nothing is written if there are none, before and now. `late_hours` is Balance.late_hours.
     """
@@ -313,7 +313,7 @@ def _write_findings(
     elif tables.exists("findings") and known.where(replaced).isEmpty():
         return
     else:
-        rows = frames.rows_of(tables.spark, lake.schema("findings"), [])
+        rows = frames.rows_of(tables.spark, schemas.of("findings"), [])
     tables.replace("findings", rows, replaced, context.plan.run)
 
 
@@ -351,7 +351,7 @@ def _first_ms(balance: Balance, window_from: int) -> int:
 
 
 def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence, cache: ExitStack) -> list[DataFrame]:
-    """Return the findings (lake.FINDING) about requests that clients sent under several keys.
+    """Return the findings (schemas.FINDING) about requests that clients sent under several keys.
 
     `window_from` is the start of the window in ms. Rows older by the longest key retention are retries of no row in it.
     """

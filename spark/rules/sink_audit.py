@@ -46,7 +46,7 @@ from spark.rules.sink_verdicts import (
 )
 from spark.settings import HOUR_MS
 from spark.step_timer import OnProgress
-from spark.tables import deliveries, hours, lake
+from spark.tables import deliveries, hours, lake, schemas
 from spark.tables.lake import Lake
 
 TABLE: Final = "sinks"
@@ -94,7 +94,7 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
     errors = mirrors.update(tables, context, on_progress)
     if not rules:
         if not tables.read_cached(TABLE).isEmpty():
-            nothing = frames.rows_of(tables.spark, lake.schema(TABLE), [])
+            nothing = frames.rows_of(tables.spark, schemas.of(TABLE), [])
             tables.replace(TABLE, nothing, "true", context.plan.run)
         return []
     states = _states(tables.read_cached(TABLE))
@@ -632,7 +632,7 @@ class _Comparison:
             "coordinates": F.array(),
             "sink_coordinates": F.array(),
         }
-        return frames.typed(rows, lake.SINK, {**default, **columns})
+        return frames.typed(rows, schemas.SINK, {**default, **columns})
 
 
 def _has_any(counts: Mapping[str, Mapping[str, int]], *names: str) -> bool:
@@ -655,9 +655,9 @@ def _names_event(by: Sequence[str]) -> Column:
 def with_findings(tables: Lake, found: DataFrame, since_ms: int) -> DataFrame:
     """Add the findings about sinks, in the hours since a time (ms), to other findings.
 
-    lake.FINDING → lake.FINDING; with current_findings.OF_SINKS if the lake has sinks.
+    schemas.FINDING → schemas.FINDING; with current_findings.OF_SINKS if the lake has sinks.
     """
     if not tables.exists(TABLE):
         return found
-    of_sinks = _findings_since(tables.read_cached(TABLE), since_ms).select(*lake.FINDING, *OF_SINKS)
+    of_sinks = _findings_since(tables.read_cached(TABLE), since_ms).select(*schemas.FINDING, *OF_SINKS)
     return found.unionByName(of_sinks, allowMissingColumns=True)

@@ -18,286 +18,19 @@ from delta.tables import DeltaMergeBuilder, DeltaTable
 from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.types import StructType
 
 from spark import frames, session
 from spark.errors import CannotRun
 from spark.reading.decode import EVENT
 from spark.reading.jvm import Snapshot, snapshot_of, table_property, transaction_number, version_of
 from spark.reading.kafka_admin import TopicPartition
-from spark.tables import deliveries, files, hours, lock
+from spark.tables import deliveries, files, hours, lock, schemas
 
 WRITER: Final = "fencepost"
 """Delta's `txnAppId` of the commits of runs."""
 
 _COMMIT_BITS: Final = 12
 _TAKEOVER_BITS: Final = 20
-
-COORDINATES: Final = (
-    "array<struct<topic: string, partition: int, offset: bigint, timestamp: bigint, slot: int, pid: bigint, "
-    "epoch: int, instance: string, cause: string>>"
-)
-
-FINDING: Final = {
-    "scope": "string",
-    "accepted_hour": "timestamp",
-    "kind": "string",
-    "cause": "string",
-    "id": "binary",
-    "key": "string",
-    "topic": "string",
-    "partition": "int",
-    "count": "bigint",
-    "first_offset": "bigint",
-    "last_offset": "bigint",
-    "last_ms": "bigint",
-    "coordinates": COORDINATES,
-    "fingerprint": "binary",
-    "run": "bigint",
-    "late_ms": "bigint",
-}
-"""The columns of a finding. `scope`: `hour` (from one hour), `ids` (from all hours), `log` (from the logs themselves).
-`run` is the run that made the finding, null in lakes of an earlier version. `late_ms` is when the finding was decided,
-if its hour had left the report's window before; else null.
-
-In the scope `ids` a row without kind revokes the findings about this id in the scope `hour`.
-"""
-
-PROGRESS: Final = {
-    "run": "bigint",
-    "frozen_ms": "bigint",
-    "role": "string",
-    "topic": "string",
-    "partition": "int",
-    "topic_id": "string",
-    "audited": "boolean",
-    "compacted": "boolean",
-    "recreated_at_ms": "bigint",
-    "first": "bigint",
-    "start": "bigint",
-    "end": "bigint",
-    "last_stable": "bigint",
-    "high_watermark": "bigint",
-    "complete_since_ms": "bigint",
-    "decided_until_ms": "bigint",
-    "gaps": "array<struct<first: bigint, last: bigint, cause: string, seen_ms: bigint>>",
-    "blocking_transaction": (
-        "struct<producer_id: bigint, epoch: int, start_offset: bigint, transactional_id: string, since_ms: bigint>"
-    ),
-    "options": "string",
-    "guarantees": "array<struct<first: bigint, guarantee: string>>",
-    "later_end": "bigint",
-    "caught_up_run": "bigint",
-    "behind_run": "bigint",
-    "behind_end": "bigint",
-    "first_record_ms": "bigint",
-    "leader_epoch": "int",
-    "skip_ids": "boolean",
-    "keep_days": "int",
-}
-
-PUBLISHED: Final = {"finding_id": "string", "value": "string", "sent": "boolean"}
-"""The value of a finding in the topic of findings, or, if not `sent`, the value to be sent; null for a tombstone."""
-
-RUN: Final = {
-    "run": "bigint",
-    "frozen_ms": "bigint",
-    "verdict": "string",
-    "summary": "string",
-    "report": "string",
-    "counted_run": "bigint",
-}
-"""The columns of a finished run. `counted_run`: the run that wrote the rows of HOURLY_BALANCE and HOURLY_RECORDS that
-were right for this one; null for runs of an earlier version, before the last one."""
-
-COUNTS: Final = (
-    *("ids", "records", "copies_extra", "accepted"),
-    *("delivered_once", "duplicated", "conflicted", "lost", "pending", "stuck", "unprovable"),
-    *("phantom", "open", "unrequested", "unrequested_multiple", "unkeyed", "rejects"),
-    *("answered_201", "answered_202", "answered_503", "answered_504", "answered_other", "replayed"),
-)
-"""The counts of an hour and topic (findings.SUMS)."""
-
-HOURLY_BALANCE: Final = {
-    "run": "bigint",
-    "accepted_hour": "timestamp",
-    "topic": "string",
-    "is_adjustment": "boolean",
-    **dict.fromkeys(COUNTS, "bigint"),
-}
-"""The balance by hour and topic. The rows with `is_adjustment` are added to the others, so that an id with rows in
-several hours counts once."""
-
-HOURLY_RECORDS: Final = {
-    "run": "bigint",
-    "accepted_hour": "timestamp",
-    "topic": "string",
-    "partition": "int",
-    "records": "bigint",
-}
-"""Records by hour of acceptance, topic and partition; `partition` is null for the records of all partitions."""
-
-VERDICT: Final = {
-    "run": "bigint",
-    "frozen_ms": "bigint",
-    "accepted_hour": "timestamp",
-    "id": "binary",
-    "key": "string",
-    "topic": "string",
-    "verdict": "string",
-    "before": "string",
-    "last_ms": "bigint",
-}
-"""The columns of a changed verdict. An id that was always `delivered_once` has no row.
-
-`verdict` is a category of the balance. For an id that was not accepted it is `phantom`, `pending` until that can be
-decided, or `evidence_gap` if it cannot. It is null if the id has no verdict any more. `before` is the verdict until
-then, null for the first verdict.
-"""
-
-REJECT: Final = {
-    "run": "bigint",
-    "topic": "string",
-    "partition": "int",
-    "offset": "bigint",
-    "count": "bigint",
-    "seen_ms": "bigint",
-    "reason": "string",
-    "content": "binary",
-}
-"""The columns of an undecoded record, or of `count` undecoded parts of a record.
-
-`content` has the first decode.CONTENT_MAX bytes.
-"""
-
-SINK: Final = {
-    "sink": "string",
-    **FINDING,
-    "sink_ms": "bigint",
-    "events": "bigint",
-    "read_ms": "bigint",
-    "is_closed": "boolean",
-    "definition": "string",
-    "released": "string",
-    "expected": "bigint",
-    "present_once": "bigint",
-    "missing_in_sink": "bigint",
-    "twice_in_sink": "bigint",
-    "late_in_sink": "bigint",
-    "pending": "bigint",
-    "extra_in_sink": "bigint",
-    "unidentified": "bigint",
-    "unprovable": "bigint",
-    "sink_coordinates": "array<struct<topic: string, partition: int, offset: bigint, timestamp: bigint>>",
-}
-"""The columns of a row about a sink: a finding (with `kind`), the counts of an hour (without), or, without an hour, the
-sink's own row.
-
-`sink_ms` is when the row of a late event arrived, or when the run froze that found an event missing; `events` the
-number of events of a finding. `read_ms` is when the run froze that compared the hour, in the sink's own row the last
-run that has read the sink, as is `run`; `last_ms` is there until when that run knew each event of the sink's topics.
-`is_closed`: no verdict of the hour may change. `definition`: the rule of the sink then, and what else verdicts depend
-on, as digests. `released`: what open transactions hid from consumers (sink_verdicts.Released), as JSON.
-`sink_coordinates`: the records of a finding's event in a mirror.
-"""
-
-MIRRORED: Final = {
-    "sink": "string",
-    "run": "bigint",
-    "accepted_hour": "timestamp",
-    "id": "binary",
-    "event_ms": "bigint",
-    "arrived_ms": "bigint",
-    "topic": "string",
-    "partition": "int",
-    "offset": "bigint",
-    "timestamp_ms": "bigint",
-    "topic_id": "string",
-    "logs": "string",
-}
-"""The columns of a record that was read from a mirror by a run, or, without an hour, the mirror's own row.
-
-`id` is null without Fencepost's header. `event_ms` is the acceptance in that header, else the timestamp; `arrived_ms`
-the timestamp, if it is that of the mirror's broker. `logs`: what is known of each log (mirror_logs.MirrorLog), as JSON.
-"""
-
-REPAIR: Final = {
-    "plan": "bigint",
-    "made_ms": "bigint",
-    "run": "bigint",
-    "options": "string",
-    "state": "string",
-    "source": "string",
-    "target": "string",
-    "layout": "string",
-    "entries": "bigint",
-    "written": "bigint",
-    "ended_ms": "bigint",
-}
-"""The columns of a plan of the command `repair`. `run` is the last finished run, whose findings the plan is about.
-
-`state`: `planned` (nothing was sent), `executing` (an attempt has begun), `done`. `source` is the topic of --clean,
-`target` that of --into. `layout` (JSON, repair.layouts) has the ids of the topics, the spans that are copied, where
-they begin in the target, and how far the sources were read.
-"""
-
-REPAIR_ENTRY: Final = {
-    "plan": "bigint",
-    "finding_id": "string",
-    "kind": "string",
-    "sink": "string",
-    "id": "string",
-    "key": "string",
-    "topic": "string",
-    "partition": "int",
-    "offset": "bigint",
-    "accepted_ms": "bigint",
-    "action": "string",
-    "reason": "string",
-    "sent_key": "string",
-    "first_sent_ms": "bigint",
-    "outcome": "string",
-    "detail": "string",
-    "written_topic": "string",
-    "written_partition": "int",
-    "written_offset": "bigint",
-    "ended_ms": "bigint",
-}
-"""The columns of an entry of a plan: a lost event, an event that a sink lacks, or a copy that `--clean` leaves out."""
-
-SCHEMAS: Final[Mapping[str, Mapping[str, str]]] = {
-    "deliveries": deliveries.ROW,
-    "findings": FINDING,
-    "progress": PROGRESS,
-    "published": PUBLISHED,
-    "runs": RUN,
-    "hourly_balance": HOURLY_BALANCE,
-    "hourly_records": HOURLY_RECORDS,
-    "rejects": REJECT,
-    "repairs": REPAIR,
-    "repair_entries": REPAIR_ENTRY,
-    "sinks": SINK,
-    "mirrored": MIRRORED,
-    "verdicts": VERDICT,
-}
-WRITTEN_AFTER_MERGE: Final = (
-    *("rejects", "findings", "verdicts", "mirrored", "sinks"),
-    *("hourly_balance", "hourly_records", "runs"),
-)
-"""The tables that a run writes after it has merged its records into `deliveries`, besides views and `published`."""
-
-COMPACTED: Final = (
-    *("findings", "mirrored", "progress", "published", "rejects", "repairs", "repair_entries", "sinks", "verdicts"),
-)
-"""The tables that are compacted as a whole. Of `runs` only the newest rows are read, by their files' statistics."""
-
-PARTITIONS: Final = {
-    "deliveries": ("accepted_hour", "is_clean"),
-    "hourly_balance": ("run",),
-    "hourly_records": ("run",),
-}
-"""The few rows of an hour that are not clean lie in a partition of their own, since only they are read in full. The
-hourly sums of a run replace those of runs before the last, whose files need not be read for that."""
 
 # Some ten thousand rows, which fit into memory many times over.
 SMALL_BYTES: Final = 4 << 20
@@ -310,8 +43,6 @@ table is kept besides."""
 # Delta refuses log entries that are kept for a shorter time than it remembers replaced files.
 _RETENTIONS: Final = ("delta.logRetentionDuration", "delta.deletedFileRetentionDuration")
 
-# Delta collects file statistics (for data skipping) of these columns only.
-_STATISTICS_OF: Final = {"deliveries": "run"}
 # The condition of a MERGE into `deliveries` by which a row about an event matches.
 _SAME_EVENT_ROW: Final = (
     f"old.kind = '{EVENT}'",
@@ -331,13 +62,6 @@ def takeovers_in(number: int | None, run: int) -> int:
     if number is None or number >> _TAKEOVER_BITS + _COMMIT_BITS != run:
         return 0
     return number >> _COMMIT_BITS & (1 << _TAKEOVER_BITS) - 1
-
-
-def schema(name: str) -> StructType:
-    """Return the schema of a table."""
-    struct = StructType.fromDDL(frames.ddl(SCHEMAS[name]))
-    assert isinstance(struct, StructType)
-    return struct
 
 
 def checkpointed(rows: DataFrame) -> DataFrame:
@@ -419,8 +143,8 @@ class Lake:
 
     def read(self, name: str) -> DataFrame:
         """Read the current rows of a table; no rows if the table does not exist."""
-        if name in SCHEMAS and not self.exists(name):
-            return frames.rows_of(self.spark, schema(name), [])
+        if name in schemas.TABLES and not self.exists(name):
+            return frames.rows_of(self.spark, schemas.of(name), [])
         return self.spark.read.format("delta").load(self.path(name))
 
     def read_cached(self, name: str) -> DataFrame:
@@ -436,8 +160,8 @@ class Lake:
         if not self.exists(name):
             return rows
         snapshot = snapshot_of(rows)
-        if not snapshot.files and name in SCHEMAS:
-            return frames.rows_of(self.spark, schema(name), [])
+        if not snapshot.files and name in schemas.TABLES:
+            return frames.rows_of(self.spark, schemas.of(name), [])
         if not _is_small(snapshot) or _is_scattered(snapshot):
             return rows
         self._kept[name] = rows.localCheckpoint(eager=False)
@@ -508,7 +232,7 @@ class Lake:
         table before its topic has an event).
         """
         for name in names:
-            if name in ("deliveries", *WRITTEN_AFTER_MERGE) or self.exists(name):
+            if name in ("deliveries", *schemas.WRITTEN_AFTER_MERGE) or self.exists(name):
                 self.append(name, self.read(name).limit(0), run)
 
     def last_committed_run(self, name: str) -> int | None:
@@ -522,8 +246,8 @@ class Lake:
 
     def add_columns(self, name: str, run: int) -> None:
         """Add the columns that a table of an earlier version lacks, in a commit of the run; they are null there."""
-        if self.exists(name) and not set(SCHEMAS[name]) <= set(self.read(name).columns):
-            none = frames.rows_of(self.spark, schema(name), [])
+        if self.exists(name) and not set(schemas.TABLES[name]) <= set(self.read(name).columns):
+            none = frames.rows_of(self.spark, schemas.of(name), [])
             self._write(name, none.write.option("mergeSchema", True), "append", run)
 
     def rename_columns(self, name: str, renamed: Mapping[str, str], run: int) -> None:
@@ -536,8 +260,8 @@ class Lake:
         if not renamed.keys() & set(rows.columns):
             return
         renamed_rows = rows.select(*(F.col(old).alias(renamed.get(old, old)) for old in rows.columns))
-        if name in PARTITIONS:
-            renamed_rows = renamed_rows.hint("rebalance", *PARTITIONS[name])
+        if name in schemas.PARTITIONS:
+            renamed_rows = renamed_rows.hint("rebalance", *schemas.PARTITIONS[name])
         self._write(name, renamed_rows.write.option("overwriteSchema", True), "overwrite", run)
 
     def append(self, name: str, rows: DataFrame, run: int) -> None:
@@ -672,7 +396,7 @@ class Lake:
                 properties = ", ".join(f"'{name}' = '{LOG_RETENTION}'" for name in _RETENTIONS)
                 self.spark.sql(f"ALTER TABLE delta.`{path}` SET TBLPROPERTIES ({properties})")
 
-    def vacuum(self, last_h: int, names: Iterable[str] = SCHEMAS) -> None:
+    def vacuum(self, last_h: int, names: Iterable[str] = schemas.TABLES) -> None:
         """Delete the files of these tables that no version of the last `last_h` hours needs."""
         settings = {
             "spark.databricks.delta.retentionDurationCheck.enabled": "false",
@@ -692,9 +416,9 @@ class Lake:
     def _write(self, name: str, writer: DataFrameWriter, mode: str, run: int) -> None:
         """Write rows in a commit of a run; `writer` has their options."""
         with self._numbered(name, run):
-            if name in _STATISTICS_OF and not self.exists(name):
-                writer = writer.option("delta.dataSkippingStatsColumns", _STATISTICS_OF[name])
-            writer.format("delta").mode(mode).partitionBy(*PARTITIONS.get(name, ())).save(self.path(name))
+            if name in schemas.STATISTICS_OF and not self.exists(name):
+                writer = writer.option("delta.dataSkippingStatsColumns", schemas.STATISTICS_OF[name])
+            writer.format("delta").mode(mode).partitionBy(*schemas.PARTITIONS.get(name, ())).save(self.path(name))
 
 
 def _is_scattered(snapshot: Snapshot) -> bool:

@@ -37,8 +37,9 @@ _LOG: Final = logging.getLogger(__name__)
 class LastRun(NamedTuple):
     """The last finished run as the next run reads it.
 
-    `plan` are the rows of its plan (`progress`), `unstored` the rows of runs since the last commit to `runs` (lake.RUN,
-    oldest first), `shown` what its report shows of the lake, as a run without Spark reads it (spark.idle), or None.
+    `plan` are the rows of its plan (`progress`), `unstored` the rows of runs since the last commit to `runs`
+    (schemas.RUN, oldest first), `shown` what its report shows of the lake, as a run without Spark reads it
+    (spark.idle), or None.
     """
 
     finished: dict[str, Any]

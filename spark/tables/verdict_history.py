@@ -5,9 +5,9 @@ from typing import Any, Final, NamedTuple
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import rule_table
+from spark import frames, rule_table
 from spark.rule_table import DELIVERED_ONCE, PENDING
-from spark.tables import lake
+from spark.tables import schemas
 
 _ID: Final = ["accepted_hour", "id"]
 
@@ -21,7 +21,7 @@ class Revisions(NamedTuple):
 
 
 def last_verdicts(verdicts: DataFrame, run: int) -> DataFrame:
-    """Return the last verdict of each id before this run: lake.VERDICT → `accepted_hour, id, last_verdict`."""
+    """Return the last verdict of each id before this run: schemas.VERDICT → `accepted_hour, id, last_verdict`."""
     return verdicts.where(F.col("run") < run).groupBy(*_ID).agg(F.max_by("verdict", "run").alias("last_verdict"))
 
 
@@ -31,7 +31,7 @@ def may_change(latest: DataFrame) -> DataFrame:
 
 
 def changed(classified: DataFrame, clean: DataFrame | None, latest: DataFrame, run: int, frozen_ms: int) -> DataFrame:
-    """Return lake.VERDICT of the ids whose verdict differs from their last verdict.
+    """Return schemas.VERDICT of the ids whose verdict differs from their last verdict.
 
     `classified` are rows of classify.classify, `clean` the clean rows (deliveries.ROW) of ids with a last verdict
     (None for no rows), `latest` the last verdicts (from `last_verdicts`).
@@ -49,9 +49,8 @@ def changed(classified: DataFrame, clean: DataFrame | None, latest: DataFrame, r
     )
     different = now.where(~F.col("verdict").eqNullSafe(F.col("last_verdict")) & ~is_first_delivery)
     columns_of_run = {"run": F.lit(run), "frozen_ms": F.lit(frozen_ms), "before": F.col("last_verdict")}
-    return different.select(
-        *(columns_of_run.get(name, F.col(name)).cast(data_type).alias(name) for name, data_type in lake.VERDICT.items())
-    )
+    columns_of_id = {name: F.col(name) for name in schemas.VERDICT if name not in columns_of_run}
+    return frames.typed(different, schemas.VERDICT, columns_of_id | columns_of_run)
 
 
 def counted(verdicts: DataFrame, since_ms: int) -> Revisions:

@@ -27,7 +27,7 @@ from spark.reading import decode
 from spark.report.document import EXIT_FINDINGS, Report
 from spark.session import open_session
 from spark.settings import Options, Settings
-from spark.tables import deliveries, lake
+from spark.tables import deliveries, schemas
 from tests.bench import bare_read, process_cpu
 from tests.bench.records import HOUR_MS, Records
 from tests.bench.rows import Goal, NotRealWork, Row, ratios
@@ -234,4 +234,4 @@ def _grow(spark: SparkSession, folder: Path, records: Records, hours: int) -> No
         *(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in deliveries.ROW.items())
     )
     writer = rows.hint("rebalance", "accepted_hour").write.format("delta").mode("append")
-    writer.partitionBy(*lake.PARTITIONS["deliveries"]).save(str(folder / "lake" / "deliveries"))
+    writer.partitionBy(*schemas.PARTITIONS["deliveries"]).save(str(folder / "lake" / "deliveries"))

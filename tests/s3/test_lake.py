@@ -18,8 +18,8 @@ from spark import frames, jars, job
 from spark.errors import AnotherRun, CannotRun
 from spark.session import INTERPRETED
 from spark.settings import Options, Settings
-from spark.tables import files, lock, stores, view
-from spark.tables.lake import Lake, schema
+from spark.tables import files, lock, schemas, stores, view
+from spark.tables.lake import Lake
 from tests.s3 import BUCKET
 from tests.s3.server import Server
 from tests.spark.conftest import Audit, Ran
@@ -87,7 +87,7 @@ def test_a_suspended_run_whose_number_was_fenced_does_not_commit(
     spark: SparkSession, lake: str, server: Server
 ) -> None:
     suspended, heir = Lake(spark, lake), Lake(spark.newSession(), lake)
-    rows = frames.rows_of(spark, schema("rejects"), [{"run": 2, "topic": "t", "count": 1}])
+    rows = frames.rows_of(spark, schemas.of("rejects"), [{"run": 2, "topic": "t", "count": 1}])
     heir.append_once("rejects", rows, 1)
     with ThreadPoolExecutor(1) as threads, server.holding(_object(lake, "rejects", 1)) as held:
         result = threads.submit(suspended.append_once, "rejects", rows, 2)

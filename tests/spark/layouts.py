@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 
 from spark import finished_runs
 from spark.rules import hourly
-from spark.tables import lake, lake_version
+from spark.tables import lake, lake_version, schemas
 
 
 def without_version(spark: SparkSession, root: Path) -> None:
@@ -20,7 +20,7 @@ def without_version(spark: SparkSession, root: Path) -> None:
     rows = [row.asDict() for row in tables.read("runs").drop("counted_run").collect()]
     for row in rows:
         row["summary"] = json.dumps(json.loads(row["summary"]) | (sums if row["run"] == last["run"] else {}))
-    columns = ", ".join(f"{name} {data_type}" for name, data_type in lake.RUN.items() if name != "counted_run")
+    columns = ", ".join(f"{name} {data_type}" for name, data_type in schemas.RUN.items() if name != "counted_run")
     earlier = spark.createDataFrame(rows, columns).write.format("delta").mode("overwrite")
     earlier.option("overwriteSchema", True).save(tables.path("runs"))
     for name in ("hourly_balance", "hourly_records"):

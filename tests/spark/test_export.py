@@ -12,7 +12,7 @@ from spark.__main__ import main
 from spark.rules import current_findings
 from spark.rules.findings import HOUR
 from spark.settings import parse_findings
-from spark.tables import lake
+from spark.tables import lake, schemas
 from tests.spark.rows import HOUR_MS, NOW_MS
 
 KEY = 'a "key", with\nlines'
@@ -31,10 +31,10 @@ def root(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
         {**found, "kind": "unkeyed", "topic": "payments", "partition": 3, "first_offset": 1, "last_offset": 9},
         {**found, "kind": "lost", "id": b"o" * 16, "topic": "orders.eu", "last_ms": NOW_MS - 9 * HOUR_MS},
     ]
-    tables.append_once("findings", spark.createDataFrame(rows, lake.schema("findings")), 1)
+    tables.append_once("findings", spark.createDataFrame(rows, schemas.of("findings")), 1)
     report = json.dumps({"run": {"window_from": "2023-11-14T17:00:00.000Z"}})
     row = {"run": 1, "frozen_ms": NOW_MS, "verdict": "findings", "summary": "{}", "report": report}
-    tables.append_once("runs", spark.createDataFrame([row], lake.schema("runs")), 1)
+    tables.append_once("runs", spark.createDataFrame([row], schemas.of("runs")), 1)
     return folder
 
 

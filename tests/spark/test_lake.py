@@ -27,7 +27,7 @@ from spark.rules.balance import Balance
 from spark.rules.classify import gather_evidence
 from spark.settings import OFFSETS_MOST
 from spark.tables import deliveries as deliveries_table
-from spark.tables import hours, lake, lake_version, lock, view
+from spark.tables import hours, lake, lake_version, lock, schemas, view
 from tests.spark import delta_files
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
@@ -49,7 +49,7 @@ def _rows(spark: SparkSession, run: int, span: range, *, prefix: str = "id") -> 
 def _filled(spark: SparkSession, root: Path, length: int) -> lake.Lake:
     tables = lake.Lake(spark, str(root))
     tables.append_once(
-        "deliveries", _rows(spark, 1, range(length)).hint("rebalance", *lake.PARTITIONS["deliveries"]), 1
+        "deliveries", _rows(spark, 1, range(length)).hint("rebalance", *schemas.PARTITIONS["deliveries"]), 1
     )
     return tables
 
@@ -105,7 +105,7 @@ def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
         _merge(lake.Lake(small.spark, small.root), 7)
     assert _version(small) == version
     assert small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0] == merged
-    finding = small.spark.createDataFrame([{"scope": "log", "kind": "k", "run": 1}], lake.schema("findings"))
+    finding = small.spark.createDataFrame([{"scope": "log", "kind": "k", "run": 1}], schemas.of("findings"))
     for tables in (small, lake.Lake(small.spark, small.root)):
         if tables is not small:
             tables.take_over(1, ["findings"])
@@ -203,18 +203,18 @@ def test_the_readme_has_every_column_of_every_table_and_no_other() -> None:
     text = (Path(__file__).parents[2] / "spark" / "README.md").read_text(encoding="utf-8")
     section = text.partition("## The tables of the lake")[2].partition("\n## ")[0]
     views = {"view/<topic>": view.COLUMNS, view.TABLE: view.LISTED}
-    for name, columns in {**lake.SCHEMAS, **views}.items():
+    for name, columns in {**schemas.TABLES, **views}.items():
         _, _, part = section.partition(f"\n`{name}`:")
         table = re.split(r"\n\n`(?!``)", part)[0]
         rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
         listed = re.findall(r"`(\w+)`", "\n".join(rows))
         # A finding about a sink has the columns of any finding, and more.
-        own = set(columns) - set(lake.FINDING) if name == "sinks" else set(columns)
+        own = set(columns) - set(schemas.FINDING) if name == "sinks" else set(columns)
         assert sorted(listed) == sorted(own), name
 
 
 def test_the_lake_has_a_column_for_each_count_of_an_hour() -> None:
-    assert tuple(findings.SUMS) == lake.COUNTS
+    assert tuple(findings.SUMS) == schemas.COUNTS
 
 
 # The columns of the last version without the present names.
@@ -240,7 +240,7 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
     tables, of_now = lake.Lake(spark, str(tmp_path)), plan()
     written = {
         "deliveries": reduced(spark, [copy(1), entry(1), copy(2)]),
-        "progress": spark.createDataFrame(of_now.rows(), lake.schema("progress")),
+        "progress": spark.createDataFrame(of_now.rows(), schemas.of("progress")),
     }
     for name, rows in written.items():
         old = {present: first for first, present in migrations.RENAMED[name].items()}
@@ -248,7 +248,7 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
         first = rows.withColumnsRenamed(old).drop("skip_ids", "keep_days", "proven_lost", *YOUNGEST)
         assert sorted(first.columns) == sorted(FIRST_VERSION[name].split())
         writer = first.write.format("delta").option("txnAppId", lake.WRITER)
-        parts = [old.get(column, column) for column in lake.PARTITIONS.get(name, ())]
+        parts = [old.get(column, column) for column in schemas.PARTITIONS.get(name, ())]
         writer.option("txnVersion", "1").partitionBy(*parts).save(tables.path(name))
     with pytest.raises(CannotRun, match=r"of an earlier version \(0, not 2\): run python -m spark on it once"):
         lake_version.check(tables)
@@ -273,7 +273,7 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
     """Its tables lack columns; an unknown column is an error."""
     tables, old = lake.Lake(spark, str(tmp_path)), plan()
     assert old.logs
-    rows = spark.createDataFrame(old.rows(), lake.schema("progress"))
+    rows = spark.createDataFrame(old.rows(), schemas.of("progress"))
     new = ("guarantees", "later_end", "caught_up_run", "behind_run", "behind_end", "first_record_ms", "leader_epoch")
     # A column that the present version does not read.
     tables.append_once("progress", rows.drop(*new).withColumn("proven_ms", F.lit(7).cast("bigint")), 1)
@@ -291,12 +291,12 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
     deliveries = reduced(spark, [copy(1), entry(1)])
     more = ["freed_ms", "record_key_hash", "batch_hash", "topic_id_hash", "was_past_end", "elsewhere", "proven_lost"]
     tables.append("deliveries", deliveries.drop(*more, *YOUNGEST), 1)
-    finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], lake.schema("findings"))
+    finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], schemas.of("findings"))
     tables.append("findings", finding.drop("run", "late_ms"), 1)
     _migrate(tables)
     marks: dict[str, Any] = {"behind_run": 1, "behind_end": 7, "first_record_ms": 8, "leader_epoch": 0}
     marked = [{**row, "run": 2, **marks} for row in old.rows()]
-    tables.append_once("progress", spark.createDataFrame(marked, lake.schema("progress")), 2)
+    tables.append_once("progress", spark.createDataFrame(marked, schemas.of("progress")), 2)
     assert read(1) == known
     assert read(2) == {replace(log, **marks) for log in old.logs}
     assert set(tables.read("deliveries").columns) == set(deliveries_table.ROW)
@@ -307,9 +307,9 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
     assert (merged[1]["entries_count"], merged[1]["freed_ms"]) == (1, None)
     assert merged[None]["freed_ms"] is not None
     assert (merged[1]["was_past_end"], merged[7]["was_past_end"]) == (None, True)
-    tables.append_once("runs", spark.createDataFrame([], lake.schema("runs")), 1)
+    tables.append_once("runs", spark.createDataFrame([], schemas.of("runs")), 1)
     with pytest.raises(AnalysisException, match="schema"):
-        tables.append_once("runs", spark.createDataFrame([], lake.schema("runs")).withColumn("more", F.lit(1)), 2)
+        tables.append_once("runs", spark.createDataFrame([], schemas.of("runs")).withColumn("more", F.lit(1)), 2)
 
 
 def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: SparkSession, tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_fenced_run_writes_no_deliveries_any_more(spark: SparkSession, tmp_pat
         fenced.append("deliveries", stale, 2)
     with pytest.raises(CannotRun, match="run 2 was taken over"):
         fenced.merge(stale, hours.of(stale), 2)
-    finding = spark.createDataFrame([{"scope": "log", "kind": "k"}], lake.schema("findings"))
+    finding = spark.createDataFrame([{"scope": "log", "kind": "k"}], schemas.of("findings"))
     fenced.replace("findings", finding, "scope = 'log'", 2)
     assert tables.read("findings").isEmpty()
     rows = reduced(spark, [entry(1), copy(2), entry(2)], 3).localCheckpoint()
@@ -394,12 +394,12 @@ def test_no_commit_of_a_run_lands_after_another_process_has_taken_the_run_over(
     doubtful = b"d" * 16
     known = [copy(1), entry(1), entry(9), answer(202, id=doubtful)]
     late.append("deliveries", reduced(spark, known, later_ends={("t", 0): OFFSETS_MOST}), 1)
-    sent = spark.createDataFrame([("a", "1", True), ("b", None, False)], lake.schema("published"))
+    sent = spark.createDataFrame([("a", "1", True), ("b", None, False)], schemas.of("published"))
     late.append("published", sent, 1)
     a_view = spark.createDataFrame([{"topic": "t", "id": b"i" * 16}], frames.ddl(view.COLUMNS))
     late.append("view/t", a_view, 1)
-    finding = spark.createDataFrame([{"scope": "log", "kind": "k", "run": 2}], lake.schema("findings"))
-    verdict = spark.createDataFrame([{"run": 2, "verdict": "lost"}], lake.schema("verdicts"))
+    finding = spark.createDataFrame([{"scope": "log", "kind": "k", "run": 2}], schemas.of("findings"))
+    verdict = spark.createDataFrame([{"run": 2, "verdict": "lost"}], schemas.of("verdicts"))
     unsent = spark.createDataFrame([("a", None), ("c", "3")], "finding_id string, value string")
     row_key = ("accepted_hour", "id", "topic", "partition", "offset")
     rows = late.read("deliveries").select(*row_key).localCheckpoint()
@@ -425,7 +425,7 @@ def test_no_commit_of_a_run_lands_after_another_process_has_taken_the_run_over(
         "merge": ("deliveries", lambda tables: tables.merge(merged, touched, 2)),
         "delete_before": ("deliveries", lambda tables: tables.delete_before(hours.text_of(2**41), 2)),
     }
-    names = ["deliveries", "published", "view/t", *lake.WRITTEN_AFTER_MERGE]
+    names = ["deliveries", "published", "view/t", *schemas.WRITTEN_AFTER_MERGE]
     heir.take_over(2, names)
     heir.fence(names, 2)
     for name, (table, commit) in commits.items():
@@ -477,7 +477,7 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
 
 def test_the_log_of_a_table_is_kept_for_a_day_on_request(spark: SparkSession, tmp_path: Path) -> None:
     tables = lake.Lake(spark, str(tmp_path))
-    tables.append("published", frames.rows_of(spark, lake.schema("published"), []), 5)
+    tables.append("published", frames.rows_of(spark, schemas.of("published"), []), 5)
     for _ in range(2):
         tables.keep_short_logs(["published", "runs"])
     assert _version(tables, "published") == 1
@@ -544,13 +544,13 @@ def test_sums_by_hour_move_from_the_summary_of_the_last_run_to_tables(spark: Spa
     """Also with the names of the first release, and if the upgrade is interrupted after any commit."""
     tables = lake.Lake(spark, str(tmp_path))
     planned = [{**row, "run": 2} for row in plan().rows()]
-    tables.append("progress", spark.createDataFrame(planned, lake.schema("progress")), 2)
+    tables.append("progress", spark.createDataFrame(planned, schemas.of("progress")), 2)
     summary = {**SUMS_OF_RUN, "cells": COUNTED_RECORDS, "shifted": True, "options": "{}"}
     rows = [
         {"run": run, "frozen_ms": NOW_MS, "verdict": "clean", "summary": json.dumps(found), "report": "{}"}
         for run, found in ((1, {"hours": {}}), (2, summary))
     ]
-    tables.append("runs", spark.createDataFrame(rows, lake.schema("runs")).drop("counted_run"), 2)
+    tables.append("runs", spark.createDataFrame(rows, schemas.of("runs")).drop("counted_run"), 2)
     # Before it stores a version, after the new column, after one table, both tables, and the summary.
     for number in (1, 3, 2, 3, 4):
         with pytest.raises(CannotRun, match="killed"):
@@ -586,7 +586,7 @@ def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
             for run in range(first, first + length)
         ]
         tables.append_once(
-            "runs", spark.createDataFrame(runs, lake.schema("runs")).repartitionByRange(length, "run"), first
+            "runs", spark.createDataFrame(runs, schemas.of("runs")).repartitionByRange(length, "run"), first
         )
     with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         reports = list(range(42, 23, -1))
@@ -597,7 +597,7 @@ def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
 
 def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
     rows, seen = small.read("deliveries"), gather_evidence(plan(), settings())
-    folders = set(lake.PARTITIONS["deliveries"])
+    folders = set(schemas.PARTITIONS["deliveries"])
     assert _columns(cross_hour.repeated(rows)) == {"kind", "id"} | folders
     narrow = {"kind", "has_fencepost_header", "record_key_hash", "entries_count", "answered_201", "fingerprint"}
     assert _columns(cross_hour.retried(rows, seen)) == narrow | folders
@@ -618,7 +618,7 @@ def test_a_table_with_many_files_is_compacted(
 ) -> None:
     monkeypatch.setattr(lake, "SMALL_FILES", 2)
     tables = lake.Lake(spark, str(tmp_path))
-    verdict = spark.createDataFrame([{"run": 1, "verdict": "lost"}], lake.schema("verdicts")).coalesce(1)
+    verdict = spark.createDataFrame([{"run": 1, "verdict": "lost"}], schemas.of("verdicts")).coalesce(1)
     for number, files in ((1, 1), (2, 2), (3, 1)):
         tables.append_once("verdicts", verdict, number)
         tables.optimize([], ["verdicts", "rejects"])

@@ -15,7 +15,7 @@ from spark.errors import CannotRun
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.report import publish
 from spark.rules import current_findings
-from spark.tables import lake
+from spark.tables import lake, schemas
 from tests.spark.history import History
 
 
@@ -64,7 +64,7 @@ class Outbox:
         publish.check_owner(self.lake, self.shared, self.prepare(), 1, replaces=replaces)
 
     def publish(self, found: Found) -> None:
-        fields = {name: kind for name, kind in lake.FINDING.items() if name in current_findings.FIELDS} | {
+        fields = {name: kind for name, kind in schemas.FINDING.items() if name in current_findings.FIELDS} | {
             "id": "string"
         }
         schema = ", ".join(f"{name} {fields.get(name, 'string')}" for name in current_findings.FIELDS)

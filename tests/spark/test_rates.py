@@ -12,7 +12,7 @@ from spark.rates import rates, row_of
 from spark.reading import decode
 from spark.rules.findings import HOUR
 from spark.settings import RatesOptions, parse_rates
-from spark.tables import lake
+from spark.tables import lake, schemas
 from tests.spark.rows import NOW_MS, copy, entry, ids, reduced
 
 
@@ -51,10 +51,10 @@ def root(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
         {**found, "run": 1, "coordinates": copies},
         {**found, "run": 1, "coordinates": foreign, "id": shop, "topic": "v"},
     ]
-    tables.append_once("findings", spark.createDataFrame(made, lake.schema("findings")), 1)
+    tables.append_once("findings", spark.createDataFrame(made, schemas.of("findings")), 1)
     report = json.dumps({"run": {"window_from": "2023-11-14T17:00:00.000Z"}})
     row = {"run": 1, "frozen_ms": NOW_MS, "verdict": "findings", "summary": "{}", "report": report}
-    tables.append_once("runs", spark.createDataFrame([row], lake.schema("runs")), 1)
+    tables.append_once("runs", spark.createDataFrame([row], schemas.of("runs")), 1)
     return folder
 
 

@@ -18,7 +18,7 @@ from spark.rules.reconcile import classifies_all, hours_to_classify, may_differ,
 from spark.rules.record_counts import PARTITIONS_MAX
 from spark.settings import OFFSETS_MOST
 from spark.step_timer import StepTimer
-from spark.tables import hours, lake
+from spark.tables import hours, lake, schemas
 from spark.tables.lake import Lake
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, reduced
 from tests.spark.test_classify import log, settings
@@ -94,7 +94,7 @@ def test_a_loss_is_proven_only_if_the_record_counts_in_no_other_hour(
     # A verdict of another hour, which is not read, in a table that is not small.
     monkeypatch.setattr(lake, "SMALL_BYTES", 0)
     known = {"run": 0, "accepted_hour": hours.at("2020-01-01 00:00:00"), "id": b"o" * 16, "verdict": "lost"}
-    tables.append_once("verdicts", spark.createDataFrame([known], lake.schema("verdicts")), 0)
+    tables.append_once("verdicts", spark.createDataFrame([known], schemas.of("verdicts")), 0)
     timer = StepTimer(lambda line: None)
     with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         reconcile(tables, RunContext(a_plan(), settings(skip_ids=skip_ids)), timer)

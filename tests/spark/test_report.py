@@ -28,7 +28,7 @@ from spark.rules.sink_audit import SCOPE
 from spark.settings import Options, Settings
 from spark.silences import Silence
 from spark.step_timer import StepTimer
-from spark.tables import hours, lake
+from spark.tables import hours, lake, schemas
 from tests.conftest import LONG
 from tests.spark import browser
 from tests.spark.rows import HOUR_MS, NOW_MS
@@ -85,7 +85,7 @@ def _findings(tables: lake.Lake) -> None:
         "coordinates": F.array(copy(0, None), copy(1, "producer_restart")),
     }
     rows = tables.spark.range(MANY).select(
-        *(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in lake.FINDING.items())
+        *(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in schemas.FINDING.items())
     )
     tables.append_once("findings", rows, 1)
 
@@ -118,7 +118,7 @@ def _built(
     fail_on: tuple[str, ...] = (),
     rules: Rules = NO_RULES,
 ) -> document.Report:
-    """Build the report of a run that has these findings (lake.FINDING)."""
+    """Build the report of a run that has these findings (schemas.FINDING)."""
     logs = tuple(Log(DATA, TOPIC, n, "topic_id", True, False, 0, 0, 0, 9, 9, 9, 0, NOW_MS) for n in range(39))
     # Blocked by a transaction that the broker does not name; its first record has a timestamp in microseconds.
     logs += (Log(DATA, TOPIC, 39, "topic_id", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
@@ -152,7 +152,7 @@ def test_a_finding_of_each_kind_counts_in_report_exit_status_page_and_metrics(
     }
     rows = [{"kind": name, **a_finding, **subjects[kind.subject]} for name, kind in KINDS.items()]
     tables = lake.Lake(spark, str(tmp_path))
-    with_sink = StructType([*lake.schema("findings"), StructField("sink", StringType())])
+    with_sink = StructType([*schemas.of("findings"), StructField("sink", StringType())])
     made = _built(tables, spark.createDataFrame(rows, with_sink))
     jsonschema.Draft202012Validator(schema()).validate(json.loads(json.dumps(made.document)))
     assert made.document["kinds"] == dict.fromkeys(KINDS, 1)
@@ -221,7 +221,7 @@ def test_a_kind_that_the_rule_of_its_topic_does_not_list_counts_nowhere(spark: S
     rows.append({"kind": "stuck", "topic": "another", **a_finding, "id": b"a" * 16})
     rules = Rules((TopicRule("orders.*", findings=("error",)), TopicRule("*", findings=("lost",))))
     tables = lake.Lake(spark, str(tmp_path))
-    made = _built(tables, spark.createDataFrame(rows, lake.schema("findings")), rules=rules)
+    made = _built(tables, spark.createDataFrame(rows, schemas.of("findings")), rules=rules)
     # The other topic is not audited any more: its findings count.
     assert {kind: count for kind, count in made.document["kinds"].items() if count} == {"lost": 1, "stuck": 1}
     assert {kind: count for kind, count in made.document["silenced"].items() if count} == {"stuck": 1}

@@ -37,7 +37,7 @@ from spark.rules import balance
 from spark.rules.classify import CATEGORIES
 from spark.settings import Options, Settings, Webhook
 from spark.silences import Silence
-from spark.tables import files, hours, lake, last_run_file, lock, view
+from spark.tables import files, hours, lake, last_run_file, lock, schemas, view
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
 from tests.kubernetes.rendering import HERE, Rendered, render
@@ -680,7 +680,7 @@ def test_a_run_whose_number_another_run_has_used_for_its_plan_stops(
 
     def freeze(*_: Any) -> Plan:
         theirs = dataclasses.replace(ours, frozen_ms=ours.frozen_ms - 1)
-        tables.append_once("progress", spark.createDataFrame(theirs.rows(), lake.schema("progress")), ours.run)
+        tables.append_once("progress", spark.createDataFrame(theirs.rows(), schemas.of("progress")), ours.run)
         return ours
 
     monkeypatch.setattr(planning, "freeze", freeze)
@@ -697,7 +697,7 @@ def test_a_balance_that_does_not_close_is_counted_again(spark: SparkSession, sta
     # An hour that this run does not classify.
     hour = hours.at(hours.text_of(stages.history.now_ms - 5 * HOUR_S * 1000))
     wrong = {"run": 1, "accepted_hour": hour, "topic": "t", "is_adjustment": False, "accepted": 1}
-    tables.append_unnumbered("hourly_balance", spark.createDataFrame([wrong], lake.schema("hourly_balance")))
+    tables.append_unnumbered("hourly_balance", spark.createDataFrame([wrong], schemas.of("hourly_balance")))
     ran = audit(stages.history, later_s=LATER_S, lake=name)
     assert ran.document["run"]["recounted"]
     assert not stages.whole.document["run"]["recounted"]

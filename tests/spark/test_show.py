@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 from service.contract import SharedSettings, wire
 from spark import show
 from spark.rules.findings import HOUR, IDS
-from spark.tables import lake
+from spark.tables import lake, schemas
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
 
 
@@ -25,7 +25,7 @@ def test_a_finding_about_a_content_is_shown_of_each_id_with_a_record_in_it(
     coordinates = [{"topic": "t", "partition": 0, "offset": offset} for offset in (0, 1)]
     found = {"kind": "client_duplicate", "cause": "new_key", "scope": IDS, "run": 1, "last_ms": NOW_MS, "count": 2}
     found |= {"id": keys["first"], "fingerprint": b"f" * 8, "coordinates": coordinates}
-    tables.append_once("findings", spark.createDataFrame([found], lake.schema("findings")), 1)
+    tables.append_once("findings", spark.createDataFrame([found], schemas.of("findings")), 1)
 
     def shown(key: str) -> list[str]:
         lines = show.show(spark, SharedSettings(), str(tmp_path), key)
@@ -50,7 +50,7 @@ def test_only_findings_that_no_pass_over_ids_has_revoked_are_shown(
         {**found, "scope": IDS, "cause": "504", "run": 1},
         {**found, "scope": IDS, "kind": None, "run": 1},
     ]
-    tables.append_once("findings", spark.createDataFrame(rows, lake.schema("findings")), 1)
+    tables.append_once("findings", spark.createDataFrame(rows, schemas.of("findings")), 1)
     lines = list(show.show(spark, SharedSettings(), str(tmp_path), "k"))
     causes = sorted(line.split("/")[1].split(",")[0] for line in lines if line.startswith("finding "))
     assert causes == shown

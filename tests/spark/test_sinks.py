@@ -30,7 +30,7 @@ from spark.rules.sink_verdicts import (
     SinkState,
 )
 from spark.settings import Settings
-from spark.tables import hours, lake
+from spark.tables import hours, schemas
 from spark.tables.lake import Lake
 from tests.sinks.iceberg import Iceberg
 from tests.spark import delta_files
@@ -117,7 +117,7 @@ class Warehouse:
 
     def finding_ids(self) -> list[str]:
         """Return the ids of the findings in the report of the last run."""
-        others = frames.rows_of(self.spark, lake.schema("findings"), [])
+        others = frames.rows_of(self.spark, schemas.of("findings"), [])
         since_ms = self.plans[-1].frozen_ms - 24 * HOUR_MS
         current = current_findings.by_hour(sink_audit.with_findings(self.tables, others, since_ms), since_ms)
         return sorted(row["finding_id"] for row in current_findings.by_finding(current).collect())
@@ -197,7 +197,7 @@ def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> N
         "slow": (1, [6], due + 6),
     }
     # An hour that has left the window is not compared any more: its findings are no longer current.
-    others = frames.rows_of(warehouse.spark, lake.schema("findings"), [])
+    others = frames.rows_of(warehouse.spark, schemas.of("findings"), [])
     of_hours = [sink_audit.with_findings(warehouse.tables, others, ms).count() for ms in (HOUR, HOUR + HOUR_MS)]
     assert of_hours == [4, 0]
 

@@ -10,7 +10,7 @@ from deploy.stack import Kafka
 from spark import rule_table
 from spark.rules import current_findings, late_findings
 from spark.rules.findings import HOUR, IDS, LOG
-from spark.tables import hours, lake
+from spark.tables import hours, schemas
 from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS
 from tests.spark.world import FOREVER
@@ -43,7 +43,7 @@ def _found(
     late: int | None = None,
     count: int = 1,
 ) -> Any:
-    """A finding (lake.FINDING) with its times relative to the start of the window: `last`, `late` (ms), `hour`."""
+    """A finding (schemas.FINDING) with its times relative to the start of the window: `last`, `late` (ms), `hour`."""
     values = {
         "scope": scope,
         "kind": kind,
@@ -73,7 +73,7 @@ def test_a_finding_stands_by_the_time_of_its_evidence_or_by_the_pass_that_found_
     for name, run, passed in (("before", 3, 4), ("same run", 4, 4), ("since", 5, 4), ("old lake", None, None)):
         rows.append(_found(name, HOUR, last=0, hour=0, run=run))
         rows.append(_found(name, IDS, last=0, hour=0, run=passed, kind=None))
-    current = current_findings.by_hour(spark.createDataFrame(rows, lake.schema("findings")), SINCE_MS)
+    current = current_findings.by_hour(spark.createDataFrame(rows, schemas.of("findings")), SINCE_MS)
     names = {row["topic"] for row in current.collect()}
     assert names == {"in", "replayed", "clock behind", "gap", "decided late", "all ids", "since"}
 
@@ -108,7 +108,7 @@ def test_a_finding_is_late_if_its_hour_left_the_window_before_the_run_that_decid
         _found("known gap", HOUR, **gap),
         _found("grown gap", HOUR, **gap),
     ]
-    found, known = (spark.createDataFrame(rows, lake.schema("findings")) for rows in (now, before))
+    found, known = (spark.createDataFrame(rows, schemas.of("findings")) for rows in (now, before))
     late_hours = {hours.text_of(SINCE_MS - 5 * HOUR_MS): SINCE_MS + 9}
     rows = late_findings.with_late_ms(found, known, late_hours, SINCE_MS).collect()
     late = {(row["topic"], row["scope"]): row["late_ms"] - SINCE_MS for row in rows if row["late_ms"] is not None}
