@@ -407,7 +407,7 @@ class _Run:
             rows = rows.where(hours.since(context.kept_from))
         with self.timer.step("read records"):
             # A checkpoint, not a cache, since Delta refuses to merge from a cached plan.
-            rows = lake.checkpointed(rows)
+            rows = frames.checkpointed(rows)
             with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
                 planning.check_read(admin, plan)
         with self.timer.step("merge records"):
@@ -460,7 +460,7 @@ class _Run:
         if found is None:
             return
         # A checkpoint, so that the MERGE does not read the table that it writes.
-        found = lake.checkpointed(found)
+        found = frames.checkpointed(found)
         if touched := hours.of(found):
             write(found, touched, run)
 

@@ -42,7 +42,7 @@ class Plans:
         """Number the commits that follow, and a new plan among them, after those of all plans and runs.
 
         The outcomes of an interrupted plan get a number of their own too: Delta skips a commit with the number of that
-        plan if a later plan is in the table (lake.commit_number).
+        plan if a later plan is in the table (commits.number).
         """
         newest = [self._lake.read(name).agg(F.max(by)).collect()[0][0] or 0 for name, by in _NUMBERED]
         self._number = 1 + int(max(newest))

@@ -23,12 +23,13 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings, wire
+from spark import frames
 from spark.errors import CannotRun
 from spark.reading import source
 from spark.reading.kafka_admin import KafkaAdmin, Topic, connection
 from spark.reading.planning import Admin
 from spark.rules import current_findings
-from spark.tables.lake import Lake, checkpointed
+from spark.tables.lake import Lake
 
 VERSION: Final = 1
 TABLE: Final = "published"
@@ -110,7 +111,7 @@ def _in_topic(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> Data
     newest = records.groupBy(F.col("key").cast("string").alias("finding_id")).agg(
         F.max_by(F.col("value").cast("string"), "offset").alias("value")
     )
-    return checkpointed(newest.where("value IS NOT NULL").withColumn("sent", F.lit(True)))
+    return frames.checkpointed(newest.where("value IS NOT NULL").withColumn("sent", F.lit(True)))
 
 
 def state_of(admin: Admin, topic: Topic) -> PublishedTopic:
@@ -155,7 +156,7 @@ def _store_foreign(lake: Lake, shared: SharedSettings, topic: PublishedTopic, ru
     """Store the findings in the topic that the outbox does not have: they get tombstones, unless they are current."""
     if topic.is_empty:
         return
-    foreign = checkpointed(_in_topic(lake, shared, topic).join(lake.read(TABLE), "finding_id", "left_anti"))
+    foreign = frames.checkpointed(_in_topic(lake, shared, topic).join(lake.read(TABLE), "finding_id", "left_anti"))
     if not foreign.isEmpty():
         lake.append(TABLE, foreign, run)
 
@@ -188,7 +189,7 @@ def _unsent(lake: Lake, found: DataFrame) -> DataFrame:
     stored = lake.read(TABLE).select("finding_id", F.col("value").alias("stored_value"), "sent")
     is_changed = ~F.col("value").eqNullSafe(F.col("stored_value"))
     compared = now.join(stored, "finding_id", "full_outer").withColumn("is_changed", is_changed)
-    return checkpointed(compared.where("is_changed OR NOT sent").select("finding_id", "value", "is_changed"))
+    return frames.checkpointed(compared.where("is_changed OR NOT sent").select("finding_id", "value", "is_changed"))
 
 
 def store(lake: Lake, changed: DataFrame, run: int) -> None:

@@ -10,12 +10,12 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
-from spark import rule_table
+from spark import frames, rule_table
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, hash_of
 from spark.rules import findings, kinds
 from spark.rules.classify import LogEvidence
-from spark.tables import deliveries, hours, lake
+from spark.tables import deliveries, hours
 
 # Spans of hours by which files are pruned; with more spans nearly every hour is in one of them.
 SPANS_MAX: Final = 10_000
@@ -154,8 +154,8 @@ def settled_elsewhere(rows: DataFrame, run: int, *, truncated: bool = False) -> 
     deliveries.ROW → `accepted_hour, id, elsewhere, freed_ms`; None if each such answer is settled. An answer may count
     in another hour than the acceptance of its event, since a retry's request is received later. Once settled, an answer
     is not looked up again, unless this run has dropped a record of its id (`truncated`: some are no longer in their
-    log). More than lake.BROADCAST_MAX unsettled answers, as of a caller that always sends `Prefer: respond-async`, are
-    first compared with the rows of this run's hours, where nearly all are settled.
+    log). More than frames.BROADCAST_MAX unsettled answers, as of a caller that always sends `Prefer: respond-async`,
+    are first compared with the rows of this run's hours, where nearly all are settled.
     """
     events = rows.where(F.col("kind") == EVENT)
     unsettled = _unsettled(events, run, truncated=truncated)
@@ -165,13 +165,13 @@ def settled_elsewhere(rows: DataFrame, run: int, *, truncated: bool = False) -> 
     # Rows of any run may settle a new answer, or one whose settling record was dropped.
     candidates = events if truncated or newest == run else events.where(F.col("run") == run)
     doubts, settling = _doubts(unsettled), _settling(candidates, run)
-    if number <= lake.BROADCAST_MAX:
+    if number <= frames.BROADCAST_MAX:
         return _changed_doubts(_by_rows(F.broadcast(doubts), settling))
     of_run = unsettled.where(F.col("run") == run)
     in_hours = _settling(events.where(hours.within(hours.of(of_run))), run)
-    settled = lake.checkpointed(_changed_doubts(_by_rows(_doubts(of_run), in_hours)).where("elsewhere"))
-    rest = lake.checkpointed(doubts.join(settled.select("accepted_hour", "id"), ["accepted_hour", "id"], "left_anti"))
-    return settled.unionByName(_changed_doubts(_by_rows(lake.broadcast_if_small(rest), settling)))
+    settled = frames.checkpointed(_changed_doubts(_by_rows(_doubts(of_run), in_hours)).where("elsewhere"))
+    rest = frames.checkpointed(doubts.join(settled.select("accepted_hour", "id"), ["accepted_hour", "id"], "left_anti"))
+    return settled.unionByName(_changed_doubts(_by_rows(frames.broadcast_if_small(rest), settling)))
 
 
 def _unsettled(events: DataFrame, run: int, *, truncated: bool) -> DataFrame:

@@ -12,7 +12,7 @@ from spark.reading.run_plan import RETENTION, TRUNCATED, UNWANTED, Plan
 from spark.rule_table import LOST, PENDING
 from spark.rules import causes, kinds
 from spark.rules.classify import CATEGORIES, PHANTOM, STUCK, UNPROVEN, LogEvidence
-from spark.tables import lake, schemas
+from spark.tables import schemas
 
 HOUR: Final = "hour"
 IDS: Final = "ids"
@@ -82,7 +82,7 @@ def without_record(claims: DataFrame, rows: DataFrame) -> DataFrame:
     records = rows.where((F.col("kind") == EVENT) & (F.col("count") > 0)).select(
         *(F.col(name).alias(name) for name in _CLAIM)
     )
-    found = records.join(lake.broadcast_if_small(claims.select(*_CLAIM)), list(_CLAIM), "left_semi").distinct()
+    found = records.join(frames.broadcast_if_small(claims.select(*_CLAIM)), list(_CLAIM), "left_semi").distinct()
     return claims.join(found, list(_CLAIM), "left_anti")
 
 

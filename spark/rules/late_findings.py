@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import rule_table
+from spark import frames, rule_table
 from spark.rules import current_findings
 from spark.rules.findings import HOUR, IDS
-from spark.tables import hours, lake
+from spark.tables import hours
 
 
 def with_late_ms(found: DataFrame, known: DataFrame, late_hours: Mapping[str, int], since_ms: int) -> DataFrame:
@@ -35,7 +35,7 @@ def with_late_ms(found: DataFrame, known: DataFrame, late_hours: Mapping[str, in
         .agg(F.lit(True).alias("known"), F.max("late_ms").alias("known_late_ms"))
     )
     # A checkpoint, since the table of `known` is replaced by the result.
-    compared = lake.checkpointed(decided.join(before, "subject", "full_outer"))
+    compared = frames.checkpointed(decided.join(before, "subject", "full_outer"))
     late_ms = rule_table.late_ms(F.coalesce("known", F.lit(False)), F.col("known_late_ms"), F.col("decided_ms"))
     of_subjects = compared.select("subject", late_ms.alias("late_ms")).where("late_ms is not null")
     return found.drop("late_ms").withColumn("subject", subject).join(of_subjects, "subject", "left").drop("subject")

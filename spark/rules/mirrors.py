@@ -22,7 +22,7 @@ from spark.reading.mirror_logs import LogPlan, MirrorLog, MirrorRead
 from spark.reading.run_plan import DATA, UNWANTED, Plan, RunContext
 from spark.reading.sinks import ROW
 from spark.step_timer import OnProgress
-from spark.tables import deliveries, hours, lake, schemas
+from spark.tables import deliveries, hours, schemas
 from spark.tables.lake import Lake
 
 TABLE: Final = "mirrored"
@@ -113,7 +113,7 @@ def read(tables: Lake, rule: SinkRule, intervals: Sequence[Interval]) -> DataFra
     inside = F.lit(False)
     for first, end in intervals:
         inside = inside | ((F.col("event_ms") >= first) & (F.col("event_ms") < end))
-    return lake.checkpointed(_of(tables, rule).where(inside).select(*ROW))
+    return frames.checkpointed(_of(tables, rule).where(inside).select(*ROW))
 
 
 def _of(tables: Lake, rule: SinkRule) -> DataFrame:

@@ -23,7 +23,7 @@ from spark.rules.classify import LogEvidence
 from spark.rules.record_counts import PARTITIONS_MAX, record_counts
 from spark.step_timer import StepTimer
 from spark.tables import deliveries as deliveries_table
-from spark.tables import hours, lake, schemas, verdict_history
+from spark.tables import hours, schemas, verdict_history
 from spark.tables.lake import Lake
 
 
@@ -202,12 +202,12 @@ def unchanged_balance(context: RunContext) -> Balance | None:
 
 def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow | None:
     """Find the ids with several of these rows; None, which keeps the plans of most runs small, if there are none."""
-    ids = lake.cached(cross_hour.repeated(rows), cache)
+    ids = frames.cached(cross_hour.repeated(rows), cache)
     spans = cross_hour.hour_spans(ids)
     if not spans:
         return None
     several_hours = any(first_hour < last_hour for first_hour, last_hour in spans)
-    return MultiRow(ids, lake.cached(cross_hour.rows_of(rows, ids, spans), cache), several_hours)
+    return MultiRow(ids, frames.cached(cross_hour.rows_of(rows, ids, spans), cache), several_hours)
 
 
 def _several_hours(multi_row: MultiRow | None, evidence: LogEvidence, cache: ExitStack) -> SeveralHours | None:
@@ -216,7 +216,7 @@ def _several_hours(multi_row: MultiRow | None, evidence: LogEvidence, cache: Exi
         return None
     rows = multi_row.rows.join(multi_row.ids.where("first_hour < last_hour"), "id", "left_semi")
     judged_per_hour = classify.classify(deliveries_table.gathered(rows, quarantine=evidence.quarantine), evidence)
-    return SeveralHours(rows, lake.cached(judged_per_hour, cache))
+    return SeveralHours(rows, frames.cached(judged_per_hour, cache))
 
 
 def _classify_hours(
@@ -230,13 +230,13 @@ def _classify_hours(
     events = rows.where((F.col("is_clean") == 0) & (F.col("kind") == EVENT))
     counted = classify.classify_clean(rows.where((F.col("is_clean") == 1) | (F.col("kind") != EVENT)), evidence)
     if multi_row is None:
-        classified = lake.cached(classify.classify(deliveries_table.gathered_single(events), evidence), cache)
+        classified = frames.cached(classify.classify(deliveries_table.gathered_single(events), evidence), cache)
         sums, _ = _collect_sums([classified, counted], [])
         return Classified(classified, sums, [])
     single = deliveries_table.gathered_single(events.join(multi_row.ids, "id", "left_anti"))
     multiple = multi_row.rows.where(hours.within(touched))
     gathered = single.unionByName(deliveries_table.gathered(multiple, quarantine=evidence.quarantine))
-    classified = lake.cached(classify.classify(gathered, evidence), cache)
+    classified = frames.cached(classify.classify(gathered, evidence), cache)
     double_counted = classify.classify_clean(multiple.where("is_clean = 1"), evidence)
     return Classified(classified, *_collect_sums([classified, counted], [double_counted]))
 
@@ -281,7 +281,7 @@ def _judge_per_id(
         balance.adjust([], [])
         return []
     gathered = deliveries_table.gathered(several_hours.rows, quarantine=evidence.quarantine, by_hour=False)
-    judged_per_id = lake.cached(classify.classify(gathered, evidence), cache)
+    judged_per_id = frames.cached(classify.classify(gathered, evidence), cache)
     per_id, per_hour = _collect_sums([judged_per_id], [several_hours.judged_per_hour])
     balance.adjust(per_hour, per_id)
     suspicious = judged_per_id.where("suspicious")
@@ -356,7 +356,7 @@ def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence,
     `window_from` is the start of the window in ms. Rows older by the longest key retention are retries of no row in it.
     """
     recent = _recent(rows, window_from, evidence)
-    retried = lake.cached(cross_hour.retried(recent, evidence), cache)
+    retried = frames.cached(cross_hour.retried(recent, evidence), cache)
     spans = cross_hour.hour_spans(retried)
     return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
 
@@ -368,9 +368,9 @@ def _mark_proven_lost(tables: Lake, classified: Classified, other_rows: DataFram
     classification, since a MERGE into `deliveries` drops the cached rows that were read from it.
     """
     if any(row[LOST] for row in classified.sums):
-        newly_lost = lake.checkpointed(findings.newly_lost(classified.rows))
+        newly_lost = frames.checkpointed(findings.newly_lost(classified.rows))
         if other_rows is not None:
-            newly_lost = lake.checkpointed(findings.without_record(newly_lost, other_rows))
+            newly_lost = frames.checkpointed(findings.without_record(newly_lost, other_rows))
         if touched := hours.of(newly_lost):
             tables.mark_proven_lost(newly_lost, touched, run)
 
@@ -392,6 +392,6 @@ def _write_verdicts(tables: Lake, plan: Plan, classified: DataFrame, clean: Data
     if revised_hours:
         in_hours = clean.where(hours.within(revised_hours))
         settled = in_hours.join(revisable, ["accepted_hour", "id"], "left_semi")
-    changes = lake.checkpointed(verdict_history.changed(classified, settled, last_verdicts, plan.run, plan.frozen_ms))
+    changes = frames.checkpointed(verdict_history.changed(classified, settled, last_verdicts, plan.run, plan.frozen_ms))
     if not changes.isEmpty():
         tables.append_once("verdicts", changes.coalesce(1), plan.run)

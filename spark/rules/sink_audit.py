@@ -46,7 +46,7 @@ from spark.rules.sink_verdicts import (
 )
 from spark.settings import HOUR_MS
 from spark.step_timer import OnProgress
-from spark.tables import deliveries, hours, lake, schemas
+from spark.tables import deliveries, hours, schemas
 from spark.tables.lake import Lake
 
 TABLE: Final = "sinks"
@@ -282,17 +282,18 @@ class _Comparison:
         read = self._read(intervals)
         records = self._records(due)
         with ExitStack() as cache:
-            judged = lake.cached(self._judged(records, read), cache)
+            judged = frames.cached(self._judged(records, read), cache)
             anywhere = self._second_look(judged, read, intervals)
             if anywhere is not None:
-                judged = lake.cached(self._judged(records, read, anywhere), cache)
+                judged = frames.cached(self._judged(records, read, anywhere), cache)
             unknown = self._unknown(read, due) if self.rule.exclusive else None
             counts = self._counts(judged, unknown, read, due)
             rows = [self._own_row(), self._hours(counts)]
             if _has_any(counts, MISSING, TWICE, LATE):
-                rows.append(lake.checkpointed(self._findings(judged, records, read if anywhere is None else anywhere)))
+                looked_up = read if anywhere is None else anywhere
+                rows.append(frames.checkpointed(self._findings(judged, records, looked_up)))
             if _has_any(counts, UNPROVABLE):
-                rows.append(lake.checkpointed(self._gaps(judged)))
+                rows.append(frames.checkpointed(self._gaps(judged)))
             if unknown is not None and _has_any(counts, EXTRA):
                 rows.append(self._findings_of_unknown(unknown))
         return reduce(DataFrame.unionByName, rows), self._condition(due)
@@ -450,10 +451,10 @@ class _Comparison:
         """
         # A new name of the column: Spark cannot join a checkpoint with the rows from which the checkpoint was made.
         is_missing = F.col("category") == MISSING
-        missing = lake.checkpointed(judged.where(is_missing).select(F.col("id").alias("id")).distinct())
+        missing = frames.checkpointed(judged.where(is_missing).select(F.col("id").alias("id")).distinct())
         if missing.isEmpty():
             return None
-        ids = lake.broadcast_if_small(missing)
+        ids = frames.broadcast_if_small(missing)
         of_ids = self._recent().join(ids, "id", "left_semi")
         times = F.explode(F.array("accepted_ms", "timestamp_ms", "record_accepted_ms")).alias("ms")
         hour = deliveries.hour_of(F.col("ms")).alias("accepted_hour")
@@ -476,12 +477,12 @@ class _Comparison:
         of_hours = read.withColumn("accepted_hour", deliveries.hour_of(F.col("event_ms"))).where(hours.within(due))
         candidates = of_hours.where(is_decided & _names_event(by))
         near = self.all_rows.where(hours.within(self._near(due)))
-        suspects = lake.checkpointed(candidates.join(near.select(*by), by, "left_anti"))
+        suspects = frames.checkpointed(candidates.join(near.select(*by), by, "left_anti"))
         if suspects.isEmpty():
             return suspects
         known = self.all_rows.select(*(F.col(name).alias(name) for name in by))
-        found = known.join(lake.broadcast_if_small(suspects.select(*by).distinct()), by, "left_semi").distinct()
-        return lake.checkpointed(suspects.join(found, by, "left_anti"))
+        found = known.join(frames.broadcast_if_small(suspects.select(*by).distinct()), by, "left_semi").distinct()
+        return frames.checkpointed(suspects.join(found, by, "left_anti"))
 
     def _names(self) -> list[str]:
         """Return the columns that name the event of a row."""

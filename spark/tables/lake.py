@@ -1,21 +1,13 @@
-"""The Delta tables of a lake, and the commits of a run, which no process can make that has lost the lake.
+"""The Delta tables of a lake, and the commits of a run, which no process can make that has lost the lake
+(spark.tables.commits)."""
 
-Each commit of a run has a number (`commit_number`): Delta's `txnVersion`, which the table stores with the commit. Delta
-skips a commit whose number is not greater than the stored one, and fails one if another commit with a number has come
-first. So a process that was suspended, and lost its lease, cannot commit late: the process that took the run over, or a
-later run, has stored a greater number (`Lake.take_over`, `Lake.fence`). Other commits have no number, since they change
-no row: compaction, the upgrade of the lake, the list of views.
-"""
-
-import json
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Final, NamedTuple
+from contextlib import contextmanager
+from typing import Final
 
 from delta.tables import DeltaMergeBuilder, DeltaTable
-from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -24,13 +16,7 @@ from spark.errors import CannotRun
 from spark.reading.decode import EVENT
 from spark.reading.jvm import Snapshot, snapshot_of, table_property, transaction_number, version_of
 from spark.reading.kafka_admin import TopicPartition
-from spark.tables import deliveries, files, hours, lock, schemas
-
-WRITER: Final = "fencepost"
-"""Delta's `txnAppId` of the commits of runs."""
-
-_COMMIT_BITS: Final = 12
-_TAKEOVER_BITS: Final = 20
+from spark.tables import commits, deliveries, files, hours, lock, schemas
 
 # Some ten thousand rows, which fit into memory many times over.
 SMALL_BYTES: Final = 4 << 20
@@ -48,62 +34,6 @@ _SAME_EVENT_ROW: Final = (
     f"old.kind = '{EVENT}'",
     *(f"old.{name} = new.{name}" for name in deliveries.ROW_KEY if name != "kind"),
 )
-
-
-def commit_number(run: int, takeovers: int, commit: int) -> int:
-    """Return the number of a commit to a table: the `commit`-th (from 0) of a process on a run that was taken over so
-    many times. The number is greater than those of earlier runs, and of other processes that were at work on the
-    run."""
-    return (run << _TAKEOVER_BITS + _COMMIT_BITS) + (takeovers << _COMMIT_BITS) + commit
-
-
-def takeovers_in(number: int | None, run: int) -> int:
-    """Return how many times a run was taken over, by the number of the last commit; 0 if that is another run's."""
-    if number is None or number >> _TAKEOVER_BITS + _COMMIT_BITS != run:
-        return 0
-    return number >> _COMMIT_BITS & (1 << _TAKEOVER_BITS) - 1
-
-
-def checkpointed(rows: DataFrame) -> DataFrame:
-    """Compute rows once, and keep them on the executors: the result reads no table and no topic any more.
-
-    If an executor with such rows is lost, Spark cannot compute them again, and the run fails.
-    Dynamic allocation keeps such executors, unless `spark.dynamicAllocation.cachedExecutorIdleTimeout` is set. A
-    reliable checkpoint would write the rows to the lake's file system once more in every run, and save only the
-    repetition of a rare failure.
-    """
-    return rows.localCheckpoint()
-
-
-def cached(rows: DataFrame, until: ExitStack) -> DataFrame:
-    """Cache rows in memory and on disk until the stack is closed."""
-    rows.persist(StorageLevel.MEMORY_AND_DISK)
-    until.callback(rows.unpersist)
-    return rows
-
-
-# Ids with few numbers each: some 10 MB in the driver and in each executor.
-BROADCAST_MAX: Final = 100_000
-
-
-def broadcast_if_small(rows: DataFrame) -> DataFrame:
-    """Let Spark broadcast rows (`checkpointed`) in a join if these are at most BROADCAST_MAX; else Spark chooses."""
-    return F.broadcast(rows) if rows.limit(BROADCAST_MAX + 1).count() <= BROADCAST_MAX else rows
-
-
-class Commit(NamedTuple):
-    """A commit to a table: the id that Delta has given it, and the `token` of the Lake object that made it, if any."""
-
-    id: str
-    token: str | None
-
-
-def commit_of(actions: str) -> Commit | None:
-    """Parse a file of a table's log (Delta's protocol: a line of JSON for each action); None without a `txnId`."""
-    for line in actions.splitlines():
-        if (made := json.loads(line).get("commitInfo")) is not None and "txnId" in made:
-            return Commit(made["txnId"], made.get("userMetadata"))
-    return None
 
 
 class Lake:
@@ -180,11 +110,11 @@ class Lake:
         """Give the next number of a run to the one commit to a table in the context; Delta reads the number from the
         session's settings. CannotRun if this process does not hold the lake any more."""
         self._begin_unnumbered(name)
-        number = commit_number(run, self._takeovers[run], self._commits[name, run])
+        number = commits.number(run, self._takeovers[run], self._commits[name, run])
         self._commits[name, run] += 1
         prefix = "spark.databricks.delta.write"
         settings = {
-            f"{prefix}.txnAppId": WRITER,
+            f"{prefix}.txnAppId": commits.WRITER,
             f"{prefix}.txnVersion": str(number),
             "spark.databricks.delta.commitInfo.enabled": "true",
             "spark.databricks.delta.commitInfo.userMetadata": self._token,
@@ -197,19 +127,19 @@ class Lake:
 
         `names` are all tables to which these processes may have committed.
         """
-        numbers = [transaction_number(self.read(name), WRITER) for name in names if self.exists(name)]
+        numbers = [transaction_number(self.read(name), commits.WRITER) for name in names if self.exists(name)]
         self._takeovers[run] = 1 + max(
-            self._takeovers[run], *(takeovers_in(number, run) for number in (None, *numbers))
+            self._takeovers[run], *(commits.takeovers_in(number, run) for number in (None, *numbers))
         )
 
     def check_committed(self, name: str, run: int) -> None:
         """Check that the last commit of this process to a table, of a run, is in the table; CannotRun if Delta has
         skipped the commit."""
-        number = commit_number(run, self._takeovers[run], self._commits[name, run] - 1)
-        if transaction_number(self.read(name), WRITER) != number:
+        number = commits.number(run, self._takeovers[run], self._commits[name, run] - 1)
+        if transaction_number(self.read(name), commits.WRITER) != number:
             raise CannotRun(f"{self.path(name)}: another process has written this table since: repeat the command")
 
-    def newest_commit(self, name: str) -> Commit | None:
+    def newest_commit(self, name: str) -> commits.Commit | None:
         """Read the newest commit to a table from its log; None if the table, or that file of its log, does not exist.
 
         Delta deletes neither the newest commits nor those of the last days.
@@ -217,7 +147,7 @@ class Lake:
         if not self.exists(name):
             return None
         version = version_of(self.read(name))
-        return commit_of(files.read(self.spark, f"{self.path(name)}/_delta_log", f"{version:020}.json") or "")
+        return commits.of(files.read(self.spark, f"{self.path(name)}/_delta_log", f"{version:020}.json") or "")
 
     def own_commit(self, name: str) -> str | None:
         """Return the id of the newest commit to a table if this object has made it; else None."""
@@ -237,8 +167,8 @@ class Lake:
 
     def last_committed_run(self, name: str) -> int | None:
         """Return the last run that has committed to a table, by Delta's log; None if there is none."""
-        number = transaction_number(self.read(name), WRITER) if self.exists(name) else None
-        return None if number is None else number >> _TAKEOVER_BITS + _COMMIT_BITS
+        number = transaction_number(self.read(name), commits.WRITER) if self.exists(name) else None
+        return None if number is None else commits.run_in(number)
 
     def is_small(self, name: str) -> bool:
         """Check whether a table has at most some ten thousand rows; true if the table does not exist."""

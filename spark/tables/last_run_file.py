@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 from pyspark.errors import PySparkException
 
 from spark.reading.jvm import Py4JError
-from spark.tables import files
-from spark.tables.lake import Lake, commit_of
+from spark.tables import commits, files
+from spark.tables.lake import Lake
 
 FILE: Final = "_last_run.json"
 
@@ -122,5 +122,5 @@ def _newest_id(table: Path) -> str | None:
     log = table / "_delta_log"
     # Other files there are checkpoints, checksums and compacted commits.
     newest = max((path.name for path in log.glob("*.json") if _COMMIT.fullmatch(path.name)), default=None)
-    made = None if newest is None else commit_of(files.read_local(log, newest) or "")
+    made = None if newest is None else commits.of(files.read_local(log, newest) or "")
     return None if made is None else made.id

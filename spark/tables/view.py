@@ -29,7 +29,7 @@ from spark.reading.run_plan import DATA, Log, Plan
 from spark.reading.source import Span
 from spark.tables import lake_version, lock
 from spark.tables.deliveries import in_spans, is_of_earlier_topic
-from spark.tables.lake import Lake, broadcast_if_small, checkpointed
+from spark.tables.lake import Lake
 
 TABLE: Final = "views"
 """The table of the topics that have a view."""
@@ -99,7 +99,7 @@ class View:
         stale = self._stale(deliveries, touched, vanished, topic_ids) if self.lake.exists(self.name) else None
         if stale is not None:
             # As if the view did not have these ids: their first copies may be rows that no run has touched since.
-            touched = touched.unionByName(deliveries.join(broadcast_if_small(stale), "id", "left_semi"))
+            touched = touched.unionByName(deliveries.join(frames.broadcast_if_small(stale), "id", "left_semi"))
             rows = rows.join(stale, "id", "left_anti")
         changes = _changes(_candidates(touched, self.topic), rows).persist()
         found = {row["change"] for row in changes.select("change").distinct().collect()}
@@ -132,29 +132,30 @@ class View:
         view = self.rows().select("id", "topic", "partition", "offset")
         found = []
         if vanished:
-            gone = checkpointed(view.where(in_spans(vanished)))
+            gone = frames.checkpointed(view.where(in_spans(vanished)))
             kept = _copies(deliveries, self.topic).where(in_spans(vanished) & is_of_earlier_topic(topic_ids))
-            kept = kept.join(broadcast_if_small(gone.select("id")), "id", "left_semi")
+            kept = kept.join(frames.broadcast_if_small(gone.select("id")), "id", "left_semi")
             found.append(gone.join(kept, ["id", "partition", "offset"], "left_anti").select("id"))
         renamed = _copies(touched, self.topic).where(_is_renamed()).select("partition", "offset")
         if not renamed.isEmpty():
-            moved = checkpointed(view.join(renamed, ["partition", "offset"], "left_semi"))
-            copies = _copies(deliveries, self.topic).join(broadcast_if_small(moved.select("id")), "id", "left_semi")
+            moved = frames.checkpointed(view.join(renamed, ["partition", "offset"], "left_semi"))
+            ids = frames.broadcast_if_small(moved.select("id"))
+            copies = _copies(deliveries, self.topic).join(ids, "id", "left_semi")
             # A recreated topic may have had another record there, which keeps its id.
             found.append(moved.join(copies, ["id", "partition", "offset"], "left_anti").select("id"))
         if not found:
             return None
-        stale = checkpointed(reduce(DataFrame.unionByName, found).distinct())
+        stale = frames.checkpointed(reduce(DataFrame.unionByName, found).distinct())
         return None if stale.isEmpty() else stale
 
     def merge(self, filled: DataFrame, stale: DataFrame | None, run: int) -> None:
         """Merge changes with their records into the table, and delete `stale` ids without a record; once for the
         run."""
         columns = {name: f"new.{name}" for name in COLUMNS}
-        rows = checkpointed(filled)
+        rows = frames.checkpointed(filled)
         if stale is not None:
             gone = stale.join(rows.select("id"), "id", "left_anti").withColumn("change", F.lit(_GONE))
-            rows = checkpointed(rows.unionByName(gone, allowMissingColumns=True))
+            rows = frames.checkpointed(rows.unionByName(gone, allowMissingColumns=True))
         with self.lake.begin_commit(self.name, run) as table:
             (
                 table.alias("old")

@@ -7,7 +7,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import session
+from spark import frames, session
 from spark.rules import cross_hour
 from spark.tables import deliveries, hours, lake
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
@@ -58,7 +58,7 @@ def test_many_unsettled_answers_are_joined_without_a_broadcast(
     settled = _settled(rows)
     with session.settings(spark, {"spark.sql.autoBroadcastJoinThreshold": "-1"}):
         few = cross_hour.settled_elsewhere(rows, 1)
-        monkeypatch.setattr(lake, "BROADCAST_MAX", 2)
+        monkeypatch.setattr(frames, "BROADCAST_MAX", 2)
         many = cross_hour.settled_elsewhere(rows, 1)
         assert few is not None
         assert many is not None

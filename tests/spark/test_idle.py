@@ -22,7 +22,7 @@ from spark.report import document
 from spark.settings import Options
 from spark.silences import Silence
 from spark.tables import files, last_run_file, lock
-from spark.tables.lake import Commit
+from spark.tables.commits import Commit
 from tests.spark.rows import HOUR_MS
 from tests.spark.test_classify import settings
 from tests.spark.test_reconcile import IDLE_LAST, IDLE_RUN

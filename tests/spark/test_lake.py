@@ -26,8 +26,8 @@ from spark.rules import cross_hour, findings, hourly
 from spark.rules.balance import Balance
 from spark.rules.classify import gather_evidence
 from spark.settings import OFFSETS_MOST
+from spark.tables import commits, hours, lake, lake_version, lock, schemas, view
 from spark.tables import deliveries as deliveries_table
-from spark.tables import hours, lake, lake_version, lock, schemas, view
 from tests.spark import delta_files
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
@@ -247,7 +247,7 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
         # These are younger than the present names.
         first = rows.withColumnsRenamed(old).drop("skip_ids", "keep_days", "proven_lost", *YOUNGEST)
         assert sorted(first.columns) == sorted(FIRST_VERSION[name].split())
-        writer = first.write.format("delta").option("txnAppId", lake.WRITER)
+        writer = first.write.format("delta").option("txnAppId", commits.WRITER)
         parts = [old.get(column, column) for column in schemas.PARTITIONS.get(name, ())]
         writer.option("txnVersion", "1").partitionBy(*parts).save(tables.path(name))
     with pytest.raises(CannotRun, match=r"of an earlier version \(0, not 2\): run python -m spark on it once"):
