@@ -121,8 +121,8 @@ EVIDENCE_GAP: Final = Kind(
     "evidence_gap",
     "gap in the evidence",
     "gaps in the evidence",
-    "What would prove the delivery is missing, or a sink could not be read. Its events are not counted as lost, or as "
-    "missing in a sink.",
+    "What would prove the delivery is missing, or a sink could not be read. Events without proof are not counted as "
+    "lost, or as missing in a sink.",
     severity="warning",
     subject="partition",
 )
