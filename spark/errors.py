@@ -10,11 +10,11 @@ class AnotherRun(CannotRun):
 
 
 class Unreadable(Exception):
-    """A sink cannot be read, or not as its rule says, which ends no run; the message is one line without secrets."""
+    """A sink cannot be read, or not as its rule says. The run goes on. The message is one line without secrets."""
 
 
 class NeedsSpark(Exception):
-    """A run cannot be finished without Spark (spark.idle): it has more to do, or that is in doubt."""
+    """A run needs Spark: it has more to do than to repeat the last report (spark.idle), or may have more to do."""
 
 
 class Stopped(Exception):

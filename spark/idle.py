@@ -1,12 +1,12 @@
 """A run without Spark, for logs that have nothing new.
 
-To start Spark takes longer than all that such a run does: it finds what the last run has found (`unchanged_balance`),
-and its report has the same findings at another time. The last run has left in a file what its report shows of the lake
-(finished_runs.Shown). This run reads that file, asks Kafka for the ends of the logs by the same plan as any run
-(planning.freeze), writes the report, and writes the file anew.
+Such a run is shorter than the start of Spark. Its verdicts are those of the last run (`unchanged_balance`), and its
+report shows the same findings at another time. The last run has stored what its report shows of the lake in a file
+(last_run_file, finished_runs.Shown). The run without Spark reads this file, makes its plan as any run does
+(planning.freeze), writes the report, and stores its own summary in the file.
 
-Lake and report must be in local folders. Whatever is in doubt, or more than this, raises NeedsSpark, and the process
-makes a run with Spark: it finds the lake as the last run has left it.
+Lake and report must be in local folders. If the run has more to do, or may have, NeedsSpark is raised before anything
+is written, and the process makes a run with Spark.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from spark.step_timer import OnProgress, StepTimer
 from spark.tables import files, hours, lake_version, last_run_file, lock, view
 from spark.tables.last_run_file import LastRun, LocalFile
 
-# Spark runs already, or its default file system may be another one.
+# Variables by which Spark is running already, or by which its default file system may not be the local one.
 _ELSEWHERE: Final = ("PYSPARK_GATEWAY_PORT", "HADOOP_CONF_DIR")
 
 
@@ -38,8 +38,8 @@ def run(
 ) -> document.Report | None:
     """Carry out a run without Spark, and return its report; None if the run needs Spark.
 
-    `now_ms` replaces the clock. Errors are left to the run with Spark, which checks more before it asks Kafka, and
-    reports them. A process that holds the lake may be about to die, and may have done so once Spark is started.
+    `now_ms` replaces the clock. After an error the run with Spark follows too: it checks more before it asks Kafka, and
+    reports the error. A process that holds the lake now may have ended by the time that Spark has started.
     """
     options = settings.options
     lake, report = files.local_folder(options.lake), files.local_folder(options.report)
@@ -120,6 +120,7 @@ def _discover(logs: Sequence[Log], names: Sequence[str]) -> set[str]:
 
 
 def _topics_in_lake() -> NoReturn:
+    """Raise NeedsSpark: which topics earlier runs have merged stands in the lake's tables only."""
     raise NeedsSpark("other topics are selected")
 
 
@@ -165,7 +166,7 @@ def _check_webhook(context: RunContext, report: document.Report) -> None:
 
 
 def _next(last: LastRun, finished: dict[str, Any], plan: Plan, report: document.Report, timer: StepTimer) -> LastRun:
-    """Return the last run as the next run reads it; the next one with Spark adds its row to `runs`."""
+    """Return this run as the next run reads it. The next run with Spark adds this run's row to the table `runs`."""
     in_columns = ("run", "counted_run", "reports", *hourly.STORED)
     summary = {name: value for name, value in finished.items() if name not in in_columns}
     row = finished_runs.row_of(report, plan, summary, finished["counted_run"], timer)

@@ -1,7 +1,7 @@
 """Requests of the driver to Kafka: topics, offsets and open transactions. Only this module and `repair.copier` call
 kafka-clients.
 
-The calls go through the JVM that Spark runs in. Without a JVM `librdkafka_admin` has those of a run of nothing new.
+The calls go through the JVM that Spark runs in. `librdkafka_admin` makes those that a run without Spark needs.
 """
 
 import time

@@ -259,32 +259,34 @@ def _sources_of(rules: Rules) -> list[dict[str, Any]]:
     ]
 
 
-def settings_of(options: str, now: Settings) -> Settings:
-    """Restore the settings that a plan was made with from its `options` (options_of); the rest is taken from `now`.
+def settings_of(options: str, given: Settings) -> Settings:
+    """Restore the settings that a plan was made with from its `options` (options_of); the rest is taken from `given`.
 
     Plans of an earlier version lack the window, the callers, or the identities (which that version did not have). The
-    sinks are those of `now`: what a run has merged does not depend on them.
+    sinks are those of `given`: what a run has merged does not depend on them.
     """
     parsed = json.loads(options)
     options_then = replace(
-        now.options,
+        given.options,
         topics=tuple(parsed["topics"]),
         without_topics=tuple(parsed.get("without_topics", ())),
         grace_s=parsed["grace_s"],
-        window_h=parsed.get("window_h", now.options.window_h),
+        window_h=parsed.get("window_h", given.options.window_h),
         identity=parsed.get("identity", {}),
     )
     # The plan stores only the sum of the timeouts, and only the sum has an effect.
     shared = replace(
-        now.shared, key_ttl_s=parsed["key_ttl_s"], request_timeout_ms=parsed["timeouts_ms"], transaction_timeout_ms=0
+        given.shared, key_ttl_s=parsed["key_ttl_s"], request_timeout_ms=parsed["timeouts_ms"], transaction_timeout_ms=0
     )
     quarantine = parsed.get("quarantine", {})
     topics = tuple(_rule_of(rule, quarantine.get(rule[0], "")) for rule in parsed["rules"])
     sources = tuple(map(_source_of, parsed.get("sources", [])))
     scopes = {source.scope for source in sources}
-    callers = tuple(CallerRule(name, ()) for name in parsed.get("callers", now.rules.scopes[1:]) if name not in scopes)
+    callers = tuple(
+        CallerRule(name, ()) for name in parsed.get("callers", given.rules.scopes[1:]) if name not in scopes
+    )
     return replace(
-        now, options=options_then, shared=shared, rules=Rules(topics, callers, sources, sinks=now.rules.sinks)
+        given, options=options_then, shared=shared, rules=Rules(topics, callers, sources, sinks=given.rules.sinks)
     )
 
 
@@ -301,12 +303,12 @@ def _source_of(stored: Mapping[str, Any]) -> SourceRule:
     return SourceRule(stored["name"], KeyPlace.SHA256, "body", None, topics=topics, **own)
 
 
-def resumed_settings(plan: Plan, now: Settings) -> Settings:
-    """Return the settings by which an interrupted run is finished: `now` with all that its plan was made with.
+def resumed_settings(plan: Plan, given: Settings) -> Settings:
+    """Return the settings by which an interrupted run is finished: `given` with all that its plan was made with.
 
-    The result equals `now` if the plan was made with the same options.
+    The result equals `given` if the plan was made with the same options.
     """
-    settings = now if plan.options == options_of(now) else settings_of(plan.options, now)
+    settings = given if plan.options == options_of(given) else settings_of(plan.options, given)
     options = settings.options
     if plan.skip_ids is not None:
         options = replace(options, skip_ids=plan.skip_ids)
@@ -379,7 +381,7 @@ class RunContext:
 
     @property
     def unread_since(self) -> int:
-        """`unread_since` of this run, ms."""
+        """Since when (ms) accepted events may have been unread until this run (run_plan.unread_since)."""
         return unread_since(self.plan, self.settings, self.last_run)
 
     @property

@@ -118,9 +118,12 @@ def _newest(lake: Lake, names: Iterable[str]) -> dict[str, str | None]:
 
 
 def _newest_id(table: Path) -> str | None:
-    """Return the same id for a table in a local folder, by the names of the files in its log (Delta's protocol)."""
+    """Return the id of the newest commit to a table in a local folder; None if there is none.
+
+    The newest commit is the file with the greatest number in the table's log (Delta's protocol).
+    """
     log = table / "_delta_log"
-    # Other files there are checkpoints, checksums and compacted commits.
+    # Other files in the log are checkpoints, checksums and compacted commits.
     newest = max((path.name for path in log.glob("*.json") if _COMMIT.fullmatch(path.name)), default=None)
     made = None if newest is None else commits.of(files.read_local(log, newest) or "")
     return None if made is None else made.id

@@ -13,8 +13,11 @@ _ID: Final = ["accepted_hour", "id"]
 
 
 class Revisions(NamedTuple):
-    """The changed verdicts of a window: their counts for a report, and the time (ms) of the oldest last evidence of
-    one (None: there are none), until which a later window has the same."""
+    """The changed verdicts (schemas.VERDICT) of a report's window.
+
+    `counts` are what the report shows. `oldest_ms` is the least `last_ms` of a changed verdict, None without one: a
+    later window that begins at or before it has the same changed verdicts, as long as no verdict changes.
+    """
 
     counts: dict[str, Any]
     oldest_ms: int | None
@@ -43,11 +46,11 @@ def changed(classified: DataFrame, clean: DataFrame | None, latest: DataFrame, r
         category = rule_table.clean_category(F.col("entries_count"), F.col("answered_201"))
         clean_verdicts = clean.withColumn("verdict", category)
         verdicts = verdicts.unionByName(clean_verdicts.select(*columns))
-    now = verdicts.join(latest, _ID, "left")
+    compared = verdicts.join(latest, _ID, "left")
     is_first_delivery = F.col("last_verdict").isNull() & (
         F.coalesce(F.col("verdict"), F.lit(DELIVERED_ONCE)) == DELIVERED_ONCE
     )
-    different = now.where(~F.col("verdict").eqNullSafe(F.col("last_verdict")) & ~is_first_delivery)
+    different = compared.where(~F.col("verdict").eqNullSafe(F.col("last_verdict")) & ~is_first_delivery)
     columns_of_run = {"run": F.lit(run), "frozen_ms": F.lit(frozen_ms), "before": F.col("last_verdict")}
     columns_of_id = {name: F.col(name) for name in schemas.VERDICT if name not in columns_of_run}
     return frames.typed(different, schemas.VERDICT, columns_of_id | columns_of_run)
