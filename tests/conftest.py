@@ -70,6 +70,9 @@ _KEPT = ("FENCEPOST_CACHE", "FENCEPOST_REDIS_SERVER")
 # or fast tests of its decisions.
 LONG = bool(os.environ.get("TEST_LONG"))
 
+# The time limit of a slow test that has no limit of its own. pyproject.toml has that of other tests.
+LONG_LIMIT_S: Final = 1800
+
 
 class MakeTopic(Protocol):
     """Creates a topic with a unique name, and returns the name."""
@@ -100,12 +103,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `long`, unless they are wanted. Sort by folder; in a folder, pytest's order stays, but that
-    long files of Spark come last."""
-    left_out = [item for item in items if not LONG and item.get_closest_marker("long")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    """Deselect tests marked `long`, or give them their time limit if they are wanted. Sort by folder; in a folder,
+    pytest's order stays, but that long files of Spark come last."""
+    slow = [item for item in items if item.get_closest_marker("long")]
+    if slow and not LONG:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+    for item in slow:
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_LIMIT_S))
     items.sort(key=lambda item: (_rank(folder(item.nodeid)), _length(item.nodeid)))
 
 

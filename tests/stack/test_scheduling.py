@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from deploy import places
-from tests.conftest import LONG_SPARK_FILES, pytest_xdist_make_scheduler
+from tests.conftest import LONG_SPARK_FILES, pytest_collection_modifyitems, pytest_xdist_make_scheduler
 
 ALONE = [f"tests/faults/test_clock.py::test_{n}" for n in range(9)]
 EARLY = [f"tests/unit/test_{name}.py::test_{n}" for name in "ab" for n in range(4)]
@@ -77,6 +77,23 @@ def test_long_files_of_spark_run_before_the_others(monkeypatch: pytest.MonkeyPat
         places_in_list = [LONG_SPARK_FILES.index(file) for file in files if file in LONG_SPARK_FILES]
         assert places_in_list == sorted(places_in_list)
         assert "test_short" not in files[: len(places_in_list)]
+
+
+def test_a_slow_test_has_a_limit_of_half_an_hour_and_a_test_with_its_own_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    def item(name: str, *marks: pytest.MarkDecorator) -> pytest.Item:
+        function = pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None)
+        for mark in marks:
+            function.add_marker(mark)
+        return function
+
+    long, own = pytest.mark.long, pytest.mark.timeout(60)
+    items = [item("fast"), item("slow", long), item("slow_with_its_own", long, own)]
+    monkeypatch.setattr("tests.conftest.LONG", True)
+    pytest_collection_modifyitems(request.config, items)
+    limits = {one.name: mark.args for one in items if (mark := one.get_closest_marker("timeout")) is not None}
+    assert limits == {"slow": (1800,), "slow_with_its_own": (60,)}
 
 
 def test_the_long_files_of_spark_are_there_and_each_has_another_place() -> None:
