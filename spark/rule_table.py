@@ -435,9 +435,9 @@ def is_retry(
 # ---------------------------------------------------------------------------------------------- logs and reports
 
 
-def is_recreated(topic_id: str, now: str) -> bool:
+def is_recreated(topic_id: str, found_id: str) -> bool:
     """Check whether a topic was recreated: its topic id is another one now."""
-    return topic_id != now
+    return topic_id != found_id
 
 
 def is_deleted_unread(log_start: int, read_until: int) -> bool:

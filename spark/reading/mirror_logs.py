@@ -304,9 +304,9 @@ def _check_topics(admin: KafkaAdmin, topics: Mapping[str, Topic]) -> None:
 
     Spark reads a span of offsets from whatever log has the topic's name.
     """
-    now = admin.find(topics)
+    found = admin.find(topics)
     for name, topic in topics.items():
-        if name not in now or rule_table.is_recreated(topic.topic_id, now[name].topic_id):
+        if name not in found or rule_table.is_recreated(topic.topic_id, found[name].topic_id):
             raise Unreadable(f"topic {name!r} was deleted or recreated while it was read; the next run reads it")
 
 

@@ -302,18 +302,18 @@ def _drafts(
 
 
 def diverged_of(
-    admin: Admin, logs: Iterable[ReadLog], topics: Mapping[str, Topic], now: Mapping[TopicPartition, Ends]
+    admin: Admin, logs: Iterable[ReadLog], topics: Mapping[str, Topic], ends: Mapping[TopicPartition, Ends]
 ) -> dict[TopicPartition, int]:
     """Find the offsets at which truncated logs diverged; only a log with a new leader epoch can be truncated."""
     return admin.diverged(
         {
             log.topic_partition: (log.end, log.leader_epoch)
             for log in logs
-            if log.topic_partition in now
+            if log.topic_partition in ends
             and log.topic_id == topics[log.topic_partition[0]].topic_id
             and log.end > 0
-            and NO_LEADER_EPOCH not in (log.leader_epoch, now[log.topic_partition].leader_epoch)
-            and log.leader_epoch != now[log.topic_partition].leader_epoch
+            and NO_LEADER_EPOCH not in (log.leader_epoch, ends[log.topic_partition].leader_epoch)
+            and log.leader_epoch != ends[log.topic_partition].leader_epoch
         }
     )
 
@@ -326,8 +326,8 @@ def _audited_before(settings: Settings, last_plan: Plan | None, topics_in_lake: 
     """
     if last_plan is None:
         return set()
-    last, now = json.loads(last_plan.options), json.loads(options_of(settings))
-    if any(last.get(name) != now.get(name) for name in ("topics", "without_topics", "rules")):
+    last_options, options = json.loads(last_plan.options), json.loads(options_of(settings))
+    if any(last_options.get(name) != options.get(name) for name in ("topics", "without_topics", "rules")):
         return topics_in_lake()
     return {log.topic for log in last_plan.logs if log.role == DATA}
 

@@ -44,9 +44,9 @@ def known(cluster: FakeAdmin, **changes: Any) -> Known:
     return Known(plan, last_run, settings(), NOW_MS, open_sinks=False, caught_up=True)._replace(**changes)
 
 
-def reason(cluster: FakeAdmin, of: Known, later_s: float, now: Settings | None = None) -> str | None:
+def reason(cluster: FakeAdmin, of: Known, later_s: float, given: Settings | None = None) -> str | None:
     now_ms = NOW_MS + int(later_s * 1000)
-    return reason_to_run(of, freeze(cluster, of.plan, now_ms=now_ms), now or of.settings)
+    return reason_to_run(of, freeze(cluster, of.plan, now_ms=now_ms), given or of.settings)
 
 
 def test_a_turn_without_anything_new_makes_no_run_until_the_window_moves() -> None:

@@ -162,11 +162,11 @@ def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(
 
 def the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids(stage: GrowingStage) -> Story:
     history = stage.history
-    (topic,), hour_ms = stage.topics("keys"), history.now_ms // HOUR_MS * HOUR_MS - 3 * HOUR_MS
+    (topic,), hour_start_ms = stage.topics("keys"), history.now_ms // HOUR_MS * HOUR_MS - 3 * HOUR_MS
     strange = {}
     for key, before_ms in (("same", 1000), ("other", HOUR_MS)):
-        (strange[key],) = history.send(history.plain, topic, [key], None, ts=hour_ms + 2000 - before_ms)
-    history.answers([one.answer(504, at=hour_ms + 2000) for one in strange.values()])
+        (strange[key],) = history.send(history.plain, topic, [key], None, ts=hour_start_ms + 2000 - before_ms)
+    history.answers([one.answer(504, at=hour_start_ms + 2000) for one in strange.values()])
     key_of = {wire.event_id(key).hex(): key for key in strange}
     for keys in ({"same", None}, {"same", None}, {"same", "other"}):
         ran = yield
@@ -296,15 +296,16 @@ def clocks_that_jump_change_no_verdict(stage: GrowingStage) -> Story:
     history, behind, ahead = stage.history, stage.writer(), stage.writer()
     settings = {"message.timestamp.after.max.ms": str(2**62), "retention.ms": "-1"}
     topic = history.topic(f"{history.namespace}-clocks", 2, settings)
-    now = history.now_ms
+    now_ms = history.now_ms
     slow, fast = history.transactional(behind), history.transactional(ahead)
     far = 4_102_444_800_000 + DAY_MS  # past the year 2100
-    for nth, (at, ts) in enumerate([(0, 1), (now, 1), (now, far), (far, now), (now + 2 * HOUR_MS, now - 9 * DAY_MS)]):
+    times = [(0, 1), (now_ms, 1), (now_ms, far), (far, now_ms), (now_ms + 2 * HOUR_MS, now_ms - 9 * DAY_MS)]
+    for nth, (at, ts) in enumerate(times):
         history.deliver(slow, behind, topic, [f"once-{nth}"], at=at, ts=ts, value=b'"$key"')
     # The same event from two clocks: an hour behind, and more than a retention ahead.
     history.deliver(slow, behind, topic, ["behind", "ahead"], value=b'"$key"')
-    history.deliver(fast, ahead, topic, ["behind"], at=now - HOUR_MS, ts=now - HOUR_MS, partition=1, value=b'"$key"')
-    history.deliver(fast, ahead, topic, ["ahead"], at=now + DAY_MS, ts=now + DAY_MS, partition=1, value=b'"$key"')
+    for key, ms in (("behind", now_ms - HOUR_MS), ("ahead", now_ms + DAY_MS)):
+        history.deliver(fast, ahead, topic, [key], at=ms, ts=ms, partition=1, value=b'"$key"')
     # Records without header, with the first and the last possible timestamps, and a forged acceptance.
     history.send(history.plain, topic, ["bare", "bare"], None, ts=1)
     history.send(history.plain, topic, ["bare"], None, ts=far)

@@ -322,10 +322,10 @@ def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: Spark
     present = {"t": "one"}
     tables.append_once("deliveries", reduced(spark, known, topic_ids=present).unionByName(earlier), 1)
     # At the second offset the same id with another content; at the third another id.
-    now = [copy(2, fingerprint=b"n" * 8), copy(3, **other)]
+    read_again = [copy(2, fingerprint=b"n" * 8), copy(3, **other)]
     merged_rows, spans = tables.read("deliveries"), {("t", 0): (2, 5)}
-    rows = deliveries_table.with_vanished(reduced(spark, now, 2, topic_ids=present), merged_rows, spans, present, 2)
-    rows = rows.localCheckpoint()
+    read_rows = reduced(spark, read_again, 2, topic_ids=present)
+    rows = deliveries_table.with_vanished(read_rows, merged_rows, spans, present, 2).localCheckpoint()
     tables.merge(rows, hours.of(rows), 2)
     found = {(bytes(row["id"])[:1], row["offset"]): row for row in tables.read("deliveries").collect()}
     counts = {at: (row["count"], row["entries_count"], row["is_clean"], row["run"]) for at, row in found.items()}

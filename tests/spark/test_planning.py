@@ -455,15 +455,15 @@ def test_joined_gaps_of_truncated_records_are_no_new_truncation(cluster: FakeAdm
 def test_old_gaps_of_a_topic_that_was_recreated_are_dropped_when_they_are_many(cluster: FakeAdmin) -> None:
     old = [LogGap(nth, nth + 2, "retention", nth) for nth in range(planning.GAPS_MAX)]
     # The clock of a run may be behind that of the run before.
-    recent, recreated, now = (
+    recent, recreated, truncated = (
         LogGap(7, 9, "retention", NOW_MS),
         LogGap(9, 9, "recreated", 8),
         LogGap(1, 3, "truncated", 7),
     )
-    first = with_gaps(freeze(cluster, named={"orders"}), *old, recent, recreated, now)
+    first = with_gaps(freeze(cluster, named={"orders"}), *old, recent, recreated, truncated)
     log = one(freeze(cluster, first, now_ms=NOW_MS + 1), "orders")
-    assert log.gaps == (recent, recreated, now)
-    assert log.gaps_of_topic == (now,)
+    assert log.gaps == (recent, recreated, truncated)
+    assert log.gaps_of_topic == (truncated,)
 
 
 def test_retention_of_records_that_were_read_is_no_gap(cluster: FakeAdmin) -> None:
@@ -511,7 +511,7 @@ def test_a_first_record_whose_time_becomes_known_is_other_evidence(cluster: Fake
 
 
 @pytest.mark.parametrize(
-    ("now", "topic_id", "error"),
+    ("found", "topic_id", "error"),
     [
         (ends(25), "one", None),
         (ends(25, start=25), "one", None),
@@ -522,7 +522,7 @@ def test_a_first_record_whose_time_becomes_known_is_other_evidence(cluster: Fake
     ids=["more", "deleted after the read", "truncated", "recreated", "gone"],
 )
 def test_records_count_only_if_their_logs_are_those_of_the_plan_after_the_read(
-    cluster: FakeAdmin, now: Ends | None, topic_id: str, error: str | None
+    cluster: FakeAdmin, found: Ends | None, topic_id: str, error: str | None
 ) -> None:
     first = freeze(cluster, named={"orders", "others"})
     cluster.topics["orders"] = ends(20)
@@ -530,8 +530,8 @@ def test_records_count_only_if_their_logs_are_those_of_the_plan_after_the_read(
     # A log that the plan does not read does not matter.
     cluster.topics["others"] = ends(3)
     del cluster.topics["orders"]
-    if now is not None:
-        cluster.topics["orders"], cluster.topic_ids["orders"] = now, topic_id
+    if found is not None:
+        cluster.topics["orders"], cluster.topic_ids["orders"] = found, topic_id
     with nullcontext() if error is None else pytest.raises(CannotRun, match=error):
         planning.check_read(cluster, plan)
     # A run that reads nothing lists nothing.
@@ -763,7 +763,7 @@ def test_the_ends_of_topics_that_nothing_names_are_listed_and_not_read(
 
 def test_events_may_have_been_unread_since_the_last_run_below_whose_ends_all_is_read() -> None:
     """A log with steady traffic is read to the end of an earlier run."""
-    hour_ms, logs = HOUR_MS, (a_log(DATA, "t", 0, caught_up_run=5), a_log(DATA, "t", 1, caught_up_run=3))
+    logs = (a_log(DATA, "t", 0, caught_up_run=5), a_log(DATA, "t", 1, caught_up_run=3))
     plan = Plan(5, NOW_MS, "", logs)
     reports = [{"run": {"number": number, "frozen_at": f"2026-01-01T0{number}:00:00.001Z"}} for number in (4, 3, 2)]
     third_ms = 1_767_236_400_001
@@ -772,22 +772,22 @@ def test_events_may_have_been_unread_since_the_last_run_below_whose_ends_all_is_
     assert run_plan.caught_up_ms(plan, {"reports": reports[:1], "frozen_ms": 8}) == 8
     assert run_plan.caught_up_ms(plan, None) is None
     assert run_plan.caught_up_ms(replace(plan, logs=logs[:1]), None) == NOW_MS
-    now = settings(window_h=2)
-    begins_ms = run_plan.window_from(plan, now)
+    given = settings(window_h=2)
+    begins_ms = run_plan.window_from(plan, given)
     for last_run, since_ms in (
         (None, begins_ms),
         ({"caught_up_ms": None, "frozen_ms": 1}, begins_ms),
         ({"caught_up_ms": NOW_MS}, begins_ms),
-        ({"caught_up_ms": NOW_MS - 9 * hour_ms}, NOW_MS - 9 * hour_ms - now.max_settle_ms),
-        ({"frozen_ms": NOW_MS - 9 * hour_ms}, NOW_MS - 9 * hour_ms - now.max_settle_ms),
+        ({"caught_up_ms": NOW_MS - 9 * HOUR_MS}, NOW_MS - 9 * HOUR_MS - given.max_settle_ms),
+        ({"frozen_ms": NOW_MS - 9 * HOUR_MS}, NOW_MS - 9 * HOUR_MS - given.max_settle_ms),
     ):
-        assert run_plan.unread_since(plan, now, last_run) == since_ms
+        assert run_plan.unread_since(plan, given, last_run) == since_ms
         kept_from = clean_up.kept_from(plan, None, settings(window_h=2, keep_days=1), last_run)
-        assert kept_from == hours.text_of(min(NOW_MS - 24 * hour_ms, since_ms))
-        assert clean_up.kept_from(plan, None, now, last_run) == ""
+        assert kept_from == hours.text_of(min(NOW_MS - 24 * HOUR_MS, since_ms))
+        assert clean_up.kept_from(plan, None, given, last_run) == ""
     longer = settings(window_h=72, keep_days=1)
-    assert clean_up.kept_from(plan, None, longer, {"caught_up_ms": NOW_MS}) == hours.text_of(NOW_MS - 24 * hour_ms)
-    late = {"2023-11-01 00:00:00": NOW_MS - hour_ms, "2023-10-01 00:00:00": NOW_MS - 5 * hour_ms}
+    assert clean_up.kept_from(plan, None, longer, {"caught_up_ms": NOW_MS}) == hours.text_of(NOW_MS - 24 * HOUR_MS)
+    late = {"2023-11-01 00:00:00": NOW_MS - HOUR_MS, "2023-10-01 00:00:00": NOW_MS - 5 * HOUR_MS}
     assert (
         clean_up.kept_from(plan, None, settings(window_h=2, keep_days=1), {"late_hours": late, "frozen_ms": NOW_MS})
         == "2023-11-01 00:00:00"

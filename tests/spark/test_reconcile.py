@@ -241,11 +241,14 @@ def test_what_came_in_a_pause_longer_than_the_window_is_reported_for_a_window(
     first = RunContext(plan, settings())
     balance = reconcile(tables, first, timer)
     assert {row["kind"] for row in tables.read("findings").collect()} >= {"lost"}
-    in_pause, two_hours = plan.frozen_ms + HOUR_MS, plan.frozen_ms + 3 * HOUR_MS
+    in_pause, later_in_pause = plan.frozen_ms + HOUR_MS, plan.frozen_ms + 3 * HOUR_MS
     evidence = ids(
         {
             "lost": [entry(5, at=in_pause)],
-            "twice": [copy(6, at=in_pause), entry(6, at=in_pause), copy(7, at=two_hours), entry(7, at=two_hours)],
+            "twice": [
+                *(copy(6, at=in_pause), entry(6, at=in_pause)),
+                *(copy(7, at=later_in_pause), entry(7, at=later_in_pause)),
+            ],
             "repeated": [copy(3, at=before_pause, timestamp_ms=in_pause)],
         }
     )

@@ -45,6 +45,7 @@ from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.layouts import without_version
 from tests.spark.receiver import Receiver, receiving
+from tests.spark.rows import HOUR_MS
 from tests.spark.runs import Ran, run, run_idle
 from tests.spark.test_classify import plan as a_plan
 
@@ -546,9 +547,10 @@ def test_turns_in_one_session_find_what_runs_find_and_write_nothing_without_a_re
     shared = SharedSettings(kafka=stages.history.bootstrap, namespace=stages.history.namespace)
     options = Options(lake=str(folder), report=str(tmp_path), publish=False, follow=True)
     # The following minutes lie in one hour.
-    now_ms, hour_ms = int((time.time() + LATER_S + 20 * MINUTE_S) * 1000), HOUR_S * 1000
-    if now_ms % hour_ms > hour_ms - 15 * MINUTE_S * 1000:
-        now_ms += hour_ms - now_ms % hour_ms
+    now_ms = int((time.time() + LATER_S + 20 * MINUTE_S) * 1000)
+    left_ms = HOUR_MS - now_ms % HOUR_MS
+    if left_ms < 15 * MINUTE_S * 1000:
+        now_ms += left_ms
 
     def follower() -> Follower:
         return Follower(spark, lambda: Settings(shared=shared, options=options), lambda line: None, steps.append)

@@ -617,14 +617,14 @@ def test_what_was_hidden_is_kept_as_long_as_its_hour_may_be_compared() -> None:
     # The log of partition 0 is read to its offset 6 only, as with --max-records; that of partition 2 is recreated.
     read = log(DATA, "t", 0, end=6, last_stable=8, high_watermark=9)
     others = log(DATA, "t", 1, end=200), log(DATA, "t", 2, topic_id="another"), log(DATA, "u", 0)
-    now = Plan(2, 20, "", (read, *others))
+    plan = Plan(2, 20, "", (read, *others))
     old, new = Released("t", 1, 1, 2, 5), Released("t", 0, 5, 8, 20)
-    assert sink_verdicts.released(RULE, now, last, [], 0) == (new,)
-    assert sink_verdicts.released(RULE, now, last, [old, new], 5) == (old, new)
-    assert sink_verdicts.released(RULE, now, last, [old], 6) == (new,)
-    assert sink_verdicts.released(RULE, now, None, [], 0) == ()
+    assert sink_verdicts.released(RULE, plan, last, [], 0) == (new,)
+    assert sink_verdicts.released(RULE, plan, last, [old, new], 5) == (old, new)
+    assert sink_verdicts.released(RULE, plan, last, [old], 6) == (new,)
+    assert sink_verdicts.released(RULE, plan, None, [], 0) == ()
     many = [old] * RELEASED_MOST
-    assert sink_verdicts.released(RULE, now, last, many, 0) == (*many[1:], new)
+    assert sink_verdicts.released(RULE, plan, last, many, 0) == (*many[1:], new)
 
 
 def test_a_run_knows_all_events_until_the_first_record_that_it_has_not_read() -> None:
@@ -659,11 +659,11 @@ def test_no_event_is_known_of_before_the_claims_and_the_hours_that_the_lake_keep
 
 
 def test_another_window_settlement_or_quarantine_is_another_definition_of_a_sink() -> None:
-    now = settings(window_h=24)
-    (rule,) = now.rules.topics
-    refused = replace(now, rules=replace(now.rules, topics=(replace(rule, quarantine="refused"),)))
+    given = settings(window_h=24)
+    (rule,) = given.rules.topics
+    refused = replace(given, rules=replace(given.rules, topics=(replace(rule, quarantine="refused"),)))
     changed = [settings(window_h=25), settings(window_h=24, grace_s=61), refused]
-    made = [sink_verdicts.definition(RULE, one) for one in (now, *changed)]
+    made = [sink_verdicts.definition(RULE, one) for one in (given, *changed)]
     assert len(set(made)) == len(made)
     assert all(one.startswith(RULE.definition) for one in made)
     assert sink_verdicts.definition(RULE, settings(window_h=24)) == made[0]

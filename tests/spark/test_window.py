@@ -82,7 +82,7 @@ def test_a_finding_is_late_if_its_hour_left_the_window_before_the_run_that_decid
     """The time of that run stays when a later run makes the finding again."""
     late_hour: dict[str, Any] = {"hour": -5, "last": -1}
     gap: dict[str, Any] = {**late_hour, "kind": "evidence_gap"}
-    now = [
+    made = [
         _found("new", HOUR, **late_hour),
         _found("known", HOUR, **late_hour),
         _found("known to be late", HOUR, **late_hour),
@@ -99,7 +99,7 @@ def test_a_finding_is_late_if_its_hour_left_the_window_before_the_run_that_decid
         _found("known gap", HOUR, **gap),
         _found("grown gap", HOUR, **gap, count=2),
     ]
-    before = [
+    made_before = [
         _found("known", HOUR, **late_hour),
         _found("known over hours", IDS, **late_hour),
         _found("known to be late", HOUR, **late_hour, late=7),
@@ -108,7 +108,7 @@ def test_a_finding_is_late_if_its_hour_left_the_window_before_the_run_that_decid
         _found("known gap", HOUR, **gap),
         _found("grown gap", HOUR, **gap),
     ]
-    found, known = (spark.createDataFrame(rows, schemas.of("findings")) for rows in (now, before))
+    found, known = (spark.createDataFrame(rows, schemas.of("findings")) for rows in (made, made_before))
     late_hours = {hours.text_of(SINCE_MS - 5 * HOUR_MS): SINCE_MS + 9}
     rows = late_findings.with_late_ms(found, known, late_hours, SINCE_MS).collect()
     late = {(row["topic"], row["scope"]): row["late_ms"] - SINCE_MS for row in rows if row["late_ms"] is not None}
@@ -122,6 +122,6 @@ def test_a_finding_is_late_if_its_hour_left_the_window_before_the_run_that_decid
         ("new gap", HOUR): 9,
         ("grown gap", HOUR): 9,
     }
-    assert len(rows) == len(now)
+    assert len(rows) == len(made)
     in_time = late_findings.with_late_ms(found, known, {}, SINCE_MS).collect()
     assert {row["late_ms"] for row in in_time} == {None}
