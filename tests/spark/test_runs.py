@@ -140,6 +140,8 @@ def stages(kafka: Kafka, audit: Audit) -> Stages:
     later_ms = int((time.time() + 2 * LATER_S) * 1000)
     idle = run_idle(history, first.lake.parent, later_ms - int((LATER_S - 10 * MINUTE_S) * 1000))
     assert idle is not None
+    shutil.copytree(again.lake, again.lake.with_name("without-spark"))
+    assert run_idle(history, first.lake.parent, later_ms, lake="without-spark") is not None
     for needs_spark in NEEDING_SPARK:
         assert run_idle(history, first.lake.parent, later_ms, lake="again", **needs_spark) is None, needs_spark
     _second_stage(history)
