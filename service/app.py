@@ -221,8 +221,10 @@ class Service:
                 return
             except (KafkaAway, StoreAway, StoreUnanswered, TimeoutError) as error:
                 trouble.add(error)
+                self.store.not_up(error)
             except Exception as error:  # a bug, or an unexpected response: logged, and tried again
                 trouble.add(error, bug=True)
+                self.store.not_up(error)
             await asyncio.sleep(BRING_UP_PAUSE_S)
         # All objects so far live as long as the process: exclude them from garbage collection.
         gc.collect()
@@ -235,10 +237,11 @@ class Service:
     async def _watch(self) -> None:
         """Measure Redis and Kafka for the metrics, because a scrape must not wait for them.
 
-        Ends the process where Kafka or Redis has what only a newer release can read.
+        Ends the process where Kafka or Redis has what only a newer release can read, and at its start where Kafka
+        refuses a setting.
         """
         looked_at = time.monotonic()
-        while (newer := self.readiness.newer) is None:
+        while (why := self.readiness.ends) is None:
             if self.topics.limits and time.monotonic() >= looked_at + LIMITS_S:
                 looked_at = time.monotonic()
                 with contextlib.suppress(KafkaAway, KafkaForbids):
@@ -251,7 +254,7 @@ class Service:
                 self.telemetry.redis_memory_limit.set(limit)
             await asyncio.sleep(WATCH_S)
         self.telemetry.ready.set(False)
-        self._give_up(SettingsError(str(newer)))
+        self._give_up(SettingsError(str(why)))
         # Another ASGI server than that of `python -m service` goes on, and the process writes nothing: it has no slots.
         await self.admission.drain()
         await self.pool.stop()

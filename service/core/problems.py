@@ -132,5 +132,9 @@ class KafkaLoginFailed(KafkaAway):
     """Kafka refuses the user, the password or the mechanism; the text says what to set."""
 
 
+class KafkaRefusesSetting(KafkaAway):
+    """Kafka refuses a setting until that, or the brokers' own, is changed; the text says what to set."""
+
+
 class KafkaForbids(KafkaAway):
     """Kafka denies the service a permission, which somebody must grant before a retry can succeed."""

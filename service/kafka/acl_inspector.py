@@ -31,10 +31,9 @@ from aiokafka.protocol.types import (
 )
 
 from service.core.problems import KafkaAway
-from service.kafka.admin import KafkaAdmin, any_node, coordinator
+from service.kafka.admin import BROKER_RESOURCE, KafkaAdmin, any_node, coordinator
 from service.kafka.protocol import EndTxnRequest, finalized_transaction_version
 
-BROKER_RESOURCE: Final = 4
 # No producer has this id. A request under this id is refused, but Kafka checks the caller's ACLs first.
 UNKNOWN_PRODUCER_ID: Final = -2
 

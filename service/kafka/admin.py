@@ -18,7 +18,7 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from service.contract import PREFIX, SharedSettings
 from service.contract.wire import STAMP_HEADER, Stamp, WireError
 from service.core.metrics import Telemetry
-from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed
+from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed, KafkaRefusesSetting
 from service.kafka.connection import UNREACHABLE, Client
 from service.kafka.deadline import shared, within
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
@@ -29,7 +29,8 @@ from service.kafka.metadata import Metadata, Partition, Partitions, UndecodedMet
 from service.kafka.records import COMPRESSION_CODECS
 from service.kafka.security import Security
 
-TOPIC_RESOURCE: Final = 2
+TOPIC_RESOURCE, BROKER_RESOURCE = 2, 4
+TRANSACTION_TIMEOUT_MAX: Final = "transaction.max.timeout.ms"
 # Kafka's default of a topic's max.message.bytes.
 MESSAGE_BYTES_DEFAULT: Final = 1_048_588
 # Versions of transactions: always 1, or the newest that the brokers have finalized (KIP-890).
@@ -38,6 +39,8 @@ TRANSACTIONS_1, TRANSACTIONS_AUTO = "1", "auto"
 LATEST: Final = -1
 READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 RETRY_PAUSE_S: Final = 0.02
+# For reading the brokers' setting that refuses one of ours. The refusal is reported also without it.
+MAXIMUM_TIMEOUT_S: Final = 1.0
 ASK_TRIES: Final = 5
 # The shortest time that one broker gets to answer before another is asked: the connection may have to log in first.
 SHARE_LEAST_S: Final = 1.0
@@ -87,16 +90,26 @@ async def coordinator(client: AIOKafkaClient, transactional_id: str) -> int:
     return int(await client.coordinator_lookup(CoordinationType.TRANSACTION, transactional_id))
 
 
-def remedy(error: Exception, transactional_id: str, transaction_timeout_ms: int) -> str:
+def remedy(error: Exception, transactional_id: str) -> str:
     """Say what an operator has to change for a producer id that Kafka refuses for good; "" for any other error."""
     if isinstance(error, errors.TransactionalIdAuthorizationFailed):
         return f"the service has no permission to Describe and Write transactional id {transactional_id}"
-    if isinstance(error, errors.InvalidTransactionTimeout):
-        return (
-            f"{PREFIX}TRANSACTION_TIMEOUT_MS={transaction_timeout_ms} is more than the brokers' "
-            "transaction.max.timeout.ms: set a smaller one, or raise theirs"
-        )
     return ""
+
+
+async def timeout_refused(client: AIOKafkaClient, node: int, transaction_timeout_ms: int) -> KafkaRefusesSetting:
+    """Make the error for a transaction timeout that a broker refuses; the text has its maximum if that may be read."""
+    most = ""
+    request = DescribeConfigsRequest([(BROKER_RESOURCE, str(node), [TRANSACTION_TIMEOUT_MAX])])
+    with contextlib.suppress(errors.KafkaError, OSError):  # TimeoutError is an OSError
+        async with asyncio.timeout(MAXIMUM_TIMEOUT_S):
+            response = await client.send(node, request)
+            settings = {entry[0]: entry[1] for resource in response.resources for entry in resource[4]}
+            most = settings.get(TRANSACTION_TIMEOUT_MAX) or ""
+    return KafkaRefusesSetting(
+        f"{PREFIX}TRANSACTION_TIMEOUT_MS={transaction_timeout_ms} is more than the brokers' {TRANSACTION_TIMEOUT_MAX}"
+        + (f", {most}: set {most} or less, or raise theirs" if most else ": set a smaller one, or raise theirs")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +392,8 @@ class KafkaAdmin:
 
         `InitProducerId` raises the epoch and aborts an open transaction. Until that has ended, the coordinator answers
         CONCURRENT_TRANSACTIONS, and the request is repeated (KIP-98, KIP-360). Raises KafkaAway at the deadline, which
-        is the request timeout and the transaction timeout together, and at once if Kafka refuses an id for good.
+        is the request timeout and the transaction timeout together, and at once if Kafka refuses an id for good;
+        KafkaRefusesSetting if Kafka refuses the transaction timeout.
 
         `on_progress` is called with the ids that are left, in order: at the start and after each fenced id.
         """
@@ -405,20 +419,27 @@ class KafkaAdmin:
                 task.cancel()
 
     async def _init_producer_id(self, transactional_id: str, transaction_timeout_ms: int) -> None:
-        """Send InitProducerId until it succeeds. Raises KafkaError; KafkaAway where Kafka refuses the id for good."""
+        """Send InitProducerId until it succeeds.
+
+        Raises KafkaError; KafkaAway where Kafka refuses the id for good, KafkaRefusesSetting for the timeout.
+        """
         request = InitProducerIdRequest(transactional_id, transaction_timeout_ms)
         while True:
             try:
                 client = await self._connected()
-                response = await client.send(await coordinator(client, transactional_id), request)
+                node = await coordinator(client, transactional_id)
+                response = await client.send(node, request)
                 kind = errors.for_code(response.error_code)
                 if kind is errors.NoError:
                     return
+                if kind is errors.InvalidTransactionTimeout:
+                    self.count_failure("fence")
+                    raise await timeout_refused(client, node, transaction_timeout_ms)
                 raise kind
             except RETRIABLE:
                 await asyncio.sleep(RETRY_PAUSE_S)
             except errors.KafkaError as error:
-                if why := remedy(error, transactional_id, transaction_timeout_ms):
+                if why := remedy(error, transactional_id):
                     raise self.failed("fence", why) from error
                 raise
 

@@ -15,7 +15,15 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.structs import TopicPartition
 
 from service.core.problems import KafkaAway
-from service.kafka.admin import RETRIABLE, TRANSACTIONS_1, KafkaAdmin, any_node, coordinator, remedy
+from service.kafka.admin import (
+    RETRIABLE,
+    TRANSACTIONS_1,
+    KafkaAdmin,
+    any_node,
+    coordinator,
+    remedy,
+    timeout_refused,
+)
 from service.kafka.connection import Client
 from service.kafka.deadline import within
 from service.kafka.inspection import is_ending, last_transaction
@@ -78,14 +86,17 @@ class ProducerSession:
         self._throttled_until = 0.0  # by time.monotonic
 
     async def start(self, timeout_s: float) -> None:
-        """Connect and get the producer id and epoch. Raises KafkaAway after closing the session."""
+        """Connect and get the producer id and epoch. Raises KafkaAway after closing the session.
+
+        Raises KafkaRefusesSetting, of the kind KafkaAway, where Kafka refuses the transaction timeout.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self.client.bootstrap()
                 await self._identify()
         except (errors.KafkaError, OSError, TimeoutError) as error:
             await self.close()
-            why = "" if self.transactional_id is None else remedy(error, self.transactional_id, self._timeout_ms)
+            why = "" if self.transactional_id is None else remedy(error, self.transactional_id)
             raise self._cluster.failed("producer-id", why or f"no producer id: {error!r}") from error
         except BaseException:
             await self.close()
@@ -103,6 +114,9 @@ class ProducerSession:
                     self.without_marker |= last.partitions
                     self.former_ids.add(last.producer_id)
                 response = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
+                if response.error_code == errors.InvalidTransactionTimeout.errno:
+                    self._cluster.count_failure("producer-id")
+                    raise await timeout_refused(self.client, node, self._timeout_ms)
                 raise_if_error(response.error_code, "InitProducerId")
                 self.coordinator, self.producer_id, self.epoch = node, response.producer_id, response.producer_epoch
                 self.former_ids -= {self.producer_id, -1}

@@ -17,7 +17,15 @@ from service.claims.states import SlotEvent, SlotState
 from service.contract.wire import NewerVersion, transactional_id
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
-from service.core.problems import Fenced, KafkaAway, StoreAway, StoreBug, StoreLost, StoreUnanswered
+from service.core.problems import (
+    Fenced,
+    KafkaAway,
+    KafkaRefusesSetting,
+    StoreAway,
+    StoreBug,
+    StoreLost,
+    StoreUnanswered,
+)
 from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
 from service.kafka.admin import KafkaAdmin
@@ -98,6 +106,8 @@ class Pool:
         self._recovered = recovered
         self.trouble = ""  # why the last term or recovery of a slot failed; "" once a slot is ready again
         self.newer: NewerVersion | None = None  # what only a newer release can read: this process must end
+        self.refused: KafkaRefusesSetting | None = None  # in the last recoveries; None once a slot is ready again
+        self.was_ready = False  # whether a slot was ready at any time since the start
         self.members = 1  # live processes, by the last heartbeat
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -366,7 +376,7 @@ class Pool:
         self._telemetry.slot_recoveries.observe(took_s)
         slot.in_doubt = 0
         slot.down_since = math.inf
-        self.trouble = ""
+        self.trouble, self.refused, self.was_ready = "", None, True
         log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3), **self._trouble_of(slot).end())
         self._recovered()
 
@@ -379,6 +389,8 @@ class Pool:
             self._telemetry.kafka_errors.labels("transaction").inc()
         if isinstance(error, NewerVersion):
             self.newer = error
+        if isinstance(error, KafkaRefusesSetting):
+            self.refused = error
         self.trouble = str(error) or type(error).__name__
         fields = {"slot": slot.n, "term": slot.term, "in_doubt": slot.in_doubt, "cause": why}
         self._trouble_of(slot).add(error, bug=why == BUG, **fields)

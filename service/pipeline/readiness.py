@@ -46,6 +46,14 @@ class Readiness:
         """What was found that only a newer release can read, so that this process must not write; None for nothing."""
         return self._store.newer or self._pool.newer
 
+    @property
+    def ends(self) -> Exception | None:
+        """Why this process must end: data of a newer release, or at its start a refused setting; None for nothing.
+
+        A service that was ready stays: the brokers' setting has changed, and may change back.
+        """
+        return self.newer or (None if self._pool.was_ready else self._store.refused or self._pool.refused)
+
     async def check(self) -> dict[str, object]:
         """Check the readiness: a slot is ready, Redis answers and holds the generation, Kafka answers.
 

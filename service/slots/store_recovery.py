@@ -22,7 +22,7 @@ from service.contract import PREFIX
 from service.contract.wire import LedgerRecord, NewerVersion, transactional_id
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
-from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.core.problems import KafkaAway, KafkaRefusesSetting, StoreAway, StoreLost, StoreUnanswered
 from service.core.settings import Settings
 from service.core.supervision import log_failure, supervise
 from service.kafka.admin import KafkaAdmin
@@ -88,6 +88,7 @@ class CurrentStore:
         self.generation: StoreGeneration | None = None  # None until the store is settled, and after its loss
         self.status = "starting"
         self.newer: NewerVersion | None = None  # what only a newer release can read: this process must end
+        self.refused: KafkaRefusesSetting | None = None  # in the last attempts; None once the store is settled again
         self._last: StoreGeneration | None = None  # the last settled one, which may be lost
         self._cluster = cluster
         self._keys = keys
@@ -115,6 +116,10 @@ class CurrentStore:
     def generation_number(self) -> int:
         """The number of the settled generation; 0, which no generation has, if the store is not settled."""
         return 0 if self.generation is None else self.generation.number
+
+    def not_up(self, error: Exception) -> None:
+        """Show why the start has not come so far that the store is settled."""
+        self.status = f"starting: {str(error) or type(error).__name__}"
 
     def lost(self, generation: StoreGeneration) -> None:
         """Settle the store again: a script for `generation` met another. Ignored if `generation` has passed."""
@@ -155,6 +160,8 @@ class CurrentStore:
                 trouble.add(error)
             except (NotYet, StoreAway, StoreUnanswered, StoreLost, KafkaAway) as error:
                 self.status = f"{error.state if isinstance(error, NotYet) else 'store-away'}: {error}"
+                if isinstance(error, KafkaRefusesSetting):
+                    self.refused = error
                 trouble.add(error)
             except Exception as error:  # a bug, or a foreign record in control: tried again too
                 self.status = f"store-away: {error!r}"
@@ -169,6 +176,7 @@ class CurrentStore:
         """Work with a generation from here on: claims may be made in it."""
         self.generation = generation
         self.status = "settled"
+        self.refused = None
         self._quiet_pause_s = PAUSE_LEAST_S
         if self._last is not None and self._last.number != generation.number:
             self._telemetry.generation_changes.inc()

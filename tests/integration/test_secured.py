@@ -277,6 +277,20 @@ def test_a_service_whose_kafka_login_fails_ends_and_says_why_without_the_passwor
     assert why in line
 
 
+@pytest.mark.parametrize("may_read", [True, False])
+def test_a_service_whose_transaction_timeout_the_brokers_do_not_take_ends_and_names_it(
+    tmp_path: Path, secured_kafka: SecuredKafka, redis: Redis, namespace: str, may_read: bool
+) -> None:
+    """The brokers' setting is in CARELESS; the user with the ACLs of the README may not read it."""
+    timeouts = {"FENCEPOST_TRANSACTION_TIMEOUT_MS": "5001"}
+    own = {"FENCEPOST_NAMESPACE": namespace, "FENCEPOST_SLOTS": "1", "FENCEPOST_SLOTS_MAX": "1", **timeouts}
+    environment = own | ({"FENCEPOST_KAFKA": secured_kafka.bootstrap} if may_read else secured_kafka.environment())
+    secured_kafka.allow(USER, *acls_of_service(namespace, "no-topic"))
+    (line,) = ended(tmp_path, "", redis.url, environment)
+    too_long = "FENCEPOST_TRANSACTION_TIMEOUT_MS=5001 is more than the brokers' transaction.max.timeout.ms"
+    assert line == f"{too_long}{', 5000: set 5000 or less' if may_read else ': set a smaller one'}, or raise theirs"
+
+
 def test_a_service_whose_redis_login_fails_ends_and_says_why_without_the_password(
     tmp_path: Path, kafka: Kafka, namespace: str
 ) -> None:

@@ -14,7 +14,7 @@ from service.claims.keys import ServerIdentity, StoreGeneration
 from service.contract import Rules, SettingsError
 from service.contract.wire import NewerVersion
 from service.core.metrics import Telemetry
-from service.core.problems import KafkaAway, KafkaLoginFailed
+from service.core.problems import KafkaAway, KafkaLoginFailed, KafkaRefusesSetting
 from service.core.settings import Settings
 from service.events.loaded_rules import LoadedRules
 from service.events.schemas import Schemas
@@ -218,3 +218,66 @@ async def test_a_login_that_kafka_refuses_ends_the_start() -> None:
     finally:
         await whole.stop()
     assert [str(error) for error in given_up] == ["set the password"]
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, given_up: list[SettingsError]) -> Service:
+    """Make a service whose Kafka and Redis answer the probes of `_watch`."""
+    monkeypatch.setattr(service.app, "WATCH_S", 0.001)
+    rules = Rules()
+    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), given_up.append)
+    monkeypatch.setattr(whole.keys, "who", AsyncMock(return_value=ServerIdentity("run/repl", None)))
+    monkeypatch.setattr(whole.keys, "memory", AsyncMock(return_value=(0, 0)))
+    monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
+    return whole
+
+
+@pytest.mark.parametrize("part", ["store", "pool"])
+async def test_a_setting_that_kafka_refuses_ends_the_start(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    given_up: list[SettingsError] = []
+    whole = watched(monkeypatch, given_up)
+    (whole.store if part == "store" else whole.pool).refused = KafkaRefusesSetting("set a smaller one")
+    try:
+        async with asyncio.timeout(5.0):
+            await whole._watch()
+        assert [str(error) for error in given_up] == ["set a smaller one"]
+        assert not whole.admission.is_accepting
+    finally:
+        await whole.stop()
+
+
+@pytest.mark.parametrize("part", ["store", "pool"])
+async def test_a_setting_that_kafka_refuses_later_leaves_a_running_service_unready(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """The brokers' setting may have changed, and may change back."""
+    given_up: list[SettingsError] = []
+    whole = watched(monkeypatch, given_up)
+    whole.pool.was_ready = True
+    (whole.store if part == "store" else whole.pool).refused = KafkaRefusesSetting("set a smaller one")
+    memory = AsyncMock(return_value=(0, 0))
+    monkeypatch.setattr(whole.keys, "memory", memory)
+    watching = asyncio.create_task(whole._watch())
+    try:
+        await until(lambda: memory.await_count > 2)
+        assert given_up == []
+        assert not watching.done()
+    finally:
+        await ended(watching)
+        await whole.stop()
+
+
+async def test_readiness_tells_why_the_start_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service.app, "BRING_UP_PAUSE_S", 0.001)
+    whole = watched(monkeypatch, [])
+    why = "topic fencepost.ledger was not created: InvalidReplicationFactorError"
+    ensure = AsyncMock(side_effect=KafkaAway(why))
+    monkeypatch.setattr(whole.topics, "ensure", ensure)
+    starting = asyncio.create_task(whole._bring_up())
+    try:
+        await until(lambda: ensure.await_count > 1)
+        found = await whole.readiness.check()
+        assert (found["ready"], found["store"]) == (False, f"starting: {why}")
+        assert whole.store.state == "starting"
+    finally:
+        await ended(starting)
+        await whole.stop()

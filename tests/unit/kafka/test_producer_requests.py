@@ -2,16 +2,25 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
+from unittest.mock import AsyncMock
 
 import pytest
-from aiokafka.errors import ConcurrentTransactions, KafkaConnectionError, NotEnoughReplicasError
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    ConcurrentTransactions,
+    InvalidTransactionTimeout,
+    KafkaConnectionError,
+    NotEnoughReplicasError,
+)
+from aiokafka.protocol.admin import DescribeConfigsRequest, DescribeConfigsResponse_v1
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdResponse_v0
 from aiokafka.record.default_records import DefaultRecordBatch
 
-from service.core.problems import KafkaAway
+from service.core.problems import KafkaAway, KafkaRefusesSetting
+from service.kafka import admin
 from service.kafka import session as module
 from service.kafka.inspection import DescribeTransactions
 from service.kafka.outcomes import TransactionOutcome
@@ -213,6 +222,72 @@ async def test_a_fence_that_gives_another_producer_id_keeps_the_former_one(monke
     kafka.send, kafka.bootstrap = send, bootstrap
     await session.start(1.0)
     assert (session.producer_id, session.former_ids, session.without_marker) == (45, {44}, {("orders", 1)})
+
+
+Configs = Callable[[], Coroutine[Any, Any, Any]]
+
+
+async def told() -> Any:
+    return DescribeConfigsResponse_v1(
+        0, [(0, "", 4, "5", [("transaction.max.timeout.ms", "5000", True, 5, False, [])])]
+    )
+
+
+async def forbidden() -> Any:
+    return DescribeConfigsResponse_v1(0, [(ClusterAuthorizationFailedError.errno, "no", 4, "5", [])])
+
+
+async def unanswered() -> Any:
+    raise KafkaConnectionError
+
+
+async def for_ever() -> Any:
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("configs", "found"),
+    [
+        (told, ", 5000: set 5000 or less, or raise theirs"),
+        (forbidden, ": set a smaller one, or raise theirs"),
+        (unanswered, ": set a smaller one, or raise theirs"),
+        (for_ever, ": set a smaller one, or raise theirs"),
+    ],
+)
+@pytest.mark.parametrize("of", ["slot", "store"])
+async def test_a_transaction_timeout_that_kafka_refuses_is_an_error_of_the_setting(
+    configs: Configs, found: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The brokers' maximum is in the text if the service may read it."""
+    nodes(monkeypatch)
+    monkeypatch.setattr(admin, "coordinator", AsyncMock(return_value=5))
+    monkeypatch.setattr(admin, "MAXIMUM_TIMEOUT_S", 0.02)
+    kafka_admin = cluster()
+    session = ProducerSession(kafka_admin, "name", "ns.slot.0", 5_001)
+    kafka: Any = fake_inside(session)
+    asked: list[Any] = []
+
+    async def send(node: int, request: Any) -> Any:
+        assert node == 5
+        match request:
+            case DescribeTransactions():
+                return DescribedTransactions([(0, "ns.slot.0", "Ongoing", 1, 1, 44, 2, [], {})])
+            case DescribeConfigsRequest():
+                asked.append(request._resources)
+                return await configs()
+        return InitProducerIdResponse_v0(0, InvalidTransactionTimeout.errno, -1, -1)
+
+    async def bootstrap() -> None: ...
+
+    kafka.send, kafka.bootstrap = send, bootstrap
+    monkeypatch.setattr(kafka_admin, "_client", kafka)
+    with pytest.raises(KafkaRefusesSetting) as raised:
+        await (session.start(1.0) if of == "slot" else kafka_admin.fence(["ns.slot.0"], 5_001, lambda _: None))
+    assert str(raised.value) == (
+        f"FENCEPOST_TRANSACTION_TIMEOUT_MS=5001 is more than the brokers' transaction.max.timeout.ms{found}"
+    )
+    assert asked == [[(4, "5", ["transaction.max.timeout.ms"])]]
+    assert kafka.closed == (of == "slot")
 
 
 async def silent() -> None:

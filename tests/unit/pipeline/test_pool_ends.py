@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 from aiokafka.errors import KafkaConnectionError
 
-from service.claims.states import SlotState
+from service.claims.keys import StoreGeneration
+from service.claims.states import SlotEvent, SlotState
 from service.contract.wire import NewerVersion
-from service.core.problems import Fenced, KafkaAway, StoreAway, StoreBug, StoreLost, StoreUnanswered
+from service.core.problems import (
+    Fenced,
+    KafkaAway,
+    KafkaRefusesSetting,
+    StoreAway,
+    StoreBug,
+    StoreLost,
+    StoreUnanswered,
+)
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import pool as module
 from service.slots.slot import Slot
@@ -45,6 +54,7 @@ def failed_by(error: Exception) -> TransactionFailed:
         (StoreLost("another"), "store-lost"),
         (StoreAway("OOM"), "store-away"),
         (KafkaAway("no leader"), "kafka-away"),
+        (KafkaRefusesSetting("set a smaller one"), "kafka-away"),
         (Fenced("another"), "fenced"),
         (NewerVersion("a record of version 3"), "newer-release"),
         (StoreBug("what no script says"), "bug"),
@@ -155,3 +165,22 @@ async def test_the_pool_reports_its_longest_doubt_and_its_longest_down_time() ->
         assert held.pool.in_doubt == 6
         assert 20.0 <= held.pool.in_doubt_s < 21.0
         assert 20.0 <= held.pool.down_s < 21.0
+
+
+async def test_a_setting_that_kafka_refuses_is_noted_until_a_slot_is_ready() -> None:
+    async with holding(slots=1, slots_max=1) as held:
+        run, refused = held.recovery.run, KafkaRefusesSetting("set a smaller one")
+        refusals = [refused, refused]
+        noted: list[tuple[bool, KafkaRefusesSetting | None, str]] = []
+
+        async def refuse(slot: Slot, generation: StoreGeneration) -> None:
+            noted.append((held.pool.was_ready, held.pool.refused, held.pool.trouble))
+            if refusals:
+                slot.move(SlotEvent.FAIL)
+                raise refusals.pop()
+            await run(slot, generation)
+
+        held.recovery.run = refuse  # type: ignore[method-assign]
+        await held.ready()
+        assert noted == [(False, None, ""), *[(False, refused, str(refused))] * 2]
+        assert (held.pool.was_ready, held.pool.refused) == (True, None)

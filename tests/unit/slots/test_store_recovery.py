@@ -6,13 +6,14 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
 from service.claims.keys import Keys, ServerIdentity, StoreGeneration
 from service.contract.wire import transactional_id
 from service.core.metrics import Telemetry
-from service.core.problems import KafkaAway, StoreAway, StoreLost, StoreUnanswered
+from service.core.problems import KafkaAway, KafkaRefusesSetting, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.admin import KafkaAdmin
 from service.slots import store_recovery
 from service.slots.generation_log import Control
@@ -303,3 +304,16 @@ async def test_a_rest_between_attempts_lasts_its_time_unless_the_store_changes(c
         await asyncio.wait_for(resting, 1.0)
         assert 0.55 < time.monotonic() - started < 1.0
         assert keys.asked == keys.resolved == (2 if changes else 3)
+
+
+async def test_a_setting_that_kafka_refuses_is_noted_until_the_store_is_settled() -> None:
+    refused = KafkaRefusesSetting("set a smaller one")
+    cluster = FakeCluster()
+    cluster.fence = AsyncMock(side_effect=refused)  # type: ignore[method-assign]
+    keys, control = _Keys(FLUSHED), _Control()
+    async with settling(keys, control, 2, cluster) as (store, settled):
+        await until(lambda: store.refused is refused and store.status == "store-away: set a smaller one")
+        control.generation = NAMED.number  # another process has recovered the store
+        keys.identity = ServerIdentity(NAMED.store, NAMED)
+        assert await asyncio.wait_for(settled, 3.0) == NAMED
+        assert store.refused is None
