@@ -18,6 +18,7 @@ from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
 from spark import dry_run, export, follow, idle, job, rates, show, silences
+from spark.command_line import parse, parse_about, parse_findings, parse_rates, parse_repair
 from spark.console import Console
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JError
@@ -26,17 +27,7 @@ from spark.report import model, terminal
 from spark.report.document import Report
 from spark.rules.kinds import kinds_of
 from spark.session import open_session
-from spark.settings import (
-    Options,
-    Settings,
-    parse,
-    parse_about,
-    parse_findings,
-    parse_rates,
-    parse_repair,
-    read_webhook,
-    rules_of,
-)
+from spark.settings import Options, Settings, read_webhook, rules_of
 from spark.tables import view
 
 EXIT_CANNOT_RUN: Final = 2

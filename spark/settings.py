@@ -1,27 +1,20 @@
-"""The settings of a run: the environment that the job shares with the service, and the command line."""
+"""The settings of a run: the environment that the job shares with the service, and the options of each command."""
 
-import argparse
 import base64
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from service.contract import PREFIX, Rules, SettingsError, SharedSettings, wire
+from service.contract import PREFIX, Rules, SettingsError, SharedSettings
 from spark.silences import Silence
 
 HOUR_MS: Final = 3_600_000
 
-# A century: longer than any log, and all times computed from these limits are valid timestamps.
-DAYS_MOST: Final = 36_500
-HOURS_MOST: Final = DAYS_MOST * 24
-SECONDS_MOST: Final = HOURS_MOST * 3600
 # The largest offset of Kafka, and the largest bigint of Spark.
 OFFSETS_MOST: Final = 2**63 - 1
-RUNS_MOST: Final = 1000
 
 CSV: Final = "csv"
 JSON: Final = "json"
@@ -35,11 +28,6 @@ KEY_BYTES: Final = (24, 64)
 """The least and the most bytes of a key of Standard Webhooks."""
 SECRETS_MOST: Final = 2
 """The secrets of a webhook: two while one replaces the other."""
-
-PAUSE_S_LEAST: Final = 5
-PAUSE_S_MOST: Final = 60
-"""Bounds of the pause between two turns of --follow: a run that takes up to 30 s has each verdict two minutes after its
-time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +60,63 @@ class Options:
     follow: bool = False
     pause_s: int = 30
     alive_file: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingsOptions:
+    """The options of the command `findings`.
+
+    `since_ms` is the time from which evidence counts; None for the window of the last run. `output` is the folder of
+    Parquet files, empty for the other formats, which are printed.
+    """
+
+    lake: str
+    kinds: tuple[str, ...] = ()
+    topics: tuple[str, ...] = ()
+    since_ms: int | None = None
+    format: str = JSON
+    output: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatesOptions:
+    """The options of the command `rates`: `since_ms` as in FindingsOptions, `by_instance`: a row for each process,
+    `by_caller`: for each caller."""
+
+    lake: str
+    topics: tuple[str, ...] = ()
+    since_ms: int | None = None
+    by_instance: bool = False
+    by_caller: bool = False
+    format: str = JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairOptions:
+    """The options of the command `repair`: `kinds`, `topics` and `since_ms` as in FindingsOptions.
+
+    `bodies` are files with the bytes of lost events, `scopes` the callers by which their keys have ids, `into` the
+    topic that gets records, `clean` the topic that is written without surplus copies.
+    """
+
+    lake: str
+    kinds: tuple[str, ...] = ()
+    topics: tuple[str, ...] = ()
+    since_ms: int | None = None
+    execute: bool = False
+    bodies: tuple[str, ...] = ()
+    scopes: tuple[str, ...] = ()
+    url: str = ""
+    token_file: str = ""
+    cafile: str = ""
+    new_keys: bool = False
+    into: str = ""
+    bodies_out: str = ""
+    clean: str = ""
+
+    def shown(self) -> dict[str, Any]:
+        """Return the options that are not the default, for the lake."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,195 +202,6 @@ def matches(globs: Sequence[str], name: str) -> bool:
     return bool(globs) and re.fullmatch(glob_regex(globs), name) is not None
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """Parse the command line; on errors argparse prints a message and exits with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spark",
-        description="Audit what was delivered to Kafka against what was requested; one run, or with --follow many.",
-        epilog="Exit status: 0 clean, 3 any finding (of --fail-on), 2 could not run; with --follow 0 after SIGTERM or "
-        "SIGINT, 2 if it could not run. Kafka, the namespace and the key "
-        "retention come from the same FENCEPOST_ variables as the service's. Other commands: view TOPIC (a topic as a "
-        "table with each id once), show ID (all data about an id), findings (the current findings, as CSV, JSON or "
-        "Parquet), rates (surplus copies and latencies by topic, process or caller), repair (plans and sends what is "
-        "lost or missing, cleans a topic), schema (of report.json); -h after a command prints its options. The command "
-        "run is the default.",
-    )
-    _add_lake(parser, "folder or URL of the Delta tables; created if missing")
-    parser.add_argument(
-        "--report",
-        type=_without_slash,
-        required=True,
-        help="folder or URL for report.json, report.html and metrics.prom",
-    )
-    parser.add_argument(
-        "--topics",
-        default="",
-        help="comma-separated globs of the topics to audit; default: every topic that the ledger, an answer 201, 202 "
-        "or 504, or the rules name",
-    )
-    parser.add_argument(
-        "--without-topics",
-        default="",
-        help="comma-separated globs of topics that are not audited, whatever else names them; default: none",
-    )
-    parser.add_argument(
-        "--max-records", type=_integer(1, OFFSETS_MOST), help="merge at most about this many offsets; default: all"
-    )
-    parser.add_argument(
-        "--grace-s",
-        type=_integer(0, SECONDS_MOST),
-        default=60,
-        help="how long after all timeouts a missing record is still expected",
-    )
-    parser.add_argument(
-        "--window-h", type=_integer(1, HOURS_MOST), default=168, help="how many hours back the report's window begins"
-    )
-    parser.add_argument(
-        "--skip-ids", action="store_true", help="skip the pass over all ids, which finds copies in other hours"
-    )
-    parser.add_argument(
-        "--no-publish", action="store_true", help="neither create nor write the topic {namespace}.findings"
-    )
-    parser.add_argument(
-        "--replace-findings",
-        action="store_true",
-        help="replace the findings in that topic that another lake has published, since this lake takes its place",
-    )
-    parser.add_argument(
-        "--identity",
-        action="append",
-        type=_identity,
-        default=[],
-        metavar="TOPIC=EXPRESSION",
-        help="an idempotency key for records of a topic without Fencepost's headers: a Spark SQL expression over key, "
-        "value, topic, partition, offset, timestamp and headers; may be given once for each topic",
-    )
-    parser.add_argument(
-        "--keep-days",
-        type=_integer(1, DAYS_MOST),
-        help="delete from the lake, but not from views, what was accepted more days ago; default: keep all",
-    )
-    parser.add_argument(
-        "--optimize",
-        action="store_true",
-        help="compact the small files of hours that are over, and those of other tables and views that have many",
-    )
-    parser.add_argument(
-        "--vacuum-h",
-        type=_integer(1, HOURS_MOST),
-        help="delete files that no table version of the last VACUUM_H hours needs; default: none",
-    )
-    parser.add_argument(
-        "--fail-on",
-        default="",
-        metavar="KINDS",
-        help="comma-separated kinds of findings, or severities (error, warning, information), that make the exit "
-        "status 3; default: all",
-    )
-    parser.add_argument(
-        "--silences",
-        default="",
-        metavar="FILE",
-        help="a TOML file of known findings, each with a time and a reason: until then exit status, metrics and "
-        "the counts of the report leave the finding out",
-    )
-    parser.add_argument(
-        "--webhook",
-        default="",
-        metavar="URL",
-        help="where to POST new findings, each once; @FILE for a file with the URL, which may be a secret",
-    )
-    parser.add_argument(
-        "--webhook-secret",
-        default="",
-        metavar="FILE",
-        help="a file with the secret by which each request is signed, as Standard Webhooks has it (whsec_ and base64)",
-    )
-    parser.add_argument(
-        "--webhook-format", choices=(JSON, SLACK), default=JSON, help="the body: a JSON document, or a message of Slack"
-    )
-    parser.add_argument(
-        "--webhook-after",
-        type=_integer(1, RUNS_MOST),
-        default=1,
-        metavar="RUNS",
-        help="send a finding when so many runs in a row had it",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what a run would read, and about how long; write nothing"
-    )
-    parser.add_argument(
-        "--sinks",
-        default="",
-        metavar="FILE",
-        help="a TOML file with [[sinks]] tables, in place of those in FENCEPOST_RULES",
-    )
-    parser.add_argument(
-        "--recheck-sinks",
-        action="store_true",
-        help="compare every hour of the window with the sinks again; default: hours that may have changed",
-    )
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="go on: make a run of what has come, and of verdicts that time has decided, again and again until SIGTERM",
-    )
-    parser.add_argument(
-        "--pause-s",
-        type=_integer(PAUSE_S_LEAST, PAUSE_S_MOST),
-        default=30,
-        help="with --follow: how long to wait after a run until the logs are listed again",
-    )
-    parser.add_argument(
-        "--alive-file",
-        default="",
-        metavar="FILE",
-        help="with --follow: a local file, whose time of modification is set when a step of a run begins",
-    )
-    parsed = parser.parse_args(arguments)
-    if parsed.follow and (parsed.dry_run or parsed.recheck_sinks):
-        parser.error("argument --follow: leave out --dry-run and --recheck-sinks, which are for a single run")
-    if parsed.alive_file and not parsed.follow:
-        parser.error("argument --alive-file: give it with --follow")
-    if parsed.webhook_secret and not parsed.webhook:
-        parser.error("argument --webhook-secret: give it with --webhook")
-    identity = dict(parsed.identity)
-    if len(identity) < len(parsed.identity):
-        parser.error("argument --identity: a topic is named twice; give one expression for each")
-    if parsed.keep_days is not None and parsed.keep_days * 24 < parsed.window_h:
-        parser.error(
-            f"argument --keep-days: a report of {parsed.window_h} hours needs {-(-parsed.window_h // 24)} days"
-        )
-    return Options(
-        lake=parsed.lake,
-        report=parsed.report,
-        topics=_listed(parsed.topics),
-        without_topics=_listed(parsed.without_topics),
-        max_records=parsed.max_records,
-        grace_s=parsed.grace_s,
-        window_h=parsed.window_h,
-        skip_ids=parsed.skip_ids,
-        identity=identity,
-        keep_days=parsed.keep_days,
-        optimize=parsed.optimize,
-        vacuum_h=parsed.vacuum_h,
-        publish=not parsed.no_publish,
-        replace_findings=parsed.replace_findings,
-        fail_on=_listed(parsed.fail_on),
-        silences=parsed.silences,
-        webhook=parsed.webhook,
-        webhook_secret=parsed.webhook_secret,
-        webhook_format=parsed.webhook_format,
-        webhook_after=parsed.webhook_after,
-        dry_run=parsed.dry_run,
-        sinks=parsed.sinks,
-        recheck_sinks=parsed.recheck_sinks,
-        follow=parsed.follow,
-        pause_s=parsed.pause_s,
-        alive_file=parsed.alive_file,
-    )
-
-
 def read_webhook(options: Options) -> Webhook | None:
     """Return the webhook of the options, with the URL of the file `@FILE` and the keys of its secret; None without one.
 
@@ -359,7 +215,7 @@ def read_webhook(options: Options) -> Webhook | None:
             url = Path(url[1:]).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"--webhook {url}: {error}; give a file with the URL in it") from None
-    if not _is_url(url):
+    if not is_url(url):
         raise SettingsError(
             f"--webhook: that is no URL of http or https, of at most {URL_CHARS_MOST} characters, without a user: give "
             "https://HOST/PATH, or @FILE for a file with it"
@@ -391,7 +247,10 @@ def _keys_of(file: str) -> tuple[bytes, ...]:
     return keys
 
 
-def _is_url(text: str) -> bool:
+_PRINTABLE: Final = re.compile(r"[!-~]+")
+
+
+def is_url(text: str) -> bool:
     """Check whether a text is an http or https URL that can be requested as it is."""
     try:
         parts = urlsplit(text)
@@ -399,299 +258,3 @@ def _is_url(text: str) -> bool:
     except ValueError:
         return False
     return known and "@" not in parts.netloc and len(text) <= URL_CHARS_MOST and _PRINTABLE.fullmatch(text) is not None
-
-
-_PRINTABLE: Final = re.compile(r"[!-~]+")
-
-
-def _add_lake(parser: argparse.ArgumentParser, help: str) -> None:
-    parser.add_argument("--lake", type=_without_slash, required=True, help=help)
-
-
-def _add_topics(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--topic",
-        dest="topics",
-        type=_listed,
-        default=(),
-        metavar="TOPIC",
-        help="comma-separated globs of topics; default: all",
-    )
-
-
-def _without_slash(text: str) -> str:
-    """Remove the slashes at the end of a folder or URL."""
-    return text.rstrip("/") or "/"
-
-
-def _listed(separated: str) -> tuple[str, ...]:
-    """Split names or globs that are separated by commas."""
-    return tuple(name.strip() for name in separated.split(",") if name.strip())
-
-
-def parse_about(command: str, name: str, help: str, description: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """Parse the command line of `view` and `show`: return the positional argument and the lake.
-
-    On errors argparse prints a message and exits with status 2.
-    """
-    parser = argparse.ArgumentParser(prog=f"python -m spark {command}", description=description)
-    parser.add_argument(name, help=help)
-    _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
-    parsed = parser.parse_args(arguments)
-    return getattr(parsed, name), parsed.lake
-
-
-@dataclass(frozen=True, kw_only=True)
-class FindingsOptions:
-    """The options of the command `findings`.
-
-    `since_ms` is the time from which evidence counts; None for the window of the last run. `output` is the folder of
-    Parquet files, empty for the other formats, which are printed.
-    """
-
-    lake: str
-    kinds: tuple[str, ...] = ()
-    topics: tuple[str, ...] = ()
-    since_ms: int | None = None
-    format: str = JSON
-    output: str = ""
-
-
-def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
-    """Parse the command line of `findings`; on errors argparse prints a message and exits with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spark findings",
-        description="List the current findings of a lake: those of the last report, or since a time.",
-    )
-    _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
-    parser.add_argument(
-        "--kind", default="", help="comma-separated kinds, or severities (error, warning, information); default: all"
-    )
-    _add_topics(parser)
-    parser.add_argument(
-        "--since",
-        type=_since(now_ms),
-        help="only findings with evidence since then: a time (UTC without an offset), as 2026-12-24T18:00, or how "
-        "long ago, as 24h or 7d; default: the window of the last run",
-    )
-    parser.add_argument(
-        "--format",
-        choices=(CSV, JSON, PARQUET),
-        default=JSON,
-        help="json: an object for each finding, in a line of its own; csv: coordinates as JSON; parquet: into --output",
-    )
-    parser.add_argument("--output", default="", help="a new folder or URL for the Parquet files")
-    parsed = parser.parse_args(arguments)
-    if (parsed.format == PARQUET) != bool(parsed.output):
-        parser.error("argument --output: give it with --format parquet, and only then; other formats are printed")
-    return FindingsOptions(
-        lake=parsed.lake,
-        kinds=_listed(parsed.kind),
-        topics=parsed.topics,
-        since_ms=parsed.since,
-        format=parsed.format,
-        output=parsed.output,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RatesOptions:
-    """The options of the command `rates`: `since_ms` as in FindingsOptions, `by_instance`: a row for each process,
-    `by_caller`: for each caller."""
-
-    lake: str
-    topics: tuple[str, ...] = ()
-    since_ms: int | None = None
-    by_instance: bool = False
-    by_caller: bool = False
-    format: str = JSON
-
-
-def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
-    """Parse the command line of `rates`; on errors argparse prints a message and exits with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spark rates",
-        description="Count records and surplus copies by topic, and how long after its acceptance an event was in its "
-        "ledger record, which the commit makes visible.",
-    )
-    _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
-    _add_topics(parser)
-    parser.add_argument(
-        "--by-instance", action="store_true", help="a row for each topic and process that wrote its records"
-    )
-    parser.add_argument(
-        "--by-caller", action="store_true", help="a row for each topic and caller, or source, that the rules name"
-    )
-    parser.add_argument(
-        "--since",
-        type=_since(now_ms),
-        help="only what was accepted since then: as for the command findings; default: the window of the last run",
-    )
-    parser.add_argument(
-        "--format", choices=(CSV, JSON), default=JSON, help="json: an object for each row, in a line of its own"
-    )
-    parsed = parser.parse_args(arguments)
-    return RatesOptions(
-        lake=parsed.lake,
-        topics=parsed.topics,
-        since_ms=parsed.since,
-        by_instance=parsed.by_instance,
-        by_caller=parsed.by_caller,
-        format=parsed.format,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepairOptions:
-    """The options of the command `repair`: `kinds`, `topics` and `since_ms` as in FindingsOptions.
-
-    `bodies` are files with the bytes of lost events, `scopes` the callers by which their keys have ids, `into` the
-    topic that gets records, `clean` the topic that is written without surplus copies.
-    """
-
-    lake: str
-    kinds: tuple[str, ...] = ()
-    topics: tuple[str, ...] = ()
-    since_ms: int | None = None
-    execute: bool = False
-    bodies: tuple[str, ...] = ()
-    scopes: tuple[str, ...] = ()
-    url: str = ""
-    token_file: str = ""
-    cafile: str = ""
-    new_keys: bool = False
-    into: str = ""
-    bodies_out: str = ""
-    clean: str = ""
-
-    def shown(self) -> dict[str, Any]:
-        """Return the options that are not the default, for the lake."""
-        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
-
-
-REPAIRED_KINDS: Final = ("lost", "missing_in_sink")
-"""The kinds of findings about events that `repair` can send or copy."""
-
-
-def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
-    """Parse the command line of `repair`; on errors argparse prints a message and exits with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spark repair",
-        description="Plan how to repair what the last run has found, and (--execute) do it: send lost events again, "
-        "copy records that a sink lacks, write a topic without surplus copies. Without --execute nothing is sent.",
-    )
-    _add_lake(parser, "folder or URL of the Delta tables that the runs fill; plans are stored there too")
-    parser.add_argument("--kind", default="", help="lost, missing_in_sink, or both (default)")
-    _add_topics(parser)
-    parser.add_argument("--since", type=_since(now_ms), help="as for the command findings")
-    parser.add_argument("--execute", action="store_true", help="send and copy; default: only plan")
-    parser.add_argument(
-        "--bodies",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="where the bytes of lost events are: lines as POST /events/batch takes them, each with its "
-        "idempotency_key; may be given several times",
-    )
-    parser.add_argument(
-        "--scope",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="the caller of these keys, as for fencepost key; default: none",
-    )
-    parser.add_argument("--url", default="", help="address of the service that gets lost events")
-    parser.add_argument("--token-file", default="", metavar="FILE", help="a file with the caller's token")
-    parser.add_argument("--cafile", default="", metavar="FILE", help="the authorities of the service's certificate")
-    parser.add_argument(
-        "--new-keys",
-        action="store_true",
-        help="write a lost event under a new key if the service still remembers, or has forgotten, its own",
-    )
-    parser.add_argument(
-        "--into",
-        default="",
-        metavar="TOPIC",
-        help="the topic that gets records that sinks lack, or the cleaned ones",
-    )
-    parser.add_argument("--bodies-out", default="", metavar="FILE", help="a file for the records that sinks lack")
-    parser.add_argument(
-        "--clean", default="", metavar="TOPIC", help="write this topic to --into without surplus copies"
-    )
-    parsed = parser.parse_args(arguments)
-    options = RepairOptions(
-        lake=parsed.lake,
-        kinds=_listed(parsed.kind) or REPAIRED_KINDS,
-        topics=parsed.topics,
-        since_ms=parsed.since,
-        execute=parsed.execute,
-        bodies=tuple(parsed.bodies),
-        scopes=tuple(parsed.scope),
-        url=parsed.url,
-        token_file=parsed.token_file,
-        cafile=parsed.cafile,
-        new_keys=parsed.new_keys,
-        into=parsed.into,
-        bodies_out=parsed.bodies_out,
-        clean=parsed.clean,
-    )
-    if wrong := _wrong_repair(options):
-        parser.error(wrong)
-    return options
-
-
-def _wrong_repair(options: RepairOptions) -> str:
-    """Return what is wrong with options that are right each by itself, and the remedy; empty if nothing is."""
-    if wrong := [name for name in options.kinds if name not in REPAIRED_KINDS]:
-        return f"argument --kind: {wrong[0]!r} cannot be repaired: give {' or '.join(REPAIRED_KINDS)}"
-    for name, topic in (("--into", options.into), ("--clean", options.clean)):
-        if topic and wire.TOPIC.fullmatch(topic) is None:
-            return f"argument {name}: {topic!r} is no name of a topic"
-    if options.clean and (not options.into or options.into == options.clean):
-        return "argument --clean: give the topic that gets the records with --into, another one than --clean"
-    if options.clean and (options.bodies or options.url or options.bodies_out):
-        return "argument --clean: leave out --bodies, --url and --bodies-out: they are about lost and missing events"
-    if options.execute and not (options.url or options.into):
-        return "argument --execute: give the service with --url, or a topic with --into"
-    if options.url and not _is_url(options.url):
-        return f"argument --url: {options.url!r} is no address of http or https"
-    return ""
-
-
-_AGO: Final = re.compile(r"([0-9]{1,6})([hd])")
-
-
-def _since(now_ms: int) -> Callable[[str], int]:
-    """Return a parser for a time, or for how long ago it was; the result is in ms."""
-
-    def read(text: str) -> int:
-        if ago := _AGO.fullmatch(text):
-            return now_ms - int(ago[1]) * HOUR_MS * (24 if ago[2] == "d" else 1)
-        try:
-            time = datetime.fromisoformat(text)
-            return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
-        except (ValueError, OverflowError):
-            raise argparse.ArgumentTypeError(f"{text!r} is no time, as 2026-12-24T18:00, and no age, as 7d") from None
-
-    return read
-
-
-def _identity(text: str) -> tuple[str, str]:
-    """Parse TOPIC=EXPRESSION; ArgumentTypeError, which argparse prints, for any other text."""
-    topic, equals, expression = text.partition("=")
-    if not (equals and wire.TOPIC.fullmatch(topic.strip()) and expression.strip()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not TOPIC=EXPRESSION")
-    return topic.strip(), expression.strip()
-
-
-def _integer(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser for integers within these bounds, both inclusive."""
-
-    def read(text: str) -> int:
-        # A text with more digits than the bound is refused without parsing it.
-        number = int(text) if text.isdecimal() and len(text) <= len(str(most)) else -1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least} to {most}")
-        return number
-
-    return read

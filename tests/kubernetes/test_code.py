@@ -22,10 +22,10 @@ from service.core.settings import Settings
 from service.http.routes import Parts, add_probes
 from service.kafka.topics import EXTRA_S, WEEK_S
 from spark.__main__ import EXIT_CANNOT_RUN
+from spark.command_line import parse
 from spark.errors import CannotRun
 from spark.rules.balance import Balance
 from spark.session import _ALWAYS, _LOCAL, UTC
-from spark.settings import parse
 from tests.kubernetes.rendering import HERE, Object, Rendered, render_with
 from tests.kubernetes.times import drain_s, way_out_s
 

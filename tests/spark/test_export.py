@@ -9,9 +9,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from spark.__main__ import main
+from spark.command_line import parse_findings
 from spark.rules import current_findings
 from spark.rules.findings import HOUR
-from spark.settings import parse_findings
 from spark.tables import lake, schemas
 from tests.spark.rows import HOUR_MS, NOW_MS
 

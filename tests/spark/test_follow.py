@@ -13,10 +13,11 @@ import pytest
 
 from service.contract import SettingsError
 from spark import clean_up, follow, job
+from spark.command_line import PAUSE_S_LEAST, PAUSE_S_MOST
 from spark.errors import AnotherRun, CannotRun, Stopped
 from spark.follow import RECHECK_S, SLOW_RECHECK_S, Known, Stop, pause_after, reason_to_run
 from spark.reading import sinks
-from spark.settings import HOUR_MS, PAUSE_S_LEAST, PAUSE_S_MOST, Settings
+from spark.settings import HOUR_MS, Settings
 from spark.silences import Silence
 from tests.spark.test_planning import LEDGER_TOPIC, FakeAdmin, ends, fake_cluster, freeze, settings
 

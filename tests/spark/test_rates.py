@@ -8,10 +8,11 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import wire
+from spark.command_line import parse_rates
 from spark.rates import rates, row_of
 from spark.reading import decode
 from spark.rules.findings import HOUR
-from spark.settings import RatesOptions, parse_rates
+from spark.settings import RatesOptions
 from spark.tables import lake, schemas
 from tests.spark.rows import NOW_MS, copy, entry, ids, reduced
 

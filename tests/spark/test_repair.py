@@ -19,10 +19,11 @@ from pyspark.sql import SparkSession
 from deploy import places
 from deploy.stack import Kafka, Redis
 from service.contract import SharedSettings, wire
+from spark.command_line import parse_repair
 from spark.errors import CannotRun
 from spark.repair import command, copier, entries
 from spark.repair.invocation import Outcome
-from spark.settings import RepairOptions, parse_repair
+from spark.settings import RepairOptions
 from tests.integration.client import Client
 from tests.integration.conftest import Stage, staged
 from tests.spark.conftest import Audit
@@ -41,7 +42,7 @@ import sys
 from service.contract import SharedSettings
 from spark.repair import command, copier
 from spark.session import INTERPRETED, open_session, settings
-from spark.settings import parse_repair
+from spark.command_line import parse_repair
 copier.RECORDS_A_TRANSACTION = 2
 session = open_session({{"FENCEPOST_JARS": {str(places.jars("spark"))!r}}}, {BRIEF_JAVA_OPTIONS!r})
 with settings(session, INTERPRETED):

@@ -10,8 +10,9 @@ from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 import spark.__main__
 from service.contract import SettingsError, SharedSettings
 from spark import jars
+from spark.command_line import parse
 from spark.errors import CannotRun
-from spark.settings import parse, rules_of
+from spark.settings import rules_of
 
 GIVEN = ["--lake", "l", "--report", "r"]
 

@@ -12,11 +12,12 @@ import standardwebhooks
 
 from service.contract import SettingsError, SignatureRule
 from service.events.signatures import Verifier
+from spark.command_line import parse
 from spark.report import webhook
 from spark.report.model import Document, Finding
 from spark.rules import current_findings
 from spark.rules.kinds import KINDS
-from spark.settings import JSON, SLACK, Webhook, parse, read_webhook
+from spark.settings import JSON, SLACK, Webhook, read_webhook
 from tests.spark.receiver import Receiver, receiving
 
 
