@@ -40,7 +40,7 @@ REPAIRED_KINDS: Final = ("lost", "missing_in_sink")
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Parse the command line; on errors argparse prints a message and exits with status 2."""
+    """Parse the command line of a run."""
     parser = argparse.ArgumentParser(
         prog="python -m spark",
         description="Audit what was delivered to Kafka against what was requested; one run, or with --follow many.",
@@ -59,39 +59,32 @@ def parse(arguments: Sequence[str]) -> Options:
         required=True,
         help="folder or URL for report.json, report.html and metrics.prom",
     )
+    for add in (_add_audited, _add_findings, _add_webhook, _add_clean_up, _add_sinks, _add_way_of_running):
+        add(parser)
+    parsed = parser.parse_args(arguments)
+    identity = dict(parsed.identity)
+    if len(identity) < len(parsed.identity):
+        parser.error("argument --identity: a topic is named twice; give one expression for each")
+    options = Options(**{**vars(parsed), "identity": identity})
+    if wrong := _wrong_run(options):
+        parser.error(wrong)
+    return options
+
+
+def _add_audited(parser: argparse.ArgumentParser) -> None:
+    """Add what a run audits, and how far it looks back."""
     parser.add_argument(
         "--topics",
-        default="",
+        type=_listed,
+        default=(),
         help="comma-separated globs of the topics to audit; default: every topic that the ledger, an answer 201, 202 "
         "or 504, or the rules name",
     )
     parser.add_argument(
         "--without-topics",
-        default="",
+        type=_listed,
+        default=(),
         help="comma-separated globs of topics that are not audited, whatever else names them; default: none",
-    )
-    parser.add_argument(
-        "--max-records", type=_integer(1, OFFSETS_MOST), help="merge at most about this many offsets; default: all"
-    )
-    parser.add_argument(
-        "--grace-s",
-        type=_integer(0, SECONDS_MOST),
-        default=60,
-        help="how long after all timeouts a missing record is still expected",
-    )
-    parser.add_argument(
-        "--window-h", type=_integer(1, HOURS_MOST), default=168, help="how many hours back the report's window begins"
-    )
-    parser.add_argument(
-        "--skip-ids", action="store_true", help="skip the pass over all ids, which finds copies in other hours"
-    )
-    parser.add_argument(
-        "--no-publish", action="store_true", help="neither create nor write the topic {namespace}.findings"
-    )
-    parser.add_argument(
-        "--replace-findings",
-        action="store_true",
-        help="replace the findings in that topic that another lake has published, since this lake takes its place",
     )
     parser.add_argument(
         "--identity",
@@ -102,6 +95,87 @@ def parse(arguments: Sequence[str]) -> Options:
         help="an idempotency key for records of a topic without Fencepost's headers: a Spark SQL expression over key, "
         "value, topic, partition, offset, timestamp and headers; may be given once for each topic",
     )
+    parser.add_argument(
+        "--max-records", type=_integer(1, OFFSETS_MOST), help="merge at most about this many offsets; default: all"
+    )
+    parser.add_argument(
+        "--grace-s",
+        type=_integer(0, SECONDS_MOST),
+        default=Options.grace_s,
+        help="how long after all timeouts a missing record is still expected",
+    )
+    parser.add_argument(
+        "--window-h",
+        type=_integer(1, HOURS_MOST),
+        default=Options.window_h,
+        help="how many hours back the report's window begins",
+    )
+    parser.add_argument(
+        "--skip-ids", action="store_true", help="skip the pass over all ids, which finds copies in other hours"
+    )
+
+
+def _add_findings(parser: argparse.ArgumentParser) -> None:
+    """Add where findings go, and which of them count."""
+    parser.add_argument(
+        "--no-publish",
+        dest="publish",
+        action="store_false",
+        help="neither create nor write the topic {namespace}.findings",
+    )
+    parser.add_argument(
+        "--replace-findings",
+        action="store_true",
+        help="replace the findings in that topic that another lake has published, since this lake takes its place",
+    )
+    parser.add_argument(
+        "--fail-on",
+        type=_listed,
+        default=(),
+        metavar="KINDS",
+        help="comma-separated kinds of findings, or severities (error, warning, information), that make the exit "
+        "status 3; default: all",
+    )
+    parser.add_argument(
+        "--silences",
+        default="",
+        metavar="FILE",
+        help="a TOML file of known findings, each with a time and a reason: until then exit status, metrics and "
+        "the counts of the report leave the finding out",
+    )
+
+
+def _add_webhook(parser: argparse.ArgumentParser) -> None:
+    """Add where new findings are sent."""
+    parser.add_argument(
+        "--webhook",
+        default="",
+        metavar="URL",
+        help="where to POST new findings, each once; @FILE for a file with the URL, which may be a secret",
+    )
+    parser.add_argument(
+        "--webhook-secret",
+        default="",
+        metavar="FILE",
+        help="a file with the secret by which each request is signed, as Standard Webhooks has it (whsec_ and base64)",
+    )
+    parser.add_argument(
+        "--webhook-format",
+        choices=(JSON, SLACK),
+        default=Options.webhook_format,
+        help="the body: a JSON document, or a message of Slack",
+    )
+    parser.add_argument(
+        "--webhook-after",
+        type=_integer(1, RUNS_MOST),
+        default=Options.webhook_after,
+        metavar="RUNS",
+        help="send a finding when so many runs in a row had it",
+    )
+
+
+def _add_clean_up(parser: argparse.ArgumentParser) -> None:
+    """Add what a run deletes from the lake, and what it compacts."""
     parser.add_argument(
         "--keep-days",
         type=_integer(1, DAYS_MOST),
@@ -117,45 +191,10 @@ def parse(arguments: Sequence[str]) -> Options:
         type=_integer(1, HOURS_MOST),
         help="delete files that no table version of the last VACUUM_H hours needs; default: none",
     )
-    parser.add_argument(
-        "--fail-on",
-        default="",
-        metavar="KINDS",
-        help="comma-separated kinds of findings, or severities (error, warning, information), that make the exit "
-        "status 3; default: all",
-    )
-    parser.add_argument(
-        "--silences",
-        default="",
-        metavar="FILE",
-        help="a TOML file of known findings, each with a time and a reason: until then exit status, metrics and "
-        "the counts of the report leave the finding out",
-    )
-    parser.add_argument(
-        "--webhook",
-        default="",
-        metavar="URL",
-        help="where to POST new findings, each once; @FILE for a file with the URL, which may be a secret",
-    )
-    parser.add_argument(
-        "--webhook-secret",
-        default="",
-        metavar="FILE",
-        help="a file with the secret by which each request is signed, as Standard Webhooks has it (whsec_ and base64)",
-    )
-    parser.add_argument(
-        "--webhook-format", choices=(JSON, SLACK), default=JSON, help="the body: a JSON document, or a message of Slack"
-    )
-    parser.add_argument(
-        "--webhook-after",
-        type=_integer(1, RUNS_MOST),
-        default=1,
-        metavar="RUNS",
-        help="send a finding when so many runs in a row had it",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what a run would read, and about how long; write nothing"
-    )
+
+
+def _add_sinks(parser: argparse.ArgumentParser) -> None:
+    """Add which sinks are compared, and how much of them."""
     parser.add_argument(
         "--sinks",
         default="",
@@ -167,6 +206,13 @@ def parse(arguments: Sequence[str]) -> Options:
         action="store_true",
         help="compare every hour of the window with the sinks again; default: hours that may have changed",
     )
+
+
+def _add_way_of_running(parser: argparse.ArgumentParser) -> None:
+    """Add whether the process makes one run, many, or only the plan of one."""
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what a run would read, and about how long; write nothing"
+    )
     parser.add_argument(
         "--follow",
         action="store_true",
@@ -175,7 +221,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--pause-s",
         type=_integer(PAUSE_S_LEAST, PAUSE_S_MOST),
-        default=30,
+        default=Options.pause_s,
         help="with --follow: how long to wait after a run until the logs are listed again",
     )
     parser.add_argument(
@@ -184,55 +230,23 @@ def parse(arguments: Sequence[str]) -> Options:
         metavar="FILE",
         help="with --follow: a local file, whose time of modification is set when a step of a run begins",
     )
-    parsed = parser.parse_args(arguments)
-    if parsed.follow and (parsed.dry_run or parsed.recheck_sinks):
-        parser.error("argument --follow: leave out --dry-run and --recheck-sinks, which are for a single run")
-    if parsed.alive_file and not parsed.follow:
-        parser.error("argument --alive-file: give it with --follow")
-    if parsed.webhook_secret and not parsed.webhook:
-        parser.error("argument --webhook-secret: give it with --webhook")
-    identity = dict(parsed.identity)
-    if len(identity) < len(parsed.identity):
-        parser.error("argument --identity: a topic is named twice; give one expression for each")
-    if parsed.keep_days is not None and parsed.keep_days * 24 < parsed.window_h:
-        parser.error(
-            f"argument --keep-days: a report of {parsed.window_h} hours needs {-(-parsed.window_h // 24)} days"
-        )
-    return Options(
-        lake=parsed.lake,
-        report=parsed.report,
-        topics=_listed(parsed.topics),
-        without_topics=_listed(parsed.without_topics),
-        max_records=parsed.max_records,
-        grace_s=parsed.grace_s,
-        window_h=parsed.window_h,
-        skip_ids=parsed.skip_ids,
-        identity=identity,
-        keep_days=parsed.keep_days,
-        optimize=parsed.optimize,
-        vacuum_h=parsed.vacuum_h,
-        publish=not parsed.no_publish,
-        replace_findings=parsed.replace_findings,
-        fail_on=_listed(parsed.fail_on),
-        silences=parsed.silences,
-        webhook=parsed.webhook,
-        webhook_secret=parsed.webhook_secret,
-        webhook_format=parsed.webhook_format,
-        webhook_after=parsed.webhook_after,
-        dry_run=parsed.dry_run,
-        sinks=parsed.sinks,
-        recheck_sinks=parsed.recheck_sinks,
-        follow=parsed.follow,
-        pause_s=parsed.pause_s,
-        alive_file=parsed.alive_file,
-    )
+
+
+def _wrong_run(options: Options) -> str:
+    """Return what is wrong with options that are right each by itself, and the remedy; empty if nothing is."""
+    if options.follow and (options.dry_run or options.recheck_sinks):
+        return "argument --follow: leave out --dry-run and --recheck-sinks, which are for a single run"
+    if options.alive_file and not options.follow:
+        return "argument --alive-file: give it with --follow"
+    if options.webhook_secret and not options.webhook:
+        return "argument --webhook-secret: give it with --webhook"
+    if options.keep_days is not None and options.keep_days * 24 < options.window_h:
+        return f"argument --keep-days: a report of {options.window_h} hours needs {-(-options.window_h // 24)} days"
+    return ""
 
 
 def parse_about(command: str, name: str, help: str, description: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """Parse the command line of `view` and `show`: return the positional argument and the lake.
-
-    On errors argparse prints a message and exits with status 2.
-    """
+    """Parse the command line of `view` and `show`: return the positional argument and the lake."""
     parser = argparse.ArgumentParser(prog=f"python -m spark {command}", description=description)
     parser.add_argument(name, help=help)
     _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
@@ -241,21 +255,19 @@ def parse_about(command: str, name: str, help: str, description: str, arguments:
 
 
 def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
-    """Parse the command line of `findings`; on errors argparse prints a message and exits with status 2."""
+    """Parse the command line of `findings`."""
     parser = argparse.ArgumentParser(
         prog="python -m spark findings",
         description="List the current findings of a lake: those of the last report, or since a time.",
     )
     _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
-    parser.add_argument(
-        "--kind", default="", help="comma-separated kinds, or severities (error, warning, information); default: all"
-    )
+    _add_kinds(parser, "comma-separated kinds, or severities (error, warning, information); default: all")
     _add_topics(parser)
-    parser.add_argument(
-        "--since",
-        type=_since(now_ms),
-        help="only findings with evidence since then: a time (UTC without an offset), as 2026-12-24T18:00, or how "
-        "long ago, as 24h or 7d; default: the window of the last run",
+    _add_since(
+        parser,
+        now_ms,
+        "only findings with evidence since then: a time (UTC without an offset), as 2026-12-24T18:00, or how long "
+        "ago, as 24h or 7d; default: the window of the last run",
     )
     parser.add_argument(
         "--format",
@@ -264,21 +276,14 @@ def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
         help="json: an object for each finding, in a line of its own; csv: coordinates as JSON; parquet: into --output",
     )
     parser.add_argument("--output", default="", help="a new folder or URL for the Parquet files")
-    parsed = parser.parse_args(arguments)
-    if (parsed.format == PARQUET) != bool(parsed.output):
+    options = FindingsOptions(**vars(parser.parse_args(arguments)))
+    if (options.format == PARQUET) != bool(options.output):
         parser.error("argument --output: give it with --format parquet, and only then; other formats are printed")
-    return FindingsOptions(
-        lake=parsed.lake,
-        kinds=_listed(parsed.kind),
-        topics=parsed.topics,
-        since_ms=parsed.since,
-        format=parsed.format,
-        output=parsed.output,
-    )
+    return options
 
 
 def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
-    """Parse the command line of `rates`; on errors argparse prints a message and exits with status 2."""
+    """Parse the command line of `rates`."""
     parser = argparse.ArgumentParser(
         prog="python -m spark rates",
         description="Count records and surplus copies by topic, and how long after its acceptance an event was in its "
@@ -292,36 +297,28 @@ def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
     parser.add_argument(
         "--by-caller", action="store_true", help="a row for each topic and caller, or source, that the rules name"
     )
-    parser.add_argument(
-        "--since",
-        type=_since(now_ms),
-        help="only what was accepted since then: as for the command findings; default: the window of the last run",
+    _add_since(
+        parser,
+        now_ms,
+        "only what was accepted since then: as for the command findings; default: the window of the last run",
     )
     parser.add_argument(
         "--format", choices=(CSV, JSON), default=JSON, help="json: an object for each row, in a line of its own"
     )
-    parsed = parser.parse_args(arguments)
-    return RatesOptions(
-        lake=parsed.lake,
-        topics=parsed.topics,
-        since_ms=parsed.since,
-        by_instance=parsed.by_instance,
-        by_caller=parsed.by_caller,
-        format=parsed.format,
-    )
+    return RatesOptions(**vars(parser.parse_args(arguments)))
 
 
 def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
-    """Parse the command line of `repair`; on errors argparse prints a message and exits with status 2."""
+    """Parse the command line of `repair`."""
     parser = argparse.ArgumentParser(
         prog="python -m spark repair",
         description="Plan how to repair what the last run has found, and (--execute) do it: send lost events again, "
         "copy records that a sink lacks, write a topic without surplus copies. Without --execute nothing is sent.",
     )
     _add_lake(parser, "folder or URL of the Delta tables that the runs fill; plans are stored there too")
-    parser.add_argument("--kind", default="", help="lost, missing_in_sink, or both (default)")
+    _add_kinds(parser, "lost, missing_in_sink, or both (default)")
     _add_topics(parser)
-    parser.add_argument("--since", type=_since(now_ms), help="as for the command findings")
+    _add_since(parser, now_ms, "as for the command findings")
     parser.add_argument("--execute", action="store_true", help="send and copy; default: only plan")
     parser.add_argument(
         "--bodies",
@@ -333,6 +330,7 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
     )
     parser.add_argument(
         "--scope",
+        dest="scopes",
         action="append",
         default=[],
         metavar="NAME",
@@ -356,23 +354,9 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
     parser.add_argument(
         "--clean", default="", metavar="TOPIC", help="write this topic to --into without surplus copies"
     )
-    parsed = parser.parse_args(arguments)
-    options = RepairOptions(
-        lake=parsed.lake,
-        kinds=_listed(parsed.kind) or REPAIRED_KINDS,
-        topics=parsed.topics,
-        since_ms=parsed.since,
-        execute=parsed.execute,
-        bodies=tuple(parsed.bodies),
-        scopes=tuple(parsed.scope),
-        url=parsed.url,
-        token_file=parsed.token_file,
-        cafile=parsed.cafile,
-        new_keys=parsed.new_keys,
-        into=parsed.into,
-        bodies_out=parsed.bodies_out,
-        clean=parsed.clean,
-    )
+    parsed = vars(parser.parse_args(arguments))
+    several = {name: tuple(parsed[name]) for name in ("bodies", "scopes")}
+    options = RepairOptions(**{**parsed, **several, "kinds": parsed["kinds"] or REPAIRED_KINDS})
     if wrong := _wrong_repair(options):
         parser.error(wrong)
     return options
@@ -409,6 +393,14 @@ def _add_topics(parser: argparse.ArgumentParser) -> None:
         metavar="TOPIC",
         help="comma-separated globs of topics; default: all",
     )
+
+
+def _add_kinds(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--kind", dest="kinds", type=_listed, default=(), metavar="KIND", help=help)
+
+
+def _add_since(parser: argparse.ArgumentParser, now_ms: int, help: str) -> None:
+    parser.add_argument("--since", dest="since_ms", type=_since(now_ms), metavar="SINCE", help=help)
 
 
 def _without_slash(text: str) -> str:
