@@ -109,7 +109,7 @@ class TransactionalProducer:
     @property
     def throttled_s(self) -> float:
         """The longest throttle time in a response of the last transaction, in seconds; 0 without a quota (KIP-219)."""
-        return self._session.longest_throttle_s
+        return self._session.throttle.longest_s
 
     @property
     def client(self) -> AIOKafkaClient:
@@ -297,7 +297,7 @@ class TransactionalProducer:
         """
         self._move(ProducerState.SENDING)
         write = Write(records)
-        self._session.longest_throttle_s = 0.0
+        self._session.throttle.longest_s = 0.0
         self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
             with self._sends_timeout.wait():
@@ -344,7 +344,7 @@ class TransactionalProducer:
         self._state = ProducerState.DEAD
         record_errors = write.record_errors | (of_ledger.record_errors if of_ledger is not None else {})
         cause = ", ".join(f"{topic}: {each.why}" for topic, each in record_errors.items())
-        cause = cause or ", ".join(filter(None, (repr(error), self._session.quota)))
+        cause = cause or ", ".join(filter(None, (repr(error), self._session.throttle.quota)))
         # A refused record ends the transaction, so topics without an answer are not to blame.
         stuck = set() if record_errors else write.stuck(timed_out=isinstance(error, TimeoutError))
         # Recovery commits a hanging transaction whose ledger record is in Kafka (service/kafka/hanging.py).

@@ -6,7 +6,6 @@ failures as successes. Here a request is sent once, and any response that is not
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -38,6 +37,7 @@ from service.kafka.protocol import (
     ProduceRequest,
 )
 from service.kafka.records import BATCH_BYTES_MAX, BatchBuilder, Record, RecordBatch, builder_of
+from service.kafka.throttle import Throttle
 
 CLOSE_TIMEOUT_S: Final = 1.0
 # For the metadata of a topic that TopicMetadataCache has listed as existing.
@@ -64,7 +64,12 @@ class ProducerSession:
     """One producer id and epoch, from `InitProducerId` on, with connections of its own."""
 
     def __init__(
-        self, cluster: KafkaAdmin, name: str, transactional_id: str | None = None, timeout_ms: int = 0
+        self,
+        cluster: KafkaAdmin,
+        name: str,
+        transactional_id: str | None = None,
+        timeout_ms: int = 0,
+        throttle: Throttle | None = None,
     ) -> None:
         self._asks_version = transactional_id is not None and cluster.transactions != TRANSACTIONS_1
         # The session of a connection is renewed between two transactions: a refused login must not fail one.
@@ -81,9 +86,7 @@ class ProducerSession:
         self._cluster = cluster
         self._timeout_ms = timeout_ms
         self._sequences: dict[Partition, int] = {}
-        self.longest_throttle_s = 0.0  # in the responses since the caller has set this to 0 (KIP-219)
-        self._throttled_ms = 0
-        self._throttled_until = 0.0  # by time.monotonic
+        self.throttle = throttle or Throttle()
 
     async def start(self, timeout_s: float) -> None:
         """Connect and get the producer id and epoch. Raises KafkaAway after closing the session.
@@ -135,31 +138,8 @@ class ProducerSession:
 
     def note_throttle(self, response: Any) -> Any:
         """Note a response's throttle time (KIP-219), and return the response."""
-        if response.throttle_time_ms:
-            self._throttled_ms = response.throttle_time_ms
-            self._throttled_until = time.monotonic() + response.throttle_time_ms / 1000
-            self.longest_throttle_s = max(self.longest_throttle_s, response.throttle_time_ms / 1000)
+        self.throttle.note(response.throttle_time_ms)
         return response
-
-    @property
-    def quota(self) -> str:
-        """The reason text for a request that waits because Kafka throttles this client; else "" (KIP-219).
-
-        A throttling broker answers at once and then stops reading from the connection for the throttle time.
-        """
-        if self._throttled_until < time.monotonic():
-            return ""
-        return f"Kafka throttles this client by {self._throttled_ms} ms: raise the quota of its user or client id"
-
-    async def throttle_ends(self, within_s: float) -> bool:
-        """Wait for the end of the throttle time, for `within_s` seconds at most; return whether it is over.
-
-        A request that is sent earlier is read only then, and may still be read when its connection was given up.
-        """
-        left_s = self._throttled_until - time.monotonic()
-        if left_s > 0:
-            await asyncio.sleep(min(left_s, within_s))
-        return left_s <= within_s
 
     # ---------------------------------------------------------------------------------------- requests of a transaction
 

@@ -296,6 +296,7 @@ class Writer:
             await self.unwritten.refuse_offsets(slot, request, refused)
             return
         except TransactionAborted:
+            self._queue.note_throttle(attempt.group, slot.throttled_s, failed=True)
             await self.unwritten.send_again(slot, [request for request, _ in claimed])
             return
         except (Exception, asyncio.CancelledError) as error:

@@ -310,6 +310,33 @@ async def test_an_idempotent_producer_sends_nothing_before_the_throttle_time_is_
     assert time.monotonic() - started > 0.04
 
 
+async def test_a_failed_write_of_an_idempotent_producer_keeps_the_throttle_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The connection of the next session is not throttled before its first Produce, whose bytes are counted too."""
+
+    async def start(session: ProducerSession, timeout_s: float) -> None:
+        fake_inside(session)
+
+    monkeypatch.setattr(ProducerSession, "start", start)
+    plain, kafka = idempotent(600)
+    kafka.throttle_ms, kafka.produced = 60_000, lambda topic, partition: TOO_BIG
+    await plain.write([record("a")])
+    assert kafka.closed
+    assert plain.throttled_s == 60.0
+    assert await plain.unthrottled_identity() is None
+    assert await plain.write([record("b")]) == [NOT_SENT]
+
+    plain, kafka = idempotent(600)
+    kafka.throttle_ms, kafka.produced = 50, lambda topic, partition: TOO_BIG
+    await plain.write([record("a")])
+    started = time.monotonic()
+    (written,) = await plain.write([record("b")])
+    assert isinstance(written, RecordMetadata)
+    assert time.monotonic() - started > 0.04
+    assert plain.throttled_s == 0.0
+
+
 @pytest.mark.parametrize("code", FENCED)
 async def test_a_fencing_error_in_any_step_is_the_outcome_fenced(code: int) -> None:
     for step in ("added", "produced", "ended"):

@@ -19,7 +19,7 @@ from service.core.problems import (
     StoreLost,
     StoreUnanswered,
 )
-from service.kafka.outcomes import TransactionFailed, TransactionOutcome
+from service.kafka.outcomes import TransactionAborted, TransactionFailed, TransactionOutcome
 from service.pipeline import resolver
 from service.pipeline.group import Group
 from service.pipeline.load_shedding import ANSWERS_EACH, ANSWERS_MAX
@@ -180,6 +180,20 @@ async def test_after_a_group_that_failed_under_a_quota_no_other_is_written_at_on
     await end_of_term(world.serve(slot))
     world.submit("b")
     assert world.queue.take() is None
+
+
+async def test_the_throttle_time_of_an_aborted_group_is_kept_too() -> None:
+    """Kafka counts the bytes of a transaction that is aborted, and the group is sent again."""
+    world = World()
+    slot = await world.slot()
+    world.producers[0].throttle_s = 1_000.0
+    world.producers[0].trouble.before["write"].append(TransactionAborted("a broker said so"))
+    serving = world.serve(slot)
+    world.submit("a")
+    await until(lambda: world.queue.group_bytes_max == (LEAST_BYTES, LEAST_BYTES))
+    await steps()
+    assert (world.keys_written(), world.queue.events) == ([], 1)
+    await ended(serving)
 
 
 async def test_a_full_queue_reports_an_overload_until_its_requests_are_answered() -> None:
