@@ -2,7 +2,7 @@
 
 A broker with `connections.max.reauth.ms`, or with tokens that end, tells at each login how long the session lasts, and
 ends a connection that sends a request later without another login. Another login is two requests or three on the same
-connection, between other requests. aiokafka implements the first login only.
+connection, between other requests. aiokafka implements the first login only; here both are the same one.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from aiokafka import errors
 from aiokafka.conn import AIOKafkaConnection, CloseReason
-from aiokafka.protocol.admin import ApiVersionRequest, SaslAuthenticateRequest
+from aiokafka.protocol.admin import ApiVersionRequest, SaslAuthenticateRequest, SaslHandShakeRequest
 
 from service.kafka.security import Security
 from service.kafka.tokens import TokenRefused
@@ -45,7 +45,7 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
     writer: asyncio.StreamWriter
 
     def __init__(self, host: str, port: int, security: Security, **options: Any) -> None:
-        super().__init__(host, port, **options, **security.options())
+        super().__init__(host, port, **options, **security.tls_options())
         self._security = security
         self.renew_at = math.inf  # from when on the session is renewed as soon as no transaction is open
         self.ends_at = math.inf  # from when on nothing else may be sent
@@ -57,30 +57,47 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
     async def connect(self) -> Any:
         """Open the connection, and log in. Raises KafkaError, OSError, and ValueError of SCRAM."""
         reader, self.writer = await super().connect()
+        if self._security.mechanism:
+            try:
+                await self._log_in()
+            except BaseException:
+                self.close(CloseReason.AUTH_FAILURE)
+                raise
         return reader, self.writer
 
     def send(self, request: Any, expect_response: bool = True) -> Coroutine[Any, Any, Any]:
         response: Coroutine[Any, Any, Any] = super().send(request, expect_response)
-        match request:
-            case SaslAuthenticateRequest():
-                return self._login_step(response)
-            case ApiVersionRequest():
-                return self._note_versions(response)
-        return response
+        return self._note_versions(response) if isinstance(request, ApiVersionRequest) else response
 
     async def _note_versions(self, response: Coroutine[Any, Any, Any]) -> Any:
         answer = await response
         self.versions = {api_key: (least, most) for api_key, least, most in answer.api_versions}
         return answer
 
-    async def _login_step(self, response: Coroutine[Any, Any, Any]) -> Any:
-        """Await a response of the login, and note the end of the session. Ask for the error if a token was refused."""
+    async def _log_in(self) -> None:
+        """Log in by SASL, and note the end of the session. Raises KafkaError, OSError, and ValueError of SCRAM."""
+        mechanism = self._security.mechanism
+        handshake = await self.send(SaslHandShakeRequest(mechanism))
+        if handshake.error_code:
+            kind = errors.for_code(handshake.error_code)
+            raise kind(f"{mechanism} is refused: the broker has {', '.join(handshake.enabled_mechanisms) or 'none'}")
+        authenticator, challenge, lifetime_ms = self._security.authenticator(), None, 0
         sent_at = time.monotonic()
-        answer = await response
-        if answer.error_code == errors.NoError.errno:
-            if answer.sasl_auth_bytes and self._security.tokens is not None:
-                return await super().send(SaslAuthenticateRequest(_REFUSAL_READ))
-            self._note_session(sent_at, getattr(answer, "session_lifetime_ms", 0))  # from version 1 on
+        while (step := await authenticator.step(challenge)) is not None:
+            message, _ = step
+            sent_at = time.monotonic()
+            answer = await self._authenticate(message)
+            challenge = answer.sasl_auth_bytes
+            lifetime_ms = getattr(answer, "session_lifetime_ms", 0)  # from version 1 on
+        self._note_session(sent_at, lifetime_ms)
+
+    async def _authenticate(self, message: bytes) -> Any:
+        """Send a message of the login; returns the response. Raises KafkaError where the broker refuses it."""
+        answer = await self.send(SaslAuthenticateRequest(message))
+        if not answer.error_code and answer.sasl_auth_bytes and self._security.tokens is not None:
+            answer = await self.send(SaslAuthenticateRequest(_REFUSAL_READ))
+        if answer.error_code:
+            raise errors.for_code(answer.error_code)(answer.error_message)
         return answer
 
     def _note_session(self, since: float, lifetime_ms: int) -> None:
@@ -109,9 +126,7 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
             async with asyncio.timeout(RENEW_TIMEOUT_S):
                 if self._security.tokens is not None:
                     await self._security.tokens.token()  # before the broker waits for it
-                else:
-                    self._sasl_plain_password = self._security.password
-                await self._do_sasl_handshake()
+                await self._log_in()
         except (errors.KafkaError, OSError, ValueError) as error:  # OSError: also TimeoutError; ValueError: of SCRAM
             self.close(CloseReason.AUTH_FAILURE, error)
         except BaseException:  # the broker may wait for the rest of a login

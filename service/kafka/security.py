@@ -1,10 +1,12 @@
 """The TLS and SASL options of connections to Kafka: certificates and passwords as their files have them now."""
 
+import asyncio
 import ssl
 from collections.abc import Sequence
 from typing import Any
 
 import structlog
+from aiokafka.conn import OAuthAuthenticator, SaslPlainAuthenticator, ScramAuthenticator
 
 from service.contract import PREFIX, SettingsError, SharedSettings, tls_context
 from service.core.file_stamps import Stamp, stamp_of
@@ -34,22 +36,32 @@ class Security:
             self._stamp = self._stamp_now()
             self._context = self._new_context()
 
-    def options(self) -> dict[str, Any]:
-        """Return a client's TLS and SASL arguments as they are now; none for PLAINTEXT."""
-        settings = self._settings
-        given: dict[str, Any] = {}
-        if settings.kafka_security_protocol != "PLAINTEXT":
-            given["security_protocol"] = settings.kafka_security_protocol
-        if settings.kafka_tls:
-            given["ssl_context"] = self._current_context()
-        if settings.kafka_sasl:
-            given["sasl_mechanism"] = settings.kafka_sasl_mechanism
+    def tls_options(self) -> dict[str, Any]:
+        """Return a connection's arguments for TLS as they are now; none without TLS."""
+        if not self._settings.kafka_tls:
+            return {}
+        return {"security_protocol": "SSL", "ssl_context": self._current_context()}
+
+    @property
+    def mechanism(self) -> str:
+        """The SASL mechanism of a login; empty where connections need none."""
+        return self._settings.kafka_sasl_mechanism if self._settings.kafka_sasl else ""
+
+    def authenticator(self) -> Any:
+        """Return an object that makes the client's messages of one login, from the credentials as they are now.
+
+        Its `step` takes the broker's last message, and returns the next one and a flag, or None after the last.
+        """
         if self.tokens is not None:
-            given["sasl_oauth_token_provider"] = self.tokens
-        elif settings.kafka_sasl:
-            given["sasl_plain_username"] = settings.kafka_sasl_username
-            given["sasl_plain_password"] = self.password
-        return given
+            return OAuthAuthenticator(sasl_oauth_token_provider=self.tokens)
+        credentials = {
+            "loop": asyncio.get_running_loop(),
+            "sasl_plain_username": self._settings.kafka_sasl_username,
+            "sasl_plain_password": self.password,
+        }
+        if self.mechanism == "PLAIN":
+            return SaslPlainAuthenticator(**credentials)
+        return ScramAuthenticator(sasl_mechanism=self.mechanism, **credentials)
 
     @property
     def password(self) -> str:

@@ -5,11 +5,9 @@ a consumer. No public method lets a subclass open connections or ask for metadat
 `_brokers` and `_partitions`, because `update_metadata` drops all topics that are not in a response. One is of a
 consumer: `_coordinator`, which has its member and generation in the group; aiokafka has no `groupMetadata()`.
 
-Five are of connections: `_requests`, `_last_action`, `_handle_frame`, `_do_sasl_handshake` and `_sasl_plain_password`.
-The requests of a transaction go over the connections that aiokafka has logged in, between its own requests, and each
-later login is aiokafka's: connections of the service's own would need the logins (SASL, TLS), which are not public
-either. Responses come in the order of the requests, and `_requests` has both kinds in that order; `_last_action` tells
-aiokafka that a connection is not idle.
+Three are of connections: `_requests`, `_last_action` and `_handle_frame`. The requests of a transaction go over
+connections of aiokafka, between its own requests. Responses come in the order of the requests, and `_requests` has both
+kinds in that order; `_last_action` tells aiokafka that a connection is not idle.
 """
 
 import asyncio
@@ -22,7 +20,7 @@ from typing import Any, Final
 import pytest
 from aiokafka import AIOKafkaConsumer
 from aiokafka.client import AIOKafkaClient, CoordinationType
-from aiokafka.conn import AIOKafkaConnection
+from aiokafka.conn import AIOKafkaConnection, OAuthAuthenticator, SaslPlainAuthenticator, ScramAuthenticator
 from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.group_coordinator import CoordinatorGroupRebalance, GroupCoordinator
 from aiokafka.errors import KafkaConnectionError
@@ -91,9 +89,18 @@ async def test_a_connection_has_the_private_names_that_are_used() -> None:
     assert not connection._requests
     assert isinstance(connection._last_action, float)
     assert callable(connection._handle_frame)
-    assert callable(connection._do_sasl_handshake)
-    assert connection._sasl_plain_password is None
     connection.close()
+
+
+def test_the_authenticators_of_a_login_have_the_parameters_that_are_passed() -> None:
+    credentials = ["loop", "sasl_plain_password", "sasl_plain_username"]
+    for kind, parameters in {
+        SaslPlainAuthenticator: credentials,
+        ScramAuthenticator: [*credentials, "sasl_mechanism"],
+        OAuthAuthenticator: ["sasl_oauth_token_provider"],
+    }.items():
+        assert list(inspect.signature(kind.__init__).parameters)[1:] == parameters
+        assert list(inspect.signature(kind.step).parameters) == ["self", "payload"]
 
 
 def test_importing_the_service_replaces_nothing_of_aiokafka() -> None:

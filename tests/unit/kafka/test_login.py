@@ -5,6 +5,7 @@ import math
 import struct
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -48,6 +49,7 @@ class Broker:
         self.lifetime_ms = 0
         self.refusal = b""  # of OAUTHBEARER: an answer to which the client must reply
         self.error_code = 0  # of a login
+        self.handshake_code = 0
         self.slow_s = 0.0
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -68,7 +70,7 @@ class Broker:
         if key == API_VERSIONS:
             return ApiVersionResponse_v0(0, [(api, *span) for api, span in VERSIONS.items()])
         if key == HANDSHAKE:
-            return SaslHandShakeResponse_v1(0, ["PLAIN", "OAUTHBEARER"])
+            return SaslHandShakeResponse_v1(self.handshake_code, ["PLAIN", "OAUTHBEARER"])
         if key == END_TXN:
             return EndTxnResponse_v0(0, 0)
         assert key == AUTHENTICATE
@@ -262,6 +264,21 @@ async def test_a_refused_token_is_an_error_with_the_brokers_words(broker: Broker
         await client.bootstrap()
     await client.close()
     assert broker.logins[1:] == [b"\x01"]
+
+
+async def test_a_mechanism_that_the_broker_lacks_is_an_error_that_names_what_the_broker_has(broker: Broker) -> None:
+    broker.handshake_code = errors.UnsupportedSaslMechanismError.errno
+    settings = replace(plain(), kafka_sasl_mechanism="SCRAM-SHA-512")
+    client = Client(
+        bootstrap_servers=f"127.0.0.1:{broker.port}",
+        client_id="t",
+        request_timeout_ms=2_000,
+        security=Security(settings),
+    )
+    with pytest.raises(errors.UnsupportedSaslMechanismError, match=r"SCRAM-SHA-512 .* PLAIN, OAUTHBEARER"):
+        await client.bootstrap()
+    await client.close()
+    assert broker.requests == [API_VERSIONS, HANDSHAKE]
 
 
 async def test_a_renewal_waits_for_a_new_token_as_long_as_the_session_lasts(

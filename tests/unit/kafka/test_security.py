@@ -2,6 +2,7 @@
 
 import shutil
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -22,26 +23,37 @@ PASSWORD: Final = SharedSettings(
 )
 
 
-def test_plaintext_has_no_options() -> None:
-    assert Security(SharedSettings()).options() == {}
+def test_plaintext_has_no_tls_and_no_login() -> None:
+    security = Security(SharedSettings())
+    assert (security.tls_options(), security.mechanism) == ({}, "")
 
 
-def test_a_password_goes_with_its_mechanism_and_a_source_of_tokens_without_a_password(tmp_path: Path) -> None:
-    assert Security(PASSWORD).options() == {
-        "security_protocol": "SASL_PLAINTEXT",
-        "sasl_mechanism": "SCRAM-SHA-512",
-        "sasl_plain_username": "me",
-        "sasl_plain_password": "hush",
-    }
-    file = tmp_path / "token"
-    settings = SharedSettings(
-        kafka_security_protocol="SASL_PLAINTEXT",
-        kafka_sasl_mechanism="OAUTHBEARER",
-        kafka_oauth_token_file=str(file),
+async def test_a_login_by_a_password_reads_the_password_and_one_by_a_token_reads_the_token(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    plain = Security(replace(PASSWORD, kafka_sasl_mechanism="PLAIN", secret_files={"kafka_sasl_password": str(file)}))
+    for password in ("first", "second"):
+        file.write_text(password)
+        authenticator = plain.authenticator()
+        assert await authenticator.step(None) == (f"me\0me\0{password}".encode(), True)
+        assert await authenticator.step(b"") is None
+    assert (plain.mechanism, plain.tls_options()) == ("PLAIN", {})
+    bearer = SharedSettings(
+        kafka_security_protocol="SASL_PLAINTEXT", kafka_sasl_mechanism="OAUTHBEARER", kafka_oauth_token_file=str(file)
     )
-    options = Security(settings).options()
-    assert isinstance(options.pop("sasl_oauth_token_provider"), TokenFile)
-    assert options == {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "OAUTHBEARER"}
+    file.write_text("a.b.c")
+    message, _ = await Security(bearer).authenticator().step(None)
+    assert message == b"n,,\x01auth=Bearer a.b.c\x01\x01"
+
+
+async def test_a_login_by_scram_is_the_exchange_of_rfc_5802() -> None:
+    authenticator = Security(PASSWORD).authenticator()
+    first, _ = await authenticator.step(None)
+    assert first.startswith(b"n,,n=me,r=")
+    nonce = first.removeprefix(b"n,,n=me,r=")
+    final, _ = await authenticator.step(b"r=%b7,s=c2FsdA==,i=4096" % nonce)
+    assert final.startswith(b"c=biws,r=%b7,p=" % nonce)
+    with pytest.raises(ValueError, match="signature"):
+        await authenticator.step(b"v=bm8=")
 
 
 def test_certificates_are_read_anew_where_their_files_change_and_else_are_not(
@@ -65,7 +77,7 @@ def test_certificates_are_read_anew_where_their_files_change_and_else_are_not(
     security = Security(settings)
 
     def context() -> ssl.SSLContext:
-        found = security.options()["ssl_context"]
+        found = security.tls_options()["ssl_context"]
         assert isinstance(found, ssl.SSLContext)
         return found
 
