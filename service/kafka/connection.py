@@ -57,7 +57,10 @@ OnClose = Callable[[AIOKafkaConnection, CloseReason | None], None]
 
 
 class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
-    """AIOKafkaClient that never auto-creates topics, logs in anew in time and closes its connections at once."""
+    """AIOKafkaClient that never auto-creates topics, logs in anew in time and closes its connections at once.
+
+    The connections are its own: `ready`, `send` and `close` are replaced, so that those of AIOKafkaClient stay unused.
+    """
 
     _sync_task: asyncio.Task[None] | None
 
@@ -77,6 +80,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         self._security = security
         self._renews_on_use = renews_on_use
         self._opening = asyncio.Lock()
+        self._connections: dict[tuple[int | str, Any], Connection] = {}  # by node and ConnectionGroup
 
     async def bootstrap(self) -> None:
         """Ask the bootstrap servers for the brokers, one after the other.
@@ -110,7 +114,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         if self.cluster.brokers():
             connection.close()
         else:
-            self._conns[_BOOTSTRAP] = connection
+            self._connections[_BOOTSTRAP] = connection
 
     def add_topic(self, topic: str) -> asyncio.Future[bool]:
         self.tracked_topics.add(topic)
@@ -126,12 +130,12 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         aiokafka's method allows auto-creation, and asks for all topics where none are given.
         """
         request = MetadataRequest(list(topics or ()), allow_auto_topic_creation=False)
-        nodes = [broker.nodeId for broker in self.cluster.brokers()]
-        if _BOOTSTRAP in self._conns:  # kept until a response lists a broker
+        nodes: list[int | str] = [broker.nodeId for broker in self.cluster.brokers()]
+        if _BOOTSTRAP in self._connections:  # kept until a response lists a broker
             nodes.append(_BOOTSTRAP[0])
         random.shuffle(nodes)
         for node in nodes:
-            connection = await self._get_conn(node)
+            connection = await self._ready_connection(node)
             if connection is None:
                 continue
             try:
@@ -141,15 +145,28 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
             if not metadata.brokers:
                 return False
             cluster_metadata.update_metadata(metadata)
-            if _BOOTSTRAP in self._conns and self.cluster.brokers():
-                self._conns.pop(_BOOTSTRAP).close()
+            if _BOOTSTRAP in self._connections and self.cluster.brokers():
+                self._connections.pop(_BOOTSTRAP).close()
             return True
         cluster_metadata.failed_update(None)
         return False
 
-    async def _get_conn(
-        self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT, no_hint: bool = False
-    ) -> Connection | None:
+    async def ready(self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT) -> bool:
+        """Open a connection to a node where there is none; returns whether there is one now."""
+        return await self._ready_connection(node_id, group) is not None
+
+    async def send(self, node_id: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
+        """Send a request once and await its response. Raises KafkaError."""
+        connection = await self._ready_connection(node_id, group)
+        if connection is None:
+            raise errors.NodeNotReadyError(f"node {node_id} cannot be reached")
+        try:
+            return await connection.send(request)
+        except TimeoutError as error:
+            connection.close(CloseReason.CONNECTION_TIMEOUT)
+            raise errors.RequestTimedOutError from error
+
+    async def _ready_connection(self, node_id: int | str, group: Any = ConnectionGroup.DEFAULT) -> Connection | None:
         """Find or open the connection to a node, replacing one that has ended; None where that fails."""
         connection = self._open_connection(node_id, group)
         if connection is not None and self._needs_check(connection):
@@ -157,7 +174,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
             connection = self._open_connection(node_id, group)  # another may have been opened meanwhile
         return connection or await self._connect(node_id, group)
 
-    async def _connect(self, node_id: int, group: Any) -> Connection | None:
+    async def _connect(self, node_id: int | str, group: Any) -> Connection | None:
         """Open a connection to a node, unless another task just did; None where that fails."""
         async with self._opening:
             connection = self._open_connection(node_id, group)
@@ -172,7 +189,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
             if connection is None:
                 self.force_metadata_update()  # the broker may have moved
                 return None
-            self._conns[node_id, group] = connection
+            self._connections[node_id, group] = connection
             return connection
 
     async def _connect_to(self, host: str, port: int, on_close: OnClose | None = None) -> Connection:
@@ -210,21 +227,21 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
     def has_due_session(self) -> bool:
         """Whether `renew_sessions` would log in again."""
         now = time.monotonic()
-        return any(now >= connection.renew_at for connection in self._conns.values())
+        return any(now >= connection.renew_at for connection in self._connections.values())
 
     async def renew_sessions(self) -> None:
         """Log in again on the connections whose sessions end soon. Call this while no transaction is open."""
         now = time.monotonic()
-        due = [each for each in self._conns.values() if now >= each.renew_at and _is_open(each)]
+        due = [each for each in self._connections.values() if now >= each.renew_at and _is_open(each)]
         if due:
             await asyncio.gather(*(self._checked(connection, _renew) for connection in due))
 
-    def _open_connection(self, node_id: int, group: Any) -> Connection | None:
+    def _open_connection(self, node_id: int | str, group: Any) -> Connection | None:
         """Return the connection to a node if it is open, and close one whose transport has ended.
 
         aiokafka hears of the end some steps later; uvloop raises RuntimeError for what is written until then.
         """
-        connection: Connection | None = self._conns.get((node_id, group))
+        connection = self._connections.get((node_id, group))
         if connection is None or not connection.connected():
             return None
         if connection.writer.is_closing():
@@ -237,10 +254,12 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
 
         A TLS shutdown waits for the broker's close_notify, which uvloop may miss: it then waits for 30 s.
         """
-        for connection in self._conns.values():
-            connection.close(reason=CloseReason.SHUTDOWN)
-            connection.writer.transport.abort()
         await super().close()
+        ended = []
+        for connection in self._connections.values():
+            ended.append(connection.close(CloseReason.SHUTDOWN))
+            connection.writer.transport.abort()
+        await asyncio.gather(*ended)
 
 
 class Consumer(AIOKafkaConsumer):  # type: ignore[misc]
@@ -313,7 +332,7 @@ class Client(BaseClient):
 
     def connection(self, node_id: int) -> Connection | None:
         """Find the open connection to a node, or None. A reconnect gives another object, so callers compare by `is`."""
-        connection: Connection | None = self._conns.get((node_id, ConnectionGroup.DEFAULT))
+        connection = self._connections.get((node_id, ConnectionGroup.DEFAULT))
         return connection if connection is not None and _is_open(connection) else None
 
     def transaction_version(self, node_id: int) -> int:
@@ -331,7 +350,7 @@ class Client(BaseClient):
         if type(request) in CODECS and group is ConnectionGroup.DEFAULT:
             response = self.try_send(node_id, request)
             if response is None:
-                connection = await self._get_conn(node_id)
+                connection = await self._ready_connection(node_id)
                 if connection is None:
                     raise errors.NodeNotReadyError(f"node {node_id} cannot be reached")
                 response = self.try_send(node_id, request)
@@ -349,7 +368,7 @@ class Client(BaseClient):
         None where there is no open connection, where the node does not support the codec's version (`send` negotiates
         one), or where the connection must be checked first (`send` does so).
         """
-        connection = self._conns.get((node_id, ConnectionGroup.DEFAULT))
+        connection = self._connections.get((node_id, ConnectionGroup.DEFAULT))
         if connection is None or not _is_open(connection) or self._needs_check(connection):
             return None
         return self._send_by_codec(connection, request)

@@ -1,7 +1,7 @@
 """Pins the private names of aiokafka that the service uses.
 
-Six are of clients: `_get_conn`, `_metadata_update`, `_md_synchronizer` and its `_sync_task`, `_conns`, and `_client` of
-a consumer. No public method lets a subclass open connections or ask for metadata. Two are of a ClusterMetadata:
+Four are of clients: `_metadata_update`, `_md_synchronizer` and its `_sync_task`, and `_client` of a consumer. No public
+method lets a subclass ask for metadata. Two are of a ClusterMetadata:
 `_brokers` and `_partitions`, because `update_metadata` drops all topics that are not in a response. One is of a
 consumer: `_coordinator`, which has its member and generation in the group; aiokafka has no `groupMetadata()`.
 
@@ -58,7 +58,6 @@ def test_the_pinned_version_is_installed() -> None:
         "force_metadata_update",
         "get_random_node",
         "coordinator_lookup",
-        "_get_conn",
         "_metadata_update",
         "_md_synchronizer",
     ],
@@ -141,7 +140,7 @@ async def test_metadata_is_asked_for_by_the_method_that_is_overridden(
     async def connected(*_: object, **__: object) -> Asked:
         return connection
 
-    monkeypatch.setattr(client, "_get_conn", connected)
+    monkeypatch.setattr(client, "_ready_connection", connected)
     client.cluster._brokers = {1: BrokerMetadata(1, "127.0.0.1", 1, None)}
     client._sync_task = asyncio.create_task(client._md_synchronizer())
     asking = asyncio.ensure_future(getattr(client, asks)(*(["orders"] if asks == "add_topic" else [])))

@@ -162,7 +162,8 @@ async def connect() -> AsyncIterator[Connect]:
         client = client_of(broker.port)
         made.append((client, server))
         client.cluster.broker_metadata = lambda node: SimpleNamespace(host="127.0.0.1", port=broker.port)
-        connection = await client._get_conn(NODE)
+        assert await client.ready(NODE)
+        connection = client.connection(NODE)
         assert connection is not None
         return client, connection, broker
 
@@ -294,7 +295,8 @@ async def test_a_connection_that_the_client_makes_takes_the_short_way(
     for _ in asked:
         broker.send(broker.frame(await broker.next(), EndTxnResponse_v0(0, 0)))
     assert [answer.error_code for answer in await asyncio.gather(*asked)] == [0, 0]
-    (second,) = client._conns.values()
+    second = client.connection(NODE)
+    assert second is not None
     assert second is not first
     assert isinstance(second.writer.transport.get_protocol(), ResponseReader)
 
@@ -331,7 +333,7 @@ async def test_an_idle_connection_that_answers_its_probe_is_used(
     assert client.try_send(NODE, END) is not None, "an answer is due: it is not idle"
     broker.send(broker.frame(message, EndTxnResponse_v0(0, 3)))
     assert (await asked).error_code == 3
-    assert list(client._conns.values()) == [first]
+    assert client.connection(NODE) is first
 
 
 async def test_the_kernel_watches_over_a_connection(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +341,8 @@ async def test_the_kernel_watches_over_a_connection(connect: Connect, monkeypatc
     where = SimpleNamespace(host="127.0.0.1", port=broker.port)
     monkeypatch.setattr(client.cluster, "broker_metadata", lambda node: where)
     first.close()
-    connection = await client._get_conn(NODE)
+    assert await client.ready(NODE)
+    connection = client.connection(NODE)
     assert connection is not None
     its = connection.writer.transport.get_extra_info("socket")
     assert its.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -358,7 +361,8 @@ async def test_a_connection_that_was_reset_is_replaced_and_not_written_to(
     connection.writer.transport.abort()
     assert connection.connected()
     assert client.try_send(NODE, END) is None
-    another = await client._get_conn(NODE)  # also for aiokafka's own requests
+    assert await client.ready(NODE)  # also for aiokafka's own requests
+    another = client.connection(NODE)
     assert another is not None
     assert another is not connection
     assert not another.writer.is_closing()
@@ -371,19 +375,24 @@ async def test_a_connection_that_ends_with_its_login_is_a_failure_that_is_tried_
     """Its reader may close a connection between its login and its first use."""
     client, connection, _ = await connect()
     connection.close()
+    opened = Connection.connect
 
-    async def closed(*_: object, **__: object) -> Connection:
-        return connection
+    async def open_and_close(self: Connection) -> Any:
+        streams = await opened(self)
+        self.close()
+        return streams
 
-    monkeypatch.setattr(client, "_get_conn", closed)
+    monkeypatch.setattr(Connection, "connect", open_and_close)
     with pytest.raises(RETRIABLE):
         await client.send(NODE, END)
 
 
 async def test_an_unreferenced_connection_is_closed_with_a_warning(connect: Connect) -> None:
-    client, connection, _ = await connect()
+    _, _, broker = await connect()
+    connection = Connection("127.0.0.1", broker.port, Security(SharedSettings()))
+    await connection.connect()
+    ResponseReader.of(connection)
     transport = connection.writer.transport
-    client._conns.clear()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
