@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Final
 
 import structlog
@@ -59,10 +59,9 @@ OnClose = Callable[[AIOKafkaConnection, CloseReason | None], None]
 class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
     """AIOKafkaClient that never auto-creates topics, logs in anew in time and closes its connections at once.
 
-    The connections are its own: `ready`, `send` and `close` are replaced, so that those of AIOKafkaClient stay unused.
+    Connections and requests for metadata are its own: every public method that would use those of AIOKafkaClient, and
+    that aiokafka's consumer calls, is replaced.
     """
-
-    _sync_task: asyncio.Task[None] | None
 
     def __init__(
         self,
@@ -81,6 +80,11 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         self._renews_on_use = renews_on_use
         self._opening = asyncio.Lock()
         self._connections: dict[tuple[int | str, Any], Connection] = {}  # by node and ConnectionGroup
+        self._metadata_task: asyncio.Task[None] | None = None
+        self._is_wanted = asyncio.Event()  # set where metadata is requested before its highest age
+        # Of the request for metadata that comes next or is under way: whether a broker answered.
+        self._is_answered: asyncio.Future[bool] | None = None
+        self._metadata_max_age_s = self.cluster.config["metadata_max_age_ms"] / 1000
 
     async def bootstrap(self) -> None:
         """Ask the bootstrap servers for the brokers, one after the other.
@@ -99,8 +103,8 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
                 if isinstance(failure, LOGIN_ERRORS):
                     raise failure
             raise errors.KafkaConnectionError(str(failures[0]) or type(failures[0]).__name__) from failures[0]
-        if self._sync_task is None:
-            self._sync_task = asyncio.create_task(self._md_synchronizer())
+        if self._metadata_task is None:
+            self._metadata_task = asyncio.create_task(self._keep_metadata())
 
     async def _bootstrap_from(self, host: str, port: int) -> None:
         """Ask a server for the brokers. The connection is kept only if there are none yet. Raises UNREACHABLE."""
@@ -117,19 +121,69 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
             self._connections[_BOOTSTRAP] = connection
 
     def add_topic(self, topic: str) -> asyncio.Future[bool]:
-        self.tracked_topics.add(topic)
-        return super().add_topic(topic)  # type: ignore[no-any-return]
+        """Keep a topic's metadata up to date as well; the result is False where no broker answers."""
+        new = {topic} - self.tracked_topics
+        self.tracked_topics |= new
+        return self.refresh(new)
 
     def set_topics(self, topics: Collection[str]) -> asyncio.Future[bool]:
+        """Keep the metadata of these topics up to date, and no other; the result is False where no broker answers."""
+        new = set(topics) - self.tracked_topics
         self.tracked_topics = set(topics)
-        return super().set_topics(topics)  # type: ignore[no-any-return]
+        return self.refresh(new)
 
-    async def _metadata_update(self, cluster_metadata: ClusterMetadata, topics: Collection[str] | None) -> bool:
-        """Fetch the metadata of these topics from any broker; of no topics where `topics` is empty.
+    def refresh(self, topics: Collection[str]) -> asyncio.Future[bool]:
+        """Request the metadata of these topics, if any; the result is False where no broker answers."""
+        if topics:
+            return self.force_metadata_update()
+        nothing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        nothing.set_result(True)
+        return nothing
 
-        aiokafka's method allows auto-creation, and asks for all topics where none are given.
-        """
-        request = MetadataRequest(list(topics or ()), allow_auto_topic_creation=False)
+    def force_metadata_update(self) -> asyncio.Future[bool]:
+        """Request the metadata of all tracked topics; the result is False where no broker answers."""
+        return self._request_metadata()
+
+    def _request_metadata(self) -> asyncio.Future[bool]:
+        """Have metadata fetched, or join the request that is under way."""
+        if self._is_answered is None:
+            self._is_answered = asyncio.get_running_loop().create_future()
+            self._is_wanted.set()
+        return asyncio.shield(self._is_answered)
+
+    async def _maybe_wait_metadata(self) -> None:
+        """Await the metadata that was requested; aiokafka's consumer calls this before it assigns partitions."""
+        if self._is_answered is not None:
+            await asyncio.shield(self._is_answered)
+
+    async def _keep_metadata(self) -> None:
+        """Fetch metadata where it is requested, and at its highest age."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._metadata_max_age_s):
+                    await self._is_wanted.wait()
+            is_answered = self._is_answered = self._is_answered or asyncio.get_running_loop().create_future()
+            try:
+                is_fetched = await self._fetch_tracked()
+            except Exception:
+                log.exception("bug: the metadata of Kafka could not be read")
+                is_fetched = False
+            self._is_wanted.clear()
+            self._is_answered = None
+            is_answered.set_result(is_fetched)
+
+    async def _fetch_tracked(self) -> bool:
+        """Fetch the metadata of the tracked topics, again where others are tracked meanwhile."""
+        topics: set[str] | None = None
+        is_fetched = False
+        while topics != self.tracked_topics:
+            topics = set(self.tracked_topics)
+            is_fetched = await self._fetch(self.cluster, topics)
+        return is_fetched
+
+    async def _fetch(self, known: ClusterMetadata, topics: Collection[str]) -> bool:
+        """Replace what is known by the metadata of these topics, from any broker; returns whether one answered."""
+        request = MetadataRequest(list(topics), allow_auto_topic_creation=False)
         nodes: list[int | str] = [broker.nodeId for broker in self.cluster.brokers()]
         if _BOOTSTRAP in self._connections:  # kept until a response lists a broker
             nodes.append(_BOOTSTRAP[0])
@@ -144,11 +198,11 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
                 continue
             if not metadata.brokers:
                 return False
-            cluster_metadata.update_metadata(metadata)
+            known.update_metadata(metadata)
             if _BOOTSTRAP in self._connections and self.cluster.brokers():
                 self._connections.pop(_BOOTSTRAP).close()
             return True
-        cluster_metadata.failed_update(None)
+        known.failed_update(None)
         return False
 
     async def ready(self, node_id: int, *, group: Any = ConnectionGroup.DEFAULT) -> bool:
@@ -254,7 +308,10 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
 
         A TLS shutdown waits for the broker's close_notify, which uvloop may miss: it then waits for 30 s.
         """
-        await super().close()
+        if self._metadata_task is not None:
+            self._metadata_task.cancel()
+            await asyncio.gather(self._metadata_task, return_exceptions=True)
+            self._metadata_task = None
         ended = []
         for connection in self._connections.values():
             ended.append(connection.close(CloseReason.SHUTDOWN))
@@ -285,50 +342,40 @@ class Client(BaseClient):
         self._asks_all = False  # whether it asks for all tracked topics instead
         self._asked_all_at = time.monotonic()
 
-    def add_topic(self, topic: str) -> asyncio.Future[bool]:
-        with self._asking_only_for({topic} - self.tracked_topics):
-            return super().add_topic(topic)
-
-    def set_topics(self, topics: Collection[str]) -> asyncio.Future[bool]:
-        with self._asking_only_for(set(topics) - self.tracked_topics):
-            return super().set_topics(topics)
-
     def refresh(self, topics: Collection[str]) -> asyncio.Future[bool]:
-        """Request the metadata of these topics only; the result is False where no broker answers."""
-        with self._asking_only_for(topics):
-            return self.force_metadata_update()
+        """Request the metadata of these topics only, if any; the result is False where no broker answers."""
+        self._new_topics.update(topics)
+        return self._request_metadata() if topics else super().refresh(topics)
 
     def force_metadata_update(self) -> asyncio.Future[bool]:
         self._asks_all = True
-        return super().force_metadata_update()  # type: ignore[no-any-return]
+        return super().force_metadata_update()
 
-    @contextlib.contextmanager
-    def _asking_only_for(self, topics: Collection[str]) -> Iterator[None]:
-        """Have the Metadata request that is made meanwhile ask for these topics: aiokafka's methods ask for all."""
-        asks_all = self._asks_all
-        yield
-        self._asks_all = asks_all
-        self._new_topics.update(topics)
-
-    async def _metadata_update(self, cluster_metadata: ClusterMetadata, topics: Collection[str] | None) -> bool:
+    async def _fetch_tracked(self) -> bool:
         """Fetch the metadata of new topics, and keep that of the others; of all topics where asked for, or at its age.
 
         A session that writes to thousands of topics would else get the metadata of all of them with each new topic.
         """
         age_s = time.monotonic() - self._asked_all_at
-        if self._asks_all or age_s > ALL_TOPICS_SHARE * cluster_metadata.config["metadata_max_age_ms"] / 1000:
-            self._new_topics, asked_at = set(), time.monotonic()
-            if is_fetched := await super()._metadata_update(cluster_metadata, topics):
-                self._asked_all_at = asked_at
-            self._asks_all = not is_fetched
-            return is_fetched
+        is_old = age_s > ALL_TOPICS_SHARE * self.cluster.config["metadata_max_age_ms"] / 1000
+        if (self._asks_all or is_old) and not await self._fetch_all():
+            return False
         while new := self._new_topics:  # others may be asked for meanwhile
             self._new_topics, fetched = set(), ClusterMetadata()
-            if not await super()._metadata_update(fetched, new):
+            if not await self._fetch(fetched, new):
                 self._new_topics |= new
                 return False
-            _merge(cluster_metadata, fetched, new)
-        return not self._asks_all or await self._metadata_update(cluster_metadata, self.tracked_topics)
+            _merge(self.cluster, fetched, new)
+        return not self._asks_all or await self._fetch_tracked()
+
+    async def _fetch_all(self) -> bool:
+        """Fetch the metadata of all tracked topics."""
+        self._new_topics, asked_at = set(), time.monotonic()
+        is_fetched = await self._fetch(self.cluster, self.tracked_topics)
+        if is_fetched:
+            self._asked_all_at = asked_at
+        self._asks_all = not is_fetched  # also where it was asked for meanwhile
+        return is_fetched
 
     def connection(self, node_id: int) -> Connection | None:
         """Find the open connection to a node, or None. A reconnect gives another object, so callers compare by `is`."""

@@ -1,9 +1,9 @@
 """Pins the private names of aiokafka that the service uses.
 
-Four are of clients: `_metadata_update`, `_md_synchronizer` and its `_sync_task`, and `_client` of a consumer. No public
-method lets a subclass ask for metadata. Two are of a ClusterMetadata:
-`_brokers` and `_partitions`, because `update_metadata` drops all topics that are not in a response. One is of a
-consumer: `_coordinator`, which has its member and generation in the group; aiokafka has no `groupMetadata()`.
+Two are of clients: `_client` of a consumer, which has no parameter for its client, and `_maybe_wait_metadata`, which a
+consumer calls. Two are of a ClusterMetadata: `_brokers` and `_partitions`, because `update_metadata` drops all topics
+that are not in a response. One is of a consumer: `_coordinator`, which has its member and generation in the group;
+aiokafka has no `groupMetadata()`.
 
 Three are of connections: `_requests`, `_last_action` and `_handle_frame`. The requests of a transaction go over
 connections of aiokafka, between its own requests. Responses come in the order of the requests, and `_requests` has both
@@ -13,6 +13,7 @@ kinds in that order; `_last_action` tells aiokafka that a connection is not idle
 import asyncio
 import importlib.metadata
 import inspect
+import re
 import subprocess
 import sys
 from typing import Any, Final
@@ -21,14 +22,15 @@ import pytest
 from aiokafka import AIOKafkaConsumer
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.conn import AIOKafkaConnection, OAuthAuthenticator, SaslPlainAuthenticator, ScramAuthenticator
+from aiokafka.consumer import consumer as consumer_module
+from aiokafka.consumer import fetcher, group_coordinator
 from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.group_coordinator import CoordinatorGroupRebalance, GroupCoordinator
 from aiokafka.errors import KafkaConnectionError
-from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
-from aiokafka.structs import BrokerMetadata, TopicPartition
+from aiokafka.structs import TopicPartition
 
 from deploy.places import ROOT
 from service.contract import SharedSettings
@@ -58,8 +60,8 @@ def test_the_pinned_version_is_installed() -> None:
         "force_metadata_update",
         "get_random_node",
         "coordinator_lookup",
-        "_metadata_update",
-        "_md_synchronizer",
+        "_maybe_wait_metadata",
+        "ready",
     ],
 )
 def test_the_client_has_the_methods_that_are_called(name: str) -> None:
@@ -71,7 +73,7 @@ async def test_the_client_keeps_topics_and_leaders_where_they_are_read() -> None
     client.set_topics(["a", "c"])
     client.set_topics(["a"])
     client.add_topic("b")
-    assert client.tracked_topics == client._topics == {"a", "b"}
+    assert client.tracked_topics == {"a", "b"}
     assert client.cluster.partitions_for_topic("none") is None
     assert client.cluster.topics(exclude_internal_topics=False) == set()
     assert client.cluster.unauthorized_topics == set()
@@ -118,39 +120,21 @@ assert [name for old, new in zip(before, known()) for name in old if new.get(nam
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-class Asked:
-    """A connection that gets requests for metadata."""
-
-    def __init__(self) -> None:
-        self.requests: list[MetadataRequest] = []
-
-    async def send(self, request: MetadataRequest) -> object:
-        self.requests.append(request)
-        return type("Answer", (), {"brokers": []})
-
-
-@pytest.mark.parametrize("asks", ["add_topic", "force_metadata_update", "fetch_all_metadata"])
-async def test_metadata_is_asked_for_by_the_method_that_is_overridden(
-    asks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Look-ups must not create topics, and a request for no topics must not return all."""
-    client = BaseClient(bootstrap_servers="127.0.0.1:1", **OPTIONS)
-    connection = Asked()
-
-    async def connected(*_: object, **__: object) -> Asked:
-        return connection
-
-    monkeypatch.setattr(client, "_ready_connection", connected)
-    client.cluster._brokers = {1: BrokerMetadata(1, "127.0.0.1", 1, None)}
-    client._sync_task = asyncio.create_task(client._md_synchronizer())
-    asking = asyncio.ensure_future(getattr(client, asks)(*(["orders"] if asks == "add_topic" else [])))
-    await asyncio.wait({asking})
-    assert connection.requests
-    assert asking.exception() is None or asks == "fetch_all_metadata"
-    for request in connection.requests:
-        assert request._topics == (["orders"] if asks == "add_topic" else [])
-        assert not request._allow_auto_topic_creation
-    await client.close()
+def test_aiokafka_s_consumer_reaches_brokers_only_by_what_the_client_replaces() -> None:
+    """What AIOKafkaClient would do by its own connections and its own request for metadata, which creates topics."""
+    modules = (consumer_module, fetcher, group_coordinator)
+    used = {name for module in modules for name in re.findall(r"\b_client\.(\w+)", inspect.getsource(module))}
+    replaced = {name for name in used if name in vars(BaseClient)}
+    assert used - replaced == {
+        "cluster",
+        "coordinator_lookup",  # by `send`
+        "_wait_on_metadata",  # by `add_topic` and `force_metadata_update`
+        "fetch_all_metadata",  # only in AIOKafkaConsumer.topics, which the service does not call
+    }
+    assert "fetch_all_metadata" in inspect.getsource(AIOKafkaConsumer.topics)
+    for name in ("coordinator_lookup", "_wait_on_metadata"):
+        called = set(re.findall(r"self\.(\w+)\(", inspect.getsource(getattr(AIOKafkaClient, name))))
+        assert called <= {"send", "get_random_node", "add_topic", "force_metadata_update"}
 
 
 async def test_a_consumer_uses_our_client() -> None:
@@ -199,12 +183,12 @@ def test_a_full_batch_takes_no_record_and_a_batch_carries_its_producer() -> None
 
 async def test_a_fetcher_that_closes_may_cancel_its_caller() -> None:
     """The reason for `within`: the consumer waits for a fetch that it has cancelled before it began."""
-    fetcher = Fetcher.__new__(Fetcher)
-    fetcher._fetch_task = asyncio.create_task(asyncio.sleep(0))
-    fetcher._fetch_waiters = set()
-    fetcher._pending_tasks = {asyncio.create_task(asyncio.sleep(1))}
+    closing = Fetcher.__new__(Fetcher)
+    closing._fetch_task = asyncio.create_task(asyncio.sleep(0))
+    closing._fetch_waiters = set()
+    closing._pending_tasks = {asyncio.create_task(asyncio.sleep(1))}
     with pytest.raises(asyncio.CancelledError):
-        await fetcher.close()
-    fetcher._pending_tasks = {asyncio.create_task(asyncio.sleep(1))}
+        await closing.close()
+    closing._pending_tasks = {asyncio.create_task(asyncio.sleep(1))}
     with pytest.raises(Abandoned):
-        await within(1, fetcher.close())
+        await within(1, closing.close())

@@ -531,6 +531,38 @@ async def test_the_metadata_of_all_topics_is_not_kept_beyond_its_age_while_new_o
     assert broker.topics_asked[2:] == [{"c"}]
 
 
+async def test_metadata_that_cannot_be_read_is_requested_again(
+    knowing: tuple[Client, MetadataBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = knowing
+    await client.add_topic("a")
+
+    def unreadable(_: object) -> None:
+        raise ValueError("not a response")
+
+    monkeypatch.setattr(client.cluster, "update_metadata", unreadable)
+    assert not await asyncio.wait_for(client.force_metadata_update(), 5)
+    monkeypatch.undo()
+    assert await asyncio.wait_for(client.force_metadata_update(), 5)
+    assert led(client, "a") == {"a"}
+
+
+async def test_a_topic_that_is_added_amid_the_request_for_all_is_requested_next(
+    knowing: tuple[Client, MetadataBroker],
+) -> None:
+    client, broker = knowing
+    await client.set_topics({"a"})
+    broker.topics_asked.clear()
+    held = broker.held = asyncio.Event()
+    first = client.force_metadata_update()
+    await until(lambda: bool(broker.topics_asked))
+    second = client.add_topic("b")
+    held.set()
+    assert all(await asyncio.gather(first, second))
+    assert broker.topics_asked == [{"a"}, {"b"}]
+    assert led(client, "ab") == {"a", "b"}
+
+
 async def test_a_new_topic_without_a_response_is_requested_again(
     knowing: tuple[Client, MetadataBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
