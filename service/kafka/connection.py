@@ -6,6 +6,7 @@ Requests in protocol.CODECS are encoded there, and ResponseReader splits the rec
 
 import asyncio
 import contextlib
+import io
 import random
 import socket
 import struct
@@ -532,6 +533,13 @@ def _send(
     return response
 
 
+def _decode(request: Any, frame: bytes) -> Any:
+    """Decode the response to one of aiokafka's own requests."""
+    content = io.BytesIO(frame)
+    request.parse_response_header(content)
+    return request.RESPONSE_TYPE.decode(content)
+
+
 class ResponseReader(asyncio.Protocol):
     """Reads a connection's responses in place of aiokafka's stream, which still gets EOF and connection_lost.
 
@@ -580,14 +588,11 @@ class ResponseReader(asyncio.Protocol):
         if connection is None or not connection.connected():
             return  # closed because of an earlier response, or collected
         try:
-            correlation_id, codec, response = connection._requests[0]
-            if not isinstance(codec, ApiCodec):
-                connection._handle_frame(frame)
-                return
+            correlation_id, request, response = connection._requests[0]
             if int.from_bytes(frame[:4], "big") != correlation_id:
                 raise errors.CorrelationIdError(f"the response is not to request {correlation_id}")
             if not response.done():  # done: its caller has cancelled it
-                response.set_result(codec.decode(frame))
+                response.set_result(request.decode(frame) if isinstance(request, ApiCodec) else _decode(request, frame))
             connection._last_action = time.monotonic()
             connection._requests.popleft()
         except Exception as error:  # after any error, later responses cannot be matched to their requests

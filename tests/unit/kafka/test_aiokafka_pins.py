@@ -5,7 +5,7 @@ consumer calls. Two are of a ClusterMetadata: `_brokers` and `_partitions`, beca
 that are not in a response. One is of a consumer: `_coordinator`, which has its member and generation in the group;
 aiokafka has no `groupMetadata()`.
 
-Three are of connections: `_requests`, `_last_action` and `_handle_frame`. The requests of a transaction go over
+Two are of connections: `_requests` and `_last_action`. The requests of a transaction go over
 connections of aiokafka, between its own requests. Responses come in the order of the requests, and `_requests` has both
 kinds in that order; `_last_action` tells aiokafka that a connection is not idle.
 """
@@ -89,7 +89,6 @@ async def test_a_connection_has_the_private_names_that_are_used() -> None:
     connection = AIOKafkaConnection("127.0.0.1", 1, request_timeout_ms=1_000)
     assert not connection._requests
     assert isinstance(connection._last_action, float)
-    assert callable(connection._handle_frame)
     connection.close()
 
 
