@@ -121,7 +121,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._running is not None:  # uvicorn notifies only the last of pipelined requests
             self._running.disconnected = True
             self._running.message_event.set()
-        super()._unset_keepalive_if_required()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -271,6 +273,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # ---------------------------------------------------------------------- keep-alive
 
     def _check_idle_in(self, seconds: float) -> None:
+        """Set the timer of an idle connection. Responses leave it as it is: the handler checks the idle time."""
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -283,9 +286,6 @@ class GuardedProtocol(HttpToolsProtocol):
             self._check_idle_in(left)
         else:
             super().timeout_keep_alive_handler()
-
-    def _unset_keepalive_if_required(self) -> None:
-        """Keep the timer, which uvicorn would replace for each request; its handler checks the idle time."""
 
     # --------------------------------------------------------------------------- deadline
 

@@ -518,6 +518,30 @@ async def test_the_keep_alive_timer_is_set_again_for_a_connection_that_was_not_i
     assert connection.timeout_keep_alive_task is not None
 
 
+async def test_a_connection_that_is_idle_after_pipelined_requests_is_closed(server: uvicorn.Server) -> None:
+    server.config.timeout_keep_alive = 1
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
+    caller = Caller(reader, writer, server)
+    for _ in range(2):  # the timer runs when the second burst comes
+        await caller.say(3 * post(b"/now", b"x"))
+        assert [(await caller.hear())[0] for _ in range(3)] == [201] * 3
+    async with asyncio.timeout(3.0):
+        assert await reader.read() == b""
+    writer.close()
+
+
+@only_direct
+async def test_the_keep_alive_timer_ends_with_its_connection(caller: Caller) -> None:
+    await caller.say(post(b"/now", b"x"))
+    assert (await caller.hear())[0] == 201
+    connection = next(iter(caller.server.server_state.connections))
+    assert isinstance(connection, PostsProtocol)
+    timer = connection.timeout_keep_alive_task
+    assert timer is not None
+    connection.connection_lost(ConnectionResetError())
+    assert timer.cancelled()
+
+
 @contextlib.asynccontextmanager
 async def narrow(server: uvicorn.Server) -> AsyncIterator[socket.socket]:
     """A connection whose client reads little at a time, and only when the test says so."""

@@ -95,7 +95,6 @@ async def test_each_attribute_that_the_service_reads_of_a_connection_exists(prot
         "on_response_complete",
         "resume_writing",
         "timeout_keep_alive_handler",
-        "_unset_keepalive_if_required",
         "_start_asgi_task",
     ],
 )
