@@ -1,5 +1,7 @@
 """Flow control of a connection: when the service reads on, while a client does not read or bytes are to be parsed."""
 
+import asyncio
+
 from uvicorn.protocols.http.flow_control import FlowControl
 
 
@@ -12,6 +14,10 @@ class BothWays(FlowControl):
 
     parsing = False  # received bytes are still to be parsed
     is_duplex = False  # the app has begun its answer, and reads the body as it arrives
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self.transport = transport
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -26,13 +32,13 @@ class BothWays(FlowControl):
         if not self.read_paused:
             self.read_paused = True
             if not self.parsing:
-                self._transport.pause_reading()
+                self.transport.pause_reading()
 
     def resume_reading(self) -> None:
         if self.read_paused and (self.is_duplex or not self.write_paused):
             self.read_paused = False
             if not self.parsing:
-                self._transport.resume_reading()
+                self.transport.resume_reading()
 
     def set_duplex(self, is_duplex: bool) -> None:
         """Note whether the app answers and reads the body at the same time."""
@@ -45,4 +51,4 @@ class BothWays(FlowControl):
         if parsing is not self.parsing:
             self.parsing = parsing
             if not self.read_paused:
-                (self._transport.pause_reading if parsing else self._transport.resume_reading)()
+                (self.transport.pause_reading if parsing else self.transport.resume_reading)()

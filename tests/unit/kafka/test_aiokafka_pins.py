@@ -1,13 +1,6 @@
-"""Pins the private names of aiokafka that the service uses.
+"""Pins the private names of aiokafka that the service uses, and what it counts on behind public ones.
 
-Two are of clients: `_client` of a consumer, which has no parameter for its client, and `_maybe_wait_metadata`, which a
-consumer calls. Two are of a ClusterMetadata: `_brokers` and `_partitions`, because `update_metadata` drops all topics
-that are not in a response. One is of a consumer: `_coordinator`, which has its member and generation in the group;
-aiokafka has no `groupMetadata()`.
-
-Two are of connections: `_requests` and `_last_action`. The requests of a transaction go over
-connections of aiokafka, between its own requests. Responses come in the order of the requests, and `_requests` has both
-kinds in that order; `_last_action` tells aiokafka that a connection is not idle.
+test_library_names.py lists the names and says why each is used.
 """
 
 import asyncio
