@@ -16,7 +16,7 @@ from service.kafka.session import MARKERS_PAUSE_MOST_S, ProducerSession
 log = structlog.get_logger(__name__)
 
 
-async def write_markers(
+async def end_hanging(
     session: ProducerSession,
     open_check: OpenCheck,
     offset_commit: OffsetCommit,

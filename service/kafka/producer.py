@@ -19,7 +19,7 @@ from service.kafka.group_offsets import GroupOffsets
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.inspection import UNSUPPORTED, active_producers, write_marker
 from service.kafka.metadata import Partition
-from service.kafka.missing_markers import write_markers
+from service.kafka.missing_markers import end_hanging
 from service.kafka.offset_commit import OffsetCommit
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
@@ -181,7 +181,7 @@ class TransactionalProducer:
         session = self._session
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                return await write_markers(session, self._open_check, self._offset_commit, partitions, commit=commit)
+                return await end_hanging(session, self._open_check, self._offset_commit, partitions, commit=commit)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             raise session.failed("end-hanging", f"{partitions}: no markers: {error!r}") from error
 

@@ -211,7 +211,7 @@ class HangingRecovery:
         # last transaction had ended for the coordinator, and begins no more.
         await self._producer.write_missing_markers([self._ledger], commit=False)
         for hanging, decided in found:
-            await self._write_markers(hanging, decided)
+            await self._write_markers_of_former(hanging, decided)
 
     async def _decide_former(
         self, hanging: dict[Partition, ActiveProducer], start: int, asked: set[Partition]
@@ -236,7 +236,7 @@ class HangingRecovery:
         firsts = [await self._first_of(partition, each.start) for partition, each in hanging.items()]
         return any(first is not None and first.slot == self._ledger[1] for first in firsts)
 
-    async def _write_markers(self, hanging: Mapping[Partition, ActiveProducer], decided: Decision) -> None:
+    async def _write_markers_of_former(self, hanging: Mapping[Partition, ActiveProducer], decided: Decision) -> None:
         """Write the markers of a former producer id, and log those that are not written.
 
         Without evidence there is no marker, unlike for the own producer id, where the next marker would decide anyway.

@@ -70,8 +70,8 @@ class _Record(msgspec.Struct):
     offsets: _Offsets | None = None
 
 
-class _Written(msgspec.Struct):
-    """What a ledger record or a begin record says of its writer."""
+class _Producer(msgspec.Struct):
+    """What a ledger record or a begin record says of its producer."""
 
     pid: int
 
@@ -84,7 +84,7 @@ class _Versioned(msgspec.Struct):
 
 # Faster than wire.decode_ledger: a store recovery decodes millions of entries.
 _decode = msgspec.json.Decoder(_Record).decode
-_decode_written = msgspec.json.Decoder(_Written).decode
+_decode_producer = msgspec.json.Decoder(_Producer).decode
 _decode_version = msgspec.json.Decoder(_Versioned).decode
 _encode = msgspec.json.Encoder().encode
 _bytes = bytes.fromhex
@@ -144,7 +144,7 @@ def lowest_offsets(value: bytes | None, slot: int, at: int) -> dict[tuple[str, i
 def names_producer(value: bytes | None, producer_id: int) -> bool:
     """Whether a ledger record or a begin record says that this producer id has written it."""
     try:
-        return _decode_written(value or b"").pid == producer_id
+        return _decode_producer(value or b"").pid == producer_id
     except (ValueError, RecursionError):
         return False
 
