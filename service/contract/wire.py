@@ -114,6 +114,11 @@ def internal_topics(namespace: str) -> tuple[str, ...]:
     return tuple(name(namespace) for name in (ledger_topic, requests_topic, control_topic, findings_topic))
 
 
+def is_kafka_topic(topic: str) -> bool:
+    """Check whether a topic is one of Kafka's own, such as __consumer_offsets."""
+    return topic.startswith("__")
+
+
 def transactional_id(namespace: str, slot: int) -> str:
     """Name the `transactional.id` of a slot, which outlives each process (KIP-98)."""
     return f"{namespace}.slot.{slot}"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from service.contract import PREFIX, SettingsError
-from service.contract.wire import control_topic, findings_topic, ledger_topic, requests_topic
+from service.contract.wire import control_topic, findings_topic, is_kafka_topic, ledger_topic, requests_topic
 from service.core.problems import KafkaAway, KafkaForbids
 from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
 from service.core.shared_task import unwaited
@@ -100,7 +100,7 @@ class InternalTopics:
 
     def reserved(self, topic: str) -> bool:
         """Check whether a topic is closed to clients: internal, findings, or Kafka's own."""
-        return topic in self._wanted or topic == self.findings or topic.startswith("__")
+        return topic in self._wanted or topic == self.findings or is_kafka_topic(topic)
 
     async def ensure(self) -> None:
         """Create missing internal topics, grow the ledger, check the rest. Raises SettingsError, KafkaAway."""

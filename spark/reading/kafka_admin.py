@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings
+from service.contract.wire import is_kafka_topic
 from spark.errors import CannotRun
 from spark.reading.jvm import Py4JJavaError, jvm, nested, reason
 
@@ -210,7 +211,7 @@ class KafkaAdmin:
         """List the names of all topics but Kafka's internal ones."""
         # Joined in the JVM: each step of an iteration over a Java set is a request of py4j.
         found = str(self._jvm.java.lang.String.join("\n", self._request(self._admin.listTopics, "names")))
-        return sorted(name for name in found.split("\n") if name and not name.startswith("__"))
+        return sorted(name for name in found.split("\n") if name and not is_kafka_topic(name))
 
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]:
         """Describe these topics, by name; topics that do not exist are left out.

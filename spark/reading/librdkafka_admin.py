@@ -19,6 +19,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from service.contract import SharedSettings
+from service.contract.wire import is_kafka_topic
 from spark.errors import NeedsSpark
 from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition
 
@@ -68,7 +69,7 @@ class LibrdkafkaAdmin:
         """List the names of all topics but Kafka's internal ones."""
         with _failing():
             listed = self._client.list_topics(timeout=CALL_S)
-        return sorted(name for name in listed.topics if not name.startswith("__"))
+        return sorted(name for name in listed.topics if not is_kafka_topic(name))
 
     def describe(self, names: Sequence[str], *, strict: bool = True) -> dict[str, Topic]:
         """Describe these topics, by name; topics that do not exist are left out.

@@ -236,3 +236,9 @@ def test_a_ledger_record_with_a_field_of_another_form_is_no_ledger_record(part: 
     (body if part in body or part == "later" else entry)[part] = "HERE"
     with pytest.raises(wire.WireError, match="no ledger record"):
         wire.decode_ledger(json.dumps(body).replace('"HERE"', wrong).encode())
+
+
+def test_a_topic_of_kafka_s_own_is_known_by_its_prefix() -> None:
+    assert [name for name in ("__consumer_offsets", "orders", "_schemas", "a__b") if wire.is_kafka_topic(name)] == [
+        "__consumer_offsets"
+    ]
