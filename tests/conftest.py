@@ -112,15 +112,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in slow:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_LIMIT_S))
-    items.sort(key=lambda item: (_rank(folder(item.nodeid)), _length(item.nodeid)))
+    items.sort(key=lambda item: (_rank(folder(item.nodeid)), _rank_by_time(item.nodeid)))
 
 
 def _rank(name: str) -> int:
     return _ORDER.index(name) if name in _ORDER else len(_ORDER)
 
 
-def _length(nodeid: str) -> int:
-    """Return the place of a file's time among the long files of Spark, from 1 for the shortest; 0 for other files."""
+def _rank_by_time(nodeid: str) -> int:
+    """Rank a file by its time among the long files of Spark, from 1 for the shortest; 0 for other files."""
     name = Path(nodeid.partition("::")[0]).stem
     is_long = folder(nodeid) == "spark" and name in LONG_SPARK_FILES
     return len(LONG_SPARK_FILES) - LONG_SPARK_FILES.index(name) if is_long else 0
@@ -160,7 +160,7 @@ class _FromBothEnds(LoadScopeScheduling):  # type: ignore[misc]
             return
         if self._pending_of(self.assigned_work[node]) > self._LAST_TESTS:
             return  # it is not the next one without work
-        if self._helper is None and sum(_length(scope) > 0 for scope in self.workqueue) >= self._HELPED_FILES:
+        if self._helper is None and sum(_rank_by_time(scope) > 0 for scope in self.workqueue) >= self._HELPED_FILES:
             self._helper = node
         if node is self._helper:
             super()._reschedule(node)

@@ -33,7 +33,7 @@ from tests.faults.network import Network
 from tests.faults.processing import Processing
 from tests.faults.relay import Relay
 from tests.integration.client import Asked
-from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan
+from tests.integration.plan import MODULE, PLAN_ENV, Fault, Plan, until
 from tests.stores import Store
 
 TRANSACTION_TIMEOUT_S: Final = 5
@@ -437,10 +437,7 @@ class World:
         Raises:
             AssertionError: it was not met in time.
         """
-        deadline = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < deadline, f"it did not come about within {timeout_s:.0f} s: {what}"
-            time.sleep(POLL_S)
+        until(holds, timeout_s, what)
 
 
 def _verdict(text: str) -> Verdict:

@@ -132,7 +132,7 @@ class Rules:
         first, second = fault
         series = {*healthy.samples, *first.samples, *second.samples}
         firing = 'group by (alertname) (ALERTS{alertstate="firing"})'
-        told = [{"labels": json_labels(alertname=name), "value": 1} for name in sorted(alerts)]
+        samples = [{"labels": json_labels(alertname=name), "value": 1} for name in sorted(alerts)]
         self._test(
             [
                 (
@@ -144,7 +144,7 @@ class Rules:
             ],
             [
                 {"expr": firing, "eval_time": f"{(healthy_steps - 1) * STEP_S}s", "exp_samples": []},
-                {"expr": firing, "eval_time": f"{(healthy_steps + steps - 1) * STEP_S}s", "exp_samples": told},
+                {"expr": firing, "eval_time": f"{(healthy_steps + steps - 1) * STEP_S}s", "exp_samples": samples},
             ],
         )
 
@@ -157,7 +157,7 @@ class Rules:
         every = sorted({series for found, _, _ in course for series in found.samples})
         values: dict[Series, list[str]] = {series: [] for series in every}
         firing = 'group by (alertname, kind) (ALERTS{alertstate="firing"})'
-        told, done = [], 0
+        checks, done = [], 0
         for found, shown_s, alerts in course:
             steps = int(shown_s / AUDIT_STEP_S)
             for series in every:
@@ -167,8 +167,8 @@ class Rules:
                 json_labels(**dict(zip(("alertname", "kind"), name.split("/"), strict=False))) for name in alerts
             ]
             samples = [{"labels": labels, "value": 1} for labels in sorted(expected)]
-            told.append({"expr": firing, "eval_time": f"{(done - 1) * AUDIT_STEP_S}s", "exp_samples": samples})
-        self._test([(series, " ".join(values[series])) for series in every], told, AUDIT_STEP_S)
+            checks.append({"expr": firing, "eval_time": f"{(done - 1) * AUDIT_STEP_S}s", "exp_samples": samples})
+        self._test([(series, " ".join(values[series])) for series in every], checks, AUDIT_STEP_S)
 
     def _test(
         self, series: Iterable[tuple[Series, str]], expected: Sequence[Mapping[str, object]], step_s: int = STEP_S

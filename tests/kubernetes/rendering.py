@@ -52,6 +52,12 @@ class Rendered:
         return found | {variable["name"]: variable.get("value", "") for variable in container.get("env", ())}
 
 
+def container_of(template: Object) -> Any:
+    """Return the one container of a pod's template."""
+    (container,) = template["spec"]["containers"]
+    return container
+
+
 _TEMPLATES: Final = {
     "Deployment": ("spec", "template"),
     "CronJob": ("spec", "jobTemplate", "spec", "template"),

@@ -26,7 +26,7 @@ from spark.command_line import parse
 from spark.errors import CannotRun
 from spark.rules.balance import Balance
 from spark.session import _ALWAYS, _LOCAL, UTC
-from tests.kubernetes.rendering import HERE, Object, Rendered, render_with
+from tests.kubernetes.rendering import HERE, Object, Rendered, container_of, render_with
 from tests.kubernetes.times import drain_s, way_out_s
 
 OF_SERVICE: Final = set(Settings.variables())
@@ -37,11 +37,6 @@ OF_JOB: Final = {
 POD_NAME_CHARS: Final = 63  # the longest name of a Deployment's pod in Kubernetes
 # From the deletion of a pod until all nodes know of it; the preStop hook waits for this time.
 ENDPOINTS_S: Final = 5
-
-
-def container_of(template: Object) -> Any:
-    (container,) = template["spec"]["containers"]
-    return container
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import yaml
 from deploy.places import ROOT
 from service.http.produce_v3 import V3_PREFIXES
 from tests import go_tools
-from tests.kubernetes.rendering import HERE, Object, Rendered, render_with
-from tests.kubernetes.test_code import container_of, selects
+from tests.kubernetes.rendering import HERE, Object, Rendered, container_of, render_with
+from tests.kubernetes.test_code import selects
 from tests.kubernetes.test_labels import lacking
 from tests.kubernetes.test_schemas import VERSIONS, check
 

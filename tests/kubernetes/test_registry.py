@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from service.core.settings import Settings
-from tests.kubernetes.rendering import HERE, Rendered, render_with
-from tests.kubernetes.test_code import OF_SERVICE, container_of, open_ports, selects
+from tests.kubernetes.rendering import HERE, Rendered, container_of, render_with
+from tests.kubernetes.test_code import OF_SERVICE, open_ports, selects
 from tests.kubernetes.test_labels import lacking
 from tests.kubernetes.test_schemas import VERSIONS, check
 from tests.kubernetes.test_secured import secret_of

@@ -7,7 +7,7 @@ import pytest
 
 from service.contract import Rules, SharedSettings
 from service.core.settings import Settings
-from tests.kubernetes.rendering import HERE, Object, Rendered
+from tests.kubernetes.rendering import HERE, Object, Rendered, container_of
 from tests.kubernetes.test_restricted import breaches
 from tests.kubernetes.test_schemas import VERSIONS, check
 from tests.secured import Authority
@@ -69,7 +69,8 @@ id = "event_id"
 event_time = "accepted_at"
 late_s = 900
 """
-    rules = Rules.parse(f'{sink}password_file = "{path}"', prod.settings(container_of(prod))["FENCEPOST_RULES"])
+    of_service = container_of(pods(prod)["Deployment/fencepost"])
+    rules = Rules.parse(f'{sink}password_file = "{path}"', prod.settings(of_service)["FENCEPOST_RULES"])
     assert rules.sinks[0].password_file == path
     application = operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]
     cron, follow = pods(prod)["CronJob/fencepost-audit"]["spec"], pods(followed)["Deployment/fencepost-audit"]["spec"]
@@ -83,19 +84,13 @@ late_s = 900
         assert found == ("fencepost-audit", "warehouse.password"), name
         # Most audits have no secret.
         assert [one["secret"]["optional"] for one in spec["volumes"] if one["name"] == "secret"] == [True], name
-    others = [container_of(prod)["volumeMounts"], application["executor"]["volumeMounts"]]
+    others = [of_service["volumeMounts"], application["executor"]["volumeMounts"]]
     assert not [mount for mounts in others for mount in mounts if path.startswith(f"{mount['mountPath']}/")]
-
-
-def container_of(rendered: Rendered) -> Any:
-    """Return the container of the service."""
-    (container,) = pods(rendered)["Deployment/fencepost"]["spec"]["containers"]
-    return container
 
 
 def test_the_settings_are_right_together(secured: Rendered, authority: Authority, tmp_path: Path) -> None:
     """As the pods read them, with local files instead of the mounted ones."""
-    (container,) = pods(secured)["Deployment/fencepost"]["spec"]["containers"]
+    container = container_of(pods(secured)["Deployment/fencepost"])
     environ = secured.settings(container)
     password = tmp_path / "password"
     password.write_text("a password")

@@ -7,8 +7,7 @@ import select
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 from unittest.mock import Mock
@@ -28,6 +27,7 @@ from service.core.logs import (
 )
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, StoreAway
+from tests.integration.plan import until
 from tests.unit.scrape import sample
 
 SAY: Final = """
@@ -232,18 +232,11 @@ def piped() -> Iterator[Piped]:
     os.close(found.descriptor)
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
 def test_lines_whose_reader_is_gone_are_counted(piped: Piped) -> None:
     piped.reader.close()
     for _ in range(3):
         last_line("lost")
-    wait_until(lambda: dropped_lines() == 3)
+    until(lambda: dropped_lines() == 3)
     assert sample(Telemetry(), "fencepost_log_lines_dropped_total") == 3
 
 
