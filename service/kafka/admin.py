@@ -47,8 +47,8 @@ SHARE_LEAST_S: Final = 1.0
 # Concurrent requests on one connection: a broker answers the requests of a connection in order, one at a time.
 FENCES_AT_ONCE: Final = 16
 # Topics in one Metadata request, and partitions in one ListOffsets request, where there may be thousands: a response is
-# decoded in one step of the event loop, which takes some 20 µs for each partition. A topic has some ten partitions;
-# one of hundreds makes the step of its Metadata longer.
+# decoded in one step of the event loop, whose time grows with its partitions. A topic with hundreds of partitions makes
+# the step of its Metadata response longer.
 TOPICS_AT_ONCE: Final = 25
 PARTITIONS_AT_ONCE: Final = 250
 PARTITIONS_NAMED: Final = 8
@@ -70,7 +70,7 @@ RETRIABLE: Final = (
 async def any_node(client: AIOKafkaClient, but_not: Collection[int] = ()) -> int:
     """Choose a random broker, outside `but_not` if there is another.
 
-    Raises NodeNotReadyError where Kafka lists no broker, as a single broker does that its controller has fenced.
+    Raises NodeNotReadyError where Kafka lists no broker: a single broker lists none while its controller fences it.
     """
     node = client.get_random_node()
     if node is None:
@@ -304,9 +304,9 @@ class KafkaAdmin:
         return found.active
 
     async def slots_of(self, records: Iterable[RecordCoordinates]) -> dict[RecordCoordinates, int]:
-        """Read which slots have written records, by their headers; records that do not tell are left out.
+        """Read which slots have written records, by their headers; records without a header of a slot are left out.
 
-        A header that names another producer than that of its batch was copied, by a program that processes events.
+        A program that processes events may copy the header: it then names another producer id than that of the record.
         """
         found: dict[RecordCoordinates, int] = {}
         with contextlib.suppress(TimeoutError):
@@ -492,9 +492,9 @@ class KafkaAdmin:
     async def _request(
         self, request: Any, node: int | None = None, *, but_not: Collection[int] = (), share_s: float | None = None
     ) -> Any:
-        """Send a request to `node`, or to any broker outside `but_not`, and await the answer. Raises KafkaAway.
+        """Send a request to `node`, or to any broker outside `but_not`, and await the response. Raises KafkaAway.
 
-        Without `node`, a broker that is silent for `share_s` is given up for another, as long as there is one.
+        Without `node`, another broker is asked where one does not answer within `share_s`, until all were asked.
         """
         failed: BaseException | None = None
         tried: set[int] = set()

@@ -35,8 +35,8 @@ from service.slots.ledger_rows import lowest_offsets, names_producer
 
 log = structlog.get_logger(__name__)
 
-# Offsets before `applied` to read too: begin records and their markers, two offsets for each failed recovery, may
-# follow the last record with entries.
+# Offsets before `applied` that are read as well: begin records and their markers, two offsets for each failed recovery,
+# may follow the last record with entries.
 LOOK_BACK: Final = 32
 # The most by which the brokers' clocks (LogAppendTime) and Redis's (accepted_at) may differ. A ledger record is
 # appended after its events were claimed, so its time is at most this much before their accepted_at.
@@ -62,8 +62,8 @@ class LedgerTail:
     begun: set[int] = field(default_factory=set)  # producer epochs of the begin records in the tail
     markers: list[tuple[int, Marker]] = field(default_factory=list)  # the first after each transaction
     awaits_marker: bool = False
-    has_any: bool = False  # whether the slot has written here under the producer id, as one of its records says
-    others: set[int] = field(default_factory=set)  # further producer ids under which the slot has
+    is_of_slot: bool = False  # a record says that the slot wrote it under this producer id
+    others: set[int] = field(default_factory=set)  # other producer ids under which the slot wrote records
 
     def add(self, ledger: Partition, entry: LogEntry) -> None:
         """Add a record or a marker of the ledger's partition. Raises NewerVersion."""
@@ -71,7 +71,7 @@ class LedgerTail:
             if entry.producer_id not in self.others and names_producer(entry.value, entry.producer_id):
                 self.others.add(entry.producer_id)
             return
-        self.has_any = self.has_any or names_producer(entry.value, entry.producer_id)
+        self.is_of_slot = self.is_of_slot or names_producer(entry.value, entry.producer_id)
         if entry.marker is not None:
             if self.awaits_marker:
                 self.markers.append((entry.offset, entry.marker))
@@ -105,8 +105,9 @@ class LedgerTail:
 class FirstRecord(NamedTuple):
     """The first record of an open transaction: its producer epoch, its accepted_at (ms), and the slot that wrote it.
 
-    Of a group's offsets, which no event's header comes with, the time at which the broker appended them, and no slot.
-    No slot either where a program has copied the header: the producer that it names is not that of the record.
+    A record of a group's offsets has no header of Fencepost: `accepted_at` is the time at which the broker appended the
+    record, and `slot` is None. `slot` is None as well where a program has copied the header from another record: the
+    header then names another producer id than that of the record.
     """
 
     epoch: int
@@ -144,11 +145,11 @@ class HangingRecovery:
         self._ended = ended
 
     async def run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
-        """End hanging transactions in the ledger, in partitions named there, in those without marker, `maybe_hanging`.
+        """End hanging transactions in the ledger partition, in others that its records name, and in `maybe_hanging`.
 
-        `applied`: the ledger offset up to which records are marked, None if unknown. Returns the partitions whose
-        leaders did not answer. Raises KafkaAway where the evidence cannot be read: `timeout_s` is the time for one
-        response, because a long ledger takes more. Raises NewerVersion for evidence that a newer release has written.
+        `applied` is the ledger offset up to which records are marked, or None if it is unknown. Returns the partitions
+        whose leaders did not answer. Raises KafkaAway where the evidence cannot be read: `timeout_s` is the time for
+        one response, because a long ledger takes more. Raises NewerVersion for evidence of a newer release.
         """
         try:
             return await self._run(applied, maybe_hanging)
@@ -202,13 +203,13 @@ class HangingRecovery:
         for producer_id, hanging in others.items():
             if producer_id in former or await self._is_of_slot(hanging):
                 all_hanging, decided = await self._decide_former(hanging, own.start, partitions)
-                if producer_id in former or decided.tail.has_any:
+                if producer_id in former or decided.tail.is_of_slot:
                     found.append((all_hanging, decided))
         if not found:
             return
-        # A later owner of the slot may have another id, and its transaction be open. The coordinator ends an empty
-        # transaction of this session only if there is none: then each other id was replaced by this session's, when its
-        # last transaction had ended for the coordinator, and begins no more.
+        # A later owner of the slot may have another producer id, with an open transaction. The coordinator ends an
+        # empty transaction of this session only if there is no later owner. After that, every other id is an earlier
+        # one: its last transaction has ended for the coordinator, and the id begins no other transaction.
         await self._producer.write_missing_markers([self._ledger], commit=False)
         for hanging, decided in found:
             await self._write_markers_of_former(hanging, decided)
@@ -216,9 +217,11 @@ class HangingRecovery:
     async def _decide_former(
         self, hanging: dict[Partition, ActiveProducer], start: int, asked: set[Partition]
     ) -> tuple[dict[Partition, ActiveProducer], Decision]:
-        """Decide how another producer id's transactions end; adds the other partitions in which they are open.
+        """Decide how another producer id's transactions end; returns where they are open as well.
 
-        Without a marker, a partition whose leader was not asked (`asked`: the others) would count as unreadable.
+        `asked` are the partitions whose leaders were asked for open transactions. The ledger may name others: an open
+        transaction there would count as ended by a marker that cannot be read. Their leaders are therefore asked, and
+        if a transaction is open there, all is decided again.
         """
         ((producer_id, *_), *_) = hanging.values()
         open_from = {partition: each.start for partition, each in hanging.items()}
