@@ -25,6 +25,7 @@ from tests.spark import (
     test_view,
     test_window,
 )
+from tests.spark.fake_cluster import fake_cluster
 from tests.spark.mutants import (
     BALANCES,
     CAUSES,
@@ -65,7 +66,7 @@ def plans(spark: SparkSession) -> None:
     assert run_plan.window_from(plan, settings) == (plan.frozen_ms - WINDOW_MS) // HOUR_MS * HOUR_MS
     for name, test in vars(test_planning).items():
         if name.startswith("test_") and list(inspect.signature(test).parameters) == ["cluster"]:
-            test(test_planning.fake_cluster())
+            test(fake_cluster())
 
 
 def sink_states(spark: SparkSession) -> None:

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from struct import pack
 from typing import Any
 
-from confluent_kafka import KafkaException, Message, Producer, TopicCollection, TopicPartition
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    KafkaException,
+    Message,
+    Producer,
+    TopicCollection,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.cimpl import NewPartitions, NewTopic
@@ -278,6 +286,23 @@ class History:
         """Delete the records before an offset, as retention does."""
         where = TopicPartition(topic, partition, offset)
         self.admin.delete_records([where])[where].result(TIMEOUT_S)
+
+    def published(self) -> list[tuple[str, dict[str, Any] | None]]:
+        """Read all records of the topic of findings, in order: key and value (None: a tombstone)."""
+        start = TopicPartition(wire.findings_topic(self.namespace), 0, OFFSET_BEGINNING)
+        consumer = Consumer({"bootstrap.servers": self.bootstrap, "group.id": "none", "enable.partition.eof": True})
+        consumer.assign([start])
+        found: list[tuple[str, dict[str, Any] | None]] = []
+        while True:
+            message = consumer.poll(30)
+            assert message is not None
+            if message.error():
+                break
+            key, value = message.key(), message.value()
+            assert isinstance(key, bytes)
+            found.append((key.decode(), json.loads(value) if value is not None else None))
+        consumer.close()
+        return found
 
 
 def report(folder: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
+import pytest
 from pyspark.sql import SparkSession
 
 from deploy import places
@@ -59,6 +60,30 @@ def as_large(spark: SparkSession) -> Iterator[None]:
         patch.object(lake, "SMALL_BYTES", -1),
     ):
         yield
+
+
+class Cut(Exception):
+    """Ends a run as if the process had been killed."""
+
+
+@contextmanager
+def cut(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, step: str, *, after: bool, only: str | None = None
+) -> Iterator[None]:
+    """End a run before or after a step; `only` is the table of the step."""
+    whole = getattr(owner, step)
+
+    def broken(self: Any, *arguments: Any) -> Any:
+        if only is not None and arguments[0] != only:
+            return whole(self, *arguments)
+        if after:
+            whole(self, *arguments)
+        raise Cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, step, broken)
+        with pytest.raises(Cut):
+            yield
 
 
 @dataclasses.dataclass(frozen=True)

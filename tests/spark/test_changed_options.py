@@ -12,8 +12,7 @@ from spark.settings import HOUR_MS
 from spark.tables import lake, view
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
-from tests.spark.runs import Ran
-from tests.spark.test_runs import cut
+from tests.spark.runs import Ran, cut
 
 LATER_S = 3600.0
 ONE = Writer(0, 100, 0, "a:1")

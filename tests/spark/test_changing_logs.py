@@ -20,10 +20,9 @@ from spark.tables import lake
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History
 from tests.spark.rows import HOUR_MS
-from tests.spark.runs import Ran
+from tests.spark.runs import Ran, cut
 from tests.spark.stories import Stage, Stories, Story
-from tests.spark.test_runs import cut
-from tests.spark.test_view import Views, id_of
+from tests.spark.views import Views, id_of
 
 LATER_S = 3600.0
 DAY_S = 86_400.0

@@ -19,7 +19,7 @@ from spark.follow import RECHECK_S, SLOW_RECHECK_S, Known, Stop, pause_after, re
 from spark.reading import sinks
 from spark.settings import HOUR_MS, Settings
 from spark.silences import Silence
-from tests.spark.test_planning import LEDGER_TOPIC, FakeAdmin, ends, fake_cluster, freeze, settings
+from tests.spark.fake_cluster import LEDGER_TOPIC, FakeAdmin, ends, fake_cluster, freeze, settings
 
 HOUR = "2023-11-14 22:00:00"
 # In the middle of an hour.

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -33,6 +32,7 @@ from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
 from tests.spark.rows import ids as named
+from tests.spark.scans import reads
 from tests.spark.test_classify import plan, settings
 
 
@@ -122,28 +122,6 @@ def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
         late.check_committed("findings", 1)
 
 
-def reads(spark: SparkSession, lake: Path, table: str = "deliveries") -> Counter[str]:
-    """Sum up Spark's metrics of every scan of a table in a lake so far: files, and their bytes."""
-    context: Any = spark.sparkContext._jsc.sc()
-    context.listenerBus().waitUntilEmpty()
-    store: Any = spark._jsparkSession.sharedState().statusStore()
-    found: Counter[str] = Counter()
-    executions = store.executionsList()
-    for n in range(executions.size()):
-        number = executions.apply(n).executionId()
-        values = store.executionMetrics(number)
-        nodes = store.planGraph(number).allNodes()
-        for m in range(nodes.size()):
-            node = nodes.apply(m)
-            if node.name().startswith("Scan parquet") and f"{lake}/{table}" in node.desc():
-                for k in range(node.metrics().size()):
-                    metric = node.metrics().apply(k)
-                    value = values.get(metric.accumulatorId())
-                    if metric.name() in ("number of files read", "size of files read") and value.isDefined():
-                        found[metric.name()] += _metric_value(value.get())
-    return found
-
-
 def test_a_small_table_is_read_once_after_each_commit(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,12 +139,6 @@ def test_a_small_table_is_read_once_after_each_commit(
     assert not tables.is_small("deliveries")
     _merge(tables, 3)
     assert "" not in _scanned(tables.read_cached("deliveries"))
-
-
-def _metric_value(text: str) -> int:
-    """Parse a metric of Spark, with its thousands separators and unit."""
-    number, _, unit = text.replace(",", "").partition(" ")
-    return round(float(number) * {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20}[unit])
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from spark.tables.lake import Lake
 from tests.spark.history import History
 from tests.spark.rows import HOUR_MS
 from tests.spark.test_classify import log as log_of
-from tests.spark.test_sinks import FROZEN_MS, HOUR, LATE_S, MINUTE_MS, SETTLE_MS, Warehouse, counts, event
+from tests.spark.warehouse import FROZEN_MS, HOUR, LATE_S, MINUTE_MS, SETTLE_MS, Warehouse, counts, event
 from tests.spark.world import FOREVER
 
 RULE: Final = SinkRule("dr", ("t",), "kafka", "", LATE_S, margin_s=60, exclusive=True, mirror_topic="b.{topic}")

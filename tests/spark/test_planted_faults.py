@@ -23,7 +23,6 @@ from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Writer, Written
 from tests.spark.receiver import Receiver, receiving
 from tests.spark.runs import as_large
-from tests.spark.test_publish import records
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
@@ -319,7 +318,7 @@ def test_a_second_run_without_new_records_finds_the_same_and_tells_nobody(
 ) -> None:
     assert ran.document["webhook"] == {"findings": len(ran.document["findings"]), "error": None}
     before = ran.written()
-    published = records(faults.history)
+    published = faults.history.published()
     # The topic has every finding, silenced or not.
     found = [{name: value for name, value in one.items() if name != "silenced"} for one in ran.document["findings"]]
     assert dict(published) == {one["finding_id"]: {"v": 1, **one} for one in found}
@@ -329,7 +328,7 @@ def test_a_second_run_without_new_records_finds_the_same_and_tells_nobody(
     made, hook = receiver
     again = audit(faults.history, later_s=3600, key_ttl_s=TTL_S, rules=rules, publish=True, webhook=hook)
     assert (again.document["webhook"], len(made.received)) == (None, 1)
-    assert records(faults.history) == published
+    assert faults.history.published() == published
     assert again.document["run"]["number"] == ran.document["run"]["number"] + 1
     assert again.document["cost"]["offsets"] == 0
     assert again.written() == before

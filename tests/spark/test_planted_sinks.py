@@ -20,7 +20,7 @@ from tests.sinks.postgres import Postgres
 from tests.spark.history import History
 from tests.spark.rows import HOUR_MS, copy, entry
 from tests.spark.test_classify import log
-from tests.spark.test_sinks import Warehouse
+from tests.spark.warehouse import Warehouse
 
 SEEDS: Final = range(4)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings, wire
@@ -17,29 +16,7 @@ from spark.report import publish
 from spark.rules import current_findings
 from spark.tables import lake, schemas
 from tests.spark.history import History
-
-
-class Cut(Exception):
-    """Ends a run as if the process had been killed."""
-
-
-def records(history: History) -> list[tuple[str, dict[str, Any] | None]]:
-    """Read all records of the topic of findings, in order: key and value (None: a tombstone)."""
-    start = TopicPartition(wire.findings_topic(history.namespace), 0, OFFSET_BEGINNING)
-    consumer = Consumer({"bootstrap.servers": history.bootstrap, "group.id": "none", "enable.partition.eof": True})
-    consumer.assign([start])
-    found: list[tuple[str, dict[str, Any] | None]] = []
-    while True:
-        message = consumer.poll(30)
-        assert message is not None
-        if message.error():
-            break
-        key, value = message.key(), message.value()
-        assert isinstance(key, bytes)
-        found.append((key.decode(), json.loads(value) if value is not None else None))
-    consumer.close()
-    return found
-
+from tests.spark.runs import Cut
 
 Found = dict[str, int]
 """Findings by id, with their number of records."""
@@ -74,7 +51,7 @@ class Outbox:
 
     def counts(self) -> Found:
         """The current values of a reader of the compacted topic."""
-        return {key: value["count"] for key, value in dict(records(self.history)).items() if value is not None}
+        return {key: value["count"] for key, value in dict(self.history.published()).items() if value is not None}
 
 
 def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_once(
@@ -87,7 +64,7 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     outbox.publish(found)
     assert outbox.counts() == found
     outbox.publish(found)
-    assert len(records(history)) == 20
+    assert len(history.published()) == 20
 
     # Killed between sending and marking; one finding is new, one has changed, and one is no longer current.
     changed = {**found, "lost:3": 2, "lost:new": 1}
@@ -98,7 +75,7 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
             outbox.publish(changed)
     assert outbox.counts() == changed
     outbox.publish(changed)
-    sent = [key for key, _ in records(history)]
+    sent = [key for key, _ in history.published()]
     assert sorted(sent[20:23]) == ["lost:3", "lost:7", "lost:new"]
     assert sorted(sent[23:]) == sorted([*found, "lost:new"])
     assert outbox.counts() == changed
@@ -110,7 +87,7 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
         patch.setattr(outbox.lake, "check_held", _cut)
         with pytest.raises(Cut):
             outbox.publish(changed)
-    assert len(records(history)) == len(sent)
+    assert len(history.published()) == len(sent)
     late = spark.createDataFrame([("lost:7", json.dumps(_finding("lost:7", 1)))], "finding_id string, value string")
     sent_late = late.selectExpr("CAST(finding_id AS BINARY) key", "CAST(value AS BINARY) value").write.format("kafka")
     topic = wire.findings_topic(history.namespace)
@@ -127,16 +104,16 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     assert outbox.counts() == changed
     outbox.publish({"lost:7": 5})
     assert outbox.counts() == {"lost:7": 5}
-    written = len(records(history))
+    written = len(history.published())
     outbox.publish({"lost:7": 5})
-    assert len(records(history)) == written
+    assert len(history.published()) == written
 
     # Records were deleted from the topic; later the topic itself, and the run that sent again was killed.
     name = wire.findings_topic(history.namespace)
     history.configure(name, "cleanup.policy", "compact,delete")
     history.delete_before(name, 0, written)
     outbox.publish({"lost:7": 5})
-    assert records(history) == [("lost:7", {"v": 1, **_finding("lost:7", 5)})]
+    assert history.published() == [("lost:7", {"v": 1, **_finding("lost:7", 5)})]
     history.remove(name)
     with monkeypatch.context() as patch:
         patch.setattr(publish, "_send", _cut)
@@ -144,9 +121,9 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
             outbox.publish({"lost:7": 5})
     outbox.publish({"lost:7": 5, "lost:8": 1})
     assert outbox.counts() == {"lost:7": 5, "lost:8": 1}
-    written = len(records(history))
+    written = len(history.published())
     outbox.publish({"lost:7": 5, "lost:8": 1})
-    assert len(records(history)) == written == 2
+    assert len(history.published()) == written == 2
 
 
 def test_a_lake_replaces_the_findings_of_another_lake_only_if_that_was_asked_for(

@@ -11,7 +11,7 @@ import time
 import unittest.mock
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -46,37 +46,13 @@ from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.layouts import without_version
 from tests.spark.receiver import Receiver, receiving
 from tests.spark.rows import HOUR_MS
-from tests.spark.runs import Ran, run, run_idle
+from tests.spark.runs import Cut, Ran, cut, run, run_idle
 from tests.spark.test_classify import plan as a_plan
 
 MINUTE_S, HOUR_S = 60, 3600
 LATER_S = 3600.0
 DAY_S = 86_400.0
 ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
-
-
-class Cut(Exception):
-    """Ends a run as if the process had been killed."""
-
-
-@contextmanager
-def cut(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, step: str, *, after: bool, only: str | None = None
-) -> Iterator[None]:
-    """End a run before or after a step; `only` is the table of the step."""
-    whole = getattr(owner, step)
-
-    def broken(self: Any, *arguments: Any) -> Any:
-        if only is not None and arguments[0] != only:
-            return whole(self, *arguments)
-        if after:
-            whole(self, *arguments)
-        raise Cut
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, step, broken)
-        with pytest.raises(Cut):
-            yield
 
 
 def _two_stages(history: History) -> None:

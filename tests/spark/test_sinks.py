@@ -1,8 +1,7 @@
 """Sinks compared with the lake: each fault with its kind and cause, when it may be said, and what is read for it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import Mock
@@ -20,8 +19,7 @@ from spark.reading import iceberg
 from spark.reading.intervals import Interval, merged, without
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Log, Plan, RunContext
 from spark.reading.sinks import SinkReader, check_rules
-from spark.rules import current_findings, sink_audit, sink_verdicts
-from spark.rules.sink_audit import SinkReport
+from spark.rules import sink_audit, sink_verdicts
 from spark.rules.sink_verdicts import (
     NEVER_READ,
     RELEASED_MOST,
@@ -29,107 +27,23 @@ from spark.rules.sink_verdicts import (
     Released,
     SinkState,
 )
-from spark.settings import Settings
 from spark.tables import hours, schemas
-from spark.tables.lake import Lake
 from tests.sinks.iceberg import Iceberg
-from tests.spark import delta_files
-from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
+from tests.spark.rows import HOUR_MS, answer, entry, ids, name_of
 from tests.spark.test_classify import log, settings
-
-HOUR: Final = NOW_MS // HOUR_MS * HOUR_MS
-MINUTE_MS: Final = 60_000
-LATE_S: Final = 600
-SETTLE_MS: Final = 80_000
-"""Timeouts and grace of `settings`."""
-FROZEN_MS: Final = HOUR + 4 * HOUR_MS
-RULE: Final = SinkRule("warehouse", ("t",), "delta", "accepted_at", LATE_S, id="event_id", margin_s=60)
-
-Found = tuple[str, str | None, str]
-SinkRow = tuple[str, int, int | None]
-"""The event's name, and the times of acceptance and of arrival (ms)."""
-
-
-def event(name: str, offset: int, at: int = HOUR, **more: Any) -> list[Any]:
-    """A record with its ledger entry."""
-    id = name.encode().ljust(16)[:16]
-    return [copy(offset, at=at, key=name, id=id, **more), entry(offset, at=at, id=id, **_place(more))]
-
-
-def _place(more: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: more[name] for name in ("topic", "partition") if name in more}
-
-
-def id_of(name: str) -> str:
-    return name.encode().ljust(16)[:16].hex()
-
-
-class Warehouse:
-    """A lake, and a sink as a Delta table. `run` compares both at a time."""
-
-    def __init__(self, spark: SparkSession, root: Path, rule: SinkRule = RULE) -> None:
-        self.spark = spark
-        self.rule = replace(rule, path=str(root / "sink"))
-        self.tables = Lake(spark, str(root / "lake"))
-        self.plans: list[Plan] = []
-
-    def deliver(self, *evidence: Any) -> None:
-        """Merge records and claims as the next run does."""
-        run = len(self.plans) + 1
-        self.tables.append_once("deliveries", reduced(self.spark, evidence, run), run)
-
-    def store(self, rows: Sequence[SinkRow]) -> None:
-        """Append rows to the sink."""
-        values = [(id_of(name), _time(at), arrived and _time(arrived)) for name, at, arrived in rows]
-        schema = "event_id string, accepted_at timestamp, loaded_at timestamp"
-        frame = self.spark.createDataFrame(values, schema).coalesce(1)
-        frame.write.format("delta").mode("append").save(self.rule.path)
-
-    def run(self, frozen_ms: int = FROZEN_MS, *, logs: Sequence[Log] = (), **options: Any) -> SinkReport:
-        default = (log(DATA, "t", 0, decided_until_ms=frozen_ms),)
-        claims = (
-            log(LEDGER, "l", 0, decided_until_ms=frozen_ms, complete_since_ms=HOUR - HOUR_MS),
-            log(REQUESTS, "r", 0, decided_until_ms=frozen_ms),
-        )
-        plan = Plan(len(self.plans) + 1, frozen_ms, "{}", (*(logs or default), *claims))
-        context = RunContext(plan, self._settings(**options), self.plans[-1] if self.plans else None)
-        (report,) = sink_audit.audit(self.tables, context, lambda line: None)
-        self.plans.append(plan)
-        return report
-
-    def take_over(self) -> None:
-        """Let another process repeat the last run, which was killed after it had compared the sink."""
-        killed = self.plans.pop()
-        self.tables = Lake(self.spark, self.tables.root)
-        self.tables.take_over(killed.run, ["deliveries", "sinks"])
-
-    def _settings(self, **options: Any) -> Settings:
-        return replace(settings(**{"window_h": 24, **options}), rules=Rules(sinks=(self.rule,)))
-
-    def found(self) -> set[Found]:
-        """Return kind, cause and event (or partition) of each finding."""
-        rows = delta_files.rows(Path(self.tables.path("sinks")), "kind", "cause", "id", "topic", "partition")
-        return {
-            (row["kind"], row["cause"], name_of(row["id"]) if row["id"] else f"{row['topic']}[{row['partition']}]")
-            for row in rows
-            if row["kind"] is not None
-        }
-
-    def finding_ids(self) -> list[str]:
-        """Return the ids of the findings in the report of the last run."""
-        others = frames.rows_of(self.spark, schemas.of("findings"), [])
-        since_ms = self.plans[-1].frozen_ms - 24 * HOUR_MS
-        current = current_findings.by_hour(sink_audit.with_findings(self.tables, others, since_ms), since_ms)
-        return sorted(row["finding_id"] for row in current_findings.by_finding(current).collect())
-
-
-def _time(ms: int) -> datetime:
-    return datetime.fromtimestamp(ms / 1000, UTC)
-
-
-def counts(report: SinkReport) -> dict[str, int]:
-    """Return the counts of a report that are not 0."""
-    return {name: number for name, number in report.counts.items() if number}
+from tests.spark.warehouse import (
+    FROZEN_MS,
+    HOUR,
+    LATE_S,
+    MINUTE_MS,
+    RULE,
+    SETTLE_MS,
+    Warehouse,
+    counts,
+    event,
+    id_of,
+    time_of,
+)
 
 
 @pytest.fixture
@@ -419,7 +333,7 @@ BYTES: Final = (bytes.fromhex(ID), bytes.fromhex(ID[2:]), b"", None, None, None,
 def forms(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> SinkRule:
     """A sink with a row in each ms from HOUR on, which has an id as text (TEXTS) and as bytes (BYTES)."""
     root = tmp_path_factory.mktemp("forms")
-    times = [_time(HOUR + nth) for nth in range(len(TEXTS))]
+    times = [time_of(HOUR + nth) for nth in range(len(TEXTS))]
     if request.param == "iceberg":
         columns = {"event_id": pa.string(), "raw": pa.binary(), "accepted_at": pa.timestamp("us", "UTC")}
         return Iceberg(root, columns).append(event_id=TEXTS, raw=BYTES, accepted_at=times)
@@ -481,7 +395,7 @@ def test_the_hours_of_an_iceberg_table_are_read_by_each_type_of_time_in_parts(
     uuids = [bytes([nth]) * 16 for nth in range(5)]
     for part in (uuids[:3], uuids[3:]):  # a file for each
         values = [
-            HOUR + uuids.index(id) if pa.types.is_integer(time_type) else _time(HOUR + uuids.index(id)) for id in part
+            HOUR + uuids.index(id) if pa.types.is_integer(time_type) else time_of(HOUR + uuids.index(id)) for id in part
         ]
         rule = table.append(Event=part, at=values, unread=[None] * len(part))
     read = SinkReader(spark, replace(rule, id="event", event_time="at")).read(
@@ -494,10 +408,10 @@ def test_the_hours_of_an_iceberg_table_are_read_by_each_type_of_time_in_parts(
 
 def test_a_run_reads_one_snapshot_of_an_iceberg_table(spark: SparkSession, tmp_path: Path) -> None:
     table = Iceberg(tmp_path, {"event_id": pa.string(), "accepted_at": pa.timestamp("us", "UTC")})
-    rule = table.append(event_id=[id_of("first")], accepted_at=[_time(HOUR)])
+    rule = table.append(event_id=[id_of("first")], accepted_at=[time_of(HOUR)])
     reader = SinkReader(spark, rule)
     assert reader.read(WHOLE).count() == 1
-    table.append(event_id=[id_of("second")], accepted_at=[_time(HOUR)])
+    table.append(event_id=[id_of("second")], accepted_at=[time_of(HOUR)])
     by_path = replace(rule, table="", catalog_file="", path=table.metadata)
     assert [one.read(WHOLE).count() for one in (reader, SinkReader(spark, rule), SinkReader(spark, by_path))] == [
         1,
@@ -544,7 +458,7 @@ def test_a_column_that_arrow_cannot_convert_makes_the_sink_unreadable_and_spark_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns = {"event_id": pa.string(), "accepted_at": pa.timestamp("us", "UTC")}
-    rule = Iceberg(tmp_path, columns).append(event_id=[id_of("one")], accepted_at=[_time(HOUR)])
+    rule = Iceberg(tmp_path, columns).append(event_id=[id_of("one")], accepted_at=[time_of(HOUR)])
     session = Mock()
     session.createDataFrame.side_effect = PySparkValueError("Spark")
     with pytest.raises(PySparkValueError):
@@ -560,7 +474,7 @@ def test_position_deletes_of_an_iceberg_table_are_applied_and_equality_deletes_m
 ) -> None:
     table = Iceberg(tmp_path, {"event_id": pa.string(), "accepted_at": pa.timestamp("us", "UTC")})
     names = ["kept", "deleted", "kept too"]
-    rule = table.append(event_id=[id_of(name) for name in names], accepted_at=[_time(HOUR)] * len(names))
+    rule = table.append(event_id=[id_of(name) for name in names], accepted_at=[time_of(HOUR)] * len(names))
     table.delete_row(1)
     session = Mock()
     list(iceberg.IcebergTable(session, rule).parts(WHOLE))

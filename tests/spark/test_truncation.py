@@ -17,8 +17,8 @@ from service.contract import wire
 from spark.tables import view
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Writer
-from tests.spark.test_runs import cut
-from tests.spark.test_view import Views, id_of
+from tests.spark.runs import cut
+from tests.spark.views import Views, id_of
 
 LATER_S = 3600.0
 ONE = Writer(0, 100, 0, "a:1")

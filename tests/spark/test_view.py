@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from delta.tables import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -20,47 +19,11 @@ from spark.tables import deliveries, hours, lake, view
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
 from tests.spark.rows import HOUR_MS, NOW_MS
-from tests.spark.test_publish import records
-from tests.spark.test_runs import cut
+from tests.spark.runs import cut
+from tests.spark.views import Views, id_of
 
 LATER_S = 3600.0
 ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
-
-Rows = dict[str, tuple[int, int, bytes | None, bool]]
-
-
-class Views:
-    """The views of one history in one lake."""
-
-    def __init__(self, spark: SparkSession, history: History, lake: Path) -> None:
-        self.spark = spark
-        self.shared = SharedSettings(kafka=history.bootstrap, namespace=history.namespace)
-        self.lake = lake
-
-    def register(self, topic: str) -> int:
-        return view.register(self.spark, self.shared, str(self.lake), topic)
-
-    def path(self, topic: str) -> str:
-        return str(self.lake / view.FOLDER / topic)
-
-    def rows(self, topic: str) -> Rows:
-        """Return partition, offset, value, and `in_ledger`, by id; each id must occur once."""
-        found = self.spark.read.format("delta").load(self.path(topic)).collect()
-        by_id: Rows = {}
-        for row in found:
-            value = None if row["value"] is None else bytes(row["value"])
-            by_id[bytes(row["id"]).hex()] = (row["partition"], row["offset"], value, row["in_ledger"])
-        assert len(by_id) == len(found)
-        return by_id
-
-    def version(self, topic: str) -> int:
-        history = DeltaTable.forPath(self.spark, self.path(topic)).history(1)
-        version: int = history.collect()[0]["version"]
-        return version
-
-
-def id_of(key: str) -> str:
-    return wire.event_id(key).hex()
 
 
 def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
@@ -178,7 +141,7 @@ def test_a_view_has_only_records_that_a_run_has_audited(
     producer = history.transactional(TWO)
     history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(5)])
     ran = audit(history, later_s=LATER_S, publish=True)
-    assert records(history) == []
+    assert history.published() == []
     views = Views(spark, history, ran.lake)
     # Records that Kafka has deleted when the view is created are not in it.
     history.delete_before(topic, 0, 2)
@@ -199,7 +162,7 @@ def test_a_view_has_only_records_that_a_run_has_audited(
     os.utime(left, (0, 0))
     last = audit(history, later_s=LATER_S, publish=True, vacuum_h=1)
     assert not left.exists()
-    assert dict(records(history)) == {one["finding_id"]: {"v": 1, **one} for one in last.document["findings"]}
+    assert dict(history.published()) == {one["finding_id"]: {"v": 1, **one} for one in last.document["findings"]}
     assert set(views.rows(topic)) == kept | {id_of("other")}
 
 
