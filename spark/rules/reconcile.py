@@ -347,7 +347,7 @@ def _recent(rows: DataFrame, since_ms: int, evidence: LogEvidence) -> DataFrame:
 def _first_ms(balance: Balance, window_from: int) -> int:
     """Return the start (ms) of the first hour whose findings may be in the report."""
     late = min(balance.late_hours, default=None)
-    return window_from if late is None else min(window_from, int(hours.at(late).timestamp() * 1000))
+    return window_from if late is None else min(window_from, hours.ms_of(late))
 
 
 def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence, cache: ExitStack) -> list[DataFrame]:

@@ -27,6 +27,11 @@ def at(text: str) -> datetime:
     return datetime.strptime(text, _PYTHON_FORMAT).replace(tzinfo=UTC)
 
 
+def ms_of(text: str) -> int:
+    """Return the time (ms) at which the hour begins that a text names."""
+    return int(at(text).timestamp() * 1000)
+
+
 def as_text(hour: Column) -> Column:
     """Format an hour as text: `collect` would return a timestamp in the machine's own time zone."""
     return F.date_format(hour, _SPARK_FORMAT)

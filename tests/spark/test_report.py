@@ -24,7 +24,7 @@ from spark.rules.balance import Balance
 from spark.rules.classify import CATEGORIES
 from spark.rules.findings import HOUR, IDS, LOG, SUMS
 from spark.rules.kinds import CONFLICT, DUPLICATE, KINDS, LOST
-from spark.rules.sink_audit import SCOPE
+from spark.rules.sink_comparison import SCOPE
 from spark.settings import Options, Settings
 from spark.silences import Silence
 from spark.step_timer import StepTimer
