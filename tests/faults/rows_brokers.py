@@ -5,9 +5,13 @@ import time
 from service.contract.wire import transactional_id
 from tests.faults.matrix import ALL_BROKERS_DIED_S, row
 from tests.faults.rows_service import doomed
+from tests.faults.wire import Broker
 from tests.faults.world import World
 from tests.integration.conftest import plan_of
 from tests.integration.plan import Fault
+
+QUOTA_BYTES_PER_S = 4_000.0
+QUOTA_BOUND_S = 90.0
 
 
 @row("the leader of a data partition killed", brokers=3)
@@ -64,6 +68,27 @@ def broker_paused(world: World) -> None:
 def only_broker_killed(world: World) -> None:
     world.cluster.kill()
     world.cluster.start()
+
+
+@row("a quota of 4 kB/s for each producer, which stays, and a burst of 240 kB", bound_s=QUOTA_BOUND_S)
+def producers_under_a_quota(world: World) -> None:
+    """A broker counts for 11 s, so each of the four producers may write 44 kB at once before it is throttled."""
+    (broker,) = world.cluster.brokers
+
+    def limit(bytes_per_s: float | None) -> None:
+        with Broker("127.0.0.1", broker.port) as connection:
+            connection.limit_producers(bytes_per_s)
+
+    limit(QUOTA_BYTES_PER_S)
+    world.exits.callback(limit, None)
+    assert world.load is not None
+    begun, before = time.monotonic(), world.load.acked
+    value = f'"{"x" * 1_000}"'
+    burst = world.load.send([world.ask(f"burst-{n}", value=value) for n in range(240)])
+    burst.result(QUOTA_BOUND_S)
+    took_s = time.monotonic() - begun
+    world.notes.append(f"the burst took {took_s:.1f} s, with {world.load.acked - before - 240} others meanwhile")
+    assert took_s > int(world.settings["FENCEPOST_REQUEST_TIMEOUT_MS"]) / 1000, "the quota was not felt"
 
 
 @row(

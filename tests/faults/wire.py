@@ -10,6 +10,8 @@ _INIT_PRODUCER_ID: Final = 22
 _INIT_PRODUCER_ID_VERSION: Final = 0
 _OFFSET_FETCH: Final = 9
 _OFFSET_FETCH_VERSION: Final = 3
+_ALTER_CLIENT_QUOTAS: Final = 49
+_ALTER_CLIENT_QUOTAS_VERSION: Final = 0
 _CLIENT: Final = b"checker"
 _FETCH_BYTES: Final = 8 * 1024 * 1024
 _ANSWER_S: Final = 10.0
@@ -75,6 +77,16 @@ class Broker:
             at += struct.calcsize(">iqh") + max(metadata, 0) + 2  # the partition's error code
             found[number] = max(0, offset)
         return found
+
+    def limit_producers(self, bytes_per_s: float | None) -> None:
+        """Set the quota `producer_byte_rate` of each client id that has none of its own, or remove it (KIP-546)."""
+        entity, quota = b"client-id", b"producer_byte_rate"
+        request = struct.pack(f">iih{len(entity)}sh", 1, 1, len(entity), entity, -1)  # -1: the default of client ids
+        request += struct.pack(f">ih{len(quota)}s", 1, len(quota), quota)
+        request += struct.pack(">d??", bytes_per_s or 0.0, bytes_per_s is None, False)  # the last: not only validated
+        answer = self.ask(_ALTER_CLIENT_QUOTAS, _ALTER_CLIENT_QUOTAS_VERSION, request)
+        _, _, error = struct.unpack_from(">iih", answer)
+        assert error == 0, f"AlterClientQuotas answered error {error}"
 
     def ask(self, api: int, version: int, request: bytes) -> bytes:
         """Send one request and read its response, without their headers."""
