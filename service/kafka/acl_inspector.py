@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from io import BytesIO
@@ -19,20 +19,18 @@ from aiokafka.protocol.admin import (
 )
 from aiokafka.protocol.api import Request, RequestStruct, Response, ResponseHeader_v0
 from aiokafka.protocol.types import (
-    Array,
-    Boolean,
     CompactArray,
     CompactString,
     Int16,
     Int32,
     Schema,
-    String,
     TaggedFields,
 )
 
 from service.core.problems import KafkaAway
 from service.kafka.admin import BROKER_RESOURCE, KafkaAdmin, any_node, coordinator
-from service.kafka.protocol import EndTxnRequest, finalized_transaction_version
+from service.kafka.metadata import Metadata, partitions_of
+from service.kafka.protocol import ApiVersionsRequest, EndTxnRequest, Features
 
 # No producer has this id. A request under this id is refused, but Kafka checks the caller's ACLs first.
 UNKNOWN_PRODUCER_ID: Final = -2
@@ -92,17 +90,19 @@ class AclInspector(KafkaAdmin):
         nodes = await self._nodes()
         if all(node.why_not for node in nodes):
             return ClusterSnapshot(nodes, {}, frozenset())
-        answers = [await self._request(_Metadata(None))]
+        responses = [await self._request(Metadata(None, with_operations=True))]
         if asked:  # Kafka reports a topic that may not be described only to a request that names it
-            answers.append(await self._request(_Metadata(list(asked))))
+            responses.append(await self._request(Metadata(list(asked), with_operations=True)))
         topics: dict[str, VisibleTopic] = {}
         hidden: set[str] = set()
-        for code, name, _, partitions, operations in (tuple(row) for response in answers for row in response.topics):
+        for topic in (tuple(row) for response in responses for row in response.topics):
+            code, name, *_, operations, _ = topic
             if code == errors.TopicAuthorizationFailedError.errno:
                 hidden.add(name)
             elif code == errors.NoError.errno:
-                replication = min((len(replicas) for *_, replicas, _, _ in partitions), default=0)
-                topics[name] = VisibleTopic(name, len(partitions), replication, _operations(operations))
+                replicas = partitions_of(topic).replicas.values()
+                replication = min((count for count, _ in replicas), default=0)
+                topics[name] = VisibleTopic(name, len(replicas), replication, _operations(operations))
         return ClusterSnapshot(nodes, topics, frozenset(hidden))
 
     async def _nodes(self) -> tuple[Node, ...]:
@@ -135,13 +135,13 @@ class AclInspector(KafkaAdmin):
 
         Each release has other ones. A broker that keeps its metadata in ZooKeeper tells none.
         """
-        response = await self._request(_Features(), node)
+        response = await self._request(_SupportedFeatures(), node)
         return supported_features(response.tags.get(0, b"")).get("metadata.version")
 
     async def transaction_version_of(self, node: int) -> int:
         """Read the finalized level of transaction.version, as a broker knows it (KIP-584, KIP-890); 0 for none."""
-        response = await self._request(_Features(), node)
-        return finalized_transaction_version(response.tags)
+        features: Features = await self._request(ApiVersionsRequest(), node)
+        return features.transaction_version
 
     async def may_create(self, topic: str) -> bool:
         """Check whether the caller may create a topic, by a CreateTopics request with validate_only."""
@@ -226,7 +226,7 @@ _SUPPORTED_FEATURES: Final = CompactArray(
 )
 
 
-class _FeaturesAnswer(Response):  # type: ignore[misc]
+class _SupportedFeaturesAnswer(Response):  # type: ignore[misc]
     API_KEY = 18
     API_VERSION = 3
     SCHEMA = Schema(
@@ -240,11 +240,11 @@ class _FeaturesAnswer(Response):  # type: ignore[misc]
     )
 
 
-class _Features_v3(RequestStruct):  # type: ignore[misc]  # noqa: N801 - as aiokafka names its own
+class _SupportedFeatures_v3(RequestStruct):  # type: ignore[misc]  # noqa: N801 - as aiokafka names its own
     FLEXIBLE_VERSION = True
     API_KEY = 18
     API_VERSION = 3
-    RESPONSE_TYPE = _FeaturesAnswer
+    RESPONSE_TYPE = _SupportedFeaturesAnswer
     SCHEMA = Schema(
         ("client_software_name", CompactString("utf-8")),
         ("client_software_version", CompactString("utf-8")),
@@ -255,7 +255,7 @@ class _Features_v3(RequestStruct):  # type: ignore[misc]  # noqa: N801 - as aiok
         return ResponseHeader_v0.decode(read_buffer)
 
 
-class _Features(Request[_Features_v3]):  # type: ignore[misc]
+class _SupportedFeatures(Request[_SupportedFeatures_v3]):  # type: ignore[misc]
     API_KEY = 18
 
     def build(self, request_struct_class: Any) -> Any:
@@ -277,61 +277,3 @@ class _DescribeGroups(Request[_DescribeGroups_v3]):  # type: ignore[misc]
 
     def build(self, request_struct_class: Any) -> Any:
         return request_struct_class([self._group], True)
-
-
-# Metadata version 8, which reports the caller's authorized operations (KIP-430); aiokafka has older versions only.
-
-
-class _MetadataAnswer(Response):  # type: ignore[misc]
-    API_KEY = 3
-    API_VERSION = 8
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("brokers", Array(("node_id", Int32), ("host", String()), ("port", Int32), ("rack", String()))),
-        ("cluster_id", String()),
-        ("controller_id", Int32),
-        (
-            "topics",
-            Array(
-                ("error_code", Int16),
-                ("topic", String()),
-                ("is_internal", Boolean),
-                (
-                    "partitions",
-                    Array(
-                        ("error_code", Int16),
-                        ("partition", Int32),
-                        ("leader", Int32),
-                        ("leader_epoch", Int32),
-                        ("replicas", Array(Int32)),
-                        ("isr", Array(Int32)),
-                        ("offline_replicas", Array(Int32)),
-                    ),
-                ),
-                ("authorized_operations", Int32),
-            ),
-        ),
-        ("cluster_authorized_operations", Int32),
-    )
-
-
-class _Metadata_v8(RequestStruct):  # type: ignore[misc]  # noqa: N801 - as aiokafka names its own
-    API_KEY = 3
-    API_VERSION = 8
-    RESPONSE_TYPE = _MetadataAnswer
-    SCHEMA = Schema(
-        ("topics", Array(String())),
-        ("allow_auto_topic_creation", Boolean),
-        ("include_cluster_authorized_operations", Boolean),
-        ("include_topic_authorized_operations", Boolean),
-    )
-
-
-class _Metadata(Request[_Metadata_v8]):  # type: ignore[misc]
-    API_KEY = 3
-
-    def __init__(self, topics: Sequence[str] | None) -> None:
-        self._topics = topics
-
-    def build(self, request_struct_class: Any) -> Any:
-        return request_struct_class(self._topics, False, True, True)

@@ -119,15 +119,18 @@ class _Metadata_v10(RequestStruct):  # type: ignore[misc]  # noqa: N801 - as aio
 
 
 class Metadata(Request[_Metadata_v10]):  # type: ignore[misc]
-    """Requests the metadata of topics. Kafka creates none of those that do not exist."""
+    """Requests the metadata of topics, or of all (None). Kafka creates none of those that do not exist."""
 
     API_KEY = 3
 
-    def __init__(self, topics: Sequence[str]) -> None:
+    def __init__(self, topics: Sequence[str] | None, *, with_operations: bool = False) -> None:
+        """`with_operations`: with what the caller may do with each topic (KIP-430)."""
         self._topics = topics
+        self._with_operations = with_operations
 
     def build(self, request_struct_class: Any) -> Any:
-        return request_struct_class([(NO_ID, name, {}) for name in self._topics], False, False, False, {})
+        topics: Any = None if self._topics is None else [(NO_ID, name, {}) for name in self._topics]
+        return request_struct_class(topics, False, False, self._with_operations, {})
 
 
 class _UndecodedAnswer(_MetadataAnswer):
@@ -143,16 +146,15 @@ class _UndecodedMetadata_v10(_Metadata_v10):  # noqa: N801 - as aiokafka names i
 
 
 class UndecodedMetadata(Request[_UndecodedMetadata_v10]):  # type: ignore[misc]
-    """Requests the metadata of topics, or of all (None), as Metadata does; `decode_metadata` decodes the response."""
+    """Requests what Metadata requests; `decode_metadata` decodes the response."""
 
     API_KEY = 3
 
     def __init__(self, topics: Sequence[str] | None) -> None:
-        self._topics = topics
+        self._metadata = Metadata(topics)
 
     def build(self, request_struct_class: Any) -> Any:
-        topics: Any = None if self._topics is None else [(NO_ID, name, {}) for name in self._topics]
-        return request_struct_class(topics, False, False, False, {})
+        return self._metadata.build(request_struct_class)
 
 
 def decode_metadata(response: bytes) -> Any:
