@@ -19,12 +19,12 @@ from service.contract import PREFIX, SharedSettings
 from service.contract.wire import STAMP_HEADER, Stamp, WireError
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed, KafkaRefusesSetting
-from service.kafka.connection import UNREACHABLE, Client
+from service.kafka.client import Client
+from service.kafka.connection import LOGIN_ERRORS, UNREACHABLE, Connection
 from service.kafka.deadline import shared, within
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.inspection import FINAL, active_producers, fetch, last_transaction
 from service.kafka.listing import Listing, listing_of
-from service.kafka.login import LOGIN_ERRORS, Connection
 from service.kafka.metadata import Metadata, Partition, Partitions, UndecodedMetadata, partitions_of
 from service.kafka.records import COMPRESSION_CODECS
 from service.kafka.security import Security

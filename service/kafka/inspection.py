@@ -18,7 +18,7 @@ from aiokafka.record.control_record import ControlRecord
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.structs import TopicPartition
 
-from service.kafka.connection import BaseClient
+from service.kafka.client import BaseClient
 from service.kafka.hanging import ActiveProducer, Marker
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import OK, raise_if_error

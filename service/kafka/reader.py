@@ -10,7 +10,7 @@ from aiokafka import ConsumerRecord, errors
 from aiokafka.structs import TopicPartition
 
 from service.kafka.admin import KafkaAdmin
-from service.kafka.connection import Consumer
+from service.kafka.client import Consumer
 from service.kafka.deadline import within
 
 Isolation = Literal["read_committed", "read_uncommitted"]

@@ -23,7 +23,7 @@ from service.kafka.admin import (
     remedy,
     timeout_refused,
 )
-from service.kafka.connection import Client
+from service.kafka.client import Client
 from service.kafka.deadline import within
 from service.kafka.inspection import is_ending, last_transaction
 from service.kafka.metadata import Partition

@@ -27,7 +27,7 @@ from aiokafka.structs import TopicPartition
 
 from deploy.places import ROOT
 from service.contract import SharedSettings
-from service.kafka.connection import BaseClient, Consumer
+from service.kafka.client import BaseClient, Consumer
 from service.kafka.deadline import Abandoned, within
 from service.kafka.security import Security
 

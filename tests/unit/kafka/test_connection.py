@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from service.contract import SharedSettings
 from service.kafka import connection as module
 from service.kafka.admin import RETRIABLE
-from service.kafka.connection import Client, ResponseReader
-from service.kafka.login import Connection
+from service.kafka.client import Client
+from service.kafka.connection import Connection, ResponseReader
 from service.kafka.protocol import CODECS, AddPartitionsToTxnRequest, EndTxnRequest, ProduceRequest
 from service.kafka.security import Security
 from tests.unit.fakes import until

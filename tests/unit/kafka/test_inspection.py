@@ -8,7 +8,7 @@ from aiokafka.errors import KafkaConnectionError
 
 from service.contract.wire import STAMP_HEADER, Stamp
 from service.kafka import admin as admin_module
-from service.kafka.connection import Client
+from service.kafka.client import Client
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.inspection import LogEntry, WriteTxnMarkers
 from service.kafka.metadata import Partition

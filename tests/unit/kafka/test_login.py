@@ -21,10 +21,9 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.transaction import EndTxnResponse_v0
 
 from service.contract import SharedSettings
-from service.kafka import connection as connection_module
-from service.kafka import login
-from service.kafka.connection import Client
-from service.kafka.login import Connection
+from service.kafka import connection as module
+from service.kafka.client import Client
+from service.kafka.connection import Connection
 from service.kafka.protocol import EndTxnRequest
 from service.kafka.security import Security
 from service.kafka.tokens import TokenError, TokenSource
@@ -116,7 +115,7 @@ async def broker() -> AsyncIterator[Broker]:
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions of a test are shorter than Kafka allows."""
-    monkeypatch.setattr(login, "AGAIN_LEAST_S", 0.0)
+    monkeypatch.setattr(module, "AGAIN_LEAST_S", 0.0)
 
 
 def plain(**changes: Any) -> SharedSettings:
@@ -236,7 +235,7 @@ async def test_an_idle_connection_whose_session_is_due_is_replaced(
     client = await client_of(broker, Security(plain()), renews_on_use=False)
     first = connection_of(client)
     await until_due(first)
-    monkeypatch.setattr(connection_module, "IDLE_S", 0.1)
+    monkeypatch.setattr(module, "IDLE_S", 0.1)
     await client.renew_sessions()
     assert not first.connected()
     await client.send(NODE, END)
@@ -284,7 +283,7 @@ async def test_a_mechanism_that_the_broker_lacks_is_an_error_that_names_what_the
 async def test_a_renewal_waits_for_a_new_token_as_long_as_the_session_lasts(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(login, "POSTPONED_S", 0.001)
+    monkeypatch.setattr(module, "POSTPONED_S", 0.001)
     broker.lifetime_ms = LIFETIME_MS
     tokens = Tokens()
     client = await client_of(broker, Security(BEARER, tokens))
