@@ -40,7 +40,7 @@ class IdempotentProducer:
         self._name = name
         self._timeout_s = cluster.timeout_s / SENDS_SHARE
         self._session: ProducerSession | None = None
-        self._throttle = Throttle()
+        self.throttle = Throttle()
         self._trouble = Incident(log, "not every record was written")
         self._starting = asyncio.Lock()
         self._sending = asyncio.Lock()  # keeps the order of sequence numbers
@@ -52,12 +52,12 @@ class IdempotentProducer:
 
     async def unthrottled_identity(self) -> tuple[int, int] | None:
         """Return the identity when the throttle time of a quota is over; None if that takes longer than a write may."""
-        return await self.identity() if await self._throttle.ends(self._timeout_s) else None
+        return await self.identity() if await self.throttle.ends(self._timeout_s) else None
 
     @property
     def throttled_s(self) -> float:
         """The longest throttle time in a response of the last write, in seconds (KIP-219)."""
-        return self._throttle.longest_s
+        return self.throttle.longest_s
 
     async def send(self, topic: str, partition: int, key: bytes | None, value: bytes) -> int:
         """Write one record and await its offset. Raises KafkaAway: the record may be in Kafka nevertheless."""
@@ -89,12 +89,12 @@ class IdempotentProducer:
         batch.
         """
         async with self._sending:
-            if not await self._throttle.ends(self._timeout_s):
+            if not await self.throttle.ends(self._timeout_s):
                 why = self._cluster.failed("produce", "the throttle time is longer than a write may take")
-                self._trouble.add(why, producer=self._name, quota=self._throttle.quota)
+                self._trouble.add(why, producer=self._name, quota=self.throttle.quota)
                 return [NOT_SENT] * len(records)
             session = await self._current_session()
-            self._throttle.longest_s = 0.0
+            self.throttle.longest_s = 0.0
             results: list[RecordResult] = [NOT_SENT] * len(records)  # of records that reach no batch
             batches: list[RecordBatch] = []
             try:
@@ -104,7 +104,7 @@ class IdempotentProducer:
                     await session.send(batches, leaders, int(1000 * ACKS_TIMEOUT_SHARE * self._timeout_s))
             except (Exception, asyncio.CancelledError) as error:  # the results come from the batches' answers
                 failure = failure_of(error)
-                quota: dict[str, Any] = {"quota": quota_text} if (quota_text := self._throttle.quota) else {}
+                quota: dict[str, Any] = {"quota": quota_text} if (quota_text := self.throttle.quota) else {}
                 self._trouble.add(failure, bug=outcomes.is_bug(failure), producer=self._name, **quota)
             for batch in batches:
                 result = batch.result(records)
@@ -146,7 +146,7 @@ class IdempotentProducer:
         """Return the session, started if there was none. Raises KafkaAway."""
         async with self._starting:
             if self._session is None:
-                session = ProducerSession(self._cluster, self._name, throttle=self._throttle)
+                session = ProducerSession(self._cluster, self._name, throttle=self.throttle)
                 await session.start(self._cluster.timeout_s)
                 self._session = session
             return self._session

@@ -288,7 +288,7 @@ def transactional(
 
 def idempotent(timeout_ms: int = 600) -> tuple[IdempotentProducer, FakeClient]:
     producer = IdempotentProducer(cluster(timeout_ms), "plain-0")
-    producer._session = ProducerSession(cluster(timeout_ms), "plain-0", throttle=producer._throttle)
+    producer._session = ProducerSession(cluster(timeout_ms), "plain-0", throttle=producer.throttle)
     return producer, fake_inside(producer._session)
 
 
