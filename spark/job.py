@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -477,33 +477,37 @@ class _Run:
         does not close."""
         window_from = context.window_from
         closed = balance.close(hours.text_of(window_from))
+        with ExitStack() as cache:
+            by_hour = frames.cached(current_findings.by_hour(self._findings(window_from), window_from), cache)
+            found = frames.cached(current_findings.by_finding(by_hour), cache)
+            if self.findings_topic is not None:
+                with self.timer.step("publish findings"):
+                    self.findings_topic = self._publish(self.findings_topic, found, context)
+            with self.timer.step("write the report"):
+                collected = document.collect(by_hour, found, context)
+                revised = verdict_history.counted(self.lake.read_cached("verdicts"), window_from)
+                report = document.build(collected, context, closed, self.timer, revised.counts, kind, compared)
+                if collected.number <= finished_runs.SHOWN_MAX and not context.settings.rules.sinks:
+                    oldest_ms = current_findings.oldest_ms(by_hour) if collected.number else None
+                    cleans_up = clean_up.is_part_of(context)
+                    self.shown = finished_runs.Shown.of(context, collected, revised, oldest_ms, cleans_up=cleans_up)
+                self.lake.check_held()
+                report = self._notify(report, context)
+                document.write(self.spark, self.settings.options.report, report)
+        return report
+
+    def _findings(self, window_from: int) -> DataFrame:
+        """Read the findings of the lake, those about sinks included."""
         findings = self.lake.read_cached("findings")
         if findings.isEmpty():
             # Without rows Spark plans next to nothing of what follows.
             findings = frames.rows_of(self.spark, schemas.of("findings"), [])
-        findings = sink_audit.with_findings(self.lake, findings, window_from)
-        by_hour = current_findings.by_hour(findings, window_from).persist()
-        found = current_findings.by_finding(by_hour).persist()
-        if self.findings_topic is not None:
-            with self.timer.step("publish findings"):
-                published = publish.PublishedTopic.of(context.of_last_run("published"))
-                self.findings_topic = publish.publish(
-                    self.lake, self.settings.shared, found, self.findings_topic, published, context.plan.run
-                )
-        with self.timer.step("write the report"):
-            collected = document.collect(by_hour, found, context)
-            revised = verdict_history.counted(self.lake.read_cached("verdicts"), window_from)
-            report = document.build(collected, context, closed, self.timer, revised.counts, kind, compared)
-            if collected.number <= finished_runs.SHOWN_MAX and not context.settings.rules.sinks:
-                oldest_ms = current_findings.oldest_ms(by_hour) if collected.number else None
-                cleans_up = clean_up.is_part_of(context)
-                self.shown = finished_runs.Shown.of(context, collected, revised, oldest_ms, cleans_up=cleans_up)
-            self.lake.check_held()
-            report = self._notify(report, context)
-            document.write(self.spark, self.settings.options.report, report)
-        for frame in (by_hour, found):
-            frame.unpersist()
-        return report
+        return sink_audit.with_findings(self.lake, findings, window_from)
+
+    def _publish(self, topic: publish.PublishedTopic, found: DataFrame, context: RunContext) -> publish.PublishedTopic:
+        """Send the changes of the current findings to their topic; returns the topic as it is then."""
+        last = publish.PublishedTopic.of(context.of_last_run("published"))
+        return publish.publish(self.lake, self.settings.shared, found, topic, last, context.plan.run)
 
     def _notify(self, report: document.Report, context: RunContext) -> document.Report:
         """Send the new findings of a report to the webhook, if there is one; returns the report with the outcome.

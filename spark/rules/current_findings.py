@@ -96,53 +96,52 @@ def by_finding(current: DataFrame) -> DataFrame:
     `evidence_gap:warehouse` for a sink that could not be read. If two hours have a finding of one kind about an id (but
     for sinks only without the pass over all ids), the later one is kept.
     """
-    current = _with_sink(current)
+    with_sink = _with_sink(current)
     of_partitions = _is_about_partition()
-    single = (
-        current.where(~of_partitions)
-        .groupBy("kind", "sink", subject().alias("subject"))
-        .agg(F.max_by(F.struct(*current.columns), F.struct("accepted_hour", "last_ms")).alias("newest"))
-        .select("newest.*")
+    newest = _newest_of_each_subject(with_sink.where(~of_partitions))
+    kept = [name for name in with_sink.columns if name in FIELDS]
+    rows = newest.select(*kept).unionByName(
+        _summed_over_hours(with_sink.where(of_partitions)), allowMissingColumns=True
     )
-    summed = (
-        current.where(of_partitions)
-        .groupBy(*_PARTITION_KEY, "sink")
-        .agg(
-            F.min("sink_ms").alias("sink_ms"),
-            F.sum("count").alias("count"),
-            F.min("first_offset").alias("first_offset"),
-            F.max("last_offset").alias("last_offset"),
-        )
-    )
-    kept = [name for name in current.columns if name in FIELDS]
-    rows = single.select(*kept).unionByName(summed, allowMissingColumns=True)
-    shown_id, fingerprint = F.lower(F.hex("id")), F.lower(F.hex("fingerprint"))
     severity = F.create_map(*(F.lit(word) for kind in KINDS.values() for word in (kind.name, kind.severity)))
+    columns = {
+        "finding_id": _finding_id(),
+        "severity": severity[F.col("kind")],
+        "id": F.lower(F.hex("id")),
+        "fingerprint": F.lower(F.hex("fingerprint")),
+        "key": F.substring("key", 1, KEY_CHARS),
+        "coordinates": F.coalesce("coordinates", F.array().cast(schemas.COORDINATES)),
+        "sink_coordinates": F.coalesce("sink_coordinates", F.array().cast(OF_SINKS["sink_coordinates"])),
+    }
+    return rows.select(*(columns.get(name, F.col(name)).alias(name) for name in FIELDS))
+
+
+def _newest_of_each_subject(current: DataFrame) -> DataFrame:
+    """Keep the finding of the latest hour of each kind about an id or a content."""
+    newest = F.max_by(F.struct(*current.columns), F.struct("accepted_hour", "last_ms")).alias("newest")
+    return current.groupBy("kind", "sink", subject().alias("subject")).agg(newest).select("newest.*")
+
+
+def _summed_over_hours(current: DataFrame) -> DataFrame:
+    """Sum up the findings about each partition: → _PARTITION_KEY, `sink, sink_ms, count, first_offset, last_offset`."""
+    return current.groupBy(*_PARTITION_KEY, "sink").agg(
+        F.min("sink_ms").alias("sink_ms"),
+        F.sum("count").alias("count"),
+        F.min("first_offset").alias("first_offset"),
+        F.max("last_offset").alias("last_offset"),
+    )
+
+
+def _finding_id() -> Column:
+    """Return the id of a finding, which is the same in every run (`by_finding`)."""
     partition_key = F.concat_ws(":", *(F.coalesce(F.col(name).cast("string"), F.lit("")) for name in _PARTITION_KEY))
     of_partition = F.nullif(F.concat_ws(":", "topic", "partition"), F.lit(""))
     of_sink = F.concat_ws(":", "kind", "sink", F.coalesce(subject(), of_partition))
-    finding_id = (
+    return (
         F.when(F.col("sink").isNotNull(), of_sink)
         .when(F.col("id").isNull(), partition_key)
         .otherwise(F.concat_ws(":", "kind", subject()))
     )
-    return rows.select(
-        finding_id.alias("finding_id"),
-        *_PARTITION_KEY[:2],
-        severity[F.col("kind")].alias("severity"),
-        shown_id.alias("id"),
-        fingerprint.alias("fingerprint"),
-        F.substring("key", 1, KEY_CHARS).alias("key"),
-        "topic",
-        "partition",
-        "count",
-        "first_offset",
-        "last_offset",
-        F.coalesce("coordinates", F.array().cast(rows.schema["coordinates"].dataType)).alias("coordinates"),
-        "sink",
-        "sink_ms",
-        F.coalesce("sink_coordinates", F.array().cast(OF_SINKS["sink_coordinates"])).alias("sink_coordinates"),
-    ).select(*FIELDS)
 
 
 def _with_sink(current: DataFrame) -> DataFrame:

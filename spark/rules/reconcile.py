@@ -350,12 +350,12 @@ def _first_ms(balance: Balance, window_from: int) -> int:
     return window_from if late is None else min(window_from, hours.ms_of(late))
 
 
-def _client_duplicates(rows: DataFrame, window_from: int, evidence: LogEvidence, cache: ExitStack) -> list[DataFrame]:
+def _client_duplicates(rows: DataFrame, since_ms: int, evidence: LogEvidence, cache: ExitStack) -> list[DataFrame]:
     """Return the findings (schemas.FINDING) about requests that clients sent under several keys.
 
-    `window_from` is the start of the window in ms. Rows older by the longest key retention are retries of no row in it.
+    `since_ms` is `_first_ms`. Rows older than that by the longest key retention are retries of no later row.
     """
-    recent = _recent(rows, window_from, evidence)
+    recent = _recent(rows, since_ms, evidence)
     retried = frames.cached(cross_hour.retried(recent, evidence), cache)
     spans = cross_hour.hour_spans(retried)
     return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
