@@ -12,7 +12,10 @@ from spark.tables import deliveries
 
 NOW_MS = 1_700_000_000_000
 HOUR_MS = 3_600_000
-TTL_MS = 86_400_000
+DAY_MS = 24 * HOUR_MS
+TTL_MS = DAY_MS
+FAR_FUTURE_MS = 4_000_000_000_000
+"""A time in 2096."""
 
 
 def copy(

@@ -2,8 +2,7 @@
 
 from spark import dry_run
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan
-
-NOW_MS = 1_700_000_000_000
+from tests.spark.rows import NOW_MS
 
 
 def _log(role: str, topic: str, partition: int, end: int, high_watermark: int | None = None) -> Log:

@@ -23,8 +23,8 @@ from tests.spark.fake_cluster import LEDGER_TOPIC, FakeAdmin, ends, fake_cluster
 
 HOUR = "2023-11-14 22:00:00"
 # In the middle of an hour.
-NOW_MS = 1_700_000_000_000 // HOUR_MS * HOUR_MS + 1_800_000
-SILENCE = Silence("lost:1", NOW_MS + 1000, "known")
+HALF_PAST_MS = 1_700_000_000_000 // HOUR_MS * HOUR_MS + 1_800_000
+SILENCE = Silence("lost:1", HALF_PAST_MS + 1000, "known")
 SINK = """
 [[sinks]]
 name = "s"
@@ -39,14 +39,14 @@ late_s = 60
 
 def known(cluster: FakeAdmin, **changes: Any) -> Known:
     """Return what is known of a run that has read all, and left nothing open."""
-    plan = freeze(cluster, named={"orders"}, now_ms=NOW_MS)
+    plan = freeze(cluster, named={"orders"}, now_ms=HALF_PAST_MS)
     last_run = {"run": 1, "options": plan.options, "topics": plan.topics, "last_pass": 1, "webhook": {}, "hours": {}}
     last_run |= {"evidence_changed": False, "open_ids": False} | changes.pop("last_run", {})
-    return Known(plan, last_run, settings(), NOW_MS, open_sinks=False, caught_up=True)._replace(**changes)
+    return Known(plan, last_run, settings(), HALF_PAST_MS, open_sinks=False, caught_up=True)._replace(**changes)
 
 
 def reason(cluster: FakeAdmin, of: Known, later_s: float, given: Settings | None = None) -> str | None:
-    now_ms = NOW_MS + int(later_s * 1000)
+    now_ms = HALF_PAST_MS + int(later_s * 1000)
     return reason_to_run(of, freeze(cluster, of.plan, now_ms=now_ms), given or of.settings)
 
 
@@ -95,7 +95,7 @@ def test_open_verdicts_are_judged_again_soon_and_rarely_once_their_time_is_over(
         "open verdicts",
     ]
     # Everything that was new is settled by 80 s after it was read: two more runs were made since.
-    waits = still_open._replace(new_evidence_ms=NOW_MS - 300_000)
+    waits = still_open._replace(new_evidence_ms=HALF_PAST_MS - 300_000)
     assert [reason(cluster, waits, later_s) for later_s in (RECHECK_S, SLOW_RECHECK_S)] == [None, "open verdicts"]
 
 
@@ -139,10 +139,10 @@ def test_the_pause_after_turns_that_failed_in_a_row_is_bounded() -> None:
 
 
 def test_the_first_run_of_each_hour_cleans_the_lake_up() -> None:
-    assert clean_up.is_first_of_hour(None, NOW_MS)
-    assert not clean_up.is_first_of_hour(NOW_MS, NOW_MS + 60_000)
-    assert clean_up.is_first_of_hour(NOW_MS, NOW_MS + 1_800_000)
-    assert clean_up.is_first_of_hour(NOW_MS, NOW_MS + 24 * HOUR_MS)
+    assert clean_up.is_first_of_hour(None, HALF_PAST_MS)
+    assert not clean_up.is_first_of_hour(HALF_PAST_MS, HALF_PAST_MS + 60_000)
+    assert clean_up.is_first_of_hour(HALF_PAST_MS, HALF_PAST_MS + 1_800_000)
+    assert clean_up.is_first_of_hour(HALF_PAST_MS, HALF_PAST_MS + 24 * HOUR_MS)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
@@ -158,7 +158,7 @@ class Loop:
         self.read: Callable[[], Settings] = settings
         self.used: list[Settings] = []
         self.stop = Stop()
-        plan = freeze(fake_cluster(), named={"orders"}, now_ms=NOW_MS)
+        plan = freeze(fake_cluster(), named={"orders"}, now_ms=HALF_PAST_MS)
         self.plan = plan
         monkeypatch.setattr(follow, "checkpointed_ids", lambda spark: set())
         monkeypatch.setattr(follow, "drop_checkpointed", lambda spark, ids: None)

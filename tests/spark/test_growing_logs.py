@@ -15,12 +15,10 @@ from service.contract import wire
 from spark.reading.kafka_admin import Ends, KafkaAdmin, TopicPartition
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Writer
-from tests.spark.rows import HOUR_MS
+from tests.spark.rows import DAY_MS, FAR_FUTURE_MS, HOUR_MS
 from tests.spark.stories import Stage, Stories, Story
 from tests.spark.world import FOREVER
 
-DAY_MS: Final = 24 * HOUR_MS
-FAR_FUTURE_MS: Final = 4_000_000_000_000  # 2096
 MEGABYTE: Final = 1_000_000
 WINDOW_H: Final = 168
 SLOTS: Final = 16

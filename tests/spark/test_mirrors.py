@@ -23,7 +23,7 @@ from spark.tables.lake import Lake
 from tests.spark.history import History
 from tests.spark.rows import HOUR_MS
 from tests.spark.test_classify import log as log_of
-from tests.spark.warehouse import FROZEN_MS, HOUR, LATE_S, MINUTE_MS, SETTLE_MS, Warehouse, counts, event
+from tests.spark.warehouse import BEGIN_MS, FROZEN_MS, LATE_S, MINUTE_MS, SETTLE_MS, Warehouse, counts, event
 from tests.spark.world import FOREVER
 
 RULE: Final = SinkRule("dr", ("t",), "kafka", "", LATE_S, margin_s=60, exclusive=True, mirror_topic="b.{topic}")
@@ -189,7 +189,7 @@ class Mirror(Warehouse):
     def create(self, timestamps: str = "CreateTime") -> None:
         self.history.topic(self.topic, 1, FOREVER | {"message.timestamp.type": timestamps})
 
-    def copy(self, *names: str, at: int = HOUR) -> None:
+    def copy(self, *names: str, at: int = BEGIN_MS) -> None:
         """Append a record of each event, with the header and the timestamp of the event's own record."""
         for name in names:
             header = wire.Stamp(name.encode().ljust(16)[:16], b"f" * 8, at, 0, 10, 0, "a:1").encode()
@@ -250,7 +250,7 @@ def test_a_real_mirror_that_drops_repeats_and_is_late_is_found_out(
     history = mirror.history
     mirror.deliver(*event("once", 1), *event("gone", 2), *event("again", 3), *event("slow", 4))
     mirror.copy("once", "again", "again", "made up")
-    history.raw(history.plain, mirror.topic, b"no event", timestamp=HOUR)
+    history.raw(history.plain, mirror.topic, b"no event", timestamp=BEGIN_MS)
     whole = mirror.run()
     faults = {("missing_in_sink", None, "gone"), ("twice_in_sink", "repeated", "again")}
     extra = ("extra_in_sink", None, "made up")
@@ -259,7 +259,7 @@ def test_a_real_mirror_that_drops_repeats_and_is_late_is_found_out(
     assert (mirror.places("twice_in_sink"), mirror.places("extra_in_sink")) == ([[1, 2]], [[3]])
 
     # The mirror deletes a record before it is read; a record comes late; MirrorMaker repeats one. The run is killed.
-    third = HOUR + 2 * HOUR_MS
+    third = BEGIN_MS + 2 * HOUR_MS
     for offset, name in enumerate(("unread", "kept", "after"), 10):
         mirror.deliver(*event(name, offset, at=third + (offset - 10) * MINUTE_MS * 2))
     mirror.copy("unread", at=third)
@@ -309,10 +309,10 @@ def test_a_real_mirror_that_drops_repeats_and_is_late_is_found_out(
 
 def test_an_hour_with_events_that_nothing_can_prove_any_more_closes() -> None:
     assert sink_verdicts.closes(
-        HOUR,
+        BEGIN_MS,
         dict.fromkeys(sink_verdicts.COUNTS, 0) | {"unprovable": 1},
         replace(RULE, exclusive=False),
         SETTLE_MS,
-        HOUR + 3 * HOUR_MS,
+        BEGIN_MS + 3 * HOUR_MS,
         0,
     )

@@ -22,10 +22,9 @@ from spark.settings import Options, Settings, Webhook
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Writer, Written
 from tests.spark.receiver import Receiver, receiving
+from tests.spark.rows import DAY_MS, HOUR_MS
 from tests.spark.runs import as_large
 
-HOUR_MS = 3_600_000
-DAY_MS = 24 * HOUR_MS
 TTL_S = 86_400
 NAMESPACE = "every-fault"
 ORDERS, FOREIGN, ARCHIVE = "every-orders", "every-foreign", "every-archive"

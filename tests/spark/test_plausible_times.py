@@ -13,11 +13,9 @@ from spark.settings import Options, Settings
 from spark.tables import view
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
-from tests.spark.rows import HOUR_MS, NOW_MS
+from tests.spark.rows import DAY_MS, FAR_FUTURE_MS, HOUR_MS, NOW_MS
 from tests.spark.runs import run
 
-DAY_MS = 86_400_000
-FAR_FUTURE_MS = 4_000_000_000_000  # 2096
 ONE = Writer(0, 100, 0, "a:1")
 
 # timestamp, acceptance in the header (None: only a key) → acceptance, time to order by, time of the run that read it

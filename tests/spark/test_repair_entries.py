@@ -13,8 +13,8 @@ from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends
 from spark.repair import bodies, copier, entries, layouts, send
 from spark.repair.copier import Record, is_record_of
 from spark.repair.entries import Claimed, Entry, Executed, History
+from tests.spark.rows import NOW_MS
 
-NOW_MS: Final = 1_700_000_000_000
 ID: Final = wire.event_id("k").hex()
 LOST_AT: Final = {"topic": "t", "partition": 0, "offset": 7}
 LOST: Final[dict[str, Any]] = {

@@ -32,8 +32,8 @@ from tests.sinks.iceberg import Iceberg
 from tests.spark.rows import HOUR_MS, answer, entry, ids, name_of
 from tests.spark.test_classify import log, settings
 from tests.spark.warehouse import (
+    BEGIN_MS,
     FROZEN_MS,
-    HOUR,
     LATE_S,
     MINUTE_MS,
     RULE,
@@ -53,7 +53,7 @@ def warehouse(spark: SparkSession, tmp_path: Path) -> Warehouse:
 
 def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> None:
     warehouse.rule = replace(warehouse.rule, arrived="loaded_at")
-    due = HOUR + SETTLE_MS + 1000 * LATE_S
+    due = BEGIN_MS + SETTLE_MS + 1000 * LATE_S
     fresh = FROZEN_MS - SETTLE_MS - 1000 * LATE_S
     warehouse.deliver(
         *event("once", 1),
@@ -66,17 +66,17 @@ def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> N
         *event("fresh", 8, at=fresh),
         *event("other", 9, topic="u"),
         # A claim without a record: lost, and not the fault of a sink.
-        *ids({"lost": [entry(10, at=HOUR)]}),
+        *ids({"lost": [entry(10, at=BEGIN_MS)]}),
         # In doubt, and never written.
-        *ids({"stuck": [answer(504, at=HOUR)]}),
+        *ids({"stuck": [answer(504, at=BEGIN_MS)]}),
     )
     warehouse.store(
         [
-            *((name, HOUR, HOUR) for name in ("once", "again", "again", "copied", "copied")),
-            ("slow", HOUR, due + 6),
-            ("in time", HOUR, due + 5),
-            ("unknown", HOUR, HOUR),
-            ("once", HOUR - HOUR_MS, HOUR),
+            *((name, BEGIN_MS, BEGIN_MS) for name in ("once", "again", "again", "copied", "copied")),
+            ("slow", BEGIN_MS, due + 6),
+            ("in time", BEGIN_MS, due + 5),
+            ("unknown", BEGIN_MS, BEGIN_MS),
+            ("once", BEGIN_MS - HOUR_MS, BEGIN_MS),
         ]
     )
     report = warehouse.run()
@@ -106,26 +106,26 @@ def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> N
     }
     assert proofs == {
         "gone": (1, [2], FROZEN_MS),
-        "again": (2, [3], HOUR),
-        "copied": (2, [4, 5], HOUR),
+        "again": (2, [3], BEGIN_MS),
+        "copied": (2, [4, 5], BEGIN_MS),
         "slow": (1, [6], due + 6),
     }
     # An hour that has left the window is not compared any more: its findings are no longer current.
     others = frames.rows_of(warehouse.spark, schemas.of("findings"), [])
-    of_hours = [sink_audit.with_findings(warehouse.tables, others, ms).count() for ms in (HOUR, HOUR + HOUR_MS)]
+    of_hours = [sink_audit.with_findings(warehouse.tables, others, ms).count() for ms in (BEGIN_MS, BEGIN_MS + HOUR_MS)]
     assert of_hours == [4, 0]
 
 
 def test_an_event_is_missing_when_its_lateness_is_over_and_late_when_it_comes(warehouse: Warehouse) -> None:
     warehouse.deliver(*event("slow", 1), *event("once", 2))
-    warehouse.store([("once", HOUR, None)])
+    warehouse.store([("once", BEGIN_MS, None)])
     # The entry was written 5 ms after the acceptance.
-    due = HOUR + 5 + SETTLE_MS + 1000 * LATE_S
+    due = BEGIN_MS + 5 + SETTLE_MS + 1000 * LATE_S
     assert counts(warehouse.run(due)) == {"expected": 2, "present_once": 1, "pending": 1}
     assert counts(warehouse.run(due + 1)) == {"expected": 2, "present_once": 1, "missing_in_sink": 1}
     assert warehouse.found() == {("missing_in_sink", None, "slow")}
     # The row comes after the run was killed, which had stored that the event is missing: the run is resumed.
-    warehouse.store([("slow", HOUR, None)])
+    warehouse.store([("slow", BEGIN_MS, None)])
     warehouse.take_over()
     for later in (1, 2):
         assert counts(warehouse.run(due + later)) == {"expected": 2, "present_once": 1, "late_in_sink": 1}
@@ -143,22 +143,22 @@ def test_an_hour_that_matches_is_not_read_again_unless_it_has_new_records(
 
     original: Callable[..., Any] = SinkReader.read
     monkeypatch.setattr(SinkReader, "read", noted)
-    warehouse.deliver(*event("once", 1), *event("next", 2, at=HOUR + 2 * HOUR_MS))
-    warehouse.store([("once", HOUR, None), ("next", HOUR + 2 * HOUR_MS, None)])
+    warehouse.deliver(*event("once", 1), *event("next", 2, at=BEGIN_MS + 2 * HOUR_MS))
+    warehouse.store([("once", BEGIN_MS, None), ("next", BEGIN_MS + 2 * HOUR_MS, None)])
     around = MINUTE_MS
-    first_hour = (HOUR - around, HOUR + HOUR_MS + around)
-    third_hour = (HOUR + 2 * HOUR_MS - around, HOUR + 3 * HOUR_MS + around)
+    first_hour = (BEGIN_MS - around, BEGIN_MS + HOUR_MS + around)
+    third_hour = (BEGIN_MS + 2 * HOUR_MS - around, BEGIN_MS + 3 * HOUR_MS + around)
     warehouse.run()
     assert read == [[first_hour, third_hour]]
     report = warehouse.run(FROZEN_MS + 1)
     assert (len(read), counts(report)) == (1, {"expected": 2, "present_once": 2})
     assert report.judged_until_ms == FROZEN_MS + 1 - SETTLE_MS - 1000 * LATE_S
     warehouse.deliver(*event("more", 3))
-    warehouse.store([("more", HOUR, None)])
+    warehouse.store([("more", BEGIN_MS, None)])
     assert counts(warehouse.run(FROZEN_MS + 2)) == {"expected": 3, "present_once": 3}
     assert read[1:] == [[first_hour]]
     # Rows that are repeated in an hour that has matched are found on request.
-    warehouse.store([("once", HOUR, None)])
+    warehouse.store([("once", BEGIN_MS, None)])
     assert counts(warehouse.run(FROZEN_MS + 3)) == {"expected": 3, "present_once": 3}
     assert counts(warehouse.run(FROZEN_MS + 4, recheck_sinks=True))["twice_in_sink"] == 1
     # Another definition of the sink is another comparison.
@@ -178,11 +178,11 @@ def test_a_sink_that_cannot_be_read_keeps_its_findings_and_its_watermark(warehou
     assert never.unreadable is not None
     assert (counts(never), never.read_ms, never.judged_until_ms, never.awaits_topics) == ({}, None, None, False)
     assert (warehouse.found(), warehouse.finding_ids()) == ({unreadable}, ["evidence_gap:warehouse"])
-    warehouse.store([("other", HOUR, None)])
-    backlog = log(DATA, "t", 0, decided_until_ms=HOUR + MINUTE_MS)
+    warehouse.store([("other", BEGIN_MS, None)])
+    backlog = log(DATA, "t", 0, decided_until_ms=BEGIN_MS + MINUTE_MS)
     known = warehouse.run(FROZEN_MS + 1, logs=(backlog,))
     assert counts(known) == {"expected": 1, "missing_in_sink": 1}
-    assert known.judged_until_ms == HOUR + MINUTE_MS - SETTLE_MS
+    assert known.judged_until_ms == BEGIN_MS + MINUTE_MS - SETTLE_MS
     assert warehouse.found() == {("missing_in_sink", None, "gone")}
     warehouse.deliver(*event("new", 2))
     folder = Path(warehouse.rule.path)
@@ -194,7 +194,7 @@ def test_a_sink_that_cannot_be_read_keeps_its_findings_and_its_watermark(warehou
     assert warehouse.found() == {("missing_in_sink", None, "gone"), unreadable}
     assert warehouse.finding_ids() == ["evidence_gap:warehouse", f"missing_in_sink:warehouse:{id_of('gone')}"]
     (tmp_path / "away").rename(folder)
-    warehouse.store([("gone", HOUR, None), ("new", HOUR, None)])
+    warehouse.store([("gone", BEGIN_MS, None), ("new", BEGIN_MS, None)])
     assert counts(warehouse.run(FROZEN_MS + 3)) == {"expected": 2, "present_once": 1, "late_in_sink": 1}
     assert warehouse.found() == {("late_in_sink", "was_missing", "gone")}
     # Otherwise a sink with a mistake in its topics would have no fault.
@@ -210,17 +210,17 @@ def test_what_no_delivered_event_has_is_extra_in_a_sink_of_its_own(warehouse: Wa
     warehouse.deliver(
         *event("once", 1),
         # Written in another hour, or to another topic, or lost: not unknown.
-        *event("earlier", 2, at=HOUR - 2 * HOUR_MS),
+        *event("earlier", 2, at=BEGIN_MS - 2 * HOUR_MS),
         *event("other", 3, topic="u"),
-        *ids({"lost": [entry(10, at=HOUR)]}),
+        *ids({"lost": [entry(10, at=BEGIN_MS)]}),
     )
     warehouse.store(
         [
-            *((name, HOUR, None) for name in ("once", "earlier", "other", "lost", "made up", "made up")),
-            ("empty hour", HOUR + 2 * HOUR_MS, None),
+            *((name, BEGIN_MS, None) for name in ("once", "earlier", "other", "lost", "made up", "made up")),
+            ("empty hour", BEGIN_MS + 2 * HOUR_MS, None),
             ("last", decided - MINUTE_MS - 1, None),
             ("too new", decided - MINUTE_MS, None),
-            ("too old", HOUR - HOUR_MS + MINUTE_MS - 1, None),
+            ("too old", BEGIN_MS - HOUR_MS + MINUTE_MS - 1, None),
         ]
     )
     report = warehouse.run()
@@ -231,7 +231,7 @@ def test_what_no_delivered_event_has_is_extra_in_a_sink_of_its_own(warehouse: Wa
         hours.text_at(row["accepted_hour"]): row["is_closed"]
         for row in warehouse.tables.read("sinks").where("kind IS NULL AND accepted_hour IS NOT NULL").collect()
     }
-    assert by_hour[hours.text_of(HOUR + HOUR_MS)] is True
+    assert by_hour[hours.text_of(BEGIN_MS + HOUR_MS)] is True
     assert by_hour[hours.text_of(decided)] is False
 
 
@@ -242,8 +242,8 @@ def test_rows_may_name_coordinates_in_place_of_an_id(spark: SparkSession, tmp_pa
     warehouse.deliver(
         *event("once", 1), *event("gone", 2), *event("again", 3), *event("copied", 4), *event("copied", 5)
     )
-    rows = [("t", 0, offset, HOUR) for offset in (1, 3, 3, 4, 77, 79, 79)]
-    rows += [("t", 0, None, HOUR)]  # type: ignore[list-item]
+    rows = [("t", 0, offset, BEGIN_MS) for offset in (1, 3, 3, 4, 77, 79, 79)]
+    rows += [("t", 0, None, BEGIN_MS)]  # type: ignore[list-item]
     frame = spark.createDataFrame(rows, "topic string, part int, off bigint, at_ms bigint")
     frame.write.format("delta").save(warehouse.rule.path)
     report = warehouse.run()
@@ -266,7 +266,7 @@ def test_rows_may_name_coordinates_in_place_of_an_id(spark: SparkSession, tmp_pa
 
 def test_an_event_is_looked_for_at_each_of_its_times_before_it_is_missing(warehouse: Warehouse) -> None:
     """A client has set a timestamp, by which the sink keeps the row; an id of two hours has a row in the other one."""
-    long_ago, other = HOUR - 30 * 24 * HOUR_MS, HOUR - 3 * HOUR_MS
+    long_ago, other = BEGIN_MS - 30 * 24 * HOUR_MS, BEGIN_MS - 3 * HOUR_MS
     warehouse.deliver(
         *event("dated", 1, timestamp_ms=long_ago),
         *event("both", 2),
@@ -280,15 +280,20 @@ def test_an_event_is_looked_for_at_each_of_its_times_before_it_is_missing(wareho
 
 def test_an_id_of_several_hours_is_compared_in_each_by_itself(warehouse: Warehouse) -> None:
     """The sink has a row for each record; rows within the margin around an hour are copies, and no repetition."""
-    edge = HOUR + HOUR_MS - 1
+    edge = BEGIN_MS + HOUR_MS - 1
     warehouse.deliver(
         *event("apart", 1),
-        *event("apart", 2, at=HOUR - 3 * HOUR_MS),
+        *event("apart", 2, at=BEGIN_MS - 3 * HOUR_MS),
         *event("close", 3, at=edge),
         *event("close", 4, at=edge + 2),
     )
     warehouse.store(
-        [("apart", HOUR, None), ("apart", HOUR - 3 * HOUR_MS, None), ("close", edge, None), ("close", edge + 2, None)]
+        [
+            ("apart", BEGIN_MS, None),
+            ("apart", BEGIN_MS - 3 * HOUR_MS, None),
+            ("close", edge, None),
+            ("close", edge + 2, None),
+        ]
     )
     assert counts(warehouse.run()) == {"expected": 4, "present_once": 2, "twice_in_sink": 2}
     assert warehouse.found() == {("twice_in_sink", "copied", "close")}
@@ -297,7 +302,7 @@ def test_an_id_of_several_hours_is_compared_in_each_by_itself(warehouse: Warehou
 def test_what_an_open_transaction_has_hidden_is_expected_from_when_it_no_longer_does(warehouse: Warehouse) -> None:
     blocked = log(DATA, "t", 0, end=5, last_stable=5, high_watermark=9)
     warehouse.deliver(*event("read", 4))
-    warehouse.store([("other", HOUR, None)])
+    warehouse.store([("other", BEGIN_MS, None)])
     assert counts(warehouse.run(FROZEN_MS, logs=(blocked,))) == {"expected": 1, "missing_in_sink": 1}
     warehouse.deliver(*event("hidden", 6))
     assert counts(warehouse.run(FROZEN_MS + 10)) == {"expected": 2, "missing_in_sink": 1, "pending": 1}
@@ -307,7 +312,7 @@ def test_what_an_open_transaction_has_hidden_is_expected_from_when_it_no_longer_
 
 def test_a_run_whose_rules_have_no_sink_forgets_it(warehouse: Warehouse) -> None:
     warehouse.deliver(*event("gone", 1))
-    warehouse.store([("other", HOUR, None)])
+    warehouse.store([("other", BEGIN_MS, None)])
     warehouse.run()
     assert warehouse.found() == {("missing_in_sink", None, "gone")}
     without = replace(settings(window_h=24), rules=Rules())
@@ -317,9 +322,9 @@ def test_a_run_whose_rules_have_no_sink_forgets_it(warehouse: Warehouse) -> None
 
 
 def test_events_before_the_beginning_of_a_sink_are_not_expected(warehouse: Warehouse) -> None:
-    warehouse.rule = replace(warehouse.rule, since_ms=HOUR + 1)
-    warehouse.deliver(*event("before", 1), *event("after", 2, at=HOUR + HOUR_MS))
-    warehouse.store([("after", HOUR + HOUR_MS, None)])
+    warehouse.rule = replace(warehouse.rule, since_ms=BEGIN_MS + 1)
+    warehouse.deliver(*event("before", 1), *event("after", 2, at=BEGIN_MS + HOUR_MS))
+    warehouse.store([("after", BEGIN_MS + HOUR_MS, None)])
     assert counts(warehouse.run()) == {"expected": 1, "present_once": 1}
 
 
@@ -331,9 +336,9 @@ BYTES: Final = (bytes.fromhex(ID), bytes.fromhex(ID[2:]), b"", None, None, None,
 
 @pytest.fixture(scope="module", params=["parquet", "iceberg"])
 def forms(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> SinkRule:
-    """A sink with a row in each ms from HOUR on, which has an id as text (TEXTS) and as bytes (BYTES)."""
+    """A sink with a row in each ms from BEGIN_MS on, which has an id as text (TEXTS) and as bytes (BYTES)."""
     root = tmp_path_factory.mktemp("forms")
-    times = [time_of(HOUR + nth) for nth in range(len(TEXTS))]
+    times = [time_of(BEGIN_MS + nth) for nth in range(len(TEXTS))]
     if request.param == "iceberg":
         columns = {"event_id": pa.string(), "raw": pa.binary(), "accepted_at": pa.timestamp("us", "UTC")}
         return Iceberg(root, columns).append(event_id=TEXTS, raw=BYTES, accepted_at=times)
@@ -344,7 +349,7 @@ def forms(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory, request
     return replace(RULE, format="parquet", path=path)
 
 
-WHOLE: Final = [(HOUR - HOUR_MS, HOUR + HOUR_MS)]
+WHOLE: Final = [(BEGIN_MS - HOUR_MS, BEGIN_MS + HOUR_MS)]
 
 
 @pytest.mark.parametrize(("expression", "identified"), [("lower(event_id)", 4), ("raw", 1)])
@@ -352,15 +357,19 @@ def test_an_id_is_bytes_hexadecimal_digits_or_a_uuid(
     spark: SparkSession, forms: SinkRule, expression: str, identified: int
 ) -> None:
     rows = SinkReader(spark, replace(forms, id=expression)).read(WHOLE).orderBy("event_ms").collect()
-    assert [row["event_ms"] - HOUR for row in rows] == [*range(len(TEXTS))]
+    assert [row["event_ms"] - BEGIN_MS for row in rows] == [*range(len(TEXTS))]
     assert [row["id"] for row in rows] == [BYTES[0]] * identified + [None] * (len(TEXTS) - identified)
     assert {row["arrived_ms"] for row in rows} == {None}
 
 
 def test_the_rows_of_an_interval_are_read_and_none_of_its_end(spark: SparkSession, forms: SinkRule) -> None:
-    past = HOUR + len(TEXTS)
-    rows = SinkReader(spark, forms).read([(HOUR - 1, HOUR), (HOUR + 1, HOUR + 2), (past, past + 1)]).collect()
-    assert [row["event_ms"] for row in rows] == [HOUR + 1]
+    past = BEGIN_MS + len(TEXTS)
+    rows = (
+        SinkReader(spark, forms)
+        .read([(BEGIN_MS - 1, BEGIN_MS), (BEGIN_MS + 1, BEGIN_MS + 2), (past, past + 1)])
+        .collect()
+    )
+    assert [row["event_ms"] for row in rows] == [BEGIN_MS + 1]
 
 
 @pytest.mark.parametrize(
@@ -395,23 +404,24 @@ def test_the_hours_of_an_iceberg_table_are_read_by_each_type_of_time_in_parts(
     uuids = [bytes([nth]) * 16 for nth in range(5)]
     for part in (uuids[:3], uuids[3:]):  # a file for each
         values = [
-            HOUR + uuids.index(id) if pa.types.is_integer(time_type) else time_of(HOUR + uuids.index(id)) for id in part
+            BEGIN_MS + uuids.index(id) if pa.types.is_integer(time_type) else time_of(BEGIN_MS + uuids.index(id))
+            for id in part
         ]
         rule = table.append(Event=part, at=values, unread=[None] * len(part))
     read = SinkReader(spark, replace(rule, id="event", event_time="at")).read(
-        [(HOUR + 1, HOUR + 3), (HOUR + 4, HOUR + 9)]
+        [(BEGIN_MS + 1, BEGIN_MS + 3), (BEGIN_MS + 4, BEGIN_MS + 9)]
     )
     assert sorted((bytes(row["id"]), row["event_ms"]) for row in read.collect()) == [
-        (uuids[nth], HOUR + nth) for nth in (1, 2, 4)
+        (uuids[nth], BEGIN_MS + nth) for nth in (1, 2, 4)
     ]
 
 
 def test_a_run_reads_one_snapshot_of_an_iceberg_table(spark: SparkSession, tmp_path: Path) -> None:
     table = Iceberg(tmp_path, {"event_id": pa.string(), "accepted_at": pa.timestamp("us", "UTC")})
-    rule = table.append(event_id=[id_of("first")], accepted_at=[time_of(HOUR)])
+    rule = table.append(event_id=[id_of("first")], accepted_at=[time_of(BEGIN_MS)])
     reader = SinkReader(spark, rule)
     assert reader.read(WHOLE).count() == 1
-    table.append(event_id=[id_of("second")], accepted_at=[time_of(HOUR)])
+    table.append(event_id=[id_of("second")], accepted_at=[time_of(BEGIN_MS)])
     by_path = replace(rule, table="", catalog_file="", path=table.metadata)
     assert [one.read(WHOLE).count() for one in (reader, SinkReader(spark, rule), SinkReader(spark, by_path))] == [
         1,
@@ -458,7 +468,7 @@ def test_a_column_that_arrow_cannot_convert_makes_the_sink_unreadable_and_spark_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns = {"event_id": pa.string(), "accepted_at": pa.timestamp("us", "UTC")}
-    rule = Iceberg(tmp_path, columns).append(event_id=[id_of("one")], accepted_at=[time_of(HOUR)])
+    rule = Iceberg(tmp_path, columns).append(event_id=[id_of("one")], accepted_at=[time_of(BEGIN_MS)])
     session = Mock()
     session.createDataFrame.side_effect = PySparkValueError("Spark")
     with pytest.raises(PySparkValueError):
@@ -474,7 +484,7 @@ def test_position_deletes_of_an_iceberg_table_are_applied_and_equality_deletes_m
 ) -> None:
     table = Iceberg(tmp_path, {"event_id": pa.string(), "accepted_at": pa.timestamp("us", "UTC")})
     names = ["kept", "deleted", "kept too"]
-    rule = table.append(event_id=[id_of(name) for name in names], accepted_at=[time_of(HOUR)] * len(names))
+    rule = table.append(event_id=[id_of(name) for name in names], accepted_at=[time_of(BEGIN_MS)] * len(names))
     table.delete_row(1)
     session = Mock()
     list(iceberg.IcebergTable(session, rule).parts(WHOLE))
@@ -545,22 +555,22 @@ def test_a_run_knows_all_events_until_the_first_record_that_it_has_not_read() ->
     def decided(*logs: Log) -> int:
         return sink_verdicts.decided_until_ms(RULE, Plan(1, FROZEN_MS, "", logs), SETTLE_MS)
 
-    backlog = log(DATA, "t", 0, decided_until_ms=HOUR)
+    backlog = log(DATA, "t", 0, decided_until_ms=BEGIN_MS)
     assert decided() == decided(replace(backlog, decided_until_ms=FROZEN_MS + 1)) == FROZEN_MS - SETTLE_MS
     # A topic of another sink, and one that was deleted.
     assert decided(replace(backlog, topic="u"), replace(backlog, audited=False)) == FROZEN_MS - SETTLE_MS
     for unread in (backlog, replace(backlog, role=UNWANTED, audited=False), replace(backlog, role=LEDGER, topic="l")):
-        assert decided(unread) == HOUR - SETTLE_MS, unread.role
+        assert decided(unread) == BEGIN_MS - SETTLE_MS, unread.role
 
 
 def test_the_watermark_of_a_sink_is_not_past_what_was_read() -> None:
-    read = SinkState(1, FROZEN_MS, (), "a", {}, HOUR)
+    read = SinkState(1, FROZEN_MS, (), "a", {}, BEGIN_MS)
 
     def judged(state: SinkState, *open_ms: int) -> int | None:
         return sink_verdicts.judged_until_ms(RULE, SETTLE_MS, state, open_ms)
 
     over = FROZEN_MS - SETTLE_MS - 1000 * LATE_S
-    assert (judged(read), judged(read, HOUR - 1), judged(read, HOUR + 1)) == (HOUR, HOUR - 1, HOUR)
+    assert (judged(read), judged(read, BEGIN_MS - 1), judged(read, BEGIN_MS + 1)) == (BEGIN_MS, BEGIN_MS - 1, BEGIN_MS)
     assert (judged(replace(read, decided_ms=FROZEN_MS)), judged(replace(read, decided_ms=None))) == (over, over)
     # The records behind an open transaction have no known time.
     assert (judged(NEVER_READ), judged(replace(read, decided_ms=-SETTLE_MS))) == (None, None)
@@ -585,16 +595,16 @@ def test_another_window_settlement_or_quarantine_is_another_definition_of_a_sink
 
 def test_an_hour_closes_when_nothing_of_it_may_change() -> None:
     none = dict.fromkeys(sink_verdicts.COUNTS, 0)
-    over = HOUR + HOUR_MS + SETTLE_MS + 1000 * LATE_S
+    over = BEGIN_MS + HOUR_MS + SETTLE_MS + 1000 * LATE_S
 
     def closes(frozen_ms: int, decided_ms: int = 0, rule: SinkRule = RULE, *counted: str) -> bool:
         counts = none | dict.fromkeys(counted, 1)
-        return sink_verdicts.closes(HOUR, counts, rule, SETTLE_MS, frozen_ms, decided_ms)
+        return sink_verdicts.closes(BEGIN_MS, counts, rule, SETTLE_MS, frozen_ms, decided_ms)
 
     assert (closes(over), closes(over + 1)) == (False, True)
     assert closes(over + 1, 0, RULE, "expected", "late_in_sink")
     for name in ("pending", "missing_in_sink", "twice_in_sink", "extra_in_sink"):
         assert not closes(over + 1, 0, RULE, name), name
     own = replace(RULE, exclusive=True)
-    decided = HOUR + HOUR_MS + 1000 * RULE.margin_s
+    decided = BEGIN_MS + HOUR_MS + 1000 * RULE.margin_s
     assert (closes(over + 1, decided, own), closes(over + 1, decided + 1, own)) == (False, True)

@@ -13,9 +13,8 @@ from service.contract import wire
 from spark import frames
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
+from tests.spark.rows import NOW_MS
 from tests.unit.contract.test_wire import content, vectors
-
-NOW_MS = 1_700_000_000_000
 
 
 def test_the_ids_of_keys_are_those_of_the_vectors(spark: SparkSession) -> None:

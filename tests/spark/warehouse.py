@@ -20,12 +20,13 @@ from tests.spark import delta_files
 from tests.spark.rows import HOUR_MS, NOW_MS, copy, entry, name_of, reduced
 from tests.spark.test_classify import log, settings
 
-HOUR: Final = NOW_MS // HOUR_MS * HOUR_MS
+BEGIN_MS: Final = NOW_MS // HOUR_MS * HOUR_MS
+"""The beginning of the hour in which events are accepted, if not otherwise stated."""
 MINUTE_MS: Final = 60_000
 LATE_S: Final = 600
 SETTLE_MS: Final = 80_000
 """Timeouts and grace of `settings`."""
-FROZEN_MS: Final = HOUR + 4 * HOUR_MS
+FROZEN_MS: Final = BEGIN_MS + 4 * HOUR_MS
 RULE: Final = SinkRule("warehouse", ("t",), "delta", "accepted_at", LATE_S, id="event_id", margin_s=60)
 
 Found = tuple[str, str | None, str]
@@ -33,7 +34,7 @@ SinkRow = tuple[str, int, int | None]
 """The event's name, and the times of acceptance and of arrival (ms)."""
 
 
-def event(name: str, offset: int, at: int = HOUR, **more: Any) -> list[Any]:
+def event(name: str, offset: int, at: int = BEGIN_MS, **more: Any) -> list[Any]:
     """A record with its ledger entry."""
     id = name.encode().ljust(16)[:16]
     return [copy(offset, at=at, key=name, id=id, **more), entry(offset, at=at, id=id, **_place(more))]
@@ -71,7 +72,7 @@ class Warehouse:
     def run(self, frozen_ms: int = FROZEN_MS, *, logs: Sequence[Log] = (), **options: Any) -> SinkReport:
         default = (log(DATA, "t", 0, decided_until_ms=frozen_ms),)
         claims = (
-            log(LEDGER, "l", 0, decided_until_ms=frozen_ms, complete_since_ms=HOUR - HOUR_MS),
+            log(LEDGER, "l", 0, decided_until_ms=frozen_ms, complete_since_ms=BEGIN_MS - HOUR_MS),
             log(REQUESTS, "r", 0, decided_until_ms=frozen_ms),
         )
         plan = Plan(len(self.plans) + 1, frozen_ms, "{}", (*(logs or default), *claims))
