@@ -12,6 +12,7 @@ from service.kafka.protocol import EPOCH_PER_TRANSACTION
 # With these, Kafka keeps all acknowledged records although one broker is lost.
 REPLICAS: Final = 3
 MIN_ISR: Final = 2
+UNCLEAN_ELECTION: Final = "unclean.leader.election.enable"
 TRANSACTION_LOG: Final = "__transaction_state"
 VERIFICATION: Final = "transaction.partition.verification.enable"
 # The shortest acceptable expiry of transactional ids: a slot whose id has expired must be recovered at its next use.
@@ -167,7 +168,7 @@ def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
     )
     yield Rule(
         "kafka.unclean-election",
-        "unclean.leader.election.enable",
+        UNCLEAN_ELECTION,
         lambda value: value == "false",
         Level.ERROR,
         "set false on the brokers: a leader that lags removes acknowledged events",

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
-from service.cli.check_brokers import MIN_ISR, REPLICAS
+from service.cli.check_brokers import MIN_ISR, REPLICAS, UNCLEAN_ELECTION
 from service.cli.finding import Finding, Level, grouped, judged
 from service.core.settings import EVENT_BYTES_MAX
 from service.kafka.acl_inspector import ClusterSnapshot, VisibleTopic
@@ -31,6 +31,7 @@ def own_topics(
             rows.append((name, Finding("topics.own-settings", Level.OK, "cleanup, retention and timestamps are right")))
         rows += [(name, finding) for finding in _takes_our_records(topic, internal)]
         rows.append((name, replicas("topics.own-replicas", topic, snapshot.topics[name])))
+        rows += [(name, finding) for finding in unclean_election("topics.own-unclean-election", topic)]
     if topics:
         gone = {internal.ledger, internal.requests, internal.control} - snapshot.topics.keys() - snapshot.hidden
         missing = Finding("topics.own-there", Level.ERROR, "not there, and others are", _CREATE_AGAIN)
@@ -96,6 +97,13 @@ def replicas(check: str, topic: Topic, seen: VisibleTopic) -> Finding:
     )
 
 
+def unclean_election(check: str, topic: Topic) -> Iterator[Finding]:
+    """Report a topic that allows unclean elections, by a setting of its own or by that of the brokers."""
+    if topic.settings.get(UNCLEAN_ELECTION) == "true":
+        change = f"set {UNCLEAN_ELECTION}=false on it: a leader that lags removes acknowledged events"
+        yield Finding(check, Level.ERROR, f"{UNCLEAN_ELECTION}=true", change)
+
+
 def data_topic_settings(
     topics: Mapping[str, Topic], found: Mapping[str, VisibleTopic], quarantine: Collection[str] = ()
 ) -> list[Finding]:
@@ -103,6 +111,7 @@ def data_topic_settings(
     rows: list[tuple[str, Finding]] = []
     for name, topic in topics.items():
         rows.append((name, replicas("topics.data-replicas", topic, found[name])))
+        rows += [(name, finding) for finding in unclean_election("topics.data-unclean-election", topic)]
         if topic.settings:
             rows += [(name, finding) for finding in _of_data_topic(topic)]
         if name in quarantine and "compact" in topic.settings.get("cleanup.policy", ""):

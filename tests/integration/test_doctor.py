@@ -194,11 +194,12 @@ async def test_a_user_that_may_not_make_topics(secured_kafka: SecuredKafka, redi
 async def test_topics_that_are_not_as_they_should_be(
     kafka: Kafka, redis: Redis, namespace: str, make_topic: MakeTopic
 ) -> None:
-    wrong_ledger = {"retention.ms": "3600000", "message.timestamp.type": "CreateTime"}
+    unclean = {"unclean.leader.election.enable": "true"}
+    wrong_ledger = {"retention.ms": "3600000", "message.timestamp.type": "CreateTime", **unclean}
     kafka.create_topic(f"{namespace}.ledger", partitions=8, config=wrong_ledger)
     kafka.create_topic(f"{namespace}.control", config={"cleanup.policy": "delete", "max.message.bytes": "100000"})
     compacted = make_topic(1, {"cleanup.policy": "compact"})
-    small = make_topic(1, {"max.message.bytes": "100000", "retention.ms": "3600000"})
+    small = make_topic(1, {"max.message.bytes": "100000", "retention.ms": "3600000", **unclean})
     text = "".join(f'[[topics]]\npattern = "{name}"\n' for name in (compacted, small, "no-such-topic"))
     for name in (compacted, "no-letters"):
         text += f'[[topics]]\npattern = "refusing-*"\nschema = "s"\nquarantine = "{name}"\n'
@@ -208,12 +209,14 @@ async def test_topics_that_are_not_as_they_should_be(
         ("topics.own-settings", "error"),
         ("topics.own-there", "error"),  # deleted: a running process does not create it again
         ("topics.own-replicas", "error"),
+        ("topics.own-unclean-election", "error"),
         ("topics.own-message-bytes", "warning"),
         ("topics.own-timestamps", "warning"),
         ("topics.data-there", "warning"),
         ("topics.quarantine-there", "error"),
         ("topics.quarantine-policy", "error"),
         ("topics.data-replicas", "error"),
+        ("topics.data-unclean-election", "error"),
         ("topics.data-compaction", "warning"),
         ("topics.data-message-bytes", "warning"),
         ("topics.data-retention", "warning"),

@@ -18,6 +18,7 @@ from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic
 from service.kafka.admin import Topic
 from service.kafka.reader import Item
 from service.kafka.tokens import token_source_of
+from service.kafka.topics import InternalTopics
 from tests.unit.fakes import FakeCluster
 
 INFO = {
@@ -275,6 +276,20 @@ def test_a_quarantine_topic_that_is_missing_or_compacted_is_an_error() -> None:
     compacted = {"there": Topic("there", 1, {"cleanup.policy": "compact", "min.insync.replicas": "2"})}
     found = wrong(check_topics.data_topic_settings(compacted, seen, rules.quarantine_topics))
     assert found == {"topics.quarantine-policy": "it is compacted"}
+
+
+def test_a_topic_whose_leader_may_be_elected_unclean_is_an_error() -> None:
+    """The brokers' own setting is another check; the owner of a topic may have set it on the topic."""
+    name, seen = "fencepost.control", VisibleTopic("fencepost.control", 1, 3, frozenset(Operation))
+    internal = InternalTopics(FakeCluster(), Settings())
+    for unclean in ("true", "false"):
+        topic = Topic(name, 1, {"min.insync.replicas": "2", "unclean.leader.election.enable": unclean})
+        snapshot = ClusterSnapshot((), {name: seen}, frozenset())
+        own = wrong(check_topics.own_topics({name: topic}, internal, snapshot, 64))
+        of_events = wrong(check_topics.data_topic_settings({name: topic}, {name: seen}))
+        expected = "unclean.leader.election.enable=true"
+        assert own.get("topics.own-unclean-election") == (expected if unclean == "true" else None)
+        assert of_events == ({"topics.data-unclean-election": expected} if unclean == "true" else {})
 
 
 @pytest.mark.parametrize(
