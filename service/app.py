@@ -83,26 +83,8 @@ class Service:
         self.tracing = _tracing_of(settings)
         self._give_up = give_up
         self._own_topics_trouble = Incident(log, "own topics changed: events may be lost or written twice")
-        self.cluster = KafkaAdmin(
-            settings.kafka,
-            client_id=f"fencepost-{settings.name}",
-            request_timeout_ms=settings.request_timeout_ms,
-            telemetry=self.telemetry,
-            security=Security(settings),
-            compression=settings.compression,
-            transactions=settings.kafka_transactions,
-        )
-        self.keys = RedisKeys(
-            settings.redis,
-            settings.namespace,
-            retention_ms=settings.key_ttl_s * 1000,
-            least_left_ms=2 * settings.timeouts_ms,
-            lease_ttl_ms=settings.lease_ttl_ms,
-            timeout_s=min(settings.request_timeout_ms, settings.lease_ttl_ms) / 1000,
-            telemetry=self.telemetry,
-            tls=settings.redis_tls,
-            sentinel_login=settings.redis_sentinel_login,
-        )
+        self.cluster = _cluster_of(settings, telemetry)
+        self.keys = _keys_of(settings, telemetry)
         self.topics = InternalTopics(self.cluster, settings, rules.longest_ttl_s)
         self.topic_metadata = TopicMetadataCache(self.cluster)
         # The topics of positions: they are not written to, so the LSO watch does not ask for them.
@@ -300,6 +282,32 @@ class Service:
             await self.registry.close()
         await self.tokens.close()
         await self.cluster.close()
+
+
+def _cluster_of(settings: Settings, telemetry: Telemetry) -> KafkaAdmin:
+    return KafkaAdmin(
+        settings.kafka,
+        client_id=f"fencepost-{settings.name}",
+        request_timeout_ms=settings.request_timeout_ms,
+        telemetry=telemetry,
+        security=Security(settings),
+        compression=settings.compression,
+        transactions=settings.kafka_transactions,
+    )
+
+
+def _keys_of(settings: Settings, telemetry: Telemetry) -> RedisKeys:
+    return RedisKeys(
+        settings.redis,
+        settings.namespace,
+        retention_ms=settings.key_ttl_s * 1000,
+        least_left_ms=2 * settings.timeouts_ms,
+        lease_ttl_ms=settings.lease_ttl_ms,
+        timeout_s=min(settings.request_timeout_ms, settings.lease_ttl_ms) / 1000,
+        telemetry=telemetry,
+        tls=settings.redis_tls,
+        sentinel_login=settings.redis_sentinel_login,
+    )
 
 
 def _registry_of(

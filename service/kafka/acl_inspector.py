@@ -226,7 +226,7 @@ _SUPPORTED_FEATURES: Final = CompactArray(
 )
 
 
-class _SupportedFeaturesAnswer(Response):  # type: ignore[misc]
+class _SupportedFeaturesResponse(Response):  # type: ignore[misc]
     API_KEY = 18
     API_VERSION = 3
     SCHEMA = Schema(
@@ -244,7 +244,7 @@ class _SupportedFeatures_v3(RequestStruct):  # type: ignore[misc]  # noqa: N801 
     FLEXIBLE_VERSION = True
     API_KEY = 18
     API_VERSION = 3
-    RESPONSE_TYPE = _SupportedFeaturesAnswer
+    RESPONSE_TYPE = _SupportedFeaturesResponse
     SCHEMA = Schema(
         ("client_software_name", CompactString("utf-8")),
         ("client_software_version", CompactString("utf-8")),

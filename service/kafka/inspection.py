@@ -50,7 +50,7 @@ CODES_BY_TOPIC: Final = CompactArray(
 )
 
 
-class _DescribeProducersAnswer(Response):  # type: ignore[misc]  # aiokafka ships no types
+class _DescribeProducersResponse(Response):  # type: ignore[misc]  # aiokafka ships no types
     API_KEY = 61
     API_VERSION = 0
     SCHEMA = Schema(
@@ -91,7 +91,7 @@ class DescribeProducers_v0(RequestStruct):  # type: ignore[misc]  # noqa: N801 -
     FLEXIBLE_VERSION = True
     API_KEY = 61
     API_VERSION = 0
-    RESPONSE_TYPE = _DescribeProducersAnswer
+    RESPONSE_TYPE = _DescribeProducersResponse
     SCHEMA = Schema(
         ("topics", _PARTITIONS_BY_TOPIC),
         ("tags", TaggedFields),
@@ -112,7 +112,7 @@ class DescribeProducers(Request[DescribeProducers_v0]):  # type: ignore[misc]
         return request_struct_class([(topic, numbers, {}) for topic, numbers in self.by_topic.items()], {})
 
 
-class _DescribeTransactionsAnswer(Response):  # type: ignore[misc]
+class _DescribeTransactionsResponse(Response):  # type: ignore[misc]
     API_KEY = 65
     API_VERSION = 0
     SCHEMA = Schema(
@@ -139,7 +139,7 @@ class DescribeTransactions_v0(RequestStruct):  # type: ignore[misc]  # noqa: N80
     FLEXIBLE_VERSION = True
     API_KEY = 65
     API_VERSION = 0
-    RESPONSE_TYPE = _DescribeTransactionsAnswer
+    RESPONSE_TYPE = _DescribeTransactionsResponse
     SCHEMA = Schema(
         ("transactional_ids", CompactArray(CompactString("utf-8"))),
         ("tags", TaggedFields),
@@ -158,7 +158,7 @@ class DescribeTransactions(Request[DescribeTransactions_v0]):  # type: ignore[mi
         return request_struct_class([self.transactional_id], {})
 
 
-class _WriteTxnMarkersAnswer(Response):  # type: ignore[misc]
+class _WriteTxnMarkersResponse(Response):  # type: ignore[misc]
     API_KEY = 27
     API_VERSION = 1
     SCHEMA = Schema(
@@ -178,7 +178,7 @@ class WriteTxnMarkers_v1(RequestStruct):  # type: ignore[misc]  # noqa: N801
     FLEXIBLE_VERSION = True
     API_KEY = 27
     API_VERSION = 1
-    RESPONSE_TYPE = _WriteTxnMarkersAnswer
+    RESPONSE_TYPE = _WriteTxnMarkersResponse
     SCHEMA = Schema(
         (
             "markers",

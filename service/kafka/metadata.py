@@ -58,7 +58,7 @@ def partitions_of(topic: Sequence[Any]) -> Partitions:
     )
 
 
-class _MetadataAnswer(Response):  # type: ignore[misc]
+class _MetadataResponse(Response):  # type: ignore[misc]
     API_KEY = 3
     API_VERSION = 10
     SCHEMA = Schema(
@@ -108,7 +108,7 @@ class _Metadata_v10(RequestStruct):  # type: ignore[misc]  # noqa: N801 - as aio
     API_KEY = 3
     API_VERSION = 10
     FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _MetadataAnswer
+    RESPONSE_TYPE = _MetadataResponse
     SCHEMA = Schema(
         ("topics", CompactArray(("topic_id", Uuid), ("topic", CompactString()), ("tags", TaggedFields))),
         ("allow_auto_topic_creation", Boolean),
@@ -133,7 +133,7 @@ class Metadata(Request[_Metadata_v10]):  # type: ignore[misc]
         return request_struct_class(topics, False, False, self._with_operations, {})
 
 
-class _UndecodedAnswer(_MetadataAnswer):
+class _UndecodedResponse(_MetadataResponse):
     """The bytes of a response, which `decode_metadata` decodes: that of a cluster's topics takes long."""
 
     @classmethod
@@ -142,7 +142,7 @@ class _UndecodedAnswer(_MetadataAnswer):
 
 
 class _UndecodedMetadata_v10(_Metadata_v10):  # noqa: N801 - as aiokafka names its own
-    RESPONSE_TYPE = _UndecodedAnswer
+    RESPONSE_TYPE = _UndecodedResponse
 
 
 class UndecodedMetadata(Request[_UndecodedMetadata_v10]):  # type: ignore[misc]
@@ -159,4 +159,4 @@ class UndecodedMetadata(Request[_UndecodedMetadata_v10]):  # type: ignore[misc]
 
 def decode_metadata(response: bytes) -> Any:
     """Decode the response to an UndecodedMetadata; runs in a thread."""
-    return _MetadataAnswer.decode(response)
+    return _MetadataResponse.decode(response)

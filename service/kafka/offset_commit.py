@@ -55,7 +55,7 @@ RETRIED: Final = frozenset(
 )
 
 
-class _TxnOffsetCommitAnswer(Response):  # type: ignore[misc]  # aiokafka ships no types
+class _TxnOffsetCommitResponse(Response):  # type: ignore[misc]  # aiokafka ships no types
     API_KEY = 28
     API_VERSION = 3
     SCHEMA = Schema(
@@ -69,7 +69,7 @@ class TxnOffsetCommit_v3(RequestStruct):  # type: ignore[misc]  # noqa: N801 - a
     FLEXIBLE_VERSION = True
     API_KEY = 28
     API_VERSION = 3
-    RESPONSE_TYPE = _TxnOffsetCommitAnswer
+    RESPONSE_TYPE = _TxnOffsetCommitResponse
     SCHEMA = Schema(
         ("transactional_id", CompactString("utf-8")),
         ("group_id", CompactString("utf-8")),
@@ -122,7 +122,7 @@ class TxnOffsetCommit_v5(RequestStruct):  # type: ignore[misc]  # noqa: N801
     FLEXIBLE_VERSION = True
     API_KEY = 28
     API_VERSION = 5
-    RESPONSE_TYPE = _TxnOffsetCommitAnswer
+    RESPONSE_TYPE = _TxnOffsetCommitResponse
     SCHEMA = TxnOffsetCommit_v3.SCHEMA
 
 
