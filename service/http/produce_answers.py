@@ -137,7 +137,7 @@ class _Data(msgspec.Struct, gc=False, omit_defaults=True):
     schema_version: int | None = None
 
 
-class _Written(msgspec.Struct, gc=False, omit_defaults=True, kw_only=True):
+class _V3Result(msgspec.Struct, gc=False, omit_defaults=True, kw_only=True):
     """What the answer to a written v3 record says, behind the fields of its subclass, which are not keyword-only."""
 
     cluster_id: str
@@ -149,15 +149,15 @@ class _Written(msgspec.Struct, gc=False, omit_defaults=True, kw_only=True):
     value: _Data | None = None
 
 
-class _V3Answer(_Written, gc=False, omit_defaults=True):
+class _V3Answer(_V3Result, gc=False, omit_defaults=True):
     error_code: int
 
 
-class _Success(_Written, gc=False, omit_defaults=True):
+class _Success(_V3Result, gc=False, omit_defaults=True):
     id: str
 
 
-_W = TypeVar("_W", bound=_Written)
+_R = TypeVar("_R", bound=_V3Result)
 
 
 class _Failure(msgspec.Struct, gc=False):
@@ -306,7 +306,7 @@ def _v3_answer(cluster: str, record: V3Event, result: Committed) -> bytes:
     return _encode(_written(partial(_V3Answer, WRITTEN), cluster, record, result))
 
 
-def _written(make: Callable[..., _W], cluster: str, record: V3Event, result: Committed) -> _W:
+def _written(make: Callable[..., _R], cluster: str, record: V3Event, result: Committed) -> _R:
     """Make what the answer to a written record says."""
     _, there = result.deliveries[0]
     event = record.event
