@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import structlog
 from aiokafka import errors
-from aiokafka.client import AIOKafkaClient
 
 from service.core.identity_enum import IdentityEnum
 from service.core.shared_task import unwaited
@@ -16,10 +15,9 @@ from service.core.time_slice import yield_after
 from service.kafka import outcomes
 from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import GroupOffsets
-from service.kafka.hanging import ActiveProducer, RecordCoordinates
-from service.kafka.inspection import UNSUPPORTED, active_producers, write_marker
+from service.kafka.hanging import RecordCoordinates
+from service.kafka.hanging_transactions import HangingTransactions
 from service.kafka.metadata import Partition
-from service.kafka.missing_markers import end_hanging
 from service.kafka.offset_commit import OffsetCommit
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
@@ -34,7 +32,7 @@ from service.kafka.outcomes import (
     raise_if_error,
 )
 from service.kafka.records import Record, RecordMetadata, Write, own_record
-from service.kafka.session import ACKS_TIMEOUT_SHARE, METADATA_TIMEOUT_S, SENDS_SHARE, ProducerSession, codes_of_added
+from service.kafka.session import ACKS_TIMEOUT_SHARE, SENDS_SHARE, ProducerSession, codes_of_added
 
 log = structlog.get_logger(__name__)
 
@@ -87,6 +85,9 @@ class TransactionalProducer:
         self._early_begin: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
         self._open_check = OpenCheck(self._session)
         self._offset_commit = OffsetCommit(self._session, self._open_check)
+        self.hanging = HangingTransactions(
+            self._session, self._open_check, self._offset_commit, self._timeout_s, self._start_timeout_s
+        )
         self._state = ProducerState.READY
         self._sent: tuple[Write, dict[Partition, int], Partition] | None = None  # with the leaders, and the ledger
         self._ends_at = 0.0  # the transaction's deadline, by the loop's time
@@ -112,78 +113,9 @@ class TransactionalProducer:
         return self._session.throttle.longest_s
 
     @property
-    def client(self) -> AIOKafkaClient:
-        """The connections of this session."""
-        return self._session.client
-
-    @property
-    def without_marker(self) -> set[Partition]:
-        """The partitions of the older producers' transaction that had no marker at the time of the fence."""
-        return self._session.without_marker
-
-    @property
-    def former_ids(self) -> Collection[int]:
-        """The producer ids that the transactional id had before this session, as far as the coordinator named them."""
-        return self._session.former_ids
-
-    @property
     def has_lost_connection(self) -> bool:
         """Whether a broker has ended a connection; markers may be missing from a broker that was away."""
         return self._session.client.has_lost_connection
-
-    async def find_open_transactions(
-        self, partitions: Collection[Partition]
-    ) -> tuple[dict[Partition, int], set[Partition]]:
-        """Find the open transactions of this producer id.
-
-        Returns their first offset, by partition, and the partitions whose leader gave no answer. Before the first
-        transaction of this session, an open one hangs: the fence has ended it for the coordinator.
-        """
-        return await self._open_check.ask(partitions)
-
-    async def find_transactions_of_others(
-        self, partitions: Collection[Partition]
-    ) -> dict[int, dict[Partition, ActiveProducer]]:
-        """Find the open transactions of other producer ids, of any program, by producer id and partition.
-
-        Partitions whose leader gave no answer, or may not be asked, are left out.
-        """
-        found = await active_producers(self._session.client, partitions, METADATA_TIMEOUT_S)
-        others: dict[int, dict[Partition, ActiveProducer]] = {}
-        for partition, active in found.active.items():
-            for each in active:
-                if each.start >= 0 and each.producer_id != self.producer_id:
-                    others.setdefault(each.producer_id, {})[partition] = each
-        return others
-
-    async def write_marker_of_former(self, partition: Partition, former: ActiveProducer, *, commit: bool) -> str:
-        """Write the marker of a transaction that hangs under a former producer id of the transactional id.
-
-        No transaction of this session can write it, because a coordinator writes markers of the present producer id
-        only. Returns why the marker was not written; "" if it was. Raises no KafkaError: the slot can go on without it.
-        """
-        assert former.producer_id != self.producer_id
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await write_marker(self._session.client, partition, former, commit=commit)
-                return ""
-        except errors.ClusterAuthorizationFailedError:
-            return "the service has no permission to Alter the cluster"
-        except (errors.KafkaError, OSError, *UNSUPPORTED) as error:
-            return repr(error)
-
-    async def write_missing_markers(self, partitions: Sequence[Partition], *, commit: bool) -> Sequence[Partition]:
-        """Write missing markers into partitions, by a transaction that adds the partitions and writes no data.
-
-        Returns the partitions that have their markers now: all but those of OFFSETS_TOPIC that the service may not add,
-        which is logged. Raises KafkaAway where the markers are not there in time.
-        """
-        session = self._session
-        try:
-            async with asyncio.timeout(self._start_timeout_s):
-                return await end_hanging(session, self._open_check, self._offset_commit, partitions, commit=commit)
-        except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise session.failed("end-hanging", f"{partitions}: no markers: {error!r}") from error
 
     def begin_early(self, partitions: Sequence[Partition]) -> None:
         """Begin a transaction of these partitions without waiting; call `send` or `abandon` next.

@@ -27,9 +27,9 @@ from service.kafka.hanging import (
     partitions_left_open,
     verdicts,
 )
+from service.kafka.hanging_transactions import HangingTransactions
 from service.kafka.inspection import LogEntry, fetch
 from service.kafka.metadata import Partition
-from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import high_watermarks, offsets_since
 from service.slots.ledger_rows import lowest_offsets, names_producer
 
@@ -134,13 +134,13 @@ class HangingRecovery:
         self,
         cluster: KafkaAdmin,
         ledger: Partition,
-        producer: TransactionalProducer,
+        transactions: HangingTransactions,
         timeout_s: float,
         ended: Counter,
     ) -> None:
         self._cluster = cluster
         self._ledger = ledger
-        self._producer = producer
+        self._transactions = transactions
         self._timeout_s = timeout_s
         self._ended = ended
 
@@ -161,18 +161,18 @@ class HangingRecovery:
         replays_all = applied is None
         if applied is None:
             applied = (await high_watermarks(self._cluster, self._ledger[0], [self._ledger[1]]))[self._ledger[1]]
-        start, producer_id = max(0, applied - LOOK_BACK), self._producer.producer_id
+        start, producer_id = max(0, applied - LOOK_BACK), self._transactions.producer_id
         tail = await self._read(start, producer_id)
         named = {partition for transaction in tail.transactions for partition in transaction.offsets}
-        without_marker = self._producer.without_marker
-        open_from, unanswered = await self._producer.find_open_transactions(
+        without_marker = self._transactions.without_marker
+        open_from, unanswered = await self._transactions.find_own(
             {self._ledger, *named, *without_marker, *maybe_hanging}
         )
         if self._ledger in unanswered:
             raise errors.LeaderNotAvailableError(f"{self._ledger}")
         if open_from:
             await self._end_hanging(open_from, tail, without_marker)
-        former = {*tail.others, *self._producer.former_ids}
+        former = {*tail.others, *self._transactions.former_ids}
         if former or maybe_hanging or replays_all:
             await self._end_former(tail, former, {self._ledger, *named, *without_marker, *maybe_hanging})
         return unanswered
@@ -185,7 +185,7 @@ class HangingRecovery:
         for commit in (True, False):
             hanging = sorted(each for each, verdict in decided.verdicts.items() if _commits(verdict) is commit)
             if hanging:
-                ended = await self._producer.write_missing_markers(hanging, commit=commit)
+                ended = await self._transactions.end_own(hanging, commit=commit)
                 self._note_ended({each: decided.verdicts[each] for each in ended}, open_from, decided.unread)
 
     async def _end_former(self, own: LedgerTail, former: set[int], partitions: set[Partition]) -> None:
@@ -197,7 +197,7 @@ class HangingRecovery:
         for producer_id in former:
             tail = await self._read(own.start, producer_id)
             partitions |= {partition for transaction in tail.transactions for partition in transaction.offsets}
-        others = await self._producer.find_transactions_of_others(partitions)
+        others = await self._transactions.find_of_others(partitions)
         others.pop(own.producer_id, None)  # it may have been replaced by now, with its markers on their way
         found: list[tuple[dict[Partition, ActiveProducer], Decision]] = []
         for producer_id, hanging in others.items():
@@ -210,9 +210,9 @@ class HangingRecovery:
         # A later owner of the slot may have another producer id, with an open transaction. The coordinator ends an
         # empty transaction of this session only if there is no later owner. After that, every other id is an earlier
         # one: its last transaction has ended for the coordinator, and the id begins no other transaction.
-        await self._producer.write_missing_markers([self._ledger], commit=False)
+        await self._transactions.end_own([self._ledger], commit=False)
         for hanging, decided in found:
-            await self._write_markers_of_former(hanging, decided)
+            await self._end_all_of_former(hanging, decided)
 
     async def _decide_former(
         self, hanging: dict[Partition, ActiveProducer], start: int, asked: set[Partition]
@@ -227,7 +227,7 @@ class HangingRecovery:
         open_from = {partition: each.start for partition, each in hanging.items()}
         decided = await self._decide(open_from, await self._read(start, producer_id), ())
         named = {partition for each in decided.tail.transactions for partition in each.offsets} - asked
-        more = (await self._producer.find_transactions_of_others(named)).get(producer_id) if named else None
+        more = (await self._transactions.find_of_others(named)).get(producer_id) if named else None
         if not more:
             return hanging, decided
         return await self._decide_former(hanging | more, decided.tail.start, asked | named)
@@ -239,7 +239,7 @@ class HangingRecovery:
         firsts = [await self._first_of(partition, each.start) for partition, each in hanging.items()]
         return any(first is not None and first.slot == self._ledger[1] for first in firsts)
 
-    async def _write_markers_of_former(self, hanging: Mapping[Partition, ActiveProducer], decided: Decision) -> None:
+    async def _end_all_of_former(self, hanging: Mapping[Partition, ActiveProducer], decided: Decision) -> None:
         """Write the markers of a former producer id, and log those that are not written.
 
         Without evidence there is no marker, unlike for the own producer id, where the next marker would decide anyway.
@@ -251,7 +251,7 @@ class HangingRecovery:
             elif not await self._is_alone(partition, former):
                 why = "several transactions are open there, and one marker would end all"
             else:
-                why = await self._producer.write_marker_of_former(partition, former, commit=verdict is Verdict.COMMIT)
+                why = await self._transactions.end_former(partition, former, commit=verdict is Verdict.COMMIT)
             if not why:
                 self._note_ended({partition: verdict}, {partition: former.start}, decided.unread)
                 continue
@@ -414,7 +414,7 @@ class HangingRecovery:
 
         Raises UNREADABLE, and TimeoutError after `timeout_s`.
         """
-        client = self._producer.client
+        client = self._transactions.client
         async with asyncio.timeout(self._timeout_s):
             while True:
                 try:

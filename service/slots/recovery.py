@@ -74,7 +74,7 @@ class SlotRecovery:
         """End hanging transactions in the slot's partitions, before the begin record's marker would commit them."""
         applied = await self._keys.applied(slot.generation, slot.n)
         ledger = self._topics.ledger, slot.n
-        recovery = HangingRecovery(self._cluster, ledger, slot.producer, self._timeout_s, self._hanging_ended)
+        recovery = HangingRecovery(self._cluster, ledger, slot.producer.hanging, self._timeout_s, self._hanging_ended)
         slot.maybe_hanging = await recovery.run(applied, slot.maybe_hanging)
 
     async def _check(self, slot: Slot) -> None:

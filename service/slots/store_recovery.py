@@ -317,7 +317,7 @@ class CurrentStore:
             await producer.start()
             try:
                 ended = self._telemetry.hanging_ended
-                recovery = HangingRecovery(self._cluster, (ledger, slot), producer, self._timeout_s, ended)
+                recovery = HangingRecovery(self._cluster, (ledger, slot), producer.hanging, self._timeout_s, ended)
                 await recovery.run(applied[slot], ())
             finally:
                 await producer.close()

@@ -255,7 +255,7 @@ async def test_each_transaction_has_an_epoch_of_its_own_where_version_2_is_used(
         await write(producer, [bench.record(b"%d" % n)], (bench.ledger, 0))
         await session.await_markers()
     assert [epoch - epochs[0] for epoch in epochs] == [0, 1, 2]
-    entries, _, _ = await fetch(producer.client, (bench.topic, 0), 0)
+    entries, _, _ = await fetch(producer.hanging.client, (bench.topic, 0), 0)
     assert [(entry.epoch, entry.marker is None) for entry in entries] == [
         (epoch + (not is_record), is_record) for epoch in epochs for is_record in (True, False)
     ], "each marker has the next transaction's epoch"

@@ -55,7 +55,7 @@ class Bench:
         """Run the steps of slot recovery: fence, settle, begin record."""
         producer = await self.fenced()
         ended = self.telemetry.hanging_ended
-        recovery = HangingRecovery(self.cluster, self.ledger, producer, WAIT_S, ended)
+        recovery = HangingRecovery(self.cluster, self.ledger, producer.hanging, WAIT_S, ended)
         assert await recovery.run(applied, maybe_hanging) == set()
         await self.begin(producer)
         return producer
@@ -184,8 +184,8 @@ async def test_what_hangs_under_a_producer_id_that_kafka_has_replaced_is_ended(b
         await bench.rig().write([(bench.a, ONE)], marked=[bench.ledger], commit=True)
     producer = await bench.fenced()
     hangs_under, fence = producer.producer_id, InitProducerIdRequest(bench.name, 5_000)
-    node = await coordinator(producer.client, bench.name)
-    while (response := await producer.client.send(node, fence)).producer_id in (hangs_under, -1):
+    node = await coordinator(producer.hanging.client, bench.name)
+    while (response := await producer.hanging.client.send(node, fence)).producer_id in (hangs_under, -1):
         assert response.error_code in (0, ConcurrentTransactions.errno)
     await producer.close()
     await (await bench.recovered(maybe_hanging=(bench.a,))).close()
@@ -197,7 +197,7 @@ async def test_the_coordinator_names_the_partitions_that_are_open_at_the_fence(b
     with unverified(bench.kafka):
         await bench.rig().write([(bench.a, ONE)], marked=[bench.a, bench.ledger], commit=None)
     producer = await bench.fenced()
-    assert producer.without_marker == {bench.a, bench.ledger}
+    assert producer.hanging.without_marker == {bench.a, bench.ledger}
     await producer.close()
 
 

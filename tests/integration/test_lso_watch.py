@@ -81,14 +81,14 @@ async def test_the_marker_of_a_former_producer_id_needs_alter_on_the_cluster(
         )
         producer = TransactionalProducer(cluster, transactional_id(namespace, 0), 5_000)
         await producer.start()
-        await producer.client.set_topics([topic])
+        await producer.hanging.client.set_topics([topic])
         former = ActiveProducer(producer.producer_id + 1_000_000, 0, 0)
-        refused = await producer.write_marker_of_former((topic, 0), former, commit=False)
+        refused = await producer.hanging.end_former((topic, 0), former, commit=False)
         assert refused == "the service has no permission to Alter the cluster"
         literal, alter = ResourcePatternType.LITERAL, (AclOperation.ALTER,)
         kafka.allow(user, (ResourceType.BROKER, "kafka-cluster", literal, alter))
         async with asyncio.timeout(WATCHED_S):
-            while await producer.write_marker_of_former((topic, 0), former, commit=False):  # noqa: ASYNC110
+            while await producer.hanging.end_former((topic, 0), former, commit=False):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         await producer.close()
         await cluster.close()

@@ -250,7 +250,7 @@ async def test_a_hidden_topic_of_offsets_is_asked_for_nothing() -> None:
 async def test_what_hangs_in_the_topic_of_offsets_is_ended_by_a_groups_name() -> None:
     """Kafka adds no internal topic by AddPartitionsToTxn."""
     producer, kafka = transactional()
-    await producer.write_missing_markers([("a", 1), OF_GROUP], commit=True)
+    await producer.hanging.end_own([("a", 1), OF_GROUP], commit=True)
     (add,) = kafka.sent(AddOffsetsToTxnRequest)
     assert partition_of_group(add._group_id, 3) == OF_GROUP[1]
     assert add._group_id.startswith("ns.slot.0.")
@@ -262,7 +262,7 @@ async def test_what_may_not_be_ended_there_does_not_keep_the_slot_from_its_recov
     producer, kafka = transactional()
     kafka.offsets_added = FORBIDDEN
     kafka.open_in = {OF_GROUP: 55}
-    await producer.write_missing_markers([OF_GROUP], commit=True)
+    await producer.hanging.end_own([OF_GROUP], commit=True)
     assert kafka.sent(EndTxnRequest) == []
 
 

@@ -58,7 +58,7 @@ async def test_a_producer_says_why_the_marker_of_a_former_id_was_not_written(met
         return SimpleNamespace(markers=[(6, [("orders", [(2, met, {})], {})], {})])
 
     kafka.send = send  # type: ignore[method-assign]
-    found = await producer.write_marker_of_former(ORDERS, FORMER, commit=True)
+    found = await producer.hanging.end_former(ORDERS, FORMER, commit=True)
     assert why in found
     assert bool(found) is bool(why)
     ((node, request),) = asked
@@ -68,13 +68,13 @@ async def test_a_producer_says_why_the_marker_of_a_former_id_was_not_written(met
 async def test_a_partition_without_a_leader_gets_no_marker() -> None:
     producer, kafka = transactional()
     kafka.leaderless = {"orders"}
-    assert "LeaderNotAvailable" in await producer.write_marker_of_former(ORDERS, FORMER, commit=True)
+    assert "LeaderNotAvailable" in await producer.hanging.end_former(ORDERS, FORMER, commit=True)
 
 
 async def test_open_transactions_of_other_producers_are_found_by_producer_id() -> None:
     producer, kafka = transactional()
     kafka.open_in = {ORDERS: 691}  # of this producer id
-    found = await producer.find_transactions_of_others([ORDERS, ("orders", 1)])
+    found = await producer.hanging.find_of_others([ORDERS, ("orders", 1)])
     other = ActiveProducer(8, 0, 3, 0)
     assert found == {8: {ORDERS: other, ("orders", 1): other}}
 

@@ -389,7 +389,7 @@ async def test_missing_markers_are_waited_for_under_the_id_that_lacks_them_thoug
         return await answers(node, request)
 
     kafka.send = send  # type: ignore[method-assign]
-    assert await producer.write_missing_markers([("a", 0)], commit=True) == [("a", 0)]
+    assert await producer.hanging.end_own([("a", 0)], commit=True) == [("a", 0)]
     assert (producer.producer_id, late) == (9, [])
 
 
@@ -408,7 +408,7 @@ async def test_a_hanging_transaction_is_ended_by_a_transaction_that_adds_its_par
     """No Produce adds a partition to a transaction without data."""
     producer, kafka = version_2()
     kafka.open_in = {("a", 0): 3}
-    await producer.write_missing_markers([("a", 0)], commit=True)
+    await producer.hanging.end_own([("a", 0)], commit=True)
     assert kinds(kafka)[:2] == [AddPartitionsToTxnRequest, EndTxnAndBumpRequest]
     assert producer.epoch == 1
 

@@ -22,9 +22,9 @@ from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.hanging import ActiveProducer, Marker
+from service.kafka.hanging_transactions import HangingTransactions
 from service.kafka.inspection import LogEntry
 from service.kafka.metadata import Partition
-from service.kafka.producer import TransactionalProducer
 from service.slots import hanging_recovery as module
 from service.slots.hanging_recovery import CLOCKS_APART_MS, LOOK_BACK, HangingRecovery
 from tests.unit.fakes import NOW_MS
@@ -114,28 +114,24 @@ class Log:
         found = [entry.offset for at_ms, entry in self.entries[topic, partitions[0]] if at_ms >= since_ms]
         return {partitions[0]: found[0] if found else None}
 
-    async def find_open_transactions(
-        self, partitions: Collection[Partition]
-    ) -> tuple[Mapping[Partition, int], set[Partition]]:
+    async def find_own(self, partitions: Collection[Partition]) -> tuple[Mapping[Partition, int], set[Partition]]:
         assert set(self.open_from) <= set(partitions)
         return self.open_from, set()
 
-    async def find_transactions_of_others(
-        self, partitions: Collection[Partition]
-    ) -> dict[int, dict[Partition, ActiveProducer]]:
+    async def find_of_others(self, partitions: Collection[Partition]) -> dict[int, dict[Partition, ActiveProducer]]:
         return {
             producer_id: found
             for producer_id, hanging in self.open_of_others.items()
             if (found := {partition: each for partition, each in hanging.items() if partition in partitions})
         }
 
-    async def write_marker_of_former(self, partition: Partition, former: ActiveProducer, *, commit: bool) -> str:
+    async def end_former(self, partition: Partition, former: ActiveProducer, *, commit: bool) -> str:
         assert self.ended == {LEDGER: "abort"}, "the coordinator has not confirmed that the other ids were replaced"
         if not self.refusal:
             self.markers.append((partition, former.producer_id, "commit" if commit else "abort"))
         return self.refusal
 
-    async def write_missing_markers(self, partitions: Collection[Partition], *, commit: bool) -> list[Partition]:
+    async def end_own(self, partitions: Collection[Partition], *, commit: bool) -> list[Partition]:
         ended = [partition for partition in partitions if partition not in self.forbidden]
         self.ended |= dict.fromkeys(ended, "commit" if commit else "abort")
         return ended
@@ -167,8 +163,8 @@ async def recover(
 ) -> tuple[dict[Partition, str], dict[str, float]]:
     """Run the recovery; returns how each partition's transaction was ended, and the number of each verdict."""
     telemetry = Telemetry()
-    producer, cluster = cast(TransactionalProducer, log), cast(KafkaAdmin, log)
-    recovery = HangingRecovery(cluster, LEDGER, producer, timeout_s, telemetry.hanging_ended)
+    hanging, cluster = cast(HangingTransactions, log), cast(KafkaAdmin, log)
+    recovery = HangingRecovery(cluster, LEDGER, hanging, timeout_s, telemetry.hanging_ended)
     applied = log.entries[LEDGER][-1][1].offset + 1 if knows_applied else None
     assert await recovery.run(applied, {*log.open_from, *hints}) == set()
     (family,) = telemetry.hanging_ended.collect()
