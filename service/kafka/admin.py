@@ -16,7 +16,7 @@ from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from service.contract import PREFIX, SharedSettings
-from service.contract.wire import STAMP_HEADER, Stamp, WireError
+from service.contract.wire import WireError
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, KafkaLoginFailed, KafkaRefusesSetting
 from service.kafka.client import Client
@@ -304,10 +304,7 @@ class KafkaAdmin:
         return found.active
 
     async def slots_of(self, records: Iterable[RecordCoordinates]) -> dict[RecordCoordinates, int]:
-        """Read which slots have written records, by their headers; records without a header of a slot are left out.
-
-        A program that processes events may copy the header: it then names another producer id than that of the record.
-        """
+        """Read which slots have written records, by their headers; records of no slot are left out."""
         found: dict[RecordCoordinates, int] = {}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
@@ -315,9 +312,8 @@ class KafkaAdmin:
                     with contextlib.suppress(errors.KafkaError, OSError, WireError):
                         entries, _, _ = await fetch(await self._connected(), *record)
                         for first in entries[:1]:
-                            stamp = Stamp.decode(dict(first.headers).get(STAMP_HEADER, b""))
-                            if stamp.producer_id == first.producer_id:
-                                found[record] = stamp.slot
+                            if (slot := first.slot()) is not None:
+                                found[record] = slot
         return found
 
     async def producer_ids(self, transactional_ids: Iterable[str]) -> dict[str, int]:

@@ -18,6 +18,7 @@ from aiokafka.record.control_record import ControlRecord
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.structs import TopicPartition
 
+from service.contract.wire import STAMP_HEADER, Stamp
 from service.kafka.client import BaseClient
 from service.kafka.hanging import ActiveProducer, Marker
 from service.kafka.metadata import Partition
@@ -327,6 +328,18 @@ class LogEntry(NamedTuple):
     headers: Sequence[tuple[str, bytes]]
     marker: Marker | None
     timestamp: int = -1
+
+    def stamp(self) -> Stamp:
+        """Decode the record's header of Fencepost. Raises WireError where there is none, NewerVersion."""
+        return Stamp.decode(dict(self.headers).get(STAMP_HEADER, b""))
+
+    def slot(self) -> int | None:
+        """Find the slot that wrote the record, by the header. Raises WireError where there is none, NewerVersion.
+
+        None where a program that processes events has copied the header: it names another producer id then.
+        """
+        stamp = self.stamp()
+        return stamp.slot if stamp.producer_id == self.producer_id else None
 
 
 async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:

@@ -13,7 +13,7 @@ import structlog
 from aiokafka import errors
 from prometheus_client import Counter
 
-from service.contract.wire import STAMP_HEADER, NewerVersion, Stamp, WireError
+from service.contract.wire import NewerVersion, WireError
 from service.core.time_slice import TimeSlice
 from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import OFFSETS_TOPIC
@@ -379,11 +379,8 @@ class HangingRecovery:
         for entry in entries[:1]:
             if partition[0] == OFFSETS_TOPIC:
                 return FirstRecord(entry.epoch, entry.timestamp, None)
-            headers = dict(entry.headers)
             try:
-                stamp = Stamp.decode(headers.get(STAMP_HEADER, b""))
-                is_own = stamp.producer_id == entry.producer_id
-                return FirstRecord(entry.epoch, stamp.accepted_at, stamp.slot if is_own else None)
+                return FirstRecord(entry.epoch, entry.stamp().accepted_at, entry.slot())
             except NewerVersion:
                 raise
             except WireError:
