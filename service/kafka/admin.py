@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from aiokafka import errors
-from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.client import CoordinationType
 from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest
@@ -67,7 +67,7 @@ RETRIABLE: Final = (
 )
 
 
-async def any_node(client: AIOKafkaClient, but_not: Collection[int] = ()) -> int:
+async def any_node(client: Client, but_not: Collection[int] = ()) -> int:
     """Choose a random broker, outside `but_not` if there is another.
 
     Raises NodeNotReadyError where Kafka lists no broker: a single broker lists none while its controller fences it.
@@ -84,7 +84,7 @@ async def any_node(client: AIOKafkaClient, but_not: Collection[int] = ()) -> int
     return int(node)
 
 
-async def coordinator(client: AIOKafkaClient, transactional_id: str) -> int:
+async def coordinator(client: Client, transactional_id: str) -> int:
     """Look up the node id of a transactional id's coordinator. Raises KafkaError where no broker answers."""
     await any_node(client)  # without a known broker, coordinator_lookup fails an assertion
     return int(await client.coordinator_lookup(CoordinationType.TRANSACTION, transactional_id))
@@ -97,7 +97,7 @@ def remedy(error: Exception, transactional_id: str) -> str:
     return ""
 
 
-async def timeout_refused(client: AIOKafkaClient, node: int, transaction_timeout_ms: int) -> KafkaRefusesSetting:
+async def timeout_refused(client: Client, node: int, transaction_timeout_ms: int) -> KafkaRefusesSetting:
     """Make the error for a transaction timeout that a broker refuses; the text has its maximum if that may be read."""
     most = ""
     request = DescribeConfigsRequest([(BROKER_RESOURCE, str(node), [TRANSACTION_TIMEOUT_MAX])])
@@ -170,7 +170,7 @@ class KafkaAdmin:
         self.codec = COMPRESSION_CODECS[compression]
         self._errors = telemetry.kafka_errors
         self.security = security or Security(SharedSettings())
-        self._client: AIOKafkaClient | None = None
+        self._client: Client | None = None
         self._connecting = asyncio.Lock()
         self._answering: asyncio.Task[Any] | None = None
         self._answered_last: Collection[int] = ()  # the node that answered the last request
@@ -457,14 +457,14 @@ class KafkaAdmin:
 
     # --------------------------------------------------------------------------------------------------- asking
 
-    async def _connected(self) -> AIOKafkaClient:
+    async def _connected(self) -> Client:
         """Return the client, connected; concurrent callers wait for one connection. Raises KafkaError."""
         async with self._connecting:
             if self._client is None:
                 self._client = await self._connect()
             return self._client
 
-    async def _connect(self) -> AIOKafkaClient:
+    async def _connect(self) -> Client:
         """Connect a client. Raises KafkaError."""
         client = Client(metadata_max_age_ms=30_000, **self.options("cluster"))
         try:

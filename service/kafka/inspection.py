@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from aiokafka import errors
-from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Int64, Schema, TaggedFields
@@ -241,7 +240,7 @@ async def active_producers(client: BaseClient, partitions: Collection[Partition]
     return found
 
 
-async def _ask_leaders(client: AIOKafkaClient, partitions: Iterable[Partition], found: Producers) -> None:
+async def _ask_leaders(client: BaseClient, partitions: Iterable[Partition], found: Producers) -> None:
     by_node: dict[int, list[Partition]] = {}
     for partition in partitions:
         node = client.cluster.leader_for_partition(TopicPartition(*partition))
@@ -250,7 +249,7 @@ async def _ask_leaders(client: AIOKafkaClient, partitions: Iterable[Partition], 
     await asyncio.gather(*(_ask_leader(client, node, asked, found) for node, asked in by_node.items()))
 
 
-async def _ask_leader(client: AIOKafkaClient, node: int, partitions: Sequence[Partition], found: Producers) -> None:
+async def _ask_leader(client: BaseClient, node: int, partitions: Sequence[Partition], found: Producers) -> None:
     try:
         response = await client.send(node, DescribeProducers(partitions))
     except UNSUPPORTED:
@@ -273,7 +272,7 @@ class LastTransaction(NamedTuple):
     partitions: set[Partition]
 
 
-async def last_transaction(client: AIOKafkaClient, node: int, transactional_id: str) -> LastTransaction:
+async def last_transaction(client: BaseClient, node: int, transactional_id: str) -> LastTransaction:
     """Ask a coordinator for the producer id of a transactional id, and for the partitions of its ongoing transaction.
 
     (-1, empty) where the id is unknown or the broker is older than 3.0. Raises KafkaError where `node` is not the
@@ -290,7 +289,7 @@ async def last_transaction(client: AIOKafkaClient, node: int, transactional_id: 
     return LastTransaction(int(producer_id) if code == OK else -1, partitions)
 
 
-async def is_ending(client: AIOKafkaClient, node: int, transactional_id: str) -> bool:
+async def is_ending(client: BaseClient, node: int, transactional_id: str) -> bool:
     """Ask a coordinator whether it still writes the markers of a transactional id's last transaction.
 
     Raises KafkaError where `node` is not the coordinator or still loads its log.
@@ -302,7 +301,7 @@ async def is_ending(client: AIOKafkaClient, node: int, transactional_id: str) ->
     return state in ENDING
 
 
-def _leader_of(client: AIOKafkaClient, partition: Partition) -> int:
+def _leader_of(client: BaseClient, partition: Partition) -> int:
     """Find a partition's leader in the cached metadata. Raises LeaderNotAvailableError."""
     node = client.cluster.leader_for_partition(TopicPartition(*partition))
     if node is None or node < 0:
@@ -310,7 +309,7 @@ def _leader_of(client: AIOKafkaClient, partition: Partition) -> int:
     return int(node)
 
 
-async def write_marker(client: AIOKafkaClient, partition: Partition, producer: ActiveProducer, *, commit: bool) -> None:
+async def write_marker(client: BaseClient, partition: Partition, producer: ActiveProducer, *, commit: bool) -> None:
     """Have a leader end the open transaction of a producer by a marker. Raises KafkaError for any other response."""
     node = _leader_of(client, partition)
     response = await client.send(node, WriteTxnMarkers(partition, producer, commit=commit))
@@ -342,7 +341,7 @@ class LogEntry(NamedTuple):
         return stamp.slot if stamp.producer_id == self.producer_id else None
 
 
-async def fetch(client: AIOKafkaClient, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
+async def fetch(client: BaseClient, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
     """Fetch records and markers from an offset on (read_uncommitted); with the next offset and the high watermark.
 
     Raises KafkaError: OffsetOutOfRangeError where the log starts after the offset.
