@@ -45,7 +45,8 @@ log = structlog.get_logger(__name__)
 HEARTBEATS_PER_LEASE: Final = 3
 # A heartbeat without an answer in this share of a lease is sent again at once, over another connection.
 HEARTBEAT_TIMEOUT_SHARE: Final = 1 / 6
-# A process without a slot cannot write, so it looks more often for a free one. Its own become free after a crash.
+# A process without a slot cannot write, so it looks more often for a free one. After a crash, the slots of its former
+# leases become free when those expire.
 HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT: Final = 15
 # The shortest pause between two heartbeats: each runs a script over all slots.
 HEARTBEAT_PAUSE_LEAST_S: Final = 0.01
@@ -381,7 +382,7 @@ class Pool:
         self._recovered()
 
     def _ended(self, slot: Slot, error: Exception) -> None:
-        """Note the end of a term, or a failed recovery."""
+        """Note the end of a term, or a failed recovery, by the error that caused it."""
         slot.down_since = min(slot.down_since, time.monotonic())
         why = _cause_of(error)
         self._telemetry.terms_ended.labels(why).inc()
@@ -429,11 +430,11 @@ class Pool:
             self._let_go(slot)
         timeout_s = self._settings.timeouts_ms / 1000
         if tasks := list(self._tasks.values()):
-            _, hanging = await asyncio.wait(tasks, timeout=timeout_s)
-            for task in hanging:  # Kafka or Redis are away
+            _, unfinished = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in unfinished:  # Kafka or Redis are away
                 task.cancel()
-            if hanging:
-                await asyncio.wait(hanging, timeout=timeout_s)
+            if unfinished:
+                await asyncio.wait(unfinished, timeout=timeout_s)
         if self._flushing is not None:
             self._flushing.cancel()
         if self._store.generation is not None:
