@@ -17,7 +17,7 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import dry_run, export, follow, idle, job, rates, show, silences
+from spark import dry_run, export, follow, idle, job, rates, show, silences, small_run
 from spark.command_line import parse, parse_about, parse_findings, parse_rates, parse_repair
 from spark.console import Console
 from spark.errors import CannotRun
@@ -26,7 +26,7 @@ from spark.repair import command as repair
 from spark.report import model, terminal
 from spark.report.document import Report
 from spark.rules.kinds import kinds_of
-from spark.session import open_session
+from spark.session import JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS, open_session
 from spark.settings import Options, Settings, read_webhook, rules_of
 from spark.tables import view
 
@@ -64,8 +64,10 @@ def _run(arguments: Sequence[str]) -> int:
     if report is not None:
         return _print(report, options)
     began_s = time.monotonic()
+    java_options = SMALL_RUN_JAVA_OPTIONS if small_run.is_small(settings, os.environ) else JAVA_OPTIONS
     # A sink may be on S3 where lake and report are not.
-    session = open_session(urls=(options.lake, options.report, *(rule.path for rule in settings.rules.sinks)))
+    urls = (options.lake, options.report, *(rule.path for rule in settings.rules.sinks))
+    session = open_session(java_options=java_options, urls=urls)
     before = {"start Spark": time.monotonic() - began_s}
     if options.dry_run:
         with console.watching(session):

@@ -11,7 +11,7 @@ is written, and the process makes a run with Spark.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 from service.contract import wire
 from spark import clean_up, finished_runs
@@ -29,9 +29,6 @@ from spark.step_timer import OnProgress, StepTimer
 from spark.tables import files, hours, lake_version, last_run_file, lock, view
 from spark.tables.last_run_file import LastRun, LocalFile
 
-# Variables by which Spark is running already, or by which its default file system may not be the local one.
-_ELSEWHERE: Final = ("PYSPARK_GATEWAY_PORT", "HADOOP_CONF_DIR")
-
 
 def run(
     settings: Settings, on_progress: OnProgress, environ: Mapping[str, str], now_ms: int | None = None
@@ -45,7 +42,7 @@ def run(
     lake, report = files.local_folder(options.lake), files.local_folder(options.report)
     if lake is None or report is None or options.dry_run or options.follow or settings.rules.sinks:
         return None
-    if any(environ.get(name) for name in _ELSEWHERE):
+    if files.may_be_elsewhere(environ):
         return None
     try:
         if not (lake / last_run_file.FILE).is_file():

@@ -77,6 +77,10 @@ JAVA_OPTIONS: Final = (
     "-XX:Tier4CompileThreshold=150000 -XX:Tier4BackEdgeThreshold=400000"
 )
 
+# A small run ends before the code of C2 has paid for its compilation. Without C2 the JVM has a small code cache by
+# default, and sweeps it all the time when it is nearly full.
+SMALL_RUN_JAVA_OPTIONS: Final = f"{UTC} -XX:+UseParallelGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m"
+
 
 def open_session(
     environ: Mapping[str, str] | None = None, java_options: str = JAVA_OPTIONS, urls: Sequence[str] = ()

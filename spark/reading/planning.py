@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
 from service.contract import Guarantee, wire
 from spark import rule_table
-from spark.errors import CannotRun
+from spark.errors import CannotRun, NeedsSpark
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, BlockingTransaction, Ends, Topic, TopicPartition
 from spark.reading.run_plan import (
     DATA,
@@ -129,6 +129,28 @@ def freeze(
     all_logs = (*logs, *_carried(last_plan, logs, selection))
     options = settings.options
     return Plan(run, now_ms, options_of(settings), all_logs, options.skip_ids, options.keep_days or 0)
+
+
+def count_unread(admin: Admin, settings: Settings, last_plan: Plan | None) -> int:
+    """Count the offsets that the run after `last_plan` has to read, by requests to Kafka only.
+
+    In a first run those of all topics that ledger or journal may name are counted; in a later run those of topics that
+    only new records of ledger or journal name are not. CannotRun as in `freeze`; NeedsSpark if the selection has
+    changed, so that the topics are known to the lake only.
+    """
+
+    def topics_in_lake() -> NoReturn:
+        raise NeedsSpark("other topics are selected")
+
+    selection = _Selection(settings, last_plan, topics_in_lake)
+    existing = set(admin.names())
+    names = {name for of_role in selection.required(existing).values() for name in of_role} & existing
+    if last_plan is None:
+        names |= selection.candidates(existing)
+    read = {log.topic_partition: log.end for log in last_plan.logs} if last_plan else {}
+    listed = admin.ends(partitions_of(admin.describe(sorted(names)).values()))
+    unread = sum(max(0, log.last_stable - max(log.log_start, read.get(one, 0))) for one, log in listed.items())
+    return min(unread, settings.options.max_records or unread)
 
 
 class _Selection:

@@ -2,7 +2,7 @@
 without Spark."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,12 @@ def local_folder(url: str) -> Path | None:
         return Path(url)
     rest = url[scheme.end() :]
     return Path(rest) if scheme[1] == "file" and rest.startswith("/") else None
+
+
+def may_be_elsewhere(environ: Mapping[str, str]) -> bool:
+    """Check for variables by which Spark is running already, or by which its default file system may not be the local
+    one."""
+    return any(environ.get(name) for name in ("PYSPARK_GATEWAY_PORT", "HADOOP_CONF_DIR"))
 
 
 def read_local(folder: Path, name: str) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 
 from service.contract import SharedSettings
 from spark import clean_up
-from spark.errors import CannotRun
+from spark.errors import CannotRun, NeedsSpark
 from spark.reading import planning, run_plan
 from spark.reading.kafka_admin import Ends, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan
@@ -693,3 +693,26 @@ def test_events_may_have_been_unread_since_the_last_run_below_whose_ends_all_is_
         clean_up.kept_from(plan, None, settings(window_h=2, keep_days=1), {"late_hours": late, "frozen_ms": NOW_MS})
         == "2023-11-01 00:00:00"
     )
+
+
+def test_a_first_run_may_have_to_read_every_topic_that_the_ledger_can_name() -> None:
+    cluster = fake_cluster()
+    cluster.topics["orders"] = ends(10, start=4, open=9)
+    # 6 and 7 of the data, 4 and 2 of ledger and journal; none of the control topic.
+    assert planning.count_unread(cluster, settings(), None) == 19
+    assert planning.count_unread(cluster, settings(max_records=5), None) == 5
+    assert planning.count_unread(cluster, settings(topics=("ord*",)), None) == 12
+    assert planning.count_unread(cluster, settings(without_topics=("others",)), None) == 12
+
+
+def test_a_later_run_has_to_read_what_was_appended_to_the_topics_of_the_last_plan() -> None:
+    cluster = fake_cluster()
+    last_plan = freeze(cluster, named={"orders"})
+    assert planning.count_unread(cluster, settings(), last_plan) == 0
+    cluster.topics |= {"orders": ends(13), "others": ends(90), LEDGER_TOPIC: ends(5)}
+    assert planning.count_unread(cluster, settings(), last_plan) == 4
+    # Retention has deleted records that were not read; a recreated topic may end before the last plan.
+    cluster.topics |= {"orders": ends(20, start=18), LEDGER_TOPIC: ends(1)}
+    assert planning.count_unread(cluster, settings(), last_plan) == 2
+    with pytest.raises(NeedsSpark):
+        planning.count_unread(cluster, settings(without_topics=("others",)), last_plan)

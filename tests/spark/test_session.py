@@ -76,10 +76,11 @@ def test_the_jars_are_on_the_class_path_of_one_jvm_or_sent_to_the_executors(mast
     assert value.replace(os.pathsep, ",") == "/j/a.jar,/j/b.jar"
 
 
-def test_java_accepts_the_options_of_the_job() -> None:
+@pytest.mark.parametrize("options", [session.JAVA_OPTIONS, session.SMALL_RUN_JAVA_OPTIONS])
+def test_java_accepts_the_options_of_the_job(options: str) -> None:
     """The other tests have options of their own."""
     done = subprocess.run(
-        [java.home() / "bin" / "java", *session.JAVA_OPTIONS.split(), "-XshowSettings:properties", "-version"],
+        [java.home() / "bin" / "java", *options.split(), "-XshowSettings:properties", "-version"],
         capture_output=True,
         text=True,
         check=False,

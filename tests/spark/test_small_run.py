@@ -1,0 +1,121 @@
+"""Which runs are small, so that their JVM does without C2. The runs themselves: test_runs.py."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.contract import Rules
+from spark import __main__ as command
+from spark import small_run
+from spark.errors import CannotRun, NeedsSpark
+from spark.session import INTERPRETED_RECORDS, JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS
+from spark.settings import Settings
+from spark.tables import files, last_run_file
+from spark.tables.lake import SMALL_BYTES
+from tests.spark.fake_cluster import LEDGER_TOPIC, FakeAdmin, ends, fake_cluster, freeze, settings
+
+SINK = """
+[[sinks]]
+name = "table"
+format = "delta"
+path = "/table"
+topics = ["orders"]
+id = "id"
+event_time = "event_time"
+late_s = 60
+"""
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeAdmin:
+    """A cluster with few records."""
+    cluster = fake_cluster()
+    monkeypatch.setattr(small_run, "LibrdkafkaAdmin", lambda shared: cluster)
+    return cluster
+
+
+def given(lake: Path, **options: Any) -> Settings:
+    found = settings(**options)
+    return replace(found, options=replace(found.options, lake=str(lake)))
+
+
+def test_a_first_run_over_few_records_is_small(cluster: FakeAdmin, tmp_path: Path) -> None:
+    assert small_run.is_small(given(tmp_path), {})
+    cluster.topics["orders"] = ends(INTERPRETED_RECORDS)
+    assert not small_run.is_small(given(tmp_path), {})
+    assert small_run.is_small(given(tmp_path, max_records=INTERPRETED_RECORDS), {})
+
+
+def test_a_later_run_is_small_if_few_records_are_new(
+    cluster: FakeAdmin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.topics["orders"] = ends(100 * INTERPRETED_RECORDS)
+    plan = freeze(cluster, named={"orders"})
+    last_run = last_run_file.LastRun({}, plan.rows(), [], None)
+    monkeypatch.setattr(last_run_file, "load_local", lambda folder: last_run_file.LocalFile(last_run, {}))
+    cluster.topics[LEDGER_TOPIC] = ends(9)
+    assert small_run.is_small(given(tmp_path), {})
+    # The last run is not known, as after one that was interrupted.
+    monkeypatch.setattr(last_run_file, "load_local", lambda folder: None)
+    assert not small_run.is_small(given(tmp_path), {})
+
+
+@pytest.mark.parametrize(
+    ("checksums", "small"),
+    [
+        ({"00000000000000000000.crc": SMALL_BYTES + 1, "00000000000000000001.crc": SMALL_BYTES}, True),
+        ({"00000000000000000000.crc": 0, "00000000000000000001.crc": SMALL_BYTES + 1}, False),
+        # Delta could not write any.
+        ({}, False),
+        ({".00000000000000000000.json.crc": 0}, False),
+    ],
+)
+def test_a_run_on_a_large_lake_is_not_small(
+    checksums: Mapping[str, int], small: bool, cluster: FakeAdmin, tmp_path: Path
+) -> None:
+    log = tmp_path / "deliveries" / "_delta_log"
+    log.mkdir(parents=True)
+    for name, size in checksums.items():
+        files.write_local(log, name, [json.dumps({"tableSizeBytes": size})])
+    assert small_run.is_small(given(tmp_path), {}) is small
+
+
+def test_a_run_whose_size_is_not_known_is_not_small(
+    cluster: FakeAdmin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = given(tmp_path)
+    assert small_run.is_small(few, {"HADOOP_CONF_DIR": ""})
+    assert not small_run.is_small(few, {"HADOOP_CONF_DIR": "/etc/hadoop"})
+    assert not small_run.is_small(few, {"PYSPARK_GATEWAY_PORT": "7077"})
+    assert not small_run.is_small(given(tmp_path, follow=True), {})
+    assert not small_run.is_small(replace(few, rules=Rules.parse(SINK)), {})
+    assert not small_run.is_small(replace(few, options=replace(few.options, lake="s3a://bucket/lake")), {})
+    for error in (CannotRun("no leader"), NeedsSpark("no answer"), PermissionError("_last_run.json")):
+
+        def fails(shared: object, error: Exception = error) -> FakeAdmin:
+            raise error
+
+        monkeypatch.setattr(small_run, "LibrdkafkaAdmin", fails)
+        assert not small_run.is_small(few, {})
+
+
+@pytest.mark.parametrize(("small", "expected"), [(True, SMALL_RUN_JAVA_OPTIONS), (False, JAVA_OPTIONS)])
+def test_the_jvm_of_a_small_run_has_only_c1(
+    small: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def open_session(java_options: str, urls: object) -> None:
+        opened.append(java_options)
+        raise CannotRun("seen")
+
+    monkeypatch.setattr(small_run, "is_small", lambda settings, environ: small)
+    monkeypatch.setattr(command, "open_session", open_session)
+    monkeypatch.setattr(sys, "argv", ["spark", "--lake", str(tmp_path / "lake"), "--report", str(tmp_path / "report")])
+    assert command.main() == command.EXIT_CANNOT_RUN
+    assert opened == [expected]
