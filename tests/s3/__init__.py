@@ -4,12 +4,15 @@
 """
 
 import os
+from pathlib import Path
 from typing import Final
 
 BUCKET: Final = "lakes"
+LOCK: Final = Path(__file__).with_name("s3proxy.lock")
+SERVERS: Final = ("moto", "s3proxy")
 WHY_NOT: Final = "it needs Spark with the jars for S3: python -m tests.s3 fetches them and runs this test"
 
 
-def is_wanted() -> bool:
-    """Check whether this run is to use S3."""
-    return bool(os.environ.get("TEST_S3"))
+def wanted() -> str:
+    """Return the name of the server that this run is to use; "" if the run is to use none."""
+    return os.environ.get("TEST_S3", "")

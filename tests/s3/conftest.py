@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 
 from deploy import places
 from spark.session import open_session
-from tests.s3 import BUCKET, WHY_NOT, is_wanted
+from tests.s3 import BUCKET, WHY_NOT, backends, wanted
 from tests.s3.server import Server
 from tests.s3.writers import Writer
 from tests.spark.conftest import audit as audit
@@ -17,12 +17,13 @@ from tests.spark.runs import BRIEF_JAVA_OPTIONS, interpreted
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    if not is_wanted():
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if not wanted():
         pytest.skip(WHY_NOT)
-    running = Server()
-    yield running
-    running.stop()
+    with backends.running(wanted(), tmp_path_factory.mktemp("s3")) as backend:
+        running = Server(backend)
+        yield running
+        running.stop()
 
 
 @pytest.fixture(scope="session")

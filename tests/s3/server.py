@@ -1,4 +1,4 @@
-"""A server with S3's protocol, in this process: moto, with faults."""
+"""A server with S3's protocol for the tests: a front with faults, in this process, before a backend."""
 
 import http.client
 import socket
@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from typing import Final
-from wsgiref.types import StartResponse, WSGIEnvironment
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 from tests.s3 import BUCKET
@@ -50,16 +49,14 @@ class Hold:
 class Server:
     """An S3 server on a free port, with one bucket.
 
-    It carries out one request at a time, so that a conditional PUT is one step, as it is in S3: moto alone checks the
-    condition and writes in two steps.
+    `backend`: carries out the requests (`tests.s3.backends`).
 
     `ignores_conditions`: PUTs succeed whatever their condition, as with servers that do not know it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: WSGIApplication) -> None:
         self.ignores_conditions = False
-        self._moto = DomainDispatcherApplication(create_backend_app)
-        self._one = threading.Lock()
+        self._backend = backend
         self._holds: dict[str, Hold] = {}
         self._lost: set[str] = set()
         self._refused: set[str] = set()
@@ -120,14 +117,18 @@ class Server:
         assert status in (200, 404)
         return body if status == 200 else None
 
-    def request(self, method: str, name: str) -> tuple[int, bytes]:
-        """Send a request for the bucket (no name) or an object, and return status and body."""
+    def request(self, method: str, name: str, body: bytes = b"", *, if_absent: bool = False) -> tuple[int, bytes]:
+        """Send a request for the bucket (no name) or an object, and return status and body.
+
+        `if_absent`: on the condition that there is no such object.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
         signed = (
             f"AWS4-HMAC-SHA256 Credential={USER}/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
         )
         try:
-            connection.request(method, f"/{BUCKET}/{name}".rstrip("/"), headers={"Authorization": signed})
+            headers = {"Authorization": signed} | ({"If-None-Match": "*"} if if_absent else {})
+            connection.request(method, f"/{BUCKET}/{name}".rstrip("/"), body, headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:
@@ -146,8 +147,7 @@ class Server:
             hold.arrive()
         if self.ignores_conditions:
             environ.pop("HTTP_IF_NONE_MATCH", None)
-        with self._one:
-            body = list(self._moto(environ, start_response))
+        body = list(self._backend(environ, start_response))
         if name in self._lost:
             self._lost.remove(name)
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
