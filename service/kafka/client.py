@@ -101,27 +101,30 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
             self._connections[_BOOTSTRAP] = connection
 
     def add_topic(self, topic: str) -> asyncio.Future[bool]:
-        """Keep a topic's metadata up to date as well; the result is False where no broker answers."""
+        """Keep a topic's metadata up to date as well; the result is False where it is requested without a response."""
         new = {topic} - self.tracked_topics
         self.tracked_topics |= new
         return self.refresh(new)
 
     def set_topics(self, topics: Collection[str]) -> asyncio.Future[bool]:
-        """Keep the metadata of these topics up to date, and no other; the result is False where no broker answers."""
+        """Keep the metadata of these topics up to date, and no other; the result is as that of `add_topic`."""
         new = set(topics) - self.tracked_topics
         self.tracked_topics = set(topics)
         return self.refresh(new)
 
     def refresh(self, topics: Collection[str]) -> asyncio.Future[bool]:
-        """Request the metadata of these topics, if any; the result is False where no broker answers."""
+        """Request the metadata of these topics, here with that of the others; the result is False without a response.
+
+        Without topics nothing is requested.
+        """
         if topics:
             return self.force_metadata_update()
-        nothing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        nothing.set_result(True)
-        return nothing
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        done.set_result(True)
+        return done
 
     def force_metadata_update(self) -> asyncio.Future[bool]:
-        """Request the metadata of all tracked topics; the result is False where no broker answers."""
+        """Request the metadata of all tracked topics; the result is False without a response."""
         return self._request_metadata()
 
     def _request_metadata(self) -> asyncio.Future[bool]:
@@ -317,7 +320,7 @@ class Client(BaseClient):
         self._asked_all_at = time.monotonic()
 
     def refresh(self, topics: Collection[str]) -> asyncio.Future[bool]:
-        """Request the metadata of these topics only, if any; the result is False where no broker answers."""
+        """Request the metadata of these topics only; the result is False without a response."""
         self._new_topics.update(topics)
         return self._request_metadata() if topics else super().refresh(topics)
 

@@ -1,4 +1,4 @@
-"""Tests the fast path of transaction requests: the bytes that aiokafka sends and reads, on its own connections."""
+"""Tests the clients of Kafka: the fast path of transaction requests, their connections, and the metadata of topics."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from service.contract import SharedSettings
 from service.kafka import connection as module
 from service.kafka.admin import RETRIABLE
-from service.kafka.client import Client
+from service.kafka.client import BaseClient, Client
 from service.kafka.connection import Connection, ResponseReader
 from service.kafka.protocol import CODECS, AddPartitionsToTxnRequest, EndTxnRequest, ProduceRequest
 from service.kafka.security import Security
@@ -149,6 +149,7 @@ def client_of(port: int) -> Client:
 
 
 Connect = Callable[..., Awaitable[tuple[Client, Connection, Broker]]]
+Ask = Callable[[], Awaitable[bool]]
 
 
 @pytest.fixture
@@ -460,7 +461,7 @@ async def knowing() -> AsyncIterator[tuple[Client, MetadataBroker]]:
     server.close()
 
 
-def led(client: Client, topics: Collection[str]) -> set[str]:
+def led(client: BaseClient, topics: Collection[str]) -> set[str]:
     return {topic for topic in topics if client.cluster.leader_for_partition(TopicPartition(topic, 0)) == NODE}
 
 
@@ -492,19 +493,24 @@ async def test_topics_that_are_asked_for_amid_a_request_come_with_the_next(
     assert led(client, ("a", "b")) == {"a", "b"}
 
 
+async def amid_request(broker: MetadataBroker, first: Ask, second: Ask) -> None:
+    """Make a second request for metadata while the broker holds the response to the first, and await both."""
+    broker.topics_asked.clear()
+    held = broker.held = asyncio.Event()
+    asked = first()
+    await until(lambda: bool(broker.topics_asked))
+    asked_next = second()
+    held.set()
+    assert all(await asyncio.gather(asked, asked_next))
+
+
 async def test_all_topics_that_are_asked_for_amid_the_request_of_a_new_one_are_asked_for_too(
     knowing: tuple[Client, MetadataBroker],
 ) -> None:
     """A leader may have moved."""
     client, broker = knowing
     await client.set_topics({"a"})
-    broker.topics_asked.clear()
-    held = broker.held = asyncio.Event()
-    first = client.set_topics({"a", "b"})
-    await until(lambda: bool(broker.topics_asked))
-    second = client.force_metadata_update()
-    held.set()
-    assert all(await asyncio.gather(first, second))
+    await amid_request(broker, lambda: client.set_topics({"a", "b"}), client.force_metadata_update)
     assert broker.topics_asked == [{"b"}, {"a", "b"}]
 
 
@@ -552,15 +558,26 @@ async def test_a_topic_that_is_added_amid_the_request_for_all_is_requested_next(
 ) -> None:
     client, broker = knowing
     await client.set_topics({"a"})
-    broker.topics_asked.clear()
-    held = broker.held = asyncio.Event()
-    first = client.force_metadata_update()
-    await until(lambda: bool(broker.topics_asked))
-    second = client.add_topic("b")
-    held.set()
-    assert all(await asyncio.gather(first, second))
+    await amid_request(broker, client.force_metadata_update, lambda: client.add_topic("b"))
     assert broker.topics_asked == [{"a"}, {"b"}]
     assert led(client, "ab") == {"a", "b"}
+
+
+async def test_the_client_of_a_consumer_requests_all_its_topics_again_where_they_change_meanwhile() -> None:
+    """A request for no topics must not return all, and none may create a topic (MetadataBroker)."""
+    broker = MetadataBroker()
+    async with await asyncio.start_server(broker.talk, "127.0.0.1", 0) as server:
+        broker.port = server.sockets[0].getsockname()[1]
+        security = Security(SharedSettings())
+        address = f"127.0.0.1:{broker.port}"
+        client = BaseClient(bootstrap_servers=address, client_id="test", request_timeout_ms=2_000, security=security)
+        await client.bootstrap()
+        assert await client.force_metadata_update()
+        assert broker.topics_asked == [set(), set()]
+        await amid_request(broker, lambda: client.set_topics({"a"}), lambda: client.add_topic("b"))
+        assert broker.topics_asked == [{"a"}, {"a", "b"}]
+        assert led(client, "ab") == {"a", "b"}
+        await client.close()
 
 
 async def test_a_new_topic_without_a_response_is_requested_again(
