@@ -75,7 +75,7 @@ class CommittedOffsets(NamedTuple):
 
 
 class FakeClient:
-    """AIOKafkaClient as far as a session uses it, and its brokers."""
+    """A Client as far as a session uses it, and its brokers."""
 
     def __init__(self) -> None:
         self.cluster = self
