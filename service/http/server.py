@@ -1,8 +1,12 @@
 """The HTTP server of `python -m service`: where it listens, and how it stops."""
 
 import asyncio
+import contextlib
+import fcntl
 import socket
+import struct
 import sys
+import termios
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Final
@@ -20,6 +24,7 @@ log = structlog.get_logger(__name__)
 
 # The time after a SIGTERM in which each response ends its connection, before idle connections are closed.
 LINGER_S: Final = 1.0
+_INT: Final = struct.Struct("i")
 
 
 class LingeringServer(uvicorn.Server):
@@ -100,10 +105,27 @@ class LingeringServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._watching is not None:
             self._watching.cancel()
+        ending = supervise("http-tls-end", self._end_silent, self._tls.telemetry) if self._tls is not None else None
         for _, state in self._beside:
             for connection in list(state.connections):
                 connection.shutdown()
-        await super().shutdown(sockets)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            if ending is not None:
+                ending.cancel()
+
+    async def _end_silent(self) -> None:
+        """End the connections whose client has received everything and does not answer the end of TLS, for ever.
+
+        A client that reads nothing between two requests answers it with its next request at the earliest.
+        """
+        while True:
+            await asyncio.sleep(LINGER_S)
+            for connection in list(self.server_state.connections):
+                with contextlib.suppress(OSError):  # the system does not tell, or the connection has just ended
+                    if connection.transport.is_closing() and not _unacknowledged(connection.transport):
+                        connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None or self._is_lingering:
@@ -112,3 +134,13 @@ class LingeringServer(uvicorn.Server):
         self._is_lingering = True
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, super().handle_exit, sig, frame)
+
+
+def _unacknowledged(transport: Any) -> int:
+    """Count the bytes that were sent and that the client's kernel has not acknowledged.
+
+    While the transport itself holds bytes back, there are some: the kernel has taken no more.
+    """
+    content = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(_INT.size))
+    (count,) = _INT.unpack(content)
+    return int(count)

@@ -6,14 +6,18 @@ Kafka and Redis are unreachable: a request that is let in is answered 503.
 import asyncio
 import contextlib
 import gzip
+import json
 import logging
+import os
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from http.client import HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,6 +225,57 @@ async def test_a_client_that_ends_its_side_ends_the_connection(
                 await reader.read()
     assert warnings_of(caplog) == []
     assert sample(served.context.telemetry, "fencepost_task_failures_total", task="loop") == 0
+
+
+class BlockingClient:
+    """A client that reads nothing between two requests, as http.client, requests and their pools."""
+
+    def __init__(self, served: Served, receive_bytes: int = 0) -> None:
+        connection = socket.socket()
+        connection.settimeout(20)
+        if receive_bytes:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.connect(("127.0.0.1", served.port))
+        self.socket = served.client().wrap_socket(connection, server_hostname="127.0.0.1")
+
+    def send(self, path: str, body: bytes, key: str = "") -> None:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{key}content-length: {len(body)}\r\n"
+        self.socket.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+
+    def receive(self) -> bytes:
+        """Read a response; returns its body. Raises HTTPException where the response breaks off."""
+        response = HTTPResponse(self.socket)
+        response.begin()
+        return response.read()
+
+
+async def test_a_stop_does_not_wait_for_clients_that_do_not_answer_the_end_of_tls(served: Served) -> None:
+    client = await asyncio.to_thread(BlockingClient, served)
+    try:
+        await asyncio.to_thread(client.send, "/events", EVENT, "idempotency-key: k\r\n")
+        await asyncio.to_thread(client.receive)
+        served.server.should_exit = True
+        await until(lambda: not served.server.server_state.connections, 5)
+    finally:
+        client.socket.close()
+
+
+async def test_a_stop_lets_a_slow_client_read_its_whole_response_over_tls(served: Served) -> None:
+    events = [{"topic": "orders", "value": 1, "idempotency_key": str(n)} for n in range(1_000)]
+    for listening in served.server.servers[0].sockets:  # its connections have the kernel's least room too
+        with socket.socket(fileno=os.dup(listening.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    client = await asyncio.to_thread(BlockingClient, served, 4_096)
+    try:
+        await asyncio.to_thread(client.send, "/events/batch", json.dumps({"events": events}).encode())
+        await asyncio.sleep(1.0)  # the response is written as far as there is room
+        served.server.should_exit = True
+        await asyncio.sleep(2 * server_module.LINGER_S)
+        body = await asyncio.to_thread(client.receive)
+        assert len(json.loads(body)["results"]) == 1_000
+        await until(lambda: not served.server.server_state.connections, 5)
+    finally:
+        client.socket.close()
 
 
 # -------------------------------------------------------------------------------------------------------- certificates
