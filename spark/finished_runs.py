@@ -115,11 +115,6 @@ def oldest_past(run: int) -> int:
     return run - HISTORY_RUNS
 
 
-def last_pass_of(last_run: Mapping[str, Any] | None) -> int:
-    """Return the number of the last run that compared ids, by the summary of the last run; 0 if that is not known."""
-    return int(of_run(last_run, "last_pass", 0))
-
-
 def last_pass_after(run: int, options: Options, last_run: Mapping[str, Any] | None) -> int:
-    """Return the number of the last run that compared ids, after the run `run`."""
-    return last_pass_of(last_run) if options.skip_ids else run
+    """Return the number of the last run that compared ids, after the run `run`; 0 if that is not known."""
+    return int(of_run(last_run, "last_pass", 0)) if options.skip_ids else run

@@ -1,7 +1,7 @@
 """One run of the audit, in order: plan, read, reduce, merge, classify, findings, report."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
@@ -17,8 +17,9 @@ from spark.reading import decode, planning, run_plan, sinks, source
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext, of_run
 from spark.report import document, publish, webhook
-from spark.rules import cross_hour, current_findings, hourly, sink_audit
+from spark.rules import current_findings, hourly, sink_audit
 from spark.rules.balance import Balance
+from spark.rules.completion import complete_rows
 from spark.rules.reconcile import reconcile, recount, unchanged_balance
 from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
@@ -163,7 +164,7 @@ class _Run:
         self._release_claims()
         balance = None if resumed else unchanged_balance(context)
         if balance is None:
-            self._complete_rows(context)
+            complete_rows(self.lake, context, self.timer)
         with self.timer.step("update views"):
             view.update(self.lake, self.settings.shared, plan, context.last_plan)
         if balance is None:
@@ -416,53 +417,6 @@ class _Run:
                 self.lake.append("deliveries", rows.hint("rebalance", *schemas.PARTITIONS["deliveries"]), plan.run)
             elif touched := hours.of(rows):
                 self.lake.merge(rows, touched, plan.run)
-
-    def _complete_rows(self, context: RunContext) -> None:
-        """Complete merged rows by other rows: the ids of copies with only a key, and the answers 202 and 504.
-
-        Only recent hours are read: those of the report's window, of what was unread, and of the longest key retention
-        before these.
-        """
-        first_hour = hours.text_of(context.unread_since - self.settings.longest_ttl_ms)
-        if context.over_hours:
-            with self.timer.step("compare ids"):
-                self._change_ids(context, first_hour)
-        with self.timer.step("settle doubts"):
-            self._mark_past_end(context, first_hour)
-            self._settle_by_other_rows(context, first_hour)
-
-    def _change_ids(self, context: RunContext, first_hour: str) -> None:
-        """Give copies with only a key, read since the last run that compared ids, the id of the event that they are
-        copies of."""
-        last_pass = finished_runs.last_pass_of(context.last_run)
-        found = cross_hour.copies_of_other_ids(self._rows_since(first_hour), last_pass)
-        self._update(found, self.lake.change_ids, context.plan.run)
-
-    def _settle_by_other_rows(self, context: RunContext, first_hour: str) -> None:
-        """Settle each 202 or 504 by other rows of its id, in any hour, also without the pass over all ids."""
-        run, truncated = context.plan.run, bool(run_plan.vanished(context.plan, context.last_plan))
-        found = cross_hour.settled_elsewhere(self._rows_since(first_hour), run, truncated=truncated)
-        self._update(found, self.lake.settle_elsewhere, run)
-
-    def _mark_past_end(self, context: RunContext, first_hour: str) -> None:
-        """Store which claims of earlier runs were past the end of their log, where that end was unknown until now."""
-        ends = run_plan.newly_known_ends(context.plan, context.last_plan)
-        if ends and self.lake.exists("deliveries"):
-            self.lake.mark_past_end(ends, first_hour, context.plan.run)
-
-    def _rows_since(self, first_hour: str) -> DataFrame:
-        """Return the rows (deliveries.ROW) of this hour and later ones."""
-        return self.lake.read_cached("deliveries").where(hours.since(first_hour))
-
-    @staticmethod
-    def _update(found: DataFrame | None, write: Callable[[DataFrame, list[str], int], None], run: int) -> None:
-        """Write changes of rows into the hours of these rows."""
-        if found is None:
-            return
-        # A checkpoint, so that the MERGE does not read the table that it writes.
-        found = frames.checkpointed(found)
-        if touched := hours.of(found):
-            write(found, touched, run)
 
     # ------------------------------------------------------------------------------------------------------ done
 
