@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pyspark.sql import SparkSession
@@ -17,6 +16,7 @@ from pyspark.sql import SparkSession
 from service.contract import SharedSettings
 from service.contract.wire import is_kafka_topic
 from spark.errors import CannotRun
+from spark.reading import connection
 from spark.reading.jvm import Py4JJavaError, jvm, nested, reason
 
 # Longer than an election of leaders takes, and short enough for a user who waits for the error.
@@ -26,9 +26,6 @@ POLL_MS: Final = 250
 # Topics in one request: keeps a request small enough for a quick answer.
 TOPICS_A_CALL: Final = 500
 
-# Login handlers for OAUTHBEARER: of kafka-clients, and of Amazon's jar.
-LOGIN_HANDLER: Final = "org.apache.kafka.common.security.oauthbearer.secured.OAuthBearerLoginCallbackHandler"
-MSK_HANDLER: Final = "software.amazon.msk.auth.iam.IAMOAuthBearerLoginCallbackHandler"
 
 NO_LEADER_EPOCH: Final = -1
 """The leader epoch of an offset, if the leader sent none (as in Kafka's protocol)."""
@@ -37,6 +34,7 @@ TopicPartition = tuple[str, int]
 """Topic and partition."""
 
 _Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,53 +60,28 @@ class Ends:
     leader_epoch: int = NO_LEADER_EPOCH
 
 
-class _ListedEnds(Mapping[TopicPartition, Ends]):
-    """The ends of partitions in the broker's answers (ListOffsetsResultInfo, by partition).
+class _Lazy(Mapping[_Key, _Value]):
+    """Values by key; a value is read from the JVM when it is looked up.
 
-    An answer is read from the JVM when its partition is looked up: a plan lists the partitions of all topics that the
-    ledger may name, and needs the ends of those that it does name.
+    A plan lists the partitions of all topics that the ledger may name, and needs the ends of those that it does name.
     """
 
-    def __init__(
-        self,
-        high: Mapping[TopicPartition, Any],
-        stable: Mapping[TopicPartition, Any],
-        start: Mapping[TopicPartition, Any],
-    ) -> None:
-        self._high, self._stable, self._start = high, stable, start
+    def __init__(self, keys: Collection[_Key], read: Callable[[_Key], _Value]) -> None:
+        self._keys, self._read = keys, read
 
-    def __getitem__(self, partition: TopicPartition) -> Ends:
-        start, stable = self._start[partition], self._stable[partition]
-        epoch = stable.leaderEpoch().orElse(NO_LEADER_EPOCH)
-        return Ends(int(start.offset()), int(self._high[partition].offset()), int(stable.offset()), int(epoch))
-
-    def __contains__(self, partition: object) -> bool:
-        return partition in self._start
-
-    def __iter__(self) -> Iterator[TopicPartition]:
-        return iter(self._start)
-
-    def __len__(self) -> int:
-        return len(self._start)
-
-
-class _Answers(Mapping[_Key, Any]):
-    """The values of a Java map, by the keys of `handles` for its keys; a value is looked up when it is needed."""
-
-    def __init__(self, answers: Any, handles: Mapping[_Key, Any]) -> None:
-        self._answers, self._handles = answers, handles
-
-    def __getitem__(self, key: _Key) -> Any:
-        return self._answers.get(self._handles[key])
+    def __getitem__(self, key: _Key) -> _Value:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._read(key)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._handles
+        return key in self._keys
 
     def __iter__(self) -> Iterator[_Key]:
-        return iter(self._handles)
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self._keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,67 +95,6 @@ class BlockingTransaction:
     since_ms: int | None = None
 
 
-def connection(shared: SharedSettings) -> dict[str, str]:
-    """Return the connection settings of kafka-clients (brokers, TLS, SASL).
-
-    Certificates and keys are passed as text, since executors on other machines lack the files. Kafka treats these
-    settings as secrets and logs `[hidden]` for them.
-    """
-    config = {"bootstrap.servers": shared.kafka, "security.protocol": shared.kafka_security_protocol}
-    if shared.kafka_tls:
-        config["ssl.endpoint.identification.algorithm"] = "https" if shared.kafka_ssl_check_hostname else ""
-        if shared.kafka_ssl_cafile:
-            config["ssl.truststore.type"] = "PEM"
-            config["ssl.truststore.certificates"] = Path(shared.kafka_ssl_cafile).read_text(encoding="utf-8")
-        if shared.kafka_ssl_certfile:
-            config["ssl.keystore.type"] = "PEM"
-            config["ssl.keystore.certificate.chain"] = Path(shared.kafka_ssl_certfile).read_text(encoding="utf-8")
-            config["ssl.keystore.key"] = Path(shared.kafka_ssl_keyfile).read_text(encoding="utf-8")
-    if shared.kafka_oauth:
-        config |= _oauth(shared)
-    elif shared.kafka_sasl:
-        module = "plain.PlainLoginModule" if shared.kafka_sasl_mechanism == "PLAIN" else "scram.ScramLoginModule"
-        config["sasl.mechanism"] = shared.kafka_sasl_mechanism
-        config["sasl.jaas.config"] = (
-            f"org.apache.kafka.common.security.{module} required "
-            f"username={_quoted(shared.kafka_sasl_username)} password={_quoted(shared.kafka_sasl_password)};"
-        )
-    return config
-
-
-def _oauth(shared: SharedSettings) -> dict[str, str]:
-    """Return the settings of OAUTHBEARER: kafka-clients gets and renews the tokens itself, also in executors.
-
-    A token file must be at its path on the executors' machines too. For Amazon MSK the handlers are those of the jar
-    `aws-msk-iam-auth`, which finds region and credentials as AWS's SDK does.
-    """
-    options = {f"extension_{name}": value for name, value in shared.kafka_oauth_extensions_by_name.items()}
-    config = {"sasl.mechanism": shared.kafka_sasl_mechanism, "sasl.login.callback.handler.class": LOGIN_HANDLER}
-    if shared.kafka_oauth_aws_region:
-        config["sasl.login.callback.handler.class"] = MSK_HANDLER
-        config["sasl.client.callback.handler.class"] = MSK_HANDLER
-    elif shared.kafka_oauth_token_file:
-        config["sasl.oauthbearer.token.endpoint.url"] = Path(shared.kafka_oauth_token_file).absolute().as_uri()
-    else:
-        config["sasl.oauthbearer.token.endpoint.url"] = shared.kafka_oauth_token_url
-        # As RFC 6749, section 2.3.1, demands; kafka-clients leaves that out by default.
-        config["sasl.oauthbearer.header.urlencode"] = "true"
-        options |= {"clientId": shared.kafka_oauth_client_id, "clientSecret": shared.kafka_oauth_client_secret}
-        if shared.kafka_oauth_scope:
-            options["scope"] = shared.kafka_oauth_scope
-        if shared.kafka_oauth_cafile:
-            authorities = Path(shared.kafka_oauth_cafile).read_text(encoding="utf-8")
-            options |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": authorities}
-    given = "".join(f" {name}={_quoted(value)}" for name, value in options.items())
-    module = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule"
-    return config | {"sasl.jaas.config": f"{module} required{given};"}
-
-
-def _quoted(text: str) -> str:
-    """Quote a value for a JAAS configuration, which has no line breaks in a value."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-
-
 class KafkaAdmin:
     """Requests of the driver to the cluster. Every method raises CannotRun with the broker's message when it fails.
 
@@ -193,7 +105,7 @@ class KafkaAdmin:
         self._spark = spark
         self._jvm = jvm(spark)
         self._address = f"{setting}={shared.kafka!r}"
-        self._connection = connection(shared)
+        self._connection = connection.for_kafka_clients(shared)
         self._kafka: Any = self._jvm.org.apache.kafka
         # py4j asks the JVM for a class at each look-up of its name.
         self._topic_partition: Any = self._kafka.common.TopicPartition
@@ -311,7 +223,14 @@ class KafkaAdmin:
         handles = {partition: handles[partition] for partition in high}
         stable = self._offsets(handles, spec.latest(), "READ_COMMITTED", strict=strict)
         handles = {partition: handles[partition] for partition in stable}
-        return _ListedEnds(high, stable, self._offsets(handles, spec.earliest(), "READ_UNCOMMITTED", strict=strict))
+        start = self._offsets(handles, spec.earliest(), "READ_UNCOMMITTED", strict=strict)
+
+        def ends_of(partition: TopicPartition) -> Ends:
+            first, last = start[partition], stable[partition]
+            epoch = last.leaderEpoch().orElse(NO_LEADER_EPOCH)
+            return Ends(int(first.offset()), int(high[partition].offset()), int(last.offset()), int(epoch))
+
+        return _Lazy(start.keys(), ends_of)
 
     def first_since(self, partitions: Sequence[TopicPartition], since_ms: int) -> dict[TopicPartition, int]:
         """Find the offset of the first record of each partition with this timestamp (ms) or a later one.
@@ -550,7 +469,7 @@ class KafkaAdmin:
             if strict:
                 raise
         else:
-            return _Answers(answers, handles)
+            return _Lazy(handles.keys(), lambda key: answers.get(handles[key]))
         found: dict[_Key, Any] = {}
         for key, handle in handles.items():
             with suppress(CannotRun):

@@ -21,6 +21,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 from service.contract import SharedSettings
 from service.contract.wire import is_kafka_topic
 from spark.errors import NeedsSpark
+from spark.reading import connection
 from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition
 
 # Shorter than that of kafka_admin: after it the run with Spark waits for the brokers.
@@ -38,32 +39,12 @@ _SILENT.propagate = False
 _TO_URL_SAFE: Final = str.maketrans("+/", "-_")
 
 
-def connection(shared: SharedSettings) -> dict[str, str]:
-    """Return the connection settings of librdkafka (brokers, TLS, SASL); NeedsSpark for OAUTHBEARER, whose tokens
-    kafka-clients gets."""
-    if shared.kafka_oauth:
-        raise NeedsSpark("OAUTHBEARER")
-    config = {"bootstrap.servers": shared.kafka, "security.protocol": shared.kafka_security_protocol}
-    if shared.kafka_tls:
-        config["ssl.endpoint.identification.algorithm"] = "https" if shared.kafka_ssl_check_hostname else "none"
-        if shared.kafka_ssl_cafile:
-            config["ssl.ca.location"] = shared.kafka_ssl_cafile
-        if shared.kafka_ssl_certfile:
-            config["ssl.certificate.location"] = shared.kafka_ssl_certfile
-            config["ssl.key.location"] = shared.kafka_ssl_keyfile
-    if shared.kafka_sasl:
-        config["sasl.mechanism"] = shared.kafka_sasl_mechanism
-        config["sasl.username"] = shared.kafka_sasl_username
-        config["sasl.password"] = shared.kafka_sasl_password
-    return config
-
-
 class LibrdkafkaAdmin:
     """The requests of `planning.Admin` for logs without a change; each of the others raises NeedsSpark."""
 
     def __init__(self, shared: SharedSettings) -> None:
         with _failing():
-            self._client = AdminClient({**connection(shared)}, logger=_SILENT)
+            self._client = AdminClient({**connection.for_librdkafka(shared)}, logger=_SILENT)
 
     def names(self) -> list[str]:
         """List the names of all topics but Kafka's internal ones."""

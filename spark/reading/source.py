@@ -9,7 +9,8 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
 from spark import frames
-from spark.reading.kafka_admin import TopicPartition, connection
+from spark.reading import connection
+from spark.reading.kafka_admin import TopicPartition
 
 SCHEMA: Final = (
     "topic string, partition int, offset bigint, timestamp_ms bigint, key binary, value binary, "
@@ -68,7 +69,7 @@ def _load(
     """Return the rows of Spark's Kafka source for spans that are not empty."""
     reader = (
         spark.read.format("kafka")
-        .options(**{f"kafka.{name}": value for name, value in connection(shared).items()})
+        .options(**{f"kafka.{name}": value for name, value in connection.for_kafka_clients(shared).items()})
         .option("kafka.isolation.level", "read_committed")
         .option("kafka.fetch.max.wait.ms", str(FETCH_WAIT_MS))
         .option("assign", _by_topic(dict.fromkeys(spans)))

@@ -14,8 +14,9 @@ from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings, wire
 from spark.errors import CannotRun
+from spark.reading import connection
 from spark.reading.jvm import Py4JJavaError, gateway, jvm, reason
-from spark.reading.kafka_admin import CALL_MS, POLL_MS, KafkaAdmin, TopicPartition, connection
+from spark.reading.kafka_admin import CALL_MS, POLL_MS, KafkaAdmin, TopicPartition
 from spark.reading.source import Span
 from spark.repair.entries import Coordinates
 
@@ -80,7 +81,7 @@ def transactional_id(namespace: str, target: str) -> str:
 
 def _config(spark: SparkSession, shared: SharedSettings, more: Mapping[str, str]) -> Any:
     config = jvm(spark).java.util.HashMap()
-    for name, value in {**connection(shared), **more}.items():
+    for name, value in {**connection.for_kafka_clients(shared), **more}.items():
         config.put(name, value)
     return config
 

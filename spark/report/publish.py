@@ -25,8 +25,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import SharedSettings, wire
 from spark import frames
 from spark.errors import CannotRun
-from spark.reading import source
-from spark.reading.kafka_admin import KafkaAdmin, Topic, connection
+from spark.reading import connection, source
+from spark.reading.kafka_admin import KafkaAdmin, Topic
 from spark.reading.planning import Admin
 from spark.rules import current_findings
 from spark.tables.lake import Lake
@@ -206,7 +206,7 @@ def store(lake: Lake, changed: DataFrame, run: int) -> None:
 def _send(unsent: DataFrame, shared: SharedSettings) -> None:
     """Send values with Kafka's idempotent producer and acks=all; returns when all of them are acknowledged."""
     records = unsent.select(F.col("finding_id").cast("binary").alias("key"), F.col("value").cast("binary"))
-    options = {f"kafka.{name}": value for name, value in connection(shared).items()}
+    options = {f"kafka.{name}": value for name, value in connection.for_kafka_clients(shared).items()}
     topic = wire.findings_topic(shared.namespace)
     records.write.format("kafka").options(**options).option("topic", topic).save()
 

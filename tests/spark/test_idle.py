@@ -16,7 +16,8 @@ from service.contract import SharedSettings
 from spark import clean_up, idle
 from spark.errors import AnotherRun, CannotRun, NeedsSpark
 from spark.finished_runs import Shown
-from spark.reading.librdkafka_admin import LibrdkafkaAdmin, connection
+from spark.reading.connection import for_librdkafka
+from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.reading.run_plan import Plan, RunContext
 from spark.report import document
 from spark.settings import Options
@@ -186,7 +187,7 @@ def test_librdkafka_has_the_connection_of_kafka_clients_and_no_tokens() -> None:
         kafka_ssl_cafile="/ca.pem",
         kafka_ssl_check_hostname=False,
     )
-    assert connection(secured) == {
+    assert for_librdkafka(secured) == {
         "bootstrap.servers": "k:9093",
         "security.protocol": "SASL_SSL",
         "ssl.endpoint.identification.algorithm": "none",
@@ -197,7 +198,7 @@ def test_librdkafka_has_the_connection_of_kafka_clients_and_no_tokens() -> None:
     }
     tokens = replace(secured, kafka_sasl_mechanism="OAUTHBEARER", kafka_oauth_aws_region="eu-central-1")
     with pytest.raises(NeedsSpark):
-        connection(tokens)
+        for_librdkafka(tokens)
 
 
 def test_requests_that_only_a_changed_log_needs_are_left_to_spark() -> None:

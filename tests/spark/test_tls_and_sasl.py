@@ -22,7 +22,8 @@ from service.contract import Rules, SharedSettings
 from service.core.settings import Settings as ServiceSettings
 from spark import idle, job
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import MSK_HANDLER, KafkaAdmin, connection
+from spark.reading.connection import MSK_HANDLER, for_kafka_clients
+from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.settings import Options, Settings
 from tests.integration.client import Client, events
@@ -163,7 +164,7 @@ def test_the_settings_of_tokens_are_those_of_kafkas_java_client(tmp_path: Path) 
     login = {"kafka_security_protocol": "SASL_SSL", "kafka_sasl_mechanism": "OAUTHBEARER"}
     authority = tmp_path / "ca.crt"
     authority.write_text("line\nline\n")
-    client = connection(
+    client = for_kafka_clients(
         SharedSettings(
             **login,  # type: ignore[arg-type]
             kafka_oauth_token_url="https://login/token",
@@ -180,7 +181,7 @@ def test_the_settings_of_tokens_are_those_of_kafkas_java_client(tmp_path: Path) 
         'extension_logicalCluster="lkc-1" clientId="me" clientSecret="a\\"b\\\\c" scope="kafka" '
         'ssl.truststore.type="PEM" ssl.truststore.certificates="line\\nline\\n";'
     )
-    msk = connection(SharedSettings(**login, kafka_oauth_aws_region="eu-central-1"))  # type: ignore[arg-type]
+    msk = for_kafka_clients(SharedSettings(**login, kafka_oauth_aws_region="eu-central-1"))  # type: ignore[arg-type]
     assert msk["sasl.login.callback.handler.class"] == MSK_HANDLER
     assert msk["sasl.jaas.config"].endswith("OAuthBearerLoginModule required;")
 
