@@ -17,7 +17,7 @@ from spark.tables import lake, verdict_history
 # Number of earlier runs in the report's history.
 HISTORY_RUNS: Final = 19
 
-# A run without Spark reads and writes so many findings as a part of a file.
+# The most findings that a run leaves in the file of the last run, for a run without Spark.
 SHOWN_MAX: Final = 1_000
 
 

@@ -268,8 +268,8 @@ class Stop:
 def follow(spark: SparkSession, read_settings: Callable[[], Settings], on_progress: OnProgress, stop: Stop) -> int:
     """Make turns until the process is asked to end, and return the exit status 0.
 
-    Until the first run has finished, what it raises is raised here, but that another run is at work. From then on
-    errors are reported in a line, and the next turn tries again; only the loss of the JVM ends the process.
+    Until the first run has finished, its errors are raised, except AnotherRun. From then on errors are reported in a
+    line, and the next turn tries again; only the loss of the JVM ends the process.
     """
     options = read_settings().options
     alive = AliveFile(options.alive_file)

@@ -72,9 +72,9 @@ def finish_run(
     own.
 
     Each step after the merge may be repeated by a process that resumes the run. The order of the tables is progress
-    (the plan), deliveries, views, rejects, findings, verdicts, published, hourly_balance, hourly_records, runs; the
-    clean-up comes last. A step reads the results of earlier steps from the lake, not from memory, so that the same code
-    resumes a run that was killed after its merge.
+    (the plan), deliveries, views, rejects, findings, verdicts, mirrored, sinks, published, hourly_balance,
+    hourly_records, runs; the clean-up comes last. A step reads the results of earlier steps from the lake, not from
+    memory, so that the same code resumes a run that was killed after its merge.
     """
     decode.check_identities(spark, settings.options.identity)
     sinks.check_rules(spark, settings.rules.sinks)
@@ -88,7 +88,7 @@ def finish_run(
         finished = first_run.carry_out()
         if first_run.settings == settings:
             return finished
-        # The interrupted run is finished with the options of its plan; now a run with those of this command line.
+        # The interrupted run had other options, those of its plan: now a run with the options of this command line.
         timer = StepTimer(on_progress, on_step=on_step)
         return _Run(tables, settings, timer, now_ms, finished.plan.run).carry_out()
 
@@ -115,8 +115,8 @@ def plan_after(spark: SparkSession, settings: Settings, plan: Plan, now_ms: int 
 
 
 class _Run:
-    """The state of a run. `finished` is the number of an interrupted run that this process has finished first, `now_ms`
-    the time of the plan (None: by the clock).
+    """The state of a run. `finished_first` is the number of an interrupted run that this process has finished before,
+    `now_ms` the time of the plan (None: by the clock).
 
     `last_plan` is the plan of the last finished run, `replaced` the plans of later runs that were interrupted before
     their merge.
@@ -128,11 +128,11 @@ class _Run:
         settings: Settings,
         timer: StepTimer,
         now_ms: int | None,
-        finished: int | None = None,
+        finished_first: int | None = None,
     ) -> None:
         self.spark = tables.spark
         self.settings = settings
-        self.finished = finished
+        self.finished_first = finished_first
         self.on_progress = timer.on_progress
         self.now_ms = now_ms
         self.lake = tables
@@ -176,7 +176,7 @@ class _Run:
                 balance = recount(self.lake, context, balance)
         with self.timer.step("compare sinks"):
             compared = sink_audit.audit(self.lake, context, self.on_progress)
-        report = self._report(context, balance, compared, document.RunKind(resumed, self.finished, recounted))
+        report = self._report(context, balance, compared, document.RunKind(resumed, self.finished_first, recounted))
         finished, reports = self._finish(context, balance, report)
         with self.timer.step("clean up the lake"):
             clean_up.carry_out(self.lake, context)
@@ -229,7 +229,8 @@ class _Run:
         if newest > last_number:
             others = [publish.TABLE, *view.of_topics(self.lake)]
             self.lake.take_over(newest, ["deliveries", *schemas.WRITTEN_AFTER_MERGE, *others])
-            # A run that has lost its lease may be alive, and about to merge. It merges now, or not any more.
+            # The process of a run that has lost its lease may be alive, and about to merge. After the fence its merge
+            # is refused, so that the check after the fence is final.
             self.lake.fence(["deliveries"], newest)
             if self._has_merged(plans[newest]):
                 interrupted = plans.pop(newest)

@@ -104,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `long`, or give them their time limit if they are wanted. Sort by folder; in a folder,
-    pytest's order stays, but that long files of Spark come last."""
+    pytest's order stays, except that long files of Spark come last."""
     slow = [item for item in items if item.get_closest_marker("long")]
     if slow and not LONG:
         config.hook.pytest_deselected(items=slow)

@@ -5,7 +5,7 @@ commit to each of them. After any other commit (of an interrupted run, of a run 
 hand) the tables are read.
 
 Runs without Spark (spark.idle) are in this file only, until the next run with Spark adds their rows to `runs`. If the
-file is lost before, the lake is as if they had not been: they have found nothing that the tables lack.
+file is lost before, only their rows in the history of runs are lost: they have found nothing that the tables lack.
 """
 
 import json

@@ -637,7 +637,7 @@ def test_the_time_of_a_run_is_that_of_its_plan_also_after_another_run_in_the_pro
     monkeypatch.setattr(planning, "time", SimpleNamespace(time=lambda: clock_s[0]))
 
     def finish_interrupted(self: Any) -> Any:
-        if self.finished is not None:
+        if self.finished_first is not None:
             return carry_out(self)
         # The interrupted run had other options, and finishing it took an hour.
         self.settings = None
