@@ -4,23 +4,20 @@ The plan is stored before anything is read. A run that was interrupted after its
 that was interrupted before is planned again.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum
-from fnmatch import fnmatchcase
 from typing import Final, NoReturn, Protocol
 
-from service.contract import Guarantee, wire
+from service.contract import Guarantee
 from spark import rule_table
 from spark.errors import CannotRun, NeedsSpark
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, BlockingTransaction, Ends, Topic, TopicPartition
+from spark.reading.log_drafts import Draft, OldestRecord, log_of, next_log
 from spark.reading.run_plan import (
     DATA,
     LEDGER,
-    RECREATED,
     REQUESTS,
     RETENTION,
     TRUNCATED,
@@ -31,8 +28,9 @@ from spark.reading.run_plan import (
     Plan,
     options_of,
 )
+from spark.reading.selection import Selection, TopicsInLake
 from spark.reading.source import Span
-from spark.settings import HOUR_MS, OFFSETS_MOST, Settings, matches
+from spark.settings import HOUR_MS, OFFSETS_MOST, Settings
 
 # Enough to tell which records were deleted unread; each run stores the gaps of every log again.
 GAPS_MAX: Final = 100
@@ -71,31 +69,8 @@ class ReadLog(Protocol):
     def leader_epoch(self) -> int: ...
 
 
-class _OldestRecord(Enum):
-    """The record whose time becomes the `complete_since_ms` of a ledger's or journal's log."""
-
-    OF_LOG = "the oldest record of the log"
-    OF_TOPIC = "the oldest record in any log of the topic, for a log that still has its first record"
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A log of the plan. Two of its times may be unknown until they are read from Kafka.
-
-    `complete_since`: the record whose time becomes `complete_since_ms`, None if that time is known.
-    `needs_first_record`: whether `first_record_ms` is unknown.
-    """
-
-    log: Log
-    complete_since: _OldestRecord | None = None
-    needs_first_record: bool = False
-
-
 Discover = Callable[[Sequence[Log], Sequence[str]], set[str]]
 """Selects the topics that the spans of ledger and journal in these logs name."""
-
-TopicsInLake = Callable[[], set[str]]
-"""Returns the topics that ledger and journal name, by what earlier runs have merged into the lake."""
 
 
 def freeze(
@@ -114,7 +89,7 @@ def freeze(
     undecided; and an offset that the ledger names lies below the later high watermark, or was never written.
     CannotRun if the ledger does not exist, if --topics matches nothing, or if a request to Kafka fails.
     """
-    selection = _Selection(settings, last_plan, topics_in_lake)
+    selection = Selection(settings, last_plan, topics_in_lake)
     drafts = _list_selected(admin, selection, last_plan, now_ms, discover, settings.options.max_records)
     drafts = _with_compacted(admin, drafts)
     drafts = _with_complete_since(admin, drafts, now_ms)
@@ -142,7 +117,7 @@ def count_unread(admin: Admin, settings: Settings, last_plan: Plan | None) -> in
     def topics_in_lake() -> NoReturn:
         raise NeedsSpark("other topics are selected")
 
-    selection = _Selection(settings, last_plan, topics_in_lake)
+    selection = Selection(settings, last_plan, topics_in_lake)
     existing = set(admin.names())
     names = {name for of_role in selection.required(existing).values() for name in of_role} & existing
     if last_plan is None:
@@ -153,71 +128,14 @@ def count_unread(admin: Admin, settings: Settings, last_plan: Plan | None) -> in
     return min(unread, settings.options.max_records or unread)
 
 
-class _Selection:
-    """The data topics that a run audits: those of --topics; without --topics those that the rules, the ledger or the
-    journal name. None of --without-topics is audited."""
-
-    def __init__(self, settings: Settings, last_plan: Plan | None, topics_in_lake: TopicsInLake) -> None:
-        namespace = settings.shared.namespace
-        self.globs = settings.options.topics
-        self._without = settings.options.without_topics
-        self._settings = settings
-        self._ledger, self._requests = wire.ledger_topic(namespace), wire.requests_topic(namespace)
-        self._own = {self._ledger, self._requests, wire.control_topic(namespace), wire.findings_topic(namespace)}
-        # Topics that the ledger or the journal names.
-        self._claimed_topics = set() if self.globs else _audited_before(settings, last_plan, topics_in_lake)
-        self._last_data = [log for log in last_plan.logs if log.role in (DATA, UNWANTED)] if last_plan else []
-
-    def has(self, name: str) -> bool:
-        """Check whether a data topic is selected."""
-        if matches(self._without, name):
-            return False
-        return (
-            matches(self.globs, name) if self.globs else name in self._claimed_topics or _has_rule(self._settings, name)
-        )
-
-    def required(self, existing: set[str]) -> dict[str, set[str]]:
-        """Return the topics whose ends must be listed, by role; CannotRun if there is nothing to audit."""
-        if self._ledger not in existing and not self.globs:
-            raise CannotRun(
-                f"topic {self._ledger!r} does not exist; "
-                "set FENCEPOST_NAMESPACE to the service's, or name topics with --topics"
-            )
-        data = {name for name in existing - self._own if self.has(name)}
-        if self.globs and not data and not any(self.has(log.topic) for log in self._last_data):
-            kafka = self._settings.shared.kafka
-            raise CannotRun(
-                f"--topics {','.join(self.globs)!r} matches no topic of Kafka at FENCEPOST_KAFKA={kafka!r}, and none "
-                "of the last run on this --lake; name topics that exist, or leave --topics out"
-            )
-        return {DATA: data, LEDGER: {self._ledger}, REQUESTS: {self._requests}}
-
-    def candidates(self, existing: set[str]) -> set[str]:
-        """Return existing topics that are not selected, but may be named by the unread part of ledger and journal."""
-        if self.globs:
-            return set()
-        return {name for name in existing - self._own if not self.has(name) and not matches(self._without, name)}
-
-    def all_candidates(self, existing: set[str]) -> set[str]:
-        """Return the candidates, and topics that an earlier run audited and the last run did not.
-
-        Such a topic may no longer exist. If ledger or journal name it again, its claims are audited.
-        """
-        return self.candidates(existing | {log.topic for log in self._last_data if log.role == UNWANTED})
-
-    def add(self, names: set[str]) -> None:
-        """Select topics that the ledger or the journal names."""
-        self._claimed_topics |= names
-
-
 def _list_selected(
     admin: Admin,
-    selection: _Selection,
+    selection: Selection,
     last_plan: Plan | None,
     now_ms: int,
     discover: Discover,
     max_records: int | None,
-) -> list[_Draft]:
+) -> list[Draft]:
     """List the logs of the selected topics, of the ledger and of the journal, with their present ends.
 
     The ends of the candidates are listed too, before those of the ledger, since the ledger may name any of them. If the
@@ -242,7 +160,7 @@ def _list_selected(
             return drafts
 
 
-def _carried(last_plan: Plan | None, logs: Sequence[Log], selection: _Selection) -> list[Log]:
+def _carried(last_plan: Plan | None, logs: Sequence[Log], selection: Selection) -> list[Log]:
     """Carry over the logs of the last plan that this run does not read, for the offset to resume from."""
 
     def role(log: Log) -> str:
@@ -270,7 +188,7 @@ class _Candidates:
     ends: Mapping[TopicPartition, Ends]
     now_ms: int
 
-    def drafts(self, admin: Admin, names: Iterable[str]) -> list[_Draft]:
+    def drafts(self, admin: Admin, names: Iterable[str]) -> list[Draft]:
         """Draft the logs of those of these topics whose ends were all listed."""
         topics = {name: self.topics[name] for name in sorted(set(names) & self.topics.keys())}
         partitions = {name: partitions_of([topic]) for name, topic in topics.items()}
@@ -285,7 +203,7 @@ def _frozen(
     required: Mapping[str, Iterable[str]],
     candidates: Iterable[str],
     now_ms: int,
-) -> tuple[list[_Draft], _Candidates]:
+) -> tuple[list[Draft], _Candidates]:
     """List the logs of existing topics with their present ends: `required` topics by role, and candidates as data.
 
     `compacted` is filled in later. CannotRun if the request for a required topic fails; a candidate whose request fails
@@ -312,12 +230,12 @@ def _drafts(
     found: Mapping[str, Mapping[TopicPartition, Ends]],
     topics: Mapping[str, Topic],
     now_ms: int,
-) -> list[_Draft]:
+) -> list[Draft]:
     """Draft the logs of partitions with these ends, by role."""
     ends = {partition: listed for of_role in found.values() for partition, listed in of_role.items()}
     diverged = diverged_of(admin, last_plan.logs if last_plan else (), topics, ends)
     return [
-        _next_log(last_plan, role, topics[partition[0]], partition, listed, diverged.get(partition), now_ms)
+        next_log(last_plan, role, topics[partition[0]], partition, listed, diverged.get(partition), now_ms)
         for role, of_role in found.items()
         for partition, listed in of_role.items()
     ]
@@ -338,25 +256,6 @@ def diverged_of(
             and log.leader_epoch != ends[log.topic_partition].leader_epoch
         }
     )
-
-
-def _audited_before(settings: Settings, last_plan: Plan | None, topics_in_lake: TopicsInLake) -> set[str]:
-    """Return the topics that a run without --topics audits because of what earlier runs have read.
-
-    If the last run had other --topics or --without-topics, its plan does not list all of these: it merged the whole
-    ledger, but audited fewer topics. If it had other rules, its plan may list a topic that only a removed rule named.
-    """
-    if last_plan is None:
-        return set()
-    last_options, options = json.loads(last_plan.options), json.loads(options_of(settings))
-    if any(last_options.get(name) != options.get(name) for name in ("topics", "without_topics", "rules")):
-        return topics_in_lake()
-    return {log.topic for log in last_plan.logs if log.role == DATA}
-
-
-def _has_rule(settings: Settings, name: str) -> bool:
-    """Check whether a rule's pattern matches the topic."""
-    return any(fnmatchcase(name, rule.pattern) for rule in settings.rules.topics)
 
 
 def check_read(admin: Admin, plan: Plan) -> None:
@@ -381,101 +280,6 @@ def check_read(admin: Admin, plan: Plan) -> None:
                 f"partition {log.partition} of topic {log.topic!r} was truncated while the run read it; "
                 "start the run again"
             )
-
-
-def _next_log(
-    last_plan: Plan | None,
-    role: str,
-    topic: Topic,
-    partition: TopicPartition,
-    ends: Ends,
-    diverged: int | None,
-    now_ms: int,
-) -> _Draft:
-    """Draft a partition's log for this run: it continues where the last run ended, or starts over in a new topic."""
-    last_log = _log_of(last_plan, partition)
-    draft = _new_log(role, topic, partition, ends, now_ms)
-    if last_plan is None or last_log is None:
-        return draft
-    if rule_table.is_recreated(last_log.topic_id, topic.topic_id):
-        gap = LogGap(last_log.end, last_log.end, RECREATED, now_ms)
-        log = replace(draft.log, recreated_at_ms=now_ms, complete_since_ms=now_ms, gaps=(*last_log.gaps, gap))
-        return replace(draft, log=log, complete_since=None)
-    return _with_gaps(_continued(draft, last_log, ends), last_log, ends, diverged, now_ms)
-
-
-def _log_of(plan: Plan | None, partition: TopicPartition) -> Log | None:
-    """Return the log of a partition in a plan."""
-    return plan.logs_by_partition.get(partition) if plan else None
-
-
-def _new_log(role: str, topic: Topic, partition: TopicPartition, ends: Ends, now_ms: int) -> _Draft:
-    """Draft the log of a partition that no run has read.
-
-    A ledger or journal is complete from its oldest record on, since a ledger may be younger than the data.
-    """
-    has_first_record = ends.log_start == 0
-    log = Log(
-        role=role,
-        topic=partition[0],
-        partition=partition[1],
-        topic_id=topic.topic_id,
-        audited=True,
-        compacted=False,
-        recreated_at_ms=0,
-        first=ends.log_start,
-        start=ends.log_start,
-        end=ends.last_stable,
-        last_stable=ends.last_stable,
-        high_watermark=ends.high_watermark,
-        complete_since_ms=0,
-        decided_until_ms=now_ms,
-        first_record_ms=0,
-        leader_epoch=ends.leader_epoch,
-    )
-    oldest = _OldestRecord.OF_TOPIC if has_first_record else _OldestRecord.OF_LOG
-    return _Draft(log, None if role == DATA else oldest, needs_first_record=has_first_record)
-
-
-def _continued(draft: _Draft, last_log: Log, ends: Ends) -> _Draft:
-    """Continue a log of this run from the same log in the last run."""
-    # Lakes of an earlier version have 0 for every log that began at offset 0.
-    is_complete_since_known = last_log.complete_since_ms != 0 or ends.log_start > 0
-    is_first_record_known = last_log.first_record_ms != 0 and last_log.high_watermark > 0
-    log = replace(
-        draft.log,
-        # Compaction deleted records for good, also in a topic that is not compacted any more.
-        compacted=last_log.compacted,
-        recreated_at_ms=last_log.recreated_at_ms,
-        first=last_log.first,
-        start=last_log.end,
-        complete_since_ms=last_log.complete_since_ms,
-        gaps=last_log.gaps,
-        caught_up_run=last_log.caught_up_run,
-        behind_run=last_log.behind_run,
-        behind_end=last_log.behind_end,
-        first_record_ms=last_log.first_record_ms if is_first_record_known else 0,
-    )
-    return _Draft(
-        log,
-        None if is_complete_since_known else draft.complete_since,
-        needs_first_record=draft.needs_first_record and not is_first_record_known,
-    )
-
-
-def _with_gaps(draft: _Draft, last_log: Log, ends: Ends, diverged: int | None, now_ms: int) -> _Draft:
-    """Add gaps to a continued log: records that a new leader does not have, and records deleted unread."""
-    intact = rule_table.intact_until(ends.last_stable, diverged, last_log.end)
-    if rule_table.is_truncated(intact, last_log.end):
-        gaps = (*draft.log.gaps, LogGap(intact, last_log.end, TRUNCATED, now_ms))
-        complete_since_ms = 0 if draft.log.role == DATA else now_ms
-        log = replace(draft.log, start=max(intact, ends.log_start), complete_since_ms=complete_since_ms, gaps=gaps)
-        draft = replace(draft, log=log, complete_since=None)
-    if rule_table.is_deleted_unread(ends.log_start, last_log.end):
-        gaps = (*draft.log.gaps, LogGap(last_log.end, ends.log_start, RETENTION, now_ms))
-        log = replace(draft.log, start=ends.log_start, complete_since_ms=0, gaps=gaps)
-        draft = replace(draft, log=log, complete_since=None if log.role == DATA else _OldestRecord.OF_LOG)
-    return draft
 
 
 def _with_joined_gaps(log: Log, window_from: int) -> Log:
@@ -547,7 +351,7 @@ def _with_caught_up_run(log: Log, run: int) -> Log:
     )
 
 
-def _with_compacted(admin: Admin, drafts: list[_Draft]) -> list[_Draft]:
+def _with_compacted(admin: Admin, drafts: list[Draft]) -> list[Draft]:
     """Set `compacted` of the data logs whose topic is compacted now."""
     compacted = admin.compacted(sorted({draft.log.topic for draft in drafts if draft.log.role == DATA}))
     return [
@@ -556,7 +360,7 @@ def _with_compacted(admin: Admin, drafts: list[_Draft]) -> list[_Draft]:
     ]
 
 
-def _with_complete_since(admin: Admin, drafts: list[_Draft], now_ms: int) -> list[_Draft]:
+def _with_complete_since(admin: Admin, drafts: list[Draft], now_ms: int) -> list[Draft]:
     """Set `complete_since_ms` where it is unknown, from the log's oldest record, or `now_ms` for an empty log.
 
     The record itself is read, since after DeleteRecords a broker may find no offset for any timestamp.
@@ -567,24 +371,24 @@ def _with_complete_since(admin: Admin, drafts: list[_Draft], now_ms: int) -> lis
         if log.role != DATA and log.first == 0:
             of_topics.setdefault(log.topic, []).append(oldest_ms.get(log.topic_partition, log.complete_since_ms))
 
-    def completed(draft: _Draft) -> _Draft:
+    def completed(draft: Draft) -> Draft:
         log = draft.log
         if draft.complete_since is None:
             return draft
         complete_since_ms = rule_table.complete_since(
             oldest_ms[log.topic_partition],
             of_topics.get(log.topic, []),
-            has_first_record=draft.complete_since is _OldestRecord.OF_TOPIC,
+            has_first_record=draft.complete_since is OldestRecord.OF_TOPIC,
         )
         return replace(draft, log=replace(log, complete_since_ms=complete_since_ms), complete_since=None)
 
     return [completed(draft) for draft in drafts]
 
 
-def _oldest_records(admin: Admin, drafts: list[_Draft], now_ms: int) -> dict[TopicPartition, int]:
+def _oldest_records(admin: Admin, drafts: list[Draft], now_ms: int) -> dict[TopicPartition, int]:
     """Read the timestamp (ms) of the oldest record of each log; `now_ms` for a log without a record."""
     starts = {
-        draft.log.topic_partition: 0 if draft.complete_since is _OldestRecord.OF_TOPIC else draft.log.start
+        draft.log.topic_partition: 0 if draft.complete_since is OldestRecord.OF_TOPIC else draft.log.start
         for draft in drafts
     }
     ends = {draft.log.topic_partition: draft.log.high_watermark for draft in drafts}
@@ -593,7 +397,7 @@ def _oldest_records(admin: Admin, drafts: list[_Draft], now_ms: int) -> dict[Top
     return {partition: timestamps_at.get(partition, now_ms) for partition in starts}
 
 
-def _with_first_record(admin: Admin, drafts: list[_Draft], now_ms: int) -> list[Log]:
+def _with_first_record(admin: Admin, drafts: list[Draft], now_ms: int) -> list[Log]:
     """Set `first_record_ms` where it is unknown; the record is read for data logs only.
 
     A timestamp in the future is a mistake of the writer, and is not used.
@@ -622,7 +426,7 @@ def _with_guarantees(settings: Settings, last_plan: Plan | None, log: Log) -> Lo
     """
     if log.role != DATA:
         return log
-    last_log = _log_of(last_plan, log.topic_partition)
+    last_log = log_of(last_plan, log.topic_partition)
     earlier = last_log.guarantees if last_log is not None and last_log.topic_id == log.topic_id else ()
     guarantee = settings.rules.guarantee(log.topic)
     if not earlier:
