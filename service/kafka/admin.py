@@ -252,8 +252,8 @@ class KafkaAdmin:
         """
         return await asyncio.to_thread(listing_of, await self._request(UndecodedMetadata(names)))
 
-    async def last_offsets(self, topics: Sequence[str]) -> LastOffsets:
-        """Ask the leaders for the end offsets of the topics' partitions. Raises KafkaAway.
+    async def last_offsets(self, topics: Sequence[str], only: Collection[Partition] = ()) -> LastOffsets:
+        """Ask the leaders for the end offsets of the topics' partitions, or of those in `only`. Raises KafkaAway.
 
         Costs a Metadata request for TOPICS_AT_ONCE topics, and two ListOffsets for PARTITIONS_AT_ONCE partitions of a
         leader. The high watermark is requested before the LSO, so that an idle partition never shows an LSO below it.
@@ -270,7 +270,7 @@ class KafkaAdmin:
                 elif partitions:
                     counts[name] = len(partitions)
                 for code, number, leader, *_ in (tuple(row) for row in partitions):
-                    if code == errors.NoError.errno and leader >= 0:
+                    if code == errors.NoError.errno and leader >= 0 and (not only or (name, number) in only):
                         led.setdefault(leader, []).append((name, number))
         ends = await asyncio.gather(*(self._ends_at(node, partitions) for node, partitions in led.items()))
         return LastOffsets({partition: end for found in ends for partition, end in found.items()}, absent, counts)

@@ -11,7 +11,7 @@ from service.claims.states import Row, SlotEvent
 from service.contract.wire import transactional_id
 from service.core import time_of_day
 from service.core.metrics import Telemetry
-from service.core.problems import KafkaAway, StoreLost
+from service.core.problems import StoreLost
 from service.core.settings import Settings
 from service.kafka.admin import KafkaAdmin
 from service.kafka.producer import TransactionalProducer
@@ -19,6 +19,7 @@ from service.kafka.reader import Span, read_through
 from service.kafka.topics import InternalTopics
 from service.slots.generation_log import Control
 from service.slots.hanging_recovery import HangingRecovery
+from service.slots.ledger_end import check_ends, lost_records
 from service.slots.ledger_rows import rows_of
 from service.slots.slot import Slot
 
@@ -46,14 +47,17 @@ class SlotRecovery:
         self._timeout_s = settings.timeouts_ms / 1000
 
     async def run(self, slot: Slot, generation: StoreGeneration) -> None:
-        """Fence the older producers, end what hangs, begin a term, check the generation, replay and free.
+        """Fence the older producers, end what hangs, check ledger, begin a term, check generation, replay and free.
 
         Raises StoreLost, Fenced, TransactionFailed, KafkaAway, StoreAway and others. Then the slot is in DOUBT, its
         producer is closed, and the recovery must be run again; after NewerVersion, by a newer release.
         """
         try:
             await self._fence(slot, generation)
-            await self._end_hanging(slot)
+            applied = await self._keys.applied(slot.generation, slot.n)
+            await self._end_hanging(slot, applied)
+            if applied is not None:
+                await check_ends(self._cluster, self._topics.ledger, self._settings.namespace, {slot.n: applied})
             await slot.begin_term(time_of_day.now_ms())
             await self._check(slot)
             await self._replay_and_free(slot)
@@ -70,9 +74,8 @@ class SlotRecovery:
         self._fences.inc()
         slot.enter(generation, producer)
 
-    async def _end_hanging(self, slot: Slot) -> None:
+    async def _end_hanging(self, slot: Slot, applied: int | None) -> None:
         """End hanging transactions in the slot's partitions, before the begin record's marker would commit them."""
-        applied = await self._keys.applied(slot.generation, slot.n)
         ledger = self._topics.ledger, slot.n
         recovery = HangingRecovery(self._cluster, ledger, slot.producer.hanging, self._timeout_s, self._hanging_ended)
         slot.maybe_hanging = await recovery.run(applied, slot.maybe_hanging)
@@ -91,11 +94,7 @@ class SlotRecovery:
         """
         start = await self._keys.applied(slot.generation, slot.n)
         if start is not None and start > slot.term:
-            raise KafkaAway(
-                f"{self._topics.ledger}, partition {slot.n}: Redis has applied it up to {start}, and it ends at "
-                f"{slot.term}: it was created again, or has lost records. Stop all processes and delete the keys that "
-                f"begin with {{{self._settings.namespace}:0}} (FLUSHDB, where there are no others)"
-            )
+            raise lost_records(self._topics.ledger, slot.n, self._settings.namespace, start, slot.term)
         rows: list[Row] = []
         spans = {slot.n: Span(start, slot.term)}
         records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._timeout_s)

@@ -34,6 +34,7 @@ from service.kafka.records import RecordMetadata
 from service.kafka.topics import InternalTopics
 from service.slots.generation_log import Control
 from service.slots.hanging_recovery import CLOCKS_APART_MS, HangingRecovery
+from service.slots.ledger_end import check_ends
 from service.slots.ledger_rows import rows_of
 
 log = structlog.get_logger(__name__)
@@ -277,6 +278,7 @@ class CurrentStore:
         slots = await self._slots()
         await self._fence_all(slots)
         await self._end_hanging_in_ledger(store, nonce, slots)
+        await self._check_ledger(store, nonce, slots)
         barriers = await self._barrier_all(slots)
         keys = await self._replay_all(store, nonce, barriers)
         await self._keys.recover_end(store, nonce, generation, [barriers[slot].offset for slot in range(slots)])
@@ -321,6 +323,13 @@ class CurrentStore:
                 await recovery.run(applied[slot], ())
             finally:
                 await producer.close()
+
+    async def _check_ledger(self, store: str, nonce: str, slots: int) -> None:
+        """Raise KafkaAway where a ledger partition has lost records that Redis has applied."""
+        applied = await self._keys.recover_read(store, nonce, slots)
+        known = {slot: offset for slot, offset in enumerate(applied) if offset is not None}
+        if known:
+            await check_ends(self._cluster, self._topics.ledger, self._settings.namespace, known)
 
     async def _barrier_all(self, slots: int) -> dict[int, RecordMetadata]:
         """Append a ledger record without entries to each partition, after the fence, and return their metadata by slot.

@@ -235,7 +235,7 @@ def what_hangs_is_not_looked_for() -> None:
     async def nothing(*_: object) -> tuple[dict[Any, int], set[Any]]:
         return {}, set()
 
-    async def nothing_ended(self: SlotRecovery, slot: Slot) -> None:
+    async def nothing_ended(self: SlotRecovery, slot: Slot, applied: int | None) -> None:
         slot.maybe_hanging = set()
 
     replace(OpenCheck, "ask", nothing)

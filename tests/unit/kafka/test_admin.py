@@ -325,6 +325,9 @@ async def test_the_ends_of_partitions_are_asked_of_their_leaders() -> None:
         ("orders", 2): Ends(23, 25),
     }
     assert len(client.offsets) == 4
+    only = await cluster_with(client).last_offsets(["orders"], {("orders", 2)})
+    assert only.ends == {("orders", 2): Ends(23, 25)}
+    assert len(client.offsets) == 6, "the leader of another partition may be silent for long"
 
 
 class Many(FakeClient):

@@ -39,7 +39,7 @@ class Kafka:
     def forget_absent(self, absent: Collection[str]) -> None:
         self.told_absent.append(absent)
 
-    async def last_offsets(self, topics: Sequence[str]) -> LastOffsets:
+    async def last_offsets(self, topics: Sequence[str], only: Collection[Partition] = ()) -> LastOffsets:
         self.asked.append(topics)
         if self.away:
             raise KafkaAway("away")

@@ -11,6 +11,7 @@ from service.claims.keys import StoreGeneration
 from service.claims.states import Delivered, Row, SlotEvent
 from service.contract.wire import Entry, LedgerRecord, decode_ledger
 from service.core.metrics import Telemetry
+from service.kafka.admin import Ends, LastOffsets
 from service.kafka.metadata import Partition
 from service.kafka.reader import Item, Span
 from service.kafka.records import RecordMetadata
@@ -55,6 +56,7 @@ class Kafka(FakeCluster):
         self.fencing = asyncio.Event()  # set when the fencing may end
         self.fencing.set()
         self.ends: dict[int, int] = {}
+        self.silent: set[int] = set()  # ledger partitions whose leaders do not tell where they end
         self.since_ms = 0
         self.hanging: set[Partition] = set()
         self.now_ms = NOW_MS
@@ -78,6 +80,11 @@ class Kafka(FakeCluster):
         self.steps.append(f"name {store}")
         self.newest = StoreGeneration(self.newest.number + 1, store)
         return self.newest.number
+
+    async def last_offsets(self, topics: Sequence[str], only: Collection[Partition] = ()) -> LastOffsets:
+        assert {topic for topic, _ in only} == {*topics}
+        ends = {(topic, slot): self.ends.get(slot, 12) for topic, slot in only if slot not in self.silent}
+        return LastOffsets({partition: Ends(end, end) for partition, end in ends.items()})
 
     async def fence(
         self, transactional_ids: Sequence[str], transaction_timeout_ms: int, tell: Callable[[Collection[str]], None]

@@ -71,6 +71,31 @@ async def test_a_ledger_that_ends_before_its_applied_offset_frees_no_slot(
     assert (slot.state, bed.keys.server.freed[1]) == (SlotState.DOUBT, 5)
 
 
+async def test_a_ledger_that_has_lost_records_gets_none_by_attempts_to_recover_its_slot(bed: Bed) -> None:
+    """After some begin records it would be past its applied offset, and its claims would be freed."""
+    bed.keys.server.applied = {1: 13}
+    bed.kafka.ends = {1: 10}
+    with pytest.raises(KafkaAway, match="applied it up to 13, and it ends at 10: it was created again, or has lost"):
+        await bed.recover(bed.slot())
+    assert "begin" not in bed.steps
+    bed.kafka.silent = {1}
+    with pytest.raises(KafkaAway, match="its leader does not tell where it ends"):
+        await bed.recover(bed.slot())
+    assert "begin" not in bed.steps
+
+
+async def test_a_ledger_that_has_lost_records_gets_none_by_attempts_to_recover_the_store(bed: Bed) -> None:
+    bed.keys.server.flush()
+    bed.keys.server.applied = {0: 1, 1: 13}  # an older copy of Redis, which knows how far it was
+    bed.kafka.ends = {1: 10}
+    settling = asyncio.create_task(bed.store.wait_until_settled())
+    await until(lambda: "partition 1: Redis has applied it up to 13, and it ends at 10" in bed.store.status)
+    await ended(settling)
+    assert "read through" not in bed.steps
+    assert bed.keys.server.held is None
+    await bed.store.close()
+
+
 async def test_neither_slot_nor_store_is_freed_past_a_record_of_a_later_version(bed: Bed) -> None:
     newer = Item(1, 9, None, b'{"v":3}')
     bed.kafka.ledger[1] = [item(1, 8, 1), newer, item(1, 12)]

@@ -74,6 +74,7 @@ async def test_the_ledger_is_read_back_by_the_slower_clock_of_redis_and_kafka(
 
 async def test_a_redis_that_kept_its_data_has_each_partition_read_from_its_applied_offset(bed: Bed) -> None:
     bed.keys.server.applied = {0: 0, 1: 44}
+    bed.kafka.ends = {1: 44}
     bed.kafka.newest = StoreGeneration(2, GENERATION.store)  # of the same server: its recovery did not end
     await asyncio.wait_for(bed.store.wait_until_settled(), 3.0)
     assert bed.kafka.spans == {0: Span(0, 1_000), 1: Span(44, 1_001), 2: Span(None, 1_002)}
