@@ -13,22 +13,24 @@ class Throttle:
 
     def __init__(self) -> None:
         self.longest_s = 0.0  # in the responses since the caller has set this to 0
-        self._last_ms = 0
+        self._ms = 0
         self._until = 0.0
 
     def note(self, throttle_ms: int) -> None:
-        """Note the throttle time of a response."""
-        if throttle_ms:
-            self._last_ms = throttle_ms
-            self._until = time.monotonic() + throttle_ms / 1000
-            self.longest_s = max(self.longest_s, throttle_ms / 1000)
+        """Note the throttle time of a response. The one that ends last counts: each broker has its own."""
+        if not throttle_ms:
+            return
+        self.longest_s = max(self.longest_s, throttle_ms / 1000)
+        until = time.monotonic() + throttle_ms / 1000
+        if until > self._until:
+            self._ms, self._until = throttle_ms, until
 
     @property
     def quota(self) -> str:
         """The reason text for a request that waits because Kafka throttles this client; else ""."""
         if self._until < time.monotonic():
             return ""
-        return f"Kafka throttles this client by {self._last_ms} ms: raise the quota of its user or client id"
+        return f"Kafka throttles this client by {self._ms} ms: raise the quota of its user or client id"
 
     async def ends(self, within_s: float) -> bool:
         """Wait for the end of the throttle time, for `within_s` seconds at most; return whether it is over.
