@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Final
@@ -58,7 +59,8 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         self._client_options = {"client_id": client_id, "request_timeout_ms": request_timeout_ms}
         self._security = security
         self._renews_on_use = renews_on_use
-        self._opening = asyncio.Lock()
+        # By node and ConnectionGroup: a broker that does not answer must not delay the connections to others.
+        self._opening: defaultdict[tuple[int | str, Any], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._connections: dict[tuple[int | str, Any], Connection] = {}  # by node and ConnectionGroup
         self._metadata_task: asyncio.Task[None] | None = None
         self._is_wanted = asyncio.Event()  # set where metadata is requested before its highest age
@@ -213,7 +215,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
 
     async def _connect(self, node_id: int | str, group: Any) -> Connection | None:
         """Open a connection to a node, unless another task just did; None where that fails."""
-        async with self._opening:
+        async with self._opening[node_id, group]:
             connection = self._open_connection(node_id, group)
             if connection is not None:
                 return connection

@@ -590,3 +590,25 @@ async def test_a_new_topic_without_a_response_is_requested_again(
     monkeypatch.undo()
     assert await client.refresh({"c"})
     assert broker.topics_asked == [{"a"}, {"b", "c"}]
+
+
+async def test_a_broker_that_does_not_answer_delays_no_connection_to_another(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, first, broker = await connect()
+    first.close()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
+        ports = {NODE: broker.port, 2: silent.sockets[0].getsockname()[1]}
+        nodes = {node: SimpleNamespace(host="127.0.0.1", port=port) for node, port in ports.items()}
+        monkeypatch.setattr(client.cluster, "broker_metadata", nodes.get)
+        slow = asyncio.create_task(client.ready(2))
+        await asyncio.sleep(0.05)
+        assert await asyncio.wait_for(client.ready(NODE), 1)
+        assert not slow.done()
+        slow.cancel()
+        await asyncio.wait({slow})
