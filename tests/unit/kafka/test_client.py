@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+import ssl
 import struct
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -28,6 +29,7 @@ from service.kafka.client import BaseClient, Client
 from service.kafka.connection import Connection, ResponseReader
 from service.kafka.protocol import CODECS, AddPartitionsToTxnRequest, EndTxnRequest, ProduceRequest
 from service.kafka.security import Security
+from tests.secured import Authority
 from tests.unit.fakes import until
 
 VERSIONS = {0: (3, 11), 3: (0, 5), 18: (0, 0), 24: (0, 5), 26: (0, 5)}
@@ -143,9 +145,13 @@ class Broker:
             return await self.asked.get()
 
 
-def client_of(port: int) -> Client:
-    security = Security(SharedSettings())
-    return Client(bootstrap_servers=f"127.0.0.1:{port}", client_id="test", request_timeout_ms=2_000, security=security)
+def client_of(port: int, security: Security | None = None) -> Client:
+    return Client(
+        bootstrap_servers=f"127.0.0.1:{port}",
+        client_id="test",
+        request_timeout_ms=2_000,
+        security=security or Security(SharedSettings()),
+    )
 
 
 Connect = Callable[..., Awaitable[tuple[Client, Connection, Broker]]]
@@ -388,6 +394,33 @@ async def test_a_connection_that_ends_with_its_login_is_a_failure_that_is_tried_
         await client.send(NODE, END)
 
 
+async def test_a_tls_connection_that_is_gone_when_its_login_ends_is_a_failure_that_is_tried_again(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step of SCRAM is one in a thread, in which a broker may reset the connection."""
+    issued = authority.issue("broker", "IP:127.0.0.1")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(issued.certfile, issued.keyfile)
+    settings = SharedSettings(kafka_security_protocol="SSL", kafka_ssl_cafile=str(authority.cafile))
+    opened = Connection.connect
+
+    async def open_and_lose(self: Connection) -> Any:
+        streams = await opened(self)
+        await self.abort()
+        return streams
+
+    monkeypatch.setattr(Connection, "connect", open_and_lose)
+    async with await asyncio.start_server(Broker(VERSIONS).talk, "127.0.0.1", 0, ssl=context) as server:
+        port = server.sockets[0].getsockname()[1]
+        client = client_of(port, Security(settings))
+        monkeypatch.setattr(
+            client.cluster, "broker_metadata", lambda node: SimpleNamespace(host="127.0.0.1", port=port)
+        )
+        with pytest.raises(RETRIABLE):
+            await client.send(NODE, END)
+        await client.close()
+
+
 async def test_an_unreferenced_connection_is_closed_with_a_warning(connect: Connect) -> None:
     _, _, broker = await connect()
     connection = Connection("127.0.0.1", broker.port, Security(SharedSettings()))
@@ -612,3 +645,13 @@ async def test_a_broker_that_does_not_answer_delays_no_connection_to_another(
         assert not slow.done()
         slow.cancel()
         await asyncio.wait({slow})
+
+
+async def test_a_closed_connection_has_no_session_that_is_due(connect: Connect) -> None:
+    """The last step of a login may end after the connection has."""
+    client, connection, _ = await connect()
+    connection.renew_at = 0.0
+    assert client.has_due_session
+    connection.close()
+    connection.renew_at = 0.0
+    assert not client.has_due_session
