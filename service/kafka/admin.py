@@ -283,15 +283,16 @@ class KafkaAdmin:
         found: dict[Partition, Ends] = {}
         with contextlib.suppress(errors.KafkaError, OSError, TimeoutError):
             async with asyncio.timeout(self.timeout_s):
-                client = await self._connected()
                 for start in range(0, len(partitions), PARTITIONS_AT_ONCE):
                     asked: dict[str, list[tuple[int, int]]] = {}
                     for topic, number in partitions[start : start + PARTITIONS_AT_ONCE]:
                         asked.setdefault(topic, []).append((number, LATEST))
-                    high, stable = [
-                        _offsets(await client.send(node, OffsetRequest(-1, isolation, list(asked.items()))))
-                        for isolation in (READ_UNCOMMITTED, READ_COMMITTED)
-                    ]
+                    offsets: list[dict[Partition, int]] = []
+                    for isolation in (READ_UNCOMMITTED, READ_COMMITTED):
+                        client = await self._connected()  # another request may have replaced it
+                        response = await client.send(node, OffsetRequest(-1, isolation, list(asked.items())))
+                        offsets.append(_offsets(response))
+                    high, stable = offsets
                     found |= {partition: Ends(stable[partition], high[partition]) for partition in high.keys() & stable}
         return found
 
@@ -522,8 +523,8 @@ class KafkaAdmin:
         """Send a request to the controller, and again where the controller moves; its response. Raises KafkaAway."""
         try:
             async with asyncio.timeout(2 * self.timeout_s):
-                client = await self._connected()
                 while True:
+                    client = await self._connected()
                     if (controller := client.cluster.controller) is not None:
                         response = await client.send(controller.nodeId, request)
                         if all(

@@ -62,6 +62,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         # By node and ConnectionGroup: a broker that does not answer must not delay the connections to others.
         self._opening: defaultdict[tuple[int | str, Any], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._connections: dict[tuple[int | str, Any], Connection] = {}  # by node and ConnectionGroup
+        self._is_closed = False
         self._metadata_task: asyncio.Task[None] | None = None
         self._is_wanted = asyncio.Event()  # set where metadata is requested before its highest age
         # Of the request for metadata that comes next or is under way: whether a broker answered.
@@ -121,9 +122,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         """
         if topics:
             return self.force_metadata_update()
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        done.set_result(True)
-        return done
+        return _done(True)
 
     def force_metadata_update(self) -> asyncio.Future[bool]:
         """Request the metadata of all tracked topics; the result is False without a response."""
@@ -131,6 +130,8 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
 
     def _request_metadata(self) -> asyncio.Future[bool]:
         """Have metadata fetched, or join the request that is under way."""
+        if self._is_closed:
+            return _done(False)
         if self._is_answered is None:
             self._is_answered = asyncio.get_running_loop().create_future()
             self._is_wanted.set()
@@ -214,12 +215,12 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         return connection or await self._connect(node_id, group)
 
     async def _connect(self, node_id: int | str, group: Any) -> Connection | None:
-        """Open a connection to a node, unless another task just did; None where that fails."""
+        """Open a connection to a node, unless another task just did; None where that fails, and once this is closed."""
         async with self._opening[node_id, group]:
             connection = self._open_connection(node_id, group)
             if connection is not None:
                 return connection
-            broker = self.cluster.broker_metadata(node_id)
+            broker = None if self._is_closed else self.cluster.broker_metadata(node_id)
             if broker is not None:
                 try:
                     connection = await self._connect_to(broker.host, broker.port, self.on_connection_closed)
@@ -227,6 +228,9 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
                     log.debug("no connection to a broker", node=node_id, why=str(error))
             if connection is None:
                 self.force_metadata_update()  # the broker may have moved
+                return None
+            if self._is_closed:
+                connection.abort()
                 return None
             self._connections[node_id, group] = connection
             return connection
@@ -286,12 +290,20 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         return connection
 
     async def close(self) -> None:
-        """Abort every connection, without waiting for unsent data."""
+        """Abort every connection, without waiting for unsent data, and open none from now on.
+
+        Who waits for metadata gets False: there is no response.
+        """
+        self._is_closed = True
+        ended = [connection.abort() for connection in self._connections.values()]
         if self._metadata_task is not None:
             self._metadata_task.cancel()
-            await asyncio.gather(self._metadata_task, return_exceptions=True)
+            ended.append(self._metadata_task)
             self._metadata_task = None
-        await asyncio.gather(*(connection.abort() for connection in self._connections.values()))
+        if self._is_answered is not None:
+            self._is_answered.set_result(False)
+            self._is_answered = None
+        await asyncio.gather(*ended, return_exceptions=True)
 
 
 class Consumer(AIOKafkaConsumer):  # type: ignore[misc]
@@ -439,6 +451,13 @@ class Client(BaseClient):
             await super()._check(connection)
         else:
             await connection.check_once(partial(connection.probe, self._probe_timeout_s))
+
+
+def _done(is_answered: bool) -> asyncio.Future[bool]:
+    """Make the result of a request for metadata that is not sent."""
+    done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    done.set_result(is_answered)
+    return done
 
 
 def _merge(known: ClusterMetadata, fetched: ClusterMetadata, topics: Collection[str]) -> None:

@@ -647,6 +647,52 @@ async def test_a_broker_that_does_not_answer_delays_no_connection_to_another(
         await asyncio.wait({slow})
 
 
+async def test_a_closed_client_opens_no_connection(connect: Connect) -> None:
+    """A session that has ended must send nothing more, and nobody would close the connection."""
+    client, _, _ = await connect()
+    await client.close()
+    assert not await client.ready(NODE)
+    with pytest.raises(errors.NodeNotReadyError):
+        await client.send(NODE, END)
+
+
+async def test_a_connection_that_opens_while_its_client_is_closed_is_closed_too(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, first, _ = await connect()
+    first.close()
+    opened: list[Connection] = []
+    is_closed = asyncio.Event()
+    connect_first = Connection.connect
+
+    async def connect_late(self: Connection) -> Any:
+        streams = await connect_first(self)
+        opened.append(self)
+        await is_closed.wait()
+        return streams
+
+    monkeypatch.setattr(Connection, "connect", connect_late)
+    opening = asyncio.create_task(client.ready(NODE))
+    await until(lambda: bool(opened))
+    await client.close()
+    is_closed.set()
+    assert not await opening
+    assert not opened[0].connected()
+
+
+async def test_whoever_waits_for_metadata_is_told_that_the_client_is_closed(
+    knowing: tuple[Client, MetadataBroker],
+) -> None:
+    client, broker = knowing
+    held = broker.held = asyncio.Event()
+    asked = client.force_metadata_update()
+    await until(lambda: bool(broker.topics_asked))
+    await client.close()
+    held.set()
+    assert not await asyncio.wait_for(asked, 1)
+    assert not await asyncio.wait_for(client.refresh({"a"}), 1)
+
+
 async def test_a_closed_connection_has_no_session_that_is_due(connect: Connect) -> None:
     """The last step of a login may end after the connection has."""
     client, connection, _ = await connect()
