@@ -197,8 +197,10 @@ class Container:
                 options = ["rbind", "ro" if mount.get("readOnly") else "rw"]
                 yield {"destination": place, "type": "bind", "source": str(self.binds[place]), "options": options}
             else:
-                assert "emptyDir" in volumes[mount["name"]], place
-                options = ["nosuid", "nodev", "mode=1777"]
+                # A kubelet mounts an empty folder in place of an optional secret that does not exist.
+                volume = volumes[mount["name"]]
+                assert "emptyDir" in volume or volume["secret"]["optional"], place
+                options = ["nosuid", "nodev", "mode=1777", "ro" if mount.get("readOnly") else "rw"]
                 yield {"destination": place, "type": "tmpfs", "source": "tmpfs", "options": options}
         # A kubelet writes a pod's name into its hosts file: Java looks it up.
         hosts = self.folder / "hosts"
