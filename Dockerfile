@@ -110,6 +110,8 @@ CMD ["python", "-m", "spark", "--help"]
 
 FROM spark AS spark-s3
 COPY --from=s3-jars /build/cache/jars/spark /opt/jars
+# Settings of S3 are in spark-defaults.conf, a file of the audit's secret.
+ENV SPARK_CONF_DIR=/etc/fencepost-audit
 
 # ----------------------------------------------------------------------------------------------- the service
 FROM ${BASE} AS service

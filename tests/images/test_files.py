@@ -78,7 +78,20 @@ def test_packages_come_by_lock_and_checksum() -> None:
 
 def test_the_image_for_s3_is_the_audits_with_further_jars() -> None:
     assert "deploy.install.s3" in "".join(stage("s3-jars"))  # it checks every jar against the lock
-    assert stage("spark-s3") == ["FROM spark AS spark-s3", "COPY --from=s3-jars /build/cache/jars/spark /opt/jars"]
+    assert stage("spark-s3") == [
+        "FROM spark AS spark-s3",
+        "COPY --from=s3-jars /build/cache/jars/spark /opt/jars",
+        "ENV SPARK_CONF_DIR=/etc/fencepost-audit",
+    ]
+
+
+def test_the_image_for_s3_has_its_settings_from_the_audits_secret() -> None:
+    (folder,) = (line.split("=")[1] for line in stage("spark-s3") if line.startswith("ENV "))
+    pod = yaml.safe_load_all((HERE / "base" / "audit.yaml").read_text())
+    (job,) = (found for found in pod if found["kind"] == "CronJob")
+    spec = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    (volume,) = (mount["name"] for mount in spec["containers"][0]["volumeMounts"] if mount["mountPath"] == folder)
+    assert [each["name"] for each in spec["volumes"] if "secret" in each] == [volume]
 
 
 def test_the_port_is_the_settings() -> None:

@@ -1,11 +1,11 @@
-"""Builds both images and runs them with their manifests, on real Kafka and Redis. Takes minutes: only on request."""
+"""Builds the images and runs them with their manifests, on real Kafka and Redis. Takes minutes: only on request."""
 
 import http.client
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,18 @@ from tests.images.kubelet import Kubelet
 from tests.images.load import Load, post
 from tests.images.tools import BASE, Builder, Container, lacking
 from tests.kubernetes.rendering import HERE, Object, Rendered, render, render_with
+from tests.s3 import BUCKET
+from tests.s3.backends import Moto
+from tests.s3.server import Server
 
 ASK = "TEST_IMAGES"
 ADDED_BYTES_MAX = 150_000_000
+RUN_S = 1200.0  # a run of the audit with a lake on S3, on a machine that does other things too
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get(ASK), reason=f"takes minutes: {ASK}=1 ./tests/run tests/images"),
     pytest.mark.skipif(bool(lacking()), reason=lacking() or "all is there"),
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(2400),
 ]
 
 
@@ -43,6 +47,18 @@ def service_image(builder: Builder) -> str:
 @pytest.fixture(scope="module")
 def spark_image(builder: Builder) -> str:
     return builder.build("spark")
+
+
+@pytest.fixture(scope="module")
+def spark_s3_image(builder: Builder) -> str:
+    return builder.build("spark-s3")
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    server = Server(Moto())
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -172,15 +188,69 @@ def values(kafka: Kafka, topic: str) -> Iterator[str]:
         consumer.close()
 
 
-def as_the_operator_starts_it(application: Object) -> list[str]:
-    """Return the driver's command of the Spark Operator, with a master that needs no cluster."""
+def as_the_operator_starts_it(application: Object, conf: Mapping[str, str]) -> list[str]:
+    """Return the driver's command of the Spark Operator, with further settings and a master that needs no cluster."""
     template = application["spec"]["template"]
     command = ["driver", "--master", "local[1]"]
-    for name, value in template["sparkConf"].items():
+    for name, value in {**template["sparkConf"], **conf}.items():
         if not name.startswith("spark.kubernetes."):
             command += ["--conf", f"{name}={value}"]
     runner = ["--class", "org.apache.spark.deploy.PythonRunner", template["mainApplicationFile"]]
     return [*command, *runner, *template["arguments"]]
+
+
+def write_events(tmp_path: Path, settings: Mapping[str, str], topic: str) -> None:
+    """Have a service write 20 events."""
+    kafka, redis = settings["FENCEPOST_KAFKA"], settings["FENCEPOST_REDIS"]
+    with Service(tmp_path, kafka=kafka, redis=redis, env=without_places(settings)) as service:
+        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+        for number in range(20):
+            assert post(connection, topic, str(number))[0] == 201
+        connection.close()
+
+
+def audit_pod(
+    prod: Rendered, operator: bool, tmp_path: Path, options: Sequence[str] = (), conf: Mapping[str, str] | None = None
+) -> Object:
+    """Return the audit's pod with further options, as the CronJob or the operator starts it.
+
+    `conf`: settings of Spark in the operator's manifest.
+    """
+    spec = prod.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    container_spec = dict(spec["containers"][0])
+    if operator:
+        (tmp_path / "operated").mkdir()
+        operated = Rendered("operated", render_with("prod", tmp_path / "operated", "spark-operator"))
+        application = operated.one("ScheduledSparkApplication", "fencepost-audit")
+        container_spec["args"] = as_the_operator_starts_it(application, conf or {})
+    container_spec["args"] = [*container_spec["args"], *options]
+    return {**spec, "containers": [container_spec]}
+
+
+def run_audit(
+    builder: Builder, image: str, prod: Rendered, spec: Object, settings: Mapping[str, str], binds: Mapping[str, Path]
+) -> None:
+    """Run the audit's pod until its end, with folders in place of its volumes."""
+    data = binds["/data"]
+    data.mkdir()
+    os.chown(data, -1, spec["securityContext"]["fsGroup"])  # as a kubelet does with the volume
+    data.chmod(0o2775)
+    with builder.root_of(image) as root:
+        container = Container(
+            root=root,
+            image=builder.config(image),
+            pod=spec,
+            name=f"fencepost-audit-{os.getpid()}-{time.monotonic_ns() % 10**6}",
+            folder=data.parent / "container",
+            env=prod.settings(spec["containers"][0]) | dict(settings),
+            binds={**binds, "/etc/fencepost": rules_of(prod, data.parent / "rules")},
+        )
+        container.start()
+        try:
+            code = container.wait(RUN_S)
+        finally:
+            container.remove()
+    assert code == 0, container.log.read_text()[-4000:]
 
 
 @pytest.mark.parametrize("operator", [False, True], ids=["cron job", "spark operator"])
@@ -190,45 +260,43 @@ def test_the_audit_runs_as_its_manifest_says(
     spark_image: str,
     prod: Rendered,
     settings: Mapping[str, str],
-    kafka: Kafka,
-    redis: Redis,
     make_topic: MakeTopic,
     tmp_path: Path,
 ) -> None:
-    topic = make_topic()
-    with Service(tmp_path, kafka=kafka.bootstrap, redis=redis.url, env=without_places(settings)) as service:
-        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
-        for number in range(20):
-            assert post(connection, topic, str(number))[0] == 201
-        connection.close()
-    spec = prod.one("CronJob", "fencepost-audit")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
-    if operator:
-        (tmp_path / "operated").mkdir()
-        operated = Rendered("operated", render_with("prod", tmp_path / "operated", "spark-operator"))
-        container_spec = dict(spec["containers"][0])
-        container_spec["args"] = as_the_operator_starts_it(operated.one("ScheduledSparkApplication", "fencepost-audit"))
-        spec = {**spec, "containers": [container_spec]}
-    data = tmp_path / "data"
-    data.mkdir()
-    os.chown(data, -1, spec["securityContext"]["fsGroup"])  # as a kubelet does with the volume
-    data.chmod(0o2775)
-    with builder.root_of(spark_image) as root:
-        container = Container(
-            root=root,
-            image=builder.config(spark_image),
-            pod=spec,
-            name=f"fencepost-audit-{os.getpid()}-{operator:d}",
-            folder=tmp_path / "container",
-            env=prod.settings(spec["containers"][0]) | dict(settings),
-            binds={"/data": data, "/etc/fencepost": rules_of(prod, tmp_path / "rules")},
-        )
-        container.start()
-        try:
-            code = container.wait(600)
-        finally:
-            container.remove()
-    assert code == 0, container.log.read_text()[-4000:]
-    report = json.loads((data / "report" / "report.json").read_text())
+    write_events(tmp_path, settings, make_topic())
+    spec = audit_pod(prod, operator, tmp_path)
+    run_audit(builder, spark_image, prod, spec, settings, {"/data": tmp_path / "data"})
+    report = json.loads((tmp_path / "data" / "report" / "report.json").read_text())
     assert report["run"]["verdict"] == "clean"
     assert report["balance"]["delivered_once"] == 20
-    assert "fencepost_audit_clean 1" in (data / "report" / "metrics.prom").read_text()
+    assert "fencepost_audit_clean 1" in (tmp_path / "data" / "report" / "metrics.prom").read_text()
+
+
+@pytest.mark.parametrize("operator", [False, True], ids=["cron job", "spark operator"])
+def test_the_audit_keeps_its_lake_on_s3(
+    operator: bool,
+    builder: Builder,
+    spark_s3_image: str,
+    s3: Server,
+    prod: Rendered,
+    settings: Mapping[str, str],
+    make_topic: MakeTopic,
+    tmp_path: Path,
+) -> None:
+    """The pod of the CronJob has the settings of S3 from its secret, that of the operator from the manifest."""
+    write_events(tmp_path, settings, make_topic())
+    folder = f"{settings['FENCEPOST_NAMESPACE']}/audit"
+    options = [f"--lake=s3a://{BUCKET}/{folder}/lake", f"--report=s3a://{BUCKET}/{folder}/report"]
+    conf = {f"spark.hadoop.{name}": value for name, value in s3.settings().items()}
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    if not operator:
+        (secret / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in conf.items()))
+    spec = audit_pod(prod, operator, tmp_path, options, conf)
+    binds = {"/data": tmp_path / "data", "/etc/fencepost-audit": secret}
+    run_audit(builder, spark_s3_image, prod, spec, settings, binds)
+    report = json.loads(s3.get(f"{folder}/report/report.json") or b"{}")
+    assert report["run"]["verdict"] == "clean"
+    assert report["balance"]["delivered_once"] == 20
+    assert s3.count("PUT", f"{folder}/lake/runs/_delta_log/{0:020}.json") == 1
+    assert list((tmp_path / "data").iterdir()) == []
