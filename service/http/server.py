@@ -123,7 +123,7 @@ class LingeringServer(uvicorn.Server):
         while True:
             await asyncio.sleep(LINGER_S)
             for connection in list(self.server_state.connections):
-                with contextlib.suppress(OSError):  # the system does not tell, or the connection has just ended
+                with contextlib.suppress(OSError):  # the system does not tell
                     if connection.transport.is_closing() and not _unacknowledged(connection.transport):
                         connection.transport.abort()
 
@@ -139,8 +139,12 @@ class LingeringServer(uvicorn.Server):
 def _unacknowledged(transport: Any) -> int:
     """Count the bytes that were sent and that the client's kernel has not acknowledged.
 
-    While the transport itself holds bytes back, there are some: the kernel has taken no more.
+    While the transport itself holds bytes back, there are some: the kernel has taken no more. Of a transport that has
+    ended there are none.
     """
-    content = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(_INT.size))
+    connection = transport.get_extra_info("socket")
+    if connection is None:
+        return 0
+    content = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(_INT.size))
     (count,) = _INT.unpack(content)
     return int(count)

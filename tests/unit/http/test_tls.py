@@ -20,6 +20,7 @@ from hashlib import sha256
 from http.client import HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -276,6 +277,40 @@ async def test_a_stop_lets_a_slow_client_read_its_whole_response_over_tls(served
         await until(lambda: not served.server.server_state.connections, 5)
     finally:
         client.socket.close()
+
+
+class EndedConnection:
+    """A connection whose transport has ended; connection_lost is called next. uvloop has no socket for it any more."""
+
+    def __init__(self) -> None:
+        self.transport = self
+        self.looks = 0
+
+    def is_closing(self) -> bool:
+        return True
+
+    def get_extra_info(self, _: str) -> None:
+        self.looks += 1
+
+    def shutdown(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+async def test_a_connection_that_has_just_ended_does_not_fail_the_stop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "LINGER_S", 0.01)
+    ended = EndedConnection()
+    connections: set[Any] = served.server.server_state.connections
+    connections.add(ended)
+    served.server.should_exit = True
+    try:
+        await until(lambda: ended.looks > 0)
+        await asyncio.sleep(0.05)
+    finally:
+        connections.discard(ended)
+    assert sample(served.context.telemetry, "fencepost_task_failures_total", task="http-tls-end") == 0
 
 
 # -------------------------------------------------------------------------------------------------------- certificates
