@@ -1,6 +1,7 @@
 """The bare Spark read that the audit is compared with: read data, ledger and journal, and count by id.
 
-`python -m tests.bench.bare_read KAFKA NAMESPACE RECORDS` does so once in a cold process, with the session of the audit.
+`python -m tests.bench.bare_read KAFKA NAMESPACE RECORDS` does so once in a cold process, with the session of the audit;
+with a fourth argument, `small`, in a JVM as that of a small run.
 """
 
 import sys
@@ -12,7 +13,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import SharedSettings, wire
 from spark.reading import source
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
-from spark.session import open_session
+from spark.session import JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS, open_session
 from tests.bench.records import Records
 from tests.bench.rows import NotRealWork
 
@@ -55,10 +56,11 @@ def seconds(spark: SparkSession, shared: SharedSettings, records: Records, *, de
 
 
 def main() -> int:
-    kafka, namespace, count = sys.argv[1:]
+    kafka, namespace, count, *small = sys.argv[1:]
+    java_options = SMALL_RUN_JAVA_OPTIONS if small else JAVA_OPTIONS
     shared = SharedSettings(kafka=kafka, namespace=namespace)
     # The time of the records is not read.
-    seconds(open_session(), shared, Records(namespace, int(count), 0))
+    seconds(open_session(java_options=java_options), shared, Records(namespace, int(count), 0))
     return 0
 
 
