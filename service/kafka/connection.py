@@ -92,7 +92,14 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
         return reader, self.writer
 
     def send(self, request: Any, expect_response: bool = True) -> Coroutine[Any, Any, Any]:
-        response: Coroutine[Any, Any, Any] = super().send(request, expect_response)
+        """Write a request; returns a coroutine that awaits its response. Raises KafkaError."""
+        try:
+            response: Coroutine[Any, Any, Any] = super().send(request, expect_response)
+        except errors.KafkaError:
+            raise
+        except RuntimeError as error:  # of uvloop: the transport has ended, which aiokafka hears of some steps later
+            self.close(CloseReason.CONNECTION_BROKEN, error)
+            raise errors.KafkaConnectionError(f"{self} has just ended") from error
         return self._note_versions(response) if isinstance(request, ApiVersionRequest) else response
 
     async def _note_versions(self, response: Coroutine[Any, Any, Any]) -> Any:

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 from aiokafka import errors
-from aiokafka.protocol.admin import ApiVersionResponse_v0
+from aiokafka.protocol.admin import ApiVersionRequest, ApiVersionResponse_v0
 from aiokafka.protocol.metadata import MetadataRequest, MetadataRequest_v5, MetadataResponse_v5
 from aiokafka.protocol.produce import ProduceResponse_v7
 from aiokafka.protocol.transaction import AddPartitionsToTxnResponse_v0, EndTxnResponse_v0
@@ -419,6 +420,25 @@ async def test_a_tls_connection_that_is_gone_when_its_login_ends_is_a_failure_th
         with pytest.raises(RETRIABLE):
             await client.send(NODE, END)
         await client.close()
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_request_on_a_connection_that_was_just_reset_fails_as_one_that_is_closed(steps: int) -> None:
+    """A login or a probe has steps between its look at the connection and its request. The loop is that of uvloop."""
+
+    async def send_after_reset() -> None:
+        async with await asyncio.start_server(Broker(VERSIONS).talk, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            connection = Connection("127.0.0.1", port, Security(SharedSettings()))
+            await connection.connect()
+            connection.writer.transport.abort()
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            with pytest.raises(errors.KafkaConnectionError):
+                await connection.send(ApiVersionRequest())
+            assert not connection.connected()
+
+    uvloop.run(send_after_reset())
 
 
 async def test_an_unreferenced_connection_is_closed_with_a_warning(connect: Connect) -> None:
