@@ -22,15 +22,6 @@ PENDING: Final = "pending"
 COMPACTED: Final = "compacted"
 """The cause of a gap: compaction may have deleted the record."""
 
-UNDECODED: Final = "undecoded"
-"""The cause of a gap: a record could not be decoded. The cause of a copy: it may be FOREIGN_WRITER or REWRITE, by a
-record of the ledger that could not be decoded."""
-
-LEDGER_GONE: Final = "ledger_gone"
-LEDGER_UNDECODED: Final = "ledger_undecoded"
-"""Causes of a gap: what would explain a record, or settle a 202 or 504, was in ledger or journal before these begin; or
-it may be in a record of ledger or journal that could not be decoded."""
-
 DELIVERED_ONCE: Final = "delivered_once"
 
 FOREIGN_WRITER: Final = "foreign_writer"
@@ -191,15 +182,9 @@ def outcome_without_coordinates(undecided: Column) -> Column:
     return F.when(undecided, PENDING).otherwise("no_coordinates")
 
 
-def outcome_in_doubt(undecided: Column) -> Column:
-    """Return the outcome of a 202 or 504 that an undecoded record of ledger or journal may settle."""
-    return F.when(undecided, PENDING).otherwise(LEDGER_UNDECODED)
-
-
-def gap_count(is_counted: Column) -> Column:
-    """Return how many records an id's evidence gap counts: 0 where another finding, or another record of the same
-    finding, already counts it."""
-    return F.when(is_counted, 0).otherwise(1).cast("bigint")
+def gap_count(counted_with_log: Column) -> Column:
+    """Return how many records an id's evidence gap counts: 0 where the log's own gap already counts the record."""
+    return F.when(counted_with_log, 0).otherwise(1).cast("bigint")
 
 
 # ------------------------------------------------------------------------------------------------------ phantoms
@@ -237,24 +222,6 @@ def is_before_evidence(complete_since_ms: Column, accepted_at: Column) -> Column
     gone. The copy's timestamp does not count, since a client may set it.
     """
     return complete_since_ms.isNull() | (complete_since_ms > accepted_at)
-
-
-def may_name(accepted_ms: Column, first_ms: Column, last_ms: Column, key_ttl_ms: Column, max_settle: int) -> Column:
-    """Check whether a record of ledger or journal that was written from `first_ms` to `last_ms` may name an event.
-
-    The record follows the acceptance of the event within the retention of its key: a retry carries the `accepted_at` of
-    its first claim. The timeouts are added on both sides, since clocks differ.
-    """
-    return accepted_ms.between(first_ms - key_ttl_ms - max_settle, last_ms + max_settle)
-
-
-def may_be_entered(read_run: Column, since_run: Column) -> Column:
-    """Check whether a ledger record may have been in the ledger when a copy was read, by the first such run.
-
-    The entry of a copy that can be read lies below the end that the ledger had then. So a phantom that was proven once
-    stays one, whatever is written to the ledger later.
-    """
-    return read_run >= since_run
 
 
 def complete_since(oldest_ms: int, of_topic_ms: Iterable[int], *, has_first_record: bool) -> int:
@@ -388,12 +355,6 @@ PRODUCER_IDENTITY: Final = PRODUCER
 def is_foreign(has_header: Column, same_producer: Column, ledger_rank: Column) -> Column:
     """Check whether a copy was written by another program: without Fencepost's header, or with a copied one."""
     return ~has_header | (same_producer & (ledger_rank == NOT_IN_LEDGER))
-
-
-def is_open(foreign: Column, undecoded: Column) -> Column:
-    """Check whether a copy without an entry may be FOREIGN_WRITER or REWRITE: its entry may be in a ledger record that
-    could not be decoded (`undecoded`)."""
-    return foreign & undecoded
 
 
 def is_past_retention(accepted_at: Column, earlier_at: Column, key_ttl_ms: Column) -> Column:

@@ -219,8 +219,8 @@ class Coordinate(TypedDict):
     cause: Annotated[
         str | None,
         _about(
-            "Cause of this copy: one of foreign_writer, rewrite, expired_key, producer_restart, dual_producer, "
-            "undecoded; for a lost record the source of the claim (ledger, answer); null for the first copy."
+            "Cause of this copy: one of foreign_writer, rewrite, expired_key, producer_restart, dual_producer; "
+            "for a lost record the source of the claim (ledger, answer); null for the first copy."
         ),
     ]
 

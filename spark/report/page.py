@@ -34,7 +34,6 @@ CAUSES: Final = {
     "producer_restart": "written again after a restart",
     "dual_producer": "two producers wrote it",
     "new_key": "the client made a new key",
-    "undecoded": "the ledger may name it where it cannot be decoded",
 }
 """Causes of copies in the order of their colours, with their meanings."""
 

@@ -7,10 +7,10 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import rule_table
-from spark.rule_table import DUAL_PRODUCER, EXPIRED_KEY, FOREIGN_WRITER, PRODUCER_RESTART, REWRITE, UNDECODED
+from spark.rule_table import DUAL_PRODUCER, EXPIRED_KEY, FOREIGN_WRITER, PRODUCER_RESTART, REWRITE
 from spark.tables import deliveries
 
-CAUSES: Final = (FOREIGN_WRITER, REWRITE, EXPIRED_KEY, PRODUCER_RESTART, DUAL_PRODUCER, UNDECODED)
+CAUSES: Final = (FOREIGN_WRITER, REWRITE, EXPIRED_KEY, PRODUCER_RESTART, DUAL_PRODUCER)
 
 
 def ordered() -> Column:
@@ -41,33 +41,21 @@ def ordered() -> Column:
     )
 
 
-def explained(
-    copies: Column,
-    key_ttl_ms: Callable[[Column, Column], Column],
-    may_be_entered: Callable[[Column], Column] = lambda copy: F.lit(False),
-) -> Column:
+def explained(copies: Column, key_ttl_ms: Callable[[Column, Column], Column]) -> Column:
     """Convert copies (from `ordered`) into the coordinates of a finding; each after the first has its cause.
 
-    `key_ttl_ms` gives the retention of a copy's key, ms, by its topic and `key_ttl_s`; `may_be_entered` whether an
-    undecoded record of the ledger may have a copy's entry.
+    `key_ttl_ms` gives the retention of a copy's key, ms, by its topic and `key_ttl_s`.
     """
     return F.transform(
         copies,
         lambda copy, nth: F.struct(
             *(copy[name].alias(name) for name in ("topic", "partition", "offset", "timestamp", *rule_table.PRODUCER)),
-            F.when(
-                rule_table.has_cause(nth), _cause(copy, F.slice(copies, F.lit(1), nth), key_ttl_ms, may_be_entered)
-            ).alias("cause"),
+            F.when(rule_table.has_cause(nth), _cause(copy, F.slice(copies, F.lit(1), nth), key_ttl_ms)).alias("cause"),
         ),
     )
 
 
-def _cause(
-    copy: Column,
-    earlier: Column,
-    key_ttl_ms: Callable[[Column, Column], Column],
-    may_be_entered: Callable[[Column], Column],
-) -> Column:
+def _cause(copy: Column, earlier: Column, key_ttl_ms: Callable[[Column, Column], Column]) -> Column:
     """Return the cause of a copy, by comparison with the `earlier` copies that have Fencepost's header."""
     with_header = F.filter(earlier, lambda other: other["has_fencepost_header"])
 
@@ -90,6 +78,4 @@ def _cause(
         lambda other: rule_table.is_restart(same(other, "slot"), same(other, "instance"), same(other, "pid", "epoch")),
     )
     foreign = rule_table.is_foreign(copy["has_fencepost_header"], same_producer, copy["ledger_rank"])
-    cause = rule_table.cause(foreign, same_producer, rule_table.is_expired(with_header, past_retention), restart)
-    is_open = rule_table.is_open(foreign, may_be_entered(copy))
-    return F.when(is_open, UNDECODED).otherwise(cause)
+    return rule_table.cause(foreign, same_producer, rule_table.is_expired(with_header, past_retention), restart)

@@ -1,7 +1,7 @@
 """Classify ids: the category of each in the balance, and its claims that are lost, pending or unprovable."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,8 +13,7 @@ from spark import rule_table
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, REJECT, hash_of
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, by_partition
-from spark.rule_table import DELIVERED_ONCE, LEDGER_GONE, LEDGER_UNDECODED, LOST, PENDING, PRESENT, UNDECODED
-from spark.rules.undecoded import NOTHING, Undecoded, UndecodedClaims
+from spark.rule_table import DELIVERED_ONCE, LOST, PENDING, PRESENT
 from spark.settings import OFFSETS_MOST, Settings, glob_regex
 from spark.tables import deliveries
 
@@ -23,8 +22,6 @@ STUCK: Final = "stuck"
 PHANTOM: Final = "phantom"
 UNPROVEN: Final = "evidence_gap"
 """Verdicts about an id with Fencepost's header that was not accepted; PENDING until one of these is decided."""
-
-_GAPS: Final = (LEDGER_GONE, LEDGER_UNDECODED)
 
 CATEGORIES: Final = (DELIVERED_ONCE, "duplicated", "conflicted", LOST, PENDING, STUCK, "unprovable")
 """Categories of accepted ids in the balance."""
@@ -35,7 +32,6 @@ _BOUND: Final = (
     "gaps: array<struct<first: bigint, end: bigint, cause: string>>>"
 )
 _SLOT: Final = "struct<complete_since_ms: bigint, caught_up_run: bigint>"
-_UNDECODED: Final = "array<struct<first_ms: bigint, last_ms: bigint, since_run: bigint>>"
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,7 @@ class LogEvidence:
 
     `timeouts_ms` is `max_settle_ms` without the grace, `claim_topics` are ledger and journal. `key_ttl_ms` is the
     longest key retention of a topic, `usual_ttl_ms` that of the service; `quarantine` are the topics for what is
-    refused. `undecoded_entries` (by slot), `undecoded_answers` and `undecoded_claims` (of both) are records of ledger
-    and journal that could not be decoded (_UNDECODED), None if there are none.
+    refused.
     """
 
     frozen_ms: int
@@ -67,9 +62,6 @@ class LogEvidence:
     callers: tuple[str, ...]
     claim_topics: tuple[str, ...]
     quarantine: tuple[str, ...]
-    undecoded_entries: Column | None
-    undecoded_answers: Column | None
-    undecoded_claims: Column | None
 
     def ttl_of_entry_ms(self, topic: Column, key_ttl_s: Column) -> Column:
         """Return the retention of a key by its ledger entry (`key_ttl_s` of deliveries.ROW), ms.
@@ -87,48 +79,10 @@ class LogEvidence:
         """Return `rule_table.blocked_settled_at_ms` with the timeouts of this run."""
         return rule_table.blocked_settled_at_ms(accepted_ms, seen_ms, self.max_settle_ms)
 
-    def may_name(self, record: Column, accepted_ms: Column, topic: Column) -> Column:
-        """Return `rule_table.may_name` of an undecoded record, for an event of a topic."""
-        times = record["first_ms"], record["last_ms"]
-        return rule_table.may_name(accepted_ms, *times, self.key_ttl_ms(topic), self.max_settle_ms)
 
-    def may_be_named(self, records: Column, accepted_ms: Column, topic: Column) -> Column:
-        """Check whether any of these undecoded records (_UNDECODED) may name an event; false, never null."""
-        named = F.exists(records, lambda record: self.may_name(record, accepted_ms, topic))
-        return F.coalesce(named, F.lit(False))
-
-    def may_be_entered(self, copy: Column) -> Column:
-        """Check whether an undecoded record of the ledger may have the entry of a copy: it is of the copy's slot, and
-        may have been there when the copy was read. A copy with the guarantee `idempotent` has none."""
-        if self.undecoded_entries is None:
-            return F.lit(False)
-        was_there = F.filter(
-            F.get(self.undecoded_entries, copy["slot"]),
-            lambda record: rule_table.may_be_entered(F.col("run"), record["since_run"]),
-        )
-        return ~self.is_idempotent(copy) & self.may_be_named(was_there, copy["accepted_at"], copy["topic"])
-
-    def may_be_answered(self, copy: Column) -> Column:
-        """Check whether an undecoded record of the journal may have the answer about a copy with the guarantee
-        `idempotent`."""
-        if self.undecoded_answers is None:
-            return F.lit(False)
-        named = self.may_be_named(self.undecoded_answers, copy["accepted_at"], copy["topic"])
-        return self.is_idempotent(copy) & named
-
-    def is_idempotent(self, copy: Column) -> Column:
-        """Check whether a copy was written with the guarantee `idempotent`."""
-        spans = wire_expressions.at_partition(self.idempotent, copy["topic"], copy["partition"])
-        inside = F.exists(spans, lambda span: rule_table.is_within(copy["offset"], span["first"], span["end"]))
-        return F.coalesce(inside, F.lit(False))
-
-
-def gather_evidence(plan: Plan, settings: Settings, undecoded: Undecoded = NOTHING) -> LogEvidence:
-    """Build the constants of a plan; their size grows with the number of partitions, and each task carries them.
-
-    `undecoded` is what this run and earlier ones could not decode.
-    """
-    bounds = by_partition({log.topic_partition: _bounds_of(log, undecoded) for log in plan.of(DATA)})
+def gather_evidence(plan: Plan, settings: Settings) -> LogEvidence:
+    """Build the constants of a plan; their size grows with the number of partitions, and each task carries them."""
+    bounds = by_partition({log.topic_partition: _bounds_of(log) for log in plan.of(DATA)})
     ledger, answers = plan.of(LEDGER), plan.of(REQUESTS)
     of_slots = {log.topic_partition: _slot_of(log) for log in ledger}
     slots = by_partition(of_slots).get(ledger[0].topic, []) if ledger else []
@@ -136,8 +90,6 @@ def gather_evidence(plan: Plan, settings: Settings, undecoded: Undecoded = NOTHI
     pattern, left_out = glob_regex(globs), glob_regex(without)
     rules = settings.rules
     quarantine = tuple(sorted(rules.quarantine_topics))
-    entries = [one for one in undecoded.claims if one.topic in {log.topic for log in ledger}]
-    not_entries = [one for one in undecoded.claims if one.topic in {log.topic for log in answers}]
 
     def audited(topic: Column) -> Column:
         excluded = topic.rlike(left_out) if without else F.lit(False)
@@ -167,35 +119,11 @@ def gather_evidence(plan: Plan, settings: Settings, undecoded: Undecoded = NOTHI
         callers=rules.scopes,
         claim_topics=tuple({log.topic: None for log in (*ledger, *answers)}),
         quarantine=quarantine,
-        undecoded_entries=_undecoded_by_slot(entries),
-        undecoded_answers=_undecoded(not_entries),
-        undecoded_claims=_undecoded([*entries, *not_entries]),
     )
 
 
-def _undecoded(claims: Sequence[UndecodedClaims]) -> Column | None:
-    """Return undecoded records of ledger and journal (_UNDECODED), None for none."""
-    return F.from_json(F.lit(json.dumps([_written(one) for one in claims])), _UNDECODED) if claims else None
-
-
-def _undecoded_by_slot(entries: Sequence[UndecodedClaims]) -> Column | None:
-    """Return the undecoded records of the ledger by slot, its partition; None for none."""
-    slots: dict[int, list[dict[str, int]]] = {}
-    for one in entries:
-        slots.setdefault(one.partition, []).append(_written(one))
-    by_slot = [slots.get(slot, []) for slot in range(max(slots, default=0) + 1)]
-    return F.from_json(F.lit(json.dumps(by_slot)), f"array<{_UNDECODED}>") if slots else None
-
-
-def _written(one: UndecodedClaims) -> dict[str, int]:
-    """Return when an undecoded record of ledger or journal was written and read."""
-    return {"first_ms": one.first_ms, "last_ms": one.last_ms, "since_run": one.since_run}
-
-
-def _bounds_of(log: Log, undecoded: Undecoded) -> dict[str, Any]:
-    """Return what the rules need of a data log (_BOUND); a record that could not be decoded may be any event's."""
-    gaps = [{"first": gap.first, "end": gap.last, "cause": gap.cause} for gap in log.gaps_of_topic]
-    of_log = undecoded.data.get(log.topic_partition, ())
+def _bounds_of(log: Log) -> dict[str, Any]:
+    """Return what the rules need of a data log (_BOUND)."""
     return {
         "first": log.first,
         "end": log.end,
@@ -204,7 +132,7 @@ def _bounds_of(log: Log, undecoded: Undecoded) -> dict[str, Any]:
         "compacted": log.compacted,
         "topic_id": log.topic_id,
         "first_record_ms": log.first_record_ms,
-        "gaps": [*gaps, *({"first": first, "end": end, "cause": UNDECODED} for first, end in of_log)],
+        "gaps": [{"first": gap.first, "end": gap.last, "cause": gap.cause} for gap in log.gaps_of_topic],
     }
 
 
@@ -265,16 +193,14 @@ def classify(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     `copies_count bigint` (the id's records without derived copies),
     `accepted boolean`, `category string` (of CATEGORIES; null if not accepted),
     `missing array<struct<outcome, topic, partition, offset, source, proven_lost>>` (claims without a present record),
-    `unclaimed string` (`phantom`, `pending`, the cause of a gap, or null), `phantom string` (the same with
-    `evidence_gap` for a cause),
+    `phantom string` (`phantom`, `evidence_gap`, `pending` or null),
     `open boolean` (the verdict may change by time alone),
     `suspicious boolean` (there is a finding or a pending verdict: few rows in a healthy system).
     """
     classified = (
         rows.where(_names_audited_topic(evidence))
         .withColumn("missing", F.when(F.col("is_clean") == 0, _missing(evidence)))
-        .withColumn("unclaimed", _unclaimed(evidence))
-        .withColumn("phantom", F.when(F.col("unclaimed").isin(*_GAPS), UNPROVEN).otherwise(F.col("unclaimed")))
+        .withColumn("phantom", _phantom(evidence))
         .withColumn("copies_count", F.col("count") - F.col("derived_copies_count"))
         .withColumn("conflicting", (F.col("copies_count") > 1) & (F.size("fingerprints") > 1) & _fingerprints_differ())
         .withColumn("accepted", _accepted())
@@ -328,8 +254,7 @@ def _names_audited_topic(evidence: LogEvidence) -> Column:
 def _missing(evidence: LogEvidence) -> Column:
     """Return the distinct claims of ledger entries and 201s, without those whose record is present.
 
-    A 201 that nothing locates is a claim without partition and offset, and so is a 202 or 504 that an undecoded record
-    of ledger or journal may settle.
+    A 201 that nothing locates is a claim without partition and offset.
     """
 
     def claims(listed: Column | str, source: str) -> Column:
@@ -357,25 +282,15 @@ def _missing(evidence: LogEvidence) -> Column:
     without_coordinates = rule_table.is_without_coordinates(
         F.col("answered_201"), F.col("entries_count"), F.size("answered") > 0, F.col("with_header")
     )
-
-    def unlocated(outcome: Column) -> Column:
-        claim = F.struct(
-            outcome.alias("outcome"),
-            F.col("topic").alias("topic"),
-            F.lit(None).cast("int").alias("partition"),
-            F.lit(None).cast("bigint").alias("offset"),
-            F.lit("answer").alias("source"),
-            F.lit(False).alias("proven_lost"),
-        )
-        return F.array(claim)
-
-    undecided = _is_undecided(evidence)
-    found = F.when(without_coordinates, unlocated(rule_table.outcome_without_coordinates(undecided)))
-    if evidence.undecoded_claims is not None:
-        in_doubt = _accepted() & (_sum("with_header", "entries_count", "answered_201") == 0)
-        is_open = in_doubt & evidence.may_be_named(evidence.undecoded_claims, F.col("accepted_ms"), F.col("topic"))
-        found = found.when(is_open, unlocated(rule_table.outcome_in_doubt(undecided)))
-    return found.otherwise(missing)
+    unlocated = F.struct(
+        rule_table.outcome_without_coordinates(_is_undecided(evidence)).alias("outcome"),
+        F.col("topic").alias("topic"),
+        F.lit(None).cast("int").alias("partition"),
+        F.lit(None).cast("bigint").alias("offset"),
+        F.lit("answer").alias("source"),
+        F.lit(False).alias("proven_lost"),
+    )
+    return F.when(without_coordinates, F.array(unlocated)).otherwise(missing)
 
 
 def _is_also_entered(answer: Column) -> Column:
@@ -415,17 +330,18 @@ def _outcome(claim: Column, bound: Column, evidence: LogEvidence) -> Column:
     )
 
 
-def _unclaimed(evidence: LogEvidence) -> Column:
+def _phantom(evidence: LogEvidence) -> Column:
     """Classify an id by its first copy with Fencepost's header, if no claim covers that copy; else null.
 
     `pending` until ledger (or journal, for `idempotent` topics) is read past the time at which the copy was settled;
-    LEDGER_GONE if ledger or journal is not complete back to the copy's acceptance, or missing; LEDGER_UNDECODED if a
-    record there that could not be decoded may name a copy of the id; else `phantom`.
+    `evidence_gap` if ledger or journal is not complete back to the copy's acceptance, or missing; else `phantom`.
     """
     with_header = F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["is_derived_copy"])
     first_copy = F.get(with_header, F.lit(0))
     slot = F.get(evidence.slots, first_copy["slot"])
-    idempotent = evidence.is_idempotent(first_copy)
+    spans = wire_expressions.at_partition(evidence.idempotent, first_copy["topic"], first_copy["partition"])
+    inside = F.exists(spans, lambda span: rule_table.is_within(first_copy["offset"], span["first"], span["end"]))
+    idempotent = F.coalesce(inside, F.lit(False))
     has_201 = F.exists(
         "answered", lambda answer: F.exists(with_header, lambda copy: deliveries.same_coordinates(copy, answer))
     )
@@ -442,15 +358,13 @@ def _unclaimed(evidence: LogEvidence) -> Column:
     ledger_behind = ~idempotent & F.coalesce(
         rule_table.is_ledger_behind(F.col("run"), slot["caught_up_run"]), F.lit(False)
     )
-    undecoded = F.exists(with_header, lambda copy: evidence.may_be_entered(copy) | evidence.may_be_answered(copy))
     return F.when(
         (F.col("with_header") > 0) & unclaimed,
         F.when(ledger_behind | rule_table.is_undecided(settled_at_ms, decided_until_ms), PENDING)
         .when(
             rule_table.is_before_evidence(complete_since_ms, first_copy["accepted_at"]),
-            LEDGER_GONE,
+            UNPROVEN,
         )
-        .when(undecoded, LEDGER_UNDECODED)
         .otherwise(PHANTOM),
     )
 

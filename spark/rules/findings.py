@@ -9,7 +9,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark import frames, rule_table
 from spark.reading.decode import EVENT, REJECT, UNKEYED
 from spark.reading.run_plan import RETENTION, TRUNCATED, UNWANTED, Plan
-from spark.rule_table import LEDGER_UNDECODED, LOST, PENDING, UNDECODED
+from spark.rule_table import LOST, PENDING
 from spark.rules import causes, kinds
 from spark.rules.classify import CATEGORIES, PHANTOM, STUCK, UNPROVEN, LogEvidence
 from spark.tables import schemas
@@ -18,6 +18,9 @@ HOUR: Final = "hour"
 IDS: Final = "ids"
 LOG: Final = "log"
 """Scopes of findings: the data from which findings were derived, and with which they are replaced."""
+
+UNDECODED: Final = "undecoded"
+"""The cause of an evidence gap: records that could not be decoded."""
 
 
 def _total(column: str, condition: str) -> str:
@@ -105,7 +108,7 @@ def _described(rows: DataFrame, evidence: LogEvidence) -> DataFrame:
     expected_copies = F.filter(derived_copies, lambda copy: evidence.expects_derived_copies(copy["topic"]))
     return rows.withColumn("copies", causes.ordered()).withColumns(
         {
-            "explained": causes.explained(F.col("copies"), evidence.ttl_of_entry_ms, evidence.may_be_entered),
+            "explained": causes.explained(F.col("copies"), evidence.ttl_of_entry_ms),
             "lost_claims": F.filter("missing", lambda claim: claim["outcome"] == LOST),
             "forwarded": F.filter(derived_copies, lambda copy: ~evidence.expects_derived_copies(copy["topic"])),
             # Copies beyond the cap have no coordinates.
@@ -175,22 +178,20 @@ def of_partitions(rows: DataFrame, scope: str) -> DataFrame:
             claim["partition"].alias("partition"),
             claim["offset"].alias("first_offset"),
             claim["offset"].alias("last_offset"),
-            # Records that were deleted unread are counted by `of_logs`, and those that could not be decoded by
-            # `without_id`, whether or not they were claimed.
-            rule_table.gap_count(claim["outcome"].isin(RETENTION, TRUNCATED, UNDECODED)).alias("count"),
+            # Records that were deleted unread are counted by `of_logs`, whether or not they were claimed.
+            rule_table.gap_count(claim["outcome"].isin(RETENTION, TRUNCATED)).alias("count"),
         ),
     )
     of_copies = F.transform(
         F.filter("coordinates", lambda copy: copy["has_fencepost_header"] & ~copy["is_derived_copy"]),
-        lambda copy, nth: F.struct(
+        lambda copy: F.struct(
             _kind(kinds.EVIDENCE_GAP).alias("kind"),
-            F.col("unclaimed").alias("cause"),
+            F.lit("ledger_gone").alias("cause"),
             copy["topic"].alias("topic"),
             copy["partition"].alias("partition"),
             copy["offset"].alias("first_offset"),
             copy["offset"].alias("last_offset"),
-            # One finding `phantom` is withheld, however many copies the id has.
-            rule_table.gap_count((F.col("unclaimed") == LEDGER_UNDECODED) & (nth > 0)).alias("count"),
+            F.lit(1).cast("bigint").alias("count"),
         ),
     )
     found = F.when(

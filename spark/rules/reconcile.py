@@ -17,11 +17,10 @@ from spark.reading import run_plan
 from spark.reading.decode import EVENT, REJECT
 from spark.reading.run_plan import Plan, RunContext
 from spark.rule_table import LOST, PENDING
-from spark.rules import classify, cross_hour, findings, late_findings, undecoded
+from spark.rules import classify, cross_hour, findings, late_findings
 from spark.rules.balance import Balance
 from spark.rules.classify import LogEvidence
 from spark.rules.record_counts import PARTITIONS_MAX, record_counts
-from spark.rules.undecoded import Undecoded
 from spark.step_timer import StepTimer
 from spark.tables import deliveries as deliveries_table
 from spark.tables import hours, schemas, verdict_history
@@ -61,6 +60,7 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
     marks proven losses in `deliveries`.
     """
     plan, over_hours, window_from = context.plan, context.over_hours, context.window_from
+    evidence = classify.gather_evidence(plan, context.settings)
     balance = Balance.of(context.last_run)
     balance.delete_before(context.kept_from)
     balance.evidence_changed |= run_plan.evidence_changed(plan, context.last_plan)
@@ -70,10 +70,6 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
         with timer.step("classify ids"):
             touched = hours_to_classify(rows, context, balance)
             balance.note_read_late(_read_late(rows, touched, context), plan.frozen_ms)
-            _write_rejects(tables, rows.where(hours.within(touched)), plan.run)
-            not_decoded = undecoded.read(tables, plan)
-            evidence = classify.gather_evidence(plan, context.settings, not_decoded)
-            touched |= _hours_left_open(balance, not_decoded, evidence, plan.run)
         with timer.step("compare ids"):
             multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
             several_hours = _several_hours(multi_row, evidence, cache) if over_hours else None
@@ -82,6 +78,8 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
         with timer.step("classify ids"):
             classified = _classify_hours(in_hours, multi_row, touched, evidence, cache)
             balance.replace(touched, classified.sums, classified.double_counted)
+            if any(row["rejects"] for row in classified.sums):
+                _write_rejects(tables, in_hours, plan.run)
         with timer.step("count records"):
             counts = record_counts(in_hours, partitions=plan.partitions <= PARTITIONS_MAX)
             balance.replace_record_counts(touched, counts.collect() if touched else [])
@@ -107,8 +105,7 @@ def recount(tables: Lake, context: RunContext, balance: Balance) -> Balance:
 
     The sums of most hours are carried over from run to run, and with them a fault of any earlier run.
     """
-    not_decoded = undecoded.read(tables, context.plan)
-    evidence = classify.gather_evidence(context.plan, context.settings, not_decoded)
+    evidence = classify.gather_evidence(context.plan, context.settings)
     counted = Balance(late_hours=balance.late_hours, evidence_changed=balance.evidence_changed)
     rows = _kept_rows(tables, context.kept_from)
     all_hours = set(hours.of(rows))
@@ -252,28 +249,9 @@ def _collect_sums(added: Sequence[DataFrame], subtracted: Sequence[DataFrame]) -
     return [row for row in sums if row["is_added"]], [row for row in sums if not row["is_added"]]
 
 
-def _hours_left_open(balance: Balance, not_decoded: Undecoded, evidence: LogEvidence, run: int) -> set[str]:
-    """Return the hours with phantoms or stuck ids that records of ledger or journal may explain which this run could
-    not decode: an answer may be journaled at any time."""
-    back_ms = evidence.longest_ttl_ms + evidence.max_settle_ms
-    spans = [
-        (hours.text_of(one.first_ms - back_ms), hours.text_of(one.last_ms + evidence.max_settle_ms))
-        for one in not_decoded.claims
-        if one.run == run
-    ]
-    return {
-        hour
-        for hour, topics in balance.hours.items()
-        if any(first <= hour <= last for first, last in spans)
-        and any(counts.get(classify.PHANTOM) or counts.get(classify.STUCK) for counts in topics.values())
-    }
-
-
 def _write_rejects(tables: Lake, rows: DataFrame, run: int) -> None:
-    """Append this run's undecoded records, and parts of records, to `rejects`, before verdicts depend on them."""
+    """Append this run's undecoded records, and parts of records, to `rejects`."""
     rejected = rows.where((F.col("run") == run) & (F.col("kind") == REJECT) & (F.col("is_clean") == 0))
-    if rejected.isEmpty():
-        return
     columns = rejected.withColumn("seen_ms", F.col("last_ms")).select("*", "reject.*").select(*schemas.REJECT)
     tables.append_once("rejects", columns.coalesce(1), run)
 

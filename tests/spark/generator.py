@@ -1,7 +1,6 @@
 """Scenarios with known faults, from a seed: every kind of finding, every cause, and several of these on one id."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from service.contract import wire
@@ -21,8 +20,6 @@ from tests.spark.script import (
     LEDGER_BEGINS_MS,
     MAX_SETTLE_MS,
     RESTART,
-    TTL_MS,
-    UNDECODED_MS,
     WINDOW_MS,
     Transaction,
 )
@@ -496,60 +493,23 @@ class Script(Copies):
         )
 
     def unreadable(self) -> None:
+        stage = self.chance.choice((1, 2))
         requests = self.ledger.removesuffix("ledger") + "requests"
-        headers: dict[int, tuple[wire.Header, ...]] = {
-            0: ((wire.STAMP_HEADER, b"1;nonsense"),),
-            1: ((wire.STAMP_HEADER, b""),),
-        }
-        ts = FROZEN_MS[0] - 1
-        records = [Record(self.orders, n, ts, ts, value=b"x", headers=header) for n, header in headers.items()]
-        self._undecoded(records)
-        # One of these may be the record of a claim on its offset.
-        at = FROZEN_MS[1] - HOUR_MS // 2
-        for record in records:
-            outcomes: ByStage = (None, "undecoded", "undecoded")
-            coordinates = partial(getattr, record, "coordinates")
-            self.claim(self.plant("undecoded"), coordinates, outcomes, at=at, stage=2)
-        claims: list[tuple[str, int, bytes]] = [
-            (self.ledger, self.slot, b"{"),
-            (self.ledger, self.slot, b'{"v":0,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}'),
-            (requests, 0, b"\xff\xfe"),
-            (requests, 1, b'{"v":1,"instance":"x","answers":[{"id":"12","fp":"","at":1,"status":201}]}'),
+        raw: list[tuple[str, int, bytes, tuple[wire.Header, ...]]] = [
+            (self.orders, 0, b"x", ((wire.STAMP_HEADER, b"1;nonsense"),)),
+            (self.orders, 1, b"x", ((wire.STAMP_HEADER, b""),)),
+            (self.ledger, self.slot, b"{", ()),
+            (self.ledger, self.slot, b'{"v":0,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', ()),
+            (requests, 0, b"\xff\xfe", ()),
+            (requests, 1, b'{"v":1,"instance":"x","answers":[{"id":"12","fp":"","at":1,"status":201}]}', ()),
         ]
-        ts = UNDECODED_MS
-        self._undecoded([Record(topic, n, ts, ts, value=value, stage=2) for topic, n, value in claims])
-        self.withheld()
-
-    def _undecoded(self, records: list[Record]) -> None:
-        """Write records that cannot be decoded."""
-        for record in records:
-            self.stages[record.stage - 1].raw.append(record)
-        self.plants.undecoded += records
-
-    def withheld(self) -> None:
-        """Faults that the records of ledger and journal which cannot be decoded may explain, and others just beside."""
-        earliest, latest = UNDECODED_MS - TTL_MS - MAX_SETTLE_MS, UNDECODED_MS + MAX_SETTLE_MS
-        phantom: ByStage = ("phantom", "phantom", "phantom")
-        for at in (earliest - 1, earliest, UNDECODED_MS - self.chance.randrange(TTL_MS), latest, latest + 1):
-            named = earliest <= at <= latest
-            # The ledger of the slot was read further than these records, when the first run read the copy.
-            proven = self.plant("proven", accepted=False, phantom=phantom)
-            self.send(self.record(proven, self.new_writer(self.slot), at, ts=at, value=self.content()))
-            outcome = "evidence_gap" if named else "phantom"
-            later = self.plant(
-                "withheld", accepted=False, phantom=(None, outcome, outcome), phantom_gap="ledger_undecoded"
-            )
-            self.send(self.record(later, self.new_writer(self.slot), at, ts=at, value=self.content()), stage=2)
-            other = self.plant("other-slot", accepted=False, phantom=(None, "phantom", "phantom"))
-            self.send(self.record(other, self.new_writer(self.slot + 1), at, ts=at, value=self.content()), stage=2)
-            # An answer may come at any time.
-            answered = self.plant(
-                "t-withheld", accepted=False, phantom=("phantom", outcome, outcome), phantom_gap="ledger_undecoded"
-            )
-            self.send(self.record(answered, self.new_writer(), at, ts=at, topic=self.telemetry, value=self.content()))
-            category = "unprovable" if named else "stuck"
-            doubt = self.plant("unsettled", default_category=("stuck", category, category), unsettled=self.orders)
-            self.answer(doubt, 504, at=at)
+        ts = FROZEN_MS[0] - 1
+        undecoded = [
+            Record(topic, partition, ts, ts, value=value, headers=headers, stage=stage)
+            for topic, partition, value, headers in raw
+        ]
+        self.stages[stage - 1].raw += undecoded
+        self.plants.undecoded += undecoded
 
     def windows(self) -> None:
         """Findings older than the window are not in the report, and leave the report when the window has moved on."""

@@ -358,29 +358,6 @@ MUTANTS: Final = (
     Mutant(
         rule_table.outcome_without_coordinates, "not waited for", lambda undecided: F.lit("no_coordinates"), VERDICTS
     ),
-    Mutant(rule_table.outcome_in_doubt, "not waited for", lambda undecided: F.lit("ledger_undecoded"), VERDICTS),
-    Mutant(rule_table.may_name, _NO, _never, VERDICTS),
-    Mutant(rule_table.may_name, "whenever", _always, VERDICTS),
-    *(
-        Mutant(
-            rule_table.may_name,
-            change,
-            lambda *given, other=other, whole=rule_table.may_name: whole(*other(*given)),
-            VERDICTS,
-        )
-        for change, other in (
-            ("for no retention", lambda at, first, last, ttl, settle: (at, first, last, ttl * 0, settle)),
-            ("without timeouts", lambda at, first, last, ttl, settle: (at, first, last, ttl, 0)),
-            ("until the first", lambda at, first, last, ttl, settle: (at, first, first, ttl, settle)),
-            ("from the last", lambda at, first, last, ttl, settle: (at, last, last, ttl, settle)),
-        )
-    ),
-    Mutant(rule_table.is_open, _NO, _never, VERDICTS),
-    Mutant(rule_table.is_open, "whoever wrote it", lambda foreign, undecoded: undecoded, VERDICTS),
-    Mutant(rule_table.is_open, "in any ledger", lambda foreign, undecoded: foreign, VERDICTS),
-    Mutant(rule_table.may_be_entered, "at any time", _always, VERDICTS),
-    Mutant(rule_table.may_be_entered, _NO, _never, VERDICTS),
-    Mutant(rule_table.may_be_entered, "later", lambda read, since: read > since, VERDICTS),
     Mutant(rule_table.gap_count, "twice", lambda counted: F.lit(1).cast("bigint"), VERDICTS),
     Mutant(run_plan.settings_of, "the command line's", lambda options, now: now, PLANS, run_plan),
     Mutant(rule_table.is_recreated, _NO, lambda topic_id, now: False, PLANS),

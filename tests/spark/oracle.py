@@ -98,9 +98,7 @@ class Planted:
 
     `derived`: records in other topics that a program forwarded with the headers of a copy; `expected_in`: the topics
     whose rule expects derived copies. `shown_until`: the last stage whose window shows the id; `shown_from`: the
-    stage from which its findings are shown again, when another copy comes into the log. `phantom_gap`: the cause of the
-    gap by which the id is no phantom; `unsettled`: the topic of a 202 or 504 that an undecoded record may settle.
-    `stuck`: the status of the
+    stage from which its findings are shown again, when another copy comes into the log. `stuck`: the status of the
     answer that left the id in doubt; `in_doubt`: when these requests were accepted.
     """
 
@@ -110,8 +108,6 @@ class Planted:
     claims: list[Claim] = field(default_factory=list)
     accepted: bool = True
     phantom: ByStage = (None, None, None)
-    phantom_gap: str = "ledger_gone"
-    unsettled: str | None = None
     default_category: ByStage = (None, None, None)
     stuck: str = "504"
     in_doubt: list[int] = field(default_factory=list)
@@ -177,7 +173,7 @@ class UnreadGap:
 Finding = tuple[Any, ...]
 """Kind and cause; then id, key, count and coordinates, or topic, partition, count and the bounds of the offsets."""
 
-_Where = tuple[str, str | None, str, int | None]
+_Where = tuple[str, str | None, str, int]
 
 
 @dataclass
@@ -209,7 +205,7 @@ class Plants:
 
     def _of_partitions(self, stage: int) -> Iterable[Finding]:
         """Return the findings about partitions: evidence gaps and unkeyed records."""
-        offsets_of: dict[_Where, list[tuple[int | None, int]]] = {}
+        offsets_of: dict[_Where, list[tuple[int, int]]] = {}
         where: _Where
         for one in self.ids:
             if not one.shown(stage):
@@ -218,15 +214,11 @@ class Plants:
                 outcome = claim.outcomes[stage - 1]
                 if outcome not in (None, THERE, LOST, PENDING):
                     topic, partition, offset = claim.coordinates()
-                    # An undecoded record counts for itself.
-                    count = 0 if outcome == "undecoded" else 1
-                    offsets_of.setdefault(("evidence_gap", outcome, topic, partition), []).append((offset, count))
-            if one.unsettled is not None and one.category(stage) == "unprovable":
-                offsets_of.setdefault(("evidence_gap", "ledger_undecoded", one.unsettled, None), []).append((None, 1))
+                    offsets_of.setdefault(("evidence_gap", outcome, topic, partition), []).append((offset, 1))
             if one.phantom[stage - 1] == "evidence_gap":
                 for copy in one.visible(stage):
                     if copy.writer is not None:
-                        unclaimed = ("evidence_gap", one.phantom_gap, copy.topic, copy.partition)
+                        unclaimed = ("evidence_gap", "ledger_gone", copy.topic, copy.partition)
                         offsets_of.setdefault(unclaimed, []).append((copy.offset, 1))
         for record in self.unkeyed:
             if record.stage <= stage < record.vanished:
@@ -238,15 +230,14 @@ class Plants:
         for gap in self.unread_gaps:
             if gap.stage <= stage:
                 where = ("evidence_gap", gap.cause, gap.topic, gap.partition)
+                ends = [(gap.first, 0), (max(gap.last - 1, gap.first), gap.last - gap.first)]
                 # Claims on these offsets do not count again.
-                inside = range(gap.first, gap.last)
-                rest = [(offset, 0 if offset in inside else n) for offset, n in offsets_of.get(where, ())]
-                last = max(gap.last - 1, gap.first)
-                offsets_of[where] = [(gap.first, 0), (last, gap.last - gap.first), *rest]
-        for (kind, cause, topic, number), marks in offsets_of.items():
-            offsets = [offset for offset, _ in marks if offset is not None]
-            span = min(offsets, default=None), max(offsets, default=None)
-            yield (kind, cause, topic, number, sum(count for _, count in marks), *span)
+                claimed = [(offset, 0) for offset, _ in offsets_of.get(where, ()) if gap.first <= offset < gap.last]
+                rest = [(offset, n) for offset, n in offsets_of.get(where, ()) if not gap.first <= offset < gap.last]
+                offsets_of[where] = [*ends, *claimed, *rest]
+        for (kind, cause, topic, partition), marks in offsets_of.items():
+            offsets = [offset for offset, _ in marks]
+            yield (kind, cause, topic, partition, sum(count for _, count in marks), min(offsets), max(offsets))
 
     def balance(self, stage: int) -> dict[str, int]:
         """Return the numbers of the balance of a stage, without zeros."""

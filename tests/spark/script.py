@@ -28,9 +28,6 @@ LEDGER_BEGINS_MS: Final = FROZEN_MS[0] - 100 * HOUR_MS
 BLOCKED_SINCE_MS: Final = FROZEN_MS[0] - 20 * 60_000
 """When the transactions that are open at the first run began."""
 
-UNDECODED_MS: Final = FROZEN_MS[0] - 60 * HOUR_MS
-"""When the records of ledger and journal were written that cannot be decoded, and that the second run reads."""
-
 FAR_FUTURE_MS: Final = 4_000_000_000_000
 """A time of the year 2096."""
 

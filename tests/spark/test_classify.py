@@ -13,7 +13,6 @@ from spark.reading import decode
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Log, LogGap, OffsetGuarantee, Plan
 from spark.rules import causes, findings
 from spark.rules.classify import LogEvidence, classify, classify_clean, gather_evidence
-from spark.rules.undecoded import Undecoded, UndecodedClaims
 from spark.settings import OFFSETS_MOST, Options, Settings
 from spark.tables import deliveries
 from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
@@ -85,7 +84,6 @@ def settings(**options: Any) -> Settings:
 
 
 OTHER = (1, 20, 0, "b:1")
-RESTARTED = (0, 11, 0, "a:1")
 
 # The end of a log when all claims on it were read.
 ENDED = {("proven", 0): 100, ("compact", 0): 100, ("passed", 0): 50}
@@ -392,102 +390,6 @@ def test_a_topic_with_derived_in_its_rule_has_no_finding_derived_copy(spark: Spa
     assert (found["derived"], found["derived-again"]) == (set(), {("duplicate", "rewrite", 2)})
 
 
-# An undecoded record of slot 0, one of slot 2, which was written after the first run had read its ledger, one of the
-# journal, a day later, and one of a topic.
-WRITTEN_MS, JOURNALED_MS, SETTLE_MS = NOW_MS, NOW_MS + 2 * TTL_MS, 80_000
-NOT_DECODED = Undecoded(
-    claims=(
-        UndecodedClaims("fencepost.ledger", 0, WRITTEN_MS, WRITTEN_MS + 5, run=1, since_run=1),
-        UndecodedClaims("fencepost.ledger", 2, WRITTEN_MS, WRITTEN_MS, run=2, since_run=2),
-        UndecodedClaims("fencepost.requests", 0, JOURNALED_MS, JOURNALED_MS, run=1, since_run=1),
-    ),
-    data={("t", 0): ((7, 8), (20, 22))},
-)
-EARLIEST_MS, LATEST_MS = WRITTEN_MS - TTL_MS - SETTLE_MS, WRITTEN_MS + 5 + SETTLE_MS
-FROZEN_LATER_MS = JOURNALED_MS + HOUR_MS
-EARLIEST_ANSWERED_MS, LATEST_ANSWERED_MS = JOURNALED_MS - TTL_MS - SETTLE_MS, JOURNALED_MS + SETTLE_MS
-
-WITHHELD: dict[str, tuple[Sequence[Any], str | None, set[tuple[str, str | None, int]]]] = {
-    # name: evidence, category, kind, cause and count of each finding
-    "entered": ([copy(1)], None, {("evidence_gap", "ledger_undecoded", 1)}),
-    "entered-copies": (
-        [copy(1), copy(2)],
-        None,
-        {("duplicate", "undecoded", 2), ("evidence_gap", "ledger_undecoded", 1)},
-    ),
-    "first": ([copy(1, at=EARLIEST_MS)], None, {("evidence_gap", "ledger_undecoded", 1)}),
-    "before": ([copy(1, at=EARLIEST_MS - 1)], None, {("phantom", None, 1)}),
-    "last": ([copy(1, at=LATEST_MS)], None, {("evidence_gap", "ledger_undecoded", 1)}),
-    "after": ([copy(1, at=LATEST_MS + 1)], None, {("phantom", None, 1)}),
-    "proven before": ([copy(1, writer=(2, 1, 0, "x"))], None, {("phantom", None, 1)}),
-    "either slot": (
-        [copy(1, writer=(2, 1, 0, "x")), copy(2)],
-        None,
-        {("duplicate", "dual_producer", 2), ("evidence_gap", "ledger_undecoded", 1)},
-    ),
-    "claimed": ([copy(1), entry(1)], "delivered_once", set()),
-    # Written again by the same producer, or copied: the ledger may say which.
-    "again": ([copy(1), entry(1), copy(2)], "duplicated", {("duplicate", "undecoded", 2)}),
-    "again, bare": ([copy(1), entry(1), copy(2, writer=None)], "duplicated", {("duplicate", "foreign_writer", 2)}),
-    "again, restarted": (
-        [copy(1), entry(1), copy(2, writer=RESTARTED)],
-        "duplicated",
-        {("duplicate", "producer_restart", 2)},
-    ),
-    "again, later": (
-        [copy(1, at=LATEST_MS + 1), entry(1, at=LATEST_MS + 1), copy(2, at=LATEST_MS + 1)],
-        "duplicated",
-        {("duplicate", "foreign_writer", 2)},
-    ),
-    "again, answered": (
-        [*(copy(n, topic="telemetry") for n in (1, 2)), answer(201, 1, topic="telemetry")],
-        "duplicated",
-        {("duplicate", "foreign_writer", 2)},
-    ),
-    "answered": (
-        [copy(1, topic="telemetry", at=EARLIEST_ANSWERED_MS)],
-        None,
-        {("evidence_gap", "ledger_undecoded", 1)},
-    ),
-    "not answered": ([copy(1, topic="telemetry", at=EARLIEST_ANSWERED_MS - 1)], None, {("phantom", None, 1)}),
-    # The ledger says nothing about a topic without ledger, the journal nothing about one with a ledger.
-    "of the ledger": ([copy(1, at=JOURNALED_MS)], None, {("phantom", None, 1)}),
-    "stuck": ([answer(504)], "unprovable", {("evidence_gap", "ledger_undecoded", 1)}),
-    "stuck, answered": ([answer(202, at=LATEST_ANSWERED_MS)], "unprovable", {("evidence_gap", "ledger_undecoded", 1)}),
-    "stuck before": ([answer(504, at=EARLIEST_MS - 1)], "stuck", {("stuck", "504", 0)}),
-    "stuck after": ([answer(504, at=LATEST_ANSWERED_MS + 1)], "stuck", {("stuck", "504", 0)}),
-    "stuck, young": ([answer(504, at=LATEST_ANSWERED_MS, timestamp_ms=FROZEN_LATER_MS - 1000)], "pending", set()),
-    "freed": ([answer(504), answer(503, position=1)], None, set()),
-    "settled": ([answer(504), copy(1), entry(1)], "delivered_once", set()),
-    # The record at the offset may be that of the claim. The finding about that record counts it.
-    "at the record": ([entry(7)], "unprovable", {("evidence_gap", "undecoded", 0)}),
-    "beside it": ([entry(8)], "lost", {("lost", "ledger", 1)}),
-    "in the span": ([answer(201, 21)], "unprovable", {("evidence_gap", "undecoded", 0)}),
-}
-
-
-def test_nothing_is_said_about_what_an_undecoded_record_may_have_held(spark: SparkSession) -> None:
-    logs = [log(LEDGER, "fencepost.ledger", 2), log(DATA, "t", 0)]
-    frozen = dataclasses.replace(plan(*logs), frozen_ms=FROZEN_LATER_MS)
-    decided = tuple(dataclasses.replace(one, decided_until_ms=frozen.frozen_ms) for one in frozen.logs)
-    seen = gather_evidence(dataclasses.replace(frozen, logs=decided), settings(), NOT_DECODED)
-    rows = reduced(spark, ids({name: case[0] for name, case in WITHHELD.items()}))
-    classified = classify(deliveries.gathered(rows), seen).localCheckpoint()
-    names = {name[:16].strip(): name for name in WITHHELD}
-    assert {names[name_of(row["id"])]: row["category"] for row in classified.collect()} == {
-        name: category for name, (_, category, _) in WITHHELD.items()
-    }
-    found: dict[str, set[tuple[str, str | None, int]]] = {name: set() for name in WITHHELD}
-    suspicious = classified.where("suspicious")
-    for row in findings.of_ids(suspicious, seen, findings.HOUR).collect():
-        found[names[name_of(row["id"])]].add((row["kind"], row["cause"], row["count"]))
-    for name in WITHHELD:
-        one = suspicious.where(F.col("id") == F.lit(bytearray(name[:16].ljust(16).encode())))
-        for row in findings.of_partitions(one, findings.HOUR).collect():
-            found[name].add((row["kind"], row["cause"], row["count"]))
-    assert found == {name: wanted for name, (_, _, wanted) in WITHHELD.items()}
-
-
 def letter(offset: int, topic: str = "u") -> Any:
     """Return a record whose header has the fingerprint of what was asked for, as a dead letter's has."""
     return copy(offset, topic=topic, fingerprint=b"l" * 8, alternative_fingerprints=b"x" * 8)
@@ -575,6 +477,7 @@ def test_without_a_ledger_a_record_is_a_phantom_only_where_the_journal_shows_it(
     assert found == {"unknown": "evidence_gap", "answered": "phantom", "fresh": "pending"}
 
 
+RESTARTED = (0, 11, 0, "a:1")
 ELSEWHERE = (5, 50, 0, "z:9")
 
 # A copy within three retentions of the first one, and one after them.

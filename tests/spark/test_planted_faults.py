@@ -200,18 +200,15 @@ class Faults:
         history = self.history
         model = history.send(history.plain, FOREIGN, ["f-model"], None)[0]
 
-        def answered(key: str, *statuses: int, at: int = self.at) -> None:
-            history.answers([model.answer(status, id=wire.event_id(key), at=at, topic=ORDERS) for status in statuses])
+        def answered(key: str, *statuses: int) -> None:
+            history.answers(
+                [model.answer(status, id=wire.event_id(key), at=self.at, topic=ORDERS) for status in statuses]
+            )
 
-        # Accepted more than the retention of a key before the records that cannot be decoded.
-        answered("stuck-504", 504, 409, at=self.at - DAY_MS)
-        answered("stuck-202", 202, at=self.at - DAY_MS)
+        answered("stuck-504", 504, 409)
+        answered("stuck-202", 202)
         self.expected |= {("stuck", "504", None), ("stuck", "202", None)}
         self.balance["stuck"] += 2
-        # A record that cannot be decoded may settle it.
-        answered("open-504", 504)
-        self.expected.add(("evidence_gap", "ledger_undecoded", f"{ORDERS}[None]"))
-        self.balance["unprovable"] += 1
         # Freed by a 503, or never accepted.
         answered("free", 504, 503)
         answered("refused", 422)
@@ -228,18 +225,8 @@ class Faults:
         history.raw(
             history.plain, requests, b'{"v":1,"instance":"x","answers":[{"id":"12","fp":"","at":1,"status":201}]}'
         )
-        nonsense = [(wire.STAMP_HEADER, b"1;nonsense")]
-        (undecoded,) = history.send(history.plain, ORDERS, ["x"], None, keyed=False, headers=nonsense)
+        history.raw(history.plain, ORDERS, b"x", headers=[(wire.STAMP_HEADER, b"1;nonsense")])
         self.rejects = 12
-        # A record of the same slot, whose entry may be in one of these; and an entry for the undecoded record.
-        writer = self.new_writer(0)
-        history.send(history.plain, ORDERS, ["unproven"], writer, at=self.at)
-        self.expected.add(("evidence_gap", "ledger_undecoded", f"{ORDERS}[0]"))
-        producer = history.transactional(writer)
-        producer.begin_transaction()
-        history.ledger(producer, writer, [undecoded.entry()])
-        producer.commit_transaction(30)
-        self.balance["unprovable"] += 1
         self.expected |= {("evidence_gap", "undecoded", f"{name}[0]") for name in (ledger, requests, ORDERS)}
 
 
