@@ -259,11 +259,11 @@ def namespace() -> str:
 
 @pytest.fixture
 def make_topic(kafka: Kafka) -> MakeTopic:
-    """Creates topics with unique names on the run's broker."""
+    """Creates topics with unique names on the run's broker. Records are kept however old their timestamps are."""
 
     def make(partitions: int = 1, config: Mapping[str, str] | None = None) -> str:
         name = f"topic-{uuid.uuid4().hex[:12]}"
-        kafka.create_topic(name, partitions=partitions, config=config)
+        kafka.create_topic(name, partitions=partitions, config={"retention.ms": "-1", **(config or {})})
         return name
 
     return make
