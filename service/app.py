@@ -203,10 +203,10 @@ class Service:
                 return
             except (KafkaAway, StoreAway, StoreUnanswered, TimeoutError) as error:
                 trouble.add(error)
-                self.store.not_up(error)
+                self.store.note_failed_start(error)
             except Exception as error:  # a bug, or an unexpected response: logged, and tried again
                 trouble.add(error, bug=True)
-                self.store.not_up(error)
+                self.store.note_failed_start(error)
             await asyncio.sleep(BRING_UP_PAUSE_S)
         # All objects so far live as long as the process: exclude them from garbage collection.
         gc.collect()
@@ -223,7 +223,7 @@ class Service:
         refuses a setting.
         """
         looked_at = time.monotonic()
-        while (why := self.readiness.ends) is None:
+        while (why := self.readiness.fatal) is None:
             if self.topics.limits and time.monotonic() >= looked_at + LIMITS_S:
                 looked_at = time.monotonic()
                 with contextlib.suppress(KafkaAway, KafkaForbids):

@@ -121,7 +121,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._running is not None:  # uvicorn notifies only the last of pipelined requests
             self._running.disconnected = True
             self._running.message_event.set()
-        if self.timeout_keep_alive_task is not None:
+        if self.timeout_keep_alive_task is not None:  # uvicorn cancels it only where the connection has no error
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
         super().connection_lost(exc)

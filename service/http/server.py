@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import fcntl
 import socket
-import struct
 import sys
 import termios
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 # The time after a SIGTERM in which each response ends its connection, before idle connections are closed.
 LINGER_S: Final = 1.0
-_INT: Final = struct.Struct("i")
+_C_INT_BYTES: Final = 4
 
 
 class LingeringServer(uvicorn.Server):
@@ -145,6 +144,5 @@ def _unacknowledged(transport: Any) -> int:
     connection = transport.get_extra_info("socket")
     if connection is None:
         return 0
-    content = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(_INT.size))
-    (count,) = _INT.unpack(content)
-    return int(count)
+    count = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(_C_INT_BYTES))
+    return int.from_bytes(count, sys.byteorder)

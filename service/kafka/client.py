@@ -40,8 +40,8 @@ OnClose = Callable[[AIOKafkaConnection, CloseReason | None], None]
 class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
     """AIOKafkaClient that never auto-creates topics, logs in anew in time and closes its connections at once.
 
-    Connections and requests for metadata are its own: every public method that would use those of AIOKafkaClient, and
-    that aiokafka's consumer calls, is replaced.
+    Connections and requests for metadata are its own: every method that would use those of AIOKafkaClient, and that
+    aiokafka's consumer calls, is replaced; but `fetch_all_metadata`, of AIOKafkaConsumer.topics, which is not used.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         self._is_wanted = asyncio.Event()  # set where metadata is requested before its highest age
         # Of the request for metadata that comes next or is under way: whether a broker answered.
         self._is_answered: asyncio.Future[bool] | None = None
-        self._metadata_max_age_s = self.cluster.config["metadata_max_age_ms"] / 1000
+
+    @property
+    def _metadata_max_age_s(self) -> float:
+        return float(self.cluster.config["metadata_max_age_ms"] / 1000)
 
     async def bootstrap(self) -> None:
         """Ask the bootstrap servers for the brokers, one after the other.
@@ -241,7 +244,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
             host, port, self._security, max_idle_ms=CLOSE_IDLE_MS, on_close=on_close, **self._client_options
         )
         await connection.connect()
-        if not connection.is_open:  # the last step of SCRAM is one in a thread
+        if not connection.is_open:  # it may end while a thread computes the last step of SCRAM
             connection.close(CloseReason.CONNECTION_BROKEN)
             raise errors.KafkaConnectionError(f"{host}:{port} has ended the connection with its login")
         return connection
@@ -266,15 +269,16 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
     @property
     def has_due_session(self) -> bool:
         """Whether `renew_sessions` would log in again."""
-        now = time.monotonic()
-        return any(now >= each.renew_at and each.is_open for each in self._connections.values())
+        return bool(self._due_connections())
 
     async def renew_sessions(self) -> None:
         """Log in again on the connections whose sessions end soon. Call this while no transaction is open."""
-        now = time.monotonic()
-        due = [each for each in self._connections.values() if now >= each.renew_at and each.is_open]
-        if due:
+        if due := self._due_connections():
             await asyncio.gather(*(connection.check_once(connection.renew) for connection in due))
+
+    def _due_connections(self) -> list[Connection]:
+        now = time.monotonic()
+        return [each for each in self._connections.values() if now >= each.renew_at and each.is_open]
 
     def _open_connection(self, node_id: int | str, group: Any) -> Connection | None:
         """Return the connection to a node if it is open, and close one whose transport has ended.
@@ -344,7 +348,7 @@ class Client(BaseClient):
         A session that writes to thousands of topics would else get the metadata of all of them with each new topic.
         """
         age_s = time.monotonic() - self._asked_all_at
-        is_old = age_s > ALL_TOPICS_SHARE * self.cluster.config["metadata_max_age_ms"] / 1000
+        is_old = age_s > ALL_TOPICS_SHARE * self._metadata_max_age_s
         if (self._asks_all or is_old) and not await self._fetch_all():
             return False
         while new := self._new_topics:  # others may be asked for meanwhile

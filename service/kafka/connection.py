@@ -95,7 +95,7 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
         """Write a request; returns a coroutine that awaits its response. Raises KafkaError."""
         try:
             response: Coroutine[Any, Any, Any] = super().send(request, expect_response)
-        except errors.KafkaError:
+        except errors.KafkaError:  # which is a RuntimeError
             raise
         except RuntimeError as error:  # of uvloop: the transport has ended, which aiokafka hears of some steps later
             self.close(CloseReason.CONNECTION_BROKEN, error)

@@ -52,7 +52,7 @@ class IdempotentProducer:
 
     async def unthrottled_identity(self) -> tuple[int, int] | None:
         """Return the identity when the throttle time of a quota is over; None if that takes longer than a write may."""
-        return await self.identity() if await self.throttle.ends(self._timeout_s) else None
+        return await self.identity() if await self.throttle.wait_until_over(self._timeout_s) else None
 
     @property
     def throttled_s(self) -> float:
@@ -89,7 +89,7 @@ class IdempotentProducer:
         batch.
         """
         async with self._sending:
-            if not await self.throttle.ends(self._timeout_s):
+            if not await self.throttle.wait_until_over(self._timeout_s):
                 why = self._cluster.failed("produce", "the throttle time is longer than a write may take")
                 self._trouble.add(why, producer=self._name, quota=self.throttle.quota)
                 return [NOT_SENT] * len(records)

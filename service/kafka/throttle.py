@@ -32,7 +32,7 @@ class Throttle:
             return ""
         return f"Kafka throttles this client by {self._ms} ms: raise the quota of its user or client id"
 
-    async def ends(self, within_s: float) -> bool:
+    async def wait_until_over(self, within_s: float) -> bool:
         """Wait for the end of the throttle time, for `within_s` seconds at most; return whether it is over.
 
         A request that is sent earlier is read only then, and may still be read when its connection was given up.

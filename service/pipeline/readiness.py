@@ -47,8 +47,8 @@ class Readiness:
         return self._store.newer or self._pool.newer
 
     @property
-    def ends(self) -> Exception | None:
-        """Why this process must end: data of a newer release, or at its start a refused setting; None for nothing.
+    def fatal(self) -> Exception | None:
+        """Why this process must end: data of a newer release, or at its start a refused setting; None for neither.
 
         A service that was ready stays: the brokers' setting has changed, and may change back.
         """

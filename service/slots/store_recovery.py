@@ -118,8 +118,8 @@ class CurrentStore:
         """The number of the settled generation; 0, which no generation has, if the store is not settled."""
         return 0 if self.generation is None else self.generation.number
 
-    def not_up(self, error: Exception) -> None:
-        """Show why the start has not come so far that the store is settled."""
+    def note_failed_start(self, error: Exception) -> None:
+        """Show in `status` why the last attempt of the start, before the store is settled, has failed."""
         self.status = f"starting: {str(error) or type(error).__name__}"
 
     def lost(self, generation: StoreGeneration) -> None:
