@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest.mock import AsyncMock
 
 import pytest
@@ -34,13 +34,18 @@ def _collector() -> Iterator[None]:
     gc.unfreeze()
 
 
+def service_with(give_up: Callable[[SettingsError], None] = lambda _: None) -> Service:
+    """Make a service without rules; `give_up` gets the error that ends its start."""
+    rules = Rules()
+    return Service(Settings(), rules, Schemas(rules), Telemetry(), give_up)
+
+
 async def test_an_unforeseen_error_of_the_start_is_logged_and_the_start_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(service.app, "BRING_UP_PAUSE_S", 0.001)
     given_up: list[SettingsError] = []
-    rules = Rules()
-    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), given_up.append)
+    whole = service_with(given_up.append)
     whole.topics.ensure = AsyncMock(side_effect=[KafkaAway("no broker"), TypeError("odd"), None])  # type: ignore[method-assign]
     whole.keys.check = AsyncMock()  # type: ignore[method-assign]
     whole.clocks.measure = AsyncMock()  # type: ignore[method-assign]
@@ -83,8 +88,7 @@ async def test_a_longer_retention_by_rule_is_remembered_before_a_slot_is_held(
 @pytest.mark.parametrize("task", BACKGROUND)
 async def test_a_background_task_that_fails_is_logged_and_restarted(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
     """Without the sweep no deadline is answered, and without the watch its metrics do not change."""
-    rules = Rules()
-    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)
+    whole = service_with()
     works = {name: AsyncMock(side_effect=[*([KeyError("a bug")] * (name == task)), None]) for name in BACKGROUND}
     monkeypatch.setattr(whole.resolver, "sweep", works["sweep"])
     monkeypatch.setattr(whole, "_watch", works["watch"])
@@ -123,8 +127,7 @@ async def test_data_that_only_a_newer_release_reads_end_the_process_with_a_line(
     """Under another ASGI server the process stays, and accepts no request."""
     monkeypatch.setattr(service.app, "WATCH_S", 0.001)
     given_up: list[SettingsError] = []
-    rules = Rules()
-    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), given_up.append)
+    whole = service_with(given_up.append)
     who = AsyncMock(side_effect=NewerVersion("keys of version 2"))
     monkeypatch.setattr(whole.keys, "who", who)
     monkeypatch.setattr(whole.keys, "memory", AsyncMock(return_value=(0, 0)))
@@ -150,8 +153,7 @@ async def test_data_that_only_a_newer_release_reads_end_the_process_with_a_line(
 
 async def test_probes_of_one_time_share_one_question_to_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would need one more connection."""
-    rules = Rules()
-    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)
+    whole = service_with()
     asked = 0
 
     async def who() -> ServerIdentity:
@@ -176,8 +178,7 @@ async def test_probes_of_one_time_share_one_question_to_redis(monkeypatch: pytes
 async def test_an_old_reply_of_redis_is_not_compared_with_a_newer_generation(
     monkeypatch: pytest.MonkeyPatch, recovered: bool
 ) -> None:
-    rules = Rules()
-    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), lambda _: None)
+    whole = service_with()
     older, newer = StoreGeneration(1, "run/old"), StoreGeneration(2, "run/new")
     reply = asyncio.Event()
 
@@ -209,8 +210,7 @@ async def test_an_old_reply_of_redis_is_not_compared_with_a_newer_generation(
 
 async def test_a_login_that_kafka_refuses_ends_the_start() -> None:
     given_up: list[SettingsError] = []
-    rules = Rules()
-    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), given_up.append)
+    whole = service_with(given_up.append)
     whole.topics.ensure = AsyncMock(side_effect=KafkaLoginFailed("set the password"))  # type: ignore[method-assign]
     try:
         async with asyncio.timeout(5.0):
@@ -220,11 +220,10 @@ async def test_a_login_that_kafka_refuses_ends_the_start() -> None:
     assert [str(error) for error in given_up] == ["set the password"]
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, given_up: list[SettingsError]) -> Service:
+def watched(monkeypatch: pytest.MonkeyPatch, give_up: Callable[[SettingsError], None] = lambda _: None) -> Service:
     """Make a service whose Kafka and Redis answer the probes of `_watch`."""
     monkeypatch.setattr(service.app, "WATCH_S", 0.001)
-    rules = Rules()
-    whole = Service(Settings(), rules, Schemas(rules), Telemetry(), given_up.append)
+    whole = service_with(give_up)
     monkeypatch.setattr(whole.keys, "who", AsyncMock(return_value=ServerIdentity("run/repl", None)))
     monkeypatch.setattr(whole.keys, "memory", AsyncMock(return_value=(0, 0)))
     monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
@@ -234,7 +233,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, given_up: list[SettingsError]) -> S
 @pytest.mark.parametrize("part", ["store", "pool"])
 async def test_a_setting_that_kafka_refuses_ends_the_start(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     given_up: list[SettingsError] = []
-    whole = watched(monkeypatch, given_up)
+    whole = watched(monkeypatch, given_up.append)
     (whole.store if part == "store" else whole.pool).refused = KafkaRefusesSetting("set a smaller one")
     try:
         async with asyncio.timeout(5.0):
@@ -251,7 +250,7 @@ async def test_a_setting_that_kafka_refuses_later_leaves_a_running_service_unrea
 ) -> None:
     """The brokers' setting may have changed, and may change back."""
     given_up: list[SettingsError] = []
-    whole = watched(monkeypatch, given_up)
+    whole = watched(monkeypatch, given_up.append)
     whole.pool.was_ready = True
     (whole.store if part == "store" else whole.pool).refused = KafkaRefusesSetting("set a smaller one")
     memory = AsyncMock(return_value=(0, 0))
@@ -268,7 +267,7 @@ async def test_a_setting_that_kafka_refuses_later_leaves_a_running_service_unrea
 
 async def test_readiness_tells_why_the_start_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service.app, "BRING_UP_PAUSE_S", 0.001)
-    whole = watched(monkeypatch, [])
+    whole = watched(monkeypatch)
     why = "topic fencepost.ledger was not created: InvalidReplicationFactorError"
     ensure = AsyncMock(side_effect=KafkaAway(why))
     monkeypatch.setattr(whole.topics, "ensure", ensure)

@@ -1,4 +1,4 @@
-"""Pins the private names of aiokafka that the service uses, and what it counts on behind public ones.
+"""Pins the private names of aiokafka that the service uses, and the behaviour on which it relies.
 
 test_library_names.py lists the names and says why each is used.
 """
@@ -113,7 +113,7 @@ assert [name for old, new in zip(before, known()) for name in old if new.get(nam
 
 
 def test_aiokafka_s_consumer_reaches_brokers_only_by_what_the_client_replaces() -> None:
-    """What AIOKafkaClient would do by its own connections and its own request for metadata, which creates topics."""
+    """AIOKafkaClient's own methods would open other connections, and its own requests for metadata create topics."""
     modules = (consumer_module, fetcher, group_coordinator)
     used = {name for module in modules for name in re.findall(r"\b_client\.(\w+)", inspect.getsource(module))}
     replaced = {name for name in used if name in vars(BaseClient)}
