@@ -282,8 +282,8 @@ def test_a_service_whose_transaction_timeout_the_brokers_do_not_take_ends_and_na
     tmp_path: Path, secured_kafka: SecuredKafka, redis: Redis, namespace: str, may_read: bool
 ) -> None:
     """The brokers' setting is in CARELESS; the user with the ACLs of the README may not read it."""
-    timeouts = {"FENCEPOST_TRANSACTION_TIMEOUT_MS": "5001"}
-    own = {"FENCEPOST_NAMESPACE": namespace, "FENCEPOST_SLOTS": "1", "FENCEPOST_SLOTS_MAX": "1", **timeouts}
+    own = {"FENCEPOST_NAMESPACE": namespace, "FENCEPOST_SLOTS": "1", "FENCEPOST_SLOTS_MAX": "1"}
+    own["FENCEPOST_TRANSACTION_TIMEOUT_MS"] = "5001"
     environment = own | ({"FENCEPOST_KAFKA": secured_kafka.bootstrap} if may_read else secured_kafka.environment())
     secured_kafka.allow(USER, *acls_of_service(namespace, "no-topic"))
     (line,) = ended(tmp_path, "", redis.url, environment)

@@ -373,29 +373,31 @@ async def test_last_offsets_leaves_out_the_partitions_whose_leader_is_away() -> 
     assert not client.closed
 
 
-@pytest.mark.parametrize("asks", ["ends", "controller"])
-async def test_a_client_that_another_request_has_replaced_is_asked_no_more(asks: str) -> None:
+async def test_ends_are_asked_of_the_client_that_has_replaced_the_first_amid_the_call() -> None:
     client, other = Leaders(), Leaders()
     cluster = cluster_with(client)
-    client.controller = other.controller = SimpleNamespace(nodeId=1)
     sent = client.send
 
     async def send_last(node_id: int, request: Any, **_: Any) -> Any:
-        """Send a request, the last one before the client is closed."""
+        """Send requests up to the first one for offsets; after that another request has closed this client."""
         if cluster._client is other:
             raise NodeNotReadyError
         response = await sent(node_id, request)
-        if not isinstance(request, Metadata):
+        if isinstance(request, OffsetRequest):
             cluster._client = other
         return response
 
     client.send = send_last  # type: ignore[method-assign]
-    if asks == "ends":
-        assert (await cluster.last_offsets(["orders"])).ends.keys() == {("orders", 0), ("orders", 2)}
-    else:
-        client.controller, client.controllers = None, [None]
-        created = asyncio.create_task(cluster.create("orders", 1, {}))
-        await until(lambda: not client.controllers)
-        cluster._client = other
-        await asyncio.wait_for(created, 0.5)
-        assert other.asked == [1]
+    assert (await cluster.last_offsets(["orders"])).ends.keys() == {("orders", 0), ("orders", 2)}
+
+
+async def test_a_topic_is_created_by_the_client_that_has_replaced_one_without_a_controller() -> None:
+    client, other = FakeClient(), FakeClient()
+    client.controllers = [None]
+    other.controller = SimpleNamespace(nodeId=1)
+    cluster = cluster_with(client)
+    created = asyncio.create_task(cluster.create("orders", 1, {}))
+    await until(lambda: not client.controllers)
+    cluster._client = other
+    await asyncio.wait_for(created, 0.5)
+    assert (client.asked, other.asked) == ([], [1])

@@ -227,7 +227,7 @@ async def test_a_fence_that_gives_another_producer_id_keeps_the_former_one(monke
 Configs = Callable[[], Coroutine[Any, Any, Any]]
 
 
-async def told() -> Any:
+async def described() -> Any:
     return DescribeConfigsResponse_v1(
         0, [(0, "", 4, "5", [("transaction.max.timeout.ms", "5000", True, 5, False, [])])]
     )
@@ -237,21 +237,21 @@ async def forbidden() -> Any:
     return DescribeConfigsResponse_v1(0, [(ClusterAuthorizationFailedError.errno, "no", 4, "5", [])])
 
 
-async def unanswered() -> Any:
+async def unreachable() -> Any:
     raise KafkaConnectionError
 
 
-async def for_ever() -> Any:
+async def silent() -> Any:
     await asyncio.sleep(60)
 
 
 @pytest.mark.parametrize(
     ("configs", "found"),
     [
-        (told, ", 5000: set 5000 or less, or raise theirs"),
+        (described, ", 5000: set 5000 or less, or raise theirs"),
         (forbidden, ": set a smaller one, or raise theirs"),
-        (unanswered, ": set a smaller one, or raise theirs"),
-        (for_ever, ": set a smaller one, or raise theirs"),
+        (unreachable, ": set a smaller one, or raise theirs"),
+        (silent, ": set a smaller one, or raise theirs"),
     ],
 )
 @pytest.mark.parametrize("of", ["slot", "store"])
@@ -288,14 +288,6 @@ async def test_a_transaction_timeout_that_kafka_refuses_is_an_error_of_the_setti
     )
     assert asked == [[(4, "5", ["transaction.max.timeout.ms"])]]
     assert kafka.closed == (of == "slot")
-
-
-async def silent() -> None:
-    await asyncio.sleep(60)
-
-
-async def unreachable() -> None:
-    raise KafkaConnectionError
 
 
 async def refused() -> None:

@@ -187,7 +187,7 @@ class Bed:
         class Producer(FakeProducer):
             def __init__(self, cluster: object, name: str, timeout_ms: int) -> None:
                 super().__init__()
-                self.hanging = cast("Any", None)  # Settled asks nothing
+                self.hanging = cast("Any", None)  # not called by Settled
                 bed.producers.append(self)
                 self._fence = f"fence {name} {timeout_ms}"
 
