@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import struct
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import Any, Final
 import pytest
 from aiokafka import errors
 from aiokafka.protocol.admin import (
-    ApiVersionResponse_v0,
     SaslAuthenticateResponse_v1,
     SaslHandShakeResponse_v1,
 )
@@ -24,12 +22,10 @@ from service.contract import SharedSettings
 from service.kafka import connection as module
 from service.kafka.client import Client
 from service.kafka.connection import Connection
-from service.kafka.protocol import EndTxnRequest
 from service.kafka.security import Security
 from service.kafka.tokens import TokenError, TokenSource
+from tests.unit.kafka.listening_brokers import END, NODE, api_versions, client_of, frame, listening, requests_from
 
-NODE: Final = 1
-END: Final = EndTxnRequest("ns.slot.0", 7, 2, True)
 VERSIONS: Final = {3: (0, 5), 17: (0, 1), 18: (0, 0), 26: (0, 5), 36: (0, 1)}
 METADATA, HANDSHAKE, API_VERSIONS, END_TXN, AUTHENTICATE = 3, 17, 18, 26, 36
 LOGIN: Final = [HANDSHAKE, AUTHENTICATE]
@@ -53,21 +49,17 @@ class Broker:
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        try:
-            while True:
-                (size,) = struct.unpack(">i", await reader.readexactly(4))
-                message = await reader.readexactly(size)
-                key = int.from_bytes(message[:2], "big")
-                self.requests.append(key)
-                encoded = message[4:8] + self.answer(key, message).encode()
-                await asyncio.sleep(self.slow_s)
-                writer.write(struct.pack(">i", len(encoded)) + encoded)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+        async for message in requests_from(reader):
+            key = int.from_bytes(message[:2], "big")
+            self.requests.append(key)
+            answer = self.answer(key, message)
+            await asyncio.sleep(self.slow_s)
+            writer.write(frame(message, answer))
+        writer.close()
 
     def answer(self, key: int, message: bytes) -> Any:
         if key == API_VERSIONS:
-            return ApiVersionResponse_v0(0, [(api, *span) for api, span in VERSIONS.items()])
+            return api_versions(VERSIONS)
         if key == HANDSHAKE:
             return SaslHandShakeResponse_v1(self.handshake_code, ["PLAIN", "OAUTHBEARER"])
         if key == END_TXN:
@@ -106,10 +98,8 @@ class Tokens(TokenSource):
 @pytest.fixture
 async def broker() -> AsyncIterator[Broker]:
     broker = Broker()
-    server = await asyncio.start_server(broker.talk, "127.0.0.1", 0)
-    broker.port = server.sockets[0].getsockname()[1]
-    yield broker
-    server.close()
+    async with listening(broker.talk) as broker.port:
+        yield broker
 
 
 @pytest.fixture(autouse=True)
@@ -130,10 +120,9 @@ def plain(**changes: Any) -> SharedSettings:
 BEARER: Final = SharedSettings(kafka_security_protocol="SASL_PLAINTEXT", kafka_sasl_mechanism="OAUTHBEARER")
 
 
-async def client_of(broker: Broker, security: Security, **options: Any) -> Client:
+async def connected(broker: Broker, security: Security, **options: Any) -> Client:
     """Make a client whose connection to NODE is open."""
-    address = f"127.0.0.1:{broker.port}"
-    client = Client(bootstrap_servers=address, client_id="t", request_timeout_ms=2_000, security=security, **options)
+    client = client_of(broker.port, security, **options)
     client.cluster.broker_metadata = lambda node: SimpleNamespace(host="127.0.0.1", port=broker.port)
     await client.send(NODE, END)
     return client
@@ -150,7 +139,7 @@ async def until_due(connection: Connection) -> None:
 
 
 async def test_a_session_without_an_end_is_not_renewed(broker: Broker) -> None:
-    client = await client_of(broker, Security(plain()))
+    client = await connected(broker, Security(plain()))
     assert (connection_of(client).renew_at, client.has_due_session) == (math.inf, False)
     await client.renew_sessions()
     await client.close()
@@ -159,7 +148,7 @@ async def test_a_session_without_an_end_is_not_renewed(broker: Broker) -> None:
 
 async def test_a_session_is_renewed_on_the_same_connection_before_it_ends(broker: Broker) -> None:
     broker.lifetime_ms = LIFETIME_MS
-    client = await client_of(broker, Security(plain()))
+    client = await connected(broker, Security(plain()))
     connection = connection_of(client)
     await client.send(NODE, END)
     assert broker.requests == [API_VERSIONS, *LOGIN, END_TXN, END_TXN]
@@ -173,7 +162,7 @@ async def test_a_session_is_renewed_on_the_same_connection_before_it_ends(broker
 
 async def test_nothing_is_sent_amid_a_login(broker: Broker) -> None:
     broker.lifetime_ms = LIFETIME_MS
-    client = await client_of(broker, Security(plain()))
+    client = await connected(broker, Security(plain()))
     await until_due(connection_of(client))
     broker.slow_s = 0.02
     await asyncio.gather(*(client.send(NODE, END) for _ in range(5)))
@@ -183,7 +172,7 @@ async def test_nothing_is_sent_amid_a_login(broker: Broker) -> None:
 
 async def test_a_session_of_a_transaction_is_renewed_only_between_two_or_at_its_end(broker: Broker) -> None:
     broker.lifetime_ms = LIFETIME_MS
-    client = await client_of(broker, Security(plain()), renews_on_use=False)
+    client = await connected(broker, Security(plain()), renews_on_use=False)
     connection = connection_of(client)
     await until_due(connection)
     await client.send(NODE, END)
@@ -207,7 +196,7 @@ async def test_a_renewal_that_is_refused_ends_the_connection_and_the_next_one_lo
     file = tmp_path / "password"
     file.write_text("first\n")
     security = Security(plain(secret_files={"kafka_sasl_password": str(file)}))
-    client = await client_of(broker, security)
+    client = await connected(broker, security)
     first = connection_of(client)
     file.write_text("second\n")
     await until_due(first)
@@ -232,7 +221,7 @@ async def test_an_idle_connection_whose_session_is_due_is_replaced(
 ) -> None:
     """It may be dead, and a probe would end it, if its session has ended already."""
     broker.lifetime_ms = LIFETIME_MS
-    client = await client_of(broker, Security(plain()), renews_on_use=False)
+    client = await connected(broker, Security(plain()), renews_on_use=False)
     first = connection_of(client)
     await until_due(first)
     monkeypatch.setattr(module, "IDLE_S", 0.1)
@@ -245,7 +234,7 @@ async def test_an_idle_connection_whose_session_is_due_is_replaced(
 
 
 async def test_a_token_and_its_extensions_are_sent_as_the_mechanism_defines_it(broker: Broker) -> None:
-    client = await client_of(broker, Security(BEARER, Tokens()))
+    client = await connected(broker, Security(BEARER, Tokens()))
     await client.close()
     assert broker.logins == [b"n,,\x01auth=Bearer a.b.c\x01logicalCluster=lkc-1\x01\x01"]
 
@@ -253,12 +242,7 @@ async def test_a_token_and_its_extensions_are_sent_as_the_mechanism_defines_it(b
 async def test_a_refused_token_is_an_error_with_the_brokers_words(broker: Broker) -> None:
     """The broker answers without an error code, and tells the error when the client has replied (RFC 7628)."""
     broker.refusal = b'{"status":"invalid_token"}'
-    client = Client(
-        bootstrap_servers=f"127.0.0.1:{broker.port}",
-        client_id="t",
-        request_timeout_ms=2_000,
-        security=Security(BEARER, Tokens()),
-    )
+    client = client_of(broker.port, Security(BEARER, Tokens()))
     with pytest.raises(errors.SaslAuthenticationFailed, match="invalid_token"):
         await client.bootstrap()
     await client.close()
@@ -267,13 +251,7 @@ async def test_a_refused_token_is_an_error_with_the_brokers_words(broker: Broker
 
 async def test_a_mechanism_that_the_broker_lacks_is_an_error_that_names_what_the_broker_has(broker: Broker) -> None:
     broker.handshake_code = errors.UnsupportedSaslMechanismError.errno
-    settings = replace(plain(), kafka_sasl_mechanism="SCRAM-SHA-512")
-    client = Client(
-        bootstrap_servers=f"127.0.0.1:{broker.port}",
-        client_id="t",
-        request_timeout_ms=2_000,
-        security=Security(settings),
-    )
+    client = client_of(broker.port, Security(replace(plain(), kafka_sasl_mechanism="SCRAM-SHA-512")))
     with pytest.raises(errors.UnsupportedSaslMechanismError, match=r"SCRAM-SHA-512 .* PLAIN, OAUTHBEARER"):
         await client.bootstrap()
     await client.close()
@@ -286,7 +264,7 @@ async def test_a_renewal_waits_for_a_new_token_as_long_as_the_session_lasts(
     monkeypatch.setattr(module, "POSTPONED_S", 0.001)
     broker.lifetime_ms = LIFETIME_MS
     tokens = Tokens()
-    client = await client_of(broker, Security(BEARER, tokens))
+    client = await connected(broker, Security(BEARER, tokens))
     connection = connection_of(client)
     tokens.ready, tokens.value = False, ""
     await until_due(connection)
