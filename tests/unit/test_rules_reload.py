@@ -275,11 +275,11 @@ async def test_a_longer_retention_is_remembered_before_its_rules_hold(bed: Bed) 
     assert (len(bed.taken), bed.control.remembered) == (1, [500_000])
 
 
-async def test_an_earlier_longer_retention_is_told(bed: Bed) -> None:
-    for ttl_s, told in ((500_000, {}), (400_000, {"earlier_longest_retention_s": 500_000})):
+async def test_an_earlier_longer_retention_is_logged(bed: Bed) -> None:
+    for ttl_s, expected in ((500_000, {}), (400_000, {"earlier_longest_retention_s": 500_000})):
         bed.path.write_text(SHOP + f'[[topics]]\npattern = "orders"\nkey_ttl_s = {ttl_s}\n')
         await bed.look()
-        assert {name: bed.logged[-1][name] for name in bed.logged[-1] if name.startswith("earlier")} == told
+        assert {name: bed.logged[-1][name] for name in bed.logged[-1] if name.startswith("earlier")} == expected
     assert len(bed.taken) == 2
 
 

@@ -126,9 +126,9 @@ def test_a_wrong_setting_of_an_issuer_is_reported_with_its_line(
 ) -> None:
     with pytest.raises(SettingsError) as caught:
         Rules.parse(table(**changes), "rules.toml")
-    told = str(caught.value).splitlines()
-    assert [each.partition(f"{name}: ")[0] for each in told] == [f"rules.toml:{line}: "]
-    assert "secret" not in told[0]
+    lines = str(caught.value).splitlines()
+    assert [each.partition(f"{name}: ")[0] for each in lines] == [f"rules.toml:{line}: "]
+    assert "secret" not in lines[0]
 
 
 @pytest.mark.parametrize(

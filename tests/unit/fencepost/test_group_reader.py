@@ -301,12 +301,12 @@ async def test_another_batch_from_the_same_offset_is_waited_for(log: Log, stage:
     assert (batch.key, [record.offset for record in batch.records]) == ("g/orders/0/7", [7])
 
 
-async def test_a_group_that_was_rewound_is_told(monkeypatch: pytest.MonkeyPatch, stage: Stage) -> None:
+async def test_the_error_of_a_group_that_was_rewound_says_so(monkeypatch: pytest.MonkeyPatch, stage: Stage) -> None:
     monkeypatch.setattr(group_reader, "SETTLED_S", 0.05)
     stage.sender.failures = [failure(KeyReused)] * 10_000
-    with pytest.raises(KeyReused) as told:
+    with pytest.raises(KeyReused) as caught:
         await stage.process(10_000)
-    assert "rewound" in told.value.__notes__[0]
+    assert "rewound" in caught.value.__notes__[0]
 
 
 async def test_a_rebalance_waits_for_the_batch_in_flight(log: Log, stage: Stage) -> None:

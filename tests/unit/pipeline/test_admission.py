@@ -305,12 +305,12 @@ async def test_an_old_key_that_is_remembered_beyond_the_request_goes_on(
             await world.checks.check(event, time.monotonic())
 
 
-@pytest.mark.parametrize("told", ["by the key", "by the request"])
-async def test_a_key_that_grows_old_while_its_event_waits_is_looked_up(told: str) -> None:
+@pytest.mark.parametrize("dated", ["by the key", "by the request"])
+async def test_a_key_that_grows_old_while_its_event_waits_is_looked_up(dated: str) -> None:
     """Else its claim finds nothing, after the key has expired, and the event is written again."""
     world, made_ms = world_of_now(), NOW_MS - DAY_MS + 30_000
-    age = KeyAge(sent_ms=made_ms) if told == "by the request" else UNKNOWN_AGE
-    event = make_event("k" if told == "by the request" else old_key(NOW_MS - made_ms))
+    age = KeyAge(sent_ms=made_ms) if dated == "by the request" else UNKNOWN_AGE
+    event = make_event("k" if dated == "by the request" else old_key(NOW_MS - made_ms))
     await world.topic_metadata.get("orders", time.monotonic())
     assert not world.checks.check_now(event, age)
     assert await world.checks.check(event, time.monotonic(), age=age) is None, "nothing is written under it"
@@ -339,18 +339,18 @@ RAISED = Rules.parse(
 HOUR_MS = 3_600_000
 
 
-@pytest.mark.parametrize("told", ["by the key", "by the request", "by a source", "by a batch"])
-async def test_a_key_from_before_its_retention_grew_is_forgotten_after_the_retention_of_then(told: str) -> None:
+@pytest.mark.parametrize("dated", ["by the key", "by the request", "by a source", "by a batch"])
+async def test_a_key_from_before_its_retention_grew_is_forgotten_after_the_retention_of_then(dated: str) -> None:
     """It may have been written, and forgotten before the change or after it: a claim would write it again."""
     world = World()
 
     async def is_refused(keys: KeyChecks, made_ms: int) -> bool:
-        key, topic = old_key(NOW_MS - made_ms) if told == "by the key" else "k", "orders"
-        age = KeyAge(sent_ms=None if told == "by the key" else made_ms)
-        if told == "by a source":
+        key, topic = old_key(NOW_MS - made_ms) if dated == "by the key" else "k", "orders"
+        age = KeyAge(sent_ms=None if dated == "by the key" else made_ms)
+        if dated == "by a source":
             age = age._replace(ttl_s=400_000, source="shop")
         try:
-            if told == "by a batch":
+            if dated == "by a batch":
                 await keys.check_age_of_batch(key, event_id(key), [topic], 345_600, time.monotonic() + 5, made_ms)
             else:
                 await keys.check_age(make_event(key), time.monotonic() + 5, age)
@@ -370,7 +370,7 @@ async def test_a_key_from_before_its_retention_grew_is_forgotten_after_the_reten
     now_ms = NOW_MS + 60 * HOUR_MS
     assert not await is_refused(keys, NOW_MS + 22 * HOUR_MS), "long after the last change the new retention counts"
     world.keys.server.keys[event_id("k")] = Delivered(NOW_MS, b"f" * 8, "orders", 0, 7, NOW_MS, 345_600)
-    if told != "by the key":
+    if dated != "by the key":
         assert not await is_refused(keys, NOW_MS - 3 * HOUR_MS), "still remembered"
 
 

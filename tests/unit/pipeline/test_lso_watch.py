@@ -33,11 +33,11 @@ class Kafka:
         self.absent: set[str] = set()
         self.partitions: dict[str, int] = {}
         self.names: set[str] = {"orders"}  # the topics that the service was asked to write to
-        self.told_absent: list[Collection[str]] = []
+        self.forgotten: list[Collection[str]] = []
         self.written_by: dict[RecordCoordinates, int] = {}  # slots, by the header of a record
 
     def forget_absent(self, absent: Collection[str]) -> None:
-        self.told_absent.append(absent)
+        self.forgotten.append(absent)
 
     async def last_offsets(self, topics: Sequence[str], only: Collection[Partition] = ()) -> LastOffsets:
         self.asked.append(topics)
@@ -116,7 +116,7 @@ async def test_a_partition_of_a_topic_that_was_deleted_is_no_longer_reported(
     kafka.absent = {"orders"}
     await watch.look(BOUND_S + 5)
     assert shown(telemetry, UNKNOWN) == (0, 0)
-    assert kafka.told_absent[-1] == {"orders"}
+    assert kafka.forgotten[-1] == {"orders"}
 
 
 async def test_a_partition_that_a_topic_made_anew_does_not_have_is_no_longer_reported(

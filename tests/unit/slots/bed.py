@@ -87,7 +87,10 @@ class Kafka(FakeCluster):
         return LastOffsets({partition: Ends(end, end) for partition, end in ends.items()})
 
     async def fence(
-        self, transactional_ids: Sequence[str], transaction_timeout_ms: int, tell: Callable[[Collection[str]], None]
+        self,
+        transactional_ids: Sequence[str],
+        transaction_timeout_ms: int,
+        on_progress: Callable[[Collection[str]], None],
     ) -> None:
         self.steps.append(f"fence {' '.join(transactional_ids)}")
         await self.fencing.wait()

@@ -181,12 +181,15 @@ class _Cluster(FakeCluster):
         self._hanging = [transactional_id("fencepost", slot) for slot in hanging]
 
     async def fence(
-        self, transactional_ids: Sequence[str], transaction_timeout_ms: int, tell: Callable[[Collection[str]], None]
+        self,
+        transactional_ids: Sequence[str],
+        transaction_timeout_ms: int,
+        on_progress: Callable[[Collection[str]], None],
     ) -> None:
         assert set(self._hanging) <= set(transactional_ids)
-        tell(transactional_ids)
+        on_progress(transactional_ids)
         await asyncio.sleep(0.05)
-        tell(self._hanging)
+        on_progress(self._hanging)
         await asyncio.sleep(60)
 
 
