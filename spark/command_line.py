@@ -1,4 +1,5 @@
-"""The command lines of the job: each parser returns the options of its command (spark.settings).
+"""The command lines of the job: each parser returns the options of its command (spark.settings). An argument that is
+left out has the default of its option.
 
 On errors argparse prints a message and exits with status 2.
 """
@@ -41,8 +42,8 @@ REPAIRED_KINDS: Final = ("lost", "missing_in_sink")
 
 def parse(arguments: Sequence[str]) -> Options:
     """Parse the command line of a run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spark",
+    parser = _parser(
+        "",
         description="Audit what was delivered to Kafka against what was requested; one run, or with --follow many.",
         epilog="Exit status: 0 clean, 3 any finding (of --fail-on), 2 could not run; with --follow 0 after SIGTERM or "
         "SIGINT, 2 if it could not run. Kafka, the namespace and the key "
@@ -61,11 +62,12 @@ def parse(arguments: Sequence[str]) -> Options:
     )
     for add in (_add_audited, _add_findings, _add_webhook, _add_clean_up, _add_sinks, _add_way_of_running):
         add(parser)
-    parsed = parser.parse_args(arguments)
-    identity = dict(parsed.identity)
-    if len(identity) < len(parsed.identity):
+    given = vars(parser.parse_args(arguments))
+    expressions = given.get("identity", [])
+    identity = dict(expressions)
+    if len(identity) < len(expressions):
         parser.error("argument --identity: a topic is named twice; give one expression for each")
-    options = Options(**{**vars(parsed), "identity": identity})
+    options = Options(**{**given, "identity": identity})
     if wrong := _wrong_run(options):
         parser.error(wrong)
     return options
@@ -76,21 +78,18 @@ def _add_audited(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topics",
         type=_listed,
-        default=(),
         help="comma-separated globs of the topics to audit; default: every topic that the ledger, an answer 201, 202 "
         "or 504, or the rules name",
     )
     parser.add_argument(
         "--without-topics",
         type=_listed,
-        default=(),
         help="comma-separated globs of topics that are not audited, whatever else names them; default: none",
     )
     parser.add_argument(
         "--identity",
         action="append",
         type=_identity,
-        default=[],
         metavar="TOPIC=EXPRESSION",
         help="an idempotency key for records of a topic without Fencepost's headers: a Spark SQL expression over key, "
         "value, topic, partition, offset, timestamp and headers; may be given once for each topic",
@@ -101,13 +100,11 @@ def _add_audited(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace-s",
         type=_integer(0, SECONDS_MOST),
-        default=Options.grace_s,
         help="how long after all timeouts a missing record is still expected",
     )
     parser.add_argument(
         "--window-h",
         type=_integer(1, HOURS_MOST),
-        default=Options.window_h,
         help="how many hours back the report's window begins",
     )
     parser.add_argument(
@@ -131,14 +128,12 @@ def _add_findings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fail-on",
         type=_listed,
-        default=(),
         metavar="KINDS",
         help="comma-separated kinds of findings, or severities (error, warning, information), that make the exit "
         "status 3; default: all",
     )
     parser.add_argument(
         "--silences",
-        default="",
         metavar="FILE",
         help="a TOML file of known findings, each with a time and a reason: until then exit status, metrics and "
         "the counts of the report leave the finding out",
@@ -149,26 +144,22 @@ def _add_webhook(parser: argparse.ArgumentParser) -> None:
     """Add where new findings are sent."""
     parser.add_argument(
         "--webhook",
-        default="",
         metavar="URL",
         help="where to POST new findings, each once; @FILE for a file with the URL, which may be a secret",
     )
     parser.add_argument(
         "--webhook-secret",
-        default="",
         metavar="FILE",
         help="a file with the secret by which each request is signed, as Standard Webhooks has it (whsec_ and base64)",
     )
     parser.add_argument(
         "--webhook-format",
         choices=(JSON, SLACK),
-        default=Options.webhook_format,
         help="the body: a JSON document, or a message of Slack",
     )
     parser.add_argument(
         "--webhook-after",
         type=_integer(1, RUNS_MOST),
-        default=Options.webhook_after,
         metavar="RUNS",
         help="send a finding when so many runs in a row had it",
     )
@@ -197,7 +188,6 @@ def _add_sinks(parser: argparse.ArgumentParser) -> None:
     """Add which sinks are compared, and how much of them."""
     parser.add_argument(
         "--sinks",
-        default="",
         metavar="FILE",
         help="a TOML file with [[sinks]] tables, in place of those in FENCEPOST_RULES",
     )
@@ -221,12 +211,10 @@ def _add_way_of_running(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pause-s",
         type=_integer(PAUSE_S_LEAST, PAUSE_S_MOST),
-        default=Options.pause_s,
         help="with --follow: how long to wait after a run until the logs are listed again",
     )
     parser.add_argument(
         "--alive-file",
-        default="",
         metavar="FILE",
         help="with --follow: a local file, whose time of modification is set when a step of a run begins",
     )
@@ -247,7 +235,7 @@ def _wrong_run(options: Options) -> str:
 
 def parse_about(command: str, name: str, help: str, description: str, arguments: Sequence[str]) -> tuple[str, str]:
     """Parse the command line of `view` and `show`: return the positional argument and the lake."""
-    parser = argparse.ArgumentParser(prog=f"python -m spark {command}", description=description)
+    parser = _parser(command, description=description)
     parser.add_argument(name, help=help)
     _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
     parsed = parser.parse_args(arguments)
@@ -256,8 +244,8 @@ def parse_about(command: str, name: str, help: str, description: str, arguments:
 
 def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
     """Parse the command line of `findings`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spark findings",
+    parser = _parser(
+        "findings",
         description="List the current findings of a lake: those of the last report, or since a time.",
     )
     _add_lake(parser, "folder or URL of the Delta tables that the runs fill")
@@ -272,10 +260,9 @@ def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
     parser.add_argument(
         "--format",
         choices=(CSV, JSON, PARQUET),
-        default=JSON,
         help="json: an object for each finding, in a line of its own; csv: coordinates as JSON; parquet: into --output",
     )
-    parser.add_argument("--output", default="", help="a new folder or URL for the Parquet files")
+    parser.add_argument("--output", help="a new folder or URL for the Parquet files")
     options = FindingsOptions(**vars(parser.parse_args(arguments)))
     if (options.format == PARQUET) != bool(options.output):
         parser.error("argument --output: give it with --format parquet, and only then; other formats are printed")
@@ -284,8 +271,8 @@ def parse_findings(arguments: Sequence[str], now_ms: int) -> FindingsOptions:
 
 def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
     """Parse the command line of `rates`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spark rates",
+    parser = _parser(
+        "rates",
         description="Count records and surplus copies by topic, and how long after its acceptance an event was in its "
         "ledger record, which the commit makes visible.",
     )
@@ -302,16 +289,14 @@ def parse_rates(arguments: Sequence[str], now_ms: int) -> RatesOptions:
         now_ms,
         "only what was accepted since then: as for the command findings; default: the window of the last run",
     )
-    parser.add_argument(
-        "--format", choices=(CSV, JSON), default=JSON, help="json: an object for each row, in a line of its own"
-    )
+    parser.add_argument("--format", choices=(CSV, JSON), help="json: an object for each row, in a line of its own")
     return RatesOptions(**vars(parser.parse_args(arguments)))
 
 
 def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
     """Parse the command line of `repair`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spark repair",
+    parser = _parser(
+        "repair",
         description="Plan how to repair what the last run has found, and (--execute) do it: send lost events again, "
         "copy records that a sink lacks, write a topic without surplus copies. Without --execute nothing is sent.",
     )
@@ -323,7 +308,6 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
     parser.add_argument(
         "--bodies",
         action="append",
-        default=[],
         metavar="FILE",
         help="where the bytes of lost events are: lines as POST /events/batch takes them, each with its "
         "idempotency_key; may be given several times",
@@ -332,13 +316,12 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
         "--scope",
         dest="scopes",
         action="append",
-        default=[],
         metavar="NAME",
         help="the caller of these keys, as for fencepost key; default: none",
     )
-    parser.add_argument("--url", default="", help="address of the service that gets lost events")
-    parser.add_argument("--token-file", default="", metavar="FILE", help="a file with the caller's token")
-    parser.add_argument("--cafile", default="", metavar="FILE", help="the authorities of the service's certificate")
+    parser.add_argument("--url", help="address of the service that gets lost events")
+    parser.add_argument("--token-file", metavar="FILE", help="a file with the caller's token")
+    parser.add_argument("--cafile", metavar="FILE", help="the authorities of the service's certificate")
     parser.add_argument(
         "--new-keys",
         action="store_true",
@@ -346,17 +329,14 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
     )
     parser.add_argument(
         "--into",
-        default="",
         metavar="TOPIC",
         help="the topic that gets records that sinks lack, or the cleaned ones",
     )
-    parser.add_argument("--bodies-out", default="", metavar="FILE", help="a file for the records that sinks lack")
-    parser.add_argument(
-        "--clean", default="", metavar="TOPIC", help="write this topic to --into without surplus copies"
-    )
-    parsed = vars(parser.parse_args(arguments))
-    several = {name: tuple(parsed[name]) for name in ("bodies", "scopes")}
-    options = RepairOptions(**{**parsed, **several, "kinds": parsed["kinds"] or REPAIRED_KINDS})
+    parser.add_argument("--bodies-out", metavar="FILE", help="a file for the records that sinks lack")
+    parser.add_argument("--clean", metavar="TOPIC", help="write this topic to --into without surplus copies")
+    given = vars(parser.parse_args(arguments))
+    several = {name: tuple(given.get(name, ())) for name in ("bodies", "scopes")}
+    options = RepairOptions(**{**given, **several, "kinds": given.get("kinds") or REPAIRED_KINDS})
     if wrong := _wrong_repair(options):
         parser.error(wrong)
     return options
@@ -380,6 +360,14 @@ def _wrong_repair(options: RepairOptions) -> str:
     return ""
 
 
+def _parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a command, "" for that of a run; its result has only the arguments that are given."""
+    prog = f"python -m spark {command}".rstrip()
+    return argparse.ArgumentParser(
+        prog=prog, description=description, epilog=epilog, argument_default=argparse.SUPPRESS
+    )
+
+
 def _add_lake(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--lake", type=_without_slash, required=True, help=help)
 
@@ -389,14 +377,13 @@ def _add_topics(parser: argparse.ArgumentParser) -> None:
         "--topic",
         dest="topics",
         type=_listed,
-        default=(),
         metavar="TOPIC",
         help="comma-separated globs of topics; default: all",
     )
 
 
 def _add_kinds(parser: argparse.ArgumentParser, help: str) -> None:
-    parser.add_argument("--kind", dest="kinds", type=_listed, default=(), metavar="KIND", help=help)
+    parser.add_argument("--kind", dest="kinds", type=_listed, metavar="KIND", help=help)
 
 
 def _add_since(parser: argparse.ArgumentParser, now_ms: int, help: str) -> None:

@@ -10,11 +10,19 @@ from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 import spark.__main__
 from service.contract import SettingsError, SharedSettings
 from spark import jars
-from spark.command_line import parse
+from spark.command_line import REPAIRED_KINDS, parse, parse_findings, parse_rates, parse_repair
 from spark.errors import CannotRun
-from spark.settings import rules_of
+from spark.settings import FindingsOptions, Options, RatesOptions, RepairOptions, rules_of
 
 GIVEN = ["--lake", "l", "--report", "r"]
+
+
+def test_an_argument_that_is_left_out_has_the_default_of_its_option() -> None:
+    assert parse(GIVEN) == Options(lake="l", report="r")
+    lake = ["--lake", "l"]
+    assert parse_findings(lake, 0) == FindingsOptions(lake="l")
+    assert parse_rates(lake, 0) == RatesOptions(lake="l")
+    assert parse_repair(lake, 0) == RepairOptions(lake="l", kinds=REPAIRED_KINDS)
 
 
 def test_an_identity_is_a_topic_and_an_expression() -> None:
