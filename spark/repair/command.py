@@ -17,7 +17,7 @@ from service.contract import SharedSettings
 from spark import export
 from spark.errors import CannotRun
 from spark.reading.run_plan import Plan
-from spark.repair import clean, evidence, execution, planning, records_file
+from spark.repair import clean, evidence, execution, lost_and_missing, records_file
 from spark.repair.entries import Entry
 from spark.repair.invocation import Invocation, Outcome
 from spark.repair.layouts import Layout
@@ -72,7 +72,7 @@ def _resend(invocation: Invocation, transport: httpx.BaseTransport | None) -> Ou
         execution.finish_interrupted(invocation)
     selected = FindingsOptions(lake=options.lake, kinds=options.kinds, topics=options.topics, since_ms=options.since_ms)
     found = evidence.collected(export.selected(invocation.lake, selected))
-    made = planning.lost_events(invocation, found) + planning.missing_events(invocation, found)
+    made = lost_and_missing.lost_events(invocation, found) + lost_and_missing.missing_events(invocation, found)
     plan = invocation.plans.begin(made, Layout())
     invocation.on_progress(f"plan {plan}: {len(made)} findings")
     if options.bodies_out:
