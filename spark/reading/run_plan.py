@@ -385,7 +385,7 @@ class RunContext:
         return unread_since(self.plan, self.settings, self.last_run)
 
     @property
-    def over_hours(self) -> bool:
+    def compares_ids(self) -> bool:
         """Whether the run makes the pass over all ids, which finds copies in other hours."""
         return not self.settings.options.skip_ids
 

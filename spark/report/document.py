@@ -240,7 +240,7 @@ def _run(context: RunContext, by_kind: Mapping[str, int], kind: RunKind) -> mode
         "lake": settings.options.lake,
         "topics": plan.topics,
         "caught_up": all(log.end == log.last_stable for log in plan.logs if log.audited),
-        "ids_pass": context.over_hours,
+        "ids_pass": context.compares_ids,
         "resumed": kind.resumed,
         "finished_first": kind.finished_first,
         "recounted": kind.recounted,

@@ -20,7 +20,7 @@ def complete_rows(tables: Lake, context: RunContext, timer: StepTimer) -> None:
     before these.
     """
     first_hour = hours.text_of(context.unread_since - context.settings.longest_ttl_ms)
-    if context.over_hours:
+    if context.compares_ids:
         with timer.step("compare ids"):
             _change_ids(tables, context, first_hour)
     with timer.step("settle doubts"):

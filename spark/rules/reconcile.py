@@ -59,7 +59,7 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
     Writes the tables `rejects`, `findings` and `verdicts`, so that a process that repeats the run writes the same, and
     marks proven losses in `deliveries`.
     """
-    plan, over_hours, window_from = context.plan, context.over_hours, context.window_from
+    plan, compares_ids, window_from = context.plan, context.compares_ids, context.window_from
     evidence = classify.gather_evidence(plan, context.settings)
     balance = Balance.of(context.last_run)
     balance.delete_before(context.kept_from)
@@ -71,8 +71,8 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
             touched = hours_to_classify(rows, context, balance)
             balance.note_read_late(_read_late(rows, touched, context), plan.frozen_ms)
         with timer.step("compare ids"):
-            multi_row = _multi_row(rows if over_hours else rows.where(hours.within(touched)), cache)
-            several_hours = _several_hours(multi_row, evidence, cache) if over_hours else None
+            multi_row = _multi_row(rows if compares_ids else rows.where(hours.within(touched)), cache)
+            several_hours = _several_hours(multi_row, evidence, cache) if compares_ids else None
             touched |= _hours_to_classify_again(several_hours, balance)
         in_hours = rows.where(hours.within(touched))
         with timer.step("classify ids"):
@@ -84,19 +84,19 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
             counts = record_counts(in_hours, partitions=plan.partitions <= PARTITIONS_MAX)
             balance.replace_record_counts(touched, counts.collect() if touched else [])
         found = findings.of_logs(tables.spark, plan) + _findings_of_hours(classified, in_hours, evidence)
-        if over_hours:
+        if compares_ids:
             with timer.step("compare ids"):
                 found += _client_duplicates(rows, _first_ms(balance, window_from), evidence, cache)
                 found += _judge_per_id(several_hours, evidence, balance, cache)
         with timer.step("write findings"):
-            condition = _replaced_findings(touched, over_hours)
+            condition = _replaced_findings(touched, compares_ids)
             _write_findings(tables, context, found, condition, balance.late_hours)
         with timer.step("write verdicts"):
             _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
             of_other_hours = None if several_hours is None else several_hours.rows
             recent = _recent(rows, context.unread_since, evidence)
-            _mark_proven_lost(tables, classified, of_other_hours if over_hours else recent, plan.run)
-    balance.evidence_changed &= not over_hours
+            _mark_proven_lost(tables, classified, of_other_hours if compares_ids else recent, plan.run)
+    balance.evidence_changed &= not compares_ids
     return balance
 
 
@@ -194,7 +194,7 @@ def unchanged_balance(context: RunContext) -> Balance | None:
     balance = Balance.of(last_run)
     if balance.evidence_changed or balance.open_hours() or context.kept_from != last_run.get("kept_from", ""):
         return None
-    if context.over_hours and (balance.open_ids or last_run.get("last_pass") != last_run["run"]):
+    if context.compares_ids and (balance.open_ids or last_run.get("last_pass") != last_run["run"]):
         return None
     balance.note_late_hours(context.window_from, plan.frozen_ms)
     return balance
@@ -288,12 +288,12 @@ def _judge_per_id(
     return [findings.of_ids(suspicious, evidence, findings.IDS), cross_hour.superseded(judged_per_id)]
 
 
-def _replaced_findings(touched: set[str], over_hours: bool) -> str:
+def _replaced_findings(touched: set[str], compares_ids: bool) -> str:
     """Return the SQL condition of the findings that a run replaces."""
     replaced = [f"scope = '{findings.LOG}'"]
     if touched:
         replaced.append(f"(scope = '{findings.HOUR}' AND {hours.sql(touched)})")
-    if over_hours:
+    if compares_ids:
         replaced.append(f"scope = '{findings.IDS}'")
     return " OR ".join(replaced)
 

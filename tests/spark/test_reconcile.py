@@ -162,7 +162,7 @@ IDLE_RUN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "over_hours", "unchanged"),
+    ("changes", "compares_ids", "unchanged"),
     [
         ({}, True, True),
         ({"options": "B"}, True, False),
@@ -177,10 +177,10 @@ IDLE_RUN: dict[str, Any] = {
     ],
 )
 def test_a_run_is_unchanged_if_no_verdict_can_be_another_one(
-    changes: Mapping[str, Any], over_hours: bool, unchanged: bool
+    changes: Mapping[str, Any], compares_ids: bool, unchanged: bool
 ) -> None:
     plan, last_run = replace(IDLE_LAST, run=2), {**IDLE_RUN, **changes}
-    context = RunContext(plan, settings(skip_ids=not over_hours), IDLE_LAST, last_run)
+    context = RunContext(plan, settings(skip_ids=not compares_ids), IDLE_LAST, last_run)
     balance = unchanged_balance(context)
     assert (balance is not None) is unchanged
     assert balance is None or balance.hours == last_run["hours"]
@@ -190,7 +190,7 @@ def test_a_run_is_unchanged_if_no_verdict_can_be_another_one(
     assert unchanged_balance(replace(context, plan=read)) is None
     # An earlier version did not store whether an id with rows in several hours has an open verdict.
     earlier = {name: value for name, value in last_run.items() if name != "open_ids"}
-    assert unchanged_balance(replace(context, last_run=earlier)) is None or not over_hours
+    assert unchanged_balance(replace(context, last_run=earlier)) is None or not compares_ids
 
 
 def test_a_run_of_nothing_new_would_find_what_the_last_run_found(spark: SparkSession, tmp_path: Path) -> None:
