@@ -11,7 +11,7 @@ is written, and the process makes a run with Spark.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from service.contract import wire
 from spark import clean_up, finished_runs
@@ -20,6 +20,7 @@ from spark.finished_runs import Shown
 from spark.reading import planning, run_plan
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.reading.run_plan import LEDGER, REQUESTS, Log, Plan, RunContext
+from spark.reading.selection import known_to_the_lake_only
 from spark.report import document, publish, webhook
 from spark.rules import hourly
 from spark.rules.balance import Balance
@@ -65,7 +66,7 @@ def _carry_out(
         admin = LibrdkafkaAdmin(settings.shared)
         number = last_run["run"] + 1
         plan = planning.freeze(
-            admin, settings, last_plan, planning.clock_ms(now_ms), _discover, _topics_in_lake, number
+            admin, settings, last_plan, planning.clock_ms(now_ms), _discover, known_to_the_lake_only, number
         )
         kept_from = clean_up.kept_from(plan, last_plan, settings, last_run)
         context = RunContext(plan, settings, last_plan, last_run, (), kept_from)
@@ -114,11 +115,6 @@ def _discover(logs: Sequence[Log], names: Sequence[str]) -> set[str]:
     if any(log.role in (LEDGER, REQUESTS) and log.end > log.start for log in logs):
         raise NeedsSpark("the ledger or the journal has new records")
     return set()
-
-
-def _topics_in_lake() -> NoReturn:
-    """Raise NeedsSpark: which topics earlier runs have merged stands in the lake's tables only."""
-    raise NeedsSpark("other topics are selected")
 
 
 def checked_balance(context: RunContext, shown: Shown) -> Balance:

@@ -1,7 +1,7 @@
 """Whether a run is small, which decides how much its JVM compiles (session.SMALL_RUN_JAVA_OPTIONS).
 
-The JVM has its options before Spark can tell how much there is to do, so that librdkafka is asked. The answer is an
-estimate: by either options a run finds the same.
+The options of a JVM are set before Spark can count the records to read, so librdkafka lists the ends of the logs. The
+count is an estimate: with either options a run finds the same.
 """
 
 import json
@@ -19,7 +19,7 @@ from spark.settings import Settings
 from spark.tables import files, last_run_file
 from spark.tables.lake import SMALL_BYTES
 
-# Delta writes one for each version; Hadoop's own are hidden, and of the name of another file.
+# Delta's checksum file of a version. Those of Hadoop are hidden: `.{name}.crc` for a file.
 _CHECKSUM: Final = re.compile(r"\d{20}\.crc")
 
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, NoReturn, Protocol
+from typing import Final, Protocol
 
 from service.contract import Guarantee
 from spark import rule_table
-from spark.errors import CannotRun, NeedsSpark
+from spark.errors import CannotRun
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, BlockingTransaction, Ends, Topic, TopicPartition
 from spark.reading.log_drafts import Draft, OldestRecord, log_of, next_log
 from spark.reading.run_plan import (
@@ -28,7 +28,7 @@ from spark.reading.run_plan import (
     Plan,
     options_of,
 )
-from spark.reading.selection import Selection, TopicsInLake
+from spark.reading.selection import Selection, TopicsInLake, known_to_the_lake_only
 from spark.reading.source import Span
 from spark.settings import HOUR_MS, OFFSETS_MOST, Settings
 
@@ -113,11 +113,7 @@ def count_unread(admin: Admin, settings: Settings, last_plan: Plan | None) -> in
     only new records of ledger or journal name are not. CannotRun as in `freeze`; NeedsSpark if the selection has
     changed, so that the topics are known to the lake only.
     """
-
-    def topics_in_lake() -> NoReturn:
-        raise NeedsSpark("other topics are selected")
-
-    selection = Selection(settings, last_plan, topics_in_lake)
+    selection = Selection(settings, last_plan, known_to_the_lake_only)
     existing = set(admin.names())
     names = {name for of_role in selection.required(existing).values() for name in of_role} & existing
     if last_plan is None:

@@ -3,14 +3,20 @@
 import json
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from typing import NoReturn
 
 from service.contract import wire
-from spark.errors import CannotRun
+from spark.errors import CannotRun, NeedsSpark
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Plan, options_of
 from spark.settings import Settings, matches
 
 TopicsInLake = Callable[[], set[str]]
 """Returns the topics that ledger and journal name, by what earlier runs have merged into the lake."""
+
+
+def known_to_the_lake_only() -> NoReturn:
+    """Raise NeedsSpark in place of the topics that earlier runs have merged: those are in the lake's tables."""
+    raise NeedsSpark("other topics are selected")
 
 
 class Selection:

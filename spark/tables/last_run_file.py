@@ -92,11 +92,11 @@ def store(lake: Lake, last_run: LastRun) -> None:
     try:
         # Read first: no later run has begun if the newest plan is still this process's.
         counted = _newest(lake, _OF_SOME_RUNS)
-        commits = counted | {name: lake.own_commit(name) for name in _OF_EACH_RUN}
-        if None in commits.values():
+        newest = counted | {name: lake.own_commit(name) for name in _OF_EACH_RUN}
+        if None in newest.values():
             return
         lake.check_held()
-        files.write(lake.spark, lake.root, FILE, _text(LocalFile(last_run, commits)))
+        files.write(lake.spark, lake.root, FILE, _text(LocalFile(last_run, newest)))
     except (PySparkException, Py4JError) as error:
         _LOG.warning("%s/%s was not written, and the next run reads the tables: %s", lake.root, FILE, error)
 
@@ -113,8 +113,8 @@ def _text(stored: LocalFile) -> Iterable[str]:
 
 def _newest(lake: Lake, names: Iterable[str]) -> dict[str, str | None]:
     """Return the id of the newest commit to each of these tables; None if there is none."""
-    commits = {name: lake.newest_commit(name) for name in names}
-    return {name: None if commit is None else commit.id for name, commit in commits.items()}
+    newest = {name: lake.newest_commit(name) for name in names}
+    return {name: None if commit is None else commit.id for name, commit in newest.items()}
 
 
 def _newest_id(table: Path) -> str | None:
