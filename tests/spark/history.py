@@ -3,7 +3,7 @@
 import json
 import time
 from base64 import urlsafe_b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from struct import pack
@@ -12,6 +12,7 @@ from typing import Any
 from confluent_kafka import (
     OFFSET_BEGINNING,
     Consumer,
+    KafkaError,
     KafkaException,
     Message,
     Producer,
@@ -289,20 +290,30 @@ class History:
 
     def published(self) -> list[tuple[str, dict[str, Any] | None]]:
         """Read all records of the topic of findings, in order: key and value (None: a tombstone)."""
-        start = TopicPartition(wire.findings_topic(self.namespace), 0, OFFSET_BEGINNING)
-        consumer = Consumer({"bootstrap.servers": self.bootstrap, "group.id": "none", "enable.partition.eof": True})
-        consumer.assign([start])
         found: list[tuple[str, dict[str, Any] | None]] = []
-        while True:
-            message = consumer.poll(30)
-            assert message is not None
-            if message.error():
-                break
+        for message in self.records(wire.findings_topic(self.namespace)):
             key, value = message.key(), message.value()
             assert isinstance(key, bytes)
             found.append((key.decode(), json.loads(value) if value is not None else None))
-        consumer.close()
         return found
+
+    def records(self, topic: str) -> Iterator[Message]:
+        """Read all committed records of partition 0 of a topic, in order; KafkaException if the broker refuses, and
+        AssertionError if it does not answer."""
+        consumer = Consumer({"bootstrap.servers": self.bootstrap, "group.id": "none", "enable.partition.eof": True})
+        try:
+            consumer.assign([TopicPartition(topic, 0, OFFSET_BEGINNING)])
+            while True:
+                message = consumer.poll(TIMEOUT_S)
+                assert message is not None, f"no record and no end of {topic} within {TIMEOUT_S} s"
+                if (error := message.error()) is None:
+                    yield message
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    return
+                else:
+                    raise KafkaException(error)
+        finally:
+            consumer.close()
 
 
 def report(folder: Any) -> dict[str, Any]:

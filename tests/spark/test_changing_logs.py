@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, TopicPartition
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -358,21 +357,9 @@ def records_that_compaction_took_unread_are_a_gap_and_never_lost(stage: Changing
 def _wait_until_cleaned(history: History, topic: str, gone: set[int]) -> None:
     """Wait until none of these offsets holds a record any more."""
     deadline = time.monotonic() + 120
-    while left := gone & _offsets(history, topic):
+    while left := gone & {message.offset() for message in history.records(topic)}:
         assert time.monotonic() < deadline, f"{topic} still has {sorted(left)}"
         time.sleep(0.2)
-
-
-def _offsets(history: History, topic: str) -> set[int]:
-    consumer = Consumer({"bootstrap.servers": history.bootstrap, "group.id": "cleaned", "enable.partition.eof": True})
-    found = set()
-    try:
-        consumer.assign([TopicPartition(topic, 0, 0)])
-        while (message := consumer.poll(TIMEOUT_S)) is not None and message.error() is None:
-            found.add(message.offset() or 0)
-    finally:
-        consumer.close()
-    return found
 
 
 def foreign_records_get_ids_and_undecodable_records_are_kept(stage: ChangingStage) -> Story:
