@@ -27,7 +27,7 @@ class Shown(NamedTuple):
     `collected` is a document.Collected, `revised` are the counts of verdict_history.Revisions. A later report shows the
     same if its window begins at or after `since_ms`, and not after `until_ms` (None: whenever it begins), and if
     `judged_by` is the same (document.judged_by). `published`: whether the topic of findings has these. `cleaned_ms` is
-    when the plan of the run was frozen that cleaned the lake up by the options `clean_up`, 0 if that run did not.
+    when the plan of the run was frozen, if the run has cleaned the lake up by the options `clean_up`, else 0.
     """
 
     collected: dict[str, Any]

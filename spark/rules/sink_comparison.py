@@ -174,7 +174,7 @@ class Comparison:
         return start - margin_ms, start + HOUR_MS + margin_ms
 
     def _in_topics(self) -> Column:
-        """Check whether a record is of the sink's topics, without the quarantine topics: these have refused events."""
+        """Check whether a record is of the sink's topics (`topics_of`)."""
         return F.col("topic").isin(*self.topics)
 
     def _records(self, due: Iterable[str]) -> DataFrame:

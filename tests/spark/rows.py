@@ -65,7 +65,7 @@ def answer(status: int, offset: int | None = None, *, at: int = NOW_MS, **more: 
 
 def ids(named: Mapping[str, Sequence[Any]]) -> list[Any]:
     """Evidence of several ids: each list gets an id that is made from its name."""
-    return [{**one, "id": name.encode().ljust(16)[:16]} for name, evidence in named.items() for one in evidence]
+    return [{**one, "id": id_bytes(name)} for name, evidence in named.items() for one in evidence]
 
 
 def _names(ddl: str) -> list[str]:
@@ -89,6 +89,11 @@ def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any)
 def states(spark: SparkSession, named: Mapping[str, Sequence[Any]]) -> DataFrame:
     """Reduce and gather evidence of several ids to deliveries.GATHERED."""
     return deliveries.gathered(reduced(spark, ids(named)))
+
+
+def id_bytes(name: str) -> bytes:
+    """Make an id from a name; `name_of` returns the name."""
+    return name.encode().ljust(16)[:16]
 
 
 def name_of(id: bytes) -> str:

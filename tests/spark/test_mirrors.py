@@ -21,7 +21,7 @@ from spark.reading.run_plan import DATA, UNWANTED, Plan
 from spark.rules import mirrors, sink_verdicts
 from spark.tables.lake import Lake
 from tests.spark.history import History
-from tests.spark.rows import HOUR_MS
+from tests.spark.rows import HOUR_MS, id_bytes
 from tests.spark.test_classify import log as log_of
 from tests.spark.warehouse import BEGIN_MS, FROZEN_MS, LATE_S, MINUTE_MS, SETTLE_MS, Warehouse, counts, event
 from tests.spark.world import FOREVER
@@ -192,7 +192,7 @@ class Mirror(Warehouse):
     def copy(self, *names: str, at: int = BEGIN_MS) -> None:
         """Append a record of each event, with the header and the timestamp of the event's own record."""
         for name in names:
-            header = wire.Stamp(name.encode().ljust(16)[:16], b"f" * 8, at, 0, 10, 0, "a:1").encode()
+            header = wire.Stamp(id_bytes(name), b"f" * 8, at, 0, 10, 0, "a:1").encode()
             headers = [(wire.STAMP_HEADER, header)]
             self.history.raw(self.history.plain, self.topic, b"{}", headers=headers, timestamp=at)
 

@@ -17,7 +17,7 @@ from spark.settings import Settings
 from spark.tables import schemas
 from spark.tables.lake import Lake
 from tests.spark import delta_files
-from tests.spark.rows import HOUR_MS, NOW_MS, copy, entry, name_of, reduced
+from tests.spark.rows import HOUR_MS, NOW_MS, copy, entry, id_bytes, name_of, reduced
 from tests.spark.test_classify import log, settings
 
 BEGIN_MS: Final = NOW_MS // HOUR_MS * HOUR_MS
@@ -36,7 +36,7 @@ SinkRow = tuple[str, int, int | None]
 
 def event(name: str, offset: int, at: int = BEGIN_MS, **more: Any) -> list[Any]:
     """A record with its ledger entry."""
-    id = name.encode().ljust(16)[:16]
+    id = id_bytes(name)
     return [copy(offset, at=at, key=name, id=id, **more), entry(offset, at=at, id=id, **_place(more))]
 
 
@@ -45,7 +45,7 @@ def _place(more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def id_of(name: str) -> str:
-    return name.encode().ljust(16)[:16].hex()
+    return id_bytes(name).hex()
 
 
 class Warehouse:
