@@ -8,14 +8,27 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import Rules, SharedSettings
+from service.contract import Rules
 from spark.reading import decode
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Log, LogGap, OffsetGuarantee, Plan
 from spark.rules import causes, findings
 from spark.rules.classify import LogEvidence, classify, classify_clean, gather_evidence
-from spark.settings import OFFSETS_MOST, Options, Settings
+from spark.settings import OFFSETS_MOST, Settings
 from spark.tables import deliveries
-from tests.spark.rows import HOUR_MS, NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
+from tests.spark import fake_cluster
+from tests.spark.rows import (
+    FAR_FUTURE_MS,
+    HOUR_MS,
+    NOW_MS,
+    TTL_MS,
+    answer,
+    copy,
+    entry,
+    ids,
+    name_of,
+    reduced,
+    states,
+)
 
 FROZEN_MS = NOW_MS + HOUR_MS
 SETTLED, FRESH = NOW_MS, FROZEN_MS - 1000
@@ -79,17 +92,13 @@ def plan(*logs: Log) -> Plan:
 
 
 def settings(**options: Any) -> Settings:
-    rules = Rules.parse('[[topics]]\npattern = "telemetry*"\nguarantee = "idempotent"')
-    return Settings(shared=SharedSettings(), options=Options(lake="l", report="r", **options), rules=rules)
+    return fake_cluster.settings('[[topics]]\npattern = "telemetry*"\nguarantee = "idempotent"', **options)
 
 
 OTHER = (1, 20, 0, "b:1")
 
 # The end of a log when all claims on it were read.
 ENDED = {("proven", 0): 100, ("compact", 0): 100, ("passed", 0): 50}
-
-# A time in 2096; `observed_ms` is the time of the run that read the record.
-FAR_FUTURE_MS = 4_000_000_000_000
 
 CASES: dict[str, tuple[Sequence[Any], str | None, set[str], str | None]] = {
     # name: evidence, category, outcomes of claims without a record, phantom
