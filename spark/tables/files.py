@@ -29,7 +29,7 @@ def local_folder(url: str) -> Path | None:
 
 
 def may_be_elsewhere(environ: Mapping[str, str]) -> bool:
-    """Check for variables by which Spark is running already, or by which its default file system may not be the local
+    """Check for an environment in which Spark runs already, or has a default file system that may not be the local
     one."""
     return any(environ.get(name) for name in ("PYSPARK_GATEWAY_PORT", "HADOOP_CONF_DIR"))
 
