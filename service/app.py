@@ -32,7 +32,9 @@ from service.http.token_callers import CurrentTokenCallers
 from service.kafka.admin import KafkaAdmin
 from service.kafka.listing import TopicLister
 from service.kafka.security import Security
+from service.kafka.topic_admin import TopicAdmin
 from service.kafka.topics import READ_TOPICS_MAX, InternalTopics, TopicMetadataCache
+from service.kafka.transaction_admin import TransactionAdmin
 from service.pipeline.admission import Admission
 from service.pipeline.checks import EventChecks
 from service.pipeline.clocks import Clocks
@@ -85,13 +87,16 @@ class Service:
         self._own_topics_trouble = Incident(log, "own topics changed: events may be lost or written twice")
         self.cluster = _cluster_of(settings, telemetry)
         self.keys = _keys_of(settings, telemetry)
-        self.topics = InternalTopics(self.cluster, settings, rules.longest_ttl_s)
-        self.topic_metadata = TopicMetadataCache(self.cluster)
+        topic_admin, transactions = TopicAdmin(self.cluster), TransactionAdmin(self.cluster)
+        self.topics = InternalTopics(topic_admin, settings, rules.longest_ttl_s)
+        self.topic_metadata = TopicMetadataCache(topic_admin)
         # The topics of positions: they are not written to, so the LSO watch does not ask for them.
-        self.read_topics = TopicMetadataCache(self.cluster, READ_TOPICS_MAX)
-        self.topic_lister = TopicLister(self.cluster.list_topics, self.cluster.describe)
+        self.read_topics = TopicMetadataCache(topic_admin, READ_TOPICS_MAX)
+        self.topic_lister = TopicLister(topic_admin.list_topics, topic_admin.describe)
         self.control = Control(self.cluster, self.topics.control, settings.name, settings.key_ttl_s)
-        self.store = CurrentStore(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
+        self.store = CurrentStore(
+            self.cluster, transactions, self.keys, self.control, self.topics, settings, self.telemetry
+        )
         self.queue = Queue(settings)
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
         self.clocks = Clocks(self.cluster, self.keys, self.topics.requests, settings.name)
@@ -121,10 +126,13 @@ class Service:
             self.tracing,
             self.clocks.kafka.now_ms,
         )
-        recovery = SlotRecovery(self.cluster, self.keys, self.control, self.topics, settings, self.telemetry)
+        recovery = SlotRecovery(
+            self.cluster, transactions, self.keys, self.control, self.topics, settings, self.telemetry
+        )
         self.pool = Pool(
             settings,
             self.cluster,
+            transactions,
             self.keys,
             self.store,
             recovery,
@@ -138,7 +146,7 @@ class Service:
         self.rates = Rates(self.keys, lambda: self.pool.members)
         self.tokens = CurrentTokenCallers(rules, telemetry, self.rates)
         self.lso_watch = LsoWatch(
-            settings, self.cluster, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
+            settings, transactions, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
         )
         self.readiness = Readiness(self.cluster, self.keys, self.store, self.pool, self.admission, self.clocks)
         self._show_states()

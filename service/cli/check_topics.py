@@ -7,7 +7,7 @@ from service.cli.check_brokers import MIN_ISR, REPLICAS, UNCLEAN_ELECTION
 from service.cli.finding import Finding, Level, grouped, judged
 from service.core.settings import EVENT_BYTES_MAX
 from service.kafka.acl_inspector import ClusterSnapshot, VisibleTopic
-from service.kafka.admin import Topic
+from service.kafka.topic_admin import Topic
 from service.kafka.topics import OWN_MESSAGE_BYTES, InternalTopics
 
 # The audit runs hourly, and a failed run is noticed and repeated within a day.

@@ -23,7 +23,7 @@ from service.cli import (
 from service.cli.check_clocks import ClockOffset
 from service.cli.check_redis import Rate
 from service.cli.finding import Finding, Level
-from service.cli.parts import acl_inspector, keys_view
+from service.cli.parts import kafka_admin, keys_view
 from service.cli.redis_view import KeysView
 from service.contract import Rules
 from service.contract.wire import (
@@ -38,11 +38,12 @@ from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.core.redis_address import kind_of
 from service.core.settings import Settings
 from service.kafka.acl_inspector import AclInspector, ClusterSnapshot, Operation
-from service.kafka.admin import Topic
+from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.reader import high_watermarks, offsets_since, read_between
 from service.kafka.records import Record, RecordMetadata
+from service.kafka.topic_admin import Topic, TopicAdmin
 from service.kafka.topics import InternalTopics
 
 # The period over which the ledger's growth is measured, and the records of each partition that are sampled for it.
@@ -77,7 +78,7 @@ def rules_file(settings: Settings, rules: Rules) -> list[Finding]:
 
 async def examine(settings: Settings, rules: Rules, rate: float | None = None, now: Now = now_ms) -> list[Finding]:
     """Run all checks; one finding for each. `rate` is in events/s, measured from the ledger if not given."""
-    async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
+    async with kafka_admin(settings) as kafka, keys_view(settings) as keys:
         findings, measured = await _kafka(kafka, settings, rules, now)
         known = Rate(rate, "as given") if rate is not None else measured
         findings += await _redis(keys, settings, known, now)
@@ -87,35 +88,36 @@ async def examine(settings: Settings, rules: Rules, rate: float | None = None, n
 # ----------------------------------------------------------------------------------------------------------- Kafka
 
 
-async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now) -> tuple[list[Finding], Rate | None]:
-    internal = InternalTopics(kafka, settings, rules.longest_ttl_s)
+async def _kafka(kafka: KafkaAdmin, settings: Settings, rules: Rules, now: Now) -> tuple[list[Finding], Rate | None]:
+    inspector, topics = AclInspector(kafka), TopicAdmin(kafka)
+    internal = InternalTopics(topics, settings, rules.longest_ttl_s)
     own = [internal.ledger, internal.requests, internal.control]
     findings = await check_login.examine(settings, kafka.security.tokens)
     if any(finding.level is Level.ERROR for finding in findings):
         return findings, None
     try:
         of_groups = [OFFSETS_TOPIC] if check_access.has_groups(rules) else []
-        snapshot = await kafka.snapshot([*own, *check_access.names_of_rules(rules), *of_groups])
+        snapshot = await inspector.snapshot([*own, *check_access.names_of_rules(rules), *of_groups])
         findings.append(Finding("kafka.reachable", Level.OK, f"{settings.kafka} answers"))
         findings += check_brokers.brokers(snapshot)
         reached = [node.id for node in snapshot.nodes if not node.why_not]
         if not reached:
             return findings, None
-        found = {node: values for node in reached if (values := await kafka.settings_of(node)) is not None}
+        found = {node: values for node in reached if (values := await inspector.settings_of(node)) is not None}
         findings += check_brokers.broker_settings(
             found, settings, topics_there=all(name in snapshot.topics for name in own)
         )
         findings += check_brokers.transaction_log(snapshot, found)
-        releases = {node: await kafka.metadata_version_of(node) for node in reached}
+        releases = {node: await inspector.metadata_version_of(node) for node in reached}
         findings += check_brokers.releases(releases)
-        levels = {node: await kafka.transaction_version_of(node) for node in reached}
+        levels = {node: await inspector.transaction_version_of(node) for node in reached}
         findings += check_brokers.transactions(levels, releases, settings.kafka_transactions)
-        versions = {node: await kafka.versions_of(node) for node in reached}
+        versions = {node: await inspector.versions_of(node) for node in reached}
         findings += check_brokers.transaction_markers(versions)
-        findings += await _access(kafka, settings, snapshot, own)
+        findings += await _access(inspector, settings, snapshot, own)
         if of_groups:
-            findings += await _groups(kafka, settings, rules, snapshot)
-        findings += await _topics(kafka, settings, rules, snapshot, internal, own)
+            findings += await _groups(inspector, settings, rules, snapshot)
+        findings += await _topics(topics, settings, rules, snapshot, internal, own)
         if settings.rules and _may(snapshot, internal.control, Operation.READ):
             before_s = await remembered_retention(kafka, internal.control)
             findings += check_topics.retention(before_s, internal.longest_ttl_s, settings.key_ttl_s)
@@ -130,22 +132,26 @@ async def _kafka(kafka: AclInspector, settings: Settings, rules: Rules, now: Now
         return [*findings, Finding("kafka.reachable", Level.ERROR, str(error), change)], None
 
 
-async def _access(kafka: AclInspector, settings: Settings, snapshot: ClusterSnapshot, own: list[str]) -> list[Finding]:
+async def _access(
+    inspector: AclInspector, settings: Settings, snapshot: ClusterSnapshot, own: list[str]
+) -> list[Finding]:
     absent = [name for name in own if name not in snapshot.topics and name not in snapshot.hidden]
-    creatable = {name: await kafka.may_create(name) for name in absent}
+    creatable = {name: await inspector.may_create(name) for name in absent}
     ledger = snapshot.topics.get(own[0])
     grows = ledger is not None and ledger.partitions < settings.slots_max
     slots = sorted({0, settings.slots_max - 1})
-    may = {slot: await kafka.may_produce_as(transactional_id(settings.namespace, slot)) for slot in slots}
+    may = {slot: await inspector.may_produce_as(transactional_id(settings.namespace, slot)) for slot in slots}
     return [
         *check_access.own_topics_allowed(snapshot, own, creatable, grows),
         *check_access.slots_allowed(may, settings.namespace),
     ]
 
 
-async def _groups(kafka: AclInspector, settings: Settings, rules: Rules, snapshot: ClusterSnapshot) -> list[Finding]:
+async def _groups(
+    inspector: AclInspector, settings: Settings, rules: Rules, snapshot: ClusterSnapshot
+) -> list[Finding]:
     groups = [*check_access.groups_of_rules(rules), check_access.group_of_slots(settings.namespace)]
-    may = {group: await kafka.may_with_group(group) for group in groups}
+    may = {group: await inspector.may_with_group(group) for group in groups}
     return [
         *check_access.groups_allowed(may, settings.namespace),
         *check_access.offsets_topic_allowed(snapshot),
@@ -153,7 +159,7 @@ async def _groups(kafka: AclInspector, settings: Settings, rules: Rules, snapsho
 
 
 async def _topics(
-    kafka: AclInspector,
+    topics: TopicAdmin,
     settings: Settings,
     rules: Rules,
     snapshot: ClusterSnapshot,
@@ -161,23 +167,23 @@ async def _topics(
     own: list[str],
 ) -> list[Finding]:
     theirs = check_access.data_topics(snapshot, rules, internal)
-    ours = await _described(kafka, [name for name in own if name in snapshot.topics])
+    ours = await _described(topics, [name for name in own if name in snapshot.topics])
     return [
         *check_topics.own_topics(ours, internal, snapshot, settings.slots_max),
         *check_access.data_topics_allowed(snapshot, theirs, rules),
-        *check_topics.data_topic_settings(await _described(kafka, list(theirs)), theirs, rules.quarantine_topics),
+        *check_topics.data_topic_settings(await _described(topics, list(theirs)), theirs, rules.quarantine_topics),
     ]
 
 
-async def _described(kafka: AclInspector, names: list[str]) -> Mapping[str, Topic]:
-    return await kafka.describe(names) if names else {}
+async def _described(topics: TopicAdmin, names: list[str]) -> Mapping[str, Topic]:
+    return await topics.describe(names) if names else {}
 
 
 def _may(snapshot: ClusterSnapshot, topic: str, operation: Operation) -> bool:
     return topic in snapshot.topics and operation in snapshot.topics[topic].may
 
 
-async def remembered_retention(kafka: AclInspector, control: str) -> int | None:
+async def remembered_retention(kafka: KafkaAdmin, control: str) -> int | None:
     """Find the longest retention of keys that the control topic remembers, in seconds, 0 for none.
 
     None if the topic has no record. Raises KafkaAway.
@@ -192,7 +198,7 @@ async def remembered_retention(kafka: AclInspector, control: str) -> int | None:
     return longest_s
 
 
-async def ledger_rate(kafka: AclInspector, ledger: str, partitions: int, now: float) -> Rate | None:
+async def ledger_rate(kafka: KafkaAdmin, ledger: str, partitions: int, now: float) -> Rate | None:
     """Estimate events a second: the ledger's growth over GROWTH_S, times the events in a sample of its last records.
 
     None if the ledger did not grow. Raises KafkaAway.
@@ -217,7 +223,7 @@ async def ledger_rate(kafka: AclInspector, ledger: str, partitions: int, now: fl
     return Rate(round(rate, 3), f"measured over {GROWTH_S // 60} minutes") if events else None
 
 
-async def _brokers_clock(kafka: AclInspector, settings: Settings, requests: str, now: Now) -> Finding:
+async def _brokers_clock(kafka: KafkaAdmin, settings: Settings, requests: str, now: Now) -> Finding:
     """Check a broker's clock by the timestamp (LogAppendTime) of a journal record without answers."""
     producer = IdempotentProducer(kafka, "doctor")
     record = Record(requests, 0, None, encode_answers(settings.name, []), [], int(now()))

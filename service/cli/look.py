@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from service.claims.keys import Found
 from service.claims.states import Claimed, Delivered, DeliveredBatch
-from service.cli.parts import acl_inspector, keys_view
+from service.cli.parts import kafka_admin, keys_view
 from service.cli.redis_view import SlotView
 from service.contract.wire import (
     Begin,
@@ -19,8 +19,9 @@ from service.contract.wire import (
     ledger_topic,
 )
 from service.core.settings import Settings
-from service.kafka.acl_inspector import AclInspector
+from service.kafka.admin import KafkaAdmin
 from service.kafka.reader import high_watermarks, offsets_since, read_between
+from service.kafka.topic_admin import TopicAdmin
 from service.slots.hanging_recovery import CLOCKS_APART_MS
 
 # Offsets to search from `freed` on: the begin record is the first record of its term.
@@ -72,8 +73,8 @@ class SlotsView:
 async def slots(settings: Settings) -> SlotsView:
     """Read the state of all slots. Raises KafkaAway, StoreAway and StoreUnanswered."""
     ledger = ledger_topic(settings.namespace)
-    async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
-        count = (await kafka.partitions([ledger])).get(ledger, 0)
+    async with kafka_admin(settings) as kafka, keys_view(settings) as keys:
+        count = (await TopicAdmin(kafka).partitions([ledger])).get(ledger, 0)
         if not count:
             return SlotsView((await keys.who()).store, None, [])
         until = await high_watermarks(kafka, ledger, range(count))
@@ -86,7 +87,7 @@ async def slots(settings: Settings) -> SlotsView:
 
 
 async def _begins(
-    kafka: AclInspector, ledger: str, freed: Mapping[int, int], until: Mapping[int, int]
+    kafka: KafkaAdmin, ledger: str, freed: Mapping[int, int], until: Mapping[int, int]
 ) -> dict[int, tuple[Begin, int]]:
     """Find the newest begin record at or soon after `freed` of each slot, and its offset, the term."""
     spans = {slot: (offset, min(until[slot], offset + BEGIN_WITHIN)) for slot, offset in freed.items()}
@@ -220,7 +221,7 @@ async def key(
     `longest_ttl_s` is the longest retention of keys by a rule, in seconds, 0 without any. `on_progress` is called with
     the numbers of records read and to be read. Raises KafkaAway, StoreAway and StoreUnanswered.
     """
-    async with acl_inspector(settings) as kafka, keys_view(settings) as keys:
+    async with kafka_admin(settings) as kafka, keys_view(settings) as keys:
         identity = await keys.who()
         if identity.generation is None or identity.generation.store != identity.store:
             found, store = Found(None), "Redis holds no generation: it may lack keys"
@@ -231,11 +232,11 @@ async def key(
 
 
 async def _written(
-    kafka: AclInspector, settings: Settings, id: bytes, since_ms: int, on_progress: Callable[[int, int], None]
+    kafka: KafkaAdmin, settings: Settings, id: bytes, since_ms: int, on_progress: Callable[[int, int], None]
 ) -> tuple[list[CommittedAt], list[OffsetsAt]]:
     """Find the ledger entries of an id since a time, in ms, and the offsets of a consumer group under the id."""
     ledger = ledger_topic(settings.namespace)
-    count = (await kafka.partitions([ledger])).get(ledger, 0)
+    count = (await TopicAdmin(kafka).partitions([ledger])).get(ledger, 0)
     if not count:
         return [], []
     until = await high_watermarks(kafka, ledger, range(count))

@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 from service.cli.redis_view import KeysView
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
-from service.kafka.acl_inspector import AclInspector
+from service.kafka.admin import KafkaAdmin
 from service.kafka.security import Security
 
 
 @asynccontextmanager
-async def acl_inspector(settings: Settings) -> AsyncIterator[AclInspector]:
+async def kafka_admin(settings: Settings) -> AsyncIterator[KafkaAdmin]:
     """Make a client of Kafka, and close it at the end."""
-    client = AclInspector(
+    client = KafkaAdmin(
         settings.kafka,
         client_id=f"fencepost-look-{settings.name}",
         request_timeout_ms=settings.request_timeout_ms,

@@ -22,8 +22,8 @@ from service.events.base64_text import decode_base64
 from service.events.key_time import made_at_ms
 from service.events.schema_refs import Encoded, Encoding
 from service.events.strict_json import TOO_DEEP, check_json, in_thread, not_json, strictly
-from service.kafka.admin import Topic
 from service.kafka.partitioner import partition_of_key
+from service.kafka.topic_admin import Topic
 
 HEADERS_MAX: Final = 100
 # The JSON of one event: enough for the largest value in base64 and its names.

@@ -1,8 +1,7 @@
 """Read-only queries for `fencepost doctor`: brokers, topics, their settings, and the ACLs of the caller."""
 
 import asyncio
-import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from io import BytesIO
@@ -28,8 +27,9 @@ from aiokafka.protocol.types import (
 )
 
 from service.core.problems import KafkaAway
-from service.kafka.admin import BROKER_RESOURCE, KafkaAdmin, any_node, coordinator
-from service.kafka.metadata import Metadata, partitions_of
+from service.kafka.admin import UNANSWERED, KafkaAdmin
+from service.kafka.connection import UNREACHABLE, Connection
+from service.kafka.metadata import BROKER_RESOURCE, Metadata, partitions_of
 from service.kafka.protocol import ApiVersionsRequest, EndTxnRequest, Features
 
 # No producer has this id. A request under this id is refused, but Kafka checks the caller's ACLs first.
@@ -79,8 +79,11 @@ class ClusterSnapshot:
     hidden: frozenset[str]
 
 
-class AclInspector(KafkaAdmin):
-    """A read-only admin client. Every call raises KafkaAway where Kafka does not answer."""
+class AclInspector:
+    """Asks what the caller may see and do, and changes nothing. Every call raises KafkaAway without an answer."""
+
+    def __init__(self, admin: KafkaAdmin) -> None:
+        self._admin = admin
 
     async def snapshot(self, asked: Collection[str] = ()) -> ClusterSnapshot:
         """List brokers and topics, without creating any; no topics where no broker's advertised address is reached.
@@ -90,9 +93,9 @@ class AclInspector(KafkaAdmin):
         nodes = await self._nodes()
         if all(node.why_not for node in nodes):
             return ClusterSnapshot(nodes, {}, frozenset())
-        responses = [await self._request(Metadata(None, with_operations=True))]
+        responses = [await self._admin.request(Metadata(None, with_operations=True))]
         if asked:  # Kafka reports a topic that may not be described only to a request that names it
-            responses.append(await self._request(Metadata(list(asked), with_operations=True)))
+            responses.append(await self._admin.request(Metadata(list(asked), with_operations=True)))
         topics: dict[str, VisibleTopic] = {}
         hidden: set[str] = set()
         for topic in (tuple(row) for response in responses for row in response.topics):
@@ -106,20 +109,30 @@ class AclInspector(KafkaAdmin):
         return ClusterSnapshot(nodes, topics, frozenset(hidden))
 
     async def _nodes(self) -> tuple[Node, ...]:
-        try:
-            client = await self._connected()
-        except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise KafkaAway(f"Kafka at {self.bootstrap} does not answer: {error}") from error
+        with self._admin.failing("metadata", f"Kafka at {self._admin.bootstrap} does not answer"):
+            client = await self._admin.connected()
         brokers = sorted(client.cluster.brokers(), key=lambda broker: broker.nodeId)
-        why_not = await asyncio.gather(*(self.why_not(broker.host, broker.port) for broker in brokers))
+        why_not = await asyncio.gather(*(self._why_not(broker.host, broker.port) for broker in brokers))
         return tuple(
             Node(broker.nodeId, f"{broker.host}:{broker.port}", why)
             for broker, why in zip(brokers, why_not, strict=True)
         )
 
+    async def _why_not(self, host: str, port: int) -> str:
+        """Say why a connection to an address fails; "" where it succeeds."""
+        admin = self._admin
+        connection = Connection(host, port, admin.security, request_timeout_ms=admin.request_timeout_ms)
+        try:
+            await connection.connect()
+        except UNREACHABLE as error:
+            return str(error) or type(error).__name__
+        finally:
+            connection.close()
+        return ""
+
     async def settings_of(self, node: int) -> dict[str, str] | None:
         """Read the effective settings of a broker; None where the caller has no permission (DescribeConfigs)."""
-        response = await self._request(DescribeConfigsRequest([(BROKER_RESOURCE, str(node), None)]), node)
+        response = await self._admin.request(DescribeConfigsRequest([(BROKER_RESOURCE, str(node), None)]), node)
         ((code, _, _, _, entries),) = (tuple(resource) for resource in response.resources)
         if code != errors.NoError.errno:
             return None
@@ -127,7 +140,7 @@ class AclInspector(KafkaAdmin):
 
     async def versions_of(self, node: int) -> dict[int, int]:
         """Read the newest version of each request that a broker supports, by API key."""
-        response = await self._request(ApiVersionRequest(), node)
+        response = await self._admin.request(ApiVersionRequest(), node)
         return {key: newest for key, _, newest in (tuple(row) for row in response.api_versions)}
 
     async def metadata_version_of(self, node: int) -> int | None:
@@ -135,18 +148,18 @@ class AclInspector(KafkaAdmin):
 
         Each release has other ones. A broker that keeps its metadata in ZooKeeper tells none.
         """
-        response = await self._request(_SupportedFeatures(), node)
+        response = await self._admin.request(_SupportedFeatures(), node)
         return supported_features(response.tags.get(0, b"")).get("metadata.version")
 
     async def transaction_version_of(self, node: int) -> int:
         """Read the finalized level of transaction.version, as a broker knows it (KIP-584, KIP-890); 0 for none."""
-        features: Features = await self._request(ApiVersionsRequest(), node)
+        features: Features = await self._admin.request(ApiVersionsRequest(), node)
         return features.transaction_version
 
     async def may_create(self, topic: str) -> bool:
         """Check whether the caller may create a topic, by a CreateTopics request with validate_only."""
-        response = await self._request_controller(
-            CreateTopicsRequest([(topic, 1, -1, [], [])], self.request_timeout_ms, True)
+        response = await self._admin.request_controller(
+            CreateTopicsRequest([(topic, 1, -1, [], [])], self._admin.request_timeout_ms, True)
         )
         ((_, code, *_),) = (tuple(row) for row in response.topic_errors)
         return code not in (errors.TopicAuthorizationFailedError.errno, errors.ClusterAuthorizationFailedError.errno)
@@ -157,52 +170,46 @@ class AclInspector(KafkaAdmin):
         Write is tested by an EndTxn for a producer id that does not exist: Kafka checks the ACLs before it refuses.
         """
         refused = errors.TransactionalIdAuthorizationFailed
+        request = EndTxnRequest(transactional_id, UNKNOWN_PRODUCER_ID, 0, False)
         try:
-            async with asyncio.timeout(self.timeout_s):
-                while True:
-                    client = await self._connected()
-                    try:
-                        node = await coordinator(client, transactional_id)
-                        response = await client.send(
-                            node, EndTxnRequest(transactional_id, UNKNOWN_PRODUCER_ID, 0, False)
-                        )
-                    except refused:
-                        return frozenset()
-                    except errors.KafkaError as error:
-                        if not error.retriable:
-                            raise
-                    else:
-                        kind = errors.for_code(response.error_code)
-                        if kind is refused:
-                            return frozenset({Operation.DESCRIBE})
-                        if not kind.retriable:
-                            return frozenset({Operation.DESCRIBE, Operation.WRITE})
-                    await asyncio.sleep(0.05)
-        except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise KafkaAway(f"no coordinator for {transactional_id}: {error!r}") from error
+            response = await self._of_coordinator(transactional_id, request, lambda answer: answer.error_code)
+        except refused:
+            return frozenset()
+        if errors.for_code(response.error_code) is refused:
+            return frozenset({Operation.DESCRIBE})
+        return frozenset({Operation.DESCRIBE, Operation.WRITE})
 
     async def may_with_group(self, group: str) -> frozenset[Operation]:
         """Check what the caller may do with a consumer group, which need not exist (KIP-430)."""
+        refused = errors.GroupAuthorizationFailedError
         try:
-            async with asyncio.timeout(self.timeout_s):
-                while True:
-                    client = await self._connected()
-                    await any_node(client)  # without a known broker, coordinator_lookup fails an assertion
-                    with contextlib.suppress(errors.GroupCoordinatorNotAvailableError):
-                        node = await client.coordinator_lookup(CoordinationType.GROUP, group)
-                        response = await client.send(int(node), _DescribeGroups(group))
-                        ((code, *_, operations),) = (tuple(row) for row in response.groups)
-                        if code == errors.NoError.errno:
-                            return _operations(operations)
-                        if code == errors.GroupAuthorizationFailedError.errno:
-                            return frozenset()
-                        if not errors.for_code(code).retriable:
-                            raise errors.for_code(code)(group)
-                    await asyncio.sleep(0.05)
-        except errors.GroupAuthorizationFailedError:
+            response = await self._of_coordinator(
+                group, _DescribeGroups(group), lambda answer: answer.groups[0][0], CoordinationType.GROUP
+            )
+        except refused:
             return frozenset()
-        except (errors.KafkaError, OSError, TimeoutError) as error:
-            raise KafkaAway(f"no coordinator for group {group}: {error!r}") from error
+        ((code, *_, operations),) = (tuple(row) for row in response.groups)
+        if code == errors.NoError.errno:
+            return _operations(operations)
+        if code == refused.errno:
+            return frozenset()
+        raise KafkaAway(f"no coordinator for {group}: {errors.for_code(code).__name__}")
+
+    async def _of_coordinator(
+        self,
+        name: str,
+        request: Any,
+        code_of: Callable[[Any], int],
+        kind: CoordinationType = CoordinationType.TRANSACTION,
+    ) -> Any:
+        """Ask the coordinator of a name. Raises KafkaAway, and the two authorization errors as they are."""
+        try:
+            async with asyncio.timeout(self._admin.timeout_s):
+                return await self._admin.request_coordinator(name, request, code_of, kind)
+        except (errors.TransactionalIdAuthorizationFailed, errors.GroupAuthorizationFailedError):
+            raise
+        except UNANSWERED as error:
+            raise KafkaAway(f"no coordinator for {name}: {error!r}") from error
 
 
 def supported_features(content: bytes) -> dict[str, int]:

@@ -23,6 +23,8 @@ from aiokafka.protocol.types import (
 # A topic, and the number of a partition.
 Partition = tuple[str, int]
 
+# Types of resources with settings (ConfigResource.Type in Kafka).
+TOPIC_RESOURCE, BROKER_RESOURCE = 2, 4
 UUID_BYTES: Final = 16
 NO_ID: Final = bytes(UUID_BYTES)
 

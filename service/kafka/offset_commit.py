@@ -15,7 +15,6 @@ from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.transaction import AddOffsetsToTxnRequest
 from aiokafka.protocol.types import CompactArray, CompactString, Int16, Int32, Int64, Schema, TaggedFields
 
-from service.kafka.admin import any_node
 from service.kafka.group_offsets import (
     AWAY,
     COORDINATOR_FAILED,
@@ -29,6 +28,7 @@ from service.kafka.group_offsets import (
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.inspection import CODES_BY_TOPIC
 from service.kafka.metadata import Partition
+from service.kafka.nodes import RETRY_PAUSE_S, coordinator
 from service.kafka.open_check import OpenCheck
 from service.kafka.outcomes import (
     CONCURRENT_TRANSACTIONS,
@@ -43,7 +43,6 @@ from service.kafka.session import MARKERS_PAUSE_MOST_S, MARKERS_PAUSE_S, Produce
 
 # How long a group's coordinator may be moving or loading: the slot writes nothing else meanwhile.
 RETRY_S: Final = 1.0
-RETRY_PAUSE_S: Final = 0.02
 # Codes of a coordinator that moves or loads. It may have kept the offsets: it also names replicas that are not in sync
 # by them.
 RETRIED: Final = frozenset(
@@ -292,12 +291,11 @@ class OffsetCommit:
         session = self._session
         node = None if partition is None else session.leader(partition)
         if node is None:
-            await any_node(session.client)  # without a known broker, coordinator_lookup fails an assertion
             try:
-                node = await session.client.coordinator_lookup(CoordinationType.GROUP, request.offsets.group)
+                node = await coordinator(session.client, request.offsets.group, CoordinationType.GROUP)
             except errors.BrokerResponseError as error:
                 return {error.errno}
-        response = await session.request(int(node), request)
+        response = await session.request(node, request)
         codes = [row[1] for _, rows, _ in response.topics for row in rows]
         if len(codes) < len(request.offsets.positions):
             raise errors.KafkaError("TxnOffsetCommit: the response lacks partitions")

@@ -14,19 +14,13 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.structs import TopicPartition
 
 from service.core.problems import KafkaAway
-from service.kafka.admin import (
-    RETRIABLE,
-    TRANSACTIONS_1,
-    KafkaAdmin,
-    any_node,
-    coordinator,
-    remedy,
-    timeout_refused,
-)
+from service.kafka.admin import TRANSACTIONS_1, KafkaAdmin
 from service.kafka.client import Client
 from service.kafka.deadline import within
+from service.kafka.init_producer_id import remedy, timeout_refused
 from service.kafka.inspection import is_ending, last_transaction
 from service.kafka.metadata import Partition
+from service.kafka.nodes import RETRIABLE, RETRY_PAUSE_S, any_node, coordinator
 from service.kafka.outcomes import CONCURRENT_TRANSACTIONS, OK, RECORD_ERRORS, PartitionUnknown, raise_if_error
 from service.kafka.protocol import (
     EPOCH_PER_TRANSACTION,
@@ -42,7 +36,6 @@ from service.kafka.throttle import Throttle
 CLOSE_TIMEOUT_S: Final = 1.0
 # For the metadata of a topic that TopicMetadataCache has listed as existing.
 METADATA_TIMEOUT_S: Final = 1.0
-RETRY_PAUSE_S: Final = 0.02
 NOT_LEADER_PAUSE_S: Final = 0.02
 # Pauses while the markers of the previous transaction are written, which happens after its EndTxn response.
 MARKERS_PAUSE_S: Final = 0.001

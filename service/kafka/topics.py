@@ -12,8 +12,8 @@ from service.contract.wire import control_topic, findings_topic, is_kafka_topic,
 from service.core.problems import KafkaAway, KafkaForbids
 from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
 from service.core.shared_task import unwaited
-from service.kafka.admin import MESSAGE_BYTES_DEFAULT, KafkaAdmin, Topic
 from service.kafka.deadline import shared
+from service.kafka.topic_admin import MESSAGE_BYTES_DEFAULT, Topic, TopicAdmin
 
 REQUESTS_PARTITIONS: Final = 8
 WEEK_S: Final = 168 * 3600
@@ -56,9 +56,9 @@ _Wanted = dict[str, tuple[int, Mapping[str, str]]]
 class InternalTopics:
     """`{ns}.ledger`, `{ns}.requests` and `{ns}.control`."""
 
-    def __init__(self, cluster: KafkaAdmin, settings: Settings, longest_ttl_s: int = 0) -> None:
+    def __init__(self, admin: TopicAdmin, settings: Settings, longest_ttl_s: int = 0) -> None:
         """Name the topics. `longest_ttl_s` is the longest retention of keys by a rule, in seconds, 0 without any."""
-        self._cluster = cluster
+        self._admin = admin
         self._settings = settings
         namespace = settings.namespace
         self.ledger = ledger_topic(namespace)
@@ -93,7 +93,7 @@ class InternalTopics:
         if longest_ttl_s <= self.longest_ttl_s:
             return
         wanted = self._wanted_for(longest_ttl_s)
-        found = await self._cluster.describe([self.ledger, self.requests])
+        found = await self._admin.describe([self.ledger, self.requests])
         if wrong := [line for topic in found.values() for line in self._faults(topic, wanted)]:
             raise SettingsError("\n".join(wrong))
         self._wanted, self.longest_ttl_s = wanted, longest_ttl_s
@@ -104,17 +104,17 @@ class InternalTopics:
 
     async def ensure(self) -> None:
         """Create missing internal topics, grow the ledger, check the rest. Raises SettingsError, KafkaAway."""
-        found = await self._cluster.describe(list(self._wanted))
+        found = await self._admin.describe(list(self._wanted))
         for name, (partitions, settings) in self._wanted.items():
             if name not in found:
-                await self._cluster.create(name, partitions, {**self._made_with, **settings})
+                await self._admin.create(name, partitions, {**self._made_with, **settings})
         found = await self._described()
         self._note_limits(found)
         wrong = [line for name in self._wanted for line in self.faults(found[name])]
         if wrong:
             raise SettingsError("\n".join(wrong))
         if found[self.ledger].partitions < self._settings.slots_max:
-            await self._cluster.grow(self.ledger, self._settings.slots_max)
+            await self._admin.grow(self.ledger, self._settings.slots_max)
 
     async def check_again(self) -> list[str]:
         """Update `limits` from the topics' current settings. Raises KafkaAway, KafkaForbids.
@@ -122,7 +122,7 @@ class InternalTopics:
         Returns what is wrong with them now, a line for each deleted topic and each setting to change. The number of
         partitions is left out: a process with another SLOTS_MAX may just have raised it.
         """
-        found = await self._cluster.describe(list(self._wanted))
+        found = await self._admin.describe(list(self._wanted))
         self._note_limits(found)
         gone = [f"topic {name} was deleted: {_CREATE_AGAIN}" for name in self._wanted if name not in found]
         return gone + [line for topic in found.values() for line in self._setting_faults(topic, self._wanted)]
@@ -139,9 +139,9 @@ class InternalTopics:
 
     async def _described(self) -> dict[str, Topic]:
         """Describe the internal topics, waiting until metadata lists those that were just created."""
-        async with asyncio.timeout(self._cluster.timeout_s):
+        async with asyncio.timeout(self._admin.timeout_s):
             while True:
-                found = await self._cluster.describe(list(self._wanted))
+                found = await self._admin.describe(list(self._wanted))
                 if found.keys() == self._wanted.keys():
                     return found
                 await asyncio.sleep(0.05)
@@ -151,7 +151,7 @@ class InternalTopics:
 
         A broker with old metadata may list fewer partitions; the producers of the others would not be fenced.
         """
-        found = await self._cluster.partitions([self.ledger])
+        found = await self._admin.partitions([self.ledger])
         return max(found.get(self.ledger, 0), self._settings.slots_max)
 
     def faults(self, topic: Topic) -> list[str]:
@@ -194,8 +194,8 @@ class TopicMetadataCache:
     With `found_max` only so many topics are kept, those that were asked for last: `last_known` is not for such a cache.
     """
 
-    def __init__(self, cluster: KafkaAdmin, found_max: int | None = None) -> None:
-        self._cluster = cluster
+    def __init__(self, admin: TopicAdmin, found_max: int | None = None) -> None:
+        self._admin = admin
         self._found_max = found_max
         self._known: dict[str, tuple[float, Topic]] = {}
         self._last: dict[str, Topic] = {}  # without a topic that `forget_absent` has forgotten
@@ -306,7 +306,7 @@ class TopicMetadataCache:
             raise KafkaAway(f"{NEW_WAITING_MAX} look-ups of new topics wait already")
         self._waiting += 1
         try:
-            async with asyncio.timeout(self._cluster.timeout_s):
+            async with asyncio.timeout(self._admin.timeout_s):
                 await self._permits.acquire()
         except TimeoutError as error:
             raise KafkaAway(f"{NEW_AT_ONCE} look-ups of new topics have no answer") from error
@@ -318,10 +318,10 @@ class TopicMetadataCache:
         began = time.monotonic()
         last = self._last.get(name)
         try:
-            topic = (await self._cluster.describe([name])).get(name)
+            topic = (await self._admin.describe([name])).get(name)
             if topic is None:
                 # One broker may lag behind, and 404 is final: ask a second one before answering it.
-                topic = (await self._cluster.describe([name], elsewhere=True)).get(name)
+                topic = (await self._admin.describe([name], elsewhere=True)).get(name)
         except KafkaForbids:  # an answer of Kafka; its base KafkaAway means that none came
             self._known.pop(name, None)
             raise

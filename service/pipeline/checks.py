@@ -26,8 +26,8 @@ from service.events import dead_letters
 from service.events.dead_letters import REFUSED_BY_SCHEMA, REFUSED_OF_SOURCE, DeadLetter
 from service.events.event import NONE_IS_PLAIN, Event, check_topic, plain_bytes_max
 from service.events.schemas import Schemas
-from service.kafka.admin import Topic
 from service.kafka.group_offsets import OFFSETS_TOPIC, TOO_FEW_REPLICAS, GroupOffsets, partition_of_group
+from service.kafka.topic_admin import Topic
 from service.kafka.topics import InternalTopics, TopicMetadataCache
 from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge, KeyChecks, check_time
 from service.pipeline.request import Committed, WriteResult, result_of

@@ -20,11 +20,11 @@ from service.contract.wire import (
 )
 from service.events.dead_letters import DeadLetter
 from service.events.event import Event, partition_of
-from service.kafka.admin import Topic
 from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, partition_of_group
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.metadata import Partition
 from service.kafka.records import Record, RecordMetadata
+from service.kafka.topic_admin import Topic
 from service.pipeline.request import Committed, Delivery, WriteRequest
 from service.slots.ledger_rows import LedgerEntry
 

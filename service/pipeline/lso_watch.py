@@ -16,16 +16,16 @@ from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
-from service.kafka.admin import LastOffsets
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.metadata import Partition
+from service.kafka.transaction_admin import LastOffsets
 
 log = structlog.get_logger(__name__)
 
 # Brokers abort a transaction at their first scan after its timeout; they scan every 10 s
 # (transaction.abort.timed.out.transaction.cleanup.interval.ms).
 ABORT_SCAN_S: Final = 10.0
-# Looks in a transaction timeout: each costs some requests for each broker (KafkaAdmin.last_offsets).
+# Looks in a transaction timeout: each costs some requests for each broker (TransactionAdmin.last_offsets).
 LOOKS_A_TIMEOUT: Final = 2
 # The pause after a recovery that has not moved the LSO, doubled each time.
 PAUSE_LEAST_S: Final = 60.0

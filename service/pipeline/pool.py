@@ -33,6 +33,7 @@ from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed
 from service.kafka.topics import InternalTopics
+from service.kafka.transaction_admin import TransactionAdmin
 from service.pipeline.queue import Queue
 from service.pipeline.slot_balance import balance, fair_share
 from service.slots.recovery import SlotRecovery
@@ -85,6 +86,7 @@ class Pool:
         self,
         settings: Settings,
         cluster: KafkaAdmin,
+        transactions: TransactionAdmin,
         keys: Keys,
         store: CurrentStore,
         recovery: SlotRecovery,
@@ -97,6 +99,7 @@ class Pool:
     ) -> None:
         self._settings = settings
         self._cluster = cluster
+        self._transactions = transactions
         self._keys = keys
         self._store = store
         self._recovery = recovery
@@ -182,7 +185,7 @@ class Pool:
             for n in range(self._settings.slots_max)
             if n not in self.slots
         }
-        theirs = await self._cluster.producer_ids(others)
+        theirs = await self._transactions.producer_ids(others)
         return found | {producer: others[name] for name, producer in theirs.items() if producer in producer_ids}
 
     def recover(self, n: int, partitions: Collection[Partition]) -> None:

@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 
 from service.core.problems import KafkaAway
-from service.kafka.admin import KafkaAdmin
+from service.kafka.transaction_admin import TransactionAdmin
 
 
-async def check_ends(cluster: KafkaAdmin, ledger: str, namespace: str, applied: Mapping[int, int]) -> None:
+async def check_ends(admin: TransactionAdmin, ledger: str, namespace: str, applied: Mapping[int, int]) -> None:
     """Raise KafkaAway where a ledger partition ends before the `applied` of its slot; `applied` by slot.
 
     For a recovery that has not written to the ledger yet: each of its attempts appends a record, and the partition
     would be past `applied` after some of them. Then claims would be freed whose records were lost.
     """
-    ends = (await cluster.last_offsets([ledger], {(ledger, slot) for slot in applied})).ends
+    ends = (await admin.last_offsets([ledger], {(ledger, slot) for slot in applied})).ends
     for slot, offset in applied.items():
         if (ledger, slot) not in ends:
             raise KafkaAway(f"{ledger}, partition {slot}: its leader does not tell where it ends")

@@ -17,6 +17,7 @@ from service.kafka.admin import KafkaAdmin
 from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import Span, read_through
 from service.kafka.topics import InternalTopics
+from service.kafka.transaction_admin import TransactionAdmin
 from service.slots.generation_log import Control
 from service.slots.hanging_recovery import HangingRecovery
 from service.slots.ledger_end import check_ends, lost_records
@@ -30,6 +31,7 @@ class SlotRecovery:
     def __init__(
         self,
         cluster: KafkaAdmin,
+        transactions: TransactionAdmin,
         keys: Keys,
         control: Control,
         topics: InternalTopics,
@@ -37,6 +39,7 @@ class SlotRecovery:
         telemetry: Telemetry,
     ) -> None:
         self._cluster = cluster
+        self._transactions = transactions
         self._keys = keys
         self._control = control
         self._topics = topics
@@ -57,7 +60,7 @@ class SlotRecovery:
             applied = await self._keys.applied(slot.generation, slot.n)
             await self._end_hanging(slot, applied)
             if applied is not None:
-                await check_ends(self._cluster, self._topics.ledger, self._settings.namespace, {slot.n: applied})
+                await check_ends(self._transactions, self._topics.ledger, self._settings.namespace, {slot.n: applied})
             await slot.begin_term(time_of_day.now_ms())
             await self._check(slot)
             await self._replay_and_free(slot)

@@ -32,6 +32,7 @@ from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import Item, Span, high_watermarks, offsets_since, read_through
 from service.kafka.records import RecordMetadata
 from service.kafka.topics import InternalTopics
+from service.kafka.transaction_admin import TransactionAdmin
 from service.slots.generation_log import Control
 from service.slots.hanging_recovery import CLOCKS_APART_MS, HangingRecovery
 from service.slots.ledger_end import check_ends
@@ -80,6 +81,7 @@ class CurrentStore:
     def __init__(
         self,
         cluster: KafkaAdmin,
+        transactions: TransactionAdmin,
         keys: Keys,
         control: Control,
         topics: InternalTopics,
@@ -92,6 +94,7 @@ class CurrentStore:
         self.refused: KafkaRefusesSetting | None = None  # in the last attempts; None once the store is settled again
         self._last: StoreGeneration | None = None  # the last settled one, which may be lost
         self._cluster = cluster
+        self._transactions = transactions
         self._keys = keys
         self._control = control
         self._topics = topics
@@ -303,13 +306,13 @@ class CurrentStore:
             waiting = f", waiting for slots {[slot_of[name] for name in left][:SLOTS_NAMED]}" if left else ""
             self.status = f"recovering: {slots - len(left)} of {slots} slots fenced{waiting}"
 
-        await self._cluster.fence(list(slot_of), self._settings.transaction_timeout_ms, on_progress)
+        await self._transactions.fence(list(slot_of), self._settings.transaction_timeout_ms, on_progress)
         self._telemetry.fences.labels("store").inc(slots)
 
     async def _end_hanging_in_ledger(self, store: str, nonce: str, slots: int) -> None:
         """End hanging transactions in the ledger, which would block the replay; others are left to slot recovery."""
         ledger = self._topics.ledger
-        hanging = await self._cluster.partitions_with_open_transactions([(ledger, slot) for slot in range(slots)])
+        hanging = await self._transactions.partitions_with_open_transactions([(ledger, slot) for slot in range(slots)])
         if not hanging:
             return
         applied = await self._keys.recover_read(store, nonce, slots)
@@ -329,7 +332,7 @@ class CurrentStore:
         applied = await self._keys.recover_read(store, nonce, slots)
         known = {slot: offset for slot, offset in enumerate(applied) if offset is not None}
         if known:
-            await check_ends(self._cluster, self._topics.ledger, self._settings.namespace, known)
+            await check_ends(self._transactions, self._topics.ledger, self._settings.namespace, known)
 
     async def _barrier_all(self, slots: int) -> dict[int, RecordMetadata]:
         """Append a ledger record without entries to each partition, after the fence, and return their metadata by slot.

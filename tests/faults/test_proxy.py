@@ -17,6 +17,7 @@ from service.kafka.admin import KafkaAdmin
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
 from service.kafka.records import Record
+from service.kafka.topic_admin import TopicAdmin
 from tests.faults.proxy import Do, Proxy
 from tests.integration.judge import read_committed
 
@@ -72,8 +73,8 @@ class Bench:
         place = TopicPartition(self.name, 0)
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         admin = self.kafka.admin()
-        told = admin.list_offsets({place: latest}, isolation_level=IsolationLevel.READ_UNCOMMITTED)
-        return int((await asyncio.to_thread(told[place].result, 10)).offset)
+        offsets = admin.list_offsets({place: latest}, isolation_level=IsolationLevel.READ_UNCOMMITTED)
+        return int((await asyncio.to_thread(offsets[place].result, 10)).offset)
 
 
 @pytest.fixture
@@ -209,11 +210,11 @@ async def test_an_idle_connection_that_is_forgotten_costs_its_producer_a_probe_a
 async def test_a_forgotten_connection_costs_a_look_up_a_probe(
     bench: Bench, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await bench.cluster.partitions([bench.name]) == {bench.name: 1}
+    assert await TopicAdmin(bench.cluster).partitions([bench.name]) == {bench.name: 1}
     monkeypatch.setattr(connection, "IDLE_S", 0.2)
     await asyncio.sleep(0.3)
     proxy.forget()
-    assert await bench.cluster.partitions([bench.name]) == {bench.name: 1}
+    assert await TopicAdmin(bench.cluster).partitions([bench.name]) == {bench.name: 1}
 
 
 def test_a_plan_that_names_no_api_or_fault(proxy: Proxy) -> None:

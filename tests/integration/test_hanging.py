@@ -14,9 +14,10 @@ from confluent_kafka import OFFSET_INVALID, ConsumerGroupTopicPartitions, TopicP
 from deploy.stack import Kafka
 from service.contract.wire import Begin
 from service.core.metrics import Telemetry
-from service.kafka.admin import KafkaAdmin, coordinator
+from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import GroupOffsets, Position
 from service.kafka.metadata import Partition
+from service.kafka.nodes import coordinator
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.producer import TransactionalProducer
 from service.kafka.records import Record

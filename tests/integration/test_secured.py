@@ -27,6 +27,7 @@ from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import STOP_TIMEOUT_S, Span, read_through
 from service.kafka.records import Record
 from service.kafka.security import Security
+from service.kafka.transaction_admin import TransactionAdmin
 from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_service, sockets_closed
 
 TIMEOUT_MS: Final = 5_000
@@ -132,7 +133,7 @@ async def test_an_acl_that_lacks_on_a_transactional_id_is_named(
     async with sockets_closed():
         try:
             with pytest.raises(KafkaAway, match=f"Write transactional id {name}"):
-                await cluster.fence([name], TIMEOUT_MS, lambda _: None)
+                await TransactionAdmin(cluster).fence([name], TIMEOUT_MS, lambda _: None)
             with pytest.raises(KafkaAway, match=f"Write transactional id {name}"):
                 await TransactionalProducer(cluster, name, TIMEOUT_MS).start()
         finally:
@@ -146,7 +147,7 @@ async def test_a_transaction_timeout_that_the_brokers_do_not_take_is_named(secur
     async with sockets_closed():
         try:
             with pytest.raises(KafkaAway, match=set_it):
-                await cluster.fence(["ns.slot.0"], 5_001, lambda _: None)
+                await TransactionAdmin(cluster).fence(["ns.slot.0"], 5_001, lambda _: None)
             with pytest.raises(KafkaAway, match=set_it):
                 await TransactionalProducer(cluster, "ns.slot.0", 5_001).start()
         finally:

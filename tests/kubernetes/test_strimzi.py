@@ -8,7 +8,7 @@ import pytest
 from deploy.places import ROOT
 from service.contract.wire import findings_topic, internal_topics
 from service.core.settings import Settings
-from service.kafka.admin import Topic
+from service.kafka.topic_admin import Topic
 from service.kafka.topics import InternalTopics
 from tests.kubernetes.rendering import HERE, Rendered, render
 from tests.kubernetes.test_schemas import VERSIONS, check

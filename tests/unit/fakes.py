@@ -20,7 +20,7 @@ from service.core.time_of_day import now_ms
 from service.events.encoding import Encoder
 from service.events.event import Event, event_of
 from service.events.schemas import Schemas
-from service.kafka.admin import KafkaAdmin, Topic
+from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.idempotent_producer import IdempotentProducer
@@ -28,7 +28,9 @@ from service.kafka.metadata import Partition
 from service.kafka.outcomes import OffsetsRefused
 from service.kafka.producer import TransactionalProducer
 from service.kafka.records import Record, RecordMetadata, RecordResult
+from service.kafka.topic_admin import Topic, TopicAdmin
 from service.kafka.topics import READ_TOPICS_MAX, InternalTopics, TopicMetadataCache
+from service.kafka.transaction_admin import TransactionAdmin
 from service.pipeline.admission import Admission
 from service.pipeline.checks import EventChecks
 from service.pipeline.journal import Journal
@@ -281,11 +283,16 @@ class FakeIdempotent(IdempotentProducer):
         pass
 
 
-class FakeCluster(KafkaAdmin):
+def unreachable_kafka() -> KafkaAdmin:
+    """Make a client of an address at which no Kafka listens, with a timeout of 0.2 s."""
+    return KafkaAdmin("127.0.0.1:1", client_id="test", request_timeout_ms=200, telemetry=Telemetry())
+
+
+class FakeTopicAdmin(TopicAdmin):
     """Knows the topics that a test names; with `away` Kafka does not answer."""
 
     def __init__(self, topics: Sequence[str] = ()) -> None:
-        super().__init__("127.0.0.1:1", client_id="test", request_timeout_ms=200, telemetry=Telemetry())
+        super().__init__(unreachable_kafka())
         self.topics = {name: Topic(name, 3, {}) for name in topics}
         self.away = False
         self.forbids = False  # nothing may be described
@@ -338,10 +345,14 @@ class World:
         self.keys = FakeKeys()
         self.store = FakeStore(self.keys)
         self.queue = Queue(self.settings)
-        self.cluster = FakeCluster(["orders", "other", "third", "kept", "filled", "plain.a", "plain.b", "letters"])
-        self.topics = InternalTopics(self.cluster, self.settings)
-        self.topic_metadata = TopicMetadataCache(self.cluster)
-        self.read_topics = TopicMetadataCache(self.cluster, READ_TOPICS_MAX)
+        self.cluster = unreachable_kafka()
+        self.transactions = TransactionAdmin(self.cluster)
+        self.topic_admin = FakeTopicAdmin(
+            ["orders", "other", "third", "kept", "filled", "plain.a", "plain.b", "letters"]
+        )
+        self.topics = InternalTopics(self.topic_admin, self.settings)
+        self.topic_metadata = TopicMetadataCache(self.topic_admin)
+        self.read_topics = TopicMetadataCache(self.topic_admin, READ_TOPICS_MAX)
         self.journal = FakeJournal()
         self.telemetry = Telemetry()
         self.rules = Rules(

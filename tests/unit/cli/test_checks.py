@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +14,11 @@ from service.contract.wire import GENERATION_KEY, retention_key
 from service.core.problems import StoreAway
 from service.core.settings import Settings
 from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic, supported_features
-from service.kafka.admin import Topic
 from service.kafka.reader import Item
 from service.kafka.tokens import token_source_of
+from service.kafka.topic_admin import Topic
 from service.kafka.topics import InternalTopics
-from tests.unit.fakes import FakeCluster
+from tests.unit.fakes import FakeTopicAdmin, unreachable_kafka
 
 INFO = {
     "redis_version": "7.2.4",
@@ -45,8 +44,8 @@ def test_a_broker_that_cannot_verify_transactions_is_too_old() -> None:
 
 def test_brokers_are_named_by_their_release() -> None:
     """By the newest metadata.version; a broker with ZooKeeper has none."""
-    told = {1: 14, 2: 11, 3: None, 4: 30, 5: 99, 6: 30, 7: 22}
-    found = {one.subjects: (one.level, one.found) for one in check_brokers.releases(told)}
+    versions = {1: 14, 2: 11, 3: None, 4: 30, 5: 99, 6: 30, 7: 22}
+    found = {one.subjects: (one.level, one.found) for one in check_brokers.releases(versions)}
     assert found == {
         ("broker 1",): (Level.OK, "Kafka 3.6"),
         ("broker 2",): (Level.ERROR, "older than Kafka 3.6"),
@@ -63,15 +62,15 @@ def test_the_features_of_a_broker_are_read_of_a_tagged_field() -> None:
 
 
 def test_transactions_of_version_2_need_a_patch_level_without_their_faults() -> None:
-    """A broker tells its release and the finalized features, and no patch level."""
-    told = {1: 33, 2: 25, 3: 29, 4: 21, 5: None}
-    found = list(check_brokers.transactions({1: 2, 2: 2, 3: 2, 4: 0, 5: 0}, told, "auto"))
+    """A broker reports its release and the finalized features, and no patch level."""
+    versions = {1: 33, 2: 25, 3: 29, 4: 21, 5: None}
+    found = list(check_brokers.transactions({1: 2, 2: 2, 3: 2, 4: 0, 5: 0}, versions, "auto"))
     assert [(each.level, "KAFKA-19" in each.change) for each in found if each.level is not Level.OK] == [
         (Level.WARNING, True)
     ] * 2
     assert "4.0" in str(found)
     assert "4.2" in str(found)
-    assert {each.level for each in check_brokers.transactions({2: 2, 3: 2}, told, "1")} == {Level.OK}
+    assert {each.level for each in check_brokers.transactions({2: 2, 3: 2}, versions, "1")} == {Level.OK}
 
 
 def test_brokers_that_skip_markers_are_named() -> None:
@@ -281,7 +280,7 @@ def test_a_quarantine_topic_that_is_missing_or_compacted_is_an_error() -> None:
 def test_a_topic_whose_leader_may_be_elected_unclean_is_an_error() -> None:
     """The brokers' own setting is another check; the owner of a topic may have set it on the topic."""
     name, seen = "fencepost.control", VisibleTopic("fencepost.control", 1, 3, frozenset(Operation))
-    internal = InternalTopics(FakeCluster(), Settings())
+    internal = InternalTopics(FakeTopicAdmin(), Settings())
     for unclean in ("true", "false"):
         topic = Topic(name, 1, {"min.insync.replicas": "2", "unclean.leader.election.enable": unclean})
         snapshot = ClusterSnapshot((), {name: seen}, frozenset())
@@ -311,9 +310,10 @@ def test_a_topic_whose_leader_may_be_elected_unclean_is_an_error() -> None:
 def test_a_longer_retention_is_to_come_by_a_reload(
     before_s: int | None, longest_s: int, level: Level | None, found: str
 ) -> None:
-    told = check_topics.retention(before_s, longest_s, 86_400)
-    assert [(one.check, one.level, one.found) for one in told] == ([("rules.retention", level, found)] if level else [])
-    assert all(("SIGHUP" in one.change) is (one.level is Level.WARNING) for one in told)
+    findings = check_topics.retention(before_s, longest_s, 86_400)
+    expected = [("rules.retention", level, found)] if level else []
+    assert [(one.check, one.level, one.found) for one in findings] == expected
+    assert all(("SIGHUP" in one.change) is (one.level is Level.WARNING) for one in findings)
 
 
 async def test_the_doctor_finds_the_longest_retention_in_control(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ async def test_the_doctor_finds_the_longest_retention_in_control(monkeypatch: py
 
     for name, fake in (("read_between", read), ("high_watermarks", until), ("offsets_since", since)):
         monkeypatch.setattr(doctor, name, fake)
-    kafka: Any = FakeCluster()
+    kafka = unreachable_kafka()
     assert await doctor.remembered_retention(kafka, "fencepost.control") is None
     keys += [b"barrier/3", GENERATION_KEY]
     assert await doctor.remembered_retention(kafka, "fencepost.control") == 0

@@ -168,6 +168,7 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
     pool = Pool(
         world.settings,
         world.cluster,
+        world.transactions,
         world.keys,
         world.store,
         recovery,

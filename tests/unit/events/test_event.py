@@ -35,8 +35,8 @@ from service.events.event import (
     plain_bytes_max,
 )
 from service.http import batch
-from service.kafka.admin import Topic
 from service.kafka.partitioner import partition_of_key
+from service.kafka.topic_admin import Topic
 from service.pipeline.group import records_of
 from service.pipeline.request import WriteRequest
 

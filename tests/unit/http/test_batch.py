@@ -47,7 +47,7 @@ from service.http.batch import (
 from service.http.caller import Caller
 from service.http.lines import Lines, line_of
 from service.kafka import topics
-from service.kafka.admin import Topic
+from service.kafka.topic_admin import Topic
 from service.pipeline.request import CHUNK_EVENTS_MAX, BatchChunk, Committed, WriteResult, fit
 from tests.unit.fakes import FakeProducer, Turns, World, ended, kind_of, make_event, until
 
@@ -151,8 +151,8 @@ async def test_the_answers_are_in_the_order_of_the_events() -> None:
 async def test_events_that_their_topic_refuses_are_found_among_plain_ones() -> None:
     """Plain events of one topic are checked together, all others one by one."""
     world = World()
-    world.cluster.topics["small"] = Topic("small", 3, {"max.message.bytes": "1000"})
-    world.cluster.topics["compacted"] = Topic("compacted", 3, {"cleanup.policy": "compact"})
+    world.topic_admin.topics["small"] = Topic("small", 3, {"max.message.bytes": "1000"})
+    world.topic_admin.topics["compacted"] = Topic("compacted", 3, {"cleanup.policy": "compact"})
     events = [
         one("a", topic="small"),
         one("b", "x" * 800, topic="small"),
@@ -293,7 +293,7 @@ async def test_a_batch_for_a_topic_that_is_not_there_asks_two_brokers_for_it_onc
     serving = world.serve(await world.slot())
     answers = await written(world, batch_of(*(one(str(n), topic="nowhere") for n in range(2_000))))
     assert {kind_of(answer) for answer in answers} == {UNKNOWN_TOPIC}
-    assert len(world.cluster.asked) == 2
+    assert len(world.topic_admin.asked) == 2
     await ended(serving)
 
 
@@ -301,13 +301,13 @@ async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.Monkey
     """Its topic is looked up again meanwhile, and each chunk has a request's time."""
     monkeypatch.setattr(topics, "KNOWN_S", 0.1)
     world = World(request_timeout_ms=1_000)
-    looking_up = world.cluster.describe
+    looking_up = world.topic_admin.describe
 
     async def slowly(names: Sequence[str]) -> dict[str, Topic]:
         await asyncio.sleep(0.01)
         return await looking_up(names)
 
-    monkeypatch.setattr(world.cluster, "describe", slowly)
+    monkeypatch.setattr(world.topic_admin, "describe", slowly)
     writing = FakeProducer.send
 
     async def write(*arguments: Any) -> Any:
@@ -317,7 +317,7 @@ async def test_a_batch_may_take_longer_than_a_request(monkeypatch: pytest.Monkey
     monkeypatch.setattr(FakeProducer, "send", write)
     batch = batch_of(*(one(str(n // 2)) for n in range(80)))  # a repeated key begins a new chunk
     assert {kind_of(answer) for answer in await written(world, batch)} == {None}
-    assert len(world.cluster.asked) > 1
+    assert len(world.topic_admin.asked) > 1
 
 
 @pytest.mark.parametrize("silent", ["Kafka", "Redis"])
@@ -333,7 +333,7 @@ async def test_the_look_ups_of_a_chunk_have_one_request_timeout_together(
         await asyncio.sleep(60)
 
     if silent == "Kafka":
-        monkeypatch.setattr(world.cluster, "describe", silence)
+        monkeypatch.setattr(world.topic_admin, "describe", silence)
         events = [one(str(n), topic=f"topic-{n}") for n in range(50)]
     else:
         monkeypatch.setattr(world.store, "find", silence)

@@ -23,9 +23,9 @@ from service.http.produce import ProduceRequests
 from service.http.request import Bodies
 from service.http.routes import describe
 from service.http.sources import SourcesEndpoint
-from service.kafka.admin import Topic
 from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
 from service.kafka.records import Record
+from service.kafka.topic_admin import Topic
 from tests.unit.fakes import NOW_MS, World, count_of, ended, until
 from tests.unit.http.apps import produce_routes
 from tests.unit.http.test_asgi import app_and_posts
@@ -120,8 +120,8 @@ def world(schema: Path, settings: dict[str, int]) -> World:
         TopicRule("plain.b", schema=str(schema), quarantine="letters"),
         **settings,
     )
-    made.cluster.topics |= {name: Topic(name, 3, {}) for name in ("ordered", "strict")}
-    made.cluster.topics["compacted"] = Topic("compacted", 3, {"cleanup.policy": "compact"})
+    made.topic_admin.topics |= {name: Topic(name, 3, {}) for name in ("ordered", "strict")}
+    made.topic_admin.topics["compacted"] = Topic("compacted", 3, {"cleanup.policy": "compact"})
     return made
 
 
@@ -233,7 +233,7 @@ async def test_a_topic_with_the_lesser_guarantee_has_exact_dead_letters(client: 
 async def test_a_dead_letter_that_cannot_be_written_is_answered_503(client: Client, why: str) -> None:
     """The event must not be lost: its sender is to send it again."""
     assert (await client.event(GOOD, key="before")).status_code == 201
-    topics = client.world.cluster.topics
+    topics = client.world.topic_admin.topics
     there = topics.pop("letters")
     settings: dict[str, dict[str, str]] = {
         "compacted": {"cleanup.policy": "compact"},
@@ -241,13 +241,13 @@ async def test_a_dead_letter_that_cannot_be_written_is_answered_503(client: Clie
     }
     if why in settings:
         topics["letters"] = Topic("letters", 3, settings[why])
-    client.world.cluster.forbids = why == "forbidden"
+    client.world.topic_admin.forbids = why == "forbidden"
     refused = await client.event(BAD)
     assert (refused.status_code, refused.json()["code"]) == (503, "not-written")
     assert refused.json()["detail"].startswith("quarantine: ")
     assert refused.headers["retry-after"] == "1"
     assert event_id("k") not in client.world.keys.server.keys
-    client.world.cluster.forbids = False
+    client.world.topic_admin.forbids = False
     topics["letters"] = there
     client.world.topic_metadata.invalidate("letters")
     assert (await client.event(BAD)).json().get("quarantined")

@@ -18,10 +18,10 @@ from service.http.callers import Callers
 from service.http.produce_listing import ListingParts, ListRequest, ProduceListing
 from service.http.request import WRITE_BYTES
 from service.http.request_guard import RequestGuard
-from service.kafka.admin import Topic
 from service.kafka.listing import ListedPartition, ListedTopic, Listing, TopicLister
+from service.kafka.topic_admin import Topic
 from service.kafka.topics import InternalTopics, TopicMetadataCache
-from tests.unit.fakes import FakeCluster
+from tests.unit.fakes import FakeTopicAdmin
 from tests.unit.http.test_produce import ANSWER_V2, TOKEN_SHA256, assert_error
 
 PARTITIONS = [ListedPartition(0, 1, [1, 2], [1]), ListedPartition(1, -1, [2], [])]
@@ -34,7 +34,7 @@ TOPICS = [
 SELF = "http://test/v3/clusters/c1"
 
 
-class Cluster(FakeCluster):
+class Cluster(FakeTopicAdmin):
     """A cluster that lists TOPICS."""
 
     def __init__(self) -> None:

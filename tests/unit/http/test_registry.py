@@ -20,7 +20,7 @@ from service.http.events import EventsEndpoint
 from service.http.produce import ProduceRequests
 from service.http.request_guard import RequestGuard
 from service.http.sources import SourcesEndpoint
-from service.kafka.admin import Topic
+from service.kafka.topic_admin import Topic
 from service.registry import client
 from service.registry.schema import Schema, SchemaType
 from tests.contract.fake_registry import FakeRegistry
@@ -227,7 +227,7 @@ async def test_a_retry_that_the_newest_version_refuses_has_the_answer_of_its_eve
 
 async def test_a_retry_whose_newest_record_is_too_large_has_the_answer_of_its_event(proxy: Proxy) -> None:
     """The default of a field that a newer version adds makes each record larger than its topic takes."""
-    proxy.world.cluster.topics["orders"] = Topic("orders", 3, {"max.message.bytes": "2000"})
+    proxy.world.topic_admin.topics["orders"] = Topic("orders", 3, {"max.message.bytes": "2000"})
     first = await proxy.event({"total": 1})
     batch = {"atomic": True, "events": [{"topic": "orders", "value": {"total": n}} for n in (2, 3)]}
     whole = await proxy.post("/events/batch", batch, idempotency_key="whole")

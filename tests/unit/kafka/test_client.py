@@ -16,9 +16,9 @@ from aiokafka.structs import TopicPartition
 
 from service.contract import SharedSettings
 from service.kafka import connection as module
-from service.kafka.admin import RETRIABLE
 from service.kafka.client import BaseClient, Client
 from service.kafka.connection import Connection, ResponseReader
+from service.kafka.nodes import RETRIABLE
 from service.kafka.protocol import ProduceRequest
 from service.kafka.security import Security
 from tests.secured import Authority

@@ -7,11 +7,12 @@ import pytest
 from aiokafka.errors import KafkaConnectionError
 
 from service.contract.wire import STAMP_HEADER, Stamp
-from service.kafka import admin as admin_module
+from service.kafka import transaction_admin
 from service.kafka.client import Client
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.inspection import LogEntry, WriteTxnMarkers
 from service.kafka.metadata import Partition
+from service.kafka.transaction_admin import TransactionAdmin
 from tests.unit.fake_brokers import cluster, transactional
 
 FORMER = ActiveProducer(6, 32_766, 691, 3)
@@ -97,9 +98,9 @@ async def test_the_slot_of_a_record_is_read_from_its_header(monkeypatch: pytest.
 
     async def bootstrap(client: object) -> None: ...
 
-    monkeypatch.setattr(admin_module, "fetch", fetch)
+    monkeypatch.setattr(transaction_admin, "fetch", fetch)
     monkeypatch.setattr(Client, "bootstrap", bootstrap)
     admin = cluster()
     first, *others = [RecordCoordinates(("orders", number), 10) for number in range(5)]
-    assert await admin.slots_of([*others, first]) == {first: 3}
+    assert await TransactionAdmin(admin).slots_of([*others, first]) == {first: 3}
     await admin.close()

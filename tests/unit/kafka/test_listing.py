@@ -8,9 +8,9 @@ import pytest
 
 from service.core.problems import KafkaAway
 from service.kafka import listing as module
-from service.kafka.admin import Topic
 from service.kafka.listing import ListedPartition, ListedTopic, Listing, TopicLister, listing_of
 from service.kafka.metadata import UndecodedMetadata
+from service.kafka.topic_admin import Topic
 from tests.unit.fakes import until
 
 EMPTY = Listing("c1", 1, {})

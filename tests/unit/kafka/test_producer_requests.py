@@ -20,13 +20,14 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest, EndTxnReque
 from aiokafka.record.default_records import DefaultRecordBatch
 
 from service.core.problems import KafkaAway, KafkaRefusesSetting
-from service.kafka import admin
+from service.kafka import admin, init_producer_id, transaction_admin
 from service.kafka import session as module
 from service.kafka.inspection import DescribeTransactions
 from service.kafka.outcomes import TransactionOutcome
 from service.kafka.producer import TransactionalProducer
 from service.kafka.records import NotSent, RecordBatch, RecordMetadata
 from service.kafka.session import ACKS_TIMEOUT_SHARE, SENDS_SHARE, ProducerSession
+from service.kafka.transaction_admin import TransactionAdmin
 from tests.unit.fake_brokers import (
     LEDGER,
     TOO_BIG,
@@ -260,8 +261,9 @@ async def test_a_transaction_timeout_that_kafka_refuses_is_an_error_of_the_setti
 ) -> None:
     """The brokers' maximum is in the text if the service may read it."""
     nodes(monkeypatch)
-    monkeypatch.setattr(admin, "coordinator", AsyncMock(return_value=5))
-    monkeypatch.setattr(admin, "MAXIMUM_TIMEOUT_S", 0.02)
+    for requesting in (admin, transaction_admin):
+        monkeypatch.setattr(requesting, "coordinator", AsyncMock(return_value=5))
+    monkeypatch.setattr(init_producer_id, "MAXIMUM_TIMEOUT_S", 0.02)
     kafka_admin = cluster()
     session = ProducerSession(kafka_admin, "name", "ns.slot.0", 5_001)
     kafka: Any = fake_inside(session)
@@ -281,8 +283,9 @@ async def test_a_transaction_timeout_that_kafka_refuses_is_an_error_of_the_setti
 
     kafka.send, kafka.bootstrap = send, bootstrap
     monkeypatch.setattr(kafka_admin, "_client", kafka)
+    fencing = TransactionAdmin(kafka_admin).fence(["ns.slot.0"], 5_001, lambda _: None) if of == "store" else None
     with pytest.raises(KafkaRefusesSetting) as raised:
-        await (session.start(1.0) if of == "slot" else kafka_admin.fence(["ns.slot.0"], 5_001, lambda _: None))
+        await (fencing or session.start(1.0))
     assert str(raised.value) == (
         f"FENCEPOST_TRANSACTION_TIMEOUT_MS=5001 is more than the brokers' transaction.max.timeout.ms{found}"
     )

@@ -21,7 +21,7 @@ from service.core.problems import (
     Problem,
 )
 from service.events.event import event_of
-from service.kafka.admin import Topic
+from service.kafka.topic_admin import Topic
 from service.pipeline import admission as module
 from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge, KeyChecks
 from service.pipeline.request import Committed
@@ -44,17 +44,17 @@ async def refused(world: World, topic: str) -> tuple[Kind, str]:
 async def test_an_event_for_an_internal_topic_is_refused_without_a_look_up(topic: str) -> None:
     """Although the topic exists."""
     world = World()
-    world.cluster.topics[topic] = Topic(topic, 3, {})
+    world.topic_admin.topics[topic] = Topic(topic, 3, {})
     assert await refused(world, topic) == (FORBIDDEN_TOPIC, f"topic: {topic} is internal: use another")
-    assert not world.cluster.asked
+    assert not world.topic_admin.asked
 
 
 def away(world: World) -> None:
-    world.cluster.away = True
+    world.topic_admin.away = True
 
 
 def forbids(world: World) -> None:
-    world.cluster.forbids = True
+    world.topic_admin.forbids = True
 
 
 def hangs(world: World) -> None:
@@ -62,11 +62,11 @@ def hangs(world: World) -> None:
         await asyncio.sleep(60)
         return {}
 
-    world.cluster.describe = silence  # type: ignore[method-assign]
+    world.topic_admin.describe = silence  # type: ignore[method-assign]
 
 
 def missing(world: World) -> None:
-    world.cluster.topics.clear()
+    world.topic_admin.topics.clear()
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ from service.core.problems import (
 )
 from service.core.settings import Settings
 from service.events.event import Event
-from service.kafka.admin import Topic
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import RecordError, TransactionFailed, TransactionOutcome
 from service.kafka.records import NOT_SENT, Record, RecordMetadata
+from service.kafka.topic_admin import Topic
 from service.pipeline import queue as queue_module
 from service.pipeline.queue import Queue
 from service.pipeline.request import (
@@ -215,7 +215,7 @@ async def test_a_chunk_that_is_answered_during_its_claim_releases_all_its_claims
 
 async def test_a_partition_with_too_few_replicas_refuses_its_own_events_only() -> None:
     world = World()
-    world.cluster.topics["other"] = Topic("other", 1, {}, frozenset({0}))
+    world.topic_admin.topics["other"] = Topic("other", 1, {}, frozenset({0}))
     serving = world.serve(await world.slot())
     answers = await (await on_its_way(world, "a", make_event("b", "other"), "c"))
     assert problems(answers) == [None, NOT_WRITTEN.code, None]

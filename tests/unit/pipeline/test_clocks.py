@@ -12,7 +12,7 @@ from service.events.event import event_of
 from service.kafka.outcomes import OUTSIDE_BOUNDS, TransactionFailed, TransactionOutcome
 from service.kafka.records import RecordMetadata
 from service.pipeline.clocks import CLOSE_MS, Clock, Clocks
-from tests.unit.fakes import NOW_MS, FakeCluster, FakeKeys, World, ended, kind_of
+from tests.unit.fakes import NOW_MS, FakeKeys, World, ended, kind_of, unreachable_kafka
 
 HOUR_MS = 3_600_000
 
@@ -76,7 +76,7 @@ def test_the_round_trip_of_a_measurement_is_not_counted_as_clock_distance(its: T
 async def test_a_measurement_asks_redis_and_kafka_for_their_time(its: Time) -> None:
     keys: Any = FakeKeys()
     keys.server.clock.now_ms = NOW_MS - HOUR_MS
-    clocks = Clocks(FakeCluster(), keys, requests_topic("t"), "me")
+    clocks = Clocks(unreachable_kafka(), keys, requests_topic("t"), "me")
     sent: list[tuple[str, bytes]] = []
 
     class Producer:

@@ -23,9 +23,9 @@ from service.core.problems import (
     StoreLost,
     StoreUnanswered,
 )
-from service.kafka.admin import Topic
 from service.kafka.outcomes import RecordError, TransactionAborted, TransactionFailed, TransactionOutcome
 from service.kafka.records import Record, RecordMetadata
+from service.kafka.topic_admin import Topic
 from service.pipeline.request import Committed
 from service.pipeline.unwritten import ABORTED_PAUSE_S
 from tests.unit.fakes import NOW_MS, FakeProducer, World, end_of_term, ended, kind_of, make_event, steps, until
@@ -480,7 +480,7 @@ async def test_a_partition_with_too_few_replicas_is_in_no_transaction() -> None:
     slot = await world.slot()
     serving = world.serve(slot)
     known = await world.ask(make_event("known", partition=1))
-    world.cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1, 2}))
+    world.topic_admin.topics["orders"] = Topic("orders", 3, {}, frozenset({1, 2}))
     world.topic_metadata.invalidate("orders")
     await world.topic_metadata.get("orders", time.monotonic())
     asked = [make_event("good", partition=0), make_event("short", partition=1), make_event("any")]
@@ -511,7 +511,7 @@ async def test_the_key_of_an_event_that_was_left_out_is_released_before_the_slot
     slot = await world.slot()
     answers = [world.submit("short", "other"), world.submit("hangs", "orders")]
     await steps()
-    world.cluster.topics["other"] = Topic("other", 3, {}, under_min_isr=frozenset({0, 1, 2}))
+    world.topic_admin.topics["other"] = Topic("other", 3, {}, under_min_isr=frozenset({0, 1, 2}))
     await world.topic_metadata.get("other", time.monotonic(), after_arrival=True)
     world.producers[0].trouble.before["write"].append(TransactionFailed(verdict, "TimeoutError()"))
     await end_of_term(world.serve(slot))
@@ -530,7 +530,7 @@ async def test_a_topic_that_failed_is_looked_up_before_it_is_written_again() -> 
     failing = world.serve(slot)
     answer = world.ask(make_event("a", partition=1))
     await end_of_term(failing)
-    world.cluster.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
+    world.topic_admin.topics["orders"] = Topic("orders", 3, {}, frozenset({1}))
     serving = await world.serve_again(slot)
     assert kind_of(await answer) is NOT_WRITTEN
     assert world.producers[0].written == []

@@ -6,8 +6,8 @@ from service.claims.states import Delivered, DeliveredBatch, RequestEvent
 from service.contract import Guarantee
 from service.contract.wire import Entry, Stamp, event_id, stamp_writer
 from service.events.event import event_of
-from service.kafka.admin import Topic
 from service.kafka.records import Record, RecordMetadata
+from service.kafka.topic_admin import Topic
 from service.pipeline.attempt import Attempt
 from service.pipeline.decisions import ClaimToRelease
 from service.pipeline.group import Group, committed_of, entries_of, records_of, route, rows_to_mark, topic_ids_of

@@ -21,7 +21,7 @@ from service.kafka.outcomes import OwnRecordFailed, RecordError
 from service.pipeline import journal as module
 from service.pipeline.journal import Journal
 from service.pipeline.request import Committed, WriteRequest
-from tests.unit.fakes import FakeCluster, count_of, make_event, until
+from tests.unit.fakes import count_of, make_event, unreachable_kafka, until
 from tests.unit.strategies import deliveries
 
 
@@ -52,7 +52,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.telemetry = Telemetry()
-        self.journal = Journal(FakeCluster(), "ns.requests", "test", self.telemetry)
+        self.journal = Journal(unreachable_kafka(), "ns.requests", "test", self.telemetry)
         self.sender = self.journal._producer = FakeSender()
 
     def record(self, *keys: str) -> None:

@@ -8,9 +8,9 @@ import pytest
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
-from service.kafka.admin import Ends, LastOffsets
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.metadata import Partition
+from service.kafka.transaction_admin import Ends, LastOffsets
 from service.pipeline.lso_watch import ABORT_SCAN_S, FORMER, OTHER, PAUSE_LEAST_S, PAUSE_MOST_S, SLOT, UNKNOWN, LsoWatch
 
 LEDGER = ("ns.ledger", 2)

@@ -19,7 +19,6 @@ from service.core.problems import (
 from service.core.settings import WAITING_BYTES
 from service.events.event import NONE_IS_PLAIN, Event
 from service.events.offsets import fingerprint_of
-from service.kafka.admin import Topic
 from service.kafka.group_offsets import (
     AWAY,
     NOT_KEPT,
@@ -31,6 +30,7 @@ from service.kafka.group_offsets import (
 )
 from service.kafka.outcomes import OffsetsRefused, TransactionFailed, TransactionOutcome
 from service.kafka.reader import Item
+from service.kafka.topic_admin import Topic
 from service.pipeline.request import Committed, WriteRequest, WriteResult
 from service.slots.ledger_rows import lowest_offsets, rows_of
 from tests.unit.fakes import NOW_MS, World, end_of_term, ended, kind_of, make_event, until
@@ -181,20 +181,20 @@ async def test_positions_of_partitions_that_are_not_there_are_refused_before_the
 async def test_topics_of_positions_are_not_watched_as_topics_with_events_are() -> None:
     """A transaction of another program that hangs there is no matter of the service, and its alert would say so."""
     world = World()
-    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
+    world.topic_admin.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
     arrived = asyncio.get_running_loop().time()
     await world.checks.check_positions(OFFSETS, arrived)
     assert set(world.topic_metadata.names) == {OFFSETS_TOPIC}
-    asked = len(world.cluster.asked)
+    asked = len(world.topic_admin.asked)
     await world.checks.check_positions(OFFSETS, arrived)
-    assert len(world.cluster.asked) == asked, "the topics are cached"
+    assert len(world.topic_admin.asked) == asked, "the topics are cached"
 
 
 async def test_a_group_whose_partition_can_get_no_marker_waits() -> None:
     """Its slot could begin no other transaction before the marker of this one is written."""
     world = World()
     for under_min_isr in ({0, 1, 2}, set()):
-        world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {}, frozenset(under_min_isr))
+        world.topic_admin.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {}, frozenset(under_min_isr))
         world.topic_metadata.invalidate(OFFSETS_TOPIC)
         found = kind_of(await problem_or_none(world.checks.check_positions(OFFSETS, asyncio.get_running_loop().time())))
         assert found is (NOT_WRITTEN if under_min_isr else None)
@@ -204,7 +204,7 @@ async def test_a_group_whose_coordinator_keeps_no_offsets_is_refused_and_its_slo
     """A slot that went on would wait with its next group for a marker that Kafka cannot write."""
     world = World()
     slot = await world.slot()
-    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
+    world.topic_admin.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
     failed = TransactionFailed(TransactionOutcome.ABORTED, "not kept", offsets_error=NOT_KEPT)
     world.producers[0].trouble.before["offsets"].append(failed)
     answer = asyncio.create_task(submit(world, make_event("k/0")))
@@ -214,9 +214,9 @@ async def test_a_group_whose_coordinator_keeps_no_offsets_is_refused_and_its_slo
     assert isinstance(found, Problem)
     assert found.detail == f"offsets: {NOT_KEPT.why}"
     assert not world.keys.server.keys
-    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {}, frozenset({0, 1, 2}))
+    world.topic_admin.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {}, frozenset({0, 1, 2}))
     assert kind_of(await problem_or_none(submit(world, make_event("k/0")))) is NOT_WRITTEN  # metadata was dropped
-    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
+    world.topic_admin.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
     world.topic_metadata.invalidate(OFFSETS_TOPIC)
     serving = await world.serve_again(slot)
     assert isinstance(await submit(world, make_event("k/0")), Committed)
@@ -226,10 +226,10 @@ async def test_a_group_whose_coordinator_keeps_no_offsets_is_refused_and_its_slo
 async def test_a_batch_that_waited_while_its_group_lost_its_replicas_is_not_begun() -> None:
     world = World()
     slot = await world.slot()
-    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
+    world.topic_admin.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
     answer = asyncio.create_task(submit(world, make_event("k/0")))
     await until(lambda: world.queue.events == 1)
-    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {}, frozenset({0, 1, 2}))
+    world.topic_admin.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {}, frozenset({0, 1, 2}))
     world.topic_metadata.invalidate(OFFSETS_TOPIC)
     await world.topic_metadata.refresh([OFFSETS_TOPIC])  # as another batch's admission has it
     serving = world.serve(slot)
@@ -276,7 +276,7 @@ async def test_the_topic_of_offsets_is_closed_to_events_and_positions_when_it_is
     """The check of a group's partition looks the topic up."""
     world = World()
     arrived = asyncio.get_running_loop().time()
-    world.cluster.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
+    world.topic_admin.topics[OFFSETS_TOPIC] = Topic(OFFSETS_TOPIC, 3, {})
     await world.checks.check_positions(OFFSETS, arrived)
     assert world.topic_metadata.cached(OFFSETS_TOPIC) is not None
     position = Position(OFFSETS_TOPIC, 0, 1)

@@ -55,6 +55,7 @@ class Held:
         self.pool = Pool(
             self.world.settings,
             self.world.cluster,
+            self.world.transactions,
             self.world.keys,
             self.world.store,
             self.recovery,

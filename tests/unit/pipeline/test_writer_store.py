@@ -209,7 +209,7 @@ async def test_a_topic_that_vanished_from_the_cache_does_not_fail_an_admitted_ev
     world = World()
     answer = world.submit("a")
     await steps()
-    del world.cluster.topics["orders"]
+    del world.topic_admin.topics["orders"]
     world.topic_metadata.invalidate("orders")
     assert await world.topic_metadata.get("orders", time.monotonic()) is None
     serving = world.serve(await world.slot())

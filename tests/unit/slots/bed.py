@@ -11,10 +11,10 @@ from service.claims.keys import StoreGeneration
 from service.claims.states import Delivered, Row, SlotEvent
 from service.contract.wire import Entry, LedgerRecord, decode_ledger
 from service.core.metrics import Telemetry
-from service.kafka.admin import Ends, LastOffsets
 from service.kafka.metadata import Partition
 from service.kafka.reader import Item, Span
 from service.kafka.records import RecordMetadata
+from service.kafka.transaction_admin import Ends, LastOffsets, TransactionAdmin
 from service.slots import recovery, store_recovery
 from service.slots.recovery import SlotRecovery
 from service.slots.slot import Slot
@@ -22,11 +22,11 @@ from service.slots.store_recovery import CurrentStore
 from tests.unit.fakes import (
     GENERATION,
     NOW_MS,
-    FakeCluster,
     FakeIdempotent,
     FakeKeys,
     FakeProducer,
     World,
+    unreachable_kafka,
 )
 
 SLOTS = 3
@@ -41,11 +41,11 @@ def item(partition: int, offset: int, *numbers: int) -> Item:
     return Item(partition, offset, None, LedgerRecord(partition, 7, 0, "me", [entry(n) for n in numbers]).encode())
 
 
-class Kafka(FakeCluster):
+class Kafka(TransactionAdmin):
     """Ledger and control; `steps` lists the calls to it, and to the key store, in order."""
 
     def __init__(self, steps: list[str]) -> None:
-        super().__init__()
+        super().__init__(unreachable_kafka())
         self.ledger: dict[int, list[Item]] = {}
         self.steps = steps
         self.spans: dict[int, Span] = {}
@@ -213,7 +213,7 @@ class Bed:
             self.kafka.since_ms = since_ms
             return {partition: 20 if partition == 0 else None for partition in partitions}
 
-        monkeypatch.setattr(self.kafka, "partitions", slots)
+        monkeypatch.setattr(self.world.topic_admin, "partitions", slots)
         monkeypatch.setattr(recovery, "TransactionalProducer", Producer)
         monkeypatch.setattr(store_recovery, "TransactionalProducer", Producer)
         monkeypatch.setattr(recovery, "HangingRecovery", functools.partial(Settled, self.steps))
@@ -222,8 +222,8 @@ class Bed:
         monkeypatch.setattr(store_recovery, "read_through", self.kafka.read_through)
         monkeypatch.setattr(store_recovery, "high_watermarks", high_watermarks)
         monkeypatch.setattr(store_recovery, "offsets_since", offsets_since)
-        self.world.topics._cluster = self.kafka
-        parts = (self.kafka, self.keys, self.kafka, self.world.topics, self.world.settings, Telemetry())
+        of_kafka = self.world.cluster, self.kafka
+        parts = (*of_kafka, self.keys, self.kafka, self.world.topics, self.world.settings, Telemetry())
         self.parts = cast("tuple[Any, ...]", parts)
         self.store: Any = CurrentStore(*self.parts)
         self.store._barriers = cast("Any", self.kafka)

@@ -12,7 +12,7 @@ from service.kafka.reader import Span
 from service.slots import generation_log as module
 from service.slots.generation_log import Control
 from tests.unit.contract.test_wire import vectors
-from tests.unit.fakes import FakeCluster
+from tests.unit.fakes import unreachable_kafka
 
 
 class _Item:
@@ -50,7 +50,7 @@ def topic(monkeypatch: pytest.MonkeyPatch) -> _Topic:
 
 @pytest.fixture
 def control(topic: _Topic) -> Control:
-    control = Control(FakeCluster(), "fp.control", "test", KEY_TTL_S)
+    control = Control(unreachable_kafka(), "fp.control", "test", KEY_TTL_S)
     control._producer = topic  # type: ignore[assignment]
     return control
 
@@ -69,7 +69,7 @@ async def test_each_recovered_slot_is_covered_by_a_barrier(topic: _Topic, contro
     await control.newest_generation()
     assert [key for key, _ in topic.records] == [b"barrier/99", b"barrier/0"]
     assert control.slots == 100
-    other = Control(FakeCluster(), "fp.control", "other", KEY_TTL_S)
+    other = Control(unreachable_kafka(), "fp.control", "other", KEY_TTL_S)
     other._producer = topic  # type: ignore[assignment]
     topic.records += [(b"barrier/odd", b""), (b"barrier/123456", b"")]
     assert other.slots == 0
@@ -86,7 +86,7 @@ async def test_the_longest_retention_of_any_rules_is_remembered_for_each_process
     for ttl_s in (KEY_TTL_S, 500_000, 400_000, 500_000, 600_000):  # a restart would write each again
         await control.remember_retention(ttl_s)
     assert [key for key, _ in topic.records] == [b"retention/500000", b"retention/600000"]
-    other = Control(FakeCluster(), "fp.control", "other", KEY_TTL_S)
+    other = Control(unreachable_kafka(), "fp.control", "other", KEY_TTL_S)
     other._producer = topic  # type: ignore[assignment]
     await other.remember_retention(300_000)
     assert await other.newest_generation() is None

@@ -14,11 +14,11 @@ from service.claims.keys import Keys, ServerIdentity, StoreGeneration
 from service.contract.wire import transactional_id
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaRefusesSetting, StoreAway, StoreLost, StoreUnanswered
-from service.kafka.admin import KafkaAdmin
+from service.kafka.transaction_admin import TransactionAdmin
 from service.slots import store_recovery
 from service.slots.generation_log import Control
 from service.slots.store_recovery import CurrentStore
-from tests.unit.fakes import FakeCluster, World, until
+from tests.unit.fakes import World, unreachable_kafka, until
 from tests.unit.scrape import sample
 
 NAMED = StoreGeneration(7, "run/primary")
@@ -96,13 +96,14 @@ async def settling(
     keys: _Keys,
     control: _Control,
     slots: int = 2,
-    cluster: KafkaAdmin | None = None,
+    transactions: TransactionAdmin | None = None,
     telemetry: Telemetry | None = None,
 ) -> AsyncIterator[tuple[CurrentStore, "asyncio.Task[StoreGeneration]"]]:
     """Settle a store, in a task."""
     world: Any = World(lease_ttl_ms=300)
     parts = cast(Keys, keys), cast(Control, control), cast(Any, _Topics(slots))
-    store = CurrentStore(cluster or world.cluster, *parts, world.settings, telemetry or Telemetry())
+    of_kafka = world.cluster, transactions or world.transactions
+    store = CurrentStore(*of_kafka, *parts, world.settings, telemetry or Telemetry())
     try:
         yield store, asyncio.create_task(store.wait_until_settled())
     finally:
@@ -173,11 +174,11 @@ async def test_a_store_that_others_recover_is_not_reported_as_stale(
         assert not settled.done()
 
 
-class _Cluster(FakeCluster):
+class _Fencing(TransactionAdmin):
     """Has fenced all ids but these at once, and these never."""
 
     def __init__(self, *hanging: int) -> None:
-        super().__init__()
+        super().__init__(unreachable_kafka())
         self._hanging = [transactional_id("fencepost", slot) for slot in hanging]
 
     async def fence(
@@ -204,7 +205,7 @@ class _Cluster(FakeCluster):
 async def test_the_status_of_a_recovery_names_the_slots_that_it_waits_for(
     hanging: tuple[int, ...], status: str
 ) -> None:
-    async with settling(_Keys(FLUSHED), _Control(), 64, _Cluster(*hanging)) as (store, settled):
+    async with settling(_Keys(FLUSHED), _Control(), 64, _Fencing(*hanging)) as (store, settled):
         await until(lambda: store.status.startswith("recovering: 0 of 64"))
         assert store.status.endswith("waiting for slots [0, 1, 2, 3, 4, 5, 6, 7]")
         await until(lambda: not store.status.startswith("recovering: 0 of 64"))
@@ -216,14 +217,14 @@ async def test_slots_that_only_control_knows_are_fenced_too() -> None:
     """The broker was cut off before SLOTS_MAX was raised, and this process started before that too."""
     control = _Control()
     control.slots = 100
-    async with settling(_Keys(FLUSHED), control, 64, _Cluster()) as (store, _):
+    async with settling(_Keys(FLUSHED), control, 64, _Fencing()) as (store, _):
         await until(lambda: store.status == "recovering: 100 of 100 slots fenced")
 
 
 async def test_the_nonce_is_renewed_although_a_renewal_fails() -> None:
     """Otherwise it would expire amid a long recovery, and nobody would know why the attempt ends."""
     keys, telemetry = _Keys(FLUSHED), Telemetry()
-    async with settling(keys, _Control(), 64, _Cluster(3), telemetry) as (store, _):
+    async with settling(keys, _Control(), 64, _Fencing(3), telemetry) as (store, _):
         await until(lambda: keys.renewed >= 2)
         assert store.state == "recovering"
         assert sample(telemetry, "fencepost_task_failures_total", task="recovery-nonce") == 1
@@ -311,10 +312,10 @@ async def test_a_rest_between_attempts_lasts_its_time_unless_the_store_changes(c
 
 async def test_a_setting_that_kafka_refuses_is_noted_until_the_store_is_settled() -> None:
     refused = KafkaRefusesSetting("set a smaller one")
-    cluster = FakeCluster()
-    cluster.fence = AsyncMock(side_effect=refused)  # type: ignore[method-assign]
+    transactions = TransactionAdmin(unreachable_kafka())
+    transactions.fence = AsyncMock(side_effect=refused)  # type: ignore[method-assign]
     keys, control = _Keys(FLUSHED), _Control()
-    async with settling(keys, control, 2, cluster) as (store, settled):
+    async with settling(keys, control, 2, transactions) as (store, settled):
         await until(lambda: store.refused is refused and store.status == "store-away: set a smaller one")
         control.generation = NAMED.number  # another process has recovered the store
         keys.identity = ServerIdentity(NAMED.store, NAMED)
