@@ -266,9 +266,9 @@ class SentinelStore(Store):
         return {"FENCEPOST_REDIS_SENTINEL_PASSWORD": SENTINEL_PASSWORD}
 
     def promoted(self) -> bool:
-        told = [sentinel.state().get("port") for sentinel in self.sentinels if sentinel.running]
+        ports = [sentinel.state().get("port") for sentinel in self.sentinels if sentinel.running]
         role = info(self.replica, "replication")["role"]
-        return role == "master" and told.count(str(self.replica.reached_at)) >= 2
+        return role == "master" and ports.count(str(self.replica.reached_at)) >= 2
 
     def cut_off(self) -> None:
         """Cut the primary off from sentinels and replica: it lets neither in, and serves its clients on."""

@@ -68,16 +68,16 @@ class Job(Process):
         Raises:
             StackError: the run was not possible, or takes too long.
         """
-        told = 0
+        printed = 0
         deadline = time.monotonic() + _RUN_S
         while self.running:
             if time.monotonic() > deadline:
                 raise StackError(f"the job still runs after {_RUN_S:.0f} s\n{self.tail()}")
             time.sleep(_POLL_S)
             said = _PROGRESS.findall(self.log.read_text(errors="replace"))
-            for line in said[told:]:
+            for line in said[printed:]:
                 tell(line)
-            told = len(said)
+            printed = len(said)
         if self.exit_code not in (_CLEAN, _FINDINGS):
             raise StackError(f"the job could not run (exit code {self.exit_code})\n{self.tail()}")
         body = json.loads((self._report / "report.json").read_text())

@@ -138,8 +138,8 @@ def _is_replay(answer: Answer) -> bool:
 def _pause_s(answer: Answer | NoAnswer, attempt: int) -> float:
     """Compute the pause before the next try: Retry-After if present, else growing; with jitter."""
     first, longest = _BACKOFF_S
-    told = answer.headers.get("retry-after", "") if isinstance(answer, Answer) else ""
-    wait = float(told) if told.isdecimal() else first * 2 ** min(attempt, 10)
+    retry_after = answer.headers.get("retry-after", "") if isinstance(answer, Answer) else ""
+    wait = float(retry_after) if retry_after.isdecimal() else first * 2 ** min(attempt, 10)
     return min(wait, longest) * random.uniform(0.5, 1.0)
 
 

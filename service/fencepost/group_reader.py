@@ -13,7 +13,7 @@ transaction of the service, or neither is written (KIP-447). Two rules exclude a
 
 - The transaction is refused if the member has been replaced (409 `stale-member`).
 - The batch's key is made of the group and the offset at which the batch begins, so the service writes one batch at most
-  from there. A new member may be told an offset whose successor is in a transaction that is not ended yet, because
+  from there. A new member may get an offset whose successor is in a transaction that is not ended yet, because
   aiokafka cannot ask for stable offsets only; its batch then meets the key of that transaction.
 
 A record whose id is among those of the `lookback` offsets before it, in its partition, is a copy, and is left out. That

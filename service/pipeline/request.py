@@ -370,7 +370,7 @@ class WriteRequest(msgspec.Struct, eq=False):
             future.set_result(self.shown(result))
 
     def shown(self, result: WriteResult) -> WriteResult:
-        """Return what the client is told of a result: of a dead letter, the problem for which the event was refused."""
+        """Return the client's answer: a result, or of a dead letter the problem for which the event was refused."""
         if self.is_refused and isinstance(result, Committed):
             return result_of(result.deliveries[0], replayed=result.replayed)
         return result

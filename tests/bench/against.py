@@ -102,9 +102,9 @@ class Plan:
 
 def _compiled(root: Path) -> str:
     """Check whether a project's inner loops are compiled. Raises NotRealWork if the project imports another service."""
-    told = "import service, service.native; print(service.__file__, service.native.COMPILED)"
+    code = "import service, service.native; print(service.__file__, service.native.COMPILED)"
     python = Path(sys.executable) if root == ROOT else root / ".venv" / "bin" / "python"
-    file, _, compiled = output_of(str(python), "-c", told, cwd=root).strip().rpartition(" ")
+    file, _, compiled = output_of(str(python), "-c", code, cwd=root).strip().rpartition(" ")
     if not Path(file).is_relative_to(root):
         raise NotRealWork(f"the service of {root} is {file}")
     return compiled

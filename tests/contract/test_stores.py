@@ -86,9 +86,9 @@ async def follow_failover(store: Store, keys: RedisKeys, generation: StoreGenera
     assert found.generation == generation, "its data is that of the old primary"
     store.follow_failover()
     # Both parts of the identity are new, so that no failover can be overlooked.
-    told = info(store.primary, "replication")
+    replication = info(store.primary, "replication")
     assert set(found.store.split("/")).isdisjoint(generation.store.split("/"))
-    assert told["master_replid2"] == generation.store.split("/")[1]
+    assert replication["master_replid2"] == generation.store.split("/")[1]
     with pytest.raises(StoreLost):
         await keys.claim(generation, 0, FREED[0], asked(2))
     assert await keys.recover(found, "nonce")

@@ -135,11 +135,11 @@ def once(
     for id, made in attempts.items():
         there = records.get(id, ())
         if made[0].asked.topic in evidence.repeatable:
-            there = there[:1] if not any(a.kind == "ok" for a in made) else _told(there, made)
+            there = there[:1] if not any(a.kind == "ok" for a in made) else _acknowledged_of(there, made)
         yield from faults_of_key(made[0].asked.key, made, there)
 
 
-def _told(there: Sequence[Delivered], made: Sequence[Attempt]) -> Sequence[Delivered]:
+def _acknowledged_of(there: Sequence[Delivered], made: Sequence[Attempt]) -> Sequence[Delivered]:
     """Choose, of several copies, the one that a client got as its answer."""
     places = {attempt.place for attempt in made if attempt.kind == "ok"}
     return [record for record in there if record.place in places] or there[:1]
@@ -167,7 +167,7 @@ def order(evidence: Evidence, records: Mapping[bytes | None, Sequence[Delivered]
     """
     for tries in evidence.tries.values():
         asked: dict[bytes, float] = {}
-        told: dict[bytes, float] = {}
+        acknowledged_at: dict[bytes, float] = {}
         chains: dict[tuple[str, str], list[bytes]] = defaultdict(list)
         together: dict[bytes, int] = {}  # by event: the request that wrote it
         for number, each in enumerate(tries):
@@ -179,12 +179,13 @@ def order(evidence: Evidence, records: Mapping[bytes | None, Sequence[Delivered]
                         together[id] = number
                 asked.setdefault(id, each.at)
                 if result.type == "ok":
-                    told.setdefault(id, each.told_at)
+                    acknowledged_at.setdefault(id, each.answered_at)
         for (topic, record_key), chain in chains.items():
-            known = [id for id in chain if id in told and records.get(id)]
+            known = [id for id in chain if id in acknowledged_at and records.get(id)]
             for one, other in pairwise(known):
                 first, second = records[one][0].place, records[other][0].place
-                after = told[one] <= asked[other] or (one in together and together.get(other) == together[one])
+                same_request = one in together and together.get(other) == together[one]
+                after = same_request or acknowledged_at[one] <= asked[other]
                 if after and first[:2] == second[:2] and first[2] >= second[2]:
                     yield f"{topic}, record key {record_key}: {second} was sent after {first}"
 
@@ -208,8 +209,8 @@ def again(
     if request.kind != "batch" and body and repeated != body:
         yield f"{request.key} was answered {body}, and then {repeated}"
     for asked, was, now in zip(request.events, before, after, strict=True):
-        if now.type != "ok" or not now.replayed or json.loads(now.told) != json.loads(was.told):
-            yield f"{asked.key} was told {was.told}, and then {now}"
+        if now.type != "ok" or not now.replayed or json.loads(now.metadata) != json.loads(was.metadata):
+            yield f"{asked.key} was answered {was.metadata}, and then {now}"
 
 
 def disagreements(report: Mapping[str, Any], evidence: Evidence, verdict: Verdict) -> list[str]:
@@ -217,14 +218,14 @@ def disagreements(report: Mapping[str, Any], evidence: Evidence, verdict: Verdic
     attempts, records = evidence.attempts(), evidence.by_id()
     twice = {id.hex() for id, there in records.items() if id is not None and len(there) > 1}
     once = {id.hex() for id, there in records.items() if id is not None and len(there) == 1}
-    untold = {id.hex() for id in _untold(evidence, attempts)}
+    unacknowledged = {id.hex() for id in _unacknowledged(evidence, attempts)}
     wrong: list[str] = []
     named: set[str] = set()
     for finding in report["findings"]:
         id = finding["id"] or ""
         if finding["kind"] == "duplicate" and id in twice:
             named.add(id)
-        elif finding["kind"] == "phantom" and id in untold & once:
+        elif finding["kind"] == "phantom" and id in unacknowledged & once:
             continue
         elif finding["kind"] != "stuck" or not _may_be_stuck(bytes.fromhex(id), attempts, records):
             wrong.append(
@@ -232,13 +233,13 @@ def disagreements(report: Mapping[str, Any], evidence: Evidence, verdict: Verdic
             )
     wrong += [f"the job did not find that {id} is there more than once" for id in twice - named]
     verdict.named = len(named)
-    if not len(once - untold) <= report["balance"]["delivered_once"] <= len(once):
-        counted = f"{len(once)}, {len(untold & once)} of them told to nobody"
+    if not len(once - unacknowledged) <= report["balance"]["delivered_once"] <= len(once):
+        counted = f"{len(once)}, {len(unacknowledged & once)} of them without an acknowledgement"
         wrong.append(f"the job counts {report['balance']['delivered_once']} delivered once, the checker {counted}")
     return wrong
 
 
-def _untold(evidence: Evidence, attempts: Mapping[bytes, Sequence[Attempt]]) -> set[bytes]:
+def _unacknowledged(evidence: Evidence, attempts: Mapping[bytes, Sequence[Attempt]]) -> set[bytes]:
     """Find events of `idempotent` topics in no client's answer: without a ledger they do not count as accepted."""
     return {
         id
@@ -290,7 +291,7 @@ def _only_oks(each: Try) -> Try:
         (asked, result) for asked, result in zip(each.request.events, each.results, strict=True) if result.type == "ok"
     ]
     request = Request(each.request.kind, tuple(asked for asked, _ in kept), each.request.key)
-    return Try(request, each.at, each.told_at, each.body, [result for _, result in kept])
+    return Try(request, each.at, each.answered_at, each.body, [result for _, result in kept])
 
 
 async def post_again(urls: Sequence[str], tries: Sequence[Try]) -> list[str]:

@@ -120,15 +120,15 @@ def wait_until_readable(world: World) -> tuple[dict[Partition, int], float]:
 
 def invisible(folder: Path, left: Mapping[Partition, int]) -> int:
     """Count the acknowledged events, by the clients' logs, that are not below these last stable offsets."""
-    told = {
+    acknowledged = {
         (fields["topic"], fields["partition"], fields["offset"])
         for tries in history.read(folder).values()
         for each in tries
         for result in each.results
         if result.type == "ok"
-        for fields in [json.loads(result.told)]
+        for fields in [json.loads(result.metadata)]
     }
-    return sum(left.get((topic, partition), offset + 1) <= offset for topic, partition, offset in told)
+    return sum(left.get((topic, partition), offset + 1) <= offset for topic, partition, offset in acknowledged)
 
 
 def skipped(cluster: Cluster) -> int:

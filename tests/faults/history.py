@@ -2,9 +2,10 @@
 
 `{"type": "invoke", "n": 7, "at": <s, monotonic>, "to": "service-0", "kind": "single|batch|atomic", "key": <of the
 whole>, "events": [{"key", "topic", "record_key", "value": <JSON text>}]}` and then, with the same `n`, `{"type":
-"told", "n": 7, "at", "status": <0: no answer>, "body": <of a 201>, "results": [{"type": "ok|fail|info|busy", "status",
-"code", "told": <the fields of a 201 as JSON text>, "replayed"}]}`: one result for each event. A request without a
-second line is in doubt. `fail`: not written; `info`: not known; `busy` (409): nothing is known of this attempt.
+"answer", "n": 7, "at", "status": <0: no answer>, "body": <of a 201>, "results": [{"type": "ok|fail|info|busy",
+"status", "code", "metadata": <the fields of a 201 as JSON text>, "replayed"}]}`: one result for each event. A request
+without a second line is in doubt. `fail`: not written; `info`: not known; `busy` (409): nothing is known of this
+attempt.
 """
 
 import json
@@ -82,7 +83,7 @@ class Result:
     type: Kind
     status: int = 0
     code: str = ""
-    told: str = ""  # the fields of its 201, as JSON text
+    metadata: str = ""  # the fields of its 201, as JSON text
     replayed: bool = False
 
     @property
@@ -93,11 +94,11 @@ class Result:
 
 @dataclass
 class Try:
-    """One request as the checker reads it. `told_at` is infinite without an answer."""
+    """One request as the checker reads it. `answered_at` is infinite without an answer."""
 
     request: Request
     at: float
-    told_at: float = float("inf")
+    answered_at: float = float("inf")
     body: str = ""
     results: list[Result] = field(default_factory=list)
 
@@ -105,11 +106,11 @@ class Try:
         """Return each event's id, with what the judge needs of one key."""
         results = self.results or [Result("info")] * len(self.request.events)
         for id, asked, result in zip(self.request.ids, self.request.events, results, strict=True):
-            yield id, Attempt(asked, result.type, result.status, result.code, result.told.encode(), result.replayed)
+            yield id, Attempt(asked, result.type, result.status, result.code, result.metadata.encode(), result.replayed)
 
 
 class Log:
-    """The log file of one client; each line is written to the kernel before `invoke` or `told` returns."""
+    """The log file of one client; each line is written to the kernel before `invoke` or `answer` returns."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -120,8 +121,8 @@ class Log:
         self._line({"type": "invoke", "n": self._n, "at": time.monotonic(), "to": to, **request.encode()})
         return self._n
 
-    def told(self, n: int, status: int, results: Sequence[Result], body: str) -> None:
-        line = {"type": "told", "n": n, "at": time.monotonic(), "status": status, "body": body}
+    def answer(self, n: int, status: int, results: Sequence[Result], body: str) -> None:
+        line = {"type": "answer", "n": n, "at": time.monotonic(), "status": status, "body": body}
         self._line({**line, "results": [vars(result) for result in results]})
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ def _tries(path: Path) -> Iterator[Try]:
             tries[raw["n"]] = Try(Request.decode(raw), raw["at"])
         else:
             made = tries[raw["n"]]
-            made.told_at, made.body = raw["at"], raw["body"]
+            made.answered_at, made.body = raw["at"], raw["body"]
             made.results = [Result(**result) for result in raw["results"]]
     yield from tries.values()
 
@@ -169,8 +170,8 @@ def results_of(request: Request, answer: Answer) -> list[Result]:
 def _result(each: Mapping[str, Any]) -> Result:
     if each["status"] != 201:
         return _problem(each["status"], each["problem"]["code"])
-    told = {name: each[name] for name in ("id", "topic", "partition", "offset", "timestamp")}
-    return Result("ok", 201, "", json.dumps(told), each.get("replayed", False))
+    metadata = {name: each[name] for name in ("id", "topic", "partition", "offset", "timestamp")}
+    return Result("ok", 201, "", json.dumps(metadata), each.get("replayed", False))
 
 
 def _problem(status: int, code: str) -> Result:

@@ -279,8 +279,8 @@ def one_key_posted_by_many(world: World, rng: random.Random) -> None:
     """Post one key fifty times at once, to all processes."""
     assert world.load is not None
     request = world.ask(f"many-{rng.random()}")
-    told = world.load.send([request] * 50).result(REQUEST_S)
-    places = {result.told for results in told for result in results}
+    answers = world.load.send([request] * 50).result(REQUEST_S)
+    places = {result.metadata for results in answers for result in results}
     assert len(places) == 1, places
 
 

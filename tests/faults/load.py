@@ -255,10 +255,10 @@ class _Client:
         except NoAnswer as error:
             nothing_sent = isinstance(error.__cause__, ConnectionRefusedError)
             results = [Result("fail" if nothing_sent else "info")] * len(request.events)
-            self._log.told(n, 0, results, "")
+            self._log.answer(n, 0, results, "")
         else:
             results = results_of(request, answer)
-            self._log.told(n, answer.status, results, answer.body.decode() if answer.status == 201 else "")
+            self._log.answer(n, answer.status, results, answer.body.decode() if answer.status == 201 else "")
         return results
 
     def _connection(self, url: str) -> Connection:

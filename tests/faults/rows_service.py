@@ -104,8 +104,8 @@ def paused_past_the_lease(world: World) -> None:
 def many_posts_of_one_key(world: World) -> None:
     assert world.load is not None
     for number in range(3):
-        told = world.load.send([world.ask(f"many-{number}")] * 50).result(60)
-        assert len({result.told for results in told for result in results}) == 1
+        answers = world.load.send([world.ask(f"many-{number}")] * 50).result(60)
+        assert len({result.metadata for results in answers for result in results}) == 1
 
 
 @row("SIGTERM under load", expect="each event once; no doubtful answer")

@@ -24,14 +24,14 @@ def asked(key: str, record_key: str | None = "r", value: bytes = b"1") -> Asked:
     return Asked(key, TOPIC, value, record_key)
 
 
-def told(id: bytes, offset: int) -> str:
+def metadata_of(id: bytes, offset: int) -> str:
     return json.dumps({"id": id.hex(), "topic": TOPIC, "partition": 0, "offset": offset, "timestamp": 1})
 
 
 def result(kind: Kind, id: bytes, offset: int = 0, replayed: bool = False) -> Result:
     match kind:
         case "ok":
-            return Result("ok", 201, "", told(id, offset), replayed)
+            return Result("ok", 201, "", metadata_of(id, offset), replayed)
         case "fail":
             return Result("fail", 503, "not-written")
     return Result(kind)
@@ -169,19 +169,19 @@ def test_the_job_and_the_checker_agree_or_it_is_said() -> None:
     assert disagreements(report(("stuck", A), once=0), gone, Verdict()) == []
     # In an `idempotent` topic and in no answer, as of a killed process: the job cannot know that it was accepted.
     for topics in (frozenset[str](), frozenset({TOPIC})):
-        untold = Evidence(gone.tries, [record(A, 3)], repeatable=topics)
-        assert disagreements(report(), untold, Verdict()) == []
-        assert bool(disagreements(report(once=0), untold, Verdict())) is not bool(topics)
-        assert bool(disagreements(report(("phantom", A), once=0), untold, Verdict())) is not bool(topics)
+        unacknowledged = Evidence(gone.tries, [record(A, 3)], repeatable=topics)
+        assert disagreements(report(), unacknowledged, Verdict()) == []
+        assert bool(disagreements(report(once=0), unacknowledged, Verdict())) is not bool(topics)
+        assert bool(disagreements(report(("phantom", A), once=0), unacknowledged, Verdict())) is not bool(topics)
 
 
 def test_a_log_says_what_happened_also_when_it_is_cut_off(tmp_path: Path) -> None:
     log = Log(tmp_path / "client.jsonl")
     problem = Answer(503, {}, b'{"code": "not-written"}')
     body = b'{"results": [%s, {"status": 409, "problem": {"code": "in-progress"}}]}'
-    member = json.loads(told(A, 3)) | {"status": 201, "replayed": True}
-    log.told(log.invoke(single(asked("a")), "x"), 503, results_of(single(asked("a")), problem), "")
-    log.told(log.invoke(BOTH, "x"), 207, results_of(BOTH, Answer(207, {}, body % json.dumps(member).encode())), "")
+    member = json.loads(metadata_of(A, 3)) | {"status": 201, "replayed": True}
+    log.answer(log.invoke(single(asked("a")), "x"), 503, results_of(single(asked("a")), problem), "")
+    log.answer(log.invoke(BOTH, "x"), 207, results_of(BOTH, Answer(207, {}, body % json.dumps(member).encode())), "")
     log.invoke(single(asked("c")), "x")
     log.close()
     with (tmp_path / "client.jsonl").open("a") as file:

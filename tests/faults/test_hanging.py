@@ -15,9 +15,10 @@ END_S = 10.0
 def test_events_behind_what_stands_are_counted_once_each(tmp_path: Path) -> None:
     log = Log(tmp_path / "client.jsonl")
     for partition, offset in [(0, 4), (0, 5), (0, 5), (1, 9), (2, 6)]:
-        told = json.dumps({"topic": "t", "partition": partition, "offset": offset})
-        log.told(log.invoke(single(Asked("key", "t", b"1")), "service-0"), 201, [Result("ok", 201, told=told)], told)
-    log.told(log.invoke(single(Asked("doubtful", "t", b"1")), "service-0"), 504, [Result("info", 504)], "")
+        metadata = json.dumps({"topic": "t", "partition": partition, "offset": offset})
+        n = log.invoke(single(Asked("key", "t", b"1")), "service-0")
+        log.answer(n, 201, [Result("ok", 201, metadata=metadata)], metadata)
+    log.answer(log.invoke(single(Asked("doubtful", "t", b"1")), "service-0"), 504, [Result("info", 504)], "")
     log.close()
     assert invisible(tmp_path, {("t", 0): 5, ("t", 2): 7}) == 1
     assert invisible(tmp_path, {("t", 0): 4, ("t", 1): 0}) == 3

@@ -117,9 +117,9 @@ def test_a_forgotten_connection_is_silent_and_a_new_one_works(network: Network, 
 def test_a_third_of_all_packets_lost(network: Network, talker: Talker) -> None:
     """Some commands succeed: TCP sends lost packets again."""
     network.lose(0.3, "redis")
-    told = [talker.says(f"{number}") for number in range(8)]
+    replies = [talker.says(f"{number}") for number in range(8)]
     assert network.dropped() > 0
-    assert "ok" in told
+    assert "ok" in replies
 
 
 def test_a_server_inside_is_reached_at_its_port(network: Network) -> None:

@@ -141,10 +141,10 @@ def test_an_end_under_load_leaves_no_doubt(
     assert pod.failures == []
     code, took_s = pod.end(load.no_new_connections)
     load.join(timeout_s=30)
-    told = f"ended with {code} after {took_s:.1f} s; answers {dict(load.statuses)}, unanswered {load.unanswered}"
-    assert code == 0, told
+    summary = f"ended with {code} after {took_s:.1f} s; answers {dict(load.statuses)}, unanswered {load.unanswered}"
+    assert code == 0, summary
     assert len(load.committed) > 100
-    assert set(load.statuses) <= {201, 503}, told  # a 504 would be a doubt
+    assert set(load.statuses) <= {201, 503}, summary  # a 504 would be a doubt
     # Another process gives the same answer for every key, and Kafka has each event once.
     with Service(tmp_path, kafka=kafka.bootstrap, redis=redis.url, env=without_places(settings)) as other:
         connection = http.client.HTTPConnection("127.0.0.1", other.port, timeout=30)
@@ -156,8 +156,8 @@ def test_an_end_under_load_leaves_no_doubt(
     assert set(delivered.values()) == {1}
     # Every accepted request was answered: those without an answer met a connection that was being closed, and their
     # events are not in Kafka.
-    assert set(delivered) == set(load.committed), told
-    assert len(load.unanswered) <= load.clients, told
+    assert set(delivered) == set(load.committed), summary
+    assert len(load.unanswered) <= load.clients, summary
 
 
 def without_places(settings: Mapping[str, str]) -> dict[str, str]:

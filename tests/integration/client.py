@@ -52,8 +52,8 @@ class Attempt:
 
     @property
     def place(self) -> tuple[str, int, int]:
-        told = json.loads(self.body)
-        return told["topic"], told["partition"], told["offset"]
+        metadata = json.loads(self.body)
+        return metadata["topic"], metadata["partition"], metadata["offset"]
 
 
 class Client:

@@ -104,7 +104,7 @@ class Stage:
         return violations(self.kafka.bootstrap, topics, self.client.history if history is None else history)
 
     async def assert_exactly_once(self, *topics: str) -> None:
-        """Check that the topics have what the clients were told, and that the ledger has each record."""
+        """Check that the topics have what the clients' acknowledgements name, and that the ledger has each record."""
 
         def judge() -> list[str]:
             return self.violations(*topics) + ledger_faults(self.kafka.bootstrap, self.namespace, topics)

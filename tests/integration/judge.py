@@ -140,11 +140,11 @@ def faults_of_key(key: str, attempts: Sequence[Attempt], records: Sequence[Deliv
         return [f"{key} is there {len(places)} times: {places}"]
     oks = [attempt for attempt in attempts if attempt.kind == "ok"]
     if len({attempt.body for attempt in oks}) > 1:
-        return [f"{key} was told different places: {[attempt.body for attempt in oks]}"]
+        return [f"{key} was answered with different places: {[attempt.body for attempt in oks]}"]
     if oks and not places:
-        return [f"{key} is lost: it was told to be at {oks[0].place}"]
+        return [f"{key} is lost: it was acknowledged at {oks[0].place}"]
     if oks and places != [oks[0].place]:
-        return [f"{key} is at {places[0]}, and was told to be at {oks[0].place}"]
+        return [f"{key} is at {places[0]}, and was acknowledged at {oks[0].place}"]
     if places and all(attempt.kind in ("fail", "busy") for attempt in attempts):
         return [f"{key} is at {places[0]}, and nobody was left in doubt: {[a.status for a in attempts]}"]
     possible = oks or [attempt for attempt in attempts if attempt.kind in ("info", "busy")]

@@ -140,10 +140,10 @@ class Api:
         body = {"entries": [{"id": "0", "value": {"type": "JSON", "data": value}}]}
         path = f"/v3/clusters/any/topics/{self.topic}/records:batch"
         answer = await self.post(path, token, body, idempotency_key=key)
-        told = answer.json()
+        body = answer.json()
         if answer.status_code != 207:
             return _of_event(answer)
-        (entry,) = told["successes"] + told["failures"]
+        (entry,) = body["successes"] + body["failures"]
         replayed = answer.headers.get("idempotent-replayed") == "true"
         return Answer(int(str(entry.get("error_code", 200))[:3]), replayed, entry, "")
 
@@ -156,18 +156,18 @@ class Api:
 
 
 def _of_event(answer: httpx.Response) -> Answer:
-    told = answer.json()
+    body = answer.json()
     names = ("id", "topic", "partition", "partition_id", "offset", "offsets", "results")
-    place = {name: told[name] for name in names if name in told}
+    place = {name: body[name] for name in names if name in body}
     replayed = answer.headers.get("idempotent-replayed") == "true"
-    return Answer(answer.status_code, replayed, place, told.get("code", ""))
+    return Answer(answer.status_code, replayed, place, body.get("code", ""))
 
 
 def _of_result(answer: httpx.Response) -> Answer:
-    told = answer.json()
+    body = answer.json()
     if answer.status_code != 207:
-        return Answer(answer.status_code, False, {}, told["code"])
-    (result,) = told.get("results", [told])
+        return Answer(answer.status_code, False, {}, body["code"])
+    (result,) = body.get("results", [body])
     problem = result.get("problem", {})
     place = {name: result.get(name) for name in ("id", "partition", "offset")}
     return Answer(result["status"], result.get("replayed", False), place, problem.get("code", ""))

@@ -54,8 +54,8 @@ async def test_each_caller_has_keys_of_its_own(stage: Stage, topic: str, make_to
     page = {"Origin": "https://shop.example"}  # of a browser, which asks first, without the token
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,idempotency-key"}
     preflight = await stage.client.http.options(url, headers={**page, **asked})
-    told = {**page, "Authorization": "Bearer token-of-shop", "Idempotency-Key": "order-1"}
-    seen = await stage.client.http.post(url, json=event, headers=told)
+    headers = {**page, "Authorization": "Bearer token-of-shop", "Idempotency-Key": "order-1"}
+    seen = await stage.client.http.post(url, json=event, headers=headers)
     assert (preflight.status_code, seen.content) == (200, first.content)
     assert preflight.headers["access-control-allow-origin"] == seen.headers["access-control-allow-origin"]
     assert "Idempotent-Replayed" in seen.headers["access-control-expose-headers"]
@@ -90,7 +90,7 @@ async def test_a_caller_past_its_rate_is_answered_429_with_retry_after_by_each_p
     batch = {"events": [{**event, "idempotency_key": f"b{n}"} for n in range(20)]}
     written = await post(stage, f"{url}/batch", "slow", batch, None)
     assert written.status_code == 207
-    await asyncio.sleep(0.1)  # the debt is told to the other process
+    await asyncio.sleep(0.1)  # the debt reaches the other process
     for refused in [await post(stage, each, "slow", event) for each in (others, url)]:
         assert (refused.status_code, refused.json()["code"]) == (429, "rate-limited")
         assert 7 <= int(refused.headers["retry-after"]) <= 10

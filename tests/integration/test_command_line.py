@@ -30,7 +30,7 @@ def fencepost(environment: dict[str, str], *arguments: str) -> subprocess.Comple
     )
 
 
-def told(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
+def printed(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
     """Run a command with --json; returns its document."""
     done = fencepost(environment, *arguments, "--json")
     assert done.stderr == ""
@@ -44,17 +44,17 @@ async def test_a_key_is_found_in_redis_and_in_the_ledger(served: Service, make_t
         batch = {"atomic": True, "events": [{"topic": topic, "value": n} for n in range(2)]}
         answer = await client.http.post(f"{served.url}/events/batch", json=batch, headers={"Idempotency-Key": "whole"})
         assert answer.status_code == 201, answer.text
-    found = told(served.env, "key", '"order 1"')
+    found = printed(served.env, "key", '"order 1"')
     assert (found["key"], found["id"]) == ("order 1", event_id("order 1").hex())
     (entry,) = found["ledger"]
     assert attempt.place == (topic, 0, entry["record_offset"])
     assert found["redis"]["state"] == "delivered"
     assert (entry["topic"], entry["timestamp"]) == (topic, found["redis"]["timestamp"])
 
-    whole = told(served.env, "key", "whole")
+    whole = printed(served.env, "key", "whole")
     assert whole["redis"]["members"] == 2
     assert [one["member"] for one in whole["ledger"]] == [0, 1]
-    assert told(served.env, "key", "whole", "--member", "1")["ledger"] == whole["ledger"][1:]
+    assert printed(served.env, "key", "whole", "--member", "1")["ledger"] == whole["ledger"][1:]
 
     text = fencepost(served.env, "key", "order 1")
     assert text.returncode == 0
@@ -65,14 +65,14 @@ async def test_an_unknown_key_exits_with_1_and_proves_nothing(served: Service) -
     done = fencepost(served.env, "key", "never sent")
     assert done.returncode == 1
     assert "Only a POST with this key proves" in done.stdout
-    found = told(served.env, "key", "never sent", "--scope", "somebody")
+    found = printed(served.env, "key", "never sent", "--scope", "somebody")
     assert found["id"] == event_id("never sent", "somebody").hex()
     assert (found["redis"], found["ledger"]) == (None, [])
     assert fencepost(served.env, "key", "ü").returncode == 2
 
 
 async def test_slots_are_shown_with_their_owners(served: Service, redis: Redis) -> None:
-    found = told(served.env, "slots")
+    found = printed(served.env, "slots")
     assert len(found["slots"]) == int(SETTINGS["FENCEPOST_SLOTS_MAX"])
     held = [slot for slot in found["slots"] if slot["state"] == "held"]
     assert len(held) == int(SETTINGS["FENCEPOST_SLOTS"])

@@ -89,14 +89,14 @@ async def test_a_paused_broker_leaves_unsent_events_503_and_sent_ones_504(stage:
     stage.kafka.pause()
     try:
         plan_of(service).let_go("commit")
-        told = await asyncio.gather(committing, *(stage.client.post(service.url, each) for each in asked[11:]))
+        attempts = await asyncio.gather(committing, *(stage.client.post(service.url, each) for each in asked[11:]))
     finally:
         stage.kafka.resume()
-    assert told[0].status == 504
-    assert {attempt.status for attempt in told[1:]} <= {503, 504}
+    assert attempts[0].status == 504
+    assert {attempt.status for attempt in attempts[1:]} <= {503, 504}
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
     there = {record.idempotency_key for record in records}
     assert len(there) >= 10
-    assert there.isdisjoint(attempt.asked.key for attempt in told if attempt.status == 503)
+    assert there.isdisjoint(attempt.asked.key for attempt in attempts if attempt.status == 503)
     await stage.client.load([service.url], asked)
     await stage.assert_exactly_once(topic)

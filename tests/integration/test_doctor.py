@@ -33,7 +33,7 @@ NO_RULES: Final = Rules()
 HOW_REDIS_WAS_BUILT: Final = frozenset({"redis.allocator"})  # depends on the machine's server, not on a setting
 
 
-class Told(dict[str, list[Finding]]):
+class Findings(dict[str, list[Finding]]):
     """The findings by check."""
 
     def __init__(self, findings: list[Finding]) -> None:
@@ -49,11 +49,11 @@ class Told(dict[str, list[Finding]]):
         return {(one.check, one.level.value) for one in every if one.level is not Level.OK and area in ("", one.area)}
 
 
-async def told(settings: Settings, rules: Rules = NO_RULES, **more: Any) -> Told:
+async def examined(settings: Settings, rules: Rules = NO_RULES, **more: Any) -> Findings:
     async with sockets_closed():
         findings = await examine(settings, rules, **more)
     assert all(bool(finding.change) == (finding.level is not Level.OK) for finding in findings)
-    return Told(findings)
+    return Findings(findings)
 
 
 def settings_of(kafka: str, redis: str, namespace: str, **more: Any) -> Settings:
@@ -73,7 +73,7 @@ async def test_each_careless_setting_of_a_broker_is_reported(
     secured_kafka.allow("doctor", cluster, *acls_of_service(namespace, namespace))
     environment = {**secured_kafka.environment("doctor"), **secured_redis.environment()}
     settings = Settings.from_env({**environment, "FENCEPOST_NAMESPACE": namespace})
-    found = await told(settings)
+    found = await examined(settings)
     assert found.wrong("kafka") == {
         ("kafka.brokers", "error"),
         ("kafka.default-replication", "error"),
@@ -98,7 +98,7 @@ async def test_each_careless_setting_of_a_broker_is_reported(
 async def test_a_broker_with_an_unreachable_advertised_listener_is_reported(
     secured_kafka: SecuredKafka, redis: Redis
 ) -> None:
-    found = await told(settings_of(secured_kafka.astray, redis.url, "any"))
+    found = await examined(settings_of(secured_kafka.astray, redis.url, "any"))
     assert found.wrong() == {("kafka.brokers", "error"), ("kafka.advertised", "error"), ("redis.maxmemory", "warning")}
     (astray,) = found["kafka.advertised"]
     assert astray.found.startswith(f"{NOWHERE}: ")
@@ -106,14 +106,14 @@ async def test_a_broker_with_an_unreachable_advertised_listener_is_reported(
 
 
 async def test_kafka_and_redis_that_do_not_answer_are_reported() -> None:
-    found = await told(settings_of(NOWHERE, f"redis://{NOWHERE}/0", "any", request_timeout_ms=1_000))
+    found = await examined(settings_of(NOWHERE, f"redis://{NOWHERE}/0", "any", request_timeout_ms=1_000))
     assert found.wrong() == {("kafka.reachable", "error"), ("redis.reachable", "error")}
     assert "Connect call failed" in found["kafka.reachable"][0].found
 
 
 async def test_a_wrong_password_is_reported(secured_kafka: SecuredKafka, redis: Redis) -> None:
     environment = secured_kafka.environment(password="guess")
-    found = await told(Settings.from_env({**environment, "FENCEPOST_REDIS": redis.url}))
+    found = await examined(Settings.from_env({**environment, "FENCEPOST_REDIS": redis.url}))
     assert found.wrong("kafka") == {("kafka.reachable", "error")}
     assert "Authentication failed" in found["kafka.reachable"][0].found
 
@@ -145,7 +145,7 @@ async def test_a_user_that_may_do_too_little(secured_kafka: SecuredKafka, redis:
     )
     rules = Rules.parse(caller + "".join(f'[[topics]]\npattern = "{name}"\n' for name in events.values()))
     environment = {**secured_kafka.environment("weak"), "FENCEPOST_REDIS": redis.url, "FENCEPOST_SLOTS_MAX": "2"}
-    found = await told(
+    found = await examined(
         Settings.from_env({**environment, "FENCEPOST_NAMESPACE": namespace, "FENCEPOST_SLOTS": "1"}), rules
     )
 
@@ -183,7 +183,7 @@ async def test_a_user_that_may_not_make_topics(secured_kafka: SecuredKafka, redi
     described = (ResourceType.TOPIC, f"{namespace}.", ResourcePatternType.PREFIXED, (AclOperation.DESCRIBE,))
     secured_kafka.allow("maker", described)
     environment = {**secured_kafka.environment("maker"), "FENCEPOST_REDIS": redis.url}
-    found = await told(Settings.from_env({**environment, "FENCEPOST_NAMESPACE": namespace}))
+    found = await examined(Settings.from_env({**environment, "FENCEPOST_NAMESPACE": namespace}))
     (own,) = found["access.own-topics"]
     assert (own.level, own.found) == (Level.ERROR, "not there, and may not be made")
 
@@ -204,7 +204,7 @@ async def test_topics_that_are_not_as_they_should_be(
     for name in (compacted, "no-letters"):
         text += f'[[topics]]\npattern = "refusing-*"\nschema = "s"\nquarantine = "{name}"\n'
     rules = Rules.parse(text)
-    found = await told(settings_of(kafka.bootstrap, redis.url, namespace), rules)
+    found = await examined(settings_of(kafka.bootstrap, redis.url, namespace), rules)
     assert found.wrong("topics") == {
         ("topics.own-settings", "error"),
         ("topics.own-there", "error"),  # deleted: a running process does not create it again
@@ -275,14 +275,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory, redis: Redis) -> Iterator[
 async def test_a_misconfigured_redis_is_reported(
     servers: dict[str, Redis], server: str, expected: set[tuple[str, str]]
 ) -> None:
-    found = await told(settings_of(NOWHERE, servers[server].url, "any", request_timeout_ms=1_000))
+    found = await examined(settings_of(NOWHERE, servers[server].url, "any", request_timeout_ms=1_000))
     assert found.wrong("redis") == expected
 
 
 @pytest.mark.parametrize(("rate", "level"), [(1.0, Level.OK), (5.0, Level.WARNING), (1_000.0, Level.ERROR)])
 async def test_memory_is_held_against_retention_and_rate(servers: dict[str, Redis], rate: float, level: Level) -> None:
     """The keys of a day at about 200 bytes each, in 100 MB."""
-    found = await told(settings_of(NOWHERE, servers["evicting"].url, "any", request_timeout_ms=1_000), rate=rate)
+    found = await examined(settings_of(NOWHERE, servers["evicting"].url, "any", request_timeout_ms=1_000), rate=rate)
     (memory,) = found["redis.memory"]
     assert memory.level is level
     assert f"{rate:g} events/s (as given) for 24 h: {rate * 86_400:,.0f} keys" in memory.found
@@ -293,7 +293,7 @@ async def test_the_rate_is_measured_from_the_ledgers_growth(
 ) -> None:
     async with Client() as client:
         await client.load([served.url], events(make_topic(1), 60))
-    found = await told(settings_of(kafka.bootstrap, redis.url, served.env["FENCEPOST_NAMESPACE"]))
+    found = await examined(settings_of(kafka.bootstrap, redis.url, served.env["FENCEPOST_NAMESPACE"]))
     (memory,) = found["redis.memory"]
     assert memory.found.startswith("0.1 events/s (measured over 10 minutes) for 24 h: 8,640 keys")
 
@@ -307,7 +307,7 @@ async def test_a_machine_whose_clock_is_off_is_reported(
 ) -> None:
     """The clock of this machine is off; those of Kafka and Redis are right."""
     settings = settings_of(kafka.bootstrap, redis.url, served.env["FENCEPOST_NAMESPACE"])
-    found = await told(settings, now=lambda: now_ms() + wrong_s * 1000)
+    found = await examined(settings, now=lambda: now_ms() + wrong_s * 1000)
     for check in ("clocks.kafka", "clocks.redis"):
         (clock,) = found[check]
         assert clock.level is level, clock

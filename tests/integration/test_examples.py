@@ -141,8 +141,8 @@ def test_an_example_writes_its_event_once_though_its_request_was_refused_and_cut
         (record,) = [record for record in runs.records if record.idempotency_key == name]
         assert (record.key, json.loads(record.value or b"")) == (name.encode(), {"order": name, "total": 12.5})
         status, _, answer = ran.output.partition(" ")
-        told = json.loads(answer)
-        assert (status, (told["topic"], told["partition"], told["offset"])) == ("201", record.place)
+        metadata = json.loads(answer)
+        assert (status, (metadata["topic"], metadata["partition"], metadata["offset"])) == ("201", record.place)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -96,8 +96,8 @@ async def test_a_cloudevent_is_written_once_in_either_mode(stage: Stage, topic: 
 
     body = json.dumps({**ATTRIBUTES, "id": "43", "topic": topic, "data": {"n": 1}}).encode()
     # the content type decides the mode
-    told = {**headers, "Content-Type": "application/cloudevents+json; charset=utf-8"}
-    made = await stage.client.http.post(url, content=body, headers=told)
+    structured = {**headers, "Content-Type": "application/cloudevents+json; charset=utf-8"}
+    made = await stage.client.http.post(url, content=body, headers=structured)
     assert made.status_code == 201
     state = await stage.client.http.get(f"{service.url}{made.headers['location']}")
     assert state.json()["state"] == "committed"

@@ -47,9 +47,9 @@ async def test_a_201_and_its_replay_have_the_same_body(
 
     assert first.status_code == again.status_code == quoted.status_code == 201
     assert first.content == again.content == quoted.content
-    told = first.json()
-    assert list(told) == ["id", "topic", "partition", "offset", "timestamp"]
-    assert told["id"] == event_id("replayed").hex()
+    metadata = first.json()
+    assert list(metadata) == ["id", "topic", "partition", "offset", "timestamp"]
+    assert metadata["id"] == event_id("replayed").hex()
     assert "idempotent-replayed" not in first.headers
     assert again.headers["idempotent-replayed"] == quoted.headers["idempotent-replayed"] == "true"
     assert first.headers["location"] == "/events/replayed"
@@ -59,8 +59,8 @@ async def test_a_201_and_its_replay_have_the_same_body(
     assert abs(expires - before - 86_400) < 10
     assert again.headers["idempotency-key-expires"] == first.headers["idempotency-key-expires"]
     record = await only_record(kafka, topic)
-    assert record.place == (told["topic"], told["partition"], told["offset"])
-    assert record.timestamp[1] == told["timestamp"]
+    assert record.place == (metadata["topic"], metadata["partition"], metadata["offset"])
+    assert record.timestamp[1] == metadata["timestamp"]
 
 
 async def test_another_event_under_the_key_is_a_conflict(served: Service, topic: str, client: Client) -> None:
@@ -122,7 +122,7 @@ async def test_a_record_has_its_key_fencepost_and_callers_headers(
     headers = {"content-type": "x", "ü": "ä"}
     fields = {"topic": topic, "key": "k", "value": 1, "headers": headers}
     before_ms = time.time_ns() // 1_000_000
-    told = (await send(client, served, '"with \\"quotes\\""', fields, traceparent=trace)).json()
+    metadata = (await send(client, served, '"with \\"quotes\\""', fields, traceparent=trace)).json()
 
     record = await only_record(kafka, topic)
     names = [name for name, _ in record.headers]
@@ -132,7 +132,7 @@ async def test_a_record_has_its_key_fencepost_and_callers_headers(
     assert found["traceparent"] == trace.encode()
     assert found["ü"] == "ä".encode()
     stamp = Stamp.decode(found["fencepost"])
-    assert stamp.id.hex() == told["id"]
+    assert stamp.id.hex() == metadata["id"]
     own = [(name, content.encode()) for name, content in headers.items()]
     assert stamp.fingerprint == fingerprint(topic, None, b"k", own, b"1")
     assert before_ms - 5 <= stamp.accepted_at <= time.time_ns() // 1_000_000 + 5
@@ -145,10 +145,12 @@ async def test_the_answer_has_the_timestamp_of_the_record(
 ) -> None:
     kept, stamped = make_topic(1), make_topic(1, {"message.timestamp.type": "LogAppendTime"})
     for topic in (kept, stamped):
-        told = (await send(client, served, f"time {topic}", {"topic": topic, "value": 1, "timestamp": 1_000})).json()
+        metadata = (
+            await send(client, served, f"time {topic}", {"topic": topic, "value": 1, "timestamp": 1_000})
+        ).json()
         record = await only_record(kafka, topic)
-        assert record.timestamp[1] == told["timestamp"]
-        assert (told["timestamp"] == 1_000) is (topic == kept)
+        assert record.timestamp[1] == metadata["timestamp"]
+        assert (metadata["timestamp"] == 1_000) is (topic == kept)
 
 
 async def test_keyed_events_of_one_key_share_a_partition_and_keep_their_order(
@@ -179,9 +181,9 @@ async def test_the_state_of_a_key(stage: Stage, topic: str) -> None:
     assert (under_way.status_code, under_way.json()["state"]) == (200, "in_progress")
     second = asyncio.create_task(stage.client.post(service.url, asked))  # waits for the only slot
     plan_of(service).let_go("commit")
-    told = json.loads((await posting).body)
+    metadata = json.loads((await posting).body)
     done = (await http.get(service.url + location)).json()
-    assert done == {"state": "committed", **told}
+    assert done == {"state": "committed", **metadata}
     assert (await second).kind in ("ok", "busy")
     await stage.assert_exactly_once(topic)
 
@@ -217,14 +219,14 @@ async def test_a_client_may_prefer_an_async_response_or_a_wait(stage: Stage, top
     replayed = await patient
     assert (replayed.status_code, replayed.headers["idempotent-replayed"]) == (201, "true")
     assert replayed.headers["preference-applied"] == "wait=4"
-    told = {name: value for name, value in replayed.json().items() if name != "id"}
+    metadata = {name: value for name, value in replayed.json().items() if name != "id"}
     done = (await stage.client.http.get(state)).json()
-    assert done == {"state": "committed", "id": event_id("whenever").hex(), **told}
+    assert done == {"state": "committed", "id": event_id("whenever").hex(), **metadata}
     # A committed event is answered as usual.
     again = await send(stage.client, writer, "whenever", fields, Prefer="respond-async")
     assert (again.status_code, again.content) == (201, replayed.content)
     (record,) = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
-    assert record.place == (told["topic"], told["partition"], told["offset"])
+    assert record.place == (metadata["topic"], metadata["partition"], metadata["offset"])
 
 
 async def test_a_key_is_in_progress_at_another_process_and_in_doubt_when_that_process_dies(
@@ -313,7 +315,7 @@ async def test_probes_metrics_and_the_openapi_document_are_served(served: Servic
     assert 'fencepost_answers_total{code="",status="201"}' in metrics
     document = (await client.http.get(f"{served.url}/openapi.json")).json()
     for path in ("/events", "/events/batch"):
-        told = document["paths"][path]["post"]
-        assert {"201", "207", "400", "503", "504"} <= told["responses"].keys()
-        for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(told)):
+        operation = document["paths"][path]["post"]
+        assert {"201", "207", "400", "503", "504"} <= operation["responses"].keys()
+        for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(operation)):
             assert reference in document["components"]["schemas"]

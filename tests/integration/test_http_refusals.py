@@ -96,13 +96,13 @@ async def post(client: Client, service: Service, body: bytes, headers: Mapping[s
 
 
 def assert_problem(response: Any, status: int, code: str) -> None:
-    told = response.json()
-    assert (response.status_code, told["code"]) == (status, code), told
+    problem = response.json()
+    assert (response.status_code, problem["code"]) == (status, code), problem
     assert response.headers["content-type"] == "application/problem+json"
-    assert told["type"] == f"/problems/{code}"
-    assert told["status"] == status
-    assert told["title"]
-    assert ": " in told["detail"], "the detail names what is wrong, and the remedy"
+    assert problem["type"] == f"/problems/{code}"
+    assert problem["status"] == status
+    assert problem["title"]
+    assert ": " in problem["detail"], "the detail names what is wrong, and the remedy"
 
 
 @pytest.fixture(scope="module")

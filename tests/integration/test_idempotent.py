@@ -40,8 +40,8 @@ async def test_one_process_serves_both_guarantees(stage: Stage, make_topic: Make
     assert named == {exact}
     await asyncio.to_thread(service.stop)
     journal = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [requests_topic(stage.namespace)])
-    told = [answer for raw in journal for answer in json.loads(raw.value or b"")["answers"]]
-    first = {answer["id"]: (answer["topic"], answer["partition"], answer["offset"]) for answer in told}
+    answers = [answer for raw in journal for answer in json.loads(raw.value or b"")["answers"]]
+    first = {answer["id"]: (answer["topic"], answer["partition"], answer["offset"]) for answer in answers}
     assert first.items() >= {Stamp.decode(dict(r.headers)[STAMP_HEADER]).id.hex(): r.place for r in records}.items()
 
 

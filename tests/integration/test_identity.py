@@ -105,11 +105,11 @@ async def post(http: httpx.AsyncClient, topic: str, token: str, key: str) -> htt
 async def refusal(http: httpx.AsyncClient, topic: str, token: str) -> str:
     """Post with a token that is not taken, and return why."""
     answer = await post(http, topic, token, uuid.uuid4().hex)
-    told = answer.json()
-    assert (answer.status_code, told["code"]) == (401, "invalid-token")
+    problem = answer.json()
+    assert (answer.status_code, problem["code"]) == (401, "invalid-token")
     assert answer.headers["www-authenticate"] == 'Bearer error="invalid_token"'
     assert token not in answer.text
-    return str(told["detail"])
+    return str(problem["detail"])
 
 
 async def test_the_tokens_of_a_realm_name_callers(

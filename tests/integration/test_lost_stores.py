@@ -208,11 +208,11 @@ async def test_a_mark_that_failed_is_made_up_for(stage: Stage, topic: str) -> No
     first = await stage.client.post(service.url, asked)
     assert first.status == 201
 
-    async def told() -> str:
+    async def state_of_key() -> str:
         return str((await stage.client.http.get(f"{service.url}/events/the key")).json().get("state"))
 
     deadline = time.monotonic() + 10
-    while await told() != "committed":
+    while await state_of_key() != "committed":
         assert time.monotonic() < deadline
     again = await stage.client.post(service.url, asked)
     assert (again.body, again.replayed) == (first.body, True)
@@ -255,13 +255,13 @@ async def test_a_redis_that_served_another_kafka_is_not_adopted(own_stage: Stage
     service = await stage.started(wait_ready=False)
     readiness: dict[str, Any] = {}
 
-    async def told() -> str:
+    async def store_status() -> str:
         with contextlib.suppress(httpx.HTTPError):
             readiness.update((await stage.client.http.get(f"{service.url}/readyz")).json())
         return str(readiness.get("store", ""))
 
     async with asyncio.timeout(20):
-        while not (await told()).startswith("stale-store: Redis has keys of generation"):  # noqa: ASYNC110
+        while not (await store_status()).startswith("stale-store: Redis has keys of generation"):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     assert (await stage.client.post(service.url, asked[0])).status == 503
     prefix = f"{{{stage.namespace}:0}}"
@@ -292,8 +292,8 @@ async def test_a_recreated_ledger_is_not_read_from_where_the_old_one_ended(stage
     await asyncio.to_thread(until, lambda: ledger not in admin.list_topics(timeout=10).topics)
 
     service = await stage.started(slots=1, slots_max=1, wait_ready=False)  # creates the ledger again
-    told = f"{ledger}, partition 0: Redis has applied it up to"
-    await asyncio.to_thread(until, lambda: told in service.log.read_text())
+    refusal = f"{ledger}, partition 0: Redis has applied it up to"
+    await asyncio.to_thread(until, lambda: refusal in service.log.read_text())
     assert (await stage.client.post(service.url, Asked("early", topic, b"1"))).status == 503
     consumer = Consumer({"bootstrap.servers": stage.kafka.bootstrap, "group.id": "ends"})
     assert consumer.get_watermark_offsets(TopicPartition(ledger, 0), timeout=10) == (0, 0)

@@ -188,7 +188,7 @@ def test_a_service_whose_token_is_refused_ends_and_says_by_whom(
     assert not [secret for secret in ("hush-hush", SECRET, "Traceback") if secret in text]
 
 
-async def told(settings: Settings) -> dict[str, Finding]:
+async def examined(settings: Settings) -> dict[str, Finding]:
     async with sockets_closed():
         return {finding.check: finding for finding in await examine(settings, Rules())}
 
@@ -198,7 +198,7 @@ async def test_the_doctor_names_the_principal_the_endpoint_and_a_missing_acl(
 ) -> None:
     environment = {"FENCEPOST_REDIS": redis.url, "FENCEPOST_NAMESPACE": namespace, **broker.by_token(endpoint)}
     settings = Settings.from_env(environment)
-    found = await told(settings)
+    found = await examined(settings)
     assert found["login.token"].level is Level.OK
     assert (
         f"the token endpoint {endpoint.token_url} gives one: iss test, aud kafka, scope kafka"
@@ -210,10 +210,10 @@ async def test_the_doctor_names_the_principal_the_endpoint_and_a_missing_acl(
     assert found["access.own-topics"].level is Level.ERROR
     assert "allow the service's user" in found["access.own-topics"].change
     endpoint.refusing = True
-    found = await told(settings)
+    found = await examined(settings)
     assert (found["login.token"].level, "kafka.reachable" in found) == (Level.ERROR, False)
     assert "401 invalid_client" in found["login.token"].found
     assert "_CLIENT_SECRET" in found["login.token"].change
     endpoint.refusing, endpoint.away = False, True
-    found = await told(settings)
+    found = await examined(settings)
     assert "answers 503" in found["login.token"].found

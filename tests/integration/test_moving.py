@@ -103,8 +103,8 @@ async def test_slots_max_is_raised_in_a_rolling_restart_and_never_lowered(own_st
     lowered = stage.service(slots_max=3)
     lowered.start(wait_ready=False)
     assert await asyncio.to_thread(lowered.wait, 20) == 2
-    told = [line for line in lowered.log.read_text().splitlines() if line.startswith("FENCEPOST_")]
-    assert told == [
+    lines = [line for line in lowered.log.read_text().splitlines() if line.startswith("FENCEPOST_")]
+    assert lines == [
         f"FENCEPOST_SLOTS_MAX=3 is less than the 5 partitions of {ledger_topic(stage.namespace)}: "
         "set FENCEPOST_SLOTS_MAX to 5 or more"
     ]

@@ -24,7 +24,7 @@ PATIENT: dict[str, Any] = {"request_timeout_ms": 15_000, "transaction_timeout_ms
 
 
 async def a_transaction_fails(stage: Stage, topic: str, mutants: tuple[str, ...]) -> None:
-    """aiokafka's producer, told to abort after an error, only changes its own state: the next commit publishes all."""
+    """aiokafka's producer, asked to abort after an error, only changes its own state: the next commit publishes all."""
     service = await stage.started(faults=(Fault("ledger", "Abortable"),), mutants=mutants, slots=1)
     await stage.client.settle([service.url], Asked(KEY, topic, b"1"))
 

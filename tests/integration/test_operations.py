@@ -74,24 +74,24 @@ async def test_a_graceful_stop_under_load_leaves_no_request_in_doubt(stage: Stag
     await stage.start(leaving, staying)
     client = stage.client
     waiting = list(reversed(events(topic, 4_000)))
-    told: list[Attempt] = []
+    attempts: list[Attempt] = []
 
     async def send_until_it_is_gone() -> None:
         while waiting:
-            told.append(await client.post(leaving.url, waiting.pop()))
-            if told[-1].kind != "ok":
+            attempts.append(await client.post(leaving.url, waiting.pop()))
+            if attempts[-1].kind != "ok":
                 return
 
     senders = [asyncio.create_task(send_until_it_is_gone()) for _ in range(10)]
-    await asyncio.to_thread(until, lambda: len(told) >= 100)
+    await asyncio.to_thread(until, lambda: len(attempts) >= 100)
     await asyncio.to_thread(leaving.stop)
     await asyncio.gather(*senders)
 
     assert leaving.exit_code == 0
     assert waiting, "the load was over before the stop"
-    assert len(told) >= 100
-    assert {answer.status for answer in told} <= {0, 201, 503}
-    for answer in told:
+    assert len(attempts) >= 100
+    assert {answer.status for answer in attempts} <= {0, 201, 503}
+    for answer in attempts:
         if answer.status == 0:
             # An idle connection was closed while the request was sent: the judge counts the event as not written.
             answer.kind = "fail"

@@ -167,14 +167,14 @@ async def test_a_stream_is_answered_record_by_record_and_replayed_after_a_cut(
             answers.append(await cut.answer())
         cut.send(records[10])
         cut.cut()  # nobody reads its answer
-        told = [b""]
-        while any(b"50003" in line for line in told) or told == [b""]:  # the last record may still be in progress
+        lines = [b""]
+        while any(b"50003" in line for line in lines) or lines == [b""]:  # the last record may still be in progress
             whole = await FullDuplex.begin(httpx.URL(served.url), path, "stream")
             for record in records:
                 whole.send(record)
             await whole.head()
-            told = (await whole.end()).split(b"\r\n")
-    assert told[:10] == [answer.removesuffix(b"\r\n") for answer in answers]
-    assert [json.loads(line)["error_code"] for line in told[:-1]] == [200] * 20
+            lines = (await whole.end()).split(b"\r\n")
+    assert lines[:10] == [answer.removesuffix(b"\r\n") for answer in answers]
+    assert [json.loads(line)["error_code"] for line in lines[:-1]] == [200] * 20
     written = await asyncio.to_thread(read_committed, kafka.bootstrap, [topic])
     assert sorted(int(record.value or b"") for record in written) == [*range(20)]

@@ -27,5 +27,6 @@ async def test_records_larger_than_a_fetch_are_read_from_every_partition(kafka: 
     finally:
         await producer.close()
         await cluster.close()
-    told = [(partition, offset, key, value) for offset, (partition, key, value) in zip(offsets, contents, strict=True)]
-    assert sorted(tuple(item) for item in found) == sorted(told)
+    numbered = zip(offsets, contents, strict=True)
+    written = [(partition, offset, key, value) for offset, (partition, key, value) in numbered]
+    assert sorted(tuple(item) for item in found) == sorted(written)

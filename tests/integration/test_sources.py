@@ -128,12 +128,12 @@ async def test_a_delivery_that_is_sent_again_is_written_once(
         return [unusable, await stage.client.http.post(f"{services[service].url}/events", json=sold, headers=of_shop)]
 
     first = await quarantined(0)
-    told = [answer.json() for answer in first]
-    assert [(answer.status_code, problem["code"]) for answer, problem in zip(first, told, strict=True)] == [
+    problems = [answer.json() for answer in first]
+    assert [(answer.status_code, problem["code"]) for answer, problem in zip(first, problems, strict=True)] == [
         (422, "unusable-body"),
         (422, "schema-mismatch"),
     ]
-    assert [(problem["quarantined"], problem["topic"]) for problem in told] == [(True, letters)] * 2
+    assert [(problem["quarantined"], problem["topic"]) for problem in problems] == [(True, letters)] * 2
     stage.redis.flush()
     for service in (1, 0):
         again = await quarantined(service)
@@ -143,11 +143,11 @@ async def test_a_delivery_that_is_sent_again_is_written_once(
         assert [answer.content for answer in again] == [answer.content for answer in first]
         assert [answer.headers["idempotent-replayed"] for answer in again] == ["true"] * 2
     state = await stage.client.http.get(f"{services[0].url}/events/order-1", headers=of_shop)
-    assert (state.json()["state"], state.json()["problem"]) == ("quarantined", told[1])
+    assert (state.json()["state"], state.json()["problem"]) == ("quarantined", problems[1])
     dead = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [letters])
     assert sorted(record.value or b"" for record in dead) == sorted([deleted.encode(), b'{"sum":1}'])
     assert sorted(dict(record.headers)["fencepost-caller"] for record in dead) == [b"shop", b"source:stripe"]
-    assert {record.place for record in dead} == {(letters, each["partition"], each["offset"]) for each in told}
+    assert {record.place for record in dead} == {(letters, each["partition"], each["offset"]) for each in problems}
     assert await asyncio.to_thread(ledger_faults, stage.kafka.bootstrap, stage.namespace, [letters]) == []
 
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic, customers])

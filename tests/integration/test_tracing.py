@@ -104,13 +104,13 @@ async def test_spans_reach_a_collector_and_records_carry_their_contexts(
     # Each record carries the context of its own span, whose attributes have the record's coordinates.
     records = await asyncio.to_thread(read_committed, stage.kafka.bootstrap, [topic])
     carried = {dict(record.headers)[TRACE_HEADER].decode(): record.place[2] for record in records}
-    told = {
+    expected = {
         f"00-{TRACE_ID}-{span.span_id.hex()}-01": next(
             each.value.int_value for each in span.attributes if each.key == "messaging.kafka.offset"
         )
         for span in created
     }
-    assert carried == told
+    assert carried == expected
     assert event_id("a").hex() in {text(span, "messaging.message.id") for span in created}
     # Every event is in one group, whose span links to it.
     sent = collector.spans(Span.SPAN_KIND_CLIENT)

@@ -61,7 +61,7 @@ class Fleet:
         return [metrics_of(url) for url in self.urls]
 
     def faults(self, history: Sequence[Attempt]) -> list[str]:
-        """Compare the topic and the ledger with what the clients were told, by a client library of its own."""
+        """Compare topic and ledger with the clients' acknowledgements, by a client library of its own."""
         return violations(self.kafka.bootstrap, [self.topic], [*history]) + ledger_faults(
             self.kafka.bootstrap, self.namespace, [self.topic]
         )

@@ -165,16 +165,16 @@ def test_a_python_that_is_here_and_will_do_is_taken_where_the_tested_one_is_not(
 
 
 def test_a_failed_install_ends_with_one_line_that_says_what_to_do(project: Project) -> None:
-    told = "fails: error sending request"
-    done = project.source("echo on", {"LACKS": told, "https_proxy": "http://127.0.0.1:1"})
+    reason_given = "fails: error sending request"
+    done = project.source("echo on", {"LACKS": reason_given, "https_proxy": "http://127.0.0.1:1"})
     assert (done.returncode, done.stdout) == (1, "")
     *_, reason, last = done.stderr.splitlines()
-    assert reason == told
+    assert reason == reason_given
     assert last == (
         "the Python packages could not be installed into .venv, for the reason above: please see to the network and "
         "the proxy that is set, http://127.0.0.1:1, and start again"
     )
-    assert "and the proxy" not in project.source("echo on", {"LACKS": told}).stderr
+    assert "and the proxy" not in project.source("echo on", {"LACKS": reason_given}).stderr
 
 
 def test_a_venv_that_is_none_is_left_to_its_owner_with_one_line_that_says_so(project: Project) -> None:

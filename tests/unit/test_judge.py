@@ -55,11 +55,11 @@ def test_a_loss_is_found() -> None:
 
 
 def test_a_record_at_another_place_than_its_answer_is_a_violation() -> None:
-    assert "was told to be at" in found([attempt("ok", 8)], record(7))
+    assert "was acknowledged at" in found([attempt("ok", 8)], record(7))
 
 
 def test_answers_with_two_places_are_a_violation() -> None:
-    assert "was told different places" in found([attempt("ok", 7), attempt("ok", 8)], record(7))
+    assert "was answered with different places" in found([attempt("ok", 7), attempt("ok", 8)], record(7))
 
 
 @pytest.mark.parametrize("kinds", [["fail"], ["busy"], ["fail", "busy"]])

@@ -1,4 +1,4 @@
-"""Tests the client with a spool: what a later call or run sends again, and what is told of it."""
+"""Tests the client with a spool: what a later call or run sends again, and what they report."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def test_a_spool_that_is_older_than_its_keys_is_told_and_not_written_again(
     assert (type(last), last.may_be_written) == (Refused, True)  # an attempt of the earlier run may have written it
     assert (type(first), first.may_be_written, first.body) == (KeyExpired, True, old[0].encode())
     assert fake.written == [1, 2]
-    assert kind(fake, spool=tmp_path / "s").resume() == []  # it was told
+    assert kind(fake, spool=tmp_path / "s").resume() == []  # it was reported before
 
 
 def test_a_result_of_resume_that_was_not_taken_comes_again(clock: FakeTime, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_the_same_object_sent_again_tells_its_age(clock: FakeTime, tmp_path: Pat
         assert (type(first), type(expired)) == (Written, KeyExpired)
         assert raised(expired).may_be_written
         assert [type(each) for each in last] == [Written] * 2
-        assert [type(each) for each in client.resume()] == []  # it was told
+        assert [type(each) for each in client.resume()] == []  # it was reported before
     assert fake.written == [0, 1, 2, 3]
     assert [request.url.path for request in fake.requests[-3:]] == ["/events", "/events", "/events/batch"]
 

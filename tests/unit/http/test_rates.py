@@ -1,4 +1,4 @@
-"""Tests rates over all processes: slices of a bucket, debts, a store that is away, and what a client is told."""
+"""Tests rates over all processes: slices of a bucket, debts, a store that is away, and what an answer says of them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ async def test_the_debt_of_a_batch_is_that_of_all_processes() -> None:
     world = World(2)
     one, other = world.callers(10)
     assert await sent(one, 40) == 0
-    await asyncio.sleep(0.01)  # the debt is told without a further request
+    await asyncio.sleep(0.01)  # the debt is sent without a further request
     assert await sent(other) == 4  # the time of 31 events
     world.now += 3.0
     assert await sent(other) == 1

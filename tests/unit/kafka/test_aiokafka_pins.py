@@ -144,7 +144,7 @@ async def test_a_consumer_has_a_coordinator_that_tells_member_and_generation() -
     assert consumer._coordinator is None  # until it is started
     assert {"_coordinator"} <= set(AIOKafkaConsumer.start.__code__.co_names)
     assert {"member_id", "generation"} <= set(GroupCoordinator.__init__.__code__.co_names)
-    # The listener is told of an assignment when both are those of its generation.
+    # The listener is called with an assignment when both are those of its generation.
     joined = inspect.getsource(CoordinatorGroupRebalance)
     assert joined.index("self._coordinator.generation = response.generation_id") < joined.index("_on_join_follower()")
     rejoined = inspect.getsource(GroupCoordinator._do_rejoin_group)

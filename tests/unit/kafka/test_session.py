@@ -205,7 +205,7 @@ async def test_a_transaction_retries_while_the_markers_of_the_last_one_are_writt
     answers = iter([ConcurrentTransactions.errno] * 6)
     kafka.added = lambda topic, partition: next(answers, 0)
     assert await write(producer, record("a")) == [RecordMetadata(4, 5)]
-    assert len(kafka.sent(AddPartitionsToTxnRequest)) == 4, "two partitions are told each time"
+    assert len(kafka.sent(AddPartitionsToTxnRequest)) == 4, "each request adds two partitions"
 
 
 # ------------------------------------------------------------------------------------------------------ refusals

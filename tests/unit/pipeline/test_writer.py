@@ -100,7 +100,7 @@ async def test_the_answers_of_a_group_go_out_together(known: bool) -> None:
     known_then: list[bool] = []
     results[0].add_done_callback(lambda _: known_then.append(results[1].done()))
     await asyncio.wait(results)
-    assert known_then == [True], "each was told in a step of the loop of its own, which wakes its client"
+    assert known_then == [True], "each was resolved in a step of the loop of its own, which wakes its client"
     await ended(serving)
 
 
