@@ -151,6 +151,14 @@ def at_least(least: int) -> Callable[[str], bool]:
 
 def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
     """List the checks of brokers. `topics_there`: Fencepost's own topics exist, so defaults do not concern them."""
+    yield from _replication_rules(topics_there)
+    yield from _transaction_rules(settings)
+    if settings.kafka_sasl:
+        yield _SESSION_RULE
+
+
+def _replication_rules(topics_there: bool) -> Iterator[Rule]:
+    """List the checks of what keeps acknowledged records: replicas, and the election of leaders."""
     default = Level.WARNING if topics_there else Level.ERROR
     yield Rule(
         "kafka.default-replication",
@@ -173,6 +181,10 @@ def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
         Level.ERROR,
         "set false on the brokers: a leader that lags removes acknowledged events",
     )
+
+
+def _transaction_rules(settings: Settings) -> Iterator[Rule]:
+    """List the checks of what transactions and their ids need."""
     yield Rule(
         "kafka.transaction-verification",
         VERIFICATION,
@@ -203,15 +215,17 @@ def broker_rules(settings: Settings, topics_there: bool) -> Iterator[Rule]:
         f"set {ID_EXPIRATION_LEAST_MS} (a day) or more on the brokers: a slot that was idle for longer is recovered "
         "before its next event",
     )
-    if settings.kafka_sasl:
-        yield Rule(
-            "kafka.reauthentication",
-            "connections.max.reauth.ms",
-            lambda value: int(value) == 0 or int(value) >= SESSION_LEAST_MS,
-            Level.WARNING,
-            f"set {SESSION_LEAST_MS} or more for the listener, or 0: a login that takes longer than a tenth of that "
-            "time comes too late, and the connection ends (KIP-368)",
-        )
+
+
+# Of a listener with SASL.
+_SESSION_RULE: Final = Rule(
+    "kafka.reauthentication",
+    "connections.max.reauth.ms",
+    lambda value: int(value) == 0 or int(value) >= SESSION_LEAST_MS,
+    Level.WARNING,
+    f"set {SESSION_LEAST_MS} or more for the listener, or 0: a login that takes longer than a tenth of that "
+    "time comes too late, and the connection ends (KIP-368)",
+)
 
 
 def broker_settings(found: BrokerSettings, settings: Settings, topics_there: bool) -> Iterator[Finding]:

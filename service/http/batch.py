@@ -171,9 +171,7 @@ async def write_each(
                 caller.check(event.topic)
                 topic, plain_bytes_max = event.topic, admission.checks.plain_bytes_max(event.topic)
             if not is_plain(event, plain_bytes_max) and not admission.checks.check_now(event, age):
-                written = await admission.checks.check(event, arrived, begun, age)
-                if written is not None:
-                    known, event = admission.replay((event,), written, arrived).result(), None
+                event, known = await _looked_up(admission, event, arrived, begun, age)
         except Problem as problem:
             event, known = await _dead_letter_of(admission, event, problem, arrived, begun, caller, age)
         if not chunk.add(event) if event is not None else parsed >= CHUNK_EVENTS_MAX:
@@ -184,6 +182,19 @@ async def write_each(
         results.append(known)
         parsed += 1
     yield _with_chunk(results, await admission.submit_chunk(chunk) if chunk.events else ())
+
+
+async def _looked_up(
+    admission: Admission, event: Event, arrived: float, begun: float, age: KeyAge
+) -> tuple[Event | None, WriteResult | None]:
+    """Check an event that needs a look-up; return it, or its result if it was written before. Raises Problem.
+
+    `arrived`, `begun` and `age` are those of EventChecks.check.
+    """
+    written = await admission.checks.check(event, arrived, begun, age)
+    if written is None:
+        return event, None
+    return None, admission.replay((event,), written, arrived).result()
 
 
 async def _dead_letter_of(
