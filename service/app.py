@@ -100,8 +100,22 @@ class Service:
         self.queue = Queue(settings)
         self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
         self.clocks = Clocks(self.cluster, self.keys, self.topics.requests, settings.name)
+        self._make_pipeline(rules, schemas, encoder, transactions)
+        self.rates = Rates(self.keys, lambda: self.pool.members)
+        self.tokens = CurrentTokenCallers(rules, telemetry, self.rates)
+        self.lso_watch = LsoWatch(
+            settings, transactions, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
+        )
+        self.readiness = Readiness(self.cluster, self.keys, self.store, self.pool, self.admission, self.clocks)
+        self._show_states()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _make_pipeline(
+        self, rules: Rules, schemas: Schemas, encoder: "Encoder | None", transactions: TransactionAdmin
+    ) -> None:
+        """Make the parts on the way of an event: admission, writer, and the pool of slots that the writer serves."""
         checks = EventChecks(
-            settings,
+            self.settings,
             rules,
             schemas,
             self.store,
@@ -111,11 +125,11 @@ class Service:
             self.clocks.kafka.now_ms,
             encoder,
         )
-        self.resolver = Resolver(settings, self.queue, self.journal, self.telemetry, self.tracing)
-        self.admission = Admission(settings, rules, checks, self.store, self.queue, self.resolver, self.tracing)
+        self.resolver = Resolver(self.settings, self.queue, self.journal, self.telemetry, self.tracing)
+        self.admission = Admission(self.settings, rules, checks, self.store, self.queue, self.resolver, self.tracing)
         heartbeat_now = asyncio.Event()
         self.writer = Writer(
-            settings,
+            self.settings,
             self.keys,
             self.store,
             self.queue,
@@ -127,10 +141,10 @@ class Service:
             self.clocks.kafka.now_ms,
         )
         recovery = SlotRecovery(
-            self.cluster, transactions, self.keys, self.control, self.topics, settings, self.telemetry
+            self.cluster, transactions, self.keys, self.control, self.topics, self.settings, self.telemetry
         )
         self.pool = Pool(
-            settings,
+            self.settings,
             self.cluster,
             transactions,
             self.keys,
@@ -143,14 +157,6 @@ class Service:
             serve=self.writer.serve,
             recovered=self.writer.unwritten.recovered,
         )
-        self.rates = Rates(self.keys, lambda: self.pool.members)
-        self.tokens = CurrentTokenCallers(rules, telemetry, self.rates)
-        self.lso_watch = LsoWatch(
-            settings, transactions, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
-        )
-        self.readiness = Readiness(self.cluster, self.keys, self.store, self.pool, self.admission, self.clocks)
-        self._show_states()
-        self._tasks: list[asyncio.Task[None]] = []
 
     def _show_states(self) -> None:
         """Have each scrape read the parts' present states."""
@@ -163,11 +169,11 @@ class Service:
         show.slot_down.set_function(lambda: self.pool.down_s)
         for whose, clock in self.clocks.by_name.items():
             show.clock_ahead.labels(whose).set_function(clock.ahead_s)
-        show.generation.set_function(lambda: self.store.generation_number)
+        show.store.generation.set_function(lambda: self.store.generation_number)
         for slot_state in SlotState:
             show.slots.labels(slot_state.value).set_function(partial(self.pool.count, slot_state))
         for state in STORE_STATES:
-            show.store_state.labels(state).set_function(partial(self._is_store, state))
+            show.store.state.labels(state).set_function(partial(self._is_store, state))
 
     def _is_store(self, state: str) -> bool:
         return self.store.state == state
@@ -251,7 +257,7 @@ class Service:
 
     def _note_faults(self, faults: Sequence[str]) -> None:
         """Show and log what was changed of the own topics since the start, which such a change would have stopped."""
-        self.telemetry.own_topic_faults.set(len(faults))
+        self.telemetry.kafka.own_topic_faults.set(len(faults))
         if faults:
             self._own_topics_trouble.add(SettingsError("\n".join(faults)))
         elif failures := self._own_topics_trouble.end():
@@ -263,7 +269,7 @@ class Service:
         if (record_bytes_max := self.topics.limits.get(self.topics.requests)) is not None:
             self.journal.resize(record_bytes_max)
         for name, most in self.topics.limits.items():
-            self.telemetry.own_message_bytes.labels(name).set(most)
+            self.telemetry.kafka.own_message_bytes.labels(name).set(most)
 
     async def stop(self) -> None:
         """Finish what was accepted, give the leases back, write the journal, close everything."""

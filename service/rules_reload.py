@@ -67,7 +67,7 @@ class RulesReload:
         self._seen = self._read  # of the files, at the last look
         self._pending: _Reading | None = None  # rules that wait for Kafka
         self._kafka_away = Incident(log, "the rules wait for Kafka, which must keep the ledger for their retention")
-        telemetry.rules_in_force(loaded.sha256, loaded.schemas_sha256, time.time())
+        telemetry.rules.in_force(loaded.sha256, loaded.schemas_sha256, time.time())
 
     def ask(self) -> None:
         """Have the rules read at the next look, which comes at once."""
@@ -111,7 +111,7 @@ class RulesReload:
             loaded = await self._usable(reading.found)
         except SettingsError as error:
             self._kafka_away.end()
-            self._telemetry.rules_read(applied=False)
+            self._telemetry.rules.read(applied=False)
             log.error("the rules are refused, those before them stay in force", why=str(error)[:REASON_CHARS_MAX])
         except (KafkaAway, TimeoutError) as error:
             self._kafka_away.add(error)
@@ -155,8 +155,8 @@ class RulesReload:
         replace = await asyncio.to_thread(self._build, loaded)
         replace()
         before, self._loaded = self._loaded, loaded
-        self._telemetry.rules_in_force(loaded.sha256, loaded.schemas_sha256, time.time())
-        self._telemetry.rules_read(applied=True)
+        self._telemetry.rules.in_force(loaded.sha256, loaded.schemas_sha256, time.time())
+        self._telemetry.rules.read(applied=True)
         kept_s = self._topics.longest_ttl_s
         is_shorter = max(self._settings.key_ttl_s, loaded.rules.longest_ttl_s) < kept_s
         earlier = {"earlier_longest_retention_s": kept_s} if is_shorter else {}

@@ -196,7 +196,7 @@ class Encoder:
             except (SchemaUnusable, ValueError) as error:
                 raise Problem(UNUSABLE_SCHEMA, f"{part}: {_named(ref, event.topic, part)}: {error}") from None
             except (RegistryAway, TimeoutError) as error:
-                self._telemetry.registry_unserved.inc()
+                self._telemetry.schema_registry.unserved.inc()
                 raise _away(part, error) from None
         return _Parts(found[KEY], found[VALUE])
 
@@ -237,8 +237,8 @@ class Encoder:
             self._unusable.put(key, why, READY_ENTRY_BYTES + len(why) + len(message))
             raise ValueError(why) from None
         self._codecs.put(key, codec, READY_ENTRY_BYTES + size)
-        self._telemetry.registry_schemas.set(len(self._codecs))
-        self._telemetry.registry_schema_bytes.set(self._codecs.bytes)
+        self._telemetry.schema_registry.schemas.set(len(self._codecs))
+        self._telemetry.schema_registry.schema_bytes.set(self._codecs.bytes)
         return codec
 
     async def _made(self, id: int | None, schema: Schema, message: str) -> tuple[Codec, int]:

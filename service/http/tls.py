@@ -32,7 +32,7 @@ class Handshakes:
     def __init__(self, most: int, telemetry: Telemetry) -> None:
         self._most = most
         self._begun: WeakKeyDictionary[ssl.SSLObject, float] = WeakKeyDictionary()  # by time.monotonic
-        self._outcomes = {outcome: telemetry.tls_handshakes.labels(outcome) for outcome in ("ok", "failed", "refused")}
+        self._outcomes = {outcome: telemetry.tls.handshakes.labels(outcome) for outcome in ("ok", "failed", "refused")}
 
     def check(self) -> None:
         """Raise ConnectionRefusedError, which ends the connection, if as many are under way as are allowed."""
@@ -116,7 +116,7 @@ class ServerTls(ssl.SSLContext):
         try:
             made = await asyncio.to_thread(made_of, self._settings)
         except OSError as error:
-            self.telemetry.tls_successful.set(0)
+            self.telemetry.tls.successful.set(0)
             names = f"{PREFIX}HTTP_TLS_CERTFILE, {PREFIX}HTTP_TLS_KEYFILE, {PREFIX}HTTP_TLS_CLIENT_CAFILE"
             log.error("the new certificate is refused, the one before stays", why=str(error), files=names)
         else:
@@ -126,8 +126,8 @@ class ServerTls(ssl.SSLContext):
 
     def _take(self, made: "Made") -> None:
         self._current = made.context
-        self.telemetry.tls_successful.set(1)
-        self.telemetry.tls_valid_until.set(made.valid_until)
+        self.telemetry.tls.successful.set(1)
+        self.telemetry.tls.valid_until.set(made.valid_until)
 
 
 class Made(NamedTuple):

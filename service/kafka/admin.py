@@ -56,7 +56,7 @@ class KafkaAdmin:
         self.client_id = client_id
         self.request_timeout_ms = request_timeout_ms
         self.codec = COMPRESSION_CODECS[compression]
-        self._errors = telemetry.kafka_errors
+        self._errors = telemetry.kafka.errors
         self.security = security or Security(SharedSettings())
         self._client: Client | None = None
         self._connecting = asyncio.Lock()

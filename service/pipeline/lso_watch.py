@@ -223,6 +223,6 @@ class LsoWatch:
         hanging = [stalled for _, stalled in self._hanging(now)]
         counts = Counter(stalled.owner for stalled in hanging)
         for owner in OWNERS:
-            self._telemetry.stalled.labels(owner).set(counts[owner])
+            self._telemetry.kafka.stalled.labels(owner).set(counts[owner])
             oldest = max((now - stalled.since for stalled in hanging if stalled.owner == owner), default=0.0)
-            self._telemetry.stalled_oldest.labels(owner).set(oldest)
+            self._telemetry.kafka.stalled_oldest.labels(owner).set(oldest)

@@ -377,7 +377,7 @@ class Pool:
         started = time.monotonic()
         await self._recovery.run(slot, generation)
         took_s = time.monotonic() - started
-        self._telemetry.slot_recoveries.observe(took_s)
+        self._telemetry.recovery.slot_seconds.observe(took_s)
         slot.in_doubt = 0
         slot.down_since = math.inf
         self.trouble, self.refused, self.was_ready = "", None, True
@@ -390,7 +390,7 @@ class Pool:
         why = _cause_of(error)
         self._telemetry.terms_ended.labels(why).inc()
         if why == ENDS[TransactionFailed]:
-            self._telemetry.kafka_errors.labels("transaction").inc()
+            self._telemetry.kafka.errors.labels("transaction").inc()
         if isinstance(error, NewerVersion):
             self.newer = error
         if isinstance(error, KafkaRefusesSetting):

@@ -290,8 +290,8 @@ class RegistryClient:
                 return answer
             finally:
                 self._breaker.end()
-                self._telemetry.registry_requests.labels(outcome).inc()
-                self._telemetry.registry_seconds.observe(time.monotonic() - began)
+                self._telemetry.schema_registry.requests.labels(outcome).inc()
+                self._telemetry.schema_registry.seconds.observe(time.monotonic() - began)
 
     async def _send(self, method: str, path: str, body: object = None) -> bytes:
         """Send a request and return the body of its answer of status 200."""
@@ -354,14 +354,14 @@ class Breaker:
             self._paused_until = self._now() + max(pause_s, min(error.retry_after_s, PAUSE_MOST_S))
         self._why = str(error)
         self._trouble.add(error)
-        self._telemetry.registry_away.set(1)
+        self._telemetry.schema_registry.away.set(1)
 
     def succeed(self) -> None:
         """Note an answer."""
         if self._failures:
             log.info("the schema registry answers again", **self._trouble.end())
         self._failures, self._paused_until = 0, 0.0
-        self._telemetry.registry_away.set(0)
+        self._telemetry.schema_registry.away.set(0)
 
 
 def _copy_of(refusal: Refusal) -> Refusal:

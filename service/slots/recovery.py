@@ -44,9 +44,9 @@ class SlotRecovery:
         self._control = control
         self._topics = topics
         self._settings = settings
-        self._fences = telemetry.fences.labels("slot")
-        self._hanging_ended = telemetry.hanging_ended
-        self._replayed = telemetry.replayed.labels("slot")
+        self._fences = telemetry.recovery.fences.labels("slot")
+        self._hanging_ended = telemetry.recovery.hanging_ended
+        self._replayed = telemetry.recovery.replayed.labels("slot")
         self._timeout_s = settings.timeouts_ms / 1000
 
     async def run(self, slot: Slot, generation: StoreGeneration) -> None:

@@ -129,7 +129,7 @@ class CurrentStore:
         """Settle the store again: a script for `generation` met another. Ignored if `generation` has passed."""
         if self.generation == generation:
             log.warning("store lost", generation=generation.number)
-            self._telemetry.store_losses.inc()
+            self._telemetry.store.losses.inc()
             self.generation = None
             self.status = "recovering: the store was lost"
             self._start_settling()
@@ -183,7 +183,7 @@ class CurrentStore:
         self.refused = None
         self._quiet_pause_s = PAUSE_LEAST_S
         if self._last is not None and self._last.number != generation.number:
-            self._telemetry.generation_changes.inc()
+            self._telemetry.store.generation_changes.inc()
         self._last = generation
 
     async def _pause(self) -> None:
@@ -286,7 +286,7 @@ class CurrentStore:
         keys = await self._replay_all(store, nonce, barriers)
         await self._keys.recover_end(store, nonce, generation, [barriers[slot].offset for slot in range(slots)])
         took_s = time.monotonic() - started
-        self._telemetry.store_recoveries.observe(took_s)
+        self._telemetry.recovery.store_seconds.observe(took_s)
         log.info("store recovered", generation=generation, slots=slots, keys=keys, took_s=round(took_s, 3))
         return StoreGeneration(generation, store)
 
@@ -307,7 +307,7 @@ class CurrentStore:
             self.status = f"recovering: {slots - len(left)} of {slots} slots fenced{waiting}"
 
         await self._transactions.fence(list(slot_of), self._settings.transaction_timeout_ms, on_progress)
-        self._telemetry.fences.labels("store").inc(slots)
+        self._telemetry.recovery.fences.labels("store").inc(slots)
 
     async def _end_hanging_in_ledger(self, store: str, nonce: str, slots: int) -> None:
         """End hanging transactions in the ledger, which would block the replay; others are left to slot recovery."""
@@ -321,7 +321,7 @@ class CurrentStore:
             producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
             await producer.start()
             try:
-                ended = self._telemetry.hanging_ended
+                ended = self._telemetry.recovery.hanging_ended
                 recovery = HangingRecovery(self._cluster, (ledger, slot), producer.hanging, self._timeout_s, ended)
                 await recovery.run(applied[slot], ())
             finally:
@@ -350,7 +350,7 @@ class CurrentStore:
         spans = await self._spans_to_replay(store, nonce, barriers)
         remaining = {slot: span.through + 1 - max(span.start or 0, 0) for slot, span in spans.items()}  # offsets
         writes = _Writes(functools.partial(self._keys.recover_replay, store, nonce))
-        replayed, left = self._telemetry.replayed.labels("store"), self._telemetry.replay_remaining
+        replayed, left = self._telemetry.recovery.replayed.labels("store"), self._telemetry.recovery.replay_remaining
         records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._timeout_s)
         try:
             async with contextlib.aclosing(records):

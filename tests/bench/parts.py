@@ -40,7 +40,7 @@ PARTS = {
     ),
     "Kafka": ("aiokafka/", "service/kafka/", "service/pipeline/group"),
     "journal": ("service/pipeline/journal",),
-    "metrics": ("service/core/metrics", "prometheus_client/"),
+    "metrics": ("service/core/metrics", "service/core/collectors", "prometheus_client/"),
     "queue and path": ("service/",),
 }
 REDIS = ("service/claims/redis_store", "redis/", "hiredis/")

@@ -44,7 +44,7 @@ class Bench:
 
     def ended(self) -> dict[str, float]:
         """Read how many hanging transactions were ended, by verdict."""
-        (family,) = self.telemetry.hanging_ended.collect()
+        (family,) = self.telemetry.recovery.hanging_ended.collect()
         return {each.labels["verdict"]: each.value for each in family.samples}
 
     def rig(self) -> Rig:
@@ -55,7 +55,7 @@ class Bench:
     ) -> TransactionalProducer:
         """Run the steps of slot recovery: fence, settle, begin record."""
         producer = await self.fenced()
-        ended = self.telemetry.hanging_ended
+        ended = self.telemetry.recovery.hanging_ended
         recovery = HangingRecovery(self.cluster, self.ledger, producer.hanging, WAIT_S, ended)
         assert await recovery.run(applied, maybe_hanging) == set()
         await self.begin(producer)

@@ -342,7 +342,7 @@ async def test_a_registry_that_is_away_is_503_with_a_time(desk: Desk) -> None:
         assert (problem.kind.code, problem.retry_after_s) == ("not-written", 1)
         assert problem.detail.startswith("value: the schema registry is away (")
     assert len(desk.registry.requests) == 1
-    (metric,) = desk.telemetry.registry_unserved.collect()
+    (metric,) = desk.telemetry.schema_registry.unserved.collect()
     assert metric.samples[0].value == 3
 
 
@@ -391,7 +391,7 @@ async def test_schemas_that_are_ready_are_bounded(desk: Desk, monkeypatch: pytes
         text = json.dumps({"type": "long", "doc": "x" * n})
         event.encoding = Encoding(value=SchemaRef(text=text, type=SchemaType.AVRO))
         await encoder.encode(event, LATER)
-    (metric,) = desk.telemetry.registry_schemas.collect()
+    (metric,) = desk.telemetry.schema_registry.schemas.collect()
     assert metric.samples[0].value == 2
 
 

@@ -329,7 +329,7 @@ async def test_metrics(registry: FakeRegistry) -> None:
     with pytest.raises(RegistryAway):
         await client.by_id(98)
     await client.close()
-    assert counts(telemetry.registry_requests) == {"ok": 2, "absent": 2, "away": 1}
+    assert counts(telemetry.schema_registry.requests) == {"ok": 2, "absent": 2, "away": 1}
 
 
 def counts(counter: Counter) -> dict[str, float]:

@@ -164,10 +164,10 @@ async def recover(
     """Run the recovery; returns how each partition's transaction was ended, and the number of each verdict."""
     telemetry = Telemetry()
     hanging, cluster = cast(HangingTransactions, log), cast(KafkaAdmin, log)
-    recovery = HangingRecovery(cluster, LEDGER, hanging, timeout_s, telemetry.hanging_ended)
+    recovery = HangingRecovery(cluster, LEDGER, hanging, timeout_s, telemetry.recovery.hanging_ended)
     applied = log.entries[LEDGER][-1][1].offset + 1 if knows_applied else None
     assert await recovery.run(applied, {*log.open_from, *hints}) == set()
-    (family,) = telemetry.hanging_ended.collect()
+    (family,) = telemetry.recovery.hanging_ended.collect()
     return log.ended, {each.labels["verdict"]: each.value for each in family.samples if each.value}
 
 
