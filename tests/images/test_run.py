@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, TopicPartition
@@ -23,6 +24,7 @@ from tests.s3.server import Server
 
 ASK = "TEST_IMAGES"
 ADDED_BYTES_MAX = 150_000_000
+EVENTS = 20
 RUN_S = 1200.0  # a run of the audit with a lake on S3, on a machine that does other things too
 
 pytestmark = [
@@ -200,11 +202,11 @@ def as_the_operator_starts_it(application: Object, conf: Mapping[str, str]) -> l
 
 
 def write_events(tmp_path: Path, settings: Mapping[str, str], topic: str) -> None:
-    """Have a service write 20 events."""
+    """Have a service write EVENTS events."""
     kafka, redis = settings["FENCEPOST_KAFKA"], settings["FENCEPOST_REDIS"]
     with Service(tmp_path, kafka=kafka, redis=redis, env=without_places(settings)) as service:
         connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
-        for number in range(20):
+        for number in range(EVENTS):
             assert post(connection, topic, str(number))[0] == 201
         connection.close()
 
@@ -253,50 +255,53 @@ def run_audit(
     assert code == 0, container.log.read_text()[-4000:]
 
 
-@pytest.mark.parametrize("operator", [False, True], ids=["cron job", "spark operator"])
-def test_the_audit_runs_as_its_manifest_says(
-    operator: bool,
-    builder: Builder,
-    spark_image: str,
-    prod: Rendered,
-    settings: Mapping[str, str],
-    make_topic: MakeTopic,
-    tmp_path: Path,
-) -> None:
+@pytest.fixture(params=[False, True], ids=["cron job", "spark operator"])
+def operator(request: pytest.FixtureRequest) -> bool:
+    """Whether the Spark Operator starts the audit."""
+    return bool(request.param)
+
+
+@pytest.fixture
+def written(settings: Mapping[str, str], make_topic: MakeTopic, tmp_path: Path) -> Mapping[str, str]:
+    """Have a service write EVENTS events; return its settings."""
     write_events(tmp_path, settings, make_topic())
-    spec = audit_pod(prod, operator, tmp_path)
-    run_audit(builder, spark_image, prod, spec, settings, {"/data": tmp_path / "data"})
-    report = json.loads((tmp_path / "data" / "report" / "report.json").read_text())
+    return settings
+
+
+def check_clean(report: Mapping[str, Any]) -> None:
+    """Check that the audit has found each event once, and nothing else."""
     assert report["run"]["verdict"] == "clean"
-    assert report["balance"]["delivered_once"] == 20
-    assert "fencepost_audit_clean 1" in (tmp_path / "data" / "report" / "metrics.prom").read_text()
+    assert report["balance"]["delivered_once"] == EVENTS
 
 
-@pytest.mark.parametrize("operator", [False, True], ids=["cron job", "spark operator"])
+def test_the_audit_runs_as_its_manifest_says(
+    operator: bool, builder: Builder, spark_image: str, prod: Rendered, written: Mapping[str, str], tmp_path: Path
+) -> None:
+    run_audit(builder, spark_image, prod, audit_pod(prod, operator, tmp_path), written, {"/data": tmp_path / "data"})
+    folder = tmp_path / "data" / "report"
+    check_clean(json.loads((folder / "report.json").read_text()))
+    assert "fencepost_audit_clean 1" in (folder / "metrics.prom").read_text()
+
+
 def test_the_audit_keeps_its_lake_on_s3(
     operator: bool,
     builder: Builder,
     spark_s3_image: str,
     s3: Server,
     prod: Rendered,
-    settings: Mapping[str, str],
-    make_topic: MakeTopic,
+    written: Mapping[str, str],
     tmp_path: Path,
 ) -> None:
     """The pod of the CronJob has the settings of S3 from its secret, that of the operator from the manifest."""
-    write_events(tmp_path, settings, make_topic())
-    folder = f"{settings['FENCEPOST_NAMESPACE']}/audit"
+    folder = f"{written['FENCEPOST_NAMESPACE']}/audit"
     options = [f"--lake=s3a://{BUCKET}/{folder}/lake", f"--report=s3a://{BUCKET}/{folder}/report"]
     conf = {f"spark.hadoop.{name}": value for name, value in s3.settings().items()}
     secret = tmp_path / "secret"
     secret.mkdir()
     if not operator:
         (secret / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in conf.items()))
-    spec = audit_pod(prod, operator, tmp_path, options, conf)
     binds = {"/data": tmp_path / "data", "/etc/fencepost-audit": secret}
-    run_audit(builder, spark_s3_image, prod, spec, settings, binds)
-    report = json.loads(s3.get(f"{folder}/report/report.json") or b"{}")
-    assert report["run"]["verdict"] == "clean"
-    assert report["balance"]["delivered_once"] == 20
+    run_audit(builder, spark_s3_image, prod, audit_pod(prod, operator, tmp_path, options, conf), written, binds)
+    check_clean(json.loads(s3.get(f"{folder}/report/report.json") or b"{}"))
     assert s3.count("PUT", f"{folder}/lake/runs/_delta_log/{0:020}.json") == 1
     assert list((tmp_path / "data").iterdir()) == []
