@@ -1,4 +1,4 @@
-"""Takes the rules anew: on SIGHUP, and when their file, or a file that they name, has changed.
+"""Takes the rules again: on SIGHUP, and when their file, or a file that they name, has changed.
 
 Rules that cannot be used are refused, with a line for each mistake: the rules before them stay in force.
 """

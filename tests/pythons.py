@@ -104,7 +104,7 @@ def environment(version: str) -> Path:
     """
     folder = places.cache() / "pythons" / version
     found = python(version)
-    # Compiled anew each time: uv does not notice that the results of an earlier build were deleted.
+    # Compiled again each time: uv does not notice that the results of an earlier build were deleted.
     fresh = ["--reinstall-package", "fencepost"]
     command = [uv(), "sync", "--frozen", "--all-extras", "--all-groups", *fresh, "--python", found, "--quiet"]
     variables = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(folder), "CPATH": headers_of(found)}

@@ -159,7 +159,7 @@ class Seeds:
             self._learned = (newest.primary, *newest.replicas)
         return newest
 
-    async def survey(self) -> tuple[list[View], list[StoreAway]]:
+    async def all_views(self) -> tuple[list[View], list[StoreAway]]:
         """Ask all seeds; returns the views of those that answer, and the errors of the others."""
         return await self._ask_all(all_of_them=True)
 

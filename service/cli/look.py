@@ -263,7 +263,7 @@ def in_record(slot: int, offset: int, value: bytes, id: bytes) -> tuple[list[Com
     record = _decoded(value)
     if not isinstance(record, LedgerRecord):
         return [], []
-    place = slot, offset, record.producer_id, record.epoch, record.instance
-    entries = [CommittedAt(*place, entry) for entry in record.entries if id in (entry.id, entry.batch)]
+    of_record = slot, offset, record.producer_id, record.epoch, record.instance
+    entries = [CommittedAt(*of_record, entry) for entry in record.entries if id in (entry.id, entry.batch)]
     offsets = record.offsets
-    return entries, [OffsetsAt(*place, offsets)] if offsets is not None and offsets.batch == id else []
+    return entries, [OffsetsAt(*of_record, offsets)] if offsets is not None and offsets.batch == id else []

@@ -41,7 +41,7 @@ class KeysView(RedisKeys):
         Both are empty where FENCEPOST_REDIS names one server.
         """
         connections = self._connections
-        return await connections.seeds.survey() if isinstance(connections, FollowingConnections) else ([], [])
+        return await connections.seeds.all_views() if isinstance(connections, FollowingConnections) else ([], [])
 
     async def slots(self, count: int) -> list[SlotView]:
         """Read the state of all slots, not atomically."""

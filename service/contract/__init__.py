@@ -19,7 +19,7 @@ from service.contract.settings import (
     tls_faults,
 )
 from service.contract.sink_rules import SinkRule
-from service.contract.source_rules import KeyPlace, SignatureRule, SourceRule
+from service.contract.source_rules import KeyLocation, SignatureRule, SourceRule
 
 __all__ = [
     "PREFIX",
@@ -27,7 +27,7 @@ __all__ = [
     "CorsRule",
     "Guarantee",
     "IssuerRule",
-    "KeyPlace",
+    "KeyLocation",
     "RegistryRule",
     "Rules",
     "SchemaRule",

@@ -270,7 +270,7 @@ class SharedSettings:
         return wrong
 
     def secret(self, name: str) -> str:
-        """Return a secret as it is now: read anew if it stands in a file. Raises SettingsError."""
+        """Return a secret as it is now: read again if it stands in a file. Raises SettingsError."""
         if (path := self.secret_files.get(name)) is None:
             return str(getattr(self, name))
         variable = PREFIX + name.upper()

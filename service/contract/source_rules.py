@@ -58,7 +58,7 @@ _ESCAPES: Final = re.compile(r"~(?![01])")
 _UNNAMEABLE: Final = re.compile(r'["\\\x00-\x1f]')
 
 
-class KeyPlace(Enum):
+class KeyLocation(Enum):
     """Where a delivery has its idempotency key: in a header, in its JSON, or it is the SHA-256 (hex) of its body."""
 
     HEADER = "header"
@@ -86,15 +86,16 @@ class SignatureRule:
 class SourceRule:
     """One `[[sources]]` table: a sender of webhooks to `POST /sources/{name}`.
 
-    The idempotency key is at `key_place`; `key_name` is the header (in lower case) or the JSON pointer. A delivery goes
-    to `topic`, or if `topic_pointer` is given, to that of `topics` which the value there names, and to `topic` for all
-    other values, if it is given too. `keep_headers` are in lower case. `rate` is in events a second, `rate_bytes` in
-    bytes of bodies, over all processes; None for no limit. `key_ttl_s` is the retention of its keys, in seconds; 0 for
-    that of the topic. `quarantine` is the topic for deliveries that cannot be used; without it, they are only refused.
+    The idempotency key is at `key_location`; `key_name` is the header (in lower case) or the JSON pointer. A delivery
+    goes to `topic`, or if `topic_pointer` is given, to that of `topics` which the value there names, and to `topic` for
+    all other values, if it is given too. `keep_headers` are in lower case. `rate` is in events a second, `rate_bytes`
+    in bytes of bodies, over all processes; None for no limit. `key_ttl_s` is the retention of its keys, in seconds; 0
+    for that of the topic. `quarantine` is the topic for deliveries that cannot be used; without it, they are only
+    refused.
     """
 
     name: str
-    key_place: KeyPlace
+    key_location: KeyLocation
     key_name: str
     signature: SignatureRule | None
     topic: str = ""
@@ -135,12 +136,12 @@ def pointer_steps(pointer: str) -> tuple[str, ...]:
 
 def source_rule(table: Table, folder: Path) -> SourceRule:
     """Make the rule of a table without faults; files are relative to the folder of the rules."""
-    ((place, name),) = table["idempotency_key"].items()
-    place = KeyPlace(place)
+    ((location, name),) = table["idempotency_key"].items()
+    location = KeyLocation(location)
     return SourceRule(
         name=table["name"],
-        key_place=place,
-        key_name=name.lower() if place is KeyPlace.HEADER else name,
+        key_location=location,
+        key_name=name.lower() if location is KeyLocation.HEADER else name,
         signature=_signature_rule(table["signature"], folder),
         topic=table.get("topic", ""),
         topic_pointer=table.get("topic_pointer", ""),
@@ -232,14 +233,14 @@ def _key_faults(table: Table) -> Faults:
     if not isinstance(key, dict) or len(key) != 1:
         yield "idempotency_key", _KEY_REMEDY
         return
-    ((place, where),) = key.items()
-    match place:
-        case KeyPlace.HEADER.value if _is_token(where):
+    ((location, where),) = key.items()
+    match location:
+        case KeyLocation.HEADER.value if _is_token(where):
             if where.lower() in _varying(table):
                 yield "idempotency_key", f"{where}: a retry has another one, and would be written again: {_KEY_REMEDY}"
-        case KeyPlace.SHA256.value if where == "body":
+        case KeyLocation.SHA256.value if where == "body":
             return
-        case KeyPlace.POINTER.value:
+        case KeyLocation.POINTER.value:
             yield from (("idempotency_key", f"pointer: {why}") for _, why in _pointer_faults(key, "pointer"))
         case _:
             yield "idempotency_key", _KEY_REMEDY

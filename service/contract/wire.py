@@ -342,7 +342,7 @@ class LedgerOffsets:
 
     def encode(self) -> str:
         """Encode them as JSON text."""
-        place = {} if self.partition is None else {"partition": self.partition, "offset": self.offset}
+        coordinates = {} if self.partition is None else {"partition": self.partition, "offset": self.offset}
         fields = {
             "batch": self.batch.hex(),
             "fp": self.fp.hex(),
@@ -351,7 +351,7 @@ class LedgerOffsets:
             "group": self.group,
             "member": self.member,
             "generation": self.generation,
-            **place,
+            **coordinates,
             "positions": [position._asdict() for position in self.positions],
         }
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from service.contract import PREFIX, KeyPlace, Rules, SettingsError, SourceRule
+from service.contract import PREFIX, KeyLocation, Rules, SettingsError, SourceRule
 from service.contract.source_rules import INDEX_MOST, pointer_steps
 from service.contract.wire import KEY_HEADER, TRACE_HEADER, Header, event_id
 from service.core.problems import INVALID_KEY, MISSING_KEY, UNUSABLE_BODY, Problem
@@ -141,7 +141,7 @@ class Source:
     def __init__(self, rule: SourceRule, verifier: Verifier | None) -> None:
         self.rule = rule
         self._verifier = verifier  # None if the rule says that nothing is signed
-        self._key = Pointer(rule.key_name) if rule.key_place is KeyPlace.POINTER else None
+        self._key = Pointer(rule.key_name) if rule.key_location is KeyLocation.POINTER else None
         self._topic = Pointer(rule.topic_pointer) if rule.topic_pointer else None
         self._record_key = Pointer(rule.record_key) if rule.record_key else None
         self._needs_json = any((self._key, self._topic, self._record_key))
@@ -218,7 +218,7 @@ class Source:
 
     def _key_of(self, headers: Headers, body: bytes) -> str:
         """Find the idempotency key. Raises Problem (400) that names the header or the pointer."""
-        if self.rule.key_place is KeyPlace.SHA256:
+        if self.rule.key_location is KeyLocation.SHA256:
             return _key_of_body(body)
         if self._key is not None:
             key = self._key.find(body)

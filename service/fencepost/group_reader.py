@@ -70,7 +70,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "rebalance_timeout_ms": REBALANCE_MS,
 }
 _REMEDY: Final = (
-    "the group was rewound, or its topic made anew, while the service remembers the keys: use another group, "
+    "the group was rewound, or its topic created again, while the service remembers the keys: use another group, "
     "or send under another key than batch.key"
 )
 
@@ -268,7 +268,7 @@ class GroupReader:
         Raises:
             OffsetOutOfRangeError: Kafka does not have the records from the committed offset on; nothing was skipped.
             NewerVersion: a newer release of Fencepost has written the next records; nothing was skipped.
-            KeyReused: the group was rewound, or the topic made anew: the text says what to do.
+            KeyReused: the group was rewound, or the topic created again: the text says what to do.
             StaleMember: the service refuses a member that Kafka knows: it may be on another cluster.
             KafkaError: what Kafka raises.
             RuntimeError: the reader was not entered.

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 REFETCH_LEAST_S: Final = 5.0
 # After a failed fetch. Then a token with an unknown key, or the period, makes the next one.
 FAILED_PAUSE_S: Final = 5.0
-# Keys that cannot be read anew are trusted for so long: a key that the issuer has withdrawn must not live for ever.
+# Keys that cannot be read again are trusted for so long: a key that the issuer has withdrawn must not live for ever.
 KEPT_S: Final = 24 * 3600.0
 # Ids of keys that the issuer does not have, and their characters.
 ABSENT_MAX: Final = 1_000
@@ -72,7 +72,7 @@ class IssuerKeys:
             return key
         if kid is not None and len(kid) > KID_CHARS_MAX:
             raise invalid_token(f"kid: it has more than {KID_CHARS_MAX} characters")
-        self.read_anew((kid, algorithm))
+        self.read_again((kid, algorithm))
         if kid is None and self._keys is not None:
             raise invalid_token(
                 f"kid: the token names no key, and the issuer {self._name} has several, or another type"
@@ -93,7 +93,7 @@ class IssuerKeys:
         if not self._keys.has(key):
             raise invalid_token(f"kid: the issuer {self._name} has withdrawn the token's key: send a new token")
 
-    def read_anew(self, wanted: Wanted | None = None) -> None:
+    def read_again(self, wanted: Wanted | None = None) -> None:
         """Raise JwksPending if keys are being fetched, or such a fetch may begin; begin it then.
 
         Also for a wrong signature: without an id, or with one that is used again, it may be that of a newer key. Raises

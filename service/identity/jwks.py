@@ -190,13 +190,13 @@ class UrlSource(KeySource):
             raise KeysUnreadable(f"{type(error).__name__}: {error}") from None
 
     async def _authorities(self) -> ssl.SSLContext | Literal[False]:
-        """Read whom to trust, anew for each fetch: a cluster rotates its authorities. In a thread: it takes ms."""
+        """Read whom to trust, again for each fetch: a cluster rotates its authorities. In a thread: it takes ms."""
         if self._rule.jwks_url.startswith("http:"):
             return False
         return await asyncio.to_thread(tls_context, self._rule.jwks_cafile, "", "")
 
     async def _authorization(self) -> dict[str, str]:
-        """Read the bearer token for the URL, anew for each fetch: a projected token is replaced every hour."""
+        """Read the bearer token for the URL, again for each fetch: a projected token is replaced every hour."""
         if not self._rule.jwks_token_file:
             return {}
         token = await asyncio.to_thread(Path(self._rule.jwks_token_file).read_text, "ascii")

@@ -27,7 +27,7 @@ GLOBS_MAX: Final = 100
 GLOB_CHARS_MAX: Final = 249
 
 Globs = tuple[str, ...]
-_Place = tuple[str, str, str, str, str, str]
+_KeyLocation = tuple[str, str, str, str, str, str]
 """The fields of a rule that say whose keys an IssuerKeys reads, and where: if they stay, so does the IssuerKeys."""
 
 
@@ -60,16 +60,16 @@ class Issuers:
     ) -> None:
         """`sources`, by the rule's name, are in place of those of the rules, whose files `file_faults` has checked.
 
-        `before` are the issuers of earlier rules: keys that are still read from the same place are kept.
+        `before` are the issuers of earlier rules: keys that are still read from the same location are kept.
         """
         self._by_iss: dict[str, _Issuer] = {}
-        self._keys: dict[_Place, IssuerKeys] = {}
+        self._keys: dict[_KeyLocation, IssuerKeys] = {}
         for rule in rules:
-            place = _place_of(rule)
-            keys = None if before is None else before._keys.get(place)
+            location = _location_of(rule)
+            keys = None if before is None else before._keys.get(location)
             if keys is None:
                 keys = IssuerKeys(rule, sources[rule.name] if sources else key_source_of(rule), telemetry)
-            self._keys[place] = keys
+            self._keys[location] = keys
             self._by_iss[rule.issuer] = _Issuer(rule, keys, now)
 
     @property
@@ -85,8 +85,8 @@ class Issuers:
     async def close(self, after: "Issuers | None" = None) -> None:
         """Stop reading the keys, but for those that `after` has kept."""
         kept = {} if after is None else after._keys
-        for place, keys in self._keys.items():
-            if kept.get(place) is not keys:
+        for location, keys in self._keys.items():
+            if kept.get(location) is not keys:
                 await keys.close()
 
     def verify(self, token: str) -> VerifiedToken:
@@ -103,7 +103,7 @@ class Issuers:
         return issuer.identity(unverified, claims)
 
 
-def _place_of(rule: IssuerRule) -> _Place:
+def _location_of(rule: IssuerRule) -> _KeyLocation:
     return rule.name, rule.issuer, rule.jwks_url, rule.jwks_file, rule.jwks_cafile, rule.jwks_token_file
 
 
@@ -150,7 +150,7 @@ class _Issuer:
         except (JoseError, ValueError, TypeError):
             raise invalid_token("its header is not taken: a parameter has the wrong type, or is critical") from None
         if not is_valid:
-            self.keys.read_anew()
+            self.keys.read_again()
             raise invalid_token("its signature is not that of the issuer's key")
         return key
 

@@ -38,7 +38,7 @@ OnClose = Callable[[AIOKafkaConnection, CloseReason | None], None]
 
 
 class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no types
-    """AIOKafkaClient that never auto-creates topics, logs in anew in time and closes its connections at once.
+    """AIOKafkaClient that never auto-creates topics, logs in again in time and closes its connections at once.
 
     Connections and requests for metadata are its own: every method that would use those of AIOKafkaClient, and that
     aiokafka's consumer calls, is replaced; but `fetch_all_metadata`, of AIOKafkaConsumer.topics, which is not used.

@@ -198,7 +198,7 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
                 connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
     async def renew(self) -> None:
-        """Log in again. Where that fails, the connection is closed, and the one that replaces it logs in anew.
+        """Log in again. Where that fails, the connection is closed, and the one that replaces it logs in again.
 
         An idle connection, which may be dead, is closed at once. Without a new token the renewal is postponed, for as
         long as the session lasts.

@@ -19,8 +19,8 @@ log = structlog.get_logger(__name__)
 class Security:
     """What a new connection, or the next login on an open one, has to present.
 
-    A file that cannot be used when it is read anew (certificate and key may be replaced one after the other) is logged,
-    and what was read before stays in use.
+    A file that cannot be used when it is read again is logged, and what was read before stays in use: certificate and
+    key may be replaced one after the other.
     """
 
     def __init__(self, settings: SharedSettings, tokens: TokenSource | None = None) -> None:
@@ -65,7 +65,7 @@ class Security:
 
     @property
     def password(self) -> str:
-        """The password, read anew if it stands in a file."""
+        """The password, read again if it stands in a file."""
         try:
             self._password = self._settings.secret("kafka_sasl_password")
         except SettingsError as error:
@@ -107,7 +107,7 @@ class Security:
             self.tokens.close()
 
     def _current_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context, made anew where one of its files was replaced."""
+        """Return the TLS context, made again where one of its files was replaced."""
         stamp = self._stamp_now()
         if stamp != self._stamp:
             try:

@@ -215,7 +215,7 @@ class ClientCredentials(CachedSource):
         return self._token_in(response.status_code, content, began)
 
     def _login(self) -> tuple[str, str]:
-        """Return client id and secret, encoded as RFC 6749, section 2.3.1, demands; the secret is read anew."""
+        """Return client id and secret, encoded as RFC 6749, section 2.3.1, demands; the secret is read again."""
         try:
             secret = self._settings.secret("kafka_oauth_client_secret")
         except SettingsError as error:

@@ -90,7 +90,7 @@ class Stalled(NamedTuple):
 def observe(known: Mapping[Partition, Stalled], found: LastOffsets, now: float) -> dict[Partition, Stalled]:
     """Update the known partitions whose LSO is below the high watermark by what another look has found.
 
-    A partition without new ends keeps its state, unless it is gone: its topic was deleted, or made anew with fewer
+    A partition without new ends keeps its state, unless it is gone: its topic was deleted, or created again with fewer
     partitions.
     """
     seen = {

@@ -3,7 +3,7 @@
 The revision is unpacked into a temporary folder, and this tree's files are copied into another one. Each has its own
 virtual environment and compiled modules, made in the same way. Both services run at the same time, each in its own
 namespace, on one warm broker and one warm Redis. They are loaded in turn, so that a change of the machine's speed
-affects both; and they are started anew several times, in turn first, because two processes of the same code differ by
+affects both; and they are started again several times, in turn first, because two processes of the same code differ by
 their places in memory. Each ratio is this tree's figure over the revision's, round by round. The goals are the floors
 for a change of the service.
 """

@@ -122,7 +122,7 @@ async def test_each_connection_to_sentinels_nodes_and_primaries_has_tls(
             await follow_failover(store, keys, await settled(keys, 1))
 
 
-async def check_survey(store: SentinelStore) -> None:
+async def check_views(store: SentinelStore) -> None:
     """Check that the doctor asks each sentinel, and names one that does not answer."""
     settings = Settings.from_env(
         {"FENCEPOST_REDIS": store.url, "FENCEPOST_NAMESPACE": store.namespace, **store.settings}
@@ -147,7 +147,7 @@ async def test_sentinels_lead_to_the_promoted_replica(tmp_path: Path, namespace:
         async with keys_at(store.url.replace("/keys/", "/others/"), namespace) as keys:
             with pytest.raises(SettingsError, match="monitors no primary 'others'"):
                 await keys.check()
-        await check_survey(store)
+        await check_views(store)
         async with keys_at(store.url, namespace) as keys:
             await keys.check()
             generation = await settled(keys, 1)

@@ -90,7 +90,7 @@ async def test_a_delivery_that_is_sent_again_is_written_once(
         url = f"{services[service].url}/sources/{source}"
         return await stage.client.http.post(url, content=body.encode(), headers=content_type | headers)
 
-    # Stripe signs each attempt anew, here with the secrets before and after it is replaced, to another process.
+    # Stripe signs each attempt again, here with the secrets before and after it is replaced, to another process.
     charge = '{"id": "evt_1", "type": "charge.succeeded", "data": {"object": {"customer": "cus_7"}}}'
     customer = '{"id": "evt_2", "type": "customer.created", "data": {"object": {}}}'
     first = [await post("stripe", body, by_stripe(body, OLD)) for body in (charge, customer)]

@@ -1,4 +1,4 @@
-"""Tests that the rules are read anew when their files change or at a SIGHUP, and that bad ones change nothing."""
+"""Tests that the rules are read again when their files change or at a SIGHUP, and that bad ones change nothing."""
 
 import asyncio
 import hashlib

@@ -156,7 +156,7 @@ class SendError(Exception):
         self.may_be_written = may_be_written
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what makes the error anew: `args` has only its text."""
+        """Return what makes the error again: `args` has only its text."""
         event = Pending(self.idempotency_key, self.body)
         return type(self), (event, self.status, self.code, self.detail, self.may_be_written), self.__dict__
 

@@ -117,7 +117,7 @@ async def test_the_newest_configuration_counts_and_not_the_first_answer(start: S
     for sentinel, primary, epoch in zip(sentinels, (old, new, old), (3, 4, 2), strict=True):
         sentinel.sentinel(primary, epoch)
     async with seeds_of(sentinels, OfSentinels("keys")) as seeds:
-        views, errors = await seeds.survey()
+        views, errors = await seeds.all_views()
         assert sorted(view.rank for view in views) == [(0, 2), (0, 3), (0, 4)]
         assert not errors
         sentinels[0].sentinel(new, 4)

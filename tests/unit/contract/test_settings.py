@@ -262,7 +262,7 @@ def test_a_secret_is_read_from_a_file(tmp_path: Path) -> None:
     assert read(redis_file=str(file)).redis == "rediss://:hush@localhost"
 
 
-def test_a_secret_in_a_file_can_be_read_anew(tmp_path: Path) -> None:
+def test_a_secret_in_a_file_can_be_read_again(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("first\n")
     settings = read(**without("kafka_sasl_password"), kafka_sasl_password_file=str(file))

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 
-from service.contract import KeyPlace, Rules, SettingsError, SignatureRule
+from service.contract import KeyLocation, Rules, SettingsError, SignatureRule
 from service.contract.source_rules import POINTER_STEPS_MAX, SCHEME_HEADERS, TIMESTAMPED, pointer_steps
 
 STRIPE = """\
@@ -28,7 +28,7 @@ KEY = 'idempotency_key = { sha256 = "body" }\n'
 def test_a_source_is_read() -> None:
     (source,) = Rules.parse(STRIPE, "/etc/fencepost/rules.toml").sources
     assert (source.name, source.scope, source.rate) == ("stripe", "source:stripe", 100)
-    assert (source.key_place, source.key_name) == (KeyPlace.POINTER, "/id")
+    assert (source.key_location, source.key_name) == (KeyLocation.POINTER, "/id")
     assert (source.topic, source.topic_pointer) == ("other-payments", "/type")
     assert dict(source.topics) == {"charge.succeeded": "charges", "customer.created": "customers"}
     assert (source.record_key, source.keep_headers) == ("/data/object/customer", ("user-agent",))
@@ -51,7 +51,7 @@ def test_the_sources_of_the_readme_are_right() -> None:
 def test_a_source_that_is_not_signed_says_so() -> None:
     text = START + 'topic = "t"\nidempotency_key = { header = "X-Delivery" }\nsignature = "none"\n'
     (source,) = Rules.parse(text).sources
-    assert (source.signature, source.key_place, source.key_name) == (None, KeyPlace.HEADER, "x-delivery")
+    assert (source.signature, source.key_location, source.key_name) == (None, KeyLocation.HEADER, "x-delivery")
     assert (source.record_key, source.keep_headers, source.rate, dict(source.topics)) == ("", (), None, {})
 
 

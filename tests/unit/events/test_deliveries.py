@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.contract import KeyPlace, Rules, SettingsError, SignatureRule, SourceRule
+from service.contract import KeyLocation, Rules, SettingsError, SignatureRule, SourceRule
 from service.contract.source_rules import INDEX_MOST, pointer_steps
 from service.contract.wire import event_id
 from service.core.problems import Problem
@@ -305,7 +305,7 @@ def test_a_source_without_a_quarantine_refuses_what_it_cannot_use() -> None:
 @pytest.mark.parametrize("name", ["webhook-id", "svix-id"])
 def test_the_key_is_the_id_that_is_signed(name: str) -> None:
     """Whichever of both names the rule has."""
-    rule = SourceRule("shop", KeyPlace.HEADER, name, SignatureRule("standard-webhooks", ("s",)), "t")
+    rule = SourceRule("shop", KeyLocation.HEADER, name, SignatureRule("standard-webhooks", ("s",)), "t")
     signed = Source(rule, None)  # as if its signature had been checked
     for prefix in ("webhook", "svix"):
         headers = [(f"{prefix}-{part}".encode(), part.encode()) for part in ("id", "timestamp", "signature")]

@@ -392,7 +392,7 @@ async def test_a_rebalance_does_not_wait_for_a_batch_that_is_skipped(stage: Stag
     assert (again.key, again.offsets.generation) == (first.key, 2)
 
 
-@pytest.mark.parametrize(("committed", "beginning"), [(3, 5), (11, 0)], ids=["deleted", "made anew"])
+@pytest.mark.parametrize(("committed", "beginning"), [(3, 5), (11, 0)], ids=["deleted", "created again"])
 async def test_records_that_kafka_does_not_have_are_told_and_not_skipped(
     log: Log, monkeypatch: pytest.MonkeyPatch, committed: int, beginning: int
 ) -> None:

@@ -83,7 +83,7 @@ async def test_a_batch_is_posted_through_the_app(http: httpx.AsyncClient) -> Non
 
 @pytest.mark.parametrize("header", ["Idempotency-Key", "Repeatability-Request-ID"])
 async def test_a_key_of_a_request_whose_events_have_keys_is_refused(http: httpx.AsyncClient, header: str) -> None:
-    """A client that repeats its request would rely on it, also if it makes the keys of the events anew."""
+    """A client that repeats its request would rely on it, also if it makes new keys for the events."""
     plain = {"topic": "orders", "value": 1, "idempotency_key": "k"}
     for content_type, body in (
         ("application/x-ndjson", LINES),

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from service.contract import RegistryRule, Rules, SchemaRule, TopicRule
-from service.contract.source_rules import KeyPlace, SourceRule
+from service.contract.source_rules import KeyLocation, SourceRule
 from service.contract.wire import event_id, fingerprint
 from service.events.deliveries import Source
 from service.http.asgi import AsgiEndpoint
@@ -97,7 +97,7 @@ def app_of(world: World) -> FastAPI:
         posts.guard, posts.admission, posts.telemetry, rules, world.settings.key_ttl_s, has_registry=True
     )
     app.router.routes += produce_routes(produce)
-    rule = SourceRule("hooks", KeyPlace.HEADER, "x-id", None, topic="orders")
+    rule = SourceRule("hooks", KeyLocation.HEADER, "x-id", None, topic="orders")
     sources = SourcesEndpoint(
         [Source(rule, None)], world.admission, world.settings, posts.guard.bodies, world.telemetry
     )

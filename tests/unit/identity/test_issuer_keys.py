@@ -145,7 +145,7 @@ async def test_while_the_issuer_is_away_known_keys_are_used_and_unknown_ones_ans
     await world.look("k2")
 
 
-async def test_keys_that_cannot_be_read_anew_are_trusted_for_a_day(world: World, source: Published) -> None:
+async def test_keys_that_cannot_be_read_again_are_trusted_for_a_day(world: World, source: Published) -> None:
     await world.look("k1")
     version = world.keys.version
     source.content = "no route"
@@ -177,7 +177,7 @@ async def test_after_the_end_known_keys_are_found_and_no_read_begins(world: Worl
     await world.keys.close()
     world.now += REFETCH_LEAST_S
     assert (await world.look("k1")).kid == "k1"
-    for look in (lambda: world.keys.find("k2", "ES256"), world.keys.read_anew):
+    for look in (lambda: world.keys.find("k2", "ES256"), world.keys.read_again):
         with pytest.raises(Problem, match="the rules of the issuer corp have changed meanwhile") as caught:
             look()
         assert caught.value.kind is NOT_WRITTEN
@@ -264,7 +264,7 @@ def test_two_keys_with_one_id_are_told_apart_by_their_types() -> None:
 # ------------------------------------------------------------------------------------------------------- sources
 
 
-async def test_a_file_is_read_anew(tmp_path: Path) -> None:
+async def test_a_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_bytes(key_set(FIRST))
     world = World(FileSource(str(path)))

@@ -56,7 +56,7 @@ async def test_a_login_by_scram_is_the_exchange_of_rfc_5802() -> None:
         await authenticator.step(b"v=bm8=")
 
 
-def test_certificates_are_read_anew_where_their_files_change_and_else_are_not(
+def test_certificates_are_read_again_where_their_files_change_and_else_are_not(
     tmp_path: Path, authority: Authority
 ) -> None:
     """A mounted secret of Kubernetes changes by a link that is swapped."""

@@ -201,7 +201,7 @@ async def test_a_life_that_is_not_told_is_taken_for_a_minute(life_s: Any, left_s
     assert not source.is_ready
 
 
-async def test_a_secret_in_a_file_is_read_anew_for_each_token(tmp_path: Path, clock: list[float]) -> None:
+async def test_a_secret_in_a_file_is_read_again_for_each_token(tmp_path: Path, clock: list[float]) -> None:
     file = tmp_path / "secret"
     file.write_text("one\n")
     endpoint = Endpoint()
