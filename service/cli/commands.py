@@ -158,6 +158,7 @@ def rules_or_exit(settings: Settings) -> Rules:
 
 
 def settings_or_exit() -> Settings:
+    """Read the settings from the environment; print the mistakes and end the process if there are any."""
     try:
         settings = Settings.from_env()
         check_url(settings.redis)

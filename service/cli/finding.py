@@ -41,6 +41,7 @@ class Finding:
         return f"{shown} and {more} more" if more > 0 else shown
 
     def document(self) -> dict[str, Any]:
+        """Make the JSON document of the finding."""
         return {
             "check": self.check,
             "level": self.level.value,

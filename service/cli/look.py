@@ -45,6 +45,7 @@ class SlotRow:
         return self.begun[1] if self.begun else None
 
     def document(self) -> dict[str, Any]:
+        """Make the JSON document of the slot."""
         begin = self.begin
         return {
             "slot": self.view.slot,
@@ -134,6 +135,7 @@ class OffsetsAt:
     offsets: LedgerOffsets
 
     def document(self) -> dict[str, Any]:
+        """Make the JSON document of the offsets, and of the record that has them."""
         return {
             "slot": self.slot,
             "offset": self.offset,
@@ -163,6 +165,7 @@ class KeyView:
         return self.found.state is not None or bool(self.written) or bool(self.offsets)
 
     def document(self) -> dict[str, Any]:
+        """Make the JSON document of the key."""
         return {
             "id": self.id.hex(),
             "redis": state_document(self.found),

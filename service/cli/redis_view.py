@@ -23,6 +23,7 @@ class SlotView:
 
     @property
     def state(self) -> str:
+        """held, dead (the lease ran out before it was given back) or free."""
         if self.holder is not None:
             return "held"
         return "dead" if self.taken else "free"

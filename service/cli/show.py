@@ -169,6 +169,7 @@ def _expiry(at: int, ttl_s: int) -> str:
 
 
 def when(ms: int) -> str:
+    """Format a time, in ms since the Unix epoch, as ISO 8601 in UTC; one that no date has, as a number."""
     if not 0 <= ms // 1000 <= LAST_SECOND:  # out of range, such as microseconds
         return f"{ms} ms"
     return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

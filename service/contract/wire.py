@@ -307,6 +307,7 @@ class Begin:
     at: int
 
     def encode(self) -> bytes:
+        """Encode the record as JSON."""
         return (
             f'{{"v":{VERSION},"begin":true,"slot":{self.slot},"pid":{self.producer_id},"epoch":{self.epoch},'
             f'"instance":"{self.instance}","generation":{self.generation},"at":{self.at}}}'
@@ -376,6 +377,7 @@ class LedgerRecord:
     offsets: LedgerOffsets | None = None
 
     def encode(self) -> bytes:
+        """Encode the record as JSON."""
         head = self.slot, self.producer_id, self.epoch, self.instance
         offsets = "" if self.offsets is None else self.offsets.encode()
         return encode_ledger(*head, map(Entry.encode, self.entries), self.topic_ids, offsets)
@@ -512,6 +514,7 @@ class Generation:
     at: int
 
     def encode(self) -> bytes:
+        """Encode the record as JSON."""
         return json.dumps(
             {"v": VERSION, "store": self.store, "instance": self.instance, "at": self.at}, separators=(",", ":")
         ).encode()

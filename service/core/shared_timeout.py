@@ -21,6 +21,7 @@ class SharedTimeout:
         return f"<SharedTimeout {len(self._waits)} waits, timer {'not ' if self._timer is None else ''}set>"
 
     def wait(self) -> "TimedWait":
+        """Make a wait that ends after the time of all."""
         return TimedWait(self, asyncio.get_running_loop().time() + self._seconds)
 
     def wait_until(self, ends_at: float) -> "TimedWait":
@@ -28,11 +29,13 @@ class SharedTimeout:
         return TimedWait(self, ends_at)
 
     def add(self, wait: "TimedWait") -> None:
+        """Note a wait that begins; it ends no sooner than those before it."""
         self._waits[wait] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_at(wait.ends_at, self._expire)
 
     def remove(self, wait: "TimedWait") -> None:
+        """Forget a wait that has ended."""
         self._waits.pop(wait, None)
 
     def _expire(self) -> None:

@@ -158,12 +158,14 @@ def headers_of(given: list[tuple[str, str | None]]) -> tuple[list[Header], bytes
 
 
 def checked_ms(ms: float) -> int:
+    """Return a timestamp in whole ms since the Unix epoch. Raises Problem (400) if Kafka has none such."""
     if not 0 <= ms <= TIMESTAMP_MOST:
         raise invalid("timestamp", "send a time since 1970: of v3 as in 2021-02-05T19:14:42.123Z, of v2 in ms")
     return int(ms)
 
 
 def checked_partition(partition: int) -> int:
+    """Return a partition's number. Raises Problem (404) if no partition can have it."""
     if not 0 <= partition <= PARTITION_MOST:
         raise ProduceProblem(404, PARTITION_NOT_FOUND, "partition: use a partition's number, from 0")
     return partition

@@ -78,6 +78,7 @@ class KafkaAdmin:
         }
 
     async def close(self) -> None:
+        """Close the connection and the sources of its logins; a request that is under way fails."""
         if self._answering is not None:
             self._answering.cancel()
         self.security.close()

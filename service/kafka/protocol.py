@@ -256,11 +256,13 @@ class _Flexible:
         self.frame, self.at = frame, at
 
     def read(self, row: Struct) -> tuple[Any, ...]:
+        """Read the fields of a struct."""
         found = row.unpack_from(self.frame, self.at)
         self.at += row.size
         return found
 
     def unsigned(self) -> int:
+        """Read an unsigned varint."""
         number = shift = 0
         while True:
             if self.at >= len(self.frame):
@@ -277,6 +279,7 @@ class _Flexible:
         return self.skip(max(0, self.unsigned() - 1)).decode()
 
     def skip(self, size: int) -> bytes:
+        """Read so many bytes."""
         start, self.at = self.at, self.at + size
         if self.at > len(self.frame):
             raise struct.error("a response ends in a string")
@@ -287,6 +290,7 @@ class _Flexible:
         return max(0, self.unsigned() - 1)
 
     def tags(self) -> dict[int, bytes]:
+        """Read the tagged fields of a struct, undecoded, by tag (KIP-482)."""
         found = {}
         for _ in range(self.unsigned()):
             tag = self.unsigned()

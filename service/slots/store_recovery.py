@@ -408,6 +408,7 @@ class _Writes:
         self._in_flight: deque[asyncio.Task[None]] = deque()
 
     async def add(self, rows: Sequence[Row]) -> None:
+        """Begin to write rows, once fewer than REPLAYS_AHEAD writes are in flight. Raises what an earlier one did."""
         while self._in_flight and (len(self._in_flight) == REPLAYS_AHEAD or self._in_flight[0].done()):
             await self._in_flight.popleft()
         self._in_flight.append(asyncio.create_task(self._write(rows)))
