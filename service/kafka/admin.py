@@ -82,7 +82,7 @@ class KafkaAdmin:
         if self._answering is not None:
             self._answering.cancel()
         self.security.close()
-        await self._disconnect()
+        await self._disconnect(self._client)
 
     async def connected(self) -> Client:
         """Return the client, connected; concurrent callers wait for one connection. Raises UNANSWERED.
@@ -104,10 +104,10 @@ class KafkaAdmin:
             raise
         return client
 
-    async def _disconnect(self) -> None:
-        """Close the client; the next request connects another."""
-        client, self._client = self._client, None
-        if client is not None:
+    async def _disconnect(self, client: Client | None) -> None:
+        """Close a client, unless another request has done so; the next request connects another."""
+        if client is not None and self._client is client:
+            self._client = None
             with contextlib.suppress(Exception):
                 await within(1.0, client.close())
 
@@ -153,6 +153,7 @@ class KafkaAdmin:
 
         Without `node`, another broker is asked where one does not answer within `share_s`, until all were asked.
         """
+        client: Client | None = None
         failed: BaseException | None = None
         tried: set[int] = set()
         share_s = share_s or max(SHARE_LEAST_S, self.timeout_s / ASK_TRIES)
@@ -173,7 +174,7 @@ class KafkaAdmin:
                         await asyncio.sleep(RETRY_PAUSE_S)
         except UNANSWERED as error:
             failed = error
-        await self._disconnect()  # the next request bootstraps again: all brokers may have other addresses by then
+        await self._disconnect(client)  # the next request bootstraps again: all brokers may have other addresses by then
         if isinstance(failed, LOGIN_ERRORS):
             self.count_failure("metadata")
             raise KafkaLoginFailed(self.security.remedy(failed)) from failed

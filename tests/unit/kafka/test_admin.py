@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -82,8 +83,30 @@ async def test_a_probe_fails_at_its_own_timeout_and_its_request_continues() -> N
     for _ in range(3):
         with pytest.raises(KafkaAway, match="does not answer within"):
             await admin.answers(0.01)
-    assert sorted(client.asked) == [1, 2], "each probe asked anew"
+    assert sorted(client.asked) == [1, 2], "each probe sent a request of its own"
     await until(lambda: client.closed)
     answering = admin._answering
     await admin.close()
     assert answering is not None
+
+
+async def test_a_request_that_fails_leaves_the_client_that_replaced_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another request has connected it since, and others have requests under way on it."""
+    monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.001)
+    client, other = FakeClient(1, 2), FakeClient()
+    admin = admin_with(client)
+    sent = client.send
+
+    async def send(node_id: int, request: Any, **_: Any) -> Any:
+        if len(client.asked) == module.ASK_TRIES - 1:  # the last try
+            admin._client = other
+        return await sent(node_id, request)
+
+    client.send = send  # type: ignore[method-assign]
+    with pytest.raises(KafkaAway):
+        await TopicAdmin(admin).partitions(["orders"])
+    assert not other.closed
+    assert await TopicAdmin(admin).partitions(["orders"]) == {"orders": 3}
+    assert len(other.asked) == 1
