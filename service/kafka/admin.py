@@ -174,7 +174,7 @@ class KafkaAdmin:
                         await asyncio.sleep(RETRY_PAUSE_S)
         except UNANSWERED as error:
             failed = error
-        await self._disconnect(client)  # the next request bootstraps again: all brokers may have other addresses by then
+        await self._disconnect(client)  # all brokers may have other addresses by the next request
         if isinstance(failed, LOGIN_ERRORS):
             self.count_failure("metadata")
             raise KafkaLoginFailed(self.security.remedy(failed)) from failed

@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
-from service.contract import CallerRule, Guarantee, KeyPlace, Rules, SourceRule, TopicRule
+from service.contract import CallerRule, Guarantee, KeyLocation, Rules, SourceRule, TopicRule
 from spark import rule_table
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, BlockingTransaction, TopicPartition
 from spark.reading.source import Span
@@ -300,7 +300,7 @@ def _source_of(stored: Mapping[str, Any]) -> SourceRule:
     """Restore what the audit needs of a source (`_sources_of`); the rest of the rule stands for nothing."""
     topics = {topic: topic for topic in stored["topics"]}
     own = {name: stored[name] for name in ("key_ttl_s", "quarantine")}
-    return SourceRule(stored["name"], KeyPlace.SHA256, "body", None, topics=topics, **own)
+    return SourceRule(stored["name"], KeyLocation.SHA256, "body", None, topics=topics, **own)
 
 
 def resumed_settings(plan: Plan, given: Settings) -> Settings:

@@ -132,13 +132,13 @@ async def test_the_service_gives_the_same_answers_and_records_with_and_without_c
     def answers(service: Service, topic: str) -> list[bytes]:
         return [said(service, *parts).replace(topic.encode(), b"TOPIC") for parts in requests(topic)]
 
-    answers = await asyncio.gather(
+    of_each = await asyncio.gather(
         *(asyncio.to_thread(answers, service, topic) for service, topic in zip(both, topics, strict=True))
     )
-    for parts, compiled, python in zip(requests("TOPIC"), *answers, strict=True):
+    for parts, compiled, python in zip(requests("TOPIC"), *of_each, strict=True):
         assert compiled == python, parts
         assert compiled.startswith((b"HTTP/1.1 ", b"HTTP/1.0 ")), parts
-    statuses = {int(answer[9:12]) for answer in answers[0]}
+    statuses = {int(answer[9:12]) for answer in of_each[0]}
     assert statuses >= {200, 201, 207, 400, 404, 415, 422}
     records = []
     for topic in topics:

@@ -19,7 +19,7 @@ from service.kafka.admin import KafkaAdmin
 from service.kafka.inspection import DescribeTransactions
 
 
-class FakeClient(AIOKafkaClient):  # type: ignore[misc]
+class ClientOfTwo(AIOKafkaClient):  # type: ignore[misc]
     """A client of brokers 1 and 2, asked in turn; those in `down` do not answer."""
 
     def __init__(self, *down: int) -> None:
@@ -84,7 +84,17 @@ class FakeClient(AIOKafkaClient):  # type: ignore[misc]
         self.closed = True
 
 
-def admin_with(client: FakeClient, timeout_ms: int = 500) -> KafkaAdmin:
+def admin_with(client: ClientOfTwo, timeout_ms: int = 500) -> KafkaAdmin:
+    """Make an admin client that is connected by this client."""
     admin = KafkaAdmin("127.0.0.1:1", client_id="test", request_timeout_ms=timeout_ms, telemetry=Telemetry())
-    admin._client = client
+    connect(admin, client)
     return admin
+
+
+def connect(admin: KafkaAdmin, client: ClientOfTwo) -> None:
+    """Replace the client, as another request does that connects one."""
+    admin._client = client
+
+
+def connected_client(admin: KafkaAdmin) -> object:
+    return admin._client

@@ -10,13 +10,13 @@ from service.core.problems import KafkaAway
 from service.kafka import admin as module
 from service.kafka.topic_admin import TopicAdmin
 from tests.unit.fakes import until
-from tests.unit.kafka.asked_brokers import FakeClient, admin_with
+from tests.unit.kafka.asked_brokers import ClientOfTwo, admin_with, connect, connected_client
 
 
 @pytest.mark.parametrize("down", [1, 2])
 async def test_another_broker_is_asked_where_one_does_not_answer(monkeypatch: pytest.MonkeyPatch, down: int) -> None:
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.001)
-    client = FakeClient(down)
+    client = ClientOfTwo(down)
     admin = admin_with(client)
     for _ in range(2):
         assert await TopicAdmin(admin).partitions(["orders"]) == {"orders": 3}
@@ -27,17 +27,17 @@ async def test_another_broker_is_asked_where_one_does_not_answer(monkeypatch: py
 async def test_a_client_to_which_no_broker_answers_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """All brokers may have other addresses: only a new bootstrap finds them."""
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.001)
-    client = FakeClient(1, 2)
+    client = ClientOfTwo(1, 2)
     admin = admin_with(client)
     with pytest.raises(KafkaAway):
         await TopicAdmin(admin).partitions(["orders"])
     assert set(client.asked) == {1, 2}
     assert client.closed
-    assert admin._client is None
+    assert connected_client(admin) is None
 
 
 async def test_a_call_to_a_broker_that_hangs_fails_at_its_timeout() -> None:
-    client = FakeClient()
+    client = ClientOfTwo()
     client.hangs = True
     admin = admin_with(client, timeout_ms=50)
     async with asyncio.timeout(3.0):
@@ -51,7 +51,7 @@ async def test_a_broker_that_is_silent_gets_a_share_of_the_time_only(
     silent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SHARE_LEAST_S", 0.01)
-    client = FakeClient()
+    client = ClientOfTwo()
     client.silent = {silent}
     client.get_random_node = lambda: silent  # type: ignore[method-assign]
     assert await TopicAdmin(admin_with(client)).partitions(["orders"]) == {"orders": 3}
@@ -60,7 +60,7 @@ async def test_a_broker_that_is_silent_gets_a_share_of_the_time_only(
 
 async def test_a_single_slow_broker_gets_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARE_LEAST_S", 0.01)
-    client = FakeClient()
+    client = ClientOfTwo()
     client.turn = deque([1])
     client.takes_s = 0.3
     assert await TopicAdmin(admin_with(client, timeout_ms=1000)).partitions(["orders"]) == {"orders": 3}
@@ -69,7 +69,7 @@ async def test_a_single_slow_broker_gets_the_whole_timeout(monkeypatch: pytest.M
 
 async def test_two_slow_brokers_are_both_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARE_LEAST_S", 0.01)
-    client = FakeClient()
+    client = ClientOfTwo()
     client.takes_s = 0.4
     assert await TopicAdmin(admin_with(client, timeout_ms=1000)).partitions(["orders"]) == {"orders": 3}
     assert sorted(client.asked) == [1, 2]
@@ -77,7 +77,7 @@ async def test_two_slow_brokers_are_both_waited_for(monkeypatch: pytest.MonkeyPa
 
 async def test_a_probe_fails_at_its_own_timeout_and_its_request_continues() -> None:
     """A probe has little time; if no broker answers, the request itself ends later and bootstraps again."""
-    client = FakeClient()
+    client = ClientOfTwo()
     client.hangs = True
     admin = admin_with(client, timeout_ms=100)
     for _ in range(3):
@@ -95,13 +95,13 @@ async def test_a_request_that_fails_leaves_the_client_that_replaced_its_own(
 ) -> None:
     """Another request has connected it since, and others have requests under way on it."""
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.001)
-    client, other = FakeClient(1, 2), FakeClient()
+    client, other = ClientOfTwo(1, 2), ClientOfTwo()
     admin = admin_with(client)
     sent = client.send
 
     async def send(node_id: int, request: Any, **_: Any) -> Any:
         if len(client.asked) == module.ASK_TRIES - 1:  # the last try
-            admin._client = other
+            connect(admin, other)
         return await sent(node_id, request)
 
     client.send = send  # type: ignore[method-assign]

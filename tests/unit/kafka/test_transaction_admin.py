@@ -20,11 +20,11 @@ from service.kafka.topic_admin import TopicAdmin
 from service.kafka.transaction_admin import Ends, TransactionAdmin
 from tests.unit.fake_brokers import topics_of
 from tests.unit.fakes import until
-from tests.unit.kafka.asked_brokers import FakeClient, admin_with
+from tests.unit.kafka.asked_brokers import ClientOfTwo, admin_with, connect, connected_client
 
 
 async def test_a_fence_reports_the_transactional_ids_that_it_waits_for() -> None:
-    client = FakeClient()
+    client = ClientOfTwo()
     admin = TransactionAdmin(admin_with(client))
     client.busy = {"b", "d"}
     progress: list[list[str]] = []
@@ -41,14 +41,14 @@ async def test_a_fence_reports_the_transactional_ids_that_it_waits_for() -> None
 @pytest.mark.parametrize("unlisted", [1, 3])
 async def test_a_broker_that_its_controller_has_fenced_is_waited_for(unlisted: int) -> None:
     """It answers and lists no broker. Without any node, an assertion of aiokafka would fail."""
-    client = FakeClient()
-    admin = TransactionAdmin(admin_with(client))
+    client = ClientOfTwo()
+    admin = admin_with(client)
     client.unlisted = unlisted
-    await admin.fence(["ns.slot.0"], 500, lambda _: None)
+    await TransactionAdmin(admin).fence(["ns.slot.0"], 500, lambda _: None)
     client.unlisted = unlisted
-    assert await TopicAdmin(admin._admin).partitions(["orders"]) == {"orders": 3}
+    assert await TopicAdmin(admin).partitions(["orders"]) == {"orders": 3}
     for transactional_id in ("ns.slot.0", None):
-        session = ProducerSession(admin._admin, "slot-0", transactional_id, 500)
+        session = ProducerSession(admin, "slot-0", transactional_id, 500)
         session.client = client
         client.unlisted = unlisted
         await session.start(1.0)
@@ -57,7 +57,7 @@ async def test_a_broker_that_its_controller_has_fenced_is_waited_for(unlisted: i
 
 async def test_the_producer_id_of_a_slot_whose_coordinator_loads_is_not_taken_for_unknown() -> None:
     """Else the watch would name the slot's own transaction as that of a former producer id."""
-    client = FakeClient()
+    client = ClientOfTwo()
     admin = TransactionAdmin(admin_with(client))
     assert await admin.producer_ids(["fencepost.0"]) == {"fencepost.0": 7}
     client.of_transactions = CoordinatorLoadInProgressError.errno
@@ -67,7 +67,7 @@ async def test_the_producer_id_of_a_slot_whose_coordinator_loads_is_not_taken_fo
     assert await admin.producer_ids(["fencepost.0"]) == {}
 
 
-class Leaders(FakeClient):
+class Leaders(ClientOfTwo):
     """Of `orders`, broker 1 leads partitions 0 and 1, broker 2 the third; the fourth has no leader."""
 
     def __init__(self, *down: int) -> None:
@@ -98,7 +98,7 @@ async def test_the_ends_of_partitions_are_asked_of_their_leaders() -> None:
     assert len(client.offsets) == 6, "the leader of another partition may be silent for long"
 
 
-class Many(FakeClient):
+class Many(ClientOfTwo):
     """Each topic has 12 partitions, all led by broker 1, which answers `answers` requests for offsets."""
 
     def __init__(self) -> None:
@@ -143,17 +143,17 @@ async def test_last_offsets_leaves_out_the_partitions_whose_leader_is_away() -> 
 
 async def test_ends_are_asked_of_the_client_that_has_replaced_the_first_amid_the_call() -> None:
     client, other = Leaders(), Leaders()
-    admin = TransactionAdmin(admin_with(client))
+    admin = admin_with(client)
     sent = client.send
 
     async def send_last(node_id: int, request: Any, **_: Any) -> Any:
         """Send requests up to the first one for offsets; after that another request has closed this client."""
-        if admin._admin._client is other:
+        if connected_client(admin) is other:
             raise NodeNotReadyError
         response = await sent(node_id, request)
         if isinstance(request, OffsetRequest):
-            admin._admin._client = other
+            connect(admin, other)
         return response
 
     client.send = send_last  # type: ignore[method-assign]
-    assert (await admin.last_offsets(["orders"])).ends.keys() == {("orders", 0), ("orders", 2)}
+    assert (await TransactionAdmin(admin).last_offsets(["orders"])).ends.keys() == {("orders", 0), ("orders", 2)}

@@ -5,18 +5,17 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
-from service.claims.keys import Keys, ServerIdentity, StoreGeneration
+from service.claims.keys import ServerIdentity, StoreGeneration
 from service.contract.wire import transactional_id
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaRefusesSetting, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.transaction_admin import TransactionAdmin
 from service.slots import store_recovery
-from service.slots.generation_log import Control
 from service.slots.store_recovery import CurrentStore
 from tests.unit.fakes import World, unreachable_kafka, until
 from tests.unit.scrape import sample
@@ -101,9 +100,9 @@ async def settling(
 ) -> AsyncIterator[tuple[CurrentStore, "asyncio.Task[StoreGeneration]"]]:
     """Settle a store, in a task."""
     world: Any = World(lease_ttl_ms=300)
-    parts = cast(Keys, keys), cast(Control, control), cast(Any, _Topics(slots))
-    of_kafka = world.cluster, transactions or world.transactions
-    store = CurrentStore(*of_kafka, *parts, world.settings, telemetry or Telemetry())
+    admin: Any = transactions or world.transactions
+    parts: list[Any] = [world.cluster, admin, keys, control, _Topics(slots), world.settings, telemetry or Telemetry()]
+    store = CurrentStore(*parts)
     try:
         yield store, asyncio.create_task(store.wait_until_settled())
     finally:
