@@ -14,10 +14,10 @@ from service.claims.keys import Keys, StoreGeneration
 from service.claims.redis_store import RedisKeys
 from service.core.metrics import Telemetry
 from tests.contract.memory_keys import Clock, MemoryKeys, Server
+from tests.durations import HOUR_MS
 
 # Long enough for a few script calls, short enough for a test to wait for.
 LEASE_MS = 300
-HOUR_MS = 3_600_000
 RETENTION_MS = 60_000
 LEAST_LEFT_MS = 40_000  # half of it, in which a state is about to expire, is longer than a test takes
 

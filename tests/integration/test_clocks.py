@@ -5,10 +5,10 @@ import time
 import pytest
 
 from tests.conftest import MakeTopic
+from tests.durations import HOUR_MS
 from tests.faults.clock import Clock, lacking
 from tests.integration.conftest import Stage
 
-HOUR_MS = 3_600_000
 BOUNDS = {"message.timestamp.before.max.ms": str(HOUR_MS), "message.timestamp.after.max.ms": str(HOUR_MS)}
 
 

@@ -23,11 +23,10 @@ from service.kafka.producer import TransactionalProducer
 from service.kafka.records import Record
 from service.slots.hanging_recovery import HangingRecovery
 from tests import kafka_versions
-from tests.integration.hanging import Rig, unverified
+from tests.integration.hanging import WAIT_S, Rig, unverified
 from tests.integration.judge import read_committed, wait_until_stable
 
 NOW_MS = time.time_ns() // 1_000_000
-WAIT_S = 15.0
 
 
 @dataclass

@@ -10,11 +10,11 @@ import pytest
 
 from deploy.stack import Kafka, Service
 from tests.conftest import MakeTopic
+from tests.durations import HOUR_MS
 from tests.integration.client import Asked, Client
 from tests.integration.judge import read_committed
 
 MEGABYTE = 1_000_000
-HOUR_MS = 3_600_000
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from service.claims.states import (
     SlotEvent,
     SlotState,
 )
+from tests.durations import DAY_MS
 
 MACHINES: list[tuple[Machine[Any, Any], type[Enum], type[Enum], Enum]] = [
     (SLOT, SlotState, SlotEvent, SlotState.VACANT),
     (REQUEST, RequestState, RequestEvent, RequestState.QUEUED),
 ]
 FP, FP2 = b"f" * 8, b"2" * 8
-DAY_MS = 86_400_000
 
 
 @pytest.mark.parametrize(("machine", "state_kind", "event_kind", "first"), MACHINES)

@@ -39,9 +39,8 @@ from service.kafka.partitioner import partition_of_key
 from service.kafka.topic_admin import Topic
 from service.pipeline.group import records_of
 from service.pipeline.request import WriteRequest
-
-HOUR_MS = 3_600_000
-NOW_MS = 1_700_000_000_000
+from tests.durations import HOUR_MS
+from tests.unit.fakes import NOW_MS
 
 
 def parse(body: bytes | str | dict[str, Any], traceparent: bytes | None = None) -> Event:

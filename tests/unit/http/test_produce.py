@@ -22,6 +22,7 @@ from service.http.produce import ProduceRequests, new_key
 from service.http.request import OWN_BYTES
 from service.http.request_guard import RequestGuard
 from service.http.responses import imf_fixdate
+from tests.durations import DAY_MS
 from tests.unit.fakes import NOW_MS, World, ended
 from tests.unit.http.apps import produce_routes
 
@@ -31,7 +32,6 @@ ANSWER_V2 = "application/vnd.kafka.v2+json"
 V3 = "/v3/clusters/c1/topics/orders/records"
 BATCH = f"{V3}:batch"
 EXPIRES = imf_fixdate(NOW_MS // 1000 + 86_400).decode()
-DAY_MS = 86_400_000
 TOKEN_SHA256 = "3c469e9d6c5875d37a43f353d4f88e61fcf812c66eee3457465a40b0da4153e0"  # of "token"
 RULES = Rules((TopicRule("other", keyless="refuse"),))
 

@@ -9,12 +9,12 @@ import pytest
 from service.claims.states import Delivered
 from service.contract.wire import event_id
 from service.http.responses import imf_fixdate
+from tests.durations import DAY_S
 from tests.unit.fakes import NOW_MS, World, ended
 from tests.unit.http.test_asgi import app_of
 from tests.unit.http.test_events import Commits
 
 NOW_S = NOW_MS // 1000
-DAY_S = 86_400
 ID = "Repeatability-Request-ID"
 FIRST_SENT = "Repeatability-First-Sent"
 RESULT = "repeatability-result"

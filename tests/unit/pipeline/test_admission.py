@@ -25,6 +25,7 @@ from service.kafka.topic_admin import Topic
 from service.pipeline import admission as module
 from service.pipeline.key_checks import UNKNOWN_AGE, KeyAge, KeyChecks
 from service.pipeline.request import Committed
+from tests.durations import DAY_MS, HOUR_MS
 from tests.unit.fakes import NOW_MS, World, count_of, ended, kind_of, make_event, until
 
 # ------------------------------------------------------------------------------------------------------ its topic
@@ -254,9 +255,6 @@ def old_key(age_ms: int) -> str:
     return f"{digits[:8]}-{digits[8:]}-7000-8000-000000000000"
 
 
-DAY_MS = 86_400_000
-
-
 @pytest.mark.parametrize(
     ("topic", "age_ms", "refused"),
     [
@@ -336,7 +334,6 @@ RAISED = Rules.parse(
     '[[topics]]\npattern = "orders"\nkey_ttl_s = 345600\n[[sources]]\nname = "shop"\ntopic = "orders"\n'
     'key_ttl_s = 400000\nsignature = { scheme = "github", secret_files = ["s"] }\nidempotency_key = { header = "id" }\n'
 )
-HOUR_MS = 3_600_000
 
 
 @pytest.mark.parametrize("dated", ["by the key", "by the request", "by a source", "by a batch"])

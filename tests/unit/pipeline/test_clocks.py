@@ -12,9 +12,8 @@ from service.events.event import event_of
 from service.kafka.outcomes import OUTSIDE_BOUNDS, TransactionFailed, TransactionOutcome
 from service.kafka.records import RecordMetadata
 from service.pipeline.clocks import CLOSE_MS, Clock, Clocks
+from tests.durations import HOUR_MS
 from tests.unit.fakes import NOW_MS, FakeKeys, World, ended, kind_of, unreachable_kafka
-
-HOUR_MS = 3_600_000
 
 
 class Time:

@@ -12,10 +12,9 @@ from service.kafka.reader import Span
 from service.slots import store_recovery
 from service.slots.hanging_recovery import CLOCKS_APART_MS
 from service.slots.store_recovery import REPLAY_RECORDS
+from tests.durations import HOUR_MS
 from tests.unit.fakes import GENERATION, NOW_MS, until
 from tests.unit.slots.bed import SLOTS, Bed, item
-
-HOUR_MS = 3_600_000
 
 
 async def test_a_store_is_named_fenced_replayed_and_freed_in_this_order(bed: Bed) -> None:
