@@ -1,4 +1,4 @@
-"""What a request meets first: the app, and the transport below it. Both are replaced together when the rules change."""
+"""The app and the transport below it, whose routes and handlers are replaced together when the rules change."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -36,7 +36,7 @@ class ServiceParts(Parts, ListingParts, Protocol):
 
 
 class RoutesOfRules(NamedTuple):
-    """What is made of one reading of the rules: a request keeps to the one that it began with."""
+    """The endpoints and routes made of one reading of the rules; a request keeps those with which it began."""
 
     loaded: LoadedRules
     endpoint: EventsEndpoint

@@ -33,7 +33,7 @@ class WronglyAddressed(StoreAway):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a seed knows: the primary, the servers that may take its place, and what orders the views, newest last."""
+    """The view of a seed: the primary, the servers that may take its place, and what orders the views, newest last."""
 
     primary: Address
     rank: tuple[int, int]
@@ -41,7 +41,7 @@ class View:
 
 
 class Question(Protocol):
-    """What is asked of a seed, and how its replies are read."""
+    """The commands that a seed is sent, and how its replies are read."""
 
     @property
     def commands(self) -> Sequence[Sequence[str]]:

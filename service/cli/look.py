@@ -152,7 +152,7 @@ class OffsetsAt:
 
 @dataclass(frozen=True, slots=True)
 class KeyView:
-    """What Redis and the ledger hold of a key. `store` says why Redis was not read; empty if it was."""
+    """A key's state in Redis and its ledger entries. `store` says why Redis was not read; empty if it was."""
 
     id: bytes
     found: Found

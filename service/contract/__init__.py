@@ -1,4 +1,4 @@
-"""What the service and the job share: the wire format, common settings, and the rules.
+"""The wire format, the common settings and the rules, which the service and the job share.
 
 Standard library only. The job imports nothing else of the service.
 """

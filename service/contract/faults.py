@@ -1,4 +1,4 @@
-"""What the tables of the rules have in common: names, rates, retentions, and how their mistakes are reported."""
+"""The common parts of the tables of the rules: names, rates, retentions, and how their mistakes are reported."""
 
 import re
 import tomllib

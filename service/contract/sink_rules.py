@@ -104,7 +104,7 @@ class SinkRule:
 
     @property
     def definition(self) -> str:
-        """What verdicts depend on, as a digest: if it changes, every hour is compared again."""
+        """A digest of the fields on which verdicts depend: if it changes, every hour is compared again."""
         left_out = ("user", "password_file", "connection", *_ADDED)
         values = [getattr(self, name) for name in SinkRule.__slots__ if name not in left_out]
         values += [(name, getattr(self, name)) for name in _ADDED if getattr(self, name)]

@@ -1,10 +1,10 @@
-"""How a change of files is noticed, without reading them."""
+"""Notices changes of files without reading them."""
 
 import os
 from collections.abc import Iterable
 
 Stamp = tuple[object, ...]
-"""What the file system tells of some files; equal stamps are of the same contents."""
+"""The real paths, inodes, sizes and times of some files; equal stamps are of the same contents."""
 
 
 def stamp_of(files: Iterable[str]) -> Stamp:

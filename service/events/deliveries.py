@@ -116,13 +116,13 @@ def _element_decoder(index: int) -> _Decoder:
 
 
 class Challenge(msgspec.Struct):
-    """What a sender asks for, instead of delivering something, to see whether the URL is its subscriber's."""
+    """A sender's question, instead of a delivery, whether the URL is its subscriber's."""
 
     text: str
 
 
 class Delivery(NamedTuple):
-    """What a source has sent: its event, or the dead letter of a body that the source's rule cannot use.
+    """A delivery of a source: its event, or the dead letter of a body that the source's rule cannot use.
 
     `sent_ms` is when the attempt was signed, ms since the Unix epoch; None if the signature does not tell it.
     """

@@ -126,7 +126,7 @@ class _Ready(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What is encoded of an event; a part is None where it is absent or stays as it was sent."""
+    """The encoded parts of an event; a part is None where it is absent or stays as it was sent."""
 
     key: _Ready | None
     value: _Ready | None

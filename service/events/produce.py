@@ -1,4 +1,4 @@
-"""What versions 2 and 3 of the Confluent REST Proxy's produce API have in common: keys, formats, schemas, headers.
+"""The common parts of versions 2 and 3 of the Confluent REST Proxy's produce API: keys, formats, schemas, headers.
 
 https://docs.confluent.io/platform/current/kafka-rest/api.html; Karapace and the Strimzi Bridge serve v2 as well.
 Where these differ, the tables in tests/integration/peers.py say which one is followed.

@@ -29,7 +29,7 @@ class SchemaRef(msgspec.Struct, frozen=True):
 
 
 class Encoding(msgspec.Struct, frozen=True):
-    """What a request says about the schemas of an event; where it names none, the topic's rule counts.
+    """The schemas that a request names for an event; where it names none, the topic's rule counts.
 
     `json_key`: the key is a JSON text; else it is a string, which a schema for other types takes for a JSON text.
     """

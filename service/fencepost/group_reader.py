@@ -76,7 +76,7 @@ _REMEDY: Final = (
 
 
 class AtomicSender(Protocol):
-    """What a batch is sent with: an AsyncClient."""
+    """Sends batches: an AsyncClient."""
 
     async def send_atomic(self, key: str, events: Iterable[Event], offsets: Offsets | None = None) -> WrittenBatch:
         """As Client.send_atomic."""

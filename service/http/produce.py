@@ -1,4 +1,4 @@
-"""What versions 2 and 3 of the produce API share: a request with its key, and the results of its records.
+"""The common parts of versions 2 and 3 of the produce API: a request with its key, and the results of its records.
 
 The API is that of the Confluent REST Proxy, with idempotency keys. Each record is an event: it is written exactly once
 under its key, as by `POST /events`. A sender that knows nothing of keys works unchanged; one that sends the header

@@ -138,7 +138,7 @@ class _Data(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class _V3Result(msgspec.Struct, gc=False, omit_defaults=True, kw_only=True):
-    """What the answer to a written v3 record says, behind the fields of its subclass, which are not keyword-only."""
+    """The answer to a written v3 record, behind the fields of its subclass, which are not keyword-only."""
 
     cluster_id: str
     topic_name: str

@@ -1,4 +1,4 @@
-"""What clients of the Confluent REST Proxy ask before they write: the cluster, its topics and their partitions.
+"""The read-only routes of the Confluent REST Proxy that clients call before they write: cluster, topics, partitions.
 
 A caller sees the topics that it may write to. Everything else of that API is answered 404 with where to go.
 """

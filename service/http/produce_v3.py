@@ -67,7 +67,7 @@ V3Writer = Callable[[RecordsRequest, str], Coroutine[Any, Any, None]]
 
 
 class StreamedRecord:
-    """What a record of a stream was parsed to, in `made`; None if no event could be made of it."""
+    """The event that was made of a record of a stream, in `made`; None if none could be made."""
 
     __slots__ = ("made",)
 

@@ -1,4 +1,4 @@
-"""What holds for each request, whichever API it belongs to: who sends it, from where, and the bounds of its body."""
+"""The checks of each request, whichever API it belongs to: its caller, its address, and the bounds of its body."""
 
 from collections.abc import Callable
 from copy import copy

@@ -62,7 +62,7 @@ class StreamHead:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What an API makes of one stream: how its body is cut, parsed and answered.
+    """One stream in the form of its API: how its body is cut, parsed and answered.
 
     `parse` and `render` are called once for each text, in the order of the body. `render_end` renders the last line of
     a stream whose body could not be read to its end, and says what to send then.

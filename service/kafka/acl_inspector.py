@@ -37,7 +37,7 @@ UNKNOWN_PRODUCER_ID: Final = -2
 
 
 class Operation(IntEnum):
-    """What an ACL can allow, by Kafka's numbers (org.apache.kafka.common.acl.AclOperation)."""
+    """The operations that an ACL can allow, by Kafka's numbers (org.apache.kafka.common.acl.AclOperation)."""
 
     READ = 3
     WRITE = 4

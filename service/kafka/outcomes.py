@@ -1,4 +1,4 @@
-"""What an error of Kafka means for a transaction and for a record: the exceptions, and two tables."""
+"""The meaning of Kafka's errors for a transaction and for a record: the exceptions, and two tables."""
 
 from collections.abc import Collection, Mapping
 from enum import Enum

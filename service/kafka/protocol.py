@@ -125,7 +125,7 @@ class EndedAndBumped(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What a transaction needs of an ApiVersions response: the finalized level of transaction.version, 0 for none."""
+    """The part of an ApiVersions response that transactions need: the finalized transaction.version, 0 for none."""
 
     error_code: int
     transaction_version: int

@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 class Security:
-    """What a new connection, or the next login on an open one, has to present.
+    """The credentials of a new connection, and of the next login on an open one.
 
     A file that cannot be used when it is read again is logged, and what was read before stays in use: certificate and
     key may be replaced one after the other.

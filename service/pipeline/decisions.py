@@ -62,7 +62,7 @@ class ClaimToRelease(NamedTuple):
 
 
 class ClaimDecision:
-    """What to do after the claims of a group: write `claimed`, give `results`, and so on by the fields."""
+    """The decision after the claims of a group: write `claimed`, give `results`, and so on by the fields."""
 
     def __init__(self, now: float, too_late: TooLate) -> None:
         self.claimed: list[ClaimedRequest] = []
@@ -234,7 +234,7 @@ def start_sending(group: Sequence[ClaimedRequest]) -> tuple[Sequence[ClaimedRequ
 
 
 class FailureDecision:
-    """What to do after a transaction that did not commit cleanly.
+    """The decision after a transaction that did not commit cleanly.
 
     All requests are in doubt unless `is_aborted` (no commit was requested) and their claims are released. Then the
     requests in `at_once`, `later` (after a pause) and `split` (in parts) are sent again. `to_isolate` has the names of
@@ -312,7 +312,7 @@ class FailureDecision:
 
 
 class IdempotentDecision:
-    """What to do after a write without a transaction, in which each record has a result of its own.
+    """The decision after a write without a transaction, in which each record has a result of its own.
 
     `delivered` requests are to be marked and then answered. Claims of events that were refused or have no clean result
     are released. `requeued` are the requests with events to send again.

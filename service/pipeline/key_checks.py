@@ -31,7 +31,7 @@ RULES_APART_MS: Final = 3_600_000
 
 
 class KeyAge(NamedTuple):
-    """What a request says about the age of its keys, which may contain the time at which they were made.
+    """The age of a request's keys, as far as the request says it; keys may contain the time at which they were made.
 
     `fresh_key` is a key that was not old when the request began. `sent_ms` is when the request was first sent, ms since
     the Unix epoch; None if the request does not say it. `ttl_s` is the retention of its keys as WriteRequest has it;

@@ -43,7 +43,7 @@ class Readiness:
 
     @property
     def newer(self) -> NewerVersion | None:
-        """What was found that only a newer release can read, so that this process must not write; None for nothing."""
+        """A record or key that only a newer release can read, so that this process must not write; None without one."""
         return self._store.newer or self._pool.newer
 
     @property

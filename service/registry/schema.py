@@ -1,4 +1,4 @@
-"""What a Schema Registry stores, and the errors of its client."""
+"""The schemas of a Schema Registry, and the errors of its client."""
 
 import hashlib
 from enum import Enum

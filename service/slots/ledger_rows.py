@@ -51,7 +51,7 @@ class LedgerEntry(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class _Offsets(msgspec.Struct):
-    """What a recovery needs of wire.LedgerOffsets."""
+    """The fields of wire.LedgerOffsets that a recovery reads."""
 
     batch: _Id
     fp: _Fingerprint
@@ -71,7 +71,7 @@ class _Record(msgspec.Struct):
 
 
 class _Producer(msgspec.Struct):
-    """What a ledger record or a begin record says of its producer."""
+    """The producer of a ledger record or of a begin record."""
 
     pid: int
 

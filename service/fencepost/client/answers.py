@@ -86,7 +86,7 @@ UNSENT: Final = Problem(NO_ANSWER, "not-sent", "the deadline came before the fir
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of a response until `stop_at` (of time.monotonic); `failure` if that is not all of it."""
+    """A response as far as it has come until `stop_at` (of time.monotonic); `failure` says why it is not whole."""
 
     stop_at: float
     status: int = NO_ANSWER
