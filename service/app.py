@@ -85,28 +85,28 @@ class Service:
         self.tracing = _tracing_of(settings)
         self._give_up = give_up
         self._own_topics_trouble = Incident(log, "own topics changed: events may be lost or written twice")
-        self.cluster = _cluster_of(settings, telemetry)
+        self.kafka_admin = _kafka_admin_of(settings, telemetry)
         self.keys = _keys_of(settings, telemetry)
-        topic_admin, transactions = TopicAdmin(self.cluster), TransactionAdmin(self.cluster)
+        topic_admin, transactions = TopicAdmin(self.kafka_admin), TransactionAdmin(self.kafka_admin)
         self.topics = InternalTopics(topic_admin, settings, rules.longest_ttl_s)
         self.topic_metadata = TopicMetadataCache(topic_admin)
         # The topics of positions: they are not written to, so the LSO watch does not ask for them.
         self.read_topics = TopicMetadataCache(topic_admin, READ_TOPICS_MAX)
         self.topic_lister = TopicLister(topic_admin.list_topics, topic_admin.describe)
-        self.control = Control(self.cluster, self.topics.control, settings.name, settings.key_ttl_s)
+        self.control = Control(self.kafka_admin, self.topics.control, settings.name, settings.key_ttl_s)
         self.store = CurrentStore(
-            self.cluster, transactions, self.keys, self.control, self.topics, settings, self.telemetry
+            self.kafka_admin, transactions, self.keys, self.control, self.topics, settings, self.telemetry
         )
         self.queue = Queue(settings)
-        self.journal = Journal(self.cluster, self.topics.requests, settings.name, self.telemetry)
-        self.clocks = Clocks(self.cluster, self.keys, self.topics.requests, settings.name)
+        self.journal = Journal(self.kafka_admin, self.topics.requests, settings.name, self.telemetry)
+        self.clocks = Clocks(self.kafka_admin, self.keys, self.topics.requests, settings.name)
         self._make_pipeline(rules, schemas, encoder, transactions)
         self.rates = Rates(self.keys, lambda: self.pool.members)
         self.tokens = CurrentTokenCallers(rules, telemetry, self.rates)
         self.lso_watch = LsoWatch(
             settings, transactions, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
         )
-        self.readiness = Readiness(self.cluster, self.keys, self.store, self.pool, self.admission, self.clocks)
+        self.readiness = Readiness(self.kafka_admin, self.keys, self.store, self.pool, self.admission, self.clocks)
         self._show_states()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -141,11 +141,11 @@ class Service:
             self.clocks.kafka.now_ms,
         )
         recovery = SlotRecovery(
-            self.cluster, transactions, self.keys, self.control, self.topics, self.settings, self.telemetry
+            self.kafka_admin, transactions, self.keys, self.control, self.topics, self.settings, self.telemetry
         )
         self.pool = Pool(
             self.settings,
-            self.cluster,
+            self.kafka_admin,
             transactions,
             self.keys,
             self.store,
@@ -295,10 +295,10 @@ class Service:
         if self.registry is not None:
             await self.registry.close()
         await self.tokens.close()
-        await self.cluster.close()
+        await self.kafka_admin.close()
 
 
-def _cluster_of(settings: Settings, telemetry: Telemetry) -> KafkaAdmin:
+def _kafka_admin_of(settings: Settings, telemetry: Telemetry) -> KafkaAdmin:
     return KafkaAdmin(
         settings.kafka,
         client_id=f"fencepost-{settings.name}",

@@ -35,10 +35,10 @@ class IdempotentProducer:
     records that tolerate duplicates: barriers, the journal, and events whose guarantee is `idempotent`.
     """
 
-    def __init__(self, cluster: KafkaAdmin, name: str) -> None:
-        self._cluster = cluster
+    def __init__(self, admin: KafkaAdmin, name: str) -> None:
+        self._admin = admin
         self._name = name
-        self._timeout_s = cluster.timeout_s / SENDS_SHARE
+        self._timeout_s = admin.timeout_s / SENDS_SHARE
         self._session: ProducerSession | None = None
         self.throttle = Throttle()
         self._trouble = Incident(log, "not every record was written")
@@ -90,7 +90,7 @@ class IdempotentProducer:
         """
         async with self._sending:
             if not await self.throttle.wait_until_over(self._timeout_s):
-                why = self._cluster.failed("produce", "the throttle time is longer than a write may take")
+                why = self._admin.failed("produce", "the throttle time is longer than a write may take")
                 self._trouble.add(why, producer=self._name, quota=self.throttle.quota)
                 return [NOT_SENT] * len(records)
             session = await self._current_session()
@@ -111,7 +111,7 @@ class IdempotentProducer:
                 for n, member in enumerate(batch.members):
                     results[member] = result[n] if isinstance(result, list) else result
             if not all(isinstance(result, RecordMetadata) for result in results):
-                self._cluster.count_failure("produce")
+                self._admin.count_failure("produce")
                 await self._end(session)
             elif failures := self._trouble.end():
                 log.info("records are written again", producer=self._name, **failures)
@@ -146,8 +146,8 @@ class IdempotentProducer:
         """Return the session, started if there was none. Raises KafkaAway."""
         async with self._starting:
             if self._session is None:
-                session = ProducerSession(self._cluster, self._name, throttle=self.throttle)
-                await session.start(self._cluster.timeout_s)
+                session = ProducerSession(self._admin, self._name, throttle=self.throttle)
+                await session.start(self._admin.timeout_s)
                 self._session = session
             return self._session
 

@@ -74,14 +74,14 @@ class TransactionalProducer:
     that its broker reported on the connection in use, so that one transaction may have requests of both.
     """
 
-    def __init__(self, cluster: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
-        self._session = ProducerSession(cluster, transactional_id, transactional_id, transaction_timeout_ms)
+    def __init__(self, admin: KafkaAdmin, transactional_id: str, transaction_timeout_ms: int) -> None:
+        self._session = ProducerSession(admin, transactional_id, transactional_id, transaction_timeout_ms)
         # The broker aborts a transaction at the transaction timeout, so waiting longer is useless.
-        self._timeout_s = min(cluster.request_timeout_ms, transaction_timeout_ms) / 1000
+        self._timeout_s = min(admin.request_timeout_ms, transaction_timeout_ms) / 1000
         self._sends_timeout_s = self._timeout_s / SENDS_SHARE
         self._sends_timeout = SharedTimeout(self._sends_timeout_s)
         self._commit_timeout = SharedTimeout(self._timeout_s)
-        self._start_timeout_s = (cluster.request_timeout_ms + transaction_timeout_ms) / 1000
+        self._start_timeout_s = (admin.request_timeout_ms + transaction_timeout_ms) / 1000
         self._early_begin: tuple[dict[Partition, int], asyncio.Future[Any]] | None = None
         self._open_check = OpenCheck(self._session)
         self._offset_commit = OffsetCommit(self._session, self._open_check)

@@ -41,14 +41,14 @@ class Item(NamedTuple):
 
 
 async def read_through(
-    cluster: KafkaAdmin, topic: str, spans: Mapping[int, Span], isolation: Isolation, timeout_s: float
+    admin: KafkaAdmin, topic: str, spans: Mapping[int, Span], isolation: Isolation, timeout_s: float
 ) -> AsyncGenerator[list[Item], None]:
     """Yield the records of each partition, in order, until each has been read through its span's last record.
 
     An absence before that record is proven: the leader that served the record has everything before it. A start that
     retention has deleted becomes the log's start. Raises KafkaAway where no record arrives for `timeout_s`.
     """
-    consumer = _consumer(cluster, isolation)
+    consumer = _consumer(admin, isolation)
     try:
         await within(timeout_s, consumer.start())
         waiting = {TopicPartition(topic, number): span for number, span in spans.items()}
@@ -62,20 +62,20 @@ async def read_through(
                 if records[-1].offset >= waiting[partition].through:
                     del waiting[partition]
     except (errors.KafkaError, OSError, TimeoutError) as error:
-        raise cluster.failed("read", f"{topic} cannot be read: {error!r}") from error
+        raise admin.failed("read", f"{topic} cannot be read: {error!r}") from error
     finally:
         await _stop(consumer)
 
 
 async def read_between(
-    cluster: KafkaAdmin, topic: str, spans: Mapping[int, tuple[int, int]], timeout_s: float
+    admin: KafkaAdmin, topic: str, spans: Mapping[int, tuple[int, int]], timeout_s: float
 ) -> AsyncGenerator[list[Item], None]:
     """Yield the committed records of each partition from the first offset up to, and without, the second.
 
     For diagnostics only: without reading through an own record, an absence is not proven. Raises KafkaAway where no
     record arrives for `timeout_s`.
     """
-    consumer = _consumer(cluster, "read_committed")
+    consumer = _consumer(admin, "read_committed")
     waiting = {TopicPartition(topic, number): span for number, span in spans.items() if span[0] < span[1]}
     try:
         await within(timeout_s, consumer.start())
@@ -94,35 +94,35 @@ async def read_between(
                 end = spans[partition.partition][1]
                 yield [Item(partition.partition, r.offset, r.key, r.value) for r in records if r.offset < end]
     except (errors.KafkaError, OSError, TimeoutError) as error:
-        raise cluster.failed("read", f"{topic} cannot be read: {error!r}") from error
+        raise admin.failed("read", f"{topic} cannot be read: {error!r}") from error
     finally:
         await _stop(consumer)
 
 
-async def high_watermarks(cluster: KafkaAdmin, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+async def high_watermarks(admin: KafkaAdmin, topic: str, partitions: Sequence[int]) -> dict[int, int]:
     """Look up the high watermark of each partition: the offset of its next record. Raises KafkaAway."""
     wanted = [TopicPartition(topic, number) for number in partitions]
-    found = await _look_up(cluster, lambda consumer: consumer.end_offsets(wanted))
+    found = await _look_up(admin, lambda consumer: consumer.end_offsets(wanted))
     return {partition.partition: offset for partition, offset in found.items()}
 
 
 async def offsets_since(
-    cluster: KafkaAdmin, topic: str, partitions: Sequence[int], since_ms: int
+    admin: KafkaAdmin, topic: str, partitions: Sequence[int], since_ms: int
 ) -> dict[int, int | None]:
     """Look up each partition's first record of `since_ms` (epoch ms) or later; None where there is none."""
     times = {TopicPartition(topic, number): since_ms for number in partitions}
-    found = await _look_up(cluster, lambda consumer: consumer.offsets_for_times(times))
+    found = await _look_up(admin, lambda consumer: consumer.offsets_for_times(times))
     return {partition.partition: None if at is None else at.offset for partition, at in found.items()}
 
 
-async def _look_up(cluster: KafkaAdmin, ask: Callable[[Consumer], Coroutine[Any, Any, Any]]) -> Any:
+async def _look_up(admin: KafkaAdmin, ask: Callable[[Consumer], Coroutine[Any, Any, Any]]) -> Any:
     """Ask by a consumer of its own, within the request timeout. Raises KafkaAway."""
-    consumer = _consumer(cluster, "read_uncommitted")
+    consumer = _consumer(admin, "read_uncommitted")
     try:
-        await within(cluster.timeout_s, consumer.start())
-        return await within(cluster.timeout_s, ask(consumer))
+        await within(admin.timeout_s, consumer.start())
+        return await within(admin.timeout_s, ask(consumer))
     except (errors.KafkaError, OSError, TimeoutError) as error:
-        raise cluster.failed("read", f"offsets cannot be read: {error!r}") from error
+        raise admin.failed("read", f"offsets cannot be read: {error!r}") from error
     finally:
         await _stop(consumer)
 
@@ -142,9 +142,9 @@ async def _stop(consumer: Consumer) -> None:
         await within(STOP_TIMEOUT_S, consumer.stop())
 
 
-def _consumer(cluster: KafkaAdmin, isolation: Isolation) -> Consumer:
+def _consumer(admin: KafkaAdmin, isolation: Isolation) -> Consumer:
     return Consumer(
-        cluster.options("reader"),
+        admin.options("reader"),
         isolation_level=isolation,
         enable_auto_commit=False,
         auto_offset_reset="earliest",  # the default, latest, skips silently

@@ -58,16 +58,16 @@ class ProducerSession:
 
     def __init__(
         self,
-        cluster: KafkaAdmin,
+        admin: KafkaAdmin,
         name: str,
         transactional_id: str | None = None,
         timeout_ms: int = 0,
         throttle: Throttle | None = None,
     ) -> None:
-        self._asks_version = transactional_id is not None and cluster.transactions != TRANSACTIONS_1
+        self._asks_version = transactional_id is not None and admin.transactions != TRANSACTIONS_1
         # The session of a connection is renewed between two transactions: a refused login must not fail one.
         self.client = Client(
-            **cluster.options(name), renews_on_use=transactional_id is None, asks_features=self._asks_version
+            **admin.options(name), renews_on_use=transactional_id is None, asks_features=self._asks_version
         )
         self.transactional_id = transactional_id
         self.producer_id = self.epoch = -1
@@ -76,7 +76,7 @@ class ProducerSession:
         self.former_ids: set[int] = set()  # producer ids of the transactional id that the fence has replaced
         self.joining: set[Partition] = set()  # partitions that the next Produce to each adds to the transaction
         self.has_ended = False  # whether an EndTxn was sent, whose markers may be late
-        self._cluster = cluster
+        self._admin = admin
         self._timeout_ms = timeout_ms
         self._sequences: dict[Partition, int] = {}
         self.throttle = throttle or Throttle()
@@ -93,7 +93,7 @@ class ProducerSession:
         except (errors.KafkaError, OSError, TimeoutError) as error:
             await self.close()
             why = "" if self.transactional_id is None else remedy(error, self.transactional_id)
-            raise self._cluster.failed("producer-id", why or f"no producer id: {error!r}") from error
+            raise self._admin.failed("producer-id", why or f"no producer id: {error!r}") from error
         except BaseException:
             await self.close()
             raise
@@ -111,7 +111,7 @@ class ProducerSession:
                     self.former_ids.add(last.producer_id)
                 response = await self.client.send(node, InitProducerIdRequest(self.transactional_id, self._timeout_ms))
                 if response.error_code == errors.InvalidTransactionTimeout.errno:
-                    self._cluster.count_failure("producer-id")
+                    self._admin.count_failure("producer-id")
                     raise await timeout_refused(self.client, node, self._timeout_ms)
                 raise_if_error(response.error_code, "InitProducerId")
                 self.coordinator, self.producer_id, self.epoch = node, response.producer_id, response.producer_epoch
@@ -247,7 +247,7 @@ class ProducerSession:
 
     def _builder(self, partition: Partition, most: int, codec: int | None) -> BatchBuilder:
         return builder_of(
-            self._cluster.codec if codec is None else codec,
+            self._admin.codec if codec is None else codec,
             self.transactional_id is not None,
             self.producer_id,
             self.epoch,
@@ -405,7 +405,7 @@ class ProducerSession:
 
     def failed(self, operation: str, why: str) -> KafkaAway:
         """Count a failed operation and make the error to raise for it."""
-        return self._cluster.failed(operation, why)
+        return self._admin.failed(operation, why)
 
     async def close(self) -> None:
         """Close the connections, in any state. Never raises, never hangs; pending requests fail."""

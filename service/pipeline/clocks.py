@@ -58,14 +58,14 @@ class Clock:
 class Clocks:
     """The clocks of Kafka and of Redis, measured every MEASURED_S."""
 
-    def __init__(self, cluster: KafkaAdmin, keys: Keys, topic: str, instance: str) -> None:
+    def __init__(self, admin: KafkaAdmin, keys: Keys, topic: str, instance: str) -> None:
         """`topic` is the journal's: with LogAppendTime, the timestamp of a record is its broker's time."""
         self.kafka, self.redis = Clock(), Clock()
         self.by_name = {"kafka": self.kafka, "redis": self.redis}
         self._keys = keys
         self._topic = topic
         self._record = encode_answers(instance, ())
-        self._producer = IdempotentProducer(cluster, "clock")
+        self._producer = IdempotentProducer(admin, "clock")
 
     async def measure(self) -> None:
         """Measure both clocks. Raises KafkaAway, StoreAway, StoreUnanswered."""

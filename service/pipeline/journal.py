@@ -50,11 +50,11 @@ _encode: Final = msgspec.json.Encoder().encode
 class Journal:
     """Writes answers to the journal's topic by an idempotent producer, without delaying an answer."""
 
-    def __init__(self, cluster: KafkaAdmin, topic: str, instance: str, telemetry: Telemetry) -> None:
+    def __init__(self, admin: KafkaAdmin, topic: str, instance: str, telemetry: Telemetry) -> None:
         self._topic = topic
         self._instance = instance
         self._telemetry = telemetry
-        self._producer = IdempotentProducer(cluster, "journal")
+        self._producer = IdempotentProducer(admin, "journal")
         self._waiting: list[_Answer] = []
         self._answers_max = FLUSH_ANSWERS  # answers in one record, fewer if the topic refused a larger record
         self._record_bytes_max = 0

@@ -85,7 +85,7 @@ class Pool:
     def __init__(
         self,
         settings: Settings,
-        cluster: KafkaAdmin,
+        admin: KafkaAdmin,
         transactions: TransactionAdmin,
         keys: Keys,
         store: CurrentStore,
@@ -98,7 +98,7 @@ class Pool:
         recovered: Callable[[], None],
     ) -> None:
         self._settings = settings
-        self._cluster = cluster
+        self._admin = admin
         self._transactions = transactions
         self._keys = keys
         self._store = store
@@ -330,7 +330,7 @@ class Pool:
         if self._stopping:  # `stop` was called during `take`, and does not know of this slot
             await self._keys.give_back(generation, n, self.token, clean=False)
             return
-        idempotent = IdempotentProducer(self._cluster, f"plain-{n}")
+        idempotent = IdempotentProducer(self._admin, f"plain-{n}")
         slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, idempotent)
         slot.maybe_hanging.update(maybe_hanging)
         slot.move(SlotEvent.LEASE)

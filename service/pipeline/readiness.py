@@ -25,14 +25,14 @@ class Readiness:
 
     def __init__(
         self,
-        cluster: KafkaAdmin,
+        admin: KafkaAdmin,
         keys: Keys,
         store: CurrentStore,
         pool: Pool,
         admission: Admission,
         clocks: Clocks,
     ) -> None:
-        self._cluster = cluster
+        self._admin = admin
         self._keys = keys
         self._store = store
         self._pool = pool
@@ -106,7 +106,7 @@ class Readiness:
     async def _kafka_answers(self) -> str:
         """Return `ok`, or what is wrong with Kafka."""
         try:
-            await self._cluster.answers(READINESS_TIMEOUT_S)
+            await self._admin.answers(READINESS_TIMEOUT_S)
         except KafkaAway as error:
             return str(error)
         return "ok"

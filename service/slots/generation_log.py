@@ -25,12 +25,12 @@ from service.kafka.reader import Span, read_through
 class Control:
     """Appends to `{ns}.control` and reads it through barriers. Every call may raise KafkaAway, reads NewerVersion."""
 
-    def __init__(self, cluster: KafkaAdmin, topic: str, instance: str, key_ttl_s: int) -> None:
+    def __init__(self, admin: KafkaAdmin, topic: str, instance: str, key_ttl_s: int) -> None:
         """Make it; `key_ttl_s` is the retention (seconds) that each process knows without a record."""
-        self._cluster = cluster
+        self._admin = admin
         self._topic = topic
         self._instance = instance
-        self._producer = IdempotentProducer(cluster, "control")
+        self._producer = IdempotentProducer(admin, "control")
         self._newest: StoreGeneration | None = None
         self._position = 0
         self._reading = asyncio.Lock()
@@ -81,7 +81,7 @@ class Control:
             if through < self._position:  # the topic was created again, without the records read before
                 self._position, self._newest, self.slots, self.longest_ttl_s = 0, None, 0, 0
             spans = {0: Span(self._position, through)}
-            records = read_through(self._cluster, self._topic, spans, "read_uncommitted", self._cluster.timeout_s)
+            records = read_through(self._admin, self._topic, spans, "read_uncommitted", self._admin.timeout_s)
             async with contextlib.aclosing(records):
                 async for items in records:
                     for item in items:

@@ -127,18 +127,18 @@ class HangingRecovery:
     """Ends one slot's hanging transactions by its new producer, which has fenced the others and written nothing yet.
 
     Those under its own producer id are ended by a transaction. A former id, which Kafka has replaced at its last epoch,
-    gets its markers by WriteTxnMarkers, if the service may Alter the cluster.
+    gets its markers by WriteTxnMarkers, if the service may Alter the admin.
     """
 
     def __init__(
         self,
-        cluster: KafkaAdmin,
+        admin: KafkaAdmin,
         ledger: Partition,
         transactions: HangingTransactions,
         timeout_s: float,
         ended: Counter,
     ) -> None:
-        self._cluster = cluster
+        self._admin = admin
         self._ledger = ledger
         self._transactions = transactions
         self._timeout_s = timeout_s
@@ -155,12 +155,12 @@ class HangingRecovery:
             return await self._run(applied, maybe_hanging)
         except (errors.KafkaError, OSError, TimeoutError) as error:
             why = f"{self._ledger}: hanging transactions cannot be determined: {error!r}"
-            raise self._cluster.failed("end-hanging", why) from error
+            raise self._admin.failed("end-hanging", why) from error
 
     async def _run(self, applied: int | None, maybe_hanging: Collection[Partition]) -> set[Partition]:
         replays_all = applied is None
         if applied is None:
-            applied = (await high_watermarks(self._cluster, self._ledger[0], [self._ledger[1]]))[self._ledger[1]]
+            applied = (await high_watermarks(self._admin, self._ledger[0], [self._ledger[1]]))[self._ledger[1]]
         start, producer_id = max(0, applied - LOOK_BACK), self._transactions.producer_id
         tail = await self._read(start, producer_id)
         named = {partition for transaction in tail.transactions for partition in transaction.offsets}
@@ -342,7 +342,7 @@ class HangingRecovery:
     async def _offset_since(self, since_ms: int) -> int:
         """Find the offset of the ledger's first record of a time (ms) or later; -1 if there is none."""
         topic, number = self._ledger
-        found = (await offsets_since(self._cluster, topic, [number], since_ms))[number]
+        found = (await offsets_since(self._admin, topic, [number], since_ms))[number]
         return -1 if found is None else found
 
     async def _read_back(

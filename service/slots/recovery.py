@@ -30,7 +30,7 @@ class SlotRecovery:
 
     def __init__(
         self,
-        cluster: KafkaAdmin,
+        admin: KafkaAdmin,
         transactions: TransactionAdmin,
         keys: Keys,
         control: Control,
@@ -38,7 +38,7 @@ class SlotRecovery:
         settings: Settings,
         telemetry: Telemetry,
     ) -> None:
-        self._cluster = cluster
+        self._admin = admin
         self._transactions = transactions
         self._keys = keys
         self._control = control
@@ -72,7 +72,7 @@ class SlotRecovery:
     async def _fence(self, slot: Slot, generation: StoreGeneration) -> None:
         """Fence the older producers (InitProducerId): the outcome of their transaction is final from here on."""
         name = transactional_id(self._settings.namespace, slot.n)
-        producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
+        producer = TransactionalProducer(self._admin, name, self._settings.transaction_timeout_ms)
         await producer.start()
         self._fences.inc()
         slot.enter(generation, producer)
@@ -80,7 +80,7 @@ class SlotRecovery:
     async def _end_hanging(self, slot: Slot, applied: int | None) -> None:
         """End hanging transactions in the slot's partitions, before the begin record's marker would commit them."""
         ledger = self._topics.ledger, slot.n
-        recovery = HangingRecovery(self._cluster, ledger, slot.producer.hanging, self._timeout_s, self._hanging_ended)
+        recovery = HangingRecovery(self._admin, ledger, slot.producer.hanging, self._timeout_s, self._hanging_ended)
         slot.maybe_hanging = await recovery.run(applied, slot.maybe_hanging)
 
     async def _check(self, slot: Slot) -> None:
@@ -100,7 +100,7 @@ class SlotRecovery:
             raise lost_records(self._topics.ledger, slot.n, self._settings.namespace, start, slot.term)
         rows: list[Row] = []
         spans = {slot.n: Span(start, slot.term)}
-        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._timeout_s)
+        records = read_through(self._admin, self._topics.ledger, spans, "read_committed", self._timeout_s)
         async with contextlib.aclosing(records):
             async for items in records:
                 read = rows_of(items)

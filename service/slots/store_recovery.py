@@ -66,7 +66,7 @@ class Stale(NotYet):
 
 
 class OtherKafka(NotYet):
-    """Redis holds keys of another Kafka cluster, or of this one before its control topic was created again.
+    """Redis holds keys of another Kafka admin, or of this one before its control topic was created again.
 
     Generations are offsets of control, so the generation and `freed` in Redis are larger than any that could be written
     here, and Redis holds results of records that this Kafka does not have. A person must decide which one is right.
@@ -80,7 +80,7 @@ class CurrentStore:
 
     def __init__(
         self,
-        cluster: KafkaAdmin,
+        admin: KafkaAdmin,
         transactions: TransactionAdmin,
         keys: Keys,
         control: Control,
@@ -93,14 +93,14 @@ class CurrentStore:
         self.newer: NewerVersion | None = None  # what only a newer release can read: this process must end
         self.refused: KafkaRefusesSetting | None = None  # in the last attempts; None once the store is settled again
         self._last: StoreGeneration | None = None  # the last settled one, which may be lost
-        self._cluster = cluster
+        self._admin = admin
         self._transactions = transactions
         self._keys = keys
         self._control = control
         self._topics = topics
         self._settings = settings
         self._telemetry = telemetry
-        self._barriers = IdempotentProducer(cluster, "store-recovery")
+        self._barriers = IdempotentProducer(admin, "store-recovery")
         self._timeout_s = settings.timeouts_ms / 1000
         self._settling: asyncio.Task[StoreGeneration] | None = None
         self._quiet_pause_s = PAUSE_LEAST_S
@@ -222,13 +222,13 @@ class CurrentStore:
         """
         self.status = "stale-store: control names another store; waiting for a quiet lease time"
         slots = range(await self._slots())
-        before = await high_watermarks(self._cluster, self._topics.ledger, slots)
+        before = await high_watermarks(self._admin, self._topics.ledger, slots)
         await asyncio.sleep(self._lease_s * random.uniform(1.0, 1.2))  # noqa: S311
         await self._keys.resolve_again()
         same = (
             (await self._keys.who()).store == identity.store
             and await self._control.newest_generation() == newest
-            and await high_watermarks(self._cluster, self._topics.ledger, slots) == before
+            and await high_watermarks(self._admin, self._topics.ledger, slots) == before
         )
         if not same:
             pause_s, self._quiet_pause_s = self._quiet_pause_s, min(2 * self._quiet_pause_s, PAUSE_MOST_S)
@@ -318,11 +318,11 @@ class CurrentStore:
         applied = await self._keys.recover_read(store, nonce, slots)
         for _, slot in sorted(hanging):
             name = transactional_id(self._settings.namespace, slot)
-            producer = TransactionalProducer(self._cluster, name, self._settings.transaction_timeout_ms)
+            producer = TransactionalProducer(self._admin, name, self._settings.transaction_timeout_ms)
             await producer.start()
             try:
                 ended = self._telemetry.recovery.hanging_ended
-                recovery = HangingRecovery(self._cluster, (ledger, slot), producer.hanging, self._timeout_s, ended)
+                recovery = HangingRecovery(self._admin, (ledger, slot), producer.hanging, self._timeout_s, ended)
                 await recovery.run(applied[slot], ())
             finally:
                 await producer.close()
@@ -351,7 +351,7 @@ class CurrentStore:
         remaining = {slot: span.through + 1 - max(span.start or 0, 0) for slot, span in spans.items()}  # offsets
         writes = _Writes(functools.partial(self._keys.recover_replay, store, nonce))
         replayed, left = self._telemetry.recovery.replayed.labels("store"), self._telemetry.recovery.replay_remaining
-        records = read_through(self._cluster, self._topics.ledger, spans, "read_committed", self._timeout_s)
+        records = read_through(self._admin, self._topics.ledger, spans, "read_committed", self._timeout_s)
         try:
             async with contextlib.aclosing(records):
                 async for items in records:
@@ -379,7 +379,7 @@ class CurrentStore:
         now_ms = min(await self._keys.clock_ms(), *(barrier.timestamp for barrier in barriers.values()))
         longest_ttl_s = max(self._topics.longest_ttl_s, self._control.longest_ttl_s)
         since_ms = max(0, now_ms - longest_ttl_s * 1000 - CLOCKS_APART_MS)
-        starts = await offsets_since(self._cluster, self._topics.ledger, unknown, since_ms) if unknown else {}
+        starts = await offsets_since(self._admin, self._topics.ledger, unknown, since_ms) if unknown else {}
         return {
             slot: Span(starts.get(slot) if applied[slot] is None else applied[slot], barrier.offset)
             for slot, barrier in barriers.items()

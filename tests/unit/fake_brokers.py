@@ -22,8 +22,7 @@ from aiokafka.protocol.transaction import (
 from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.structs import TopicPartition
 
-from service.core.metrics import Telemetry
-from service.kafka.admin import TRANSACTIONS_1, KafkaAdmin
+from service.kafka.admin import TRANSACTIONS_1
 from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, partition_of_group
 from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.inspection import DescribeProducers, DescribeTransactions
@@ -34,6 +33,7 @@ from service.kafka.producer import TransactionalProducer
 from service.kafka.protocol import EndedAndBumped, EndTxnAndBumpRequest, ProduceAndAddRequest, Produced
 from service.kafka.records import Record, RecordMetadata
 from service.kafka.session import ProducerSession
+from tests.unit.fakes import unreachable_kafka
 
 LEDGER = ("ns.ledger", 0)
 USUAL = ("a", "b", "orders", "small")
@@ -257,16 +257,6 @@ class FakeClient:
         self.closed = True
 
 
-def cluster(timeout_ms: int = 600, transactions: str = TRANSACTIONS_1) -> KafkaAdmin:
-    return KafkaAdmin(
-        "127.0.0.1:1",
-        client_id="test",
-        request_timeout_ms=timeout_ms,
-        telemetry=Telemetry(),
-        transactions=transactions,
-    )
-
-
 def fake_inside(session: ProducerSession) -> FakeClient:
     fake = FakeClient()
     session.client = fake  # type: ignore[assignment]
@@ -278,7 +268,7 @@ def transactional(
     timeout_ms: int = 600, *, clear: bool = True, epoch: int = 0, transactions: str = TRANSACTIONS_1
 ) -> tuple[TransactionalProducer, FakeClient]:
     """Make a producer and its brokers; `clear`: the usual partitions are known to have no open transaction."""
-    producer = TransactionalProducer(cluster(timeout_ms, transactions), "ns.slot.0", timeout_ms)
+    producer = TransactionalProducer(unreachable_kafka(timeout_ms, transactions), "ns.slot.0", timeout_ms)
     fake = fake_inside(producer._session)
     producer._session.epoch = epoch
     if clear:
@@ -287,8 +277,8 @@ def transactional(
 
 
 def idempotent(timeout_ms: int = 600) -> tuple[IdempotentProducer, FakeClient]:
-    producer = IdempotentProducer(cluster(timeout_ms), "plain-0")
-    producer._session = ProducerSession(cluster(timeout_ms), "plain-0", throttle=producer.throttle)
+    producer = IdempotentProducer(unreachable_kafka(timeout_ms), "plain-0")
+    producer._session = ProducerSession(unreachable_kafka(timeout_ms), "plain-0", throttle=producer.throttle)
     return producer, fake_inside(producer._session)
 
 

@@ -20,7 +20,7 @@ from service.core.time_of_day import now_ms
 from service.events.encoding import Encoder
 from service.events.event import Event, event_of
 from service.events.schemas import Schemas
-from service.kafka.admin import KafkaAdmin
+from service.kafka.admin import TRANSACTIONS_1, KafkaAdmin
 from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets
 from service.kafka.hanging import RecordCoordinates
 from service.kafka.idempotent_producer import IdempotentProducer
@@ -283,9 +283,15 @@ class FakeIdempotent(IdempotentProducer):
         pass
 
 
-def unreachable_kafka() -> KafkaAdmin:
-    """Make a client of an address at which no Kafka listens, with a timeout of 0.2 s."""
-    return KafkaAdmin("127.0.0.1:1", client_id="test", request_timeout_ms=200, telemetry=Telemetry())
+def unreachable_kafka(timeout_ms: int = 200, transactions: str = TRANSACTIONS_1) -> KafkaAdmin:
+    """Make a client of an address at which no Kafka listens."""
+    return KafkaAdmin(
+        "127.0.0.1:1",
+        client_id="test",
+        request_timeout_ms=timeout_ms,
+        telemetry=Telemetry(),
+        transactions=transactions,
+    )
 
 
 class FakeTopicAdmin(TopicAdmin):
@@ -345,8 +351,8 @@ class World:
         self.keys = FakeKeys()
         self.store = FakeStore(self.keys)
         self.queue = Queue(self.settings)
-        self.cluster = unreachable_kafka()
-        self.transactions = TransactionAdmin(self.cluster)
+        self.kafka_admin = unreachable_kafka()
+        self.transactions = TransactionAdmin(self.kafka_admin)
         self.topic_admin = FakeTopicAdmin(
             ["orders", "other", "third", "kept", "filled", "plain.a", "plain.b", "letters"]
         )

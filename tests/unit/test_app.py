@@ -131,7 +131,7 @@ async def test_data_that_only_a_newer_release_reads_end_the_process_with_a_line(
     who = AsyncMock(side_effect=NewerVersion("keys of version 2"))
     monkeypatch.setattr(whole.keys, "who", who)
     monkeypatch.setattr(whole.keys, "memory", AsyncMock(return_value=(0, 0)))
-    monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
+    monkeypatch.setattr(whole.kafka_admin, "answers", AsyncMock())
     watching = asyncio.create_task(whole._watch())
     try:
         await until(lambda: who.await_count > 2)
@@ -163,7 +163,7 @@ async def test_probes_of_one_time_share_one_question_to_redis(monkeypatch: pytes
         return ServerIdentity("run/repl", None)
 
     monkeypatch.setattr(whole.keys, "who", who)
-    monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
+    monkeypatch.setattr(whole.kafka_admin, "answers", AsyncMock())
     try:
         found = await asyncio.gather(*(whole.readiness.check() for _ in range(300)))
         assert {each["redis"] for each in found} == {"ok"}
@@ -187,7 +187,7 @@ async def test_an_old_reply_of_redis_is_not_compared_with_a_newer_generation(
         return ServerIdentity(newer.store, None)  # an empty server: the older generation is lost
 
     monkeypatch.setattr(whole.keys, "who", who)
-    monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
+    monkeypatch.setattr(whole.kafka_admin, "answers", AsyncMock())
     recovering = AsyncMock(side_effect=asyncio.Event().wait)
     monkeypatch.setattr(whole.control, "newest_generation", recovering)
     whole.store.generation = older
@@ -226,7 +226,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, give_up: Callable[[SettingsError], 
     whole = service_with(give_up)
     monkeypatch.setattr(whole.keys, "who", AsyncMock(return_value=ServerIdentity("run/repl", None)))
     monkeypatch.setattr(whole.keys, "memory", AsyncMock(return_value=(0, 0)))
-    monkeypatch.setattr(whole.cluster, "answers", AsyncMock())
+    monkeypatch.setattr(whole.kafka_admin, "answers", AsyncMock())
     return whole
 
 

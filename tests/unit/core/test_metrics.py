@@ -168,7 +168,7 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
     telemetry = world.telemetry
     pool = Pool(
         world.settings,
-        world.cluster,
+        world.kafka_admin,
         world.transactions,
         world.keys,
         world.store,

@@ -82,7 +82,9 @@ class _Control:
 async def test_a_store_is_settled_after_a_reading_that_was_cancelled_from_within() -> None:
     world: Any = World()
     keys, control = cast(Keys, _Keys()), cast(Control, _Control())
-    store = CurrentStore(world.cluster, world.transactions, keys, control, world.topics, world.settings, Telemetry())
+    store = CurrentStore(
+        world.kafka_admin, world.transactions, keys, control, world.topics, world.settings, Telemetry()
+    )
     with pytest.raises(Abandoned):
         await store.wait_until_settled()
     assert await asyncio.wait_for(store.wait_until_settled(), SOON_S) == GENERATION

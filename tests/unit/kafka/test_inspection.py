@@ -13,7 +13,8 @@ from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.inspection import LogEntry, WriteTxnMarkers
 from service.kafka.metadata import Partition
 from service.kafka.transaction_admin import TransactionAdmin
-from tests.unit.fake_brokers import cluster, transactional
+from tests.unit.fake_brokers import transactional
+from tests.unit.fakes import unreachable_kafka
 
 FORMER = ActiveProducer(6, 32_766, 691, 3)
 ORDERS = ("orders", 2)
@@ -100,7 +101,7 @@ async def test_the_slot_of_a_record_is_read_from_its_header(monkeypatch: pytest.
 
     monkeypatch.setattr(transaction_admin, "fetch", fetch)
     monkeypatch.setattr(Client, "bootstrap", bootstrap)
-    admin = cluster()
+    admin = unreachable_kafka()
     first, *others = [RecordCoordinates(("orders", number), 10) for number in range(5)]
     assert await TransactionAdmin(admin).slots_of([*others, first]) == {first: 3}
     await admin.close()

@@ -31,7 +31,6 @@ from service.kafka.transaction_admin import TransactionAdmin
 from tests.unit.fake_brokers import (
     LEDGER,
     TOO_BIG,
-    cluster,
     failure,
     fake_inside,
     idempotent,
@@ -40,6 +39,7 @@ from tests.unit.fake_brokers import (
     transactional,
     write,
 )
+from tests.unit.fakes import unreachable_kafka
 
 TIMEOUT_MS = 600
 ACKS_TIMEOUT_MS = int(TIMEOUT_MS * ACKS_TIMEOUT_SHARE / SENDS_SHARE)
@@ -78,7 +78,7 @@ async def test_an_idempotent_producer_waits_for_all_replicas_and_is_in_no_transa
     await producer.write([record("a", 0)])
     (request,) = kafka.sent(ProduceRequest)
     assert (request.transactional_id, request.required_acks) == (None, -1)
-    assert request.timeout < 1000 * producer._cluster.timeout_s / SENDS_SHARE
+    assert request.timeout < 1000 * producer._admin.timeout_s / SENDS_SHARE
     (batch,) = batches_of(request)
     assert (batch.is_transactional, batch.producer_id, batch.producer_epoch) == (False, 7, 0)
 
@@ -96,7 +96,7 @@ async def test_an_idempotent_producer_waits_for_all_replicas_and_is_in_no_transa
     ],
 )
 async def test_an_offset_counts_only_in_a_clean_answer(answer: Any, result: object) -> None:
-    session = ProducerSession(cluster(), "plain-0")
+    session = ProducerSession(unreachable_kafka(600), "plain-0")
     fake_inside(session)
     records = [record("a", 0), record("a", 0)]
     (batch,) = session.batches(records, {("a", 0): 1})
@@ -184,7 +184,7 @@ async def test_a_session_asks_its_own_coordinator_for_its_producer_id(
 ) -> None:
     """A single broker is the coordinator of every id; with several each id has its own."""
     nodes(monkeypatch)
-    session = ProducerSession(cluster(), "name", transactional_id, 4_000)
+    session = ProducerSession(unreachable_kafka(600), "name", transactional_id, 4_000)
     kafka: Any = fake_inside(session)
     asked: list[tuple[int, str | None, int]] = []
 
@@ -209,7 +209,7 @@ async def test_a_session_asks_its_own_coordinator_for_its_producer_id(
 async def test_a_fence_that_gives_another_producer_id_keeps_the_former_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the last epoch of an id the coordinator replaces it; the transaction that it ends then is of the former."""
     nodes(monkeypatch)
-    session = ProducerSession(cluster(), "name", "ns.slot.0", 4_000)
+    session = ProducerSession(unreachable_kafka(600), "name", "ns.slot.0", 4_000)
     kafka: Any = fake_inside(session)
     codes = [ConcurrentTransactions.errno, 0]
 
@@ -264,7 +264,7 @@ async def test_a_transaction_timeout_that_kafka_refuses_is_an_error_of_the_setti
     for requesting in (admin, transaction_admin):
         monkeypatch.setattr(requesting, "coordinator", AsyncMock(return_value=5))
     monkeypatch.setattr(init_producer_id, "MAXIMUM_TIMEOUT_S", 0.02)
-    kafka_admin = cluster()
+    kafka_admin = unreachable_kafka(600)
     session = ProducerSession(kafka_admin, "name", "ns.slot.0", 5_001)
     kafka: Any = fake_inside(session)
     asked: list[Any] = []
@@ -356,5 +356,5 @@ async def test_the_start_of_a_transactional_producer_waits_for_the_transaction_t
         waited.append(timeout_s)
 
     monkeypatch.setattr(ProducerSession, "start", start)
-    await TransactionalProducer(cluster(2_000), "ns.slot.0", 7_000).start()
+    await TransactionalProducer(unreachable_kafka(2_000), "ns.slot.0", 7_000).start()
     assert waited == [9.0]

@@ -9,11 +9,10 @@ import pytest
 from aiokafka.errors import KafkaError
 from aiokafka.structs import TopicPartition
 
-from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
 from service.kafka import reader
-from service.kafka.admin import KafkaAdmin
 from service.kafka.reader import Item, Span, high_watermarks, read_through
+from tests.unit.fakes import unreachable_kafka
 
 SOON_S = 5.0
 
@@ -72,12 +71,8 @@ async def ended(work: Any) -> Any:
     return task.exception() or task.result()
 
 
-def cluster() -> KafkaAdmin:
-    return KafkaAdmin("nowhere:1", client_id="t", request_timeout_ms=100, telemetry=Telemetry())
-
-
 async def read() -> list[Item]:
-    records = read_through(cluster(), "t", {0: Span(None, 7)}, "read_committed", 0.1)
+    records = read_through(unreachable_kafka(100), "t", {0: Span(None, 7)}, "read_committed", 0.1)
     return [item async for items in records for item in items]
 
 
@@ -89,12 +84,12 @@ async def test_a_consumer_that_hangs_is_given_up(deaf: Deaf) -> None:
 @pytest.mark.parametrize("deaf", ["stop"], indirect=True)
 async def test_a_read_returns_its_records_although_the_consumer_does_not_stop(deaf: Deaf) -> None:
     assert [item.offset for item in await ended(read())] == [7]
-    assert await ended(high_watermarks(cluster(), "t", [0])) == {0: 8}
+    assert await ended(high_watermarks(unreachable_kafka(100), "t", [0])) == {0: 8}
 
 
 @pytest.mark.parametrize("deaf", ["end_offsets"], indirect=True)
 async def test_a_look_up_of_ends_that_hangs_is_kafka_away(deaf: Deaf) -> None:
-    assert isinstance(await ended(high_watermarks(cluster(), "t", [0])), KafkaAway)
+    assert isinstance(await ended(high_watermarks(unreachable_kafka(100), "t", [0])), KafkaAway)
 
 
 @pytest.mark.parametrize("deaf", ["nowhere"], indirect=True)
@@ -107,7 +102,7 @@ async def test_an_error_of_the_consumer_s_stop_does_not_fail_a_read(
 
     monkeypatch.setattr(deaf, "stop", stop)
     assert [item.offset for item in await ended(read())] == [7]
-    assert await ended(high_watermarks(cluster(), "t", [0])) == {0: 8}
+    assert await ended(high_watermarks(unreachable_kafka(100), "t", [0])) == {0: 8}
 
 
 @pytest.mark.parametrize("deaf", ["nowhere"], indirect=True)

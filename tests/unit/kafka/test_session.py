@@ -44,7 +44,7 @@ from tests.unit.fake_brokers import (
     transactional,
     write,
 )
-from tests.unit.fakes import until
+from tests.unit.fakes import unreachable_kafka, until
 
 # ------------------------------------------------------------------------------------------------- a transaction
 
@@ -522,8 +522,7 @@ async def test_a_ledger_record_is_compressed_only_where_that_pays(size: int, cod
 
 async def test_a_look_up_asks_no_more_for_topics_that_the_metadata_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A topic that was deleted would be in each Metadata request for as long as the session lives."""
-    cluster = KafkaAdmin("127.0.0.1:1", client_id="test", request_timeout_ms=200, telemetry=Telemetry())
-    session = ProducerSession(cluster, "test")
+    session = ProducerSession(unreachable_kafka(), "test")
     asked: list[set[str]] = []
     monkeypatch.setattr(session.client, "set_topics", asked.append)
     monkeypatch.setattr(session.client, "force_metadata_update", lambda: None)

@@ -54,7 +54,7 @@ class Held:
         self.heartbeats = 0
         self.pool = Pool(
             self.world.settings,
-            self.world.cluster,
+            self.world.kafka_admin,
             self.world.transactions,
             self.world.keys,
             self.world.store,

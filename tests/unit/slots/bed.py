@@ -222,7 +222,7 @@ class Bed:
         monkeypatch.setattr(store_recovery, "read_through", self.kafka.read_through)
         monkeypatch.setattr(store_recovery, "high_watermarks", high_watermarks)
         monkeypatch.setattr(store_recovery, "offsets_since", offsets_since)
-        of_kafka = self.world.cluster, self.kafka
+        of_kafka = self.world.kafka_admin, self.kafka
         parts = (*of_kafka, self.keys, self.kafka, self.world.topics, self.world.settings, Telemetry())
         self.parts = cast("tuple[Any, ...]", parts)
         self.store: Any = CurrentStore(*self.parts)

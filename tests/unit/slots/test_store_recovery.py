@@ -101,7 +101,15 @@ async def settling(
     """Settle a store, in a task."""
     world: Any = World(lease_ttl_ms=300)
     admin: Any = transactions or world.transactions
-    parts: list[Any] = [world.cluster, admin, keys, control, _Topics(slots), world.settings, telemetry or Telemetry()]
+    parts: list[Any] = [
+        world.kafka_admin,
+        admin,
+        keys,
+        control,
+        _Topics(slots),
+        world.settings,
+        telemetry or Telemetry(),
+    ]
     store = CurrentStore(*parts)
     try:
         yield store, asyncio.create_task(store.wait_until_settled())
