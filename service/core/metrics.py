@@ -50,7 +50,8 @@ class Telemetry:
         # Counts since the last scrape, by status and code: the library's counters take a lock for each increment.
         self._requested: CountedBy[tuple[int, str]] = CountedBy()
         self._answered: CountedBy[tuple[int, str]] = CountedBy()
-        self.replays = make.counter("replays", "Replayed answers")
+        self._replays = make.counter("replays", "Replayed answers")
+        self._replayed = 0
         self._source_requests = make.counter(
             "source_requests", "Requests to a webhook source, by its name and outcome", "source", "outcome"
         )
@@ -92,9 +93,10 @@ class Telemetry:
         """Count an HTTP request to write, by its answer's status and problem code."""
         self._requested[status, code] += 1
 
-    def answered(self, code: str, status: int, latency_s: float, count: int = 1) -> None:
-        """Count `count` equal answers after `latency_s`; an atomic batch has one."""
+    def answered(self, code: str, status: int, latency_s: float, count: int = 1, *, replayed: bool = False) -> None:
+        """Count `count` equal answers after `latency_s`, a replay once; an atomic batch has one answer."""
         self._answered[status, code] += count
+        self._replayed += replayed
         self.latency.observe(latency_s, "ok" if status == 201 else "problem", count)
 
     def of_source(self, source: str) -> Mapping[str, Counter]:
@@ -107,4 +109,6 @@ class Telemetry:
             for labels, count in counted.items():
                 counter.labels(*labels).inc(count)
             counted.clear()
+        self._replays.inc(self._replayed)
+        self._replayed = 0
         return generate_latest(self.registry)

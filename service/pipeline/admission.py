@@ -180,7 +180,7 @@ class Admission:
             request = WriteRequest.for_event(events[0], arrived, deadline, rule.guarantee, rule.key_ttl_s, future)
         else:
             request = WriteRequest.for_atomic(events, batch_pair, arrived, deadline, 0, future)
-        self._resolver.note(request, written)
+        self._resolver.note(request, request.shown(written), time.monotonic())
         return future
 
     def _admit(self, request: WriteRequest) -> None:
@@ -198,7 +198,7 @@ class Admission:
                 raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
             self._queue.admit(request)
         except Problem as problem:
-            self._resolver.note(request, problem)
+            self._resolver.note(request, problem, time.monotonic())
             raise
         if self._tracing is not None:
             self._tracing.begin(request, time.monotonic())

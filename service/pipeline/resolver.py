@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -60,18 +61,26 @@ class Resolver:
         self.by_deadline_bytes += request.size
 
     def resolve(self, request: WriteRequest, result: WriteResult) -> None:
-        """Give a request its result, and count and journal the result. Does nothing if the request is finished."""
-        if request.finished:
-            return
-        self._queue.leave(request)
-        if self._tracing is not None:
-            self._tracing.end(request, result)
-        request.resolve(result)
-        self.load_shedder.answered(request.answers)
-        try:
-            self.note(request, result)
-        except Exception:  # a bug here must not keep the group's other requests from their results
-            log.exception("an answer was not noted", **request.named)
+        """Give a request its result, as `resolve_all` does."""
+        self.resolve_all(((request, result),))
+
+    def resolve_all(self, results: Iterable[tuple[WriteRequest, WriteResult]]) -> None:
+        """Give requests their results, and count and journal the results. Finished requests are left as they are."""
+        now = time.monotonic()
+        answers = 0
+        for request, result in results:
+            if request.finished:
+                continue
+            self._queue.leave(request)
+            if self._tracing is not None:
+                self._tracing.end(request, result)
+            shown = request.resolve(result)
+            answers += request.answers
+            try:
+                self.note(request, shown, now)
+            except Exception:  # a bug here must not keep the other requests from their results
+                log.exception("an answer was not noted", **request.named)
+        self.load_shedder.answered(answers)
 
     def resolve_claim(self, request: WriteRequest) -> None:
         """Have a request that prefers so answered with 202: its claim stands. Its outcome is kept under its key."""
@@ -79,16 +88,16 @@ class Resolver:
             request.set_claimed()
             self._journal.record(request, 202, None, time.monotonic() - request.arrived)
 
-    def note(self, request: WriteRequest, result: WriteResult) -> None:
-        """Count the result of a request, and record it in the journal."""
-        if request.is_refused:
-            result = request.shown(result)
-        latency_s = time.monotonic() - request.arrived
-        status, code = (201, "") if isinstance(result, Committed) else (result.kind.status, result.kind.code)
+    def note(self, request: WriteRequest, result: WriteResult, now: float) -> None:
+        """Count the result of a request, as its client is told, and record it in the journal. `now`: time.monotonic."""
+        latency_s = now - request.arrived
+        if isinstance(result, Committed):
+            status, code, replayed = 201, "", result.replayed
+        else:
+            status, code = result.kind.status, result.kind.code
+            replayed = isinstance(result, Quarantined) and result.replayed
         self._journal.record(request, status, result, latency_s)
-        self._telemetry.answered(code, status, latency_s, request.answers)
-        if isinstance(result, Committed | Quarantined) and result.replayed:
-            self._telemetry.replays.inc()
+        self._telemetry.answered(code, status, latency_s, request.answers, replayed=replayed)
 
     async def sweep(self) -> None:
         """Resolve requests at their deadlines, for ever."""

@@ -109,8 +109,7 @@ class Unwritten:
             self._topic_metadata.invalidate(OFFSETS_TOPIC)
         for request in decision.aborting:
             request.aborts += 1
-        for request, result in decision.results:
-            self._resolver.resolve(request, result)
+        self._resolver.resolve_all(decision.results)
         if await self._release_or_park(slot, requests, is_aborted=decision.is_aborted):
             self._queue.put_back(decision.at_once)
             self._requeue_later(decision.later)

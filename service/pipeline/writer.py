@@ -144,8 +144,9 @@ class Writer:
         slot, group = attempt.slot, attempt.group
         started = time.perf_counter()
         waited_s = time.monotonic() - group.requests[0].arrived
+        claim = RequestEvent.CLAIM
         for request in group.requests:
-            request.move(RequestEvent.CLAIM)
+            request.move(claim)
         if group.isolated:
             topics = {topic for request in group.requests for topic in request.topics}
             await self._topic_metadata.refresh(topics if group.offsets is None else {*topics, OFFSETS_TOPIC})
@@ -186,8 +187,7 @@ class Writer:
         if unwritten.waiters:
             for id in decision.final_keys:
                 unwritten.waiters.wake(id)
-        for request, result in decision.results:
-            self._resolver.resolve(request, result)
+        self._resolver.resolve_all(decision.results)
         if decision.next or decision.to_release:
             unwritten.take(decision)
         if decision.dead_holder_met:
@@ -196,9 +196,10 @@ class Writer:
 
     def _note_claimed(self, claimed: Sequence[ClaimedRequest]) -> None:
         """Note that the claims of these requests stand."""
+        win = RequestEvent.WIN
         for request, accepted_ats in claimed:
             request.accepted_at = accepted_ats[0]
-            request.move(RequestEvent.WIN)
+            request.move(win)
             if request.on_claim is not None:
                 self._resolver.resolve_claim(request)
 
@@ -335,8 +336,7 @@ class Writer:
         self._queue.note_throttle(attempt.group, slot.idempotent.throttled_s)
         decision = IdempotentDecision(claimed, records, results)
         self.unwritten.note_failures(decision.failed, decision.to_isolate)
-        for request, result in decision.results:
-            self._resolver.resolve(request, result)
+        self._resolver.resolve_all(decision.results)
         for request in decision.requeued:
             request.move(RequestEvent.RETURN)
         attempt.delivered, attempt.position = decision.delivered, slot.without_ledger_record()
@@ -383,8 +383,7 @@ class Writer:
         finally:  # a bug in the mark changes nothing of the commit either
             self._telemetry.stages.observe(time.perf_counter() - started, "mark")
             self._queue.release(name for request, _ in delivered for name in request.dependencies)
-            for request, committed in delivered:
-                self._resolver.resolve(request, committed)
+            self._resolver.resolve_all(delivered)
 
     async def wait_for_marks(self) -> None:
         """Wait for the marks that are in flight, also those of slots that were cancelled."""
