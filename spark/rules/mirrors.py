@@ -53,7 +53,8 @@ def update(tables: Lake, context: RunContext, on_progress: OnProgress) -> dict[s
         return {}
     states = load(tables)
     plan = context.plan
-    topic_ids = {log.topic: log.topic_id for log in plan.logs}
+    # Audited logs come last: a partition that a recreated topic no longer has keeps the id of the earlier topic.
+    topic_ids = {log.topic: log.topic_id for log in sorted(plan.logs, key=lambda log: log.audited)}
     errors: dict[str, str] = {}
     written: list[DataFrame] = []
     replaced = [_of_others(rules)] if states.keys() - {rule.name for rule in rules} else []

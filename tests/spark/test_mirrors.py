@@ -11,18 +11,19 @@ from unittest.mock import Mock
 import pytest
 from pyspark.sql import SparkSession
 
-from service.contract import SinkRule, wire
+from service.contract import Rules, SinkRule, wire
 from spark import frames
 from spark.errors import CannotRun, Unreadable
 from spark.reading import mirror_logs, source
 from spark.reading.kafka_admin import Ends, Topic
 from spark.reading.mirror_logs import ABSENT_MS, LogPlan, MirrorLog
-from spark.reading.run_plan import DATA, UNWANTED, Plan
+from spark.reading.run_plan import DATA, UNWANTED, Plan, RunContext
 from spark.rules import mirrors, sink_verdicts
 from spark.tables.lake import Lake
 from tests.spark.history import History
 from tests.spark.rows import HOUR_MS, id_bytes
 from tests.spark.test_classify import log as log_of
+from tests.spark.test_classify import settings
 from tests.spark.warehouse import BEGIN_MS, FROZEN_MS, LATE_S, MINUTE_MS, SETTLE_MS, Warehouse, counts, event
 from tests.spark.world import FOREVER
 
@@ -118,6 +119,16 @@ def test_the_audited_topic_itself_is_no_mirror(monkeypatch: pytest.MonkeyPatch) 
     rule = replace(RULE, mirror_topic="", connection=(("FENCEPOST_KAFKA", "127.0.0.1:1"),))
     with pytest.raises(Unreadable, match="kafka is the audited cluster: the topic t there is the audited one"):
         mirror_logs.read(Mock(), rule, {"t": "of t"}, (), 1, 1, None)
+
+
+def test_a_recreated_topic_with_fewer_partitions_is_known_by_its_present_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Mock(side_effect=Unreadable("away"))
+    monkeypatch.setattr(mirror_logs, "read", read)
+    logs = log_of(DATA, "t", 0, topic_id="present"), log_of(DATA, "t", 1, topic_id="earlier", audited=False)
+    context = RunContext(Plan(2, FROZEN_MS, "{}", logs), replace(settings(), rules=Rules(sinks=(RULE,))))
+    tables = Mock(**{"read_cached.return_value.where.return_value.select.return_value.collect.return_value": []})
+    assert mirrors.update(tables, context, lambda line: None) == {"dr": "away"}
+    assert read.call_args.args[2] == {"t": "present"}
 
 
 def test_a_run_reads_about_as_much_as_it_may_and_knows_the_mirror_when_it_has_reached_an_earlier_end() -> None:
