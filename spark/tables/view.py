@@ -40,6 +40,9 @@ LISTED: Final = {"topic": "string", "run": "bigint"}
 FOLDER: Final = "view"
 """The folder of the views in the lake."""
 
+RESERVED: Final = ("_delta_log", "_samples")
+"""Names of folders that Delta takes for parts of a table, and never for a table: topics with these have no view."""
+
 COLUMNS: Final = {
     "topic": "string",
     "partition": "int",
@@ -173,8 +176,10 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
     """Create a topic's view from all that the last run has read, and return its number of rows.
 
     Every later run updates the view, and makes it if this process ends before it has. CannotRun if no finished run has
-    audited the topic.
+    audited the topic, or if Delta reserves the topic's name.
     """
+    if topic in RESERVED:
+        raise CannotRun(f"a view has the name of its topic, and Delta reserves {topic!r}: this topic has no view")
     with lock.held(spark, root) as check_held:
         lake = Lake(spark, root, check_held)
         lake_version.check(lake)

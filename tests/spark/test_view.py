@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -164,6 +165,13 @@ def test_a_view_has_only_records_that_a_run_has_audited(
     assert not left.exists()
     assert dict(history.published()) == {one["finding_id"]: {"v": 1, **one} for one in last.document["findings"]}
     assert set(views.rows(topic)) == kept | {id_of("other")}
+
+
+@pytest.mark.parametrize("topic", ["_delta_log", "_samples"])
+def test_a_topic_with_a_name_that_delta_reserves_has_no_view(topic: str) -> None:
+    """Delta would take the view for a part of another table: it would be written and never read."""
+    with pytest.raises(CannotRun, match=f"Delta reserves '{topic}'"):
+        view.register(Mock(), SharedSettings(), "lake", topic)
 
 
 @pytest.mark.long
