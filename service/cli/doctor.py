@@ -6,7 +6,7 @@ It writes nothing but MEASUREMENTS records of the journal without answers, whose
 import hashlib
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -89,31 +89,22 @@ async def examine(settings: Settings, rules: Rules, rate: float | None = None, n
 
 
 async def _kafka(kafka: KafkaAdmin, settings: Settings, rules: Rules, now: Now) -> tuple[list[Finding], Rate | None]:
-    inspector, topics = AclInspector(kafka), TopicAdmin(kafka)
-    internal = InternalTopics(topics, settings, rules.longest_ttl_s)
-    own = [internal.ledger, internal.requests, internal.control]
     findings = await check_login.examine(settings, kafka.security.tokens)
     if any(finding.level is Level.ERROR for finding in findings):
         return findings, None
+    inspector, topics = AclInspector(kafka), TopicAdmin(kafka)
+    internal = InternalTopics(topics, settings, rules.longest_ttl_s)
+    own = [internal.ledger, internal.requests, internal.control]
+    rate = None
     try:
         of_groups = [OFFSETS_TOPIC] if check_access.has_groups(rules) else []
         snapshot = await inspector.snapshot([*own, *check_access.names_of_rules(rules), *of_groups])
         findings.append(Finding("kafka.reachable", Level.OK, f"{settings.kafka} answers"))
         findings += check_brokers.brokers(snapshot)
-        reached = [node.id for node in snapshot.nodes if not node.why_not]
-        if not reached:
+        if all(node.why_not for node in snapshot.nodes):
             return findings, None
-        found = {node: values for node in reached if (values := await inspector.settings_of(node)) is not None}
-        findings += check_brokers.broker_settings(
-            found, settings, topics_there=all(name in snapshot.topics for name in own)
-        )
-        findings += check_brokers.transaction_log(snapshot, found)
-        releases = {node: await inspector.metadata_version_of(node) for node in reached}
-        findings += check_brokers.releases(releases)
-        levels = {node: await inspector.transaction_version_of(node) for node in reached}
-        findings += check_brokers.transactions(levels, releases, settings.kafka_transactions)
-        versions = {node: await inspector.versions_of(node) for node in reached}
-        findings += check_brokers.transaction_markers(versions)
+        async for found in _brokers(inspector, settings, snapshot, own):
+            findings += found  # kept if a later request has no answer
         findings += await _access(inspector, settings, snapshot, own)
         if of_groups:
             findings += await _groups(inspector, settings, rules, snapshot)
@@ -121,15 +112,29 @@ async def _kafka(kafka: KafkaAdmin, settings: Settings, rules: Rules, now: Now) 
         if settings.rules and _may(snapshot, internal.control, Operation.READ):
             before_s = await remembered_retention(kafka, internal.control)
             findings += check_topics.retention(before_s, internal.longest_ttl_s, settings.key_ttl_s)
-        rate = None
         if _may(snapshot, internal.ledger, Operation.READ):
             rate = await ledger_rate(kafka, internal.ledger, snapshot.topics[internal.ledger].partitions, now())
         if _may(snapshot, internal.requests, Operation.WRITE):
             findings.append(await _brokers_clock(kafka, settings, internal.requests, now))
-        return findings, rate
     except KafkaAway as error:
         change = "check FENCEPOST_KAFKA, the network, and the settings FENCEPOST_KAFKA_SECURITY_PROTOCOL and after it"
         return [*findings, Finding("kafka.reachable", Level.ERROR, str(error), change)], None
+    return findings, rate
+
+
+async def _brokers(
+    inspector: AclInspector, settings: Settings, snapshot: ClusterSnapshot, own: list[str]
+) -> AsyncIterator[Iterable[Finding]]:
+    """Check the settings, the releases and the versions of transactions of the brokers that can be reached."""
+    reached = [node.id for node in snapshot.nodes if not node.why_not]
+    found = {node: values for node in reached if (values := await inspector.settings_of(node)) is not None}
+    yield check_brokers.broker_settings(found, settings, topics_there=all(name in snapshot.topics for name in own))
+    yield check_brokers.transaction_log(snapshot, found)
+    releases = {node: await inspector.metadata_version_of(node) for node in reached}
+    yield check_brokers.releases(releases)
+    levels = {node: await inspector.transaction_version_of(node) for node in reached}
+    yield check_brokers.transactions(levels, releases, settings.kafka_transactions)
+    yield check_brokers.transaction_markers({node: await inspector.versions_of(node) for node in reached})
 
 
 async def _access(
