@@ -1,5 +1,6 @@
 """The checks of each request, whichever API it belongs to: its caller, its address, and the bounds of its body."""
 
+import asyncio
 from collections.abc import Callable
 from copy import copy
 from functools import lru_cache, partial
@@ -9,6 +10,7 @@ from typing import Final
 from service.contract import PREFIX
 from service.core.problems import FORBIDDEN_CALLER, Problem
 from service.core.settings import Settings
+from service.core.supervision import failure_of
 from service.events.strict_json import in_thread
 from service.http.caller import Caller
 from service.http.callers import Callers
@@ -90,8 +92,8 @@ class RequestGuard:
         try:
             post.decode(await in_thread(decode, decoder, pieces))
             step()
-        except Exception as error:
-            fail(post, error, b"")
+        except (Exception, asyncio.CancelledError) as error:
+            fail(post, failure_of(error), b"")
 
     def caller_of(
         self, client: str | None, used: UsedHeaders, *, host_needed: bool, certificate: Names = NO_CERTIFICATE

@@ -1,5 +1,6 @@
 """Answers POSTs, and counts the answers: results as bytes, problems, and errors that are bugs."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
@@ -7,6 +8,7 @@ import structlog
 
 from service.core.metrics import Telemetry
 from service.core.problems import INTERNAL, OUTCOME_UNKNOWN, Problem
+from service.core.supervision import failure_of
 from service.core.time_slice import TimeSlice
 from service.http.request import PostRequest
 from service.http.responses import lines_of, render_problem
@@ -97,11 +99,11 @@ class Responder:
         return status, lines_of(headers), body
 
     async def or_fail(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
-        """Await the work of a request, and answer with the problem that it raises."""
+        """Await the work of a request, and answer with the problem that it raises; cancelled from within, as a bug."""
         try:
             await work
-        except Exception as error:
-            self.fail(post, error)
+        except (Exception, asyncio.CancelledError) as error:
+            self.fail(post, failure_of(error))
 
     def refuse(self, post: PostRequest, overload: Problem, load_shedder: LoadShedder) -> None:
         """Answer 503, now or after a delay, because the queue is full."""

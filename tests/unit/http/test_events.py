@@ -26,6 +26,7 @@ from service.http.events import EventsEndpoint
 from service.http.headers import JSON, LINES, media_type, pick, unsupported
 from service.http.request import OWN_BYTES, Bodies, PostRequest
 from service.http.request_guard import RequestGuard
+from service.http.responder import Responder
 from service.http.responses import (
     committed_lines,
     echo_of,
@@ -360,6 +361,30 @@ def test_an_answer_that_cannot_be_written_ends_its_connection(monkeypatch: pytes
     monkeypatch.setattr(FakePost, "answer", breaks)
     fake, _ = posted("/events", b'{"topic":"t","value":1}', content_type=JSON, idempotency_key="k")
     assert fake.was_cut
+
+
+async def test_work_that_is_cancelled_from_within_is_answered_500_and_ends_its_connection() -> None:
+    """By another than the task's owner. The client must not wait for a response that never comes."""
+    fake = FakePost(b"", {})
+
+    async def work() -> None:
+        awaited = asyncio.get_running_loop().create_future()
+        awaited.cancel()
+        await awaited
+
+    await Responder(Telemetry(), lambda _: {}).or_fail(fake, work())
+    assert (fake.status, fake.keep_alive) == (500, False)
+
+
+async def test_work_whose_task_is_cancelled_is_not_answered() -> None:
+    """The process ends, and the connection with it."""
+    fake = FakePost(b"", {})
+    working = asyncio.create_task(Responder(Telemetry(), lambda _: {}).or_fail(fake, asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert fake.status == 0
 
 
 def test_the_addresses_of_the_loopback_that_are_known_have_a_bound() -> None:
