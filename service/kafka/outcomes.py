@@ -18,6 +18,8 @@ NOT_ATTEMPTED: Final = errors.OperationNotAttempted.errno
 # Codes that are about the transaction, not about the partition that answers with them.
 OF_TRANSACTION: Final = (
     errors.InvalidProducerEpoch.errno,
+    errors.InvalidProducerIdMapping.errno,
+    errors.InvalidTxnState.errno,
     PRODUCER_FENCED,
     TRANSACTION_ABORTABLE,
     CONCURRENT_TRANSACTIONS,

@@ -42,6 +42,7 @@ NOT_LEADER: int = NotLeaderForPartitionError.errno
 OFFSETS = GroupOffsets("g", "member-1", 7, (Position("a", 0, 5),))
 OF_GROUP = OFFSETS_TOPIC, partition_of_group("g", 3)
 ILLEGAL_GENERATION = 22
+INVALID_EPOCH, INVALID_TXN_STATE, INVALID_ID_MAPPING = 47, 48, 49
 # Requests in the 200 ms of the sends' timeout, with pauses of 1, 2, 4, 8, 16 ms, then 20 ms each.
 REPEATED_MOST = 5 + (200 - 31) // 20 + 2
 
@@ -331,6 +332,19 @@ async def test_a_topic_is_not_to_blame_for_markers_of_the_last_transaction_that_
     kafka.produced = lambda topic, partition: answers[topic]
     failed = await failure(producer, *[record(topic, 0, b"x" * 300, most=500) for topic in answers for _ in "12"])
     assert (failed.outcome, set(failed.stuck)) == (TransactionOutcome.ABORTED, {"orders"} if hangs else set())
+
+
+@pytest.mark.parametrize("code", [INVALID_EPOCH, INVALID_TXN_STATE, INVALID_ID_MAPPING])
+async def test_a_topic_is_not_to_blame_for_a_producer_that_has_lost_its_transaction(code: int) -> None:
+    """Another producer id has replaced its own, or the coordinator has aborted the transaction at its timeout.
+
+    A partition that is added answers the first with INVALID_PRODUCER_ID_MAPPING; brokers without KAFKA-19690 answer the
+    second with INVALID_TXN_STATE.
+    """
+    producer, kafka = version_2()
+    kafka.produced = lambda topic, partition: code
+    failed = await failure(producer, record("a"))
+    assert not failed.stuck
 
 
 async def test_a_first_batch_that_fails_is_followed_by_no_other() -> None:
