@@ -48,6 +48,8 @@ ACKS_TIMEOUT_SHARE: Final = 0.8
 
 ACKS_ALL: Final = -1
 SEQUENCES: Final = 2**31  # sequence numbers begin again at 0 (KIP-98)
+# The highest epoch is Kafka's own, for its fence: no later owner could fence a transaction under it (KAFKA-20090).
+EPOCH_MOST: Final = 2**15 - 2
 # Clean error codes after which the same batch may be sent to another leader. Where the old leader has appended the
 # batch, the new leader knows its sequence numbers and answers with its offset.
 NOT_LEADER: Final = (errors.NotLeaderForPartitionError.errno, errors.LeaderNotAvailableError.errno)
@@ -198,7 +200,7 @@ class ProducerSession:
             return
         ended = await self.request(self.coordinator, EndTxnAndBumpRequest(*producer, commit))
         raise_if_error(ended.error_code, "EndTxn")
-        if ended.producer_id < 0 or ended.producer_epoch < 0:
+        if ended.producer_id < 0 or not 0 <= ended.producer_epoch <= EPOCH_MOST:
             raise errors.KafkaError(f"EndTxn: no producer of the next transaction: {ended}")
         self.producer_id, self.epoch = ended.producer_id, ended.producer_epoch
         self._sequences.clear()  # an epoch's sequence numbers begin at 0 in each partition

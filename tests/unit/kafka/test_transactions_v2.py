@@ -258,6 +258,17 @@ async def test_an_end_without_the_next_producer_is_unknown() -> None:
     assert failed.outcome is TransactionOutcome.UNKNOWN
 
 
+async def test_an_epoch_that_no_coordinator_could_fence_ends_the_session() -> None:
+    """Brokers without KAFKA-20090 may name it, to an abort that comes after their own at the transaction's timeout."""
+    producer, kafka = version_2(epoch=32_766)
+    kafka.next_producer = (7, 32_767)
+    producer.begin_early([("a", 0), LEDGER])
+    with pytest.raises(TransactionFailed):
+        await producer.abandon()
+    with pytest.raises(TransactionFailed, match="closed"):
+        await producer.send([record("a")], LEDGER)
+
+
 async def test_a_partition_of_a_broker_without_version_2_is_added_by_the_coordinator() -> None:
     """During a roll, or where a connection is older than the finalized feature."""
     producer, kafka = version_2()
