@@ -38,9 +38,9 @@ SESSION_LEAST_MS: Final = 5_000
 WRITE_TXN_MARKERS: Final = 27
 MARKERS_SKIPPED_SINCE: Final = 2
 
-# Releases with faults of transactions of version 2 that a later patch level has mended: an abort that raises the epoch
-# twice, and markers that are refused when a coordinator sends them again.
-PATCHED: Final = {"4.0": "KAFKA-19367", "4.2": "KAFKA-19999"}
+# Releases with a fault of transactions of version 2 that a later patch level has mended: an abort that raises the epoch
+# twice. No release refuses markers that a coordinator sends again (KAFKA-19999): 4.2.0 has the mend.
+PATCHED: Final = {"4.0": "KAFKA-19367"}
 
 BrokerSettings = Mapping[int, Mapping[str, str]]
 """The effective settings of each broker, by its number."""
