@@ -47,6 +47,7 @@ from service.pipeline.resolver import Resolver
 from service.pipeline.writer import Writer
 from service.router import Router
 from service.rules_reload import RulesReload
+from service.slots.former_ids import FormerIds
 from service.slots.generation_log import Control
 from service.slots.recovery import SlotRecovery
 from service.slots.store_recovery import STORE_STATES, CurrentStore
@@ -103,8 +104,9 @@ class Service:
         self._make_pipeline(rules, schemas, encoder, transactions)
         self.rates = Rates(self.keys, lambda: self.pool.members)
         self.tokens = CurrentTokenCallers(rules, telemetry, self.rates)
+        former_ids = FormerIds(self.kafka_admin, topic_admin, transactions, self.topics.ledger, settings)
         self.lso_watch = LsoWatch(
-            settings, transactions, self.pool, self.topics.ledger, self.topic_metadata, self.telemetry
+            settings, transactions, self.pool, former_ids, self.topics.ledger, self.topic_metadata, self.telemetry
         )
         self.readiness = Readiness(self.kafka_admin, self.keys, self.store, self.pool, self.admission, self.clocks)
         self._show_states()

@@ -1,7 +1,7 @@
 """Requests about open transactions (KIP-664), a marker that ends one, and a fetch that returns markers too.
 
-DescribeProducers needs Read on the topic, DescribeTransactions needs Describe on the transactional id, WriteTxnMarkers
-needs Alter on the cluster. aiokafka implements none of them.
+DescribeProducers needs Read on the topic, DescribeTransactions and ListTransactions need Describe on the transactional
+id, WriteTxnMarkers needs Alter on the cluster. aiokafka implements none of them.
 """
 
 import asyncio
@@ -158,6 +158,50 @@ class DescribeTransactions(Request[DescribeTransactions_v0]):  # type: ignore[mi
         return request_struct_class([self.transactional_id], {})
 
 
+class _ListTransactionsResponse(Response):  # type: ignore[misc]
+    API_KEY = 66
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("error_code", Int16),
+        ("unknown_state_filters", CompactArray(CompactString("utf-8"))),
+        (
+            "transactions",
+            CompactArray(
+                ("transactional_id", CompactString("utf-8")),
+                ("producer_id", Int64),
+                ("state", CompactString("utf-8")),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class ListTransactions_v0(RequestStruct):  # type: ignore[misc]  # noqa: N801
+    FLEXIBLE_VERSION = True
+    API_KEY = 66
+    API_VERSION = 0
+    RESPONSE_TYPE = _ListTransactionsResponse
+    SCHEMA = Schema(
+        ("states", CompactArray(CompactString("utf-8"))),
+        ("producer_ids", CompactArray(Int64)),
+        ("tags", TaggedFields),
+    )
+
+
+class ListTransactions(Request[ListTransactions_v0]):  # type: ignore[misc]
+    """Asks a coordinator for the transactional ids that have these producer ids, in any state."""
+
+    API_KEY = 66
+
+    def __init__(self, producer_ids: Iterable[int]) -> None:
+        self.producer_ids = list(producer_ids)
+
+    def build(self, request_struct_class: Any) -> Any:
+        return request_struct_class([], self.producer_ids, {})
+
+
 class _WriteTxnMarkersResponse(Response):  # type: ignore[misc]
     API_KEY = 27
     API_VERSION = 1
@@ -287,6 +331,19 @@ async def last_transaction(client: BaseClient, node: int, transactional_id: str)
         raise kind(transactional_id)
     partitions = {(topic, number) for topic, numbers, _ in topics or () for number in numbers}
     return LastTransaction(int(producer_id) if code == OK else -1, partitions)
+
+
+async def transactional_ids_at(client: BaseClient, node: int, producer_ids: Iterable[int]) -> dict[int, str]:
+    """Ask a broker for the transactional ids that have these producer ids, of those that it coordinates.
+
+    Empty where the broker does not answer, still loads its log, or is older than 3.0. Kafka leaves out transactional
+    ids that the caller may not Describe.
+    """
+    try:
+        response = await client.send(node, ListTransactions(producer_ids))
+    except (errors.KafkaError, OSError, *UNSUPPORTED):
+        return {}
+    return {producer_id: name for name, producer_id, _, _ in response.transactions}
 
 
 async def is_ending(client: BaseClient, node: int, transactional_id: str) -> bool:

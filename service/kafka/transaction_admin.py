@@ -10,11 +10,18 @@ from aiokafka import errors
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
-from service.contract.wire import WireError
+from service.contract.wire import Stamp, WireError
 from service.kafka.admin import ASK_TRIES, UNANSWERED, KafkaAdmin
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.init_producer_id import remedy, timeout_refused
-from service.kafka.inspection import FINAL, active_producers, fetch, last_transaction
+from service.kafka.inspection import (
+    FINAL,
+    LogEntry,
+    active_producers,
+    fetch,
+    last_transaction,
+    transactional_ids_at,
+)
 from service.kafka.metadata import Metadata, Partition
 from service.kafka.nodes import coordinator
 
@@ -106,17 +113,38 @@ class TransactionAdmin:
             found = await active_producers(await self._admin.connected(), partitions, self._admin.timeout_s / ASK_TRIES)
         return found.active
 
-    async def slots_of(self, records: Iterable[RecordCoordinates]) -> dict[RecordCoordinates, int]:
-        """Read which slots have written records, by their headers; records of no slot are left out."""
-        found: dict[RecordCoordinates, int] = {}
+    async def stamps_of(self, records: Iterable[RecordCoordinates]) -> dict[RecordCoordinates, Stamp]:
+        """Read the headers of records that slots have written, of any namespace; records of no slot are left out."""
+        found: dict[RecordCoordinates, Stamp] = {}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._admin.timeout_s):
                 for record in records:
                     with contextlib.suppress(*UNANSWERED, WireError):
-                        entries, _, _ = await fetch(await self._admin.connected(), *record)
+                        entries, _, _ = await self.entries(*record)
                         for first in entries[:1]:
-                            if (slot := first.slot()) is not None:
-                                found[record] = slot
+                            if first.slot() is not None:
+                                found[record] = first.stamp()
+        return found
+
+    async def entries(self, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
+        """Fetch entries of a partition, the next offset and the partition's end. Raises as `fetch` does."""
+        client = await self._admin.connected()
+        if partition[0] not in client.tracked_topics:
+            await client.set_topics({*client.tracked_topics, partition[0]})
+        return await fetch(client, partition, offset)
+
+    async def transactional_ids(self, producer_ids: Collection[int]) -> dict[int, str]:
+        """Ask all brokers for the transactional ids that have these producer ids; those that may be described.
+
+        Ids of a broker that does not answer, or that is older than 3.0, are left out.
+        """
+        found: dict[int, str] = {}
+        with contextlib.suppress(*UNANSWERED):
+            async with asyncio.timeout(self._admin.timeout_s):
+                client = await self._admin.connected()
+                nodes = [broker.nodeId for broker in client.cluster.brokers()]
+                for named in await asyncio.gather(*(transactional_ids_at(client, n, producer_ids) for n in nodes)):
+                    found |= named
         return found
 
     async def producer_ids(self, transactional_ids: Iterable[str]) -> dict[str, int]:

@@ -30,8 +30,8 @@ LOOKS_A_TIMEOUT: Final = 2
 # The pause after a recovery that has not moved the LSO, doubled each time.
 PAUSE_LEAST_S: Final = 60.0
 PAUSE_MOST_S: Final = 3600.0
-# The owner of an open transaction: a slot, a slot under a producer id that Kafka has replaced, another program, or
-# unknown, if the leader names no producer.
+# The owner of an open transaction: a slot, a slot under a producer id that Kafka has replaced, another program or
+# namespace, or unknown, if the leader names no producer.
 SLOT, FORMER, OTHER, UNKNOWN = "slot", "former", "other", "unknown"
 OWNERS: Final = (SLOT, FORMER, OTHER, UNKNOWN)
 
@@ -49,8 +49,19 @@ class Offsets(Protocol):
         """List the producers of each partition (DescribeProducers), except partitions that may not be described."""
         ...
 
-    async def slots_of(self, records: Iterable[RecordCoordinates]) -> Mapping[RecordCoordinates, int]:
-        """Read which slots have written records, by their headers; records that do not tell are left out."""
+    async def transactional_ids(self, producer_ids: Collection[int]) -> Mapping[int, str]:
+        """Find the transactional ids that have these producer ids, of any program, as far as brokers tell them."""
+        ...
+
+
+class FormerIds(Protocol):
+    """The producer ids that the slots had."""
+
+    async def slots_of(self, firsts: Mapping[RecordCoordinates, int]) -> Mapping[RecordCoordinates, int]:
+        """Find the slots that began transactions, by the first record of each, which `firsts` has the producer id of.
+
+        Transactions of other programs and namespaces are left out.
+        """
         ...
 
 
@@ -126,6 +137,7 @@ class LsoWatch:
         settings: Settings,
         offsets: Offsets,
         slots: Slots,
+        former_ids: FormerIds,
         ledger: str,
         topics: Topics,
         telemetry: Telemetry,
@@ -135,6 +147,7 @@ class LsoWatch:
         self.bound_s = timeout_s + ABORT_SCAN_S
         self._offsets = offsets
         self._slots = slots
+        self._former_ids = former_ids
         self._ledger = ledger
         self._topics = topics
         self._telemetry = telemetry
@@ -179,6 +192,7 @@ class LsoWatch:
         held_by = {partition: holders(stalled, producers.get(partition, ())) for partition, stalled in due.items()}
         slots = await self._slots.of_producers(set().union(*held_by.values()))
         former = await self._former(held_by, slots)
+        names = await self._names_of_others(held_by, slots, former)
         for partition, stalled in due.items():
             theirs = {slots[producer] for producer in held_by[partition] if producer in slots}
             owner = SLOT if theirs else FORMER if former[partition] else OTHER if held_by[partition] else UNKNOWN
@@ -194,6 +208,7 @@ class LsoWatch:
                 of=owner,
                 slots=sorted(theirs),
                 producers=sorted(held_by[partition]),
+                transactional_ids=sorted(names[each] for each in held_by[partition] if each in names),
             )
             for n in theirs:
                 self._slots.recover(n, [partition])
@@ -201,23 +216,32 @@ class LsoWatch:
     async def _former(
         self, held_by: Mapping[Partition, Mapping[int, int]], slots: Collection[int]
     ) -> dict[Partition, set[int]]:
-        """Find the slots that began a transaction under a producer id which no transactional id of a slot has now.
-
-        In its ledger partition a slot is known by the partition's number, elsewhere by the header of the first record.
-        """
-        firsts = [
-            RecordCoordinates(partition, start)
+        """Find the slots that began a transaction under a producer id which no transactional id of a slot has now."""
+        firsts = {
+            RecordCoordinates(partition, start): producer
             for partition, producers in held_by.items()
             for producer, start in producers.items()
             if producer not in slots
-        ]
-        found = await self._offsets.slots_of([each for each in firsts if each.partition[0] != self._ledger])
+        }
         former: dict[Partition, set[int]] = {partition: set() for partition in held_by}
-        for first in firsts:
-            (topic, number), slot = first.partition, found.get(first)
-            if topic == self._ledger or slot is not None:
-                former[first.partition].add(number if slot is None else slot)
+        for first, slot in (await self._former_ids.slots_of(firsts)).items():
+            former[first.partition].add(slot)
         return former
+
+    async def _names_of_others(
+        self,
+        held_by: Mapping[Partition, Mapping[int, int]],
+        slots: Collection[int],
+        former: Mapping[Partition, Collection[int]],
+    ) -> Mapping[int, str]:
+        """Find the transactional ids, as far as brokers tell them, of what neither a slot nor a former id holds."""
+        others = {
+            producer
+            for partition, producers in held_by.items()
+            for producer in producers
+            if producer not in slots and not former[partition]
+        }
+        return await self._offsets.transactional_ids(others) if others else {}
 
     def _show(self, now: float) -> None:
         hanging = [stalled for _, stalled in self._hanging(now)]

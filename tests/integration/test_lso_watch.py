@@ -3,6 +3,8 @@
 import asyncio
 import json
 import time
+from pathlib import Path
+from typing import Any
 
 from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own documentation imports them from here
     AclOperation,
@@ -51,8 +53,7 @@ async def test_a_hanging_transaction_is_ended_without_any_write(stage: Stage, se
 
     await asyncio.to_thread(wait_until_stable, kafka.bootstrap, [topic], WATCHED_S)
 
-    lines = [json.loads(line) for line in service.log.read_text().splitlines()]
-    seen = [line for line in lines if line["event"] == "last stable offset stands still"]
+    seen = events(service.log, "last stable offset stands still")
     assert {(line["partition"], line["of"], *line["slots"]) for line in seen} == {
         (0, "slot", 0),
         (1, "slot", 1),
@@ -61,6 +62,41 @@ async def test_a_hanging_transaction_is_ended_without_any_write(stage: Stage, se
     assert (await stage.client.post(service.url, Asked("after", topic, b"2"))).status == 201
     found = await asyncio.to_thread(read_committed, kafka.bootstrap, [topic])
     assert {record.value for record in found} == {b"1", *IDS, b"2"}
+
+
+async def test_a_transaction_of_another_namespace_is_named_and_ends_no_term_of_a_slot(
+    stage: Stage, secured_kafka: SecuredKafka
+) -> None:
+    """The slot of the other namespace has the same number, and its records the same header."""
+    kafka, topic, others = secured_kafka, f"{stage.namespace}-events", f"others-of-{stage.namespace}"
+    kafka.create_topic(topic)
+    kafka.create_topic(ledger_topic(others))
+    service = await stage.started(
+        kafka=kafka, slots=1, slots_max=1, transaction_timeout_ms=2_000, request_timeout_ms=2_000
+    )
+    assert (await stage.client.post(service.url, Asked("before", topic, b"1"))).status == 201
+    cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
+    name, ledger = transactional_id(others, 0), (ledger_topic(others), 0)
+    await Rig(cluster, name, ledger).write([((topic, 0), IDS[0])], marked=[ledger], commit=True)
+
+    async with asyncio.timeout(WATCHED_S):
+        while not (seen := events(service.log, "last stable offset stands still")):  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    assert [(line["partition"], line["of"], line["slots"], line["transactional_ids"]) for line in seen] == [
+        (0, "other", [], [name])
+    ]
+    assert (await stage.client.post(service.url, Asked("after", topic, b"2"))).status == 201
+    assert not events(service.log, "term ended")
+    producer = TransactionalProducer(cluster, name, 5_000)
+    await producer.start()
+    await producer.hanging.end_own([(topic, 0)], commit=True)
+    await producer.close()
+    await cluster.close()
+
+
+def events(log: Path, name: str) -> list[dict[str, Any]]:
+    """Read the lines of a log with this name."""
+    return [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] == name]
 
 
 async def test_the_marker_of_a_former_producer_id_needs_alter_on_the_cluster(

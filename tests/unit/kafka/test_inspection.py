@@ -10,7 +10,7 @@ from service.contract.wire import STAMP_HEADER, Stamp
 from service.kafka import transaction_admin
 from service.kafka.client import Client
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
-from service.kafka.inspection import LogEntry, WriteTxnMarkers
+from service.kafka.inspection import ListTransactions, LogEntry, WriteTxnMarkers, transactional_ids_at
 from service.kafka.metadata import Partition
 from service.kafka.transaction_admin import TransactionAdmin
 from tests.unit.fake_brokers import transactional
@@ -81,6 +81,27 @@ async def test_open_transactions_of_other_producers_are_found_by_producer_id() -
     assert found == {8: {ORDERS: other, ("orders", 1): other}}
 
 
+def test_a_request_for_transactional_ids_is_encoded_as_the_protocol_defines_it() -> None:
+    """ListTransactionsRequest.json: StateFilters, ProducerIdFilters."""
+    request = ListTransactions([6]).prepare({66: (0, 2)})
+    assert request.FLEXIBLE_VERSION
+    assert request.encode() == b"\1" + b"\2" + bytes(7) + b"\6" + b"\0"
+    row = b"\6a.b.0" + bytes(7) + b"\6" + b"\6Empty" + b"\0"
+    read = request.RESPONSE_TYPE.decode(b"\0\0\0\0" + b"\0\0" + b"\1" + b"\2" + row + b"\0")
+    assert read.transactions == [("a.b.0", 6, "Empty", {})]
+
+
+async def test_transactional_ids_are_those_of_the_brokers_that_answer() -> None:
+    class Brokers:
+        async def send(self, node: int, request: ListTransactions) -> Any:
+            if node == 1:
+                return SimpleNamespace(transactions=[("a.slot.0", 6, "Empty", {})])
+            raise KafkaConnectionError if node == 2 else NotImplementedError("no such request")
+
+    client: Any = Brokers()
+    assert [await transactional_ids_at(client, node, [6]) for node in (1, 2, 3)] == [{6: "a.slot.0"}, {}, {}]
+
+
 async def test_the_slot_of_a_record_is_read_from_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of other programs, copies by other producers, and records that cannot be read, have none."""
     stamp = Stamp(b"i" * 16, b"f" * 8, 5, 3, 6, 0, "me").encode()
@@ -97,11 +118,12 @@ async def test_the_slot_of_a_record_is_read_from_its_header(monkeypatch: pytest.
         producer_id = 99 if partition[1] == 3 else 6
         return [LogEntry(offset, producer_id, 0, b"1", headers[partition], None)], offset + 1, offset + 1
 
-    async def bootstrap(client: object) -> None: ...
+    async def nothing(client: object, *topics: object) -> None: ...
 
     monkeypatch.setattr(transaction_admin, "fetch", fetch)
-    monkeypatch.setattr(Client, "bootstrap", bootstrap)
+    monkeypatch.setattr(Client, "bootstrap", nothing)
+    monkeypatch.setattr(Client, "set_topics", nothing)
     admin = unreachable_kafka()
     first, *others = [RecordCoordinates(("orders", number), 10) for number in range(5)]
-    assert await TransactionAdmin(admin).slots_of([*others, first]) == {first: 3}
+    assert await TransactionAdmin(admin).stamps_of([*others, first]) == {first: Stamp.decode(stamp)}
     await admin.close()

@@ -1,9 +1,10 @@
 """Tests the watch over last stable offsets: which ones it reports, which slots it recovers, and its requests."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 import pytest
+import structlog
 
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
@@ -34,7 +35,8 @@ class Kafka:
         self.partitions: dict[str, int] = {}
         self.names: set[str] = {"orders"}  # the topics that the service was asked to write to
         self.forgotten: list[Collection[str]] = []
-        self.written_by: dict[RecordCoordinates, int] = {}  # slots, by the header of a record
+        self.written_by: dict[RecordCoordinates, int] = {}  # slots that have begun a transaction, by its first record
+        self.named: dict[int, str] = {}  # transactional ids, by producer id
 
     def forget_absent(self, absent: Collection[str]) -> None:
         self.forgotten.append(absent)
@@ -51,8 +53,11 @@ class Kafka:
         self.described.append(set(partitions))
         return {partition: self.open[partition] for partition in partitions if partition in self.open}
 
-    async def slots_of(self, records: Iterable[RecordCoordinates]) -> Mapping[RecordCoordinates, int]:
-        return {record: self.written_by[record] for record in records if record in self.written_by}
+    async def slots_of(self, firsts: Mapping[RecordCoordinates, int]) -> Mapping[RecordCoordinates, int]:
+        return {record: self.written_by[record] for record in firsts if record in self.written_by}
+
+    async def transactional_ids(self, producer_ids: Collection[int]) -> Mapping[int, str]:
+        return {producer: self.named[producer] for producer in producer_ids if producer in self.named}
 
     async def of_producers(self, producer_ids: Collection[int]) -> Mapping[int, int]:
         return {OURS: 3} if OURS in producer_ids else {}
@@ -75,7 +80,7 @@ def telemetry() -> Telemetry:
 @pytest.fixture
 def watch(kafka: Kafka, telemetry: Telemetry) -> LsoWatch:
     settings = Settings(transaction_timeout_ms=10_000)
-    return LsoWatch(settings, kafka, kafka, "ns.ledger", kafka, telemetry)
+    return LsoWatch(settings, kafka, kafka, kafka, "ns.ledger", kafka, telemetry)
 
 
 def shown(telemetry: Telemetry, owner: str) -> tuple[float, float]:
@@ -167,13 +172,23 @@ async def test_transactions_of_other_producers_are_reported_and_left_alone(
     assert shown(telemetry, OTHER) == shown(telemetry, UNKNOWN) == (1, BOUND_S + 1)
 
 
+async def test_the_log_names_another_program_as_far_as_the_brokers_tell_it(watch: LsoWatch, kafka: Kafka) -> None:
+    kafka.ends = {ORDERS: Ends(10, 20), ("orders", 2): Ends(10, 20)}
+    kafka.open = {ORDERS: [ActiveProducer(THEIRS, 0, 10)], ("orders", 2): [ActiveProducer(6, 0, 10)]}
+    kafka.named = {THEIRS: "billing.slot.3"}
+    await watch.look(0.0)
+    with structlog.testing.capture_logs() as lines:
+        await watch.look(BOUND_S)
+    assert [(line["of"], line["transactional_ids"]) for line in lines] == [(OTHER, ["billing.slot.3"]), (OTHER, [])]
+
+
 async def test_a_slot_is_recovered_for_a_transaction_of_a_producer_id_that_kafka_has_replaced(
     watch: LsoWatch, kafka: Kafka, telemetry: Telemetry
 ) -> None:
-    """No transactional id has it any more: its slot is known by the first record, in the ledger by the partition."""
+    """No transactional id has it any more: its slot is known by the first record."""
     kafka.ends = {ORDERS: Ends(10, 20), LEDGER: Ends(5, 9)}
     kafka.open = {ORDERS: [ActiveProducer(6, 32_766, 10)], LEDGER: [ActiveProducer(5, 32_766, 5)]}
-    kafka.written_by = {RecordCoordinates(ORDERS, 10): 4}
+    kafka.written_by = {RecordCoordinates(ORDERS, 10): 4, RecordCoordinates(LEDGER, 5): 2}
     await watch.look(0.0)
     await watch.look(BOUND_S)
     assert sorted(kafka.recovered) == [2, 4]
