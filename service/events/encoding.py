@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from copy import copy
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
@@ -23,6 +23,7 @@ from service.core.bounded import Bounded
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, SCHEMA_MISMATCH, UNKNOWN_SCHEMA, UNUSABLE_SCHEMA, Problem
 from service.core.settings import EVENT_BYTES_MAX, TOPICS_MAX, Settings
+from service.core.shared_task import shared, unwaited
 from service.events.avro import AvroSchema, Misfit
 from service.events.dead_letters import DeadLetter
 from service.events.event import Event, too_large
@@ -51,6 +52,8 @@ AT_ONCE_BYTES: Final = 2 * 1024
 READY_MAX: Final = 500
 READY_BYTES_MAX: Final = 2 * 1024 * 1024
 READY_ENTRY_BYTES: Final = 500
+# Schemas that are being made ready at a time; one thread makes them, one after the other.
+MAKING_MAX: Final = 200
 # Characters of the reason why a schema cannot be made ready, kept and answered: fastavro's messages quote the schema.
 WHY_CHARS: Final = 300
 RETRY_MOST_S: Final = 60
@@ -142,6 +145,7 @@ class Encoder:
         self._rule = _encodings_by(rules)
         self._codecs: Bounded[Codec] = Bounded(READY_MAX, READY_BYTES_MAX)
         self._unusable: Bounded[str] = Bounded(READY_MAX, READY_BYTES_MAX)  # why a schema cannot be made ready
+        self._making: dict[Hashable, asyncio.Task[Codec]] = {}  # schemas that are being made ready
 
     def under(self, rules: Rules) -> "Encoder":
         """Return an encoder by other rules, with the same schemas ready."""
@@ -223,13 +227,28 @@ class Encoder:
         return _subject(ref, topic, part, await self._codec(None, schema, ref.message))
 
     async def _codec(self, id: int | None, schema: Schema, message: str) -> Codec:
-        """Make a schema ready; `id` is None while it is not registered. Raises ValueError if it cannot be used."""
+        """Return a schema that is ready, or make it ready, once for all events that wait for it.
+
+        `id` is None while the schema is not registered. Raises ValueError if it cannot be used, and what RegistryClient
+        does. The work goes on after the deadline of an event: a later one finds the schema ready.
+        """
         key = digest_of(schema) if id is None else id, message
         codec = self._codecs.get(key)
         if codec is not None:
             return codec
         if (why := self._unusable.get(key)) is not None:
             raise ValueError(why)
+        making = self._making.get(key)
+        if making is None:
+            if len(self._making) >= MAKING_MAX:
+                raise RegistryAway(f"{MAKING_MAX} schemas are being made ready", everywhere=False)
+            making = self._making[key] = asyncio.create_task(self._make(key, id, schema, message))
+            making.add_done_callback(lambda _: self._making.pop(key, None))
+            making.add_done_callback(unwaited)
+        return await shared(making)
+
+    async def _make(self, key: Hashable, id: int | None, schema: Schema, message: str) -> Codec:
+        """Make a schema ready and keep it, or why it cannot be used. Raises as `_codec`."""
         try:
             codec, size = await self._made(id, schema, message)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Hashable, Iterator
 from typing import Any
 
@@ -435,3 +436,56 @@ async def test_a_schema_that_cannot_be_made_ready_is_not_tried_again(
     for _ in range(3):
         assert (await problem_of(encoder, an_event(1))).kind.code == "unusable-schema"
     assert len(tries) == 1
+
+
+class SlowCodec(module.AvroCodec):
+    """Counts how often a schema is made ready, which takes 0.1 s."""
+
+    made = 0
+
+    def __init__(self, *given: Any) -> None:
+        time.sleep(0.1)
+        type(self).made += 1
+        super().__init__(*given)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> type[SlowCodec]:
+    monkeypatch.setattr(SlowCodec, "made", 0)
+    monkeypatch.setattr(module, "AvroCodec", SlowCodec)
+    return SlowCodec
+
+
+async def test_events_that_come_together_make_their_schema_ready_once(desk: Desk, slow: type[SlowCodec]) -> None:
+    """Each in the thread for long bodies, which had no time for these meanwhile."""
+    await desk.put("orders-value", LONG)
+    encoder = desk.encoder(None, SchemaRule())
+    await asyncio.gather(*(encoder.encode(an_event(1), LATER) for _ in range(5)))
+    assert slow.made == 1
+
+
+async def test_a_schema_that_takes_longer_than_a_request_is_ready_for_the_next(
+    desk: Desk, slow: type[SlowCodec]
+) -> None:
+    await desk.put("orders-value", LONG)
+    encoder = desk.encoder(None, SchemaRule())
+    await desk.client.by_version("orders-value", None)  # known already
+    problem = await problem_of(encoder, an_event(1), asyncio.get_running_loop().time() + 0.05)
+    assert problem.kind.code == "not-written"
+    await encoder.encode(an_event(1), LATER)
+    assert slow.made == 1
+
+
+async def test_schemas_that_are_being_made_ready_are_bounded(
+    desk: Desk, slow: type[SlowCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAKING_MAX", 2)
+    refs = [SchemaRef(text=f'{{"type": "long", "doc": "{n}"}}', type=SchemaType.AVRO) for n in range(3)]
+    encoder, events = desk.encoder(), [an_event(1) for _ in refs]
+    for event, ref in zip(events, refs, strict=True):
+        await desk.put("orders-value", Schema(SchemaType.AVRO, ref.text))
+        event.encoding = Encoding(value=ref)
+    made = await asyncio.gather(*(encoder.encode(event, LATER) for event in events), return_exceptions=True)
+    (refused,) = [each for each in made if isinstance(each, Problem)]
+    assert refused.detail == "value: the schema registry is away (2 schemas are being made ready): send it again"
+    assert refused.kind.code == "not-written"
