@@ -23,7 +23,7 @@ LEAST_LEFT_MS = 40_000  # half of it, in which a state is about to expire, is lo
 
 
 @dataclass
-class Bench:
+class StoreUnderTest:
     """A key store, and ways to change it from outside."""
 
     keys: Keys
@@ -58,19 +58,19 @@ def assert_expires(client: Client, key: bytes, at_ms: int) -> None:
 
 
 @pytest.fixture(params=["memory", *SERVERS])
-async def bench(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Bench]:
+async def under_test(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[StoreUnderTest]:
     if request.param == "memory":
-        yield memory_bench()
+        yield memory_store()
         return
     redis: Redis = request.getfixturevalue(request.param)
     keys, hour = redis_keys(redis, namespace), redis_keys(redis, namespace, lease_ttl_ms=HOUR_MS)
-    with redis_bench(redis, namespace, keys, hour) as bench:
-        yield bench
+    with redis_store(redis, namespace, keys, hour) as under_test:
+        yield under_test
     for each in (keys, hour):
         await each.close()
 
 
-def memory_bench() -> Bench:
+def memory_store() -> StoreUnderTest:
     clock = Clock()
     server = Server("run/replid", clock)
     keys, hour = (
@@ -81,11 +81,11 @@ def memory_bench() -> Bench:
     def fill(full: bool) -> None:
         server.full = full
 
-    return Bench(keys, server.flush, server.save, clock.pass_ms, lambda: clock.now_ms, fill, hour)
+    return StoreUnderTest(keys, server.flush, server.save, clock.pass_ms, lambda: clock.now_ms, fill, hour)
 
 
 @contextlib.contextmanager
-def redis_bench(redis: Redis, namespace: str, keys: RedisKeys, hour: RedisKeys) -> Iterator[Bench]:
+def redis_store(redis: Redis, namespace: str, keys: RedisKeys, hour: RedisKeys) -> Iterator[StoreUnderTest]:
     pattern = f"{{{namespace}:0}}*".encode()
     with redis.client() as client:
 
@@ -112,7 +112,7 @@ def redis_bench(redis: Redis, namespace: str, keys: RedisKeys, hour: RedisKeys) 
             client.config_set("maxmemory", 1 if full else 0)
 
         try:
-            yield Bench(keys, forget, save, lambda ms: time.sleep(ms / 1000), now_ms, limit, hour)
+            yield StoreUnderTest(keys, forget, save, lambda ms: time.sleep(ms / 1000), now_ms, limit, hour)
         finally:
             limit(full=False)
 

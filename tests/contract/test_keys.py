@@ -8,7 +8,7 @@ from deploy.stack import Redis
 from service.claims.keys import Found, Heartbeat, StoreGeneration
 from service.claims.states import Claimed, Delivered, DeliveredBatch, Outcome, Row
 from service.core.problems import Fenced, StoreAway, StoreLost
-from tests.contract.conftest import LEASE_MS, RETENTION_MS, Bench, assert_expires, redis_keys
+from tests.contract.conftest import LEASE_MS, RETENTION_MS, StoreUnderTest, assert_expires, redis_keys
 
 ID, OTHER, THIRD = b"i" * 16, b"o" * 16, b"t" * 16
 FP, FP2 = b"f" * 8, b"2" * 8
@@ -19,26 +19,26 @@ def delivered(at: int, fp: bytes = FP, offset: int = 7) -> Delivered:
     return Delivered(at, fp, "orders", 3, offset, at + 1)
 
 
-async def test_a_claim_is_made_once(bench: Bench) -> None:
-    generation = await bench.settled()
-    before = bench.now_ms()
-    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+async def test_a_claim_is_made_once(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    before = under_test.now_ms()
+    (claim,) = await under_test.keys.claim(generation, 0, 10, [(ID, FP)])
     assert claim.outcome is Outcome.NEW
     assert isinstance(claim.state, Claimed)
     assert (claim.state.slot, claim.state.term, claim.state.fp) == (0, 10, FP)
-    assert before <= claim.state.at <= bench.now_ms()
+    assert before <= claim.state.at <= under_test.now_ms()
     for slot, term, fp in ((0, 10, FP), (1, 20, FP), (1, 20, FP2)):
-        (again,) = await bench.keys.claim(generation, slot, term, [(ID, fp)])
+        (again,) = await under_test.keys.claim(generation, slot, term, [(ID, fp)])
         assert (again.outcome, again.state, again.leased) == (Outcome.IN_PROGRESS, claim.state, False)
-    assert await bench.keys.take(generation, 0, "me")
-    (again,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
+    assert await under_test.keys.take(generation, 0, "me")
+    (again,) = await under_test.keys.claim(generation, 1, 20, [(ID, FP)])
     assert again.leased
 
 
-async def test_many_claims_in_one_call_keep_their_order(bench: Bench) -> None:
-    generation = await bench.settled()
-    await bench.keys.claim(generation, 0, 10, [(OTHER, FP)])
-    claims = await bench.keys.claim(generation, 0, 10, [(ID, FP), (OTHER, FP), (THIRD, FP), (ID, FP)])
+async def test_many_claims_in_one_call_keep_their_order(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    await under_test.keys.claim(generation, 0, 10, [(OTHER, FP)])
+    claims = await under_test.keys.claim(generation, 0, 10, [(ID, FP), (OTHER, FP), (THIRD, FP), (ID, FP)])
     assert [claim.outcome for claim in claims] == [
         Outcome.NEW,
         Outcome.IN_PROGRESS,
@@ -47,266 +47,271 @@ async def test_many_claims_in_one_call_keep_their_order(bench: Bench) -> None:
     ]
 
 
-async def test_an_id_that_is_asked_for_twice_in_one_call_is_new_once(bench: Bench) -> None:
-    generation = await bench.settled()
+async def test_an_id_that_is_asked_for_twice_in_one_call_is_new_once(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
     asked = [(ID, FP), (OTHER, FP), (ID, FP2), (THIRD, FP)]
-    first, _, again, last = await bench.keys.claim(generation, 0, 10, asked)
+    first, _, again, last = await under_test.keys.claim(generation, 0, 10, asked)
     assert (first.outcome, again.outcome, last.outcome) == (Outcome.NEW, Outcome.IN_PROGRESS, Outcome.NEW)
-    assert (await bench.keys.find(generation, ID)).state == again.state == first.state
+    assert (await under_test.keys.find(generation, ID)).state == again.state == first.state
 
 
 @pytest.mark.parametrize(("slot", "term"), [(0, 9), (0, 11), (1, 10), (2, 0)])
-async def test_a_claim_outside_the_slot_s_term_is_fenced(bench: Bench, slot: int, term: int) -> None:
-    generation = await bench.settled()
+async def test_a_claim_outside_the_slot_s_term_is_fenced(under_test: StoreUnderTest, slot: int, term: int) -> None:
+    generation = await under_test.settled()
     with pytest.raises(Fenced):
-        await bench.keys.claim(generation, slot, term, [(ID, FP)])
+        await under_test.keys.claim(generation, slot, term, [(ID, FP)])
     with pytest.raises(Fenced):
-        await bench.keys.claim_all(generation, slot, term, [(ID, FP)])
-    assert (await bench.keys.find(generation, ID)).state is None
+        await under_test.keys.claim_all(generation, slot, term, [(ID, FP)])
+    assert (await under_test.keys.find(generation, ID)).state is None
 
 
-async def test_a_full_store_answers_known_keys_and_claims_nothing(bench: Bench) -> None:
+async def test_a_full_store_answers_known_keys_and_claims_nothing(under_test: StoreUnderTest) -> None:
     """Clients without an answer send again at such a time."""
-    generation = await bench.settled()
-    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
-    await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(claim.state.at))])
-    await bench.keys.claim(generation, 0, 10, [(OTHER, FP)])
+    generation = await under_test.settled()
+    (claim,) = await under_test.keys.claim(generation, 0, 10, [(ID, FP)])
+    await under_test.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(claim.state.at))])
+    await under_test.keys.claim(generation, 0, 10, [(OTHER, FP)])
     asked = [(THIRD, FP), (ID, FP), (ID, FP2), (OTHER, FP)]
     known = [Outcome.DELIVERED, Outcome.CONFLICT, Outcome.IN_PROGRESS]
-    bench.full(True)
-    claims = await bench.keys.claim(generation, 1, 20, asked)
+    under_test.full(True)
+    claims = await under_test.keys.claim(generation, 1, 20, asked)
     assert [claim.outcome for claim in claims] == [Outcome.NOT_CLAIMED, *known]
-    assert (await bench.keys.find(generation, THIRD)).state is None
-    bench.full(False)
-    claims = await bench.keys.claim(generation, 1, 20, asked)
+    assert (await under_test.keys.find(generation, THIRD)).state is None
+    under_test.full(False)
+    claims = await under_test.keys.claim(generation, 1, 20, asked)
     assert [claim.outcome for claim in claims] == [Outcome.NEW, *known]
 
 
-async def test_a_full_store_takes_no_dead_claim_over(bench: Bench) -> None:
-    generation = await bench.settled()
-    (dead,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
-    await bench.keys.replay(generation, [], (0, 12))
-    bench.full(True)
-    (claim,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
+async def test_a_full_store_takes_no_dead_claim_over(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    (dead,) = await under_test.keys.claim(generation, 0, 10, [(ID, FP)])
+    await under_test.keys.replay(generation, [], (0, 12))
+    under_test.full(True)
+    (claim,) = await under_test.keys.claim(generation, 1, 20, [(ID, FP)])
     assert claim.outcome is Outcome.NOT_CLAIMED
-    assert (await bench.keys.find(generation, ID)).state == dead.state
-    bench.full(False)
-    (claim,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
+    assert (await under_test.keys.find(generation, ID)).state == dead.state
+    under_test.full(False)
+    (claim,) = await under_test.keys.claim(generation, 1, 20, [(ID, FP)])
     assert claim.outcome is Outcome.TAKEN_OVER
 
 
-async def test_a_full_store_claims_no_batch_and_answers_a_known_one(bench: Bench) -> None:
-    generation = await bench.settled()
+async def test_a_full_store_claims_no_batch_and_answers_a_known_one(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
     batch = [(ID, FP), (OTHER, FP), (THIRD, FP)]
-    bench.full(True)
-    assert (await bench.keys.claim_all(generation, 0, 10, batch)).outcome is Outcome.NOT_CLAIMED
-    assert await bench.keys.find_all(generation, [id for id, _ in batch]) == [None, None, None]
-    bench.full(False)
-    assert (await bench.keys.claim_all(generation, 0, 10, batch)).outcome is Outcome.NEW
-    bench.full(True)
-    assert (await bench.keys.claim_all(generation, 1, 20, batch)).outcome is Outcome.IN_PROGRESS
+    under_test.full(True)
+    assert (await under_test.keys.claim_all(generation, 0, 10, batch)).outcome is Outcome.NOT_CLAIMED
+    assert await under_test.keys.find_all(generation, [id for id, _ in batch]) == [None, None, None]
+    under_test.full(False)
+    assert (await under_test.keys.claim_all(generation, 0, 10, batch)).outcome is Outcome.NEW
+    under_test.full(True)
+    assert (await under_test.keys.claim_all(generation, 1, 20, batch)).outcome is Outcome.IN_PROGRESS
 
 
-async def test_a_full_store_marks_and_replays_nothing(bench: Bench) -> None:
+async def test_a_full_store_marks_and_replays_nothing(under_test: StoreUnderTest) -> None:
     """The calls are refused before they write, so that they may be repeated later."""
-    generation = await bench.settled()
-    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+    generation = await under_test.settled()
+    (claim,) = await under_test.keys.claim(generation, 0, 10, [(ID, FP)])
     rows: list[Row] = [(ID, delivered(claim.state.at)), (OTHER, delivered(claim.state.at))]
-    bench.full(True)
+    under_test.full(True)
     with pytest.raises(StoreAway):
-        await bench.keys.mark(generation, 0, 10, 10, 11, rows)
+        await under_test.keys.mark(generation, 0, 10, 10, 11, rows)
     with pytest.raises(StoreAway):
-        await bench.keys.replay(generation, rows, (0, 12))
-    assert await bench.keys.find_all(generation, [ID, OTHER]) == [claim.state, None]
-    assert await bench.keys.applied(generation, 0) == 10
-    bench.full(False)
-    assert await bench.keys.mark(generation, 0, 10, 10, 11, rows) == 0
-    await bench.keys.replay(generation, rows, (0, 12))
-    assert await bench.keys.applied(generation, 0) == 12
+        await under_test.keys.replay(generation, rows, (0, 12))
+    assert await under_test.keys.find_all(generation, [ID, OTHER]) == [claim.state, None]
+    assert await under_test.keys.applied(generation, 0) == 10
+    under_test.full(False)
+    assert await under_test.keys.mark(generation, 0, 10, 10, 11, rows) == 0
+    await under_test.keys.replay(generation, rows, (0, 12))
+    assert await under_test.keys.applied(generation, 0) == 12
 
 
-async def test_a_marked_claim_is_replayed_or_in_conflict(bench: Bench) -> None:
-    generation = await bench.settled()
-    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+async def test_a_marked_claim_is_replayed_or_in_conflict(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    (claim,) = await under_test.keys.claim(generation, 0, 10, [(ID, FP)])
     answer = delivered(claim.state.at)
-    assert await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, answer)]) == 0
-    (same,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
-    (other,) = await bench.keys.claim(generation, 1, 20, [(ID, FP2)])
+    assert await under_test.keys.mark(generation, 0, 10, 10, 11, [(ID, answer)]) == 0
+    (same,) = await under_test.keys.claim(generation, 1, 20, [(ID, FP)])
+    (other,) = await under_test.keys.claim(generation, 1, 20, [(ID, FP2)])
     assert (same.outcome, same.state) == (Outcome.DELIVERED, answer)
     assert (other.outcome, other.state) == (Outcome.CONFLICT, answer)
-    assert (await bench.keys.find(generation, ID)).state == answer
+    assert (await under_test.keys.find(generation, ID)).state == answer
 
 
-async def test_a_mark_replaces_only_a_claim_of_its_own_term(bench: Bench) -> None:
-    generation = await bench.settled()
-    (mine,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
+async def test_a_mark_replaces_only_a_claim_of_its_own_term(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    (mine,) = await under_test.keys.claim(generation, 1, 20, [(ID, FP)])
     assert (
-        await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(5)), (OTHER, delivered(mine.state.at))]) == 1
+        await under_test.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(5)), (OTHER, delivered(mine.state.at))])
+        == 1
     )
-    assert (await bench.keys.find(generation, ID)).state == mine.state
+    assert (await under_test.keys.find(generation, ID)).state == mine.state
     # An entry that expired meanwhile comes back: the event is in Kafka.
-    assert (await bench.keys.find(generation, OTHER)).state == delivered(mine.state.at)
+    assert (await under_test.keys.find(generation, OTHER)).state == delivered(mine.state.at)
 
 
-async def test_applied_moves_only_from_the_record_before(bench: Bench) -> None:
+async def test_applied_moves_only_from_the_record_before(under_test: StoreUnderTest) -> None:
     """`applied` moves only from the very record before: a later recovery must find records without a mark."""
-    generation = await bench.settled()
-    assert await bench.keys.applied(generation, 0) == 10
-    await bench.keys.mark(generation, 0, 10, 10, 12, [])
-    assert await bench.keys.applied(generation, 0) == 12
-    await bench.keys.mark(generation, 0, 10, 14, 16, [])  # the mark of 14 has failed
-    assert await bench.keys.applied(generation, 0) == 12
-    await bench.keys.mark(generation, 0, 10, 12, 14, [])
-    assert await bench.keys.applied(generation, 0) == 14
-    assert await bench.keys.applied(generation, 1) == 20
-    assert await bench.keys.applied(generation, 2) is None
+    generation = await under_test.settled()
+    assert await under_test.keys.applied(generation, 0) == 10
+    await under_test.keys.mark(generation, 0, 10, 10, 12, [])
+    assert await under_test.keys.applied(generation, 0) == 12
+    await under_test.keys.mark(generation, 0, 10, 14, 16, [])  # the mark of 14 has failed
+    assert await under_test.keys.applied(generation, 0) == 12
+    await under_test.keys.mark(generation, 0, 10, 12, 14, [])
+    assert await under_test.keys.applied(generation, 0) == 14
+    assert await under_test.keys.applied(generation, 1) == 20
+    assert await under_test.keys.applied(generation, 2) is None
 
 
-async def test_a_dead_claim_is_taken_over_with_its_time(bench: Bench) -> None:
-    generation = await bench.settled()
-    (old,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
-    await bench.keys.replay(generation, [], (0, 30))
-    bench.elapse(5)
-    assert (await bench.keys.find(generation, ID)).dead
-    (new,) = await bench.keys.claim(generation, 1, 20, [(ID, FP2)])
+async def test_a_dead_claim_is_taken_over_with_its_time(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    (old,) = await under_test.keys.claim(generation, 0, 10, [(ID, FP)])
+    await under_test.keys.replay(generation, [], (0, 30))
+    under_test.elapse(5)
+    assert (await under_test.keys.find(generation, ID)).dead
+    (new,) = await under_test.keys.claim(generation, 1, 20, [(ID, FP2)])
     assert (new.outcome, new.state) == (Outcome.TAKEN_OVER, Claimed(1, 20, old.state.at, FP2))
-    assert (await bench.keys.find(generation, ID)).state == new.state
+    assert (await under_test.keys.find(generation, ID)).state == new.state
     # The claim of its own term is marked, that of the ended term is not.
-    assert await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(old.state.at))]) == 1
-    assert await bench.keys.mark(generation, 1, 20, 20, 21, [(ID, delivered(old.state.at, FP2))]) == 0
+    assert await under_test.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(old.state.at))]) == 1
+    assert await under_test.keys.mark(generation, 1, 20, 20, 21, [(ID, delivered(old.state.at, FP2))]) == 0
 
 
-async def test_a_release_gives_up_only_own_claims(bench: Bench) -> None:
-    generation = await bench.settled()
-    await bench.keys.claim(generation, 0, 10, [(ID, FP)])
-    await bench.keys.claim(generation, 1, 20, [(OTHER, FP)])
-    await bench.keys.mark(generation, 0, 10, 10, 11, [(THIRD, delivered(bench.now_ms()))])
-    await bench.keys.release(generation, 0, 10, [ID, OTHER, THIRD])
-    states = [type(state) for state in await bench.keys.find_all(generation, [ID, OTHER, THIRD])]
+async def test_a_release_gives_up_only_own_claims(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    await under_test.keys.claim(generation, 0, 10, [(ID, FP)])
+    await under_test.keys.claim(generation, 1, 20, [(OTHER, FP)])
+    await under_test.keys.mark(generation, 0, 10, 10, 11, [(THIRD, delivered(under_test.now_ms()))])
+    await under_test.keys.release(generation, 0, 10, [ID, OTHER, THIRD])
+    states = [type(state) for state in await under_test.keys.find_all(generation, [ID, OTHER, THIRD])]
     assert states == [type(None), Claimed, Delivered]
 
 
-async def test_an_atomic_batch_is_claimed_whole_or_not(bench: Bench) -> None:
-    generation = await bench.settled()
+async def test_an_atomic_batch_is_claimed_whole_or_not(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
     asked = [(ID, FP), (OTHER, FP), (THIRD, FP2)]
-    await bench.keys.claim(generation, 1, 20, [(THIRD, FP2)])
-    busy = await bench.keys.claim_all(generation, 0, 10, asked)
+    await under_test.keys.claim(generation, 1, 20, [(THIRD, FP2)])
+    busy = await under_test.keys.claim_all(generation, 0, 10, asked)
     assert (busy.outcome, busy.leased) == (Outcome.IN_PROGRESS, False)
-    assert await bench.keys.find_all(generation, [ID, OTHER]) == [None, None]
+    assert await under_test.keys.find_all(generation, [ID, OTHER]) == [None, None]
 
-    await bench.keys.release(generation, 1, 20, [THIRD])
-    won = await bench.keys.claim_all(generation, 0, 10, asked)
+    await under_test.keys.release(generation, 1, 20, [THIRD])
+    won = await under_test.keys.claim_all(generation, 0, 10, asked)
     assert won.outcome is Outcome.NEW
-    assert await bench.keys.find_all(generation, [ID, OTHER, THIRD]) == [
+    assert await under_test.keys.find_all(generation, [ID, OTHER, THIRD]) == [
         Claimed(0, 10, won.state.at, fp) for fp in (FP, FP, FP2)
     ]
     whole = DeliveredBatch(won.state.at, FP, 2)
     rows: list[Row] = [(ID, whole), (OTHER, delivered(won.state.at)), (THIRD, delivered(won.state.at, FP2, 8))]
-    assert await bench.keys.mark(generation, 0, 10, 10, 11, rows) == 0
-    again = await bench.keys.claim_all(generation, 1, 20, asked)
+    assert await under_test.keys.mark(generation, 0, 10, 10, 11, rows) == 0
+    again = await under_test.keys.claim_all(generation, 1, 20, asked)
     assert (again.outcome, again.state) == (Outcome.DELIVERED, whole)
-    other = await bench.keys.claim_all(generation, 1, 20, [(ID, FP2), (OTHER, FP)])
+    other = await under_test.keys.claim_all(generation, 1, 20, [(ID, FP2), (OTHER, FP)])
     assert other.outcome is Outcome.CONFLICT
-    assert (await bench.keys.claim(generation, 1, 20, [(ID, FP)]))[0].state == whole
+    assert (await under_test.keys.claim(generation, 1, 20, [(ID, FP)]))[0].state == whole
 
 
-async def test_a_slot_is_leased_to_one_process_until_it_gives_it_back(bench: Bench) -> None:
-    generation = await bench.settled()
-    assert await bench.keys.take(generation, 0, "a")
-    assert await bench.keys.take(generation, 0, "a")
-    assert not await bench.keys.take(generation, 0, "b")
-    assert (await bench.keys.heartbeat(generation, "a", 3, {0: -1})).slots == "mff"
-    heartbeat = await bench.keys.heartbeat(generation, "b", 3, {})
+async def test_a_slot_is_leased_to_one_process_until_it_gives_it_back(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    assert await under_test.keys.take(generation, 0, "a")
+    assert await under_test.keys.take(generation, 0, "a")
+    assert not await under_test.keys.take(generation, 0, "b")
+    assert (await under_test.keys.heartbeat(generation, "a", 3, {0: -1})).slots == "mff"
+    heartbeat = await under_test.keys.heartbeat(generation, "b", 3, {})
     assert (heartbeat.members, heartbeat.slots) == (2, "tff")
     assert (
-        await bench.keys.heartbeat(generation, "b", 3, {0: -1})
+        await under_test.keys.heartbeat(generation, "b", 3, {0: -1})
     ).slots == "tff"  # the reply shows that the slot was lost
-    await bench.keys.give_back(generation, 0, "b", True)  # the lease is not b's
-    assert (await bench.keys.heartbeat(generation, "b", 1, {})).slots == "t"
-    await bench.keys.give_back(generation, 0, "a", True)
-    assert (await bench.keys.heartbeat(generation, "b", 1, {})).slots == "f"
-    assert await bench.keys.take(generation, 0, "b")
-    await bench.keys.give_back(generation, 0, "b", False)
-    assert (await bench.keys.heartbeat(generation, "a", 1, {})).slots == "d"
-    await bench.keys.leave(generation, "a")
-    assert (await bench.keys.heartbeat(generation, "b", 1, {})).members == 1
+    await under_test.keys.give_back(generation, 0, "b", True)  # the lease is not b's
+    assert (await under_test.keys.heartbeat(generation, "b", 1, {})).slots == "t"
+    await under_test.keys.give_back(generation, 0, "a", True)
+    assert (await under_test.keys.heartbeat(generation, "b", 1, {})).slots == "f"
+    assert await under_test.keys.take(generation, 0, "b")
+    await under_test.keys.give_back(generation, 0, "b", False)
+    assert (await under_test.keys.heartbeat(generation, "a", 1, {})).slots == "d"
+    await under_test.keys.leave(generation, "a")
+    assert (await under_test.keys.heartbeat(generation, "b", 1, {})).members == 1
 
 
-async def test_slots_beyond_those_that_a_process_knows_are_seen_once_they_were_taken(bench: Bench) -> None:
+async def test_slots_beyond_those_that_a_process_knows_are_seen_once_they_were_taken(
+    under_test: StoreUnderTest,
+) -> None:
     """While SLOTS_MAX is raised, a process with the lower value must also see dead slots beyond its own."""
-    generation = await bench.settled()
-    await bench.keys.take(generation, 10, "new")
-    assert (await bench.keys.heartbeat(generation, "old", 2, {})).slots == 10 * "f" + "t"
-    await bench.keys.give_back(generation, 10, "new", False)
-    assert (await bench.keys.heartbeat(generation, "old", 2, {})).slots == 10 * "f" + "d"
-    await bench.keys.take(generation, 10, "old")
-    assert (await bench.keys.heartbeat(generation, "old", 2, {10: -1})).slots == 10 * "f" + "m"
-    await bench.keys.give_back(generation, 10, "old", True)
-    assert (await bench.keys.heartbeat(generation, "old", 2, {})).slots == "ff"
-    assert (await bench.keys.heartbeat(generation, "old", 2, {3: -1})).slots == "fffm"
+    generation = await under_test.settled()
+    await under_test.keys.take(generation, 10, "new")
+    assert (await under_test.keys.heartbeat(generation, "old", 2, {})).slots == 10 * "f" + "t"
+    await under_test.keys.give_back(generation, 10, "new", False)
+    assert (await under_test.keys.heartbeat(generation, "old", 2, {})).slots == 10 * "f" + "d"
+    await under_test.keys.take(generation, 10, "old")
+    assert (await under_test.keys.heartbeat(generation, "old", 2, {10: -1})).slots == 10 * "f" + "m"
+    await under_test.keys.give_back(generation, 10, "old", True)
+    assert (await under_test.keys.heartbeat(generation, "old", 2, {})).slots == "ff"
+    assert (await under_test.keys.heartbeat(generation, "old", 2, {3: -1})).slots == "fffm"
 
 
-async def test_a_lease_from_before_a_clock_went_back_lasts_no_longer_than_another(bench: Bench) -> None:
-    generation = await bench.settled()
-    assert await bench.hour.take(generation, 0, "gone")
-    assert (await bench.hour.heartbeat(generation, "gone", 2, {0: -1})).slots == "mf"
-    assert (await bench.keys.heartbeat(generation, "here", 2, {})) == Heartbeat(1, "tf")
-    bench.elapse(LEASE_MS + 50)
-    assert (await bench.keys.heartbeat(generation, "here", 2, {})) == Heartbeat(1, "df")
+async def test_a_lease_from_before_a_clock_went_back_lasts_no_longer_than_another(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    assert await under_test.hour.take(generation, 0, "gone")
+    assert (await under_test.hour.heartbeat(generation, "gone", 2, {0: -1})).slots == "mf"
+    assert (await under_test.keys.heartbeat(generation, "here", 2, {})) == Heartbeat(1, "tf")
+    under_test.elapse(LEASE_MS + 50)
+    assert (await under_test.keys.heartbeat(generation, "here", 2, {})) == Heartbeat(1, "df")
 
 
-async def test_a_silent_process_loses_its_slots(bench: Bench) -> None:
-    generation = await bench.settled()
-    await bench.keys.take(generation, 0, "silent")
-    await bench.keys.heartbeat(generation, "silent", 1, {0: -1})
-    bench.elapse(350)
-    heartbeat = await bench.keys.heartbeat(generation, "other", 1, {})
+async def test_a_silent_process_loses_its_slots(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    await under_test.keys.take(generation, 0, "silent")
+    await under_test.keys.heartbeat(generation, "silent", 1, {0: -1})
+    under_test.elapse(350)
+    heartbeat = await under_test.keys.heartbeat(generation, "other", 1, {})
     assert (heartbeat.members, heartbeat.slots) == (1, "d")
     # A holder that was only late continues if no other process took the slot.
-    assert (await bench.keys.heartbeat(generation, "silent", 1, {0: -1})).slots == "m"
+    assert (await under_test.keys.heartbeat(generation, "silent", 1, {0: -1})).slots == "m"
 
 
-async def test_a_heartbeat_renews_only_its_own_leases(bench: Bench) -> None:
+async def test_a_heartbeat_renews_only_its_own_leases(under_test: StoreUnderTest) -> None:
     """A slot of a killed holder is dead after one lease, however often other processes send heartbeats."""
-    generation = await bench.settled()
+    generation = await under_test.settled()
     for slot, token in ((0, "here"), (1, "gone")):
-        assert await bench.keys.take(generation, slot, token)
+        assert await under_test.keys.take(generation, slot, token)
     seen = []
     for _ in range(2):
-        bench.elapse(LEASE_MS * 3 // 5)
-        seen.append((await bench.keys.heartbeat(generation, "here", 2, {0: -1})).slots)
+        under_test.elapse(LEASE_MS * 3 // 5)
+        seen.append((await under_test.keys.heartbeat(generation, "here", 2, {0: -1})).slots)
     assert seen == ["mt", "md"]
-    assert not await bench.keys.take(generation, 0, "another")
+    assert not await under_test.keys.take(generation, 0, "another")
 
 
-async def test_a_slot_that_is_held_through_a_flush_is_dead_and_not_free_once_its_holder_is_gone(bench: Bench) -> None:
+async def test_a_slot_that_is_held_through_a_flush_is_dead_and_not_free_once_its_holder_is_gone(
+    under_test: StoreUnderTest,
+) -> None:
     """A free slot would not be recovered, and its open transaction would stay."""
-    await bench.settled()
-    bench.flush()
-    generation = await bench.settled(generation=2)
-    assert (await bench.keys.heartbeat(generation, "gone", 2, {0: -1})).slots == "mf"
-    bench.elapse(LEASE_MS + 50)
-    assert (await bench.keys.heartbeat(generation, "here", 2, {})).slots == "df"
+    await under_test.settled()
+    under_test.flush()
+    generation = await under_test.settled(generation=2)
+    assert (await under_test.keys.heartbeat(generation, "gone", 2, {0: -1})).slots == "mf"
+    under_test.elapse(LEASE_MS + 50)
+    assert (await under_test.keys.heartbeat(generation, "here", 2, {})).slots == "df"
 
 
-async def test_a_found_claim_has_the_state_of_its_own_slot(bench: Bench) -> None:
-    generation = await bench.settled(freed=(10, 20))
-    (claim,) = await bench.keys.claim(generation, 1, 20, [(ID, FP)])
-    assert await bench.keys.find(generation, ID) == Found(claim.state, dead=False, leased=False)
-    assert await bench.keys.take(generation, 1, "me")
-    assert await bench.keys.find(generation, ID) == Found(claim.state, dead=False, leased=True)
-    await bench.keys.replay(generation, [], (1, 21))
-    assert await bench.keys.find(generation, ID) == Found(claim.state, dead=True, leased=True)
-    answer = delivered(bench.now_ms())
-    await bench.keys.replay(generation, [(ID, answer)])
-    assert await bench.keys.find(generation, ID) == Found(answer)
-    assert await bench.keys.find(generation, OTHER) == Found(None)
+async def test_a_found_claim_has_the_state_of_its_own_slot(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled(freed=(10, 20))
+    (claim,) = await under_test.keys.claim(generation, 1, 20, [(ID, FP)])
+    assert await under_test.keys.find(generation, ID) == Found(claim.state, dead=False, leased=False)
+    assert await under_test.keys.take(generation, 1, "me")
+    assert await under_test.keys.find(generation, ID) == Found(claim.state, dead=False, leased=True)
+    await under_test.keys.replay(generation, [], (1, 21))
+    assert await under_test.keys.find(generation, ID) == Found(claim.state, dead=True, leased=True)
+    answer = delivered(under_test.now_ms())
+    await under_test.keys.replay(generation, [(ID, answer)])
+    assert await under_test.keys.find(generation, ID) == Found(answer)
+    assert await under_test.keys.find(generation, OTHER) == Found(None)
 
 
 @pytest.mark.parametrize("lost", ["a later generation", "an older generation", "another store", "a flush"])
-async def test_every_call_in_another_store_or_generation_is_refused(bench: Bench, lost: str) -> None:
-    generation = await bench.settled(generation=5)
-    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP)])
+async def test_every_call_in_another_store_or_generation_is_refused(under_test: StoreUnderTest, lost: str) -> None:
+    generation = await under_test.settled(generation=5)
+    (claim,) = await under_test.keys.claim(generation, 0, 10, [(ID, FP)])
     wrong = {
         "a later generation": StoreGeneration(6, generation.store),
         "an older generation": StoreGeneration(4, generation.store),
@@ -314,9 +319,9 @@ async def test_every_call_in_another_store_or_generation_is_refused(bench: Bench
         "a flush": generation,
     }[lost]
     if lost == "a flush":
-        bench.flush()
-        assert (await bench.keys.who()).generation is None
-    keys = bench.keys
+        under_test.flush()
+        assert (await under_test.keys.who()).generation is None
+    keys = under_test.keys
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: keys.claim(wrong, 0, 10, [(OTHER, FP)]),
         lambda: keys.claim_all(wrong, 0, 10, [(OTHER, FP)]),
@@ -325,7 +330,7 @@ async def test_every_call_in_another_store_or_generation_is_refused(bench: Bench
         lambda: keys.find(wrong, ID),
         lambda: keys.find_all(wrong, [ID]),
         lambda: keys.applied(wrong, 0),
-        lambda: keys.replay(wrong, [(ID, delivered(bench.now_ms()))], (0, 30)),
+        lambda: keys.replay(wrong, [(ID, delivered(under_test.now_ms()))], (0, 30)),
         lambda: keys.take(wrong, 0, "me"),
         lambda: keys.give_back(wrong, 0, "me", True),
         lambda: keys.heartbeat(wrong, "me", 2, {}),
@@ -335,21 +340,21 @@ async def test_every_call_in_another_store_or_generation_is_refused(bench: Bench
         with pytest.raises(StoreLost):
             await call()
     if lost == "a flush":
-        generation = await bench.settled(generation=6)
+        generation = await under_test.settled(generation=6)
     assert (await keys.find(generation, ID)).state == (None if lost == "a flush" else claim.state)
     assert (await keys.find(generation, OTHER)).state is None
     assert (await keys.heartbeat(generation, "me", 2, {})).slots == "ff"
     assert await keys.applied(generation, 0) == 10
 
 
-async def test_a_key_is_forgotten_after_its_retention(bench: Bench) -> None:
-    generation = await bench.settled()
-    at = bench.now_ms() - RETENTION_MS + 200
-    await bench.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(at))])
-    assert (await bench.keys.find(generation, ID)).state == delivered(at)
-    bench.elapse(300)
-    assert (await bench.keys.find(generation, ID)).state is None
-    (claim,) = await bench.keys.claim(generation, 0, 10, [(ID, FP2)])
+async def test_a_key_is_forgotten_after_its_retention(under_test: StoreUnderTest) -> None:
+    generation = await under_test.settled()
+    at = under_test.now_ms() - RETENTION_MS + 200
+    await under_test.keys.mark(generation, 0, 10, 10, 11, [(ID, delivered(at))])
+    assert (await under_test.keys.find(generation, ID)).state == delivered(at)
+    under_test.elapse(300)
+    assert (await under_test.keys.find(generation, ID)).state is None
+    (claim,) = await under_test.keys.claim(generation, 0, 10, [(ID, FP2)])
     assert claim.outcome is Outcome.NEW
 
 
@@ -375,30 +380,30 @@ async def test_a_mark_leaves_the_time_at_which_a_key_is_forgotten(redis: Redis, 
     await keys.close()
 
 
-async def test_each_key_is_remembered_for_the_retention_that_it_was_claimed_with(bench: Bench) -> None:
+async def test_each_key_is_remembered_for_the_retention_that_it_was_claimed_with(under_test: StoreUnderTest) -> None:
     """In one call; the mark, and the replay into another store, keep it. A retention of 0 is the store's own."""
-    generation = await bench.settled()
+    generation = await under_test.settled()
     ids = [bytes([n]) * 16 for n in range(5)]
     long_s, short_s = 3 * RETENTION_MS // 1000, RETENTION_MS // 4000
     ttls_s = [0, long_s, long_s, short_s, 0]
-    claims = await bench.keys.claim(generation, 0, 10, [(id, FP) for id in ids], ttls_s)
+    claims = await under_test.keys.claim(generation, 0, 10, [(id, FP) for id in ids], ttls_s)
     assert {claim.outcome for claim in claims} == {Outcome.NEW}
     rows: list[Row] = [
         (id, Delivered(claim.state.at, FP, "orders", 3, n, claim.state.at, ttl_s))
         for n, (id, claim, ttl_s) in enumerate(zip(ids, claims, ttls_s, strict=True))
     ]
-    assert await bench.keys.mark(generation, 0, 10, 10, 11, rows) == 0
-    assert await bench.keys.find_all(generation, ids) == [state for _, state in rows]
-    bench.flush()
-    generation = await bench.settled(generation=6)
-    aged = bench.now_ms() - RETENTION_MS // 2
+    assert await under_test.keys.mark(generation, 0, 10, 10, 11, rows) == 0
+    assert await under_test.keys.find_all(generation, ids) == [state for _, state in rows]
+    under_test.flush()
+    generation = await under_test.settled(generation=6)
+    aged = under_test.now_ms() - RETENTION_MS // 2
     old: list[Row] = [
         (id, Delivered(aged, FP, "orders", 3, n, aged, ttl_s))
         for n, (id, ttl_s) in enumerate(zip(ids, ttls_s, strict=True))
     ]
-    older: Row = (b"o" * 16, DeliveredBatch(bench.now_ms() - 2 * RETENTION_MS, FP, 2, long_s))
-    await bench.keys.replay(generation, [*old, older], (0, 30))
-    found = await bench.keys.find_all(generation, [*ids, older[0]])
+    older: Row = (b"o" * 16, DeliveredBatch(under_test.now_ms() - 2 * RETENTION_MS, FP, 2, long_s))
+    await under_test.keys.replay(generation, [*old, older], (0, 30))
+    found = await under_test.keys.find_all(generation, [*ids, older[0]])
     assert found == [*(state if state.ttl_s != short_s else None for _, state in old), older[1]]
 
 

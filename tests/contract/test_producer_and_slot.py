@@ -35,7 +35,7 @@ NOW_MS = time.time_ns() // 1_000_000
 
 
 @dataclass
-class Bench:
+class TopicsUnderTest:
     """The topics: one with two partitions, one that accepts only small records, and a ledger."""
 
     topic: str
@@ -51,7 +51,7 @@ class Bench:
 # Kafka 4.0 and newer have transactions of version 2 (KIP-890) finalized; "kafka" does not use them. Older ones have
 # "kafka, version 2" use version 1.
 IN_VERSION_2 = pytest.mark.parametrize(
-    "bench",
+    "under_test",
     [
         pytest.param(
             "kafka, version 2",
@@ -65,7 +65,7 @@ IN_VERSION_2 = pytest.mark.parametrize(
 
 
 @pytest.fixture(params=["memory", "kafka", "kafka, version 2"])
-async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+async def under_test(request: pytest.FixtureRequest) -> AsyncIterator[TopicsUnderTest]:
     unique = uuid.uuid4().hex[:8]
     topic, narrow, ledger = f"data-{unique}", f"narrow-{unique}", f"ledger-{unique}"
     made: list[TransactionalProducer] = []
@@ -83,7 +83,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             logs = enumerate(broker.topics[name])
             return [(partition, offset, value) for partition, log in logs for offset, value in log.committed()]
 
-        yield Bench(topic, narrow, ledger, new_fake, look)
+        yield TopicsUnderTest(topic, narrow, ledger, new_fake, look)
         return
 
     kafka: Kafka = request.getfixturevalue("kafka")
@@ -108,7 +108,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
         found = await asyncio.to_thread(read_committed, kafka.bootstrap, [name])
         return sorted((*record.place[1:], record.value) for record in found)
 
-    yield Bench(topic, narrow, ledger, new_producer, read)
+    yield TopicsUnderTest(topic, narrow, ledger, new_producer, read)
     for producer in made:
         await producer.close()
     await cluster.close()
@@ -127,142 +127,147 @@ async def write_in(slot: Slot, record: Record) -> LedgerPosition:
     return await slot.commit([], {})
 
 
-async def writing(bench: Bench) -> TransactionalProducer:
+async def writing(under_test: TopicsUnderTest) -> TransactionalProducer:
     """Make a producer that has written to both partitions, and so knows their leaders."""
-    producer = await bench.new_producer("slot")
-    await write(producer, [bench.record(b"0", 0), bench.record(b"1", 1)], (bench.ledger, 0))
+    producer = await under_test.new_producer("slot")
+    await write(producer, [under_test.record(b"0", 0), under_test.record(b"1", 1)], (under_test.ledger, 0))
     return producer
 
 
-async def test_a_transaction_returns_the_offsets_of_its_records(bench: Bench) -> None:
-    producer = await bench.new_producer("slot")
-    records = [bench.record(b"a", 1), bench.record(b"b", 0), bench.record(b"c", 1), bench.record(b"d", 0)]
-    places, offset = await write(producer, records, (bench.ledger, 1), b"noted")
+async def test_a_transaction_returns_the_offsets_of_its_records(under_test: TopicsUnderTest) -> None:
+    producer = await under_test.new_producer("slot")
+    records = [
+        under_test.record(b"a", 1),
+        under_test.record(b"b", 0),
+        under_test.record(b"c", 1),
+        under_test.record(b"d", 0),
+    ]
+    places, offset = await write(producer, records, (under_test.ledger, 1), b"noted")
     assert places == [
         RecordMetadata(0, NOW_MS),
         RecordMetadata(0, NOW_MS),
         RecordMetadata(1, NOW_MS),
         RecordMetadata(1, NOW_MS),
     ]
-    assert await bench.read(bench.topic) == [(0, 0, b"b"), (0, 1, b"d"), (1, 0, b"a"), (1, 1, b"c")]
-    assert await bench.read(bench.ledger) == [(1, offset, b"noted")]
+    assert await under_test.read(under_test.topic) == [(0, 0, b"b"), (0, 1, b"d"), (1, 0, b"a"), (1, 1, b"c")]
+    assert await under_test.read(under_test.ledger) == [(1, offset, b"noted")]
 
 
-async def test_offsets_grow_by_more_than_the_records(bench: Bench) -> None:
+async def test_offsets_grow_by_more_than_the_records(under_test: TopicsUnderTest) -> None:
     """Each transaction leaves a marker, so offsets are not counts."""
-    producer = await bench.new_producer("slot")
-    (first,), one = await write(producer, [bench.record(b"a")], (bench.ledger, 0))
-    (second,), two = await write(producer, [bench.record(b"b")], (bench.ledger, 0))
+    producer = await under_test.new_producer("slot")
+    (first,), one = await write(producer, [under_test.record(b"a")], (under_test.ledger, 0))
+    (second,), two = await write(producer, [under_test.record(b"b")], (under_test.ledger, 0))
     assert (first.offset, second.offset) == (0, 2)
     assert (one, two) == (0, 2)
 
 
-async def test_a_begin_record_is_a_transaction_without_events(bench: Bench) -> None:
-    producer = await bench.new_producer("slot")
-    places, offset = await write(producer, [], (bench.ledger, 0))
+async def test_a_begin_record_is_a_transaction_without_events(under_test: TopicsUnderTest) -> None:
+    producer = await under_test.new_producer("slot")
+    places, offset = await write(producer, [], (under_test.ledger, 0))
     assert (places, offset) == ([], 0)
-    assert await bench.read(bench.ledger) == [(0, 0, b"a line")]
+    assert await under_test.read(under_test.ledger) == [(0, 0, b"a line")]
 
 
-async def test_a_transaction_may_be_opened_before_its_records_are_known(bench: Bench) -> None:
+async def test_a_transaction_may_be_opened_before_its_records_are_known(under_test: TopicsUnderTest) -> None:
     """A partition without a record gets a marker too, and a partition that was not opened is added."""
-    producer = await writing(bench)
+    producer = await writing(under_test)
     await asyncio.sleep(MARKERS_S)
-    producer.begin_early([(bench.topic, 0), (bench.topic, 1), (bench.ledger, 0)])
-    places, offset = await write(producer, [bench.record(b"a", 0)], (bench.ledger, 0))
+    producer.begin_early([(under_test.topic, 0), (under_test.topic, 1), (under_test.ledger, 0)])
+    places, offset = await write(producer, [under_test.record(b"a", 0)], (under_test.ledger, 0))
     assert (places, offset) == ([RecordMetadata(2, NOW_MS)], 2)
     await asyncio.sleep(MARKERS_S)
-    producer.begin_early([(bench.topic, 0), (bench.ledger, 0)])
-    places, offset = await write(producer, [bench.record(b"b", 1)], (bench.ledger, 0))
+    producer.begin_early([(under_test.topic, 0), (under_test.ledger, 0)])
+    places, offset = await write(producer, [under_test.record(b"b", 1)], (under_test.ledger, 0))
     assert (places, offset) == ([RecordMetadata(3, NOW_MS)], 4)
-    assert await bench.read(bench.topic) == [(0, 0, b"0"), (0, 2, b"a"), (1, 0, b"1"), (1, 3, b"b")]
+    assert await under_test.read(under_test.topic) == [(0, 0, b"0"), (0, 2, b"a"), (1, 0, b"1"), (1, 3, b"b")]
 
 
-async def test_an_opened_transaction_that_is_abandoned_is_ended(bench: Bench) -> None:
-    producer = await writing(bench)
+async def test_an_opened_transaction_that_is_abandoned_is_ended(under_test: TopicsUnderTest) -> None:
+    producer = await writing(under_test)
     await producer.abandon()  # does nothing without an open transaction
     await asyncio.sleep(MARKERS_S)
-    producer.begin_early([(bench.topic, 0), (bench.ledger, 0)])
+    producer.begin_early([(under_test.topic, 0), (under_test.ledger, 0)])
     await producer.abandon()
-    places, offset = await write(producer, [bench.record(b"a", 0)], (bench.ledger, 0))
+    places, offset = await write(producer, [under_test.record(b"a", 0)], (under_test.ledger, 0))
     assert (places, offset) == ([RecordMetadata(3, NOW_MS)], 3), "the markers of the one that was ended come before"
 
 
-async def test_one_transaction_may_be_opened_right_behind_another(bench: Bench) -> None:
+async def test_one_transaction_may_be_opened_right_behind_another(under_test: TopicsUnderTest) -> None:
     """Whether or not the markers of the first transaction are written."""
-    producer = await writing(bench)
+    producer = await writing(under_test)
     written = []
     for n in range(12):
-        producer.begin_early([(bench.topic, 0), (bench.ledger, 0)])
+        producer.begin_early([(under_test.topic, 0), (under_test.ledger, 0)])
         if n % 3:
-            await write(producer, [bench.record(b"%d" % (10 + n))], (bench.ledger, 0))
+            await write(producer, [under_test.record(b"%d" % (10 + n))], (under_test.ledger, 0))
             written.append(b"%d" % (10 + n))
         else:
             await producer.abandon()
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"0", *written, b"1"]
+    assert [value for *_, value in await under_test.read(under_test.topic)] == [b"0", *written, b"1"]
 
 
-async def test_a_missing_topic_fails_only_the_records_for_it(bench: Bench) -> None:
+async def test_a_missing_topic_fails_only_the_records_for_it(under_test: TopicsUnderTest) -> None:
     """The events of other topics are written."""
-    producer = await writing(bench)
-    producer.begin_early([(bench.topic, 0), ("not-there-" + bench.topic, 0), (bench.ledger, 0)])
-    await write(producer, [bench.record(b"a")], (bench.ledger, 0))
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
+    producer = await writing(under_test)
+    producer.begin_early([(under_test.topic, 0), ("not-there-" + under_test.topic, 0), (under_test.ledger, 0)])
+    await write(producer, [under_test.record(b"a")], (under_test.ledger, 0))
+    assert [value for *_, value in await under_test.read(under_test.topic)] == [b"0", b"a", b"1"]
 
 
-async def test_an_open_of_a_fenced_producer_fails_as_fenced(bench: Bench) -> None:
-    old = await writing(bench)
-    await bench.new_producer("slot")
-    old.begin_early([(bench.topic, 0), (bench.ledger, 0)])
+async def test_an_open_of_a_fenced_producer_fails_as_fenced(under_test: TopicsUnderTest) -> None:
+    old = await writing(under_test)
+    await under_test.new_producer("slot")
+    old.begin_early([(under_test.topic, 0), (under_test.ledger, 0)])
     with pytest.raises(TransactionFailed) as caught:
         await old.abandon()
     assert caught.value.outcome is TransactionOutcome.FENCED
 
 
-async def test_a_producer_may_close_while_a_transaction_is_being_opened(bench: Bench) -> None:
-    old = await writing(bench)
-    old.begin_early([(bench.topic, 0), (bench.ledger, 0)])
+async def test_a_producer_may_close_while_a_transaction_is_being_opened(under_test: TopicsUnderTest) -> None:
+    old = await writing(under_test)
+    old.begin_early([(under_test.topic, 0), (under_test.ledger, 0)])
     await old.close()
-    new = await bench.new_producer("slot")
-    await write(new, [bench.record(b"a")], (bench.ledger, 0))
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"a", b"1"]
+    new = await under_test.new_producer("slot")
+    await write(new, [under_test.record(b"a")], (under_test.ledger, 0))
+    assert [value for *_, value in await under_test.read(under_test.topic)] == [b"0", b"a", b"1"]
 
 
-async def test_the_next_producer_fences_the_last(bench: Bench) -> None:
-    old = await bench.new_producer("slot")
-    await write(old, [bench.record(b"a")], (bench.ledger, 0))
-    new = await bench.new_producer("slot")
+async def test_the_next_producer_fences_the_last(under_test: TopicsUnderTest) -> None:
+    old = await under_test.new_producer("slot")
+    await write(old, [under_test.record(b"a")], (under_test.ledger, 0))
+    new = await under_test.new_producer("slot")
     assert new.producer_id == old.producer_id
     assert new.epoch == old.epoch + 1
     with pytest.raises(TransactionFailed) as caught:
-        await write(old, [bench.record(b"zombie")], (bench.ledger, 0))
+        await write(old, [under_test.record(b"zombie")], (under_test.ledger, 0))
     assert caught.value.outcome is not TransactionOutcome.COMMITTED
     assert not caught.value.record_errors
-    await write(new, [bench.record(b"b")], (bench.ledger, 0))
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
+    await write(new, [under_test.record(b"b")], (under_test.ledger, 0))
+    assert [value for *_, value in await under_test.read(under_test.topic)] == [b"a", b"b"]
 
 
 @IN_VERSION_2
-async def test_each_transaction_has_an_epoch_of_its_own_where_version_2_is_used(bench: Bench) -> None:
+async def test_each_transaction_has_an_epoch_of_its_own_where_version_2_is_used(under_test: TopicsUnderTest) -> None:
     """A record batch has the epoch under which it was written, as its stamp has, and a late EndTxn meets no other."""
-    producer = await bench.new_producer("slot")
-    session, epochs, partitions = producer._session, [], [(bench.topic, 0), (bench.ledger, 0)]
+    producer = await under_test.new_producer("slot")
+    session, epochs, partitions = producer._session, [], [(under_test.topic, 0), (under_test.ledger, 0)]
     for n in range(3):
         epochs.append(producer.epoch)
         if n:  # the leaders are known: one request adds the partitions, and no Produce does
             producer.begin_early(partitions)
             assert producer._early_begin is not None
-        await write(producer, [bench.record(b"%d" % n)], (bench.ledger, 0))
+        await write(producer, [under_test.record(b"%d" % n)], (under_test.ledger, 0))
         await session.await_markers()
     assert [epoch - epochs[0] for epoch in epochs] == [0, 1, 2]
-    entries, _, _ = await fetch(producer.hanging.client, (bench.topic, 0), 0)
+    entries, _, _ = await fetch(producer.hanging.client, (under_test.topic, 0), 0)
     assert [(entry.epoch, entry.marker is None) for entry in entries] == [
         (epoch + (not is_record), is_record) for epoch in epochs for is_record in (True, False)
     ], "each marker has the next transaction's epoch"
     late = EndTxnAndBumpRequest(session.transactional_id, session.producer_id, epochs[-1], True)
     builder = builder_of(0, True, session.producer_id, epochs[-1], 1, 10_000)
     builder.append(NOW_MS, None, b"late", [])
-    late_batch = session.transactional_id, -1, 1_000, [(bench.topic, [(0, builder.build())])]
+    late_batch = session.transactional_id, -1, 1_000, [(under_test.topic, [(0, builder.build())])]
 
     async def late_requests_are_refused() -> None:
         assert (await session.request(session.coordinator, late)).error_code == PRODUCER_FENCED
@@ -272,73 +277,73 @@ async def test_each_transaction_has_an_epoch_of_its_own_where_version_2_is_used(
 
     producer.begin_early(partitions)
     await late_requests_are_refused()
-    await producer.send([bench.record(b"open")], (bench.ledger, 0))
+    await producer.send([under_test.record(b"open")], (under_test.ledger, 0))
     await late_requests_are_refused()
     await producer.commit(b"its own")
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"0", b"1", b"2", b"open"]
+    assert [value for *_, value in await under_test.read(under_test.topic)] == [b"0", b"1", b"2", b"open"]
 
 
 @IN_VERSION_2
-async def test_an_abort_without_a_partition_raises_the_epoch(bench: Bench) -> None:
+async def test_an_abort_without_a_partition_raises_the_epoch(under_test: TopicsUnderTest) -> None:
     """As after refused offsets: a late request of the aborted transaction cannot join the next one."""
-    producer = await bench.new_producer("slot")
+    producer = await under_test.new_producer("slot")
     before = producer.epoch
     await producer._session.abort_transaction()
     assert producer.epoch == before + 1
-    await write(producer, [bench.record(b"a")], (bench.ledger, 0))
+    await write(producer, [under_test.record(b"a")], (under_test.ledger, 0))
     await producer._session.abort_transaction()
     assert producer.epoch == before + 3
-    await write(producer, [bench.record(b"b")], (bench.ledger, 0))
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"a", b"b"]
+    await write(producer, [under_test.record(b"b")], (under_test.ledger, 0))
+    assert [value for *_, value in await under_test.read(under_test.topic)] == [b"a", b"b"]
 
 
-async def test_a_producer_does_not_fence_other_transactional_ids(bench: Bench) -> None:
-    one, other = await bench.new_producer("slot.0"), await bench.new_producer("slot.1")
+async def test_a_producer_does_not_fence_other_transactional_ids(under_test: TopicsUnderTest) -> None:
+    one, other = await under_test.new_producer("slot.0"), await under_test.new_producer("slot.1")
     for producer, value in ((one, b"1"), (other, b"2"), (one, b"3")):
-        await write(producer, [bench.record(value)], (bench.ledger, 0))
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"1", b"2", b"3"]
+        await write(producer, [under_test.record(value)], (under_test.ledger, 0))
+    assert [value for *_, value in await under_test.read(under_test.topic)] == [b"1", b"2", b"3"]
 
 
-async def test_records_that_were_sent_and_not_committed_are_never_visible(bench: Bench) -> None:
-    old = await bench.new_producer("slot")
+async def test_records_that_were_sent_and_not_committed_are_never_visible(under_test: TopicsUnderTest) -> None:
+    old = await under_test.new_producer("slot")
 
-    await old.send([bench.record(b"lost")], (bench.ledger, 0))
+    await old.send([under_test.record(b"lost")], (under_test.ledger, 0))
     await old.close()
-    new = await bench.new_producer("slot")
-    await write(new, [bench.record(b"kept")], (bench.ledger, 0))
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"kept"]
+    new = await under_test.new_producer("slot")
+    await write(new, [under_test.record(b"kept")], (under_test.ledger, 0))
+    assert [value for *_, value in await under_test.read(under_test.topic)] == [b"kept"]
 
 
-async def test_a_refusal_names_the_topic_and_nothing_of_the_group_is_seen(bench: Bench) -> None:
-    producer = await bench.new_producer("slot")
-    poison = bench.record(b"x" * 2000, topic=bench.narrow)
+async def test_a_refusal_names_the_topic_and_nothing_of_the_group_is_seen(under_test: TopicsUnderTest) -> None:
+    producer = await under_test.new_producer("slot")
+    poison = under_test.record(b"x" * 2000, topic=under_test.narrow)
     with pytest.raises(TransactionFailed) as caught:
-        await write(producer, [bench.record(b"innocent"), poison], (bench.ledger, 0))
+        await write(producer, [under_test.record(b"innocent"), poison], (under_test.ledger, 0))
     assert caught.value.outcome is TransactionOutcome.ABORTED
     assert {topic: error.kind.code for topic, error in caught.value.record_errors.items()} == {
-        bench.narrow: "too-large"
+        under_test.narrow: "too-large"
     }
     await producer.close()
-    await bench.new_producer("slot")
-    assert await bench.read(bench.topic) == []
+    await under_test.new_producer("slot")
+    assert await under_test.read(under_test.topic) == []
 
 
-async def test_a_topic_that_is_not_there_is_named(bench: Bench) -> None:
-    producer = await bench.new_producer("slot")
-    gone = bench.record(b"x", topic="not-there-" + bench.topic)
+async def test_a_topic_that_is_not_there_is_named(under_test: TopicsUnderTest) -> None:
+    producer = await under_test.new_producer("slot")
+    gone = under_test.record(b"x", topic="not-there-" + under_test.topic)
     with pytest.raises(TransactionFailed) as caught:
-        await write(producer, [gone], (bench.ledger, 0))
+        await write(producer, [gone], (under_test.ledger, 0))
     assert {error.kind.code for error in caught.value.record_errors.values()} == {"unknown-topic"}
 
 
-async def test_a_closed_producer_writes_no_more(bench: Bench) -> None:
-    producer = await bench.new_producer("slot")
+async def test_a_closed_producer_writes_no_more(under_test: TopicsUnderTest) -> None:
+    producer = await under_test.new_producer("slot")
     await producer.close()
     await producer.close()
     with pytest.raises(TransactionFailed):
-        await write(producer, [bench.record(b"late")], (bench.ledger, 0))
-    await bench.new_producer("slot")
-    assert await bench.read(bench.topic) == []
+        await write(producer, [under_test.record(b"late")], (under_test.ledger, 0))
+    await under_test.new_producer("slot")
+    assert await under_test.read(under_test.topic) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- slot
@@ -372,11 +377,11 @@ async def keys() -> Forgetful:
     return Forgetful(server, retention_ms=10**7, least_left_ms=10, lease_ttl_ms=1000)
 
 
-async def ready(bench: Bench, keys: Forgetful, epochs: list[int] | None = None) -> Slot:
+async def ready(under_test: TopicsUnderTest, keys: Forgetful, epochs: list[int] | None = None) -> Slot:
     """Make slot 1, recovered to READY; `epochs` gets the one under which its begin record is written."""
-    slot = Slot(1, keys, bench.ledger, "me", Plain())
+    slot = Slot(1, keys, under_test.ledger, "me", Plain())
     slot.move(SlotEvent.LEASE)
-    slot.enter(StoreGeneration(5, "run/replid"), await bench.new_producer("slot.1"))
+    slot.enter(StoreGeneration(5, "run/replid"), await under_test.new_producer("slot.1"))
     if epochs is not None:
         epochs.append(slot.producer.epoch)
     await slot.begin_term(NOW_MS)
@@ -390,10 +395,10 @@ def row(name: bytes, offset: int) -> tuple[bytes, Delivered]:
     return name * 16, Delivered(NOW_MS, b"f" * 8, "data", 0, offset, NOW_MS)
 
 
-async def test_a_slot_s_term_is_the_offset_of_its_begin_record(bench: Bench, keys: Forgetful) -> None:
+async def test_a_slot_s_term_is_the_offset_of_its_begin_record(under_test: TopicsUnderTest, keys: Forgetful) -> None:
     epochs: list[int] = []
-    slot = await ready(bench, keys, epochs)
-    ((partition, offset, value),) = await bench.read(bench.ledger)
+    slot = await ready(under_test, keys, epochs)
+    ((partition, offset, value),) = await under_test.read(under_test.ledger)
     assert (partition, offset) == (1, slot.term)
     begin = decode_ledger(value)
     assert begin == Begin(1, slot.producer.producer_id, epochs[0], "me", 5, NOW_MS)
@@ -401,19 +406,19 @@ async def test_a_slot_s_term_is_the_offset_of_its_begin_record(bench: Bench, key
     slot.move(SlotEvent.FAIL)
     await slot.close_producers()
     slot.move(SlotEvent.RECOVER)
-    slot.enter(StoreGeneration(5, "run/replid"), await bench.new_producer("slot.1"))
+    slot.enter(StoreGeneration(5, "run/replid"), await under_test.new_producer("slot.1"))
     assert await slot.begin_term(NOW_MS) > first
 
 
-async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Forgetful) -> None:
-    slot = await ready(bench, keys)
-    first = await write_in(slot, bench.record(b"a"))
+async def test_a_write_links_its_record_to_the_one_before(under_test: TopicsUnderTest, keys: Forgetful) -> None:
+    slot = await ready(under_test, keys)
+    first = await write_in(slot, under_test.record(b"a"))
     epoch = slot.producer.epoch
-    second = await write_in(slot, bench.record(b"b"))
+    second = await write_in(slot, under_test.record(b"b"))
     assert (first.term, first.previous) == (slot.term, slot.term)
     assert second.previous == first.offset
     assert slot.state is SlotState.READY
-    *_, (_, offset, value) = await bench.read(bench.ledger)
+    *_, (_, offset, value) = await under_test.read(under_test.ledger)
     assert offset == second.offset
     assert decode_ledger(value) == LedgerRecord(1, slot.producer.producer_id, epoch, "me", [])
     await slot.mark(first, [row(b"a", 0)])
@@ -421,10 +426,10 @@ async def test_a_write_links_its_record_to_the_one_before(bench: Bench, keys: Fo
     assert await keys.applied(slot.generation, 1) == second.offset
 
 
-async def test_a_mark_that_failed_is_owed_and_paid_in_order(bench: Bench, keys: Forgetful) -> None:
-    slot = await ready(bench, keys)
-    first = await write_in(slot, bench.record(b"a"))
-    second = await write_in(slot, bench.record(b"b"))
+async def test_a_mark_that_failed_is_owed_and_paid_in_order(under_test: TopicsUnderTest, keys: Forgetful) -> None:
+    slot = await ready(under_test, keys)
+    first = await write_in(slot, under_test.record(b"a"))
+    second = await write_in(slot, under_test.record(b"b"))
     keys.refuse = 2
     with pytest.raises(StoreAway):
         await slot.mark(first, [row(b"a", 0)])
@@ -438,18 +443,20 @@ async def test_a_mark_that_failed_is_owed_and_paid_in_order(bench: Bench, keys: 
     assert await keys.find_all(slot.generation, [b"a" * 16, b"b" * 16]) == [row(b"a", 0)[1], row(b"b", 2)[1]]
 
 
-async def test_after_a_failure_a_slot_writes_only_with_a_new_producer(bench: Bench, keys: Forgetful) -> None:
-    slot = await ready(bench, keys)
-    thief = await bench.new_producer("slot.1")
+async def test_after_a_failure_a_slot_writes_only_with_a_new_producer(
+    under_test: TopicsUnderTest, keys: Forgetful
+) -> None:
+    slot = await ready(under_test, keys)
+    thief = await under_test.new_producer("slot.1")
     with pytest.raises(TransactionFailed):
-        await write_in(slot, bench.record(b"a"))
+        await write_in(slot, under_test.record(b"a"))
     assert slot.state is SlotState.DOUBT
     with pytest.raises(IllegalMove):
-        await write_in(slot, bench.record(b"a"))
+        await write_in(slot, under_test.record(b"a"))
     await slot.close_producers()
     assert isinstance(slot.idempotent, Plain)
     assert slot.idempotent.closed == 1, "what it has on its way would go on past the term"
     with pytest.raises(AssertionError, match="no producer"):
         _ = slot.producer
-    await write(thief, [bench.record(b"b")], (bench.ledger, 1))
-    assert [value for *_, value in await bench.read(bench.topic)] == [b"b"]
+    await write(thief, [under_test.record(b"b")], (under_test.ledger, 1))
+    assert [value for *_, value in await under_test.read(under_test.topic)] == [b"b"]

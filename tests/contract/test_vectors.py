@@ -52,7 +52,7 @@ def present(now: int) -> dict[str, KeyState]:
 NAMES = list(present(0))
 
 
-class Bed:
+class StatesInRedis:
     """A Redis whose states are set directly, without an operation."""
 
     def __init__(self, keys: RedisKeys, client: Client, namespace: str, generation: StoreGeneration) -> None:
@@ -95,14 +95,14 @@ class Bed:
 
 
 @pytest.fixture(params=SERVERS)
-async def bed(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Bed]:
+async def redis_states(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[StatesInRedis]:
     redis: Redis = request.getfixturevalue(request.param)
     keys = redis_keys(redis, namespace)
     store = (await keys.who()).store
     assert await keys.recover(await keys.who(), "first")
     await keys.recover_end(store, "first", 1, [FREED.get(slot, -1) for slot in range(3)])
     with redis.client() as client:
-        yield Bed(keys, client, namespace, StoreGeneration(1, store))
+        yield StatesInRedis(keys, client, namespace, StoreGeneration(1, store))
     await keys.close()
 
 
@@ -122,132 +122,141 @@ def ids(count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("fp", [FP, FP2])
-async def test_a_claim_does_what_the_table_of_states_says(bed: Bed, fp: bytes) -> None:
-    now = bed.now_ms()
+async def test_a_claim_does_what_the_table_of_states_says(redis_states: StatesInRedis, fp: bytes) -> None:
+    now = redis_states.now_ms()
     before = present(now)
     for id, state in zip(ids(len(before)), before.values(), strict=True):
-        bed.put(id, state)
-    claims = await bed.keys.claim(bed.generation, SLOT, TERM, [(id, fp) for id in ids(len(before))])
+        redis_states.put(id, state)
+    claims = await redis_states.keys.claim(redis_states.generation, SLOT, TERM, [(id, fp) for id in ids(len(before))])
     for id, (name, state), claim in zip(ids(len(before)), before.items(), claims, strict=True):
         wanted = states.claim(state, Claimed(SLOT, TERM, now, fp), freed, RETENTION_MS, LEAST_LEFT_MS)
         assert claim.outcome is wanted.outcome, name
         assert anytime(claim.state, now) == anytime(wanted.state, now), name
-        assert anytime(bed.get(id), now) == anytime(wanted.state, now), name
+        assert anytime(redis_states.get(id), now) == anytime(wanted.state, now), name
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_many_claims_in_one_call_end_as_each_would_alone(bed: Bed, name: str) -> None:
+async def test_many_claims_in_one_call_end_as_each_would_alone(redis_states: StatesInRedis, name: str) -> None:
     """New keys are written many at a time, if none of them exists; the result must be that of single calls."""
-    now = bed.now_ms()
+    now = redis_states.now_ms()
     before: list[KeyState] = [None] * 250
     before[99] = before[240] = present(now)[name]
     for id, state in zip(ids(250), before, strict=True):
-        bed.put(id, state)
-    claims = await bed.keys.claim(bed.generation, SLOT, TERM, [(id, FP) for id in ids(250)])
+        redis_states.put(id, state)
+    claims = await redis_states.keys.claim(redis_states.generation, SLOT, TERM, [(id, FP) for id in ids(250)])
     wanted = [states.claim(s, Claimed(SLOT, TERM, now, FP), freed, RETENTION_MS, LEAST_LEFT_MS) for s in before]
     assert [claim.outcome for claim in claims] == [each.outcome for each in wanted]
     states_wanted = [anytime(each.state, now) for each in wanted]
     assert [anytime(claim.state, now) for claim in claims] == states_wanted
-    assert [anytime(bed.get(id), now) for id in ids(250)] == states_wanted
+    assert [anytime(redis_states.get(id), now) for id in ids(250)] == states_wanted
 
 
 @pytest.mark.parametrize("present_id", [None, 1])
-async def test_new_claims_are_written_with_one_msetex_where_the_server_has_it(bed: Bed, present_id: int | None) -> None:
+async def test_new_claims_are_written_with_one_msetex_where_the_server_has_it(
+    redis_states: StatesInRedis, present_id: int | None
+) -> None:
     """The answers are the same without MSETEX, so the server's call counts are compared."""
-    now = bed.now_ms()
+    now = redis_states.now_ms()
     if present_id is not None:
-        bed.put(ids(3)[present_id], present(now)["delivered"])
-    has = bed.has_msetex()
-    before = bed.calls("set"), bed.calls("msetex")
-    await bed.keys.claim(bed.generation, SLOT, TERM, [(id, FP) for id in ids(3)])
+        redis_states.put(ids(3)[present_id], present(now)["delivered"])
+    has = redis_states.has_msetex()
+    before = redis_states.calls("set"), redis_states.calls("msetex")
+    await redis_states.keys.claim(redis_states.generation, SLOT, TERM, [(id, FP) for id in ids(3)])
     one_by_one = not has or present_id is not None
-    assert (bed.calls("set") - before[0], bed.calls("msetex") - before[1]) == (3 * one_by_one, 1 * has)
+    assert (redis_states.calls("set") - before[0], redis_states.calls("msetex") - before[1]) == (
+        3 * one_by_one,
+        1 * has,
+    )
 
 
 @pytest.mark.parametrize("first", NAMES)
-async def test_an_atomic_batch_is_claimed_whole_or_not_at_all(bed: Bed, first: str) -> None:
+async def test_an_atomic_batch_is_claimed_whole_or_not_at_all(redis_states: StatesInRedis, first: str) -> None:
     """A whole and two members, in each combination of states."""
     for second, third in product(NAMES, NAMES):
-        await _claim_all(bed, (first, second, third))
+        await _claim_all(redis_states, (first, second, third))
 
 
-async def _claim_all(bed: Bed, names: Sequence[str]) -> None:
-    now = bed.now_ms()
+async def _claim_all(redis_states: StatesInRedis, names: Sequence[str]) -> None:
+    now = redis_states.now_ms()
     before = [present(now)[name] for name in names]
     for id, state in zip(ids(3), before, strict=True):
-        bed.put(id, state)
-    claim = await bed.keys.claim_all(bed.generation, SLOT, TERM, [(id, FP) for id in ids(3)])
+        redis_states.put(id, state)
+    claim = await redis_states.keys.claim_all(redis_states.generation, SLOT, TERM, [(id, FP) for id in ids(3)])
     wanted, written = states.claim_all(before, [Claimed(SLOT, TERM, now, FP)] * 3, freed, RETENTION_MS, LEAST_LEFT_MS)
     assert claim.outcome is wanted.outcome, names
     assert anytime(claim.state, now) == anytime(wanted.state, now), names
-    after = [anytime(bed.get(id), now) for id in ids(3)]
+    after = [anytime(redis_states.get(id), now) for id in ids(3)]
     assert after == [anytime(state, now) for state in written or before], names
 
 
-async def test_a_mark_does_what_the_table_of_states_says(bed: Bed) -> None:
-    now = bed.now_ms()
+async def test_a_mark_does_what_the_table_of_states_says(redis_states: StatesInRedis) -> None:
+    now = redis_states.now_ms()
     before = present(now)
     marked = Delivered(now - 1_000, FP, "orders", 1, 77, now)
     for id, state in zip(ids(len(before)), before.values(), strict=True):
-        bed.put(id, state)
-    untouched = await bed.keys.mark(
-        bed.generation, SLOT, TERM, TERM, TERM + 1, [(id, marked) for id in ids(len(before))]
+        redis_states.put(id, state)
+    untouched = await redis_states.keys.mark(
+        redis_states.generation, SLOT, TERM, TERM, TERM + 1, [(id, marked) for id in ids(len(before))]
     )
     wanted = [states.mark(state, SLOT, TERM, marked) for state in before.values()]
-    assert [bed.get(id) for id in ids(len(before))] == wanted
+    assert [redis_states.get(id) for id in ids(len(before))] == wanted
     assert untouched == sum(state != marked for state in wanted)
 
 
-async def test_a_release_does_what_the_table_of_states_says(bed: Bed) -> None:
-    before = present(bed.now_ms())
+async def test_a_release_does_what_the_table_of_states_says(redis_states: StatesInRedis) -> None:
+    before = present(redis_states.now_ms())
     for id, state in zip(ids(len(before)), before.values(), strict=True):
-        bed.put(id, state)
-    await bed.keys.release(bed.generation, SLOT, TERM, ids(len(before)))
-    assert [bed.get(id) for id in ids(len(before))] == [states.release(s, SLOT, TERM) for s in before.values()]
+        redis_states.put(id, state)
+    await redis_states.keys.release(redis_states.generation, SLOT, TERM, ids(len(before)))
+    assert [redis_states.get(id) for id in ids(len(before))] == [states.release(s, SLOT, TERM) for s in before.values()]
 
 
 @pytest.mark.parametrize("age_ms", [500, 1_000, 1_500, RETENTION_MS - 1_000, RETENTION_MS + 1])
 @pytest.mark.parametrize("batch", [False, True])
-async def test_a_replay_does_what_the_table_of_states_says(bed: Bed, age_ms: int, batch: bool) -> None:
-    now = bed.now_ms()
+async def test_a_replay_does_what_the_table_of_states_says(
+    redis_states: StatesInRedis, age_ms: int, batch: bool
+) -> None:
+    now = redis_states.now_ms()
     before, at = present(now), now - age_ms
     entry = DeliveredBatch(at, FP2, 5) if batch else Delivered(at, FP2, "ledgered", 0, 3, at)
     for id, state in zip(ids(len(before)), before.values(), strict=True):
-        bed.put(id, state)
-    await bed.keys.replay(bed.generation, [(id, entry) for id in ids(len(before))])
+        redis_states.put(id, state)
+    await redis_states.keys.replay(redis_states.generation, [(id, entry) for id in ids(len(before))])
     wanted = [states.replay(state, entry, now, RETENTION_MS) for state in before.values()]
-    assert dict(zip(before, [bed.get(id) for id in ids(len(before))], strict=True)) == dict(
+    assert dict(zip(before, [redis_states.get(id) for id in ids(len(before))], strict=True)) == dict(
         zip(before, wanted, strict=True)
     )
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_many_replayed_entries_in_one_call_end_as_each_would_alone(bed: Bed, name: str) -> None:
+async def test_many_replayed_entries_in_one_call_end_as_each_would_alone(
+    redis_states: StatesInRedis, name: str
+) -> None:
     """Entries with one time are written together, if none of them exists; the result must be that of single calls."""
-    now = bed.now_ms()
+    now = redis_states.now_ms()
     ages_ms = [500] * 120 + [1_500] * 30 + [RETENTION_MS + 1] * 5 + [500] * 40 + [700, 900, 700] * 15 + [500] * 10
     rows = [(id, delivered(number, now - ms)) for number, (id, ms) in enumerate(zip(ids(250), ages_ms, strict=True))]
     before: list[KeyState] = [None] * 250
     before[99] = before[140] = before[152] = before[249] = present(now)[name]
     for id, state in zip(ids(250), before, strict=True):
-        bed.put(id, state)
-    await bed.keys.replay(bed.generation, rows)
+        redis_states.put(id, state)
+    await redis_states.keys.replay(redis_states.generation, rows)
     wanted = [states.replay(state, entry, now, RETENTION_MS) for state, (_, entry) in zip(before, rows, strict=True)]
-    assert [bed.get(id) for id in ids(250)] == wanted
+    assert [redis_states.get(id) for id in ids(250)] == wanted
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_many_marks_in_one_call_end_as_each_would_alone(bed: Bed, name: str) -> None:
-    now, other = bed.now_ms(), present(bed.now_ms())[name]
+async def test_many_marks_in_one_call_end_as_each_would_alone(redis_states: StatesInRedis, name: str) -> None:
+    now, other = redis_states.now_ms(), present(redis_states.now_ms())[name]
     before: list[KeyState] = [Claimed(SLOT, TERM, now - number // 120, FP2) for number in range(250)]
     before[99] = before[140] = before[249] = other
     ats = [state.at if state else now for state in before]
     rows = [(id, delivered(number, at)) for number, (id, at) in enumerate(zip(ids(250), ats, strict=True))]
     for id, state in zip(ids(250), before, strict=True):
-        bed.put(id, state)
-    untouched = await bed.keys.mark(bed.generation, SLOT, TERM, TERM, TERM + 1, rows)
+        redis_states.put(id, state)
+    untouched = await redis_states.keys.mark(redis_states.generation, SLOT, TERM, TERM, TERM + 1, rows)
     wanted = [states.mark(state, SLOT, TERM, entry) for state, (_, entry) in zip(before, rows, strict=True)]
-    assert [bed.get(id) for id in ids(250)] == wanted
+    assert [redis_states.get(id) for id in ids(250)] == wanted
     assert untouched == sum(state != entry for state, (_, entry) in zip(wanted, rows, strict=True))
 
 
@@ -266,27 +275,27 @@ def test_a_packed_state_unpacks_to_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("state", [b"Z" + bytes(60), b"D", b"Z" + bytes(8) + FP + bytes(20)], ids=repr)
-async def test_a_state_that_no_script_writes_is_unreadable(bed: Bed, state: bytes) -> None:
+async def test_a_state_that_no_script_writes_is_unreadable(redis_states: StatesInRedis, state: bytes) -> None:
     """Such a key is neither delivered nor in conflict; no claim of it stands, and it keeps its state."""
-    key = bed.prefix + b"k" + ids(1)[0]
-    bed.client.set(key, state)
-    claims = await bed.keys.claim(bed.generation, SLOT, TERM, [(id, FP) for id in ids(2)])
+    key = redis_states.prefix + b"k" + ids(1)[0]
+    redis_states.client.set(key, state)
+    claims = await redis_states.keys.claim(redis_states.generation, SLOT, TERM, [(id, FP) for id in ids(2)])
     assert [claim.outcome for claim in claims] == [states.Outcome.UNREADABLE, states.Outcome.NEW]
     assert (
-        await bed.keys.claim_all(bed.generation, SLOT, TERM, [(ids(1)[0], FP)])
+        await redis_states.keys.claim_all(redis_states.generation, SLOT, TERM, [(ids(1)[0], FP)])
     ).outcome is states.Outcome.UNREADABLE
     with pytest.raises(StoreBug, match="the state of a key"):
-        await bed.keys.find(bed.generation, ids(1)[0])
-    assert bed.client.get(key) == state
+        await redis_states.keys.find(redis_states.generation, ids(1)[0])
+    assert redis_states.client.get(key) == state
 
 
-async def test_a_script_that_fails_is_a_bug_and_no_store_that_is_lost(bed: Bed) -> None:
-    bed.client.set(bed.prefix + b"f", b"no hash")
+async def test_a_script_that_fails_is_a_bug_and_no_store_that_is_lost(redis_states: StatesInRedis) -> None:
+    redis_states.client.set(redis_states.prefix + b"f", b"no hash")
     with pytest.raises(StoreBug, match="WRONGTYPE"):
-        await bed.keys.claim(bed.generation, SLOT, TERM, [(ids(1)[0], FP)])
-    bed.client.delete(bed.prefix + b"f")
-    bed.client.set(bed.prefix + b"k" + ids(1)[0], b"C")
+        await redis_states.keys.claim(redis_states.generation, SLOT, TERM, [(ids(1)[0], FP)])
+    redis_states.client.delete(redis_states.prefix + b"f")
+    redis_states.client.set(redis_states.prefix + b"k" + ids(1)[0], b"C")
     with pytest.raises(StoreBug, match="user_script"):
-        await bed.keys.find(bed.generation, ids(1)[0])
+        await redis_states.keys.find(redis_states.generation, ids(1)[0])
     with pytest.raises(StoreBug, match="user_script"):
-        await bed.keys._call("no such operation", f"1 {bed.generation.store}", 0)
+        await redis_states.keys._call("no such operation", f"1 {redis_states.generation.store}", 0)

@@ -37,14 +37,14 @@ def kafka(proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ka
         yield broker
 
 
-class Bench:
+class ProxiedProducer:
     """A topic with its ledger, and a transactional id whose producers know the broker by the proxy only."""
 
     def __init__(self, kafka: Kafka, proxy: Proxy) -> None:
         self.kafka = kafka
         self.name = f"data-{uuid.uuid4().hex[:8]}"
         self.cluster = KafkaAdmin(
-            proxy.bootstrap, client_id="bench", request_timeout_ms=TIMEOUT_MS, telemetry=Telemetry()
+            proxy.bootstrap, client_id="proxied", request_timeout_ms=TIMEOUT_MS, telemetry=Telemetry()
         )
         for topic in (self.name, f"{self.name}-ledger"):
             kafka.create_topic(topic)
@@ -78,20 +78,20 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(kafka: Kafka, proxy: Proxy) -> AsyncIterator[Bench]:
-    bench = Bench(kafka, proxy)
-    await bench.producer.start()
-    yield bench
-    await bench.producer.close()
-    await bench.cluster.close()
+async def proxied(kafka: Kafka, proxy: Proxy) -> AsyncIterator[ProxiedProducer]:
+    proxied = ProxiedProducer(kafka, proxy)
+    await proxied.producer.start()
+    yield proxied
+    await proxied.producer.close()
+    await proxied.cluster.close()
 
 
-async def test_a_client_that_bootstraps_by_the_proxy_knows_no_other_way(bench: Bench, proxy: Proxy) -> None:
+async def test_a_client_that_bootstraps_by_the_proxy_knows_no_other_way(proxied: ProxiedProducer, proxy: Proxy) -> None:
     apis = ("Metadata", "FindCoordinator", "InitProducerId", "AddPartitionsToTxn", "Produce", "EndTxn")
     before = {api: proxy.count(api) for api in apis}
-    await bench.replace()
-    await bench.write()
-    assert await bench.committed() == [b"v"]
+    await proxied.replace()
+    await proxied.write()
+    assert await proxied.committed() == [b"v"]
     assert all(proxy.count(api) > before[api] for api in apis)
 
 
@@ -104,117 +104,121 @@ def test_another_vendor_s_client_comes_through_it_too(kafka: Kafka, proxy: Proxy
     assert proxy.count("Produce") == before + 1
 
 
-async def test_a_held_request_has_not_reached_the_broker(bench: Bench, proxy: Proxy) -> None:
-    bench.cluster.request_timeout_ms = 15 * TIMEOUT_MS  # a busy machine may take a second to look up a leader
-    await bench.replace()
-    held = proxy.plan("Produce", "hold", containing=bench.name.encode())
-    writing = asyncio.create_task(bench.write())
+async def test_a_held_request_has_not_reached_the_broker(proxied: ProxiedProducer, proxy: Proxy) -> None:
+    proxied.cluster.request_timeout_ms = 15 * TIMEOUT_MS  # a busy machine may take a second to look up a leader
+    await proxied.replace()
+    held = proxy.plan("Produce", "hold", containing=proxied.name.encode())
+    writing = asyncio.create_task(proxied.write())
     await asyncio.to_thread(held.wait)
-    assert await bench.end() == 0
+    assert await proxied.end() == 0
     assert not writing.done()
     proxy.let_go(held)
     await writing
-    assert await bench.committed() == [b"v"]
+    assert await proxied.committed() == [b"v"]
 
 
-async def test_a_held_request_outlives_its_client(bench: Bench, proxy: Proxy) -> None:
+async def test_a_held_request_outlives_its_client(proxied: ProxiedProducer, proxy: Proxy) -> None:
     """It arrives after its sender has given up, and takes effect unless the producer was fenced."""
-    held = proxy.plan("EndTxn", "hold", client=bench.name)
+    held = proxy.plan("EndTxn", "hold", client=proxied.name)
     with pytest.raises(TransactionFailed) as failed:
-        await bench.write()
+        await proxied.write()
     assert failed.value.outcome is TransactionOutcome.UNKNOWN
-    await bench.producer.close()
-    before = await bench.end()
+    await proxied.producer.close()
+    before = await proxied.end()
     proxy.let_go(held)
-    assert await bench.committed() == [b"v"]
-    assert await bench.end() == before + 1  # the marker
+    assert await proxied.committed() == [b"v"]
+    assert await proxied.end() == before + 1  # the marker
 
 
-async def test_a_late_request_of_a_fenced_producer_changes_nothing(bench: Bench, proxy: Proxy) -> None:
-    held = proxy.plan("EndTxn", "hold", client=bench.name)
+async def test_a_late_request_of_a_fenced_producer_changes_nothing(proxied: ProxiedProducer, proxy: Proxy) -> None:
+    held = proxy.plan("EndTxn", "hold", client=proxied.name)
     with pytest.raises(TransactionFailed):
-        await bench.write(b"given up")
-    await bench.replace()
-    before = await bench.end()
+        await proxied.write(b"given up")
+    await proxied.replace()
+    before = await proxied.end()
     proxy.let_go(held)
-    await bench.write(b"the next")
-    assert await bench.committed() == [b"the next"]
-    assert await bench.end() == before + 2  # a record and its marker
+    await proxied.write(b"the next")
+    assert await proxied.committed() == [b"the next"]
+    assert await proxied.end() == before + 2  # a record and its marker
 
 
 @pytest.mark.parametrize("do", ["drop-reply", "cut"])
-async def test_a_commit_whose_reply_is_lost_has_happened(bench: Bench, proxy: Proxy, do: Do) -> None:
-    lost = proxy.plan("EndTxn", do, client=bench.name)
+async def test_a_commit_whose_reply_is_lost_has_happened(proxied: ProxiedProducer, proxy: Proxy, do: Do) -> None:
+    lost = proxy.plan("EndTxn", do, client=proxied.name)
     started = time.monotonic()
     with pytest.raises(TransactionFailed) as failed:
-        await bench.write()
+        await proxied.write()
     took_s = time.monotonic() - started
     lost.wait(0)
     assert failed.value.outcome is TransactionOutcome.UNKNOWN
-    assert await bench.committed() == [b"v"]
+    assert await proxied.committed() == [b"v"]
     if do == "drop-reply":
         assert took_s >= TIMEOUT_MS / 1000  # the client sees silence
 
 
-async def test_a_request_before_which_the_connection_is_cut_never_arrives(bench: Bench, proxy: Proxy) -> None:
-    lost = proxy.plan("EndTxn", "cut-before", client=bench.name, nth=2)
-    await bench.write(b"first")
+async def test_a_request_before_which_the_connection_is_cut_never_arrives(
+    proxied: ProxiedProducer, proxy: Proxy
+) -> None:
+    lost = proxy.plan("EndTxn", "cut-before", client=proxied.name, nth=2)
+    await proxied.write(b"first")
     with pytest.raises(TransactionFailed):
-        await bench.write(b"second")
+        await proxied.write(b"second")
     assert lost.happened
-    await bench.replace()  # aborts the transaction
-    assert b"first" in await bench.committed()
+    await proxied.replace()  # aborts the transaction
+    assert b"first" in await proxied.committed()
 
 
-async def test_a_held_reply_comes_when_it_is_let_go(bench: Bench, proxy: Proxy) -> None:
-    held = proxy.plan("EndTxn", "hold-reply", client=bench.name)
-    writing = asyncio.create_task(bench.write())
+async def test_a_held_reply_comes_when_it_is_let_go(proxied: ProxiedProducer, proxy: Proxy) -> None:
+    held = proxy.plan("EndTxn", "hold-reply", client=proxied.name)
+    writing = asyncio.create_task(proxied.write())
     await asyncio.to_thread(held.wait)
-    assert await bench.committed() == [b"v"]
+    assert await proxied.committed() == [b"v"]
     assert not writing.done()
     proxy.let_go(held)
     await writing
 
 
-async def test_a_request_is_delayed(bench: Bench, proxy: Proxy) -> None:
-    proxy.plan("AddPartitionsToTxn", "delay", client=bench.name, delay_ms=400)
+async def test_a_request_is_delayed(proxied: ProxiedProducer, proxy: Proxy) -> None:
+    proxy.plan("AddPartitionsToTxn", "delay", client=proxied.name, delay_ms=400)
     started = time.monotonic()
-    await bench.write()
+    await proxied.write()
     assert time.monotonic() - started >= 0.4
 
 
-async def test_only_the_nth_of_those_that_fit(bench: Bench, proxy: Proxy) -> None:
+async def test_only_the_nth_of_those_that_fit(proxied: ProxiedProducer, proxy: Proxy) -> None:
     other = proxy.plan("Produce", "cut", client="another client")
-    third = proxy.plan("Produce", "cut-before", client=bench.name, containing=bench.name.encode() + b"-ledger", nth=3)
-    await bench.write()
-    await bench.write()
+    third = proxy.plan(
+        "Produce", "cut-before", client=proxied.name, containing=proxied.name.encode() + b"-ledger", nth=3
+    )
+    await proxied.write()
+    await proxied.write()
     assert (third.seen, third.happened, third.broker) == (2, False, None)
     with pytest.raises(TransactionFailed):
-        await bench.write()
+        await proxied.write()
     assert (third.seen, third.happened, third.broker) == (3, True, 0)
     assert (other.seen, other.happened) == (0, False)
 
 
 async def test_an_idle_connection_that_is_forgotten_costs_its_producer_a_probe_and_no_term(
-    bench: Bench, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    proxied: ProxiedProducer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No error is reported: sent bytes are lost, and a new connection works."""
-    await bench.write(b"first")
+    await proxied.write(b"first")
     monkeypatch.setattr(connection, "IDLE_S", 0.2)
     await asyncio.sleep(0.3)
     proxy.forget()
-    await bench.write(b"second")
-    assert await bench.committed() == [b"first", b"second"]
+    await proxied.write(b"second")
+    assert await proxied.committed() == [b"first", b"second"]
 
 
 async def test_a_forgotten_connection_costs_a_look_up_a_probe(
-    bench: Bench, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    proxied: ProxiedProducer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await TopicAdmin(bench.cluster).partitions([bench.name]) == {bench.name: 1}
+    assert await TopicAdmin(proxied.cluster).partitions([proxied.name]) == {proxied.name: 1}
     monkeypatch.setattr(connection, "IDLE_S", 0.2)
     await asyncio.sleep(0.3)
     proxy.forget()
-    assert await TopicAdmin(bench.cluster).partitions([bench.name]) == {bench.name: 1}
+    assert await TopicAdmin(proxied.cluster).partitions([proxied.name]) == {proxied.name: 1}
 
 
 def test_a_plan_that_names_no_api_or_fault(proxy: Proxy) -> None:
@@ -224,10 +228,10 @@ def test_a_plan_that_names_no_api_or_fault(proxy: Proxy) -> None:
         proxy.plan("EndTxn", "lose")  # type: ignore[arg-type]
 
 
-async def test_a_broker_that_is_down_is_down_by_the_proxy(kafka: Kafka, bench: Bench) -> None:
+async def test_a_broker_that_is_down_is_down_by_the_proxy(kafka: Kafka, proxied: ProxiedProducer) -> None:
     """The last test of this module: the broker stays down."""
     kafka.kill()
     with pytest.raises(TransactionFailed):
-        await bench.write()
+        await proxied.write()
     with pytest.raises(KafkaAway):
-        await bench.replace()
+        await proxied.replace()

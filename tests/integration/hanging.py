@@ -72,7 +72,7 @@ def _verify(kafka: Kafka, value: str) -> None:
         future.result(WAIT_S)
 
 
-class Rig:
+class HangingProducer:
     """A slot's producer that leaves a transaction behind."""
 
     def __init__(self, cluster: KafkaAdmin, transactional_id: str, ledger: Partition) -> None:
@@ -99,7 +99,7 @@ class Rig:
             session = await self._begun(accepted_at)
         records = []
         for (topic, number), id in entries:
-            stamp = Stamp(id, fp, accepted_at, self._ledger[1], session.producer_id, session.epoch, "rig")
+            stamp = Stamp(id, fp, accepted_at, self._ledger[1], session.producer_id, session.epoch, "hanging_producer")
             records.append(Record(topic, number, None, id, [(STAMP_HEADER, stamp.encode())], accepted_at))
         add = AddPartitionsToTxnRequest(
             session.transactional_id, session.producer_id, session.epoch, [(topic, [n]) for topic, n in marked]
@@ -113,7 +113,7 @@ class Rig:
             named = [
                 Entry(id, fp, accepted_at, *partition, offsets[partition], accepted_at) for partition, id in entries
             ]
-            line = LedgerRecord(self._ledger[1], session.producer_id, session.epoch, "rig", named).encode()
+            line = LedgerRecord(self._ledger[1], session.producer_id, session.epoch, "hanging_producer", named).encode()
             (place,) = await self._send(session, [own_record(*self._ledger, None, line)])
             offsets[self._ledger] = place.offset
         if commit is not None:
@@ -151,7 +151,7 @@ class Rig:
             committed = LedgerOffsets(
                 id, b"f" * 8, now_ms, offsets.group, offsets.member, offsets.generation, positions, at[1], open_from[at]
             )
-            head = self._ledger[1], session.producer_id, session.epoch, "rig"
+            head = self._ledger[1], session.producer_id, session.epoch, "hanging_producer"
             line = LedgerRecord(*head, [named], {}, committed).encode()
             await self._send(session, [own_record(*self._ledger, None, line)])
         end = EndTxnRequest(session.transactional_id, session.producer_id, session.epoch, commit)
@@ -164,7 +164,7 @@ class Rig:
         while True:
             producer = TransactionalProducer(self._cluster, self._transactional_id, 5_000)
             await producer.start()
-            begin = Begin(self._ledger[1], producer.producer_id, producer.epoch, "rig", 1, accepted_at)
+            begin = Begin(self._ledger[1], producer.producer_id, producer.epoch, "hanging_producer", 1, accepted_at)
             try:
                 await producer.send([], self._ledger)
                 await producer.commit(begin.encode())
@@ -201,14 +201,14 @@ async def leave_hanging(
     data, ledger = (asked.topic, 0), (ledger_topic(namespace), slot)
     cluster = KafkaAdmin(
         kafka.bootstrap,
-        client_id="rig",
+        client_id="hanging_producer",
         request_timeout_ms=5_000,
         telemetry=Telemetry(),
         transactions=kafka_versions.transactions(),
     )
     try:
         with unverified(kafka):
-            offsets = await Rig(cluster, transactional_id(namespace, slot), ledger).write(
+            offsets = await HangingProducer(cluster, transactional_id(namespace, slot), ledger).write(
                 [(data, event_id(asked.key))],
                 marked=[data if in_ledger else ledger],
                 commit=commit,

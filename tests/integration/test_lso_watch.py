@@ -21,7 +21,7 @@ from service.kafka.producer import TransactionalProducer
 from service.kafka.security import Security
 from tests.integration.client import Asked
 from tests.integration.conftest import Stage
-from tests.integration.hanging import Rig
+from tests.integration.hanging import HangingProducer
 from tests.integration.judge import read_committed, wait_until_stable
 from tests.secured import PASSWORD, SecuredKafka, acls_of_service, sockets_closed
 
@@ -43,12 +43,14 @@ async def test_a_hanging_transaction_is_ended_without_any_write(stage: Stage, se
         kafka=kafka, slots=1, slots_max=3, transaction_timeout_ms=2_000, request_timeout_ms=2_000
     )
     assert (await stage.client.post(service.url, Asked("before", topic, b"1"))).status == 201
-    cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
+    cluster = KafkaAdmin(kafka.bootstrap, client_id="hanging_producer", request_timeout_ms=5_000, telemetry=Telemetry())
     names = [*(transactional_id(stage.namespace, n) for n in range(2)), f"former-of-{stage.namespace}"]
     for n, name in enumerate(names):
         ledger = ledger_topic(stage.namespace), n
-        rig = Rig(cluster, name, ledger)
-        await rig.write([((topic, n), IDS[n])], marked=[ledger], commit=True, accepted_at=time.time_ns() // 1_000_000)
+        hanging_producer = HangingProducer(cluster, name, ledger)
+        await hanging_producer.write(
+            [((topic, n), IDS[n])], marked=[ledger], commit=True, accepted_at=time.time_ns() // 1_000_000
+        )
     await cluster.close()
 
     await asyncio.to_thread(wait_until_stable, kafka.bootstrap, [topic], WATCHED_S)
@@ -75,9 +77,9 @@ async def test_a_transaction_of_another_namespace_is_named_and_ends_no_term_of_a
         kafka=kafka, slots=1, slots_max=1, transaction_timeout_ms=2_000, request_timeout_ms=2_000
     )
     assert (await stage.client.post(service.url, Asked("before", topic, b"1"))).status == 201
-    cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
+    cluster = KafkaAdmin(kafka.bootstrap, client_id="hanging_producer", request_timeout_ms=5_000, telemetry=Telemetry())
     name, ledger = transactional_id(others, 0), (ledger_topic(others), 0)
-    await Rig(cluster, name, ledger).write([((topic, 0), IDS[0])], marked=[ledger], commit=True)
+    await HangingProducer(cluster, name, ledger).write([((topic, 0), IDS[0])], marked=[ledger], commit=True)
 
     async with asyncio.timeout(WATCHED_S):
         while not (seen := events(service.log, "last stable offset stands still")):  # noqa: ASYNC110

@@ -29,7 +29,7 @@ from tests.contract.fake_registry import FakeRegistry
 from tests.faults.clock import Clock, lacking
 from tests.faults.proxy import Proxy
 from tests.forked import ForkedService
-from tests.integration.hanging import Rig
+from tests.integration.hanging import HangingProducer
 from tests.kubernetes.alerting import NOTHING, Rules, Scrape, check_metrics, scrape, together
 from tests.kubernetes.rendering import Rendered
 from tests.secured import PASSWORD, Authority, SecuredKafka, acls_of_service
@@ -303,9 +303,9 @@ def test_a_transaction_that_hangs_where_the_service_may_not_read(
 
 async def _hang(kafka: SecuredKafka, namespace: str, topic: str) -> None:
     """Leave a transaction of slot 0 open in a partition that its coordinator does not know of."""
-    cluster = KafkaAdmin(kafka.bootstrap, client_id="rig", request_timeout_ms=5_000, telemetry=Telemetry())
-    rig = Rig(cluster, transactional_id(namespace, 0), (ledger_topic(namespace), 0))
-    await rig.write([((topic, 0), b"i" * 16)], marked=[], commit=None, with_record=False)
+    cluster = KafkaAdmin(kafka.bootstrap, client_id="hanging_producer", request_timeout_ms=5_000, telemetry=Telemetry())
+    hanging_producer = HangingProducer(cluster, transactional_id(namespace, 0), (ledger_topic(namespace), 0))
+    await hanging_producer.write([((topic, 0), b"i" * 16)], marked=[], commit=None, with_record=False)
     await cluster.close()
 
 

@@ -54,7 +54,7 @@ class Retentions:
         self.remembered.append(ttl_s)
 
 
-class Bed:
+class WatchedRules:
     """A file of rules that is watched, and the rules that were taken from it."""
 
     def __init__(self, path: Path, text: str = SHOP) -> None:
@@ -88,8 +88,8 @@ class Bed:
 
 
 @pytest.fixture
-def bed(tmp_path: Path) -> Bed:
-    return Bed(tmp_path / "rules.toml")
+def watched(tmp_path: Path) -> WatchedRules:
+    return WatchedRules(tmp_path / "rules.toml")
 
 
 def in_force(telemetry: Telemetry, text: str, schemas: str = "") -> float:
@@ -97,18 +97,18 @@ def in_force(telemetry: Telemetry, text: str, schemas: str = "") -> float:
     return sample(telemetry, "fencepost_rules_info", sha256=digest, schemas=schemas)
 
 
-async def test_a_changed_file_is_taken_once_it_has_settled(bed: Bed) -> None:
-    await bed.look(3)
-    assert (bed.taken, in_force(bed.telemetry, SHOP)) == ([], 1)
+async def test_a_changed_file_is_taken_once_it_has_settled(watched: WatchedRules) -> None:
+    await watched.look(3)
+    assert (watched.taken, in_force(watched.telemetry, SHOP)) == ([], 1)
     changed = SHOP.replace("shop", "till")
-    bed.path.write_text(changed)
-    await bed.look(1)
-    assert bed.taken == [], "a file that is being written is not read"
-    await bed.look(3)
-    assert bed.callers == [["till"]]
-    assert (in_force(bed.telemetry, changed), bed.counted("applied"), bed.counted("refused")) == (1, 1, 0)
-    assert [line["sha256"] for line in bed.logged] == [hashlib.sha256(changed.encode()).hexdigest()]
-    assert sample(bed.telemetry, "fencepost_rules_last_reload_success_timestamp_seconds") > 1_700_000_000
+    watched.path.write_text(changed)
+    await watched.look(1)
+    assert watched.taken == [], "a file that is being written is not read"
+    await watched.look(3)
+    assert watched.callers == [["till"]]
+    assert (in_force(watched.telemetry, changed), watched.counted("applied"), watched.counted("refused")) == (1, 1, 0)
+    assert [line["sha256"] for line in watched.logged] == [hashlib.sha256(changed.encode()).hexdigest()]
+    assert sample(watched.telemetry, "fencepost_rules_last_reload_success_timestamp_seconds") > 1_700_000_000
 
 
 @pytest.mark.parametrize("replaced", ["rules.toml", "schema"])
@@ -129,35 +129,35 @@ async def test_a_file_that_is_replaced_while_the_service_starts_is_taken(
     monkeypatch.setattr(
         loaded_rules, "Schemas", lambda rules: read_and_replace(rules) if rules.topics else Schemas(rules)
     )
-    bed = Bed(tmp_path / "rules.toml", rules)
-    assert sum(in_force(bed.telemetry, rules, hashlib.sha256(text).hexdigest()) for text in (b"{}", b"{}\n")) == 1
-    await bed.look()
-    assert len(bed.taken) == 1
-    assert bed.taken[0].sha256 == hashlib.sha256(bed.path.read_bytes()).hexdigest()
+    watched = WatchedRules(tmp_path / "rules.toml", rules)
+    assert sum(in_force(watched.telemetry, rules, hashlib.sha256(text).hexdigest()) for text in (b"{}", b"{}\n")) == 1
+    await watched.look()
+    assert len(watched.taken) == 1
+    assert watched.taken[0].sha256 == hashlib.sha256(watched.path.read_bytes()).hexdigest()
 
 
-async def test_a_file_that_is_still_being_written_is_not_read(bed: Bed) -> None:
+async def test_a_file_that_is_still_being_written_is_not_read(watched: WatchedRules) -> None:
     for size in range(1, 5):
-        bed.path.write_text(SHOP + "#" * size)
-        await bed.look(1)
-    assert bed.taken == []
-    await bed.look(1)
-    assert len(bed.taken) == 1
+        watched.path.write_text(SHOP + "#" * size)
+        await watched.look(1)
+    assert watched.taken == []
+    await watched.look(1)
+    assert len(watched.taken) == 1
 
 
-async def test_a_bad_file_keeps_the_rules_and_says_why_by_line_once(bed: Bed) -> None:
-    bed.path.write_text(SHOP + "rte = 5\n\n[[topics]]\npattern = 3\n")
-    await bed.look(6)
-    assert (bed.taken, in_force(bed.telemetry, SHOP)) == ([], 1)
-    (line,) = bed.logged
+async def test_a_bad_file_keeps_the_rules_and_says_why_by_line_once(watched: WatchedRules) -> None:
+    watched.path.write_text(SHOP + "rte = 5\n\n[[topics]]\npattern = 3\n")
+    await watched.look(6)
+    assert (watched.taken, in_force(watched.telemetry, SHOP)) == ([], 1)
+    (line,) = watched.logged
     assert line["log_level"] == "error"
-    assert f"{bed.path}:4: rte: no such setting" in line["why"]
-    assert f"{bed.path}:7: pattern:" in line["why"]
-    assert (bed.counted("refused"), sample(bed.telemetry, "fencepost_rules_last_reload_successful")) == (1, 0)
-    bed.path.write_text(SHOP + "rate = 5\n")
-    await bed.look()
-    assert bed.callers == [["shop"]]
-    assert sample(bed.telemetry, "fencepost_rules_last_reload_successful") == 1
+    assert f"{watched.path}:4: rte: no such setting" in line["why"]
+    assert f"{watched.path}:7: pattern:" in line["why"]
+    assert (watched.counted("refused"), sample(watched.telemetry, "fencepost_rules_last_reload_successful")) == (1, 0)
+    watched.path.write_text(SHOP + "rate = 5\n")
+    await watched.look()
+    assert watched.callers == [["shop"]]
+    assert sample(watched.telemetry, "fencepost_rules_last_reload_successful") == 1
 
 
 async def test_the_link_of_a_mounted_config_map_may_be_replaced(tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ async def test_the_link_of_a_mounted_config_map_may_be_replaced(tmp_path: Path) 
     for name in ("rules.toml", "order.json"):
         (tmp_path / name).symlink_to(f"..data/{name}")
     path = tmp_path / "rules.toml"
-    bed = Bed(path, path.read_text())
+    watched = WatchedRules(path, path.read_text())
     publish("2", 20)
-    await bed.look()
-    assert len(bed.taken) == 1
-    assert in_force(bed.telemetry, path.read_text(), hashlib.sha256(b'{"maximum": 20}').hexdigest()) == 1
+    await watched.look()
+    assert len(watched.taken) == 1
+    assert in_force(watched.telemetry, path.read_text(), hashlib.sha256(b'{"maximum": 20}').hexdigest()) == 1
 
 
 @pytest.mark.parametrize("named", ["schema", "secret"])
@@ -190,50 +190,52 @@ async def test_a_change_of_a_file_that_the_rules_name_is_taken(tmp_path: Path, n
         SHOP + '[[topics]]\npattern = "orders"\nschema = "schema"\n[[sources]]\nname = "github"\ntopic = "orders"\n'
         'signature = { scheme = "github", secret_files = ["secret"] }\nidempotency_key = { header = "id" }\n'
     )
-    bed = Bed(tmp_path / "rules.toml", text)
+    watched = WatchedRules(tmp_path / "rules.toml", text)
     (tmp_path / named).write_text('{"type": "string"}')
-    await bed.look()
-    assert len(bed.taken) == 1
+    await watched.look()
+    assert len(watched.taken) == 1
     (tmp_path / named).unlink()
-    await bed.look()
-    assert (len(bed.taken), bed.counted("refused")) == (1, 1)
-    assert named in bed.logged[-1]["why"]
+    await watched.look()
+    assert (len(watched.taken), watched.counted("refused")) == (1, 1)
+    assert named in watched.logged[-1]["why"]
     (tmp_path / named).write_text("{}")
-    await bed.look()
-    assert len(bed.taken) == 2
+    await watched.look()
+    assert len(watched.taken) == 2
 
 
-async def test_a_schema_that_is_written_after_the_rules_that_name_it_is_found(bed: Bed) -> None:
-    bed.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nschema = "late.json"\n')
-    await bed.look()
-    assert (bed.taken, bed.counted("refused")) == ([], 1)
-    (bed.path.parent / "late.json").write_text("{}")
-    await bed.look()
-    assert len(bed.taken) == 1
+async def test_a_schema_that_is_written_after_the_rules_that_name_it_is_found(watched: WatchedRules) -> None:
+    watched.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nschema = "late.json"\n')
+    await watched.look()
+    assert (watched.taken, watched.counted("refused")) == ([], 1)
+    (watched.path.parent / "late.json").write_text("{}")
+    await watched.look()
+    assert len(watched.taken) == 1
 
 
 @pytest.mark.parametrize("text", ["", '[[topics]]\npattern = "orders"\n'])
-async def test_rules_without_any_caller_do_not_open_the_service_to_all(bed: Bed, text: str) -> None:
+async def test_rules_without_any_caller_do_not_open_the_service_to_all(watched: WatchedRules, text: str) -> None:
     """A file that was cut may be valid."""
-    bed.path.write_text(text)
-    await bed.look()
-    assert bed.taken == []
-    assert "every client could write: restart to have it so" in bed.logged[0]["why"]
+    watched.path.write_text(text)
+    await watched.look()
+    assert watched.taken == []
+    assert "every client could write: restart to have it so" in watched.logged[0]["why"]
 
 
-async def test_rules_that_contradict_the_settings_or_the_topics_are_refused(bed: Bed) -> None:
-    bed.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nkey_ttl_s = 5\n')
-    await bed.look()
-    assert "key_ttl_s = 5 of the topics 'orders' is too short" in bed.logged[0]["why"]
-    bed.topics.fault = SettingsError("topic fencepost.ledger has retention.ms=1: set retention.ms=2 on it")
-    bed.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nkey_ttl_s = 1000000\n')
-    await bed.look()
-    assert "set retention.ms=2 on it" in bed.logged[1]["why"]
-    assert (bed.taken, bed.counted("refused")) == ([], 2)
+async def test_rules_that_contradict_the_settings_or_the_topics_are_refused(watched: WatchedRules) -> None:
+    watched.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nkey_ttl_s = 5\n')
+    await watched.look()
+    assert "key_ttl_s = 5 of the topics 'orders' is too short" in watched.logged[0]["why"]
+    watched.topics.fault = SettingsError("topic fencepost.ledger has retention.ms=1: set retention.ms=2 on it")
+    watched.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nkey_ttl_s = 1000000\n')
+    await watched.look()
+    assert "set retention.ms=2 on it" in watched.logged[1]["why"]
+    assert (watched.taken, watched.counted("refused")) == ([], 2)
 
 
 @pytest.mark.parametrize("asked", [False, True])
-async def test_while_kafka_is_away_the_rules_wait(bed: Bed, monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+async def test_while_kafka_is_away_the_rules_wait(
+    watched: WatchedRules, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
     """They are read once, and the log says it once; also if a hangup asked for them, and no file has changed."""
     readings: list[str] = []
 
@@ -242,61 +244,61 @@ async def test_while_kafka_is_away_the_rules_wait(bed: Bed, monkeypatch: pytest.
         return load_rules(path)
 
     monkeypatch.setattr(rules_reload, "load_rules", read)
-    bed.topics.fault = KafkaAway("no broker")
+    watched.topics.fault = KafkaAway("no broker")
     if asked:
-        bed.reload.ask()
+        watched.reload.ask()
     else:
-        bed.path.write_text(SHOP + "rate = 5\n")
-    await bed.look(4)
-    assert (bed.taken, bed.counted("refused"), bed.counted("applied")) == ([], 0, 0)
-    assert [line["why"] for line in bed.logged] == ["no broker"]
-    bed.topics.fault = None
-    await bed.look(3)
-    assert (len(bed.taken), len(readings)) == (1, 1)
+        watched.path.write_text(SHOP + "rate = 5\n")
+    await watched.look(4)
+    assert (watched.taken, watched.counted("refused"), watched.counted("applied")) == ([], 0, 0)
+    assert [line["why"] for line in watched.logged] == ["no broker"]
+    watched.topics.fault = None
+    await watched.look(3)
+    assert (len(watched.taken), len(readings)) == (1, 1)
 
 
-async def test_rules_that_wait_for_kafka_give_way_to_a_later_file(bed: Bed) -> None:
-    bed.topics.fault = KafkaAway("no broker")
-    bed.path.write_text(SHOP + "rate = 5\n")
-    await bed.look(3)
-    bed.path.write_text(SHOP.replace("shop", "till"))
-    bed.topics.fault = None
-    await bed.look(3)
-    assert bed.callers == [["till"]]
+async def test_rules_that_wait_for_kafka_give_way_to_a_later_file(watched: WatchedRules) -> None:
+    watched.topics.fault = KafkaAway("no broker")
+    watched.path.write_text(SHOP + "rate = 5\n")
+    await watched.look(3)
+    watched.path.write_text(SHOP.replace("shop", "till"))
+    watched.topics.fault = None
+    await watched.look(3)
+    assert watched.callers == [["till"]]
 
 
-async def test_a_longer_retention_is_remembered_before_its_rules_hold(bed: Bed) -> None:
-    bed.control.fault = KafkaAway("no broker")
-    bed.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nkey_ttl_s = 500000\n')
-    await bed.look(3)
-    assert (bed.taken, bed.control.remembered) == ([], [])
-    bed.control.fault = None
-    await bed.look()
-    assert (len(bed.taken), bed.control.remembered) == (1, [500_000])
+async def test_a_longer_retention_is_remembered_before_its_rules_hold(watched: WatchedRules) -> None:
+    watched.control.fault = KafkaAway("no broker")
+    watched.path.write_text(SHOP + '[[topics]]\npattern = "orders"\nkey_ttl_s = 500000\n')
+    await watched.look(3)
+    assert (watched.taken, watched.control.remembered) == ([], [])
+    watched.control.fault = None
+    await watched.look()
+    assert (len(watched.taken), watched.control.remembered) == (1, [500_000])
 
 
-async def test_an_earlier_longer_retention_is_logged(bed: Bed) -> None:
+async def test_an_earlier_longer_retention_is_logged(watched: WatchedRules) -> None:
     for ttl_s, expected in ((500_000, {}), (400_000, {"earlier_longest_retention_s": 500_000})):
-        bed.path.write_text(SHOP + f'[[topics]]\npattern = "orders"\nkey_ttl_s = {ttl_s}\n')
-        await bed.look()
-        assert {name: bed.logged[-1][name] for name in bed.logged[-1] if name.startswith("earlier")} == expected
-    assert len(bed.taken) == 2
+        watched.path.write_text(SHOP + f'[[topics]]\npattern = "orders"\nkey_ttl_s = {ttl_s}\n')
+        await watched.look()
+        assert {name: watched.logged[-1][name] for name in watched.logged[-1] if name.startswith("earlier")} == expected
+    assert len(watched.taken) == 2
 
 
-async def test_a_hangup_has_the_rules_read_at_once(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hangup_has_the_rules_read_at_once(watched: WatchedRules, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules_reload, "LOOK_S", 60)
-    running = asyncio.create_task(bed.reload.run())
+    running = asyncio.create_task(watched.reload.run())
     try:
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: len(bed.taken) > 0)
-        bed.path.write_text("[[callers]")
+        await until(lambda: len(watched.taken) > 0)
+        watched.path.write_text("[[callers]")
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: bed.counted("refused") > 0)
+        await until(lambda: watched.counted("refused") > 0)
     finally:
         running.cancel()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
-    assert bed.callers == [["shop"]]
+    assert watched.callers == [["shop"]]
 
 
 async def test_without_a_file_of_rules_a_hangup_does_nothing() -> None:

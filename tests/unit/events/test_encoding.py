@@ -32,7 +32,7 @@ ORDER = Schema(
 )
 
 
-class Desk:
+class EncoderAndRegistry:
     """An encoder, its client, and the registry."""
 
     def __init__(self, registry: FakeRegistry, **settings: Any) -> None:
@@ -63,10 +63,10 @@ def registry() -> Iterator[FakeRegistry]:
 
 
 @pytest.fixture
-async def desk(registry: FakeRegistry) -> AsyncIterator[Desk]:
-    desk = Desk(registry)
-    yield desk
-    await desk.client.close()
+async def parts(registry: FakeRegistry) -> AsyncIterator[EncoderAndRegistry]:
+    parts = EncoderAndRegistry(registry)
+    yield parts
+    await parts.client.close()
 
 
 def an_event(value: object, key: str | None = None, topic: str = "orders") -> Event:
@@ -81,10 +81,12 @@ async def problem_of(encoder: Encoder, event: Event, deadline: float = LATER) ->
     return caught.value
 
 
-async def test_key_and_value_are_encoded_and_the_fingerprint_stays_that_of_what_was_sent(desk: Desk) -> None:
-    await desk.put("orders-key", STRING)
-    value = await desk.put("orders-value", ORDER)
-    encoder = desk.encoder(SchemaRule(), SchemaRule())
+async def test_key_and_value_are_encoded_and_the_fingerprint_stays_that_of_what_was_sent(
+    parts: EncoderAndRegistry,
+) -> None:
+    await parts.put("orders-key", STRING)
+    value = await parts.put("orders-value", ORDER)
+    encoder = parts.encoder(SchemaRule(), SchemaRule())
     event = an_event({"lines": [1, -1]}, "customer-7")
     sent = event.fp
     assert encoder.concerns(event)
@@ -98,28 +100,30 @@ async def test_key_and_value_are_encoded_and_the_fingerprint_stays_that_of_what_
     assert not encoder.concerns(event)
 
 
-async def test_a_newer_latest_version_leaves_the_request_the_same(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_newer_latest_version_leaves_the_request_the_same(
+    parts: EncoderAndRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client_module, "FRESH_S", 0.0)
     monkeypatch.setattr(client_module, "STALE_S", 0.0)
-    await desk.put("orders-value", ORDER)
-    encoder = desk.encoder(None, SchemaRule())
+    await parts.put("orders-value", ORDER)
+    encoder = parts.encoder(None, SchemaRule())
     first, again = an_event({"lines": []}), an_event({"lines": []})
     await encoder.encode(first, LATER)
     fields = [*json.loads(ORDER.text)["fields"], {"name": "note", "type": "string", "default": "n"}]
-    await desk.put("orders-value", Schema(SchemaType.AVRO, json.dumps({**json.loads(ORDER.text), "fields": fields})))
+    await parts.put("orders-value", Schema(SchemaType.AVRO, json.dumps({**json.loads(ORDER.text), "fields": fields})))
     await encoder.encode(again, LATER)
     assert again.value == b"\0\0\0\0\2\0\x02n"
     assert first.value == b"\0\0\0\0\1\0"
     assert first.fp == again.fp
 
 
-async def test_tombstones_and_absent_keys_stay(desk: Desk) -> None:
-    await desk.put("orders-key", STRING)
-    encoder = desk.encoder(SchemaRule(), SchemaRule())
+async def test_tombstones_and_absent_keys_stay(parts: EncoderAndRegistry) -> None:
+    await parts.put("orders-key", STRING)
+    encoder = parts.encoder(SchemaRule(), SchemaRule())
     event = event_of("k", event_id("k"), "orders", b"a", None, [])
     await encoder.encode(event, LATER)
     assert (event.record_key, event.value) == (b"\0\0\0\0\1\x02a", None)
-    await desk.put("orders-value", LONG)
+    await parts.put("orders-value", LONG)
     event = an_event(1)
     await encoder.encode(event, LATER)
     assert (event.record_key, event.value) == (None, b"\0\0\0\0\2\x02")
@@ -137,29 +141,29 @@ async def test_tombstones_and_absent_keys_stay(desk: Desk) -> None:
     ],
 )
 async def test_a_key_is_a_string_where_its_schema_takes_strings_else_json(
-    desk: Desk, schema: str, json_key: bool, key: str, content: bytes
+    parts: EncoderAndRegistry, schema: str, json_key: bool, key: str, content: bytes
 ) -> None:
-    await desk.put("orders-key", Schema(SchemaType.AVRO, schema))
+    await parts.put("orders-key", Schema(SchemaType.AVRO, schema))
     event = an_event(1, key)
     event.encoding = Encoding(json_key=json_key)
-    await desk.encoder(SchemaRule()).encode(event, LATER)
+    await parts.encoder(SchemaRule()).encode(event, LATER)
     assert (event.record_key, event.value) == (b"\0\0\0\0\1" + content, b"1")
 
 
-async def test_a_key_that_is_no_text_is_refused(desk: Desk) -> None:
-    await desk.put("orders-key", STRING)
+async def test_a_key_that_is_no_text_is_refused(parts: EncoderAndRegistry) -> None:
+    await parts.put("orders-key", STRING)
     event = event_of("k", event_id("k"), "orders", b"\xff", b"1", [])
-    problem = await problem_of(desk.encoder(SchemaRule()), event)
+    problem = await problem_of(parts.encoder(SchemaRule()), event)
     assert (problem.kind.code, problem.detail) == (
         "schema-mismatch",
         "key: its schema takes strings, and it is not UTF-8",
     )
 
 
-async def test_json_is_validated_and_stays_as_it_was_sent(desk: Desk) -> None:
+async def test_json_is_validated_and_stays_as_it_was_sent(parts: EncoderAndRegistry) -> None:
     text = json.dumps({"title": "shop.Order", "properties": {"lines": {"items": {"type": "number"}}}})
-    await desk.put("orders-value", Schema(SchemaType.JSON, text))
-    encoder = desk.encoder(None, SchemaRule())
+    await parts.put("orders-value", Schema(SchemaType.JSON, text))
+    encoder = parts.encoder(None, SchemaRule())
     event = an_event(b'{ "lines" : [1.50] }')
     await encoder.encode(event, LATER)
     assert event.value == b'\0\0\0\0\1{ "lines" : [1.50] }'
@@ -167,49 +171,49 @@ async def test_json_is_validated_and_stays_as_it_was_sent(desk: Desk) -> None:
     assert problem.detail == ('value.lines[1]: "a" is not of type "number": see schema 1 (version 1 of orders-value)')
 
 
-async def test_json_schemas_refer_to_others(desk: Desk) -> None:
-    await desk.put("line", Schema(SchemaType.JSON, '{"type": "integer"}'))
+async def test_json_schemas_refer_to_others(parts: EncoderAndRegistry) -> None:
+    await parts.put("line", Schema(SchemaType.JSON, '{"type": "integer"}'))
     text = '{"$schema": "http://json-schema.org/draft-07/schema#", "items": {"$ref": "line.json"}}'
-    await desk.put("orders-value", Schema(SchemaType.JSON, text, (Reference("line.json", "line", 1),)))
-    encoder = desk.encoder(None, SchemaRule())
+    await parts.put("orders-value", Schema(SchemaType.JSON, text, (Reference("line.json", "line", 1),)))
+    encoder = parts.encoder(None, SchemaRule())
     await encoder.encode(an_event([1, 2]), LATER)
     problem = await problem_of(encoder, an_event([1, "a"]))
     assert problem.detail.startswith('value[1]: "a" is not of type "integer"')
 
 
-async def test_json_schemas_with_an_id_refer_relative_to_it(desk: Desk) -> None:
-    await desk.put("line", Schema(SchemaType.JSON, '{"$id": "http://shop.test/line.json", "type": "integer"}'))
+async def test_json_schemas_with_an_id_refer_relative_to_it(parts: EncoderAndRegistry) -> None:
+    await parts.put("line", Schema(SchemaType.JSON, '{"$id": "http://shop.test/line.json", "type": "integer"}'))
     text = '{"$id": "http://shop.test/order.json", "items": {"$ref": "line.json"}}'
     reference = Reference("http://shop.test/line.json", "line", 1)
-    await desk.put("orders-value", Schema(SchemaType.JSON, text, (reference,)))
-    encoder = desk.encoder(None, SchemaRule())
+    await parts.put("orders-value", Schema(SchemaType.JSON, text, (reference,)))
+    encoder = parts.encoder(None, SchemaRule())
     await encoder.encode(an_event([1, 2]), LATER)
     assert (await problem_of(encoder, an_event(["a"]))).kind.code == "schema-mismatch"
 
 
-async def test_patterns_of_json_schemas_take_linear_time(desk: Desk) -> None:
-    await desk.put("orders-value", Schema(SchemaType.JSON, '{"pattern": "^(a+)+$"}'))
-    encoder = desk.encoder(None, SchemaRule())
+async def test_patterns_of_json_schemas_take_linear_time(parts: EncoderAndRegistry) -> None:
+    await parts.put("orders-value", Schema(SchemaType.JSON, '{"pattern": "^(a+)+$"}'))
+    encoder = parts.encoder(None, SchemaRule())
     async with asyncio.timeout(5):
         assert (await problem_of(encoder, an_event("a" * 50_000 + "b"))).kind.code == "schema-mismatch"
-    await desk.put("look", Schema(SchemaType.JSON, '{"pattern": "(?=a)"}'))
-    problem = await problem_of(desk.encoder(None, SchemaRule(subject="look")), an_event("a"))
+    await parts.put("look", Schema(SchemaType.JSON, '{"pattern": "(?=a)"}'))
+    problem = await problem_of(parts.encoder(None, SchemaRule(subject="look")), an_event("a"))
     assert problem.kind.code == "unusable-schema"
 
 
-async def test_protobuf_is_encoded_behind_the_messages_indexes(desk: Desk) -> None:
+async def test_protobuf_is_encoded_behind_the_messages_indexes(parts: EncoderAndRegistry) -> None:
     text = 'syntax = "proto3"; package shop; message Line { int64 n = 1; } message Order { repeated Line lines = 1; }'
-    await desk.put("orders-value", Schema(SchemaType.PROTOBUF, text))
-    by_rule = desk.encoder(None, SchemaRule(message="shop.Order"))
+    await parts.put("orders-value", Schema(SchemaType.PROTOBUF, text))
+    by_rule = parts.encoder(None, SchemaRule(message="shop.Order"))
     event = an_event({"lines": [{"n": 3}]})
     await by_rule.encode(event, LATER)
     assert event.value == b"\0\0\0\0\1\x02\x02\x0a\x02\x08\x03"
     event = an_event({"n": 3})
-    await desk.encoder(None, SchemaRule()).encode(event, LATER)
+    await parts.encoder(None, SchemaRule()).encode(event, LATER)
     assert event.value == b"\0\0\0\0\1\0\x08\x03"
     problem = await problem_of(by_rule, an_event({"lines": [{"m": 3}]}))
     assert problem.detail.startswith("value.lines[0].m: shop.Line has no such field: see schema 1 ")
-    problem = await problem_of(desk.encoder(None, SchemaRule(message="shop.None")), an_event({}))
+    problem = await problem_of(parts.encoder(None, SchemaRule(message="shop.None")), an_event({}))
     assert (problem.kind.code, problem.detail.rpartition(": ")[2]) == ("unusable-schema", "it has no message shop.None")
 
 
@@ -222,45 +226,45 @@ async def test_protobuf_is_encoded_behind_the_messages_indexes(desk: Desk) -> No
         (SchemaRule(subject="any"), "any"),
     ],
 )
-async def test_subjects_of_rules(desk: Desk, rule: SchemaRule, subject: str) -> None:
-    await desk.put(subject, LONG)
-    await desk.put(subject, STRING)
+async def test_subjects_of_rules(parts: EncoderAndRegistry, rule: SchemaRule, subject: str) -> None:
+    await parts.put(subject, LONG)
+    await parts.put(subject, STRING)
     event = an_event("a")
-    await desk.encoder(None, rule).encode(event, LATER)
+    await parts.encoder(None, rule).encode(event, LATER)
     assert event.value == b"\0\0\0\0\2\x02a"
     fixed = SchemaRule(rule.strategy, rule.record, rule.subject, version=1)
     event = an_event(1)
-    await desk.encoder(None, fixed).encode(event, LATER)
+    await parts.encoder(None, fixed).encode(event, LATER)
     assert event.value == b"\0\0\0\0\1\x02"
 
 
-async def test_schemas_that_a_request_names(desk: Desk) -> None:
-    await desk.put("orders-key", STRING)
-    order = await desk.put("orders-value", ORDER)
-    long = await desk.put("mine", LONG)
-    event = await desk.by(SchemaRef(id=order.id), {"lines": []}, SchemaRef(), '"a"')
+async def test_schemas_that_a_request_names(parts: EncoderAndRegistry) -> None:
+    await parts.put("orders-key", STRING)
+    order = await parts.put("orders-value", ORDER)
+    long = await parts.put("mine", LONG)
+    event = await parts.by(SchemaRef(id=order.id), {"lines": []}, SchemaRef(), '"a"')
     assert (event.record_key, event.value) == (b"\0\0\0\0\1\x02a", b"\0\0\0\0\2\0")
-    event = await desk.by(SchemaRef(subject="mine", version=1), 1)
+    event = await parts.by(SchemaRef(subject="mine", version=1), 1)
     assert event.encoded is not None
     assert event.encoded.value == UsedSchema(SchemaType.AVRO, "mine", long.id, 1)
-    event = await desk.by(SchemaRef(text=LONG.text, type=SchemaType.AVRO, subject="mine"), 1)
+    event = await parts.by(SchemaRef(text=LONG.text, type=SchemaType.AVRO, subject="mine"), 1)
     assert event.encoded is not None
     assert event.encoded.value == UsedSchema(SchemaType.AVRO, "mine", long.id, 1)
 
 
 @pytest.mark.parametrize(("strategy", "subject"), [("record", "shop.Order"), ("topic-record", "orders-shop.Order")])
-async def test_strategies_by_the_name_of_the_schema(desk: Desk, strategy: str, subject: str) -> None:
-    registered = await desk.put(subject, ORDER)
+async def test_strategies_by_the_name_of_the_schema(parts: EncoderAndRegistry, strategy: str, subject: str) -> None:
+    registered = await parts.put(subject, ORDER)
     for ref in (
         SchemaRef(text=ORDER.text, type=SchemaType.AVRO, strategy=strategy),
         SchemaRef(id=registered.id, strategy=strategy),
     ):
-        event = await desk.by(ref, {"lines": []})
+        event = await parts.by(ref, {"lines": []})
         assert event.encoded is not None
         assert event.encoded.value == UsedSchema(SchemaType.AVRO, subject, registered.id, 1)
     event = an_event(1)
     event.encoding = Encoding(value=SchemaRef(strategy=strategy))
-    assert (await problem_of(desk.encoder(), event)).kind.code == "unusable-schema"
+    assert (await problem_of(parts.encoder(), event)).kind.code == "unusable-schema"
 
 
 @pytest.mark.parametrize(
@@ -271,27 +275,27 @@ async def test_strategies_by_the_name_of_the_schema(desk: Desk, strategy: str, s
         SchemaRef(text=json.dumps({"title": "x" * 501}), type=SchemaType.JSON, strategy="record"),
     ],
 )
-async def test_subjects_that_would_change_the_path_are_refused(desk: Desk, ref: SchemaRef) -> None:
+async def test_subjects_that_would_change_the_path_are_refused(parts: EncoderAndRegistry, ref: SchemaRef) -> None:
     event = an_event(1)
     event.encoding = Encoding(value=ref)
-    problem = await problem_of(desk.encoder(), event)
+    problem = await problem_of(parts.encoder(), event)
     assert (problem.kind.code, "is no subject: use 1 to 500" in problem.detail) == ("unusable-schema", True)
-    assert desk.registry.requests == []
+    assert parts.registry.requests == []
 
 
 async def test_a_schema_that_a_request_brings_is_registered_if_that_is_allowed(
     registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "ABSENT_S", 0.0)
-    desk, careful = Desk(registry), Desk(registry, registry_register=False)
+    parts, careful = EncoderAndRegistry(registry), EncoderAndRegistry(registry, registry_register=False)
     event = an_event(1)
     event.encoding = Encoding(value=SchemaRef(text=LONG.text, type=SchemaType.AVRO))
     problem = await problem_of(careful.encoder(), event)
     assert (problem.kind.code, problem.detail.partition(":")[0]) == ("unknown-schema", "value")
-    assert (await desk.by(event.encoding.value or SchemaRef(), 1)).value == b"\0\0\0\0\1\x02"
+    assert (await parts.by(event.encoding.value or SchemaRef(), 1)).value == b"\0\0\0\0\1\x02"
     await careful.encoder().encode(event, LATER)
     assert event.value == b"\0\0\0\0\1\x02"
-    await desk.client.close()
+    await parts.client.close()
     await careful.client.close()
 
 
@@ -314,18 +318,20 @@ async def test_a_schema_that_a_request_brings_is_registered_if_that_is_allowed(
         ),
     ],
 )
-async def test_schemas_that_are_not_there_or_cannot_be_used(desk: Desk, ref: SchemaRef, code: str, detail: str) -> None:
-    await desk.put("s", LONG)
+async def test_schemas_that_are_not_there_or_cannot_be_used(
+    parts: EncoderAndRegistry, ref: SchemaRef, code: str, detail: str
+) -> None:
+    await parts.put("s", LONG)
     event = an_event(1)
     event.encoding = Encoding(value=ref)
-    problem = await problem_of(desk.encoder(), event)
+    problem = await problem_of(parts.encoder(), event)
     assert (problem.kind.status, problem.kind.code) == (422, code)
     assert problem.detail.startswith(detail)
 
 
-async def test_a_value_that_does_not_fit_names_the_path(desk: Desk) -> None:
-    await desk.put("orders-value", ORDER)
-    encoder = desk.encoder(None, SchemaRule())
+async def test_a_value_that_does_not_fit_names_the_path(parts: EncoderAndRegistry) -> None:
+    await parts.put("orders-value", ORDER)
+    encoder = parts.encoder(None, SchemaRule())
     problem = await problem_of(encoder, an_event({"lines": [1, None]}))
     assert (problem.kind.status, problem.kind.code) == (422, "schema-mismatch")
     assert problem.detail == ("value.lines[1]: an integer is wanted (long): see schema 1 (version 1 of orders-value)")
@@ -335,22 +341,22 @@ async def test_a_value_that_does_not_fit_names_the_path(desk: Desk) -> None:
     assert "more digits" in problem.detail
 
 
-async def test_a_registry_that_is_away_is_503_with_a_time(desk: Desk) -> None:
-    desk.registry.status = 503
-    encoder = desk.encoder(None, SchemaRule())
+async def test_a_registry_that_is_away_is_503_with_a_time(parts: EncoderAndRegistry) -> None:
+    parts.registry.status = 503
+    encoder = parts.encoder(None, SchemaRule())
     for _ in range(3):
         problem = await problem_of(encoder, an_event(1))
         assert (problem.kind.code, problem.retry_after_s) == ("not-written", 1)
         assert problem.detail.startswith("value: the schema registry is away (")
-    assert len(desk.registry.requests) == 1
-    (metric,) = desk.telemetry.schema_registry.unserved.collect()
+    assert len(parts.registry.requests) == 1
+    (metric,) = parts.telemetry.schema_registry.unserved.collect()
     assert metric.samples[0].value == 3
 
 
-async def test_a_silent_registry_is_waited_for_until_the_deadline(desk: Desk) -> None:
-    desk.registry.delay_s = 0.5
+async def test_a_silent_registry_is_waited_for_until_the_deadline(parts: EncoderAndRegistry) -> None:
+    parts.registry.delay_s = 0.5
     began = asyncio.get_running_loop().time()
-    problem = await problem_of(desk.encoder(None, SchemaRule()), an_event(1), began + 0.1)
+    problem = await problem_of(parts.encoder(None, SchemaRule()), an_event(1), began + 0.1)
     assert (problem.kind.code, problem.detail) == (
         "not-written",
         "value: its schema was not found in time: send it again",
@@ -358,15 +364,17 @@ async def test_a_silent_registry_is_waited_for_until_the_deadline(desk: Desk) ->
     assert asyncio.get_running_loop().time() < began + 0.4
 
 
-async def test_long_values_are_encoded_off_the_event_loop(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_values_are_encoded_off_the_event_loop(
+    parts: EncoderAndRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[object] = []
 
     async def in_thread(work: Any, *given: Any) -> Any:
         threads.append(work)
         return work(*given)
 
-    await desk.put("orders-value", ORDER)
-    encoder = desk.encoder(None, SchemaRule())
+    await parts.put("orders-value", ORDER)
+    encoder = parts.encoder(None, SchemaRule())
     await encoder.encode(an_event({"lines": []}), LATER)
     monkeypatch.setattr(module, "in_thread", in_thread)
     await encoder.encode(an_event({"lines": []}), LATER)
@@ -375,29 +383,29 @@ async def test_long_values_are_encoded_off_the_event_loop(desk: Desk, monkeypatc
     assert len(threads) == 1
 
 
-async def test_an_encoded_event_is_bounded(desk: Desk) -> None:
-    await desk.put("orders-value", Schema(SchemaType.AVRO, '{"type": "array", "items": "double"}'))
-    problem = await problem_of(desk.encoder(None, SchemaRule()), an_event([1] * 200_000))
+async def test_an_encoded_event_is_bounded(parts: EncoderAndRegistry) -> None:
+    await parts.put("orders-value", Schema(SchemaType.AVRO, '{"type": "array", "items": "double"}'))
+    problem = await problem_of(parts.encoder(None, SchemaRule()), an_event([1] * 200_000))
     assert (problem.kind.status, problem.detail) == (
         413,
         "value: the event has 1600011 bytes; at most 1000000 are taken",
     )
 
 
-async def test_schemas_that_are_ready_are_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_schemas_that_are_ready_are_bounded(parts: EncoderAndRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "READY_MAX", 2)
-    encoder = desk.encoder()
+    encoder = parts.encoder()
     for n in range(5):
         event = an_event(1)
         text = json.dumps({"type": "long", "doc": "x" * n})
         event.encoding = Encoding(value=SchemaRef(text=text, type=SchemaType.AVRO))
         await encoder.encode(event, LATER)
-    (metric,) = desk.telemetry.schema_registry.schemas.collect()
+    (metric,) = parts.telemetry.schema_registry.schemas.collect()
     assert metric.samples[0].value == 2
 
 
 async def test_what_is_kept_of_a_schema_that_cannot_be_made_ready_is_short_and_counted(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    parts: EncoderAndRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[int, int]] = []  # characters of the key and of why, and the bytes that count
     put = Bounded.put
@@ -407,7 +415,7 @@ async def test_what_is_kept_of_a_schema_that_cannot_be_made_ready_is_short_and_c
         put(self, key, entry, size)
 
     monkeypatch.setattr(Bounded, "put", noted)
-    encoder = desk.encoder()
+    encoder = parts.encoder()
     for _ in range(2):
         event = an_event(1)
         event.encoding = Encoding(
@@ -421,10 +429,10 @@ async def test_what_is_kept_of_a_schema_that_cannot_be_made_ready_is_short_and_c
 
 
 async def test_a_schema_that_cannot_be_made_ready_is_not_tried_again(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    parts: EncoderAndRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await desk.put("orders-value", Schema(SchemaType.AVRO, '"none"'))
-    encoder = desk.encoder(None, SchemaRule())
+    await parts.put("orders-value", Schema(SchemaType.AVRO, '"none"'))
+    encoder = parts.encoder(None, SchemaRule())
     tries: list[object] = []
     made = module.AvroCodec
 
@@ -456,20 +464,22 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> type[SlowCodec]:
     return SlowCodec
 
 
-async def test_events_that_come_together_make_their_schema_ready_once(desk: Desk, slow: type[SlowCodec]) -> None:
+async def test_events_that_come_together_make_their_schema_ready_once(
+    parts: EncoderAndRegistry, slow: type[SlowCodec]
+) -> None:
     """Each in the thread for long bodies, which had no time for these meanwhile."""
-    await desk.put("orders-value", LONG)
-    encoder = desk.encoder(None, SchemaRule())
+    await parts.put("orders-value", LONG)
+    encoder = parts.encoder(None, SchemaRule())
     await asyncio.gather(*(encoder.encode(an_event(1), LATER) for _ in range(5)))
     assert slow.made == 1
 
 
 async def test_a_schema_that_takes_longer_than_a_request_is_ready_for_the_next(
-    desk: Desk, slow: type[SlowCodec]
+    parts: EncoderAndRegistry, slow: type[SlowCodec]
 ) -> None:
-    await desk.put("orders-value", LONG)
-    encoder = desk.encoder(None, SchemaRule())
-    await desk.client.by_version("orders-value", None)  # known already
+    await parts.put("orders-value", LONG)
+    encoder = parts.encoder(None, SchemaRule())
+    await parts.client.by_version("orders-value", None)  # known already
     problem = await problem_of(encoder, an_event(1), asyncio.get_running_loop().time() + 0.05)
     assert problem.kind.code == "not-written"
     await encoder.encode(an_event(1), LATER)
@@ -477,13 +487,13 @@ async def test_a_schema_that_takes_longer_than_a_request_is_ready_for_the_next(
 
 
 async def test_schemas_that_are_being_made_ready_are_bounded(
-    desk: Desk, slow: type[SlowCodec], monkeypatch: pytest.MonkeyPatch
+    parts: EncoderAndRegistry, slow: type[SlowCodec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAKING_MAX", 2)
     refs = [SchemaRef(text=f'{{"type": "long", "doc": "{n}"}}', type=SchemaType.AVRO) for n in range(3)]
-    encoder, events = desk.encoder(), [an_event(1) for _ in refs]
+    encoder, events = parts.encoder(), [an_event(1) for _ in refs]
     for event, ref in zip(events, refs, strict=True):
-        await desk.put("orders-value", Schema(SchemaType.AVRO, ref.text))
+        await parts.put("orders-value", Schema(SchemaType.AVRO, ref.text))
         event.encoding = Encoding(value=ref)
     made = await asyncio.gather(*(encoder.encode(event, LATER) for event in events), return_exceptions=True)
     (refused,) = [each for each in made if isinstance(each, Problem)]

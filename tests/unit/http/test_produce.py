@@ -36,7 +36,7 @@ TOKEN_SHA256 = "3c469e9d6c5875d37a43f353d4f88e61fcf812c66eee3457465a40b0da4153e0
 RULES = Rules((TopicRule("other", keyless="refuse"),))
 
 
-class Proxy:
+class ServiceClient:
     """A client of a service that is in memory."""
 
     def __init__(self, world: World, client: httpx.AsyncClient) -> None:
@@ -80,11 +80,11 @@ def proxied(world: World, rules: Rules = RULES, guard: RequestGuard | None = Non
 
 
 @pytest.fixture
-async def proxy() -> AsyncIterator[Proxy]:
+async def service_client() -> AsyncIterator[ServiceClient]:
     world = World()
     serving = world.serve(await world.slot())
     async with proxied(world) as client:
-        yield Proxy(world, client)
+        yield ServiceClient(world, client)
     await ended(serving)
 
 
@@ -123,8 +123,8 @@ def assert_error(response: httpx.Response, status: int, error_code: int) -> str:
 # ------------------------------------------------------------------------------------------------------------------ v2
 
 
-async def test_v2_records_are_written_in_their_order(proxy: Proxy) -> None:
-    response = await proxy.v2({"value": {"a": 1}}, {"key": "k", "value": "x"}, {"value": 2, "partition": 1})
+async def test_v2_records_are_written_in_their_order(service_client: ServiceClient) -> None:
+    response = await service_client.v2({"value": {"a": 1}}, {"key": "k", "value": "x"}, {"value": 2, "partition": 1})
     assert (response.status_code, response.headers["content-type"]) == (200, ANSWER_V2)
     answer = response.json()
     assert (answer["key_schema_id"], answer["value_schema_id"]) == (None, None)
@@ -133,75 +133,85 @@ async def test_v2_records_are_written_in_their_order(proxy: Proxy) -> None:
         (offset, None, None) for offset in (12, 13, 14)
     ]
     assert answer["offsets"][2]["partition"] == 1
-    assert [(key, value) for _, key, value in proxy.written] == [(None, b'{"a": 1}'), (b'"k"', b'"x"'), (None, b"2")]
+    assert [(key, value) for _, key, value in service_client.written] == [
+        (None, b'{"a": 1}'),
+        (b'"k"', b'"x"'),
+        (None, b"2"),
+    ]
 
 
-async def test_the_partition_of_the_path_is_that_of_the_records(proxy: Proxy) -> None:
-    response = await proxy.v2({"value": "Zm9v"}, {"value": "YmFy"}, path="/topics/orders/partitions/2", type=BINARY_V2)
+async def test_the_partition_of_the_path_is_that_of_the_records(service_client: ServiceClient) -> None:
+    response = await service_client.v2(
+        {"value": "Zm9v"}, {"value": "YmFy"}, path="/topics/orders/partitions/2", type=BINARY_V2
+    )
     assert [each["partition"] for each in response.json()["offsets"]] == [2, 2]
     for path in ("/topics/orders/partitions/3", "/topics/orders/partitions/x", "/topics/orders/partitions/-1"):
-        assert assert_error(await proxy.v2({"value": 1}, path=path), 404, 40402).startswith(("partition: ", "records"))
+        assert assert_error(await service_client.v2({"value": 1}, path=path), 404, 40402).startswith(
+            ("partition: ", "records")
+        )
 
 
-async def test_a_request_that_is_sent_again_with_its_key_is_answered_byte_for_byte(proxy: Proxy) -> None:
+async def test_a_request_that_is_sent_again_with_its_key_is_answered_byte_for_byte(
+    service_client: ServiceClient,
+) -> None:
     records = {"value": 1}, {"key": "k", "value": 2}
-    first = await proxy.v2(*records, idempotency_key="q 1")
-    again = await proxy.v2(*records, idempotency_key='"q 1"')
+    first = await service_client.v2(*records, idempotency_key="q 1")
+    again = await service_client.v2(*records, idempotency_key='"q 1"')
     assert (first.content, first.status_code) == (again.content, again.status_code)
     assert (first.headers["idempotency-key"], again.headers["idempotency-key"]) == ("q 1", "q 1")
     assert "idempotent-replayed" not in first.headers
     assert again.headers["idempotent-replayed"] == "true"
     assert first.headers["idempotency-key-expires"] == again.headers["idempotency-key-expires"] == EXPIRES
-    assert [key for key, _, _ in proxy.written] == ["q 1", "q 1"]
-    assert set(proxy.world.keys.server.keys) == {member_id("q 1", 0), member_id("q 1", 1)}
+    assert [key for key, _, _ in service_client.written] == ["q 1", "q 1"]
+    assert set(service_client.world.keys.server.keys) == {member_id("q 1", 0), member_id("q 1", 1)}
 
 
-async def test_records_that_are_added_to_a_request_are_written_alone(proxy: Proxy) -> None:
+async def test_records_that_are_added_to_a_request_are_written_alone(service_client: ServiceClient) -> None:
     """Each record stands for itself: the second request finds the first's records written."""
-    await proxy.v2({"value": 1}, idempotency_key="q")
-    response = await proxy.v2({"value": 1}, {"value": 2}, idempotency_key="q")
+    await service_client.v2({"value": 1}, idempotency_key="q")
+    response = await service_client.v2({"value": 1}, {"value": 2}, idempotency_key="q")
     assert "idempotent-replayed" not in response.headers
-    assert [value for _, _, value in proxy.written] == [b"1", b"2"]
+    assert [value for _, _, value in service_client.written] == [b"1", b"2"]
 
 
-async def test_a_key_that_was_used_for_another_record_is_refused(proxy: Proxy) -> None:
-    await proxy.v2({"value": 1}, idempotency_key="q")
-    assert_error(await proxy.v2({"value": 2}, idempotency_key="q"), 422, 42206)
-    response = await proxy.v2({"value": 2}, {"value": 3}, idempotency_key="q")
+async def test_a_key_that_was_used_for_another_record_is_refused(service_client: ServiceClient) -> None:
+    await service_client.v2({"value": 1}, idempotency_key="q")
+    assert_error(await service_client.v2({"value": 2}, idempotency_key="q"), 422, 42206)
+    response = await service_client.v2({"value": 2}, {"value": 3}, idempotency_key="q")
     conflict, written = response.json()["offsets"]
     assert (response.status_code, conflict["error_code"], conflict["offset"]) == (200, 1, None)
     assert written["error_code"] is None
 
 
-async def test_a_request_without_a_key_is_told_the_key_that_was_made_for_it(proxy: Proxy) -> None:
+async def test_a_request_without_a_key_is_told_the_key_that_was_made_for_it(service_client: ServiceClient) -> None:
     records = {"value": 1}, {"value": 1}
-    first = await proxy.v2(*records)
+    first = await service_client.v2(*records)
     made = first.headers["idempotency-key"]
     assert uuid.UUID(made).version == 7
-    again = await proxy.v2(*records, idempotency_key=made)
+    again = await service_client.v2(*records, idempotency_key=made)
     assert (again.content, again.headers["idempotent-replayed"]) == (first.content, "true")
-    assert (await proxy.v2(*records)).headers["idempotency-key"] != made
-    assert len(proxy.written) == 4
+    assert (await service_client.v2(*records)).headers["idempotency-key"] != made
+    assert len(service_client.written) == 4
 
 
-async def test_the_time_of_a_made_key_is_the_brokers(proxy: Proxy) -> None:
+async def test_the_time_of_a_made_key_is_the_brokers(service_client: ServiceClient) -> None:
     """A key that tells that it is older than its retention is refused: a machine's own clock could be behind."""
-    proxy.world.clock.read = lambda: NOW_MS + 3_600_000
-    for response in (await proxy.v2({"value": 1}), await proxy.v3(string("a"))):
+    service_client.world.clock.read = lambda: NOW_MS + 3_600_000
+    for response in (await service_client.v2({"value": 1}), await service_client.v3(string("a"))):
         assert uuid.UUID(response.headers["idempotency-key"]).int >> 80 == NOW_MS + 3_600_000
 
 
-async def test_a_rule_may_refuse_requests_without_a_key(proxy: Proxy) -> None:
-    message = assert_error(await proxy.v2({"value": 1}, path="/topics/other"), 400, 40001)
+async def test_a_rule_may_refuse_requests_without_a_key(service_client: ServiceClient) -> None:
+    message = assert_error(await service_client.v2({"value": 1}, path="/topics/other"), 400, 40001)
     assert "send this header" in message
-    assert (await proxy.v2({"value": 1}, path="/topics/other", idempotency_key="q")).status_code == 200
+    assert (await service_client.v2({"value": 1}, path="/topics/other", idempotency_key="q")).status_code == 200
     path = V3.replace("orders", "other")
-    assert_error(await proxy.v3(string("a"), path=path), 400, 40001)
+    assert_error(await service_client.v3(string("a"), path=path), 400, 40001)
     own = {"name": "idempotency-key", "value": base64.b64encode(b"own").decode()}
-    assert_error(await proxy.v3({**string("a"), "headers": [own]}, string("b"), path=path), 400, 40001)
-    (answer,) = answers(await proxy.v3({**string("a"), "headers": [own]}, path=path))
+    assert_error(await service_client.v3({**string("a"), "headers": [own]}, string("b"), path=path), 400, 40001)
+    (answer,) = answers(await service_client.v3({**string("a"), "headers": [own]}, path=path))
     assert answer["error_code"] == 200
-    assert len(proxy.written) == 2
+    assert len(service_client.written) == 2
 
 
 @pytest.mark.parametrize(
@@ -220,54 +230,56 @@ async def test_a_rule_may_refuse_requests_without_a_key(proxy: Proxy) -> None:
     ],
 )
 async def test_a_malformed_v2_request_writes_nothing(
-    proxy: Proxy, body: bytes, type: str, status: int, error_code: int
+    service_client: ServiceClient, body: bytes, type: str, status: int, error_code: int
 ) -> None:
-    response = await proxy.post("/topics/orders", body, type)
+    response = await service_client.post("/topics/orders", body, type)
     assert_error(response, status, error_code)
     assert response.headers["content-type"] == ANSWER_V2
-    assert proxy.written == []
+    assert service_client.written == []
 
 
-async def test_the_message_names_the_record(proxy: Proxy) -> None:
-    message = assert_error(await proxy.v2({"value": "Zg=="}, {"value": "?"}, type=BINARY_V2), 400, 400)
+async def test_the_message_names_the_record(service_client: ServiceClient) -> None:
+    message = assert_error(await service_client.v2({"value": "Zg=="}, {"value": "?"}, type=BINARY_V2), 400, 400)
     assert message == "records[1].value: use standard base64 (RFC 4648, section 4)"
 
 
-async def test_an_unknown_topic_is_not_found(proxy: Proxy) -> None:
-    assert_error(await proxy.v2({"value": 1}, path="/topics/nowhere"), 404, 40401)
-    assert_error(await proxy.v2({"value": 1}, path="/topics/fencepost.ledger"), 403, 40301)
+async def test_an_unknown_topic_is_not_found(service_client: ServiceClient) -> None:
+    assert_error(await service_client.v2({"value": 1}, path="/topics/nowhere"), 404, 40401)
+    assert_error(await service_client.v2({"value": 1}, path="/topics/fencepost.ledger"), 403, 40301)
 
 
-async def test_a_record_that_is_too_large_fails_alone(proxy: Proxy) -> None:
+async def test_a_record_that_is_too_large_fails_alone(service_client: ServiceClient) -> None:
     large = {"value": "x" * 1_000_000}
-    response = await proxy.v2({"value": 1}, large, {"value": 2})
+    response = await service_client.v2({"value": 1}, large, {"value": 2})
     first, refused, last = response.json()["offsets"]
     assert (first["error_code"], refused["error_code"], last["error_code"]) == (None, 1, None)
     assert refused["error"].startswith("value: the event has 1000002 bytes")
-    assert_error(await proxy.v2(large), 413, 413)
+    assert_error(await service_client.v2(large), 413, 413)
 
 
-async def test_a_record_that_is_not_written_is_retriable(proxy: Proxy) -> None:
+async def test_a_record_that_is_not_written_is_retriable(service_client: ServiceClient) -> None:
     """By the status, where none of the request's records is written, and with the key to send it again."""
-    proxy.world.store.generation = None
-    response = await proxy.v2({"value": 1}, {"value": 2})
+    service_client.world.store.generation = None
+    response = await service_client.v2({"value": 1}, {"value": 2})
     assert_error(response, 503, 50003)
     assert response.headers["retry-after"] == "1"
     assert uuid.UUID(response.headers["idempotency-key"]).version == 7
-    (answer,) = answers(await proxy.v3(string("a")))
+    (answer,) = answers(await service_client.v3(string("a")))
     assert answer["error_code"] == 50003
 
 
-async def test_a_request_that_finds_the_queue_full_is_refused(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_finds_the_queue_full_is_refused(
+    service_client: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = Problem(NOT_WRITTEN, "the queue is full")
-    monkeypatch.setattr(type(proxy.world.admission), "overload", property(lambda _: full))
+    monkeypatch.setattr(type(service_client.world.admission), "overload", property(lambda _: full))
     for response in (
-        await proxy.v2({"value": 1}, idempotency_key="q"),
-        await proxy.v3(string("a"), idempotency_key="q"),
+        await service_client.v2({"value": 1}, idempotency_key="q"),
+        await service_client.v3(string("a"), idempotency_key="q"),
     ):
         assert_error(response, 503, 50003)
         assert response.headers["idempotency-key"] == "q"
-    assert proxy.written == []
+    assert service_client.written == []
 
 
 async def test_an_outcome_that_is_not_known_is_a_timeout_that_names_the_remedy() -> None:
@@ -276,8 +288,8 @@ async def test_an_outcome_that_is_not_known_is_a_timeout_that_names_the_remedy()
     sweeping = asyncio.create_task(world.resolver.sweep())
     world.producers[0].trouble.hold("commit")
     async with proxied(world) as client:
-        proxy = Proxy(world, client)
-        response, stream = await asyncio.gather(proxy.v2({"value": 1}), proxy.v3(string("a")))
+        service_client = ServiceClient(world, client)
+        response, stream = await asyncio.gather(service_client.v2({"value": 1}), service_client.v3(string("a")))
         message = assert_error(response, 408, 40801)
         assert "send it again with the same key" in message
         assert uuid.UUID(response.headers["idempotency-key"]).version == 7
@@ -291,18 +303,18 @@ async def test_callers_are_known_by_their_tokens() -> None:
     serving = world.serve(await world.slot())
     rules = Rules(callers=(CallerRule("shop", (TOKEN_SHA256,), ("orders",), rate=0.001),))
     async with proxied(world, rules) as client:
-        proxy = Proxy(world, client)
-        response = await proxy.v2({"value": 1})
+        service_client = ServiceClient(world, client)
+        response = await service_client.v2({"value": 1})
         assert_error(response, 401, 40101)
         assert response.headers["www-authenticate"] == "Bearer"
         token = {"authorization": "Bearer token"}
-        assert_error(await proxy.v2({"value": 1}, path="/topics/other", **token), 403, 40301)
+        assert_error(await service_client.v2({"value": 1}, path="/topics/other", **token), 403, 40301)
         basic = {"authorization": f"Basic {base64.b64encode(b'API-KEY:token').decode()}"}
-        assert_error(await proxy.v2({"value": 1}, path="/topics/other", **basic), 403, 40301)
-        assert_error(await proxy.v3(string("a"), path=V3.replace("orders", "other"), **token), 403, 40301)
-        assert (await proxy.v2({"value": 1}, idempotency_key="q", **token)).status_code == 200
+        assert_error(await service_client.v2({"value": 1}, path="/topics/other", **basic), 403, 40301)
+        assert_error(await service_client.v3(string("a"), path=V3.replace("orders", "other"), **token), 403, 40301)
+        assert (await service_client.v2({"value": 1}, idempotency_key="q", **token)).status_code == 200
         assert set(world.keys.server.keys) == {member_id("q", 0, "shop")}
-        response = await proxy.v2({"value": 1}, **token)
+        response = await service_client.v2({"value": 1}, **token)
         assert_error(response, 429, 42901)
         assert int(response.headers["retry-after"]) > 1
     await ended(serving)
@@ -315,10 +327,10 @@ async def test_a_name_that_no_topic_can_have_is_looked_up_nowhere(name: str) -> 
     rules = Rules(callers=(CallerRule("shop", (TOKEN_SHA256,), ("orders",)),))
     path = V3.replace("orders", name)
     async with proxied(world, rules) as client:
-        proxy, token = Proxy(world, client), {"authorization": "Bearer token"}
+        service_client, token = ServiceClient(world, client), {"authorization": "Bearer token"}
         for response in (
-            await proxy.v2({"value": 1}, path=f"/topics/{name}/partitions/0", **token),
-            await proxy.v3(string("a"), path=path, **token),
+            await service_client.v2({"value": 1}, path=f"/topics/{name}/partitions/0", **token),
+            await service_client.v3(string("a"), path=path, **token),
             await client.post(path, content=streamed(b"{}"), headers={"content-type": JSON, **token}),
         ):
             assert assert_error(response, 400, 400).startswith("topic: use 1 to 249 of letters")
@@ -327,7 +339,7 @@ async def test_a_name_that_no_topic_can_have_is_looked_up_nowhere(name: str) -> 
 # ------------------------------------------------------------------------------------------------------------------ v3
 
 
-async def test_a_v3_record_is_written_and_described(proxy: Proxy) -> None:
+async def test_a_v3_record_is_written_and_described(service_client: ServiceClient) -> None:
     record = {
         "partition_id": 1,
         "headers": [{"name": "a", "value": "Yg=="}],
@@ -335,7 +347,7 @@ async def test_a_v3_record_is_written_and_described(proxy: Proxy) -> None:
         "value": {"type": "JSON", "data": {"foo": "bar"}},
         "timestamp": "2023-11-14T22:13:20Z",
     }
-    response = await proxy.v3(record)
+    response = await service_client.v3(record)
     assert response.status_code == 200
     assert answers(response) == [
         {
@@ -349,14 +361,14 @@ async def test_a_v3_record_is_written_and_described(proxy: Proxy) -> None:
             "value": {"type": "JSON", "size": 14},
         }
     ]
-    ((written,),) = proxy.world.producers[0].written
+    ((written,),) = service_client.world.producers[0].written
     assert (written.partition, written.key, written.value) == (1, b"foobar", b'{"foo": "bar"}')
     assert (written.timestamp, written.headers[-1]) == (1_700_000_000_000, ("a", b"b"))
 
 
-async def test_what_a_v3_record_lacks_is_not_in_its_answer(proxy: Proxy) -> None:
+async def test_what_a_v3_record_lacks_is_not_in_its_answer(service_client: ServiceClient) -> None:
     only_value, only_key, null_key = answers(
-        await proxy.v3(
+        await service_client.v3(
             string("a"),
             {"key": {"type": "STRING", "data": "a"}},
             {"key": {"type": "BINARY", "data": None}, **string("")},
@@ -365,14 +377,16 @@ async def test_what_a_v3_record_lacks_is_not_in_its_answer(proxy: Proxy) -> None
     assert (only_value.get("key"), only_value["value"]) == (None, {"type": "STRING", "size": 1})
     assert (only_key["key"], only_key.get("value")) == ({"type": "STRING", "size": 1}, None)
     assert (null_key["key"], null_key["value"]) == ({"type": "BINARY", "size": -1}, {"type": "STRING", "size": 0})
-    assert [(key, value) for _, key, value in proxy.written] == [(None, b"a"), (b"a", None), (None, b"")]
+    assert [(key, value) for _, key, value in service_client.written] == [(None, b"a"), (b"a", None), (None, b"")]
 
 
-async def test_v3_records_are_answered_in_their_order_and_fail_alone(proxy: Proxy) -> None:
+async def test_v3_records_are_answered_in_their_order_and_fail_alone(service_client: ServiceClient) -> None:
     bad = {"value": {"type": "BINARY", "data": 1}}
     schema = {"value": {"schema_id": 1, "data": 1}}
     nowhere = {"partition_id": 7, **string("x")}
-    response = await proxy.v3(string("a"), bad, string("b"), schema, {"partition_id": -1, **string("x")}, nowhere)
+    response = await service_client.v3(
+        string("a"), bad, string("b"), schema, {"partition_id": -1, **string("x")}, nowhere
+    )
     results = answers(response)
     assert [each["error_code"] for each in results] == [200, 400, 200, 422, 40402, 40402]
     assert [each.get("offset") for each in results] == [12, None, 13, None, None, None]
@@ -381,42 +395,44 @@ async def test_v3_records_are_answered_in_their_order_and_fail_alone(proxy: Prox
     assert results[3]["message"].startswith("Error: 42206 : value: no schema registry is configured")
 
 
-async def test_text_that_is_no_json_ends_a_v3_request(proxy: Proxy) -> None:
+async def test_text_that_is_no_json_ends_a_v3_request(service_client: ServiceClient) -> None:
     """As with the peer: what comes before is written and answered."""
     record = json.dumps(string("a")).encode()
     for rest in (b"foobar", b'{"value":', b"[" + record + b"]"):
-        results = answers(await proxy.post(V3, record + rest))
+        results = answers(await service_client.post(V3, record + rest))
         assert [each["error_code"] for each in results] == [200, 400]
-    results = answers(await proxy.post(V3, b'{"value":{"type":"JSON","data":NaN}}' + record))
+    results = answers(await service_client.post(V3, b'{"value":{"type":"JSON","data":NaN}}' + record))
     assert [each["error_code"] for each in results] == [400, 200], "it is known where the record ends"
-    assert len(proxy.written) == 4
+    assert len(service_client.written) == 4
     for body in (b"", b" \n"):
-        assert_error(await proxy.post(V3, body), 422, 422)
-    assert_error(await proxy.post(V3, record, "text/plain"), 415, 415)
+        assert_error(await service_client.post(V3, body), 422, 422)
+    assert_error(await service_client.post(V3, record, "text/plain"), 415, 415)
 
 
-async def test_v3_requests_are_replayed_byte_for_byte(proxy: Proxy) -> None:
+async def test_v3_requests_are_replayed_byte_for_byte(service_client: ServiceClient) -> None:
     records = string("a"), {"key": {"type": "JSON", "data": {"n": 1}}, **string("b")}
-    first = await proxy.v3(*records, idempotency_key="q")
-    again = await proxy.v3(*records, idempotency_key="q")
+    first = await service_client.v3(*records, idempotency_key="q")
+    again = await service_client.v3(*records, idempotency_key="q")
     assert (first.content, again.headers["idempotent-replayed"]) == (again.content, "true")
-    assert set(proxy.world.keys.server.keys) == {member_id("q", 0), member_id("q", 1)}
-    made = (await proxy.v3(*records)).headers["idempotency-key"]
-    assert answers(await proxy.v3(*records, idempotency_key=made))[0]["offset"] == 16
-    assert len(proxy.written) == 4
+    assert set(service_client.world.keys.server.keys) == {member_id("q", 0), member_id("q", 1)}
+    made = (await service_client.v3(*records)).headers["idempotency-key"]
+    assert answers(await service_client.v3(*records, idempotency_key=made))[0]["offset"] == 16
+    assert len(service_client.written) == 4
 
 
-async def test_a_record_with_a_key_of_its_own_is_written_once_in_any_request(proxy: Proxy) -> None:
-    first = answers(await proxy.v3(keyed("a"), keyed("b")))
-    again = answers(await proxy.v3(string("x"), keyed("b"), keyed("a"), keyed("a"), idempotency_key="q"))
+async def test_a_record_with_a_key_of_its_own_is_written_once_in_any_request(service_client: ServiceClient) -> None:
+    first = answers(await service_client.v3(keyed("a"), keyed("b")))
+    again = answers(await service_client.v3(string("x"), keyed("b"), keyed("a"), keyed("a"), idempotency_key="q"))
     assert again[1:] == [first[1], first[0], first[0]]
-    assert set(proxy.world.keys.server.keys) == {event_id("a"), event_id("b"), member_id("q", 0)}
+    assert set(service_client.world.keys.server.keys) == {event_id("a"), event_id("b"), member_id("q", 0)}
 
 
-async def test_a_short_v3_body_has_a_bounded_number_of_records(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_short_v3_body_has_a_bounded_number_of_records(
+    service_client: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BATCH_EVENTS_MAX", 20)
-    assert len(answers(await proxy.v3(*[string("a")] * 20))) == 20
-    assert "unless it is streamed" in assert_error(await proxy.v3(*[string("a")] * 21), 413, 413)
+    assert len(answers(await service_client.v3(*[string("a")] * 20))) == 20
+    assert "unless it is streamed" in assert_error(await service_client.v3(*[string("a")] * 21), 413, 413)
 
 
 @pytest.mark.parametrize("version", ["v2", "v3", "v3, and its records are none"])
@@ -450,13 +466,13 @@ async def test_a_response_for_which_there_is_no_room_is_a_timeout_that_names_the
 # ----------------------------------------------------------------------------------------------------------- v3 batch
 
 
-async def test_the_entries_of_a_batch_are_written_and_answered_each_for_itself(proxy: Proxy) -> None:
+async def test_the_entries_of_a_batch_are_written_and_answered_each_for_itself(service_client: ServiceClient) -> None:
     bad = {"id": "b", "key": {"type": "BINARY", "data": 1}}
     schema = {"id": "c", "value": {"type": "AVRO", "schema": "{}", "data": 1}}
     full: dict[str, Any] = entry("0-9_a-z_A-Z", partition_id=2, timestamp="2023-11-14T22:13:20Z")
     full["key"] = {"type": "JSON", "data": {"n": 1}}
     entries = [entry("a", "x" * 70_000), bad, schema, full, entry("e", partition_id=7)]
-    response = await proxy.batch(*entries, {"id": "f"}, idempotency_key="q")
+    response = await service_client.batch(*entries, {"id": "f"}, idempotency_key="q")
     assert (response.status_code, response.headers["content-type"]) == (207, "application/json")
     assert (response.headers["idempotency-key"], response.headers["idempotency-key-expires"]) == ("q", EXPIRES)
     answer = response.json()
@@ -489,36 +505,36 @@ async def test_the_entries_of_a_batch_are_written_and_answered_each_for_itself(p
     ]
     assert all(each.keys() == {"id", "error_code", "message"} for each in answer["failures"])
     assert answer["failures"][1]["message"].startswith("Error: 42206 : ")
-    assert [(key, value) for _, key, value in proxy.written] == [(None, b"x" * 70_000), (b'{"n":1}', b"a")]
+    assert [(key, value) for _, key, value in service_client.written] == [(None, b"x" * 70_000), (b'{"n":1}', b"a")]
 
 
-async def test_a_batch_is_replayed_byte_for_byte_and_its_entries_also_alone(proxy: Proxy) -> None:
+async def test_a_batch_is_replayed_byte_for_byte_and_its_entries_also_alone(service_client: ServiceClient) -> None:
     """A client that sends only the failures again must find its entry, not the one that had its index before."""
     entries = entry("a", "x"), entry("b", "x"), entry("c", "x")
-    first = await proxy.batch(*entries, idempotency_key="q")
-    again = await proxy.batch(*entries, path=f"/kafka{BATCH}", idempotency_key="q")
+    first = await service_client.batch(*entries, idempotency_key="q")
+    again = await service_client.batch(*entries, path=f"/kafka{BATCH}", idempotency_key="q")
     assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (207, first.content, "true")
-    alone = await proxy.batch(entries[2], entry("d"), idempotency_key="q")
+    alone = await service_client.batch(entries[2], entry("d"), idempotency_key="q")
     assert "idempotent-replayed" not in alone.headers
     assert [each["offset"] for each in alone.json()["successes"]] == [14, 17]  # 15 and 16 are the markers
     assert alone.json()["successes"][0] == first.json()["successes"][2]
-    assert set(proxy.world.keys.server.keys) == {member_id("q", id) for id in "abcd"}
-    conflict = await proxy.batch(entry("a", "y"), idempotency_key="q")
+    assert set(service_client.world.keys.server.keys) == {member_id("q", id) for id in "abcd"}
+    conflict = await service_client.batch(entry("a", "y"), idempotency_key="q")
     assert [(each["id"], each["error_code"]) for each in conflict.json()["failures"]] == [("a", 422)]
-    assert len(proxy.written) == 4
+    assert len(service_client.written) == 4
 
 
-async def test_keys_of_a_batch_are_made_or_of_its_entries_as_those_of_records(proxy: Proxy) -> None:
-    made = (await proxy.batch(entry("a"))).headers["idempotency-key"]
+async def test_keys_of_a_batch_are_made_or_of_its_entries_as_those_of_records(service_client: ServiceClient) -> None:
+    made = (await service_client.batch(entry("a"))).headers["idempotency-key"]
     assert uuid.UUID(made).version == 7
-    assert (await proxy.batch(entry("a"), idempotency_key=made)).headers["idempotent-replayed"] == "true"
-    (record,) = answers(await proxy.v3(keyed("own")))
-    (success,) = (await proxy.batch({"id": "z", **keyed("own")})).json()["successes"]
+    assert (await service_client.batch(entry("a"), idempotency_key=made)).headers["idempotent-replayed"] == "true"
+    (record,) = answers(await service_client.v3(keyed("own")))
+    (success,) = (await service_client.batch({"id": "z", **keyed("own")})).json()["successes"]
     assert success["offset"] == record["offset"]
     path = BATCH.replace("orders", "other")
-    assert_error(await proxy.batch({"id": "z", **keyed("o")}, entry("a"), path=path), 400, 40001)
-    assert (await proxy.batch({"id": "z", **keyed("o")}, path=path)).status_code == 207
-    assert len(proxy.written) == 3
+    assert_error(await service_client.batch({"id": "z", **keyed("o")}, entry("a"), path=path), 400, 40001)
+    assert (await service_client.batch({"id": "z", **keyed("o")}, path=path)).status_code == 207
+    assert len(service_client.written) == 3
 
 
 @pytest.mark.parametrize(
@@ -547,50 +563,52 @@ async def test_keys_of_a_batch_are_made_or_of_its_entries_as_those_of_records(pr
     ],
 )
 async def test_a_malformed_batch_writes_nothing(
-    proxy: Proxy, body: object, status: int, error_code: int, message: str
+    service_client: ServiceClient, body: object, status: int, error_code: int, message: str
 ) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    assert assert_error(await proxy.post(BATCH, content), status, error_code).startswith(message)
-    assert proxy.written == []
+    assert assert_error(await service_client.post(BATCH, content), status, error_code).startswith(message)
+    assert service_client.written == []
 
 
-async def test_a_batch_is_refused_as_other_requests_are(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_error(await proxy.post(BATCH, b"{}", "text/plain"), 415, 415)
-    assert_error(await proxy.batch(entry("a"), idempotency_key="x" * 256), 400, 40001)
-    assert_error(await proxy.batch(entry("a"), path=BATCH.replace("c1", "c" * 256)), 404, 404)
-    nowhere = (await proxy.batch(entry("a"), path=BATCH.replace("orders", "nowhere"))).json()
+async def test_a_batch_is_refused_as_other_requests_are(
+    service_client: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_error(await service_client.post(BATCH, b"{}", "text/plain"), 415, 415)
+    assert_error(await service_client.batch(entry("a"), idempotency_key="x" * 256), 400, 40001)
+    assert_error(await service_client.batch(entry("a"), path=BATCH.replace("c1", "c" * 256)), 404, 404)
+    nowhere = (await service_client.batch(entry("a"), path=BATCH.replace("orders", "nowhere"))).json()
     assert [each["error_code"] for each in nowhere["failures"]] == [40401]
-    proxy.world.store.generation = None
-    (failure,) = (await proxy.batch(entry("a"))).json()["failures"]
+    service_client.world.store.generation = None
+    (failure,) = (await service_client.batch(entry("a"))).json()["failures"]
     assert (failure["error_code"], "send the entry again, with its id" in failure["message"]) == (50003, True)
     full = Problem(NOT_WRITTEN, "the queue is full")
-    monkeypatch.setattr(type(proxy.world.admission), "overload", property(lambda _: full))
-    assert_error(await proxy.batch(entry("a"), idempotency_key="q"), 503, 50003)
-    assert proxy.written == []
+    monkeypatch.setattr(type(service_client.world.admission), "overload", property(lambda _: full))
+    assert_error(await service_client.batch(entry("a"), idempotency_key="q"), 503, 50003)
+    assert service_client.written == []
 
 
-async def test_the_paths_of_confluent_server_are_served(proxy: Proxy) -> None:
+async def test_the_paths_of_confluent_server_are_served(service_client: ServiceClient) -> None:
     record = json.dumps(string("a")).encode()
-    first = await proxy.post(f"/kafka{V3}", record, idempotency_key="q")
-    stream = await proxy.client.post(
+    first = await service_client.post(f"/kafka{V3}", record, idempotency_key="q")
+    stream = await service_client.client.post(
         f"/kafka{V3}", content=streamed(record), headers={"content-type": JSON, "idempotency-key": "q"}
     )
-    assert first.content == stream.content == (await proxy.v3(string("a"), idempotency_key="q")).content
-    assert len(proxy.written) == 1
+    assert first.content == stream.content == (await service_client.v3(string("a"), idempotency_key="q")).content
+    assert len(service_client.written) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- both
 
 
-async def test_bodies_may_be_compressed(proxy: Proxy) -> None:
+async def test_bodies_may_be_compressed(service_client: ServiceClient) -> None:
     records = [string("x" * 70_000), string("a")]
     body = gzip.compress(b"".join(json.dumps(each).encode() for each in records))
-    results = answers(await proxy.post(V3, body, content_encoding="gzip"))
+    results = answers(await service_client.post(V3, body, content_encoding="gzip"))
     assert [each["value"]["size"] for each in results] == [70_000, 1]
     v2 = gzip.compress(json.dumps({"records": [{"value": 1}]}).encode())
-    assert (await proxy.post("/topics/orders", v2, JSON_V2, content_encoding="gzip")).status_code == 200
-    assert_error(await proxy.post("/topics/orders", v2[:9], JSON_V2, content_encoding="gzip"), 400, 400)
-    assert_error(await proxy.post("/topics/orders", v2, JSON_V2, content_encoding="br"), 415, 415)
+    assert (await service_client.post("/topics/orders", v2, JSON_V2, content_encoding="gzip")).status_code == 200
+    assert_error(await service_client.post("/topics/orders", v2[:9], JSON_V2, content_encoding="gzip"), 400, 400)
+    assert_error(await service_client.post("/topics/orders", v2, JSON_V2, content_encoding="br"), 415, 415)
 
 
 async def streamed(*texts: bytes) -> AsyncIterator[bytes]:
@@ -599,28 +617,34 @@ async def streamed(*texts: bytes) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
-async def test_a_long_v3_body_or_one_of_unknown_length_is_streamed(proxy: Proxy, size: int) -> None:
+async def test_a_long_v3_body_or_one_of_unknown_length_is_streamed(service_client: ServiceClient, size: int) -> None:
     records = [string("a" * 100), {"value": {"type": "BINARY", "data": 1}}, string("x" * 70_000), string("é")]
     body = "\n".join(json.dumps(each, ensure_ascii=False) for each in records).encode()
     parts = [body[start : start + size] for start in range(0, len(body), size)] if size > 1 else [body]
     headers = {"content-type": "application/json", "idempotency-key": "q"}
-    first = await proxy.client.post(V3, content=body, headers=headers)
-    again = await proxy.client.post(V3, content=streamed(*parts), headers=headers)
+    first = await service_client.client.post(V3, content=body, headers=headers)
+    again = await service_client.client.post(V3, content=streamed(*parts), headers=headers)
     assert (first.status_code, first.headers["idempotency-key"]) == (200, "q")
     assert again.content == first.content
     results = answers(first)
     assert [each.get("value", {}).get("size") for each in results] == [100, None, 70_000, 2]
-    assert set(proxy.world.keys.server.keys) == {member_id("q", index) for index in (0, 2, 3)}
+    assert set(service_client.world.keys.server.keys) == {member_id("q", index) for index in (0, 2, 3)}
 
 
-async def test_a_stream_without_a_key_is_told_the_key_before_its_records_are_written(proxy: Proxy) -> None:
+async def test_a_stream_without_a_key_is_told_the_key_before_its_records_are_written(
+    service_client: ServiceClient,
+) -> None:
     record = json.dumps(string("a")).encode()
-    first = await proxy.client.post(V3, content=streamed(record, b"\n", record), headers={"content-type": JSON})
+    first = await service_client.client.post(
+        V3, content=streamed(record, b"\n", record), headers={"content-type": JSON}
+    )
     made = first.headers["idempotency-key"]
     assert uuid.UUID(made).version == 7
     headers = {"content-type": JSON, "idempotency-key": made}
-    assert (await proxy.client.post(V3, content=streamed(record + record), headers=headers)).content == first.content
-    assert len(proxy.written) == 2
+    assert (
+        await service_client.client.post(V3, content=streamed(record + record), headers=headers)
+    ).content == first.content
+    assert len(service_client.written) == 2
 
 
 @pytest.mark.parametrize(
@@ -630,11 +654,11 @@ async def test_a_stream_without_a_key_is_told_the_key_before_its_records_are_wri
 )
 @pytest.mark.parametrize("is_streamed", [True, False])
 async def test_a_key_that_becomes_old_during_its_request_is_good_for_it(
-    proxy: Proxy, key_age_ms: int | None, own_key: bool, last: int, is_streamed: bool
+    service_client: ServiceClient, key_age_ms: int | None, own_key: bool, last: int, is_streamed: bool
 ) -> None:
     """A stream may last for days. A record's own key is as old as it is when the record comes."""
     now_ms = NOW_MS
-    proxy.world.clock.read = lambda: now_ms
+    service_client.world.clock.read = lambda: now_ms
     record = string("a")
     if own_key:
         record["headers"] = [{"name": "idempotency-key", "value": base64.b64encode(new_key(NOW_MS).encode()).decode()}]
@@ -651,33 +675,35 @@ async def test_a_key_that_becomes_old_during_its_request_is_good_for_it(
         headers["idempotency-key"] = new_key(NOW_MS - key_age_ms)
     if not is_streamed:
         now_ms += DAY_MS if own_key else 0
-    response = await proxy.client.post(V3, content=days() if is_streamed else text, headers=headers)
+    response = await service_client.client.post(V3, content=days() if is_streamed else text, headers=headers)
     results = answers(response)
     assert len(results) == (3 if is_streamed else 1)
     assert results[-1]["error_code"] == last
 
 
-async def test_a_stream_refuses_records_without_a_key_where_the_rule_says_so(proxy: Proxy) -> None:
+async def test_a_stream_refuses_records_without_a_key_where_the_rule_says_so(service_client: ServiceClient) -> None:
     own = {"name": "idempotency-key", "value": base64.b64encode(b"own").decode()}
     texts = [json.dumps(each).encode() for each in (string("a"), {**string("b"), "headers": [own]})]
     path = V3.replace("orders", "other")
-    response = await proxy.client.post(path, content=streamed(*texts), headers={"content-type": JSON})
+    response = await service_client.client.post(path, content=streamed(*texts), headers={"content-type": JSON})
     assert [each["error_code"] for each in answers(response)] == [40001, 200]
     assert "idempotency-key" not in response.headers
 
 
-async def test_a_stream_is_refused_in_the_api_s_form(proxy: Proxy) -> None:
+async def test_a_stream_is_refused_in_the_api_s_form(service_client: ServiceClient) -> None:
     for path, type, key, status, error_code in (
         (V3, "text/plain", "q", 415, 415),
         (V3, JSON, "é", 400, 40001),
         (V3, JSON, "q", 400, 400),
     ):
         headers = {b"content-type": type.encode(), b"idempotency-key": key.encode()}
-        response = await proxy.client.post(path, content=streamed(b" "), headers=headers)
+        response = await service_client.client.post(path, content=streamed(b" "), headers=headers)
         assert_error(response, status, error_code)
         assert response.headers["content-type"] == JSON
     record = json.dumps(string("a")).encode()
-    response = await proxy.client.post(V3, content=streamed(record, b"?", record), headers={"content-type": JSON})
+    response = await service_client.client.post(
+        V3, content=streamed(record, b"?", record), headers={"content-type": JSON}
+    )
     assert [each["error_code"] for each in answers(response)] == [200, 400]
 
 
@@ -712,25 +738,31 @@ async def test_a_record_of_a_stream_is_answered_before_the_next_one_is_sent() ->
     await ended(serving)
 
 
-async def test_a_v2_record_has_the_bounds_of_an_event_s_json(proxy: Proxy) -> None:
+async def test_a_v2_record_has_the_bounds_of_an_event_s_json(service_client: ServiceClient) -> None:
     """A long record is checked in a thread: the event loop must not decode hundreds of thousands of headers."""
     padded = b'{"records":[{"value":1%b},{"value":2}]}' % (b" " * 2_000_000)
-    offsets = (await proxy.post("/topics/orders", padded, JSON_V2)).json()["offsets"]
+    offsets = (await service_client.post("/topics/orders", padded, JSON_V2)).json()["offsets"]
     assert [each["error_code"] for each in offsets] == [1, None]
     assert "at most 2000000 are taken" in offsets[0]["error"]
     headers = b",".join([b'{"key":""}'] * 20_000)
-    response = await proxy.post("/topics/orders", b'{"records":[{"value":1,"headers":[%b]}]}' % headers, JSON_V2)
+    response = await service_client.post(
+        "/topics/orders", b'{"records":[{"value":1,"headers":[%b]}]}' % headers, JSON_V2
+    )
     assert "at most 100" in assert_error(response, 400, 400)
-    assert [value for _, _, value in proxy.written] == [b"2"]
+    assert [value for _, _, value in service_client.written] == [b"2"]
 
 
-async def test_a_cluster_s_id_which_each_answer_repeats_has_a_bound(proxy: Proxy) -> None:
+async def test_a_cluster_s_id_which_each_answer_repeats_has_a_bound(service_client: ServiceClient) -> None:
     """Else a request of 64 KiB with a long path would be answered with a hundred megabytes."""
     record = json.dumps(string("a")).encode()
     for body in (record, streamed(record)):
-        response = await proxy.client.post(V3.replace("c1", "c" * 256), content=body, headers={"content-type": JSON})
+        response = await service_client.client.post(
+            V3.replace("c1", "c" * 256), content=body, headers={"content-type": JSON}
+        )
         assert "cluster: at most 255" in assert_error(response, 404, 404)
-        response = await proxy.client.post(V3.replace("c1", "c" * 255), content=body, headers={"content-type": JSON})
+        response = await service_client.client.post(
+            V3.replace("c1", "c" * 255), content=body, headers={"content-type": JSON}
+        )
         assert [each["error_code"] for each in answers(response)] == [200]
 
 

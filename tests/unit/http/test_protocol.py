@@ -30,7 +30,7 @@ LONG_BYTES = 20_000_000
 only_direct = pytest.mark.parametrize("server", ["direct"], indirect=True)
 
 
-class Desk:
+class KeptRequests:
     """Keeps requests until the test answers them; `/now` is answered at once, with its own body."""
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def kept() -> KeptRequests:
+    return KeptRequests()
 
 
 def by_asgi(routes: dict[bytes, Handler], bodies: Bodies) -> Any:
@@ -101,7 +101,7 @@ def by_asgi(routes: dict[bytes, Handler], bodies: Bodies) -> Any:
 
 @pytest.fixture(params=["direct", "asgi"])
 async def server(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    kept: KeptRequests, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[uvicorn.Server]:
     monkeypatch.setattr(request_reader, "SILENCE_MAX_S", 1.0)
     monkeypatch.setattr(limits, "UNREAD_MAX_S", 1.0)
@@ -109,13 +109,13 @@ async def server(
     for module in (request_module, protocol):
         monkeypatch.setattr(module, "OWN_BYTES", OWN_BYTES)
     routes: dict[bytes, Handler] = {
-        b"/later": desk.later,
-        b"/now": desk.now,
-        b"/apart": desk.apart,
-        b"/names": desk.names,
-        b"/long": desk.long,
+        b"/later": kept.later,
+        b"/now": kept.now,
+        b"/apart": kept.apart,
+        b"/names": kept.names,
+        b"/long": kept.long,
     }
-    bodies = desk.bodies
+    bodies = kept.bodies
     direct = request.param == "direct"
     config = uvicorn.Config(
         app if direct else by_asgi(routes, bodies),
@@ -133,7 +133,7 @@ async def server(
     yield server
     server.should_exit = True
     while not serving.done():
-        for one in desk.posts:  # as their deadline would: a client that is gone may only have shut its sending side
+        for one in kept.posts:  # as their deadline would: a client that is gone may only have shut its sending side
             one.answer(503, b"", b"")
         await asyncio.wait([serving], timeout=0.05)
     await serving
@@ -268,12 +268,12 @@ async def test_an_upgrade_header_leaves_an_http_1_0_request_at_its_version(calle
     assert (status, headers["connection"], body) == (201, "close", b"x")
 
 
-async def test_the_length_of_a_head_is_bounded_however_it_is_cut(caller: Caller, desk: Desk) -> None:
+async def test_the_length_of_a_head_is_bounded_however_it_is_cut(caller: Caller, kept: KeptRequests) -> None:
     lines = [b"x-%d: %b" % (n, b"y" * 8000) for n in range(9)]
     await caller.say(post(b"/later", b"x" * 500, *lines[:8]), post(b"/later", b"x", *lines) + post(b"/later", b"x"))
-    (first,) = await desk.waiting(1)
+    (first,) = await kept.waiting(1)
     await asyncio.sleep(0.05)
-    assert desk.posts == [first], "what comes behind a head that is refused was taken"
+    assert kept.posts == [first], "what comes behind a head that is refused was taken"
     assert first.body == b"x" * 500
 
 
@@ -295,14 +295,14 @@ async def test_blank_lines_between_requests_never_become_a_head_that_is_too_long
         await asyncio.sleep(0.002)
 
 
-async def test_the_arrival_of_a_request_is_the_time_of_its_last_byte(caller: Caller, desk: Desk) -> None:
+async def test_the_arrival_of_a_request_is_the_time_of_its_last_byte(caller: Caller, kept: KeptRequests) -> None:
     """The deadline begins then, however slowly the request was sent."""
     whole = post(b"/later", b"12")
     await caller.say(whole[:-1])
     await asyncio.sleep(0.2)
     before = time.monotonic()
     await caller.say(whole[-1:])
-    (one,) = await desk.waiting(1)
+    (one,) = await kept.waiting(1)
     assert one.arrived >= before
 
 
@@ -313,27 +313,27 @@ async def test_requests_for_other_routes_or_methods_go_to_the_app(caller: Caller
     assert (await caller.hear())[2] == b"mine"
 
 
-async def test_pipelined_requests_are_answered_in_their_order(caller: Caller, desk: Desk) -> None:
+async def test_pipelined_requests_are_answered_in_their_order(caller: Caller, kept: KeptRequests) -> None:
     """Also if the app handles one of them, and if the last could have been answered first."""
     await caller.say(post(b"/later", b"1") + post(b"/other", b"2") + post(b"/later", b"3") + post(b"/now", b"4"))
-    (first,) = await desk.waiting(1)
+    (first,) = await kept.waiting(1)
     await asyncio.sleep(0.05)
-    assert len(desk.posts) == 1, "the third was begun before the first was answered"
+    assert len(kept.posts) == 1, "the third was begun before the first was answered"
     first.answer(201, b"", b"one")
     assert (await caller.hear())[2] == b"one"
     assert (await caller.hear())[2] == b"POST /other 2"
-    (await desk.waiting(2))[1].answer(201, b"", b"three")
+    (await kept.waiting(2))[1].answer(201, b"", b"three")
     assert (await caller.hear())[2] == b"three"
     assert (await caller.hear())[2] == b"4"
 
 
 async def test_a_pipelined_request_waits_for_the_one_before_it_though_the_first_was_answered_at_once(
-    caller: Caller, desk: Desk
+    caller: Caller, kept: KeptRequests
 ) -> None:
     """The first is answered before the second is read, and its response is written after that."""
     await caller.say(post(b"/now", b"1") + post(b"/later", b"2") + post(b"/now", b"3"))
     assert (await caller.hear())[2] == b"1"
-    (second,) = await desk.waiting(1)
+    (second,) = await kept.waiting(1)
     await asyncio.sleep(0.05)
     second.answer(201, b"", b"two")
     assert (await caller.hear())[2] == b"two"
@@ -368,12 +368,12 @@ async def test_a_body_whose_content_length_is_too_large_is_not_waited_for(caller
 
 
 async def test_a_client_that_expects_100_continue_for_a_too_long_body_gets_no_100_and_is_closed(
-    caller: Caller, desk: Desk
+    caller: Caller, kept: KeptRequests
 ) -> None:
     """It may leave the body out, and following bytes would be taken for the body, so the connection ends."""
     whole = post(b"/now", b"x" * 5000, b"expect: 100-continue")
     await caller.say(post(b"/later", b"1") + whole[:-5000])
-    (await desk.waiting(1))[0].answer(201, b"", b"one")
+    (await kept.waiting(1))[0].answer(201, b"", b"one")
     assert (await caller.hear())[2] == b"one"
     status, headers, _ = await caller.hear()
     assert (status, headers["x-size"], headers["connection"]) == (201, "5000", "close")
@@ -403,15 +403,15 @@ async def test_bodies_that_come_slowly_have_a_bound_together(server: uvicorn.Ser
 
 @only_direct  # of a request that waits for another, uvicorn itself reads at most 64 KiB
 async def test_an_unread_body_behind_a_waiting_request_counts_against_the_bound(
-    server: uvicorn.Server, caller: Caller, desk: Desk
+    server: uvicorn.Server, caller: Caller, kept: KeptRequests
 ) -> None:
     large = b"x" * BODY_BYTES_MAX
     _, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
     writer.write(post(b"/later", b"1") + post(b"/later", large)[:-1])
-    await desk.waiting(1)
+    await kept.waiting(1)
     await caller.say(post(b"/now", large))
     assert (await caller.hear())[0] == 503
-    desk.posts[0].answer(201, b"", b"")  # until then nothing more is read, and the connection does not count as silent
+    kept.posts[0].answer(201, b"", b"")  # until then nothing more is read, and the connection does not count as silent
     async with asyncio.timeout(3.0):
         while len(server.server_state.connections) > 1:  # noqa: ASYNC110 - it is ended for its silence
             await asyncio.sleep(0.02)
@@ -453,10 +453,12 @@ async def test_the_last_request_of_a_connection(server: uvicorn.Server, caller: 
 @pytest.mark.parametrize(
     "garbage", [b"\0", b"GET /other HTTP/1.1\r\nno colon\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 160_000]
 )
-async def test_garbage_behind_a_waiting_request_gets_no_answer(caller: Caller, desk: Desk, garbage: bytes) -> None:
+async def test_garbage_behind_a_waiting_request_gets_no_answer(
+    caller: Caller, kept: KeptRequests, garbage: bytes
+) -> None:
     """A refusal would say that its key is not used, and it may be written."""
     await caller.say(post(b"/later", b"1"), garbage[:80_000], garbage[80_000:])
-    await desk.waiting(1)
+    await kept.waiting(1)
     async with asyncio.timeout(2.0):
         with contextlib.suppress(ConnectionResetError):
             assert await caller.reader.read() == b""
@@ -472,18 +474,20 @@ async def test_the_app_gets_a_disconnect_when_a_client_goes_away_with_pipelined_
             await asyncio.sleep(0.01)
 
 
-async def test_a_request_whose_client_went_away_is_answered_without_an_error(caller: Caller, desk: Desk) -> None:
+async def test_a_request_whose_client_went_away_is_answered_without_an_error(
+    caller: Caller, kept: KeptRequests
+) -> None:
     await caller.say(post(b"/later", b"1"))
-    (gone,) = await desk.waiting(1)
+    (gone,) = await kept.waiting(1)
     caller.reset()
     await asyncio.sleep(0.05)
     assert not caller.server.server_state.connections
     gone.answer(201, b"", b"nobody hears this")
 
 
-async def test_an_answer_is_given_once(caller: Caller, desk: Desk) -> None:
+async def test_an_answer_is_given_once(caller: Caller, kept: KeptRequests) -> None:
     await caller.say(post(b"/later", b"1"))
-    (one,) = await desk.waiting(1)
+    (one,) = await kept.waiting(1)
     one.answer(201, b"", b"first")
     one.answer(500, b"", b"second")
     assert (await caller.hear())[2] == b"first"
@@ -617,7 +621,9 @@ async def test_a_client_that_does_not_read_its_answers_is_no_longer_read_and_is_
                 await asyncio.sleep(0.05)
 
 
-async def test_a_long_answer_is_in_memory_only_as_far_as_it_is_counted(server: uvicorn.Server, desk: Desk) -> None:
+async def test_a_long_answer_is_in_memory_only_as_far_as_it_is_counted(
+    server: uvicorn.Server, kept: KeptRequests
+) -> None:
     """What the transport has is not: a client that reads nothing must not get the rest of the answer into it."""
     loop = asyncio.get_running_loop()
     async with narrow(server) as client:
@@ -627,21 +633,21 @@ async def test_a_long_answer_is_in_memory_only_as_far_as_it_is_counted(server: u
             await asyncio.sleep(0.3)
         (connection,) = server.server_state.connections
         assert connection.transport.get_write_buffer_size() <= 3 * request_module.WRITE_BYTES
-        assert desk.bodies.unread == LONG_BYTES - OWN_BYTES
+        assert kept.bodies.unread == LONG_BYTES - OWN_BYTES
         heard = 1
         while heard < LONG_BYTES:
             heard += len(await loop.sock_recv(client, 1 << 20))
-    await until(lambda: desk.bodies.unread == 0)
+    await until(lambda: kept.bodies.unread == 0)
 
 
-async def test_a_long_answer_counts_no_more_when_its_client_has_gone(caller: Caller, desk: Desk) -> None:
+async def test_a_long_answer_counts_no_more_when_its_client_has_gone(caller: Caller, kept: KeptRequests) -> None:
     await caller.say(post(b"/long", b""))
     caller.reset()
-    await until(lambda: desk.bodies.unread == 0)
+    await until(lambda: kept.bodies.unread == 0)
 
 
 async def test_a_client_that_reads_a_long_answer_below_the_least_rate_is_closed(
-    server: uvicorn.Server, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    server: uvicorn.Server, kept: KeptRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (protocol, asgi):
         monkeypatch.setattr(module, "reading_time_s", lambda size: size / LONG_BYTES / 2)
@@ -654,7 +660,7 @@ async def test_a_client_that_reads_a_long_answer_below_the_least_rate_is_closed(
                 heard += len(piece)
                 await asyncio.sleep(0.001)
         assert 0 < heard < LONG_BYTES
-    assert desk.bodies.unread == 0
+    assert kept.bodies.unread == 0
 
 
 async def test_requests_behind_a_long_answer_are_not_read_as_it_is_written(server: uvicorn.Server) -> None:
@@ -702,19 +708,21 @@ async def test_a_client_that_reads_slowly_gets_the_whole_answer(
             assert piece, "the next request was lost"
 
 
-async def test_a_stop_waits_for_the_requests_under_way(server: uvicorn.Server, caller: Caller, desk: Desk) -> None:
+async def test_a_stop_waits_for_the_requests_under_way(
+    server: uvicorn.Server, caller: Caller, kept: KeptRequests
+) -> None:
     await caller.say(post(b"/apart", b"work"))
     server.should_exit = True
     status, headers, body = await caller.hear()
     assert (status, headers["connection"], body) == (201, "close", b"late")
-    assert desk.finished == ["work"]
+    assert kept.finished == ["work"]
 
 
-async def test_a_client_that_sends_no_more_is_answered(caller: Caller, desk: Desk) -> None:
+async def test_a_client_that_sends_no_more_is_answered(caller: Caller, kept: KeptRequests) -> None:
     """All that it has sent is answered, in order, and then its connection is closed (RFC 9112, section 9.6)."""
     caller.writer.write(post(b"/later", b"1") + post(b"/now", b"2") + b"GET /3 HTTP/1.1\r\nhost: x\r\n\r\n")
     caller.writer.write_eof()
-    (first,) = await desk.waiting(1)
+    (first,) = await kept.waiting(1)
     await asyncio.sleep(0.05)
     first.answer(201, b"", b"1")
     assert [(await caller.hear())[2] for _ in range(3)] == [b"1", b"2", b"GET /3 "]
@@ -722,12 +730,12 @@ async def test_a_client_that_sends_no_more_is_answered(caller: Caller, desk: Des
         assert await caller.reader.read() == b""
 
 
-async def test_a_body_in_tiny_pieces_has_its_own_size_in_memory(caller: Caller, desk: Desk) -> None:
+async def test_a_body_in_tiny_pieces_has_its_own_size_in_memory(caller: Caller, kept: KeptRequests) -> None:
     """An object for each piece would take 24 times the memory."""
     pieces = BODY_BYTES_MAX // 2
     head = b"POST /later HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     await caller.say(head + pieces * b"2\r\nab\r\n" + b"0\r\n\r\n")
-    (whole,) = await desk.waiting(1)
+    (whole,) = await kept.waiting(1)
     assert sys.getsizeof(whole._content) < 2 * BODY_BYTES_MAX
     assert whole.body == pieces * b"ab"
 

@@ -42,7 +42,7 @@ AVRO_V2 = "application/vnd.kafka.avro.v2+json"
 JSON = "application/json"
 
 
-class Proxy:
+class ServiceClient:
     """A client of a service that is in memory, and the service's registry."""
 
     def __init__(self, world: World, registry: FakeRegistry, http: httpx.AsyncClient) -> None:
@@ -119,15 +119,15 @@ def registry() -> Iterator[FakeRegistry]:
 
 
 @pytest.fixture
-async def proxy(registry: FakeRegistry) -> AsyncIterator[Proxy]:
+async def service_client(registry: FakeRegistry) -> AsyncIterator[ServiceClient]:
     world = WithRegistry(registry.url)
     serving = world.serve(await world.slot())
     transport = httpx.ASGITransport(app_of(world), client=("127.0.0.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        proxy = Proxy(world, registry, http)
-        await proxy.put("key", "string")
-        await proxy.put("orders-value", ORDER)
-        yield proxy
+        service_client = ServiceClient(world, registry, http)
+        await service_client.put("key", "string")
+        await service_client.put("orders-value", ORDER)
+        yield service_client
     await ended(serving)
     assert world.client is not None
     await world.client.close()
@@ -145,29 +145,31 @@ def problem(response: httpx.Response) -> tuple[int, str, str]:
     return response.status_code, body["code"], body["detail"]
 
 
-async def test_each_way_into_a_topic_of_the_rules_is_encoded(proxy: Proxy) -> None:
+async def test_each_way_into_a_topic_of_the_rules_is_encoded(service_client: ServiceClient) -> None:
     events = [{"topic": "orders", "value": {"total": n}, "idempotency_key": f"b-{n}"} for n in (2, 3)]
     cloudevent = {"ce-specversion": "1.0", "ce-id": "1", "ce-source": "s", "ce-type": "orders", "ce-partitionkey": "c"}
     responses = [
-        await proxy.post("/events", {"topic": "orders", "key": "c", "value": {"total": 1}}, idempotency_key="e"),
-        await proxy.post("/events/batch", {"events": events}),
-        await proxy.post(
+        await service_client.post(
+            "/events", {"topic": "orders", "key": "c", "value": {"total": 1}}, idempotency_key="e"
+        ),
+        await service_client.post("/events/batch", {"events": events}),
+        await service_client.post(
             "/events/batch",
             {"atomic": True, "events": [{"topic": "orders", "value": {"total": 4}}]},
             idempotency_key="whole",
         ),
-        await proxy.post("/events", {"total": 5}, **cloudevent),
-        await proxy.post("/sources/hooks", {"total": 6}, x_id="delivery"),
-        await proxy.post(
+        await service_client.post("/events", {"total": 5}, **cloudevent),
+        await service_client.post("/sources/hooks", {"total": 6}, x_id="delivery"),
+        await service_client.post(
             "/topics/orders",
             {"records": [{"key": "c", "value": {"total": 7}}]},
             type="application/vnd.kafka.json.v2+json",
         ),
     ]
-    (v3,) = await proxy.v3({"value": {"type": "JSON", "data": {"total": 8}}}, topic="orders")
+    (v3,) = await service_client.v3({"value": {"type": "JSON", "data": {"total": 8}}}, topic="orders")
     assert [response.status_code for response in responses] == [201, 207, 201, 201, 201, 200]
     assert v3["value"] == {"type": "AVRO", "size": 7, "subject": "orders-value", "schema_id": 2, "schema_version": 1}
-    assert proxy.written == [
+    assert service_client.written == [
         (KEY, order(1)),
         (None, order(2)),
         (None, order(3)),
@@ -179,133 +181,137 @@ async def test_each_way_into_a_topic_of_the_rules_is_encoded(proxy: Proxy) -> No
     ]
 
 
-async def test_the_header_of_a_record_has_the_fingerprint_of_what_is_written(proxy: Proxy) -> None:
-    await proxy.event({"total": 1})
-    ((record,),) = proxy.world.producers[0].written
+async def test_the_header_of_a_record_has_the_fingerprint_of_what_is_written(service_client: ServiceClient) -> None:
+    await service_client.event({"total": 1})
+    ((record,),) = service_client.world.producers[0].written
     stamp = dict(record.headers)["fencepost"].split(b";")
     assert stamp[2] == fingerprint("orders", None, None, [], record.value).hex().encode()
     sent = fingerprint("orders", None, None, [], b'{"total": 1}')
-    (_, rows), *_ = proxy.world.keys.marks
+    (_, rows), *_ = service_client.world.keys.marks
     assert [(id, state.fp) for id, state in rows] == [(event_id("k"), sent)]
 
 
-async def test_a_retry_under_a_newer_latest_version_is_the_same_request(proxy: Proxy) -> None:
-    first = await proxy.event({"total": 1})
+async def test_a_retry_under_a_newer_latest_version_is_the_same_request(service_client: ServiceClient) -> None:
+    first = await service_client.event({"total": 1})
     newer = {**ORDER, "fields": [*ORDER["fields"], {"name": "more", "type": "long", "default": 3}]}
-    await proxy.put("orders-value", newer)
-    again = await proxy.event({"total": 1})
+    await service_client.put("orders-value", newer)
+    again = await service_client.event({"total": 1})
     assert (again.status_code, again.content) == (201, first.content)
     assert again.headers["idempotent-replayed"] == "true"
-    other = await proxy.event({"total": 2})
+    other = await service_client.event({"total": 2})
     assert problem(other)[:2] == (422, "fingerprint-mismatch")
-    assert (await proxy.event({"total": 1}, key="new")).status_code == 201
-    assert proxy.written == [(None, order(1)), (None, order(1, 3) + b"\x06")]
+    assert (await service_client.event({"total": 1}, key="new")).status_code == 201
+    assert service_client.written == [(None, order(1)), (None, order(1, 3) + b"\x06")]
 
 
-async def test_a_retry_that_the_newest_version_refuses_has_the_answer_of_its_event(proxy: Proxy) -> None:
+async def test_a_retry_that_the_newest_version_refuses_has_the_answer_of_its_event(
+    service_client: ServiceClient,
+) -> None:
     """Another event that it refuses is 422, and so is another value under the key."""
-    first = await proxy.event({"total": 1})
+    first = await service_client.event({"total": 1})
     batch = {"atomic": True, "events": [{"topic": "orders", "value": {"total": n}} for n in (2, 3)]}
-    whole = await proxy.post("/events/batch", batch, idempotency_key="whole")
-    await proxy.post("/sources/hooks", {"total": 4}, x_id="delivery")
-    v2 = await proxy.v2({"value": {"total": 5}}, value_schema_id=2)
+    whole = await service_client.post("/events/batch", batch, idempotency_key="whole")
+    await service_client.post("/sources/hooks", {"total": 4}, x_id="delivery")
+    v2 = await service_client.v2({"value": {"total": 5}}, value_schema_id=2)
     assert [first.status_code, whole.status_code, v2.status_code] == [201, 201, 200]
-    await proxy.put("orders-value", "string")
-    again = await proxy.event({"total": 1})
+    await service_client.put("orders-value", "string")
+    again = await service_client.event({"total": 1})
     assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (201, first.content, "true")
-    again = await proxy.post("/events/batch", batch, idempotency_key="whole")
+    again = await service_client.post("/events/batch", batch, idempotency_key="whole")
     assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (201, whole.content, "true")
-    again = await proxy.post("/sources/hooks", {"total": 4}, x_id="delivery")
+    again = await service_client.post("/sources/hooks", {"total": 4}, x_id="delivery")
     assert (again.status_code, again.headers["idempotent-replayed"]) == (201, "true")
     each = {"topic": "orders", "value": {"total": 1}, "idempotency_key": "k"}
     batch = {"events": [each | {"idempotency_key": "none"}, each, {**each, "value": "fits", "idempotency_key": "new"}]}
-    results = (await proxy.post("/events/batch", batch)).json()["results"]
+    results = (await service_client.post("/events/batch", batch)).json()["results"]
     assert [(each["status"], each.get("replayed")) for each in results] == [(422, None), (201, True), (201, False)]
     for key, value in (("none", {"total": 1}), ("k", {"total": 9})):
-        assert problem(await proxy.event(value, key=key))[:2] == (422, "schema-mismatch")
+        assert problem(await service_client.event(value, key=key))[:2] == (422, "schema-mismatch")
 
 
-async def test_a_retry_whose_newest_record_is_too_large_has_the_answer_of_its_event(proxy: Proxy) -> None:
+async def test_a_retry_whose_newest_record_is_too_large_has_the_answer_of_its_event(
+    service_client: ServiceClient,
+) -> None:
     """The default of a field that a newer version adds makes each record larger than its topic takes."""
-    proxy.world.topic_admin.topics["orders"] = Topic("orders", 3, {"max.message.bytes": "2000"})
-    first = await proxy.event({"total": 1})
+    service_client.world.topic_admin.topics["orders"] = Topic("orders", 3, {"max.message.bytes": "2000"})
+    first = await service_client.event({"total": 1})
     batch = {"atomic": True, "events": [{"topic": "orders", "value": {"total": n}} for n in (2, 3)]}
-    whole = await proxy.post("/events/batch", batch, idempotency_key="whole")
+    whole = await service_client.post("/events/batch", batch, idempotency_key="whole")
     assert [first.status_code, whole.status_code] == [201, 201]
     padded = {"name": "more", "type": "string", "default": "x" * 3000}
-    await proxy.put("orders-value", {**ORDER, "fields": [*ORDER["fields"], padded]})
-    again = await proxy.event({"total": 1})
+    await service_client.put("orders-value", {**ORDER, "fields": [*ORDER["fields"], padded]})
+    again = await service_client.event({"total": 1})
     assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (201, first.content, "true")
-    again = await proxy.post("/events/batch", batch, idempotency_key="whole")
+    again = await service_client.post("/events/batch", batch, idempotency_key="whole")
     assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (201, whole.content, "true")
     for key, value in (("none", {"total": 1}), ("k", {"total": 9})):
-        assert problem(await proxy.event(value, key=key))[:2] == (413, "too-large")
+        assert problem(await service_client.event(value, key=key))[:2] == (413, "too-large")
 
 
-async def test_refusals_use_up_no_key(proxy: Proxy) -> None:
-    assert problem(await proxy.event({"total": "1"})) == (
+async def test_refusals_use_up_no_key(service_client: ServiceClient) -> None:
+    assert problem(await service_client.event({"total": "1"})) == (
         422,
         "schema-mismatch",
         "value.total: an integer is wanted (long): see schema 2 (version 1 of orders-value)",
     )
     whole = {"atomic": True, "events": [{"topic": "orders", "value": {"total": n}} for n in (1, "2")]}
-    refused = await proxy.post("/events/batch", whole, idempotency_key="k")
+    refused = await service_client.post("/events/batch", whole, idempotency_key="k")
     assert problem(refused)[2].startswith("events[1].value.total: an integer is wanted")
-    assert (await proxy.event({"total": 1})).status_code == 201
+    assert (await service_client.event({"total": 1})).status_code == 201
 
 
-async def test_a_registry_that_is_away_is_not_written(proxy: Proxy) -> None:
-    proxy.registry.status = 503
-    response = await proxy.event({"total": 1})
+async def test_a_registry_that_is_away_is_not_written(service_client: ServiceClient) -> None:
+    service_client.registry.status = 503
+    response = await service_client.event({"total": 1})
     status, code, detail = problem(response)
     assert (status, code, response.headers["retry-after"]) == (503, "not-written", "1")
     assert detail.startswith("value: the schema registry is away")
-    (v3,) = await proxy.v3({"value": {"schema_version": 1, "data": 1}})
+    (v3,) = await service_client.v3({"value": {"schema_version": 1, "data": 1}})
     assert (v3["error_code"], v3["message"].startswith("value: the schema registry is away")) == (50003, True)
-    v2 = await proxy.v2({"value": 1}, topic="other", value_schema='"long"')
+    v2 = await service_client.v2({"value": 1}, topic="other", value_schema='"long"')
     assert (v2.status_code, v2.json()["error_code"]) == (503, 50003)
-    assert proxy.written == []
+    assert service_client.written == []
 
 
-async def test_nothing_is_looked_up_for_a_topic_that_does_not_exist(proxy: Proxy) -> None:
-    proxy.registry.requests.clear()
-    v2 = await proxy.v2({"value": 1}, topic="nowhere", value_schema='"long"')
-    assert (v2.status_code, v2.json()["error_code"], proxy.registry.requests) == (404, 40401, [])
+async def test_nothing_is_looked_up_for_a_topic_that_does_not_exist(service_client: ServiceClient) -> None:
+    service_client.registry.requests.clear()
+    v2 = await service_client.v2({"value": 1}, topic="nowhere", value_schema='"long"')
+    assert (v2.status_code, v2.json()["error_code"], service_client.registry.requests) == (404, 40401, [])
 
 
-async def test_what_a_schema_refuses_goes_to_the_quarantine_topic_as_it_was_sent(proxy: Proxy) -> None:
-    first = await proxy.event({"total": 1}, topic="third")
-    refused = await proxy.event({"total": "a"}, key="bad", topic="third")
-    unknown = await proxy.event({"total": 2}, key="unknown", topic="kept")
+async def test_what_a_schema_refuses_goes_to_the_quarantine_topic_as_it_was_sent(service_client: ServiceClient) -> None:
+    first = await service_client.event({"total": 1}, topic="third")
+    refused = await service_client.event({"total": "a"}, key="bad", topic="third")
+    unknown = await service_client.event({"total": 2}, key="unknown", topic="kept")
     assert [(each.status_code, each.json().get("code")) for each in (first, refused, unknown)] == [
         (201, None),
         (422, "schema-mismatch"),
         (422, "unknown-schema"),
     ]
     assert refused.json()["quarantined"] is unknown.json()["quarantined"] is True
-    assert proxy.written == [(None, order(1)), (None, b'{"total": "a"}'), (None, b'{"total": 2}')]
-    await proxy.put("orders-value", "string")
+    assert service_client.written == [(None, order(1)), (None, b'{"total": "a"}'), (None, b'{"total": 2}')]
+    await service_client.put("orders-value", "string")
     again = [
-        await proxy.event({"total": 1}, topic="third"),
-        await proxy.event({"total": "a"}, key="bad", topic="third"),
+        await service_client.event({"total": 1}, topic="third"),
+        await service_client.event({"total": "a"}, key="bad", topic="third"),
     ]
     assert [each.content for each in again] == [first.content, refused.content]
     assert all(each.headers["idempotent-replayed"] == "true" for each in again)
-    assert len(proxy.written) == 3
+    assert len(service_client.written) == 3
 
 
 # ------------------------------------------------------------------------------------------------ v2 and v3 formats
 
 
-async def test_v2_answers_with_the_ids_of_its_schemas(proxy: Proxy) -> None:
-    value = await proxy.put("other-value", "long")
-    response = await proxy.v2(
+async def test_v2_answers_with_the_ids_of_its_schemas(service_client: ServiceClient) -> None:
+    value = await service_client.put("other-value", "long")
+    response = await service_client.v2(
         {"key": 7, "value": 1}, {"value": 2}, topic="other", key_schema='"long"', value_schema_id=value
     )
     answer = response.json()
     assert (answer["key_schema_id"], answer["value_schema_id"]) == (value, value)
-    assert proxy.written == [(b"\0\0\0\0\3\x0e", b"\0\0\0\0\3\x02"), (None, b"\0\0\0\0\3\x04")]
-    response = await proxy.v2({"value": 3}, topic="other", key="r", value_schema='"long"')
+    assert service_client.written == [(b"\0\0\0\0\3\x0e", b"\0\0\0\0\3\x02"), (None, b"\0\0\0\0\3\x04")]
+    response = await service_client.v2({"value": 3}, topic="other", key="r", value_schema='"long"')
     answer = response.json()
     assert (answer["key_schema_id"], answer["value_schema_id"]) == (None, value)
 
@@ -325,17 +331,19 @@ async def test_v2_answers_with_the_ids_of_its_schemas(proxy: Proxy) -> None:
         ([{"value": "a"}], {"value_schema": '"long"'}, 42207),
     ],
 )
-async def test_v2_errors(proxy: Proxy, records: list[object], fields: dict[str, Any], code: int) -> None:
-    response = await proxy.v2(*records, topic="other", **fields)
+async def test_v2_errors(
+    service_client: ServiceClient, records: list[object], fields: dict[str, Any], code: int
+) -> None:
+    response = await service_client.v2(*records, topic="other", **fields)
     assert (response.status_code, response.json()["error_code"]) == (422, code)
-    assert proxy.written == []
+    assert service_client.written == []
 
 
-async def test_v3_records_name_schemas_in_each_way(proxy: Proxy) -> None:
-    long = await proxy.put("other-value", "long")
-    mine = await proxy.put("mine", "string")
+async def test_v3_records_name_schemas_in_each_way(service_client: ServiceClient) -> None:
+    long = await service_client.put("other-value", "long")
+    mine = await service_client.put("mine", "string")
     text = {"type": "AVRO", "schema": '{"type":"fixed","name":"n.F","size":1}', "data": "a"}
-    answers = await proxy.v3(
+    answers = await service_client.v3(
         {"value": {"data": 1}},
         {"value": {"schema_id": long, "data": 2}},
         {"value": {"schema_version": 1, "data": 3}},
@@ -364,7 +372,7 @@ async def test_v3_records_name_schemas_in_each_way(proxy: Proxy) -> None:
         "schema_version": 1,
     }
     assert answers[4]["key"] == {"type": "AVRO", "size": 7, "subject": "mine", "schema_id": mine, "schema_version": 1}
-    assert proxy.written[4] == (b"\0\0\0\0" + bytes([mine]) + b"\x02b", b"\0")
+    assert service_client.written[4] == (b"\0\0\0\0" + bytes([mine]) + b"\x02b", b"\0")
 
 
 @pytest.mark.parametrize(
@@ -386,20 +394,20 @@ async def test_v3_records_name_schemas_in_each_way(proxy: Proxy) -> None:
         ({"schema_id": 77, "data": 1}, 422),
     ],
 )
-async def test_v3_errors(proxy: Proxy, value: dict[str, object], status: int) -> None:
-    (answer,) = await proxy.v3({"value": value})
+async def test_v3_errors(service_client: ServiceClient, value: dict[str, object], status: int) -> None:
+    (answer,) = await service_client.v3({"value": value})
     assert answer["error_code"] == status, answer
-    assert proxy.written == []
+    assert service_client.written == []
 
 
-async def test_a_replay_of_a_schema_form_is_the_same_answer(proxy: Proxy) -> None:
+async def test_a_replay_of_a_schema_form_is_the_same_answer(service_client: ServiceClient) -> None:
     """Also with the id in place of the text: the schema is no part of the fingerprint."""
-    first = await proxy.v2({"value": 1}, topic="other", value_schema='"long"')
+    first = await service_client.v2({"value": 1}, topic="other", value_schema='"long"')
     id = first.json()["value_schema_id"]
-    again = await proxy.v2({"value": 1}, topic="other", value_schema_id=id)
+    again = await service_client.v2({"value": 1}, topic="other", value_schema_id=id)
     assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (200, first.content, "true")
     own = [{"name": "idempotency-key", "value": base64.b64encode(b"mine").decode()}]
     record = {"headers": own, "value": {"schema_version": 1, "data": 1}}
-    answers = [await proxy.v3(record, key=key) for key in ("a", "b")]
+    answers = [await service_client.v3(record, key=key) for key in ("a", "b")]
     assert answers[0] == answers[1]
-    assert len(proxy.written) == 2
+    assert len(service_client.written) == 2

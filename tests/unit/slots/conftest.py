@@ -1,10 +1,10 @@
-"""Makes the bed of the tests of recovery."""
+"""Makes the recovering of the tests of recovery."""
 
 import pytest
 
-from tests.unit.slots.bed import Bed
+from tests.unit.slots.recovering import Recovering
 
 
 @pytest.fixture
-def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
-    return Bed(monkeypatch)
+def recovering(monkeypatch: pytest.MonkeyPatch) -> Recovering:
+    return Recovering(monkeypatch)

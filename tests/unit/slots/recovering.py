@@ -175,7 +175,7 @@ class Settled:
         return set(maybe_hanging)
 
 
-class Bed:
+class Recovering:
     """All that recovery needs, in memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,20 +185,20 @@ class Bed:
         self.keys.server.freed = {0: 1, 1: 5}
         self.keys.server.applied = {0: 1, 1: 5}
         self.producers: list[FakeProducer] = []
-        bed = self
+        recovering = self
 
         class Producer(FakeProducer):
             def __init__(self, cluster: object, name: str, timeout_ms: int) -> None:
                 super().__init__()
                 self.hanging = cast("Any", None)  # not called by Settled
-                bed.producers.append(self)
+                recovering.producers.append(self)
                 self._fence = f"fence {name} {timeout_ms}"
 
             async def start(self) -> None:
-                bed.steps.append(self._fence)
+                recovering.steps.append(self._fence)
 
             async def send(self, *arguments: Any) -> Any:
-                bed.steps.append("begin")
+                recovering.steps.append("begin")
                 return await super().send(*arguments)
 
         async def slots(names: Sequence[str]) -> dict[str, int]:
