@@ -12,8 +12,8 @@ from promql_parser import MatrixSelector, VectorSelector
 
 from deploy.places import ROOT
 from service.claims.states import SlotState
-from service.core.collectors import DroppedLines, FastHistogram
-from service.core.metrics import SOURCE_OUTCOMES, Telemetry
+from service.core.collectors import DroppedLines
+from service.core.metrics import SOURCE_OUTCOMES, FastHistogram, Telemetry
 from service.slots.store_recovery import STORE_STATES
 from spark.report import metrics
 from spark.report.model import SINK_COUNTS

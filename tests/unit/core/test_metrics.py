@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.app import Service
 from service.claims.states import SlotEvent, SlotState
 from service.contract import Rules
-from service.core.collectors import NAMESPACE, FastHistogram
-from service.core.metrics import Telemetry
+from service.core.collectors import NAMESPACE
+from service.core.metrics import FastHistogram, Telemetry
 from service.core.settings import Settings
 from service.events.schemas import Schemas
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
