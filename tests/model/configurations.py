@@ -83,6 +83,22 @@ DEFAULT: Final[dict[str, Configuration]] = {
     "version 2, offsets of a member that is replaced, and a marker that never comes": Configuration(
         Faults(skip_marker=1, rebalance=1, post_again=1), offsets=True, bumps=True
     ),
+    "a producer id is replaced, a marker that never comes, and a crash": Configuration(
+        Faults(overflow=1, skip_marker=1, kill=1)
+    ),
+    "version 2, a producer id is replaced, a marker that never comes, and a commit in doubt": Configuration(
+        Faults(overflow=1, skip_marker=1, lose_reply=1, post_again=1), bumps=True
+    ),
+    "version 2, a producer id is replaced, and a pause": Configuration(
+        Faults(overflow=1, expire=1, post_again=1), bumps=True
+    ),
+    "version 2, a producer id is replaced, a marker that never comes, and a flush": Configuration(
+        Faults(overflow=1, skip_marker=1, flush=1), bumps=True
+    ),
+    "a late send and a crash": Configuration(Faults(late_send=1, kill=1)),
+    "version 2, a late send and a commit in doubt": Configuration(
+        Faults(late_send=1, lose_reply=1, post_again=1), bumps=True
+    ),
     "version 2 is finalized amid a run with a commit in doubt": Configuration(
         Faults(finalize=1, lose_reply=1, lose_send=1, post_again=1)
     ),
@@ -130,6 +146,9 @@ DEEP: Final[dict[str, Configuration]] = {
     ),
     "version 2, a crash, a commit in doubt and a failed send": Configuration(
         Faults(kill=1, lose_reply=1, lose_send=1), bumps=True
+    ),
+    "version 2, a producer id is replaced, a pause and a failed send": Configuration(
+        Faults(overflow=1, expire=1, lose_send=1, post_again=1), bumps=True
     ),
     "version 2, an abortable transaction and a flush": Configuration(
         Faults(abortable=1, flush=1, post_again=1), bumps=True
@@ -278,6 +297,21 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "the next commit of version 2 publishes what was aborted": Mutant(
         "hanging_settled", Configuration(Faults(skip_marker=1, lose_send=1, post_again=1), bumps=True), TWICE, 11
+    ),
+    "nobody ends what hangs under a former producer id": Mutant(
+        "former_settled", Configuration(Faults(overflow=1, skip_marker=1), bumps=True), STALLED, 5
+    ),
+    "what hangs under a former producer id is ended against its markers": Mutant(
+        "former_evidence", Configuration(Faults(overflow=1, skip_marker=1, kill=1), bumps=True), MISSING, 14
+    ),
+    "a fenced session aborts what a later owner writes under another producer id": Mutant(
+        "former_confirmed", Configuration(Faults(overflow=1, expire=1, kill=1), bumps=True, posters=(0,)), MISSING, 17
+    ),
+    "a late EndTxn of a former epoch ends the next transaction": Mutant(
+        "former_refused", Configuration(Faults(lose_reply=1), bumps=True), TWICE, 21
+    ),
+    "a late send of a former epoch is published by the next commit": Mutant(
+        "former_refused", Configuration(Faults(late_send=1), bumps=True), TWICE, 12
     ),
     "nobody watches an idle slot": Mutant("stall_watched", Configuration(Faults(skip_marker=1)), STALLED, 5),
 }

@@ -45,7 +45,8 @@ def steps(world: World, rules: Rules, configuration: Configuration) -> Iterator[
         for s in SLOTS:
             part = world.parts[s]
             if part.txn is None:
-                forgotten = with_part(world, s, part._replace(owner=part.owner + 1, epoch=NONE))
+                expired = part._replace(owner=part.owner + 1, epoch=NONE, producer_id=part.producer_id + 1)
+                forgotten = with_part(world, s, expired)
                 yield f"the transactional id of s{s} expires", spend(forgotten, FAULT.forget_id)
     if left[FAULT.finalize]:
         finalized = tuple(part._replace(bumps=True) for part in world.parts)

@@ -18,7 +18,7 @@ from service.kafka.hanging import hanging as open_from
 from service.kafka.metadata import Partition
 from tests.model import kafka
 from tests.model.rules import Rules
-from tests.model.world import ABORT, COMMIT, NONE, Hung, Part, World, has_offsets, with_part
+from tests.model.world import ABORT, COMMIT, NONE, Hung, Part, View, World, has_offsets, with_part
 
 MARKERS = {ABORT: Marker.ABORT, COMMIT: Marker.COMMIT}
 ENDS = {Verdict.ABORT: ABORT, Verdict.COMMIT: COMMIT}
@@ -30,22 +30,49 @@ def name(world: World, s: int) -> World:
     return with_part(world, s, part._replace(hung=tuple(hung._replace(named=True) for hung in part.hung)))
 
 
-def seen(part: Part, applied: int) -> list[Hung]:
+def seen(part: Part, applied: int, rules: Rules) -> list[Hung]:
     """Find hanging transactions in the ledger partition, in partitions that recovery knows, and in those of entries."""
-    return [hung for hung in part.hung if hung.ledger or hung.named or hung.record >= max(applied, 0)]
+    return [
+        hung
+        for hung in part.hung
+        if (hung.ledger or hung.named or hung.record >= max(applied, 0))
+        and (rules.former_settled or hung.producer_id == part.producer_id)
+    ]
 
 
 def settlements(world: World, s: int, applied: int, rules: Rules) -> Iterator[tuple[str, World]]:
-    """List the transactions without data that end hanging ones: each is one step, and may be the last."""
+    """List what ends hanging transactions: each is one step, and may be the last.
+
+    A transaction without data ends those of the slot's producer id. Then come former ids: each marker of one is written
+    directly, after an empty transaction has shown that no later owner has fenced this one.
+    """
     part = world.parts[s]
-    found = seen(part, applied)
+    found = seen(part, applied, rules)
+    ids = {hung.producer_id for hung in found}
     unnamed = 1 if has_offsets(world) and not rules.offsets_named else NONE
-    for verdict, partitions in _verdicts(part, s, found, applied, rules, unnamed).items():
-        data = tuple(("data", number) in partitions for number in range(len(world.copies)))
-        ledger = ("ledger", s) in partitions
-        marker = ENDS[verdict]
-        ended = kafka.next_epoch(kafka.mark_hung(world, s, marker, (data, ledger)), s)
-        yield f"{verdict.value} what hangs in s{s}", ended
+    for producer_id in {part.producer_id} & ids or ids:
+        of_id = [hung for hung in found if hung.producer_id == producer_id]
+        former = "" if producer_id == part.producer_id else " under a former producer id"
+        reads = rules.evidence_read and (rules.former_evidence or not former)
+        for verdict, partitions in _verdicts(
+            part, s, of_id, applied, rules._replace(evidence_read=reads), unnamed
+        ).items():
+            data = tuple(("data", number) in partitions for number in range(len(world.copies)))
+            ledger = ("ledger", s) in partitions
+            ended = kafka.mark_hung(world, s, ENDS[verdict], (data, ledger), producer_id)
+            yield f"{verdict.value} what hangs in s{s}{former}", kafka.next_epoch(ended, s)
+
+
+def settle_unconfirmed(world: World, s: int, view: View) -> Iterator[tuple[str, World]]:
+    """A fenced session aborts what a later owner writes under another producer id, as if that were a former one.
+
+    Only before the ledger record, because the verdict is an abort then.
+    """
+    part = world.parts[s]
+    if part.txn is None or part.txn.decided or part.txn.record != NONE or part.txn.producer_id == view.producer_id:
+        return
+    aborted = part.txn._replace(copies=(0,) * len(world.copies))
+    yield f"abort what s{s} has open under another producer id", with_part(world, s, part._replace(txn=aborted))
 
 
 def _verdicts(

@@ -3,20 +3,27 @@
 A request is identified by its producer's id and epoch only, so that a late request applies to the producer's
 transaction of that time. In transactions of version 2 (KIP-890) that is one transaction: each end raises the epoch.
 There is no step that adds partitions: they are added before the records, or in version 2 each record adds its own.
+Behind its last epoch a producer id is replaced, and no coordinator writes markers of the former id any more.
 """
 
 from collections.abc import Iterator
 from itertools import product
 from typing import Final
 
-from tests.model.rules import FAULT, spend
-from tests.model.world import ABORT, COMMIT, NONE, OPEN, REFUSED, Hung, Txn, World, put, with_part
+from tests.model.rules import FAULT, Rules, spend
+from tests.model.world import ABORT, COMMIT, NONE, OPEN, REFUSED, Hung, Part, Txn, World, put, with_part
 
 Step = tuple[str, World]
 Partitions = tuple[tuple[bool, ...], bool]
 """Selects data partitions, by event, and the slot's ledger partition."""
 
+NEVER_COMES: Final = "never comes"
 _REFUSED: Final = "503 or 4xx was said, and then the event was committed"
+
+
+def _txn(world: World, part: Part) -> Txn:
+    """Return the slot's transaction, or one that begins."""
+    return part.txn or Txn((0,) * len(world.copies), NONE, 0, NONE, producer_id=part.producer_id)
 
 
 def produce(world: World, s: int, owner: int, copies: tuple[int, ...], by: int, *, joined: bool = True) -> World | None:
@@ -28,10 +35,27 @@ def produce(world: World, s: int, owner: int, copies: tuple[int, ...], by: int, 
     part = world.parts[s]
     if part.owner != owner:
         return None
-    txn = part.txn or Txn((0,) * len(copies), NONE, 0, NONE)
+    txn = _txn(world, part)
     added = tuple(a + b for a, b in zip(txn.copies, copies, strict=True))
     data = tuple(joined or bool(each) for each in added)
     return with_part(world, s, part._replace(txn=txn._replace(copies=added, by=by, data=data)))
+
+
+def produce_late(world: World, s: int, owner: int, producer_id: int, event: int, rules: Rules) -> World:
+    """A Produce arrives whose producer has given it up: it is refused once its producer has been replaced.
+
+    Before that it joins the transaction in version 2, and its partition belongs to the transaction in version 1.
+    Without the rule, the record opens a transaction that no coordinator knows.
+    """
+    part, copies = world.parts[s], tuple(int(number == event) for number in range(len(world.copies)))
+    if part.owner == owner:
+        joins = part.bumps or (part.txn is not None and bool(part.txn.data[event]))
+        written = produce(world, s, owner, copies, part.txn.by if part.txn else NONE) if joins else None
+        return written or world
+    if rules.former_refused:
+        return world
+    hung = Hung(copies, False, NONE, 0, (), NONE, refused=False, named=False, producer_id=producer_id)
+    return with_part(world, s, part._replace(hung=(*part.hung, hung)))
 
 
 def produce_other(world: World, s: int, owner: int) -> World | None:
@@ -39,7 +63,7 @@ def produce_other(world: World, s: int, owner: int) -> World | None:
     part = world.parts[s]
     if part.owner != owner:
         return None
-    txn = part.txn or Txn((0,) * len(world.copies), NONE, 0, NONE)
+    txn = _txn(world, part)
     data = (True, *(txn.data or txn.copies)[1:])
     return with_part(world, s, part._replace(txn=txn._replace(data=tuple(map(bool, data)))))
 
@@ -52,7 +76,7 @@ def append(world: World, s: int, owner: int, holds: int) -> World | None:
     part = world.parts[s]
     if part.owner != owner:
         return None
-    txn = part.txn or Txn((0,) * len(world.copies), NONE, 0, NONE)
+    txn = _txn(world, part)
     if txn.record != NONE:
         return with_part(world, s, part._replace(txn=txn._replace(holds=txn.holds | holds)))
     txn = txn._replace(record=len(part.ledger), holds=holds)
@@ -65,23 +89,37 @@ def append_apart(world: World, s: int) -> World:
     return with_part(world, s, part._replace(ledger=(*part.ledger, 0)))
 
 
-def end(world: World, s: int, owner: int, *, markers: bool = True) -> World | None:
+def end(world: World, s: int, owner: int, *, markers: bool = True, at_last: bool = False) -> World | None:
     """EndTxn(commit) arrives: the outcome is final; the markers are written now or later.
 
-    None for a fenced producer, or without a transaction.
+    None for a fenced producer, or without a transaction. `at_last` as for `next_epoch`.
     """
     txn = world.parts[s].txn
     if world.parts[s].owner != owner or txn is None or txn.decided:
         return None
     world = with_part(_count(world, txn, txn.copies), s, world.parts[s]._replace(txn=txn._replace(decided=True)))
-    world = next_epoch(world, s)
+    world = next_epoch(world, s, at_last=at_last)
     return write_markers(world, s) if markers else world
 
 
-def next_epoch(world: World, s: int) -> World:
-    """Raise the epoch of the slot's producer, as each end of a transaction of version 2 does."""
+def next_epoch(world: World, s: int, *, at_last: bool = False) -> World:
+    """Raise the epoch of the slot's producer, as each end of a transaction of version 2 does; `at_last`: replace it."""
     part = world.parts[s]
-    return world if not part.bumps else with_part(world, s, part._replace(owner=part.owner + 1, epoch=part.epoch + 1))
+    return world if not part.bumps else with_part(world, s, _renewed(part, at_last))
+
+
+def _renewed(part: Part, at_last: bool) -> Part:
+    """Give the slot its next producer: of the next epoch, or of another producer id behind the last epoch."""
+    if at_last:
+        return part._replace(owner=part.owner + 1, epoch=0, producer_id=part.producer_id + 1)
+    return part._replace(owner=part.owner + 1, epoch=part.epoch + 1)
+
+
+def _at_last(world: World, *, renews: bool = True) -> Iterator[tuple[str, World, bool]]:
+    """List whether the producer has its last epoch, if what comes renews the producer."""
+    yield "", world, False
+    if renews and world.left[FAULT.overflow]:
+        yield " at the last epoch", spend(world, FAULT.overflow), True
 
 
 def endings(world: World, s: int, owner: int) -> Iterator[Step]:
@@ -89,11 +127,12 @@ def endings(world: World, s: int, owner: int) -> Iterator[Step]:
 
     A restarted coordinator then takes a partition without a leader for deleted (KAFKA-20734).
     """
-    decided = end(world, s, owner)
-    if decided is not None:
-        yield "", decided
-        for label, skipped in _skip(world, s, COMMIT):
-            yield label, next_epoch(skipped, s)
+    for last, before, at_last in _at_last(world, renews=world.parts[s].bumps):
+        decided = end(before, s, owner, at_last=at_last)
+        if decided is not None:
+            yield last, decided
+            for label, skipped in _skip(before, s, COMMIT):
+                yield f"{last}{label}", next_epoch(skipped, s, at_last=at_last)
 
 
 def write_markers(world: World, s: int) -> World:
@@ -102,7 +141,7 @@ def write_markers(world: World, s: int) -> World:
     assert part.txn is not None
     ledger = _closed(part.ledger, part.txn.record, part.txn.holds)
     world = with_part(world, s, part._replace(txn=None, ledger=ledger))
-    return mark_hung(world, s, COMMIT, _partitions(part.txn))
+    return mark_hung(world, s, COMMIT, _partitions(part.txn), part.txn.producer_id)
 
 
 def _partitions(txn: Txn) -> Partitions:
@@ -153,14 +192,15 @@ def _skip(world: World, s: int, marker: int) -> Iterator[Step]:
                 marker if any(marked[0]) or marked[1] else NONE,
                 txn.by == REFUSED,
                 named=False,
+                producer_id=txn.producer_id,
             )
             written = part.ledger if ledger_skipped else _closed(part.ledger, txn.record, txn.holds * marker)
             after = _count(
                 with_part(spend(world, FAULT.skip_marker), s, part._replace(txn=None, ledger=written)), txn, committed
             )
-            after = mark_hung(after, s, marker, marked)
+            after = mark_hung(after, s, marker, marked, txn.producer_id)
             after = with_part(after, s, after.parts[s]._replace(hung=(*after.parts[s].hung, hung)))
-            yield f", marker of {_names(data_skipped, ledger_skipped)} never comes", after
+            yield f", marker of {_names(data_skipped, ledger_skipped)} {NEVER_COMES}", after
 
 
 def _names(data: tuple[bool, ...], ledger: bool) -> str:
@@ -168,10 +208,12 @@ def _names(data: tuple[bool, ...], ledger: bool) -> str:
     return " and ".join([*events, *(["the ledger"] if ledger else [])])
 
 
-def mark_hung(world: World, s: int, marker: int, marked: Partitions) -> World:
-    """Write markers of the slot's producer id: any open transaction in these partitions ends."""
+def mark_hung(world: World, s: int, marker: int, marked: Partitions, producer_id: int) -> World:
+    """Write markers of a producer id of the slot: any open transaction of it in these partitions ends."""
     data, ledger = marked
     for hung in world.parts[s].hung:
+        if hung.producer_id != producer_id:
+            continue
         ended = tuple(copies if here else 0 for copies, here in zip(hung.copies, data, strict=True))
         closes = ledger and hung.ledger
         if not any(ended) and not closes:
@@ -198,21 +240,21 @@ def waits_for_markers(world: World, s: int) -> bool:
     return txn is not None and txn.decided
 
 
-def init_producer(world: World, s: int) -> World:
+def init_producer(world: World, s: int, *, at_last: bool = False) -> World:
     """InitProducerId returns: an open transaction is aborted, and every older producer is fenced.
 
-    Only without pending markers, because it returns after them.
+    Only without pending markers, because it returns after them. `at_last` as for `next_epoch`.
     """
     aborted = abort(world, s)
-    part = aborted.parts[s]
-    return with_part(aborted, s, part._replace(owner=part.owner + 1, epoch=part.epoch + 1))
+    return with_part(aborted, s, _renewed(aborted.parts[s], at_last))
 
 
 def fences(world: World, s: int) -> Iterator[Step]:
     """InitProducerId returns; some partitions of an open transaction may get no marker."""
-    yield "", init_producer(world, s)
-    for label, skipped in _skip(world, s, ABORT):
-        yield label, init_producer(skipped, s)
+    for last, before, at_last in _at_last(world):
+        yield last, init_producer(before, s, at_last=at_last)
+        for label, skipped in _skip(before, s, ABORT):
+            yield f"{last}{label}", init_producer(skipped, s, at_last=at_last)
 
 
 def abort(world: World, s: int) -> World:
@@ -221,14 +263,15 @@ def abort(world: World, s: int) -> World:
     if part.txn is None:
         return world
     aborted = with_part(world, s, part._replace(txn=None, ledger=_closed(part.ledger, part.txn.record, 0)))
-    return mark_hung(aborted, s, ABORT, _partitions(part.txn))
+    return mark_hung(aborted, s, ABORT, _partitions(part.txn), part.txn.producer_id)
 
 
 def aborts(world: World, s: int) -> Iterator[Step]:
     """EndTxn(abort) of the present producer arrives; some partitions may get no marker."""
-    yield "", next_epoch(abort(world, s), s)
-    for label, skipped in _skip(world, s, ABORT):
-        yield label, next_epoch(skipped, s)
+    for last, before, at_last in _at_last(world, renews=world.parts[s].bumps):
+        yield last, next_epoch(abort(before, s), s, at_last=at_last)
+        for label, skipped in _skip(before, s, ABORT):
+            yield f"{last}{label}", next_epoch(skipped, s, at_last=at_last)
 
 
 def read(ledger: tuple[int, ...], start: int, through: int) -> int | None:

@@ -7,8 +7,8 @@ from tests.model import kafka, scripts
 from tests.model.rules import Rules
 from tests.model.world import Debt, World, with_store
 
-END, CLAIM, MARK, RELEASE, REPLAY, RECOVERED = range(6)
-NAMES: Final = ("EndTxn", "claim", "mark", "release", "replay", "end of a store recovery")
+END, CLAIM, MARK, RELEASE, REPLAY, RECOVERED, PRODUCE = range(7)
+NAMES: Final = ("EndTxn", "claim", "mark", "release", "replay", "end of a store recovery", "Produce")
 
 
 def leave(world: World, request: tuple[int, ...], runs: int = 2) -> World:
@@ -29,7 +29,10 @@ def steps(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
 def _arrive(world: World, kind: int, arguments: list[int], rules: Rules) -> World | None:
     if kind == END:
         slot, owner = arguments
-        return kafka.end(world, slot, owner) or world
+        return kafka.end(world, slot, owner if rules.former_refused else world.parts[slot].owner) or world
+    if kind == PRODUCE:
+        slot, owner, producer_id, event = arguments
+        return kafka.produce_late(world, slot, owner, producer_id, event, rules)
     if kind == RECOVERED:
         here, generation, nonce, *through = arguments
         recovered = scripts.recovered(world.stores[here], here, here, nonce, generation, tuple(through), rules)

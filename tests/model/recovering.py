@@ -18,6 +18,7 @@ from tests.model.world import (
     SLOTS,
     VACANT,
     Hung,
+    Part,
     Process,
     Recovery,
     View,
@@ -64,7 +65,8 @@ def steps(world: World, p: int, rules: Rules, configuration: Configuration) -> I
         elif view.state == READY:
             if configuration.watchful:
                 yield from _watch(world, p, s, view, rules)
-            if rules.stall_watched and any(_may_help(hung, rules) for hung in world.parts[s].hung):
+            part = world.parts[s]
+            if rules.stall_watched and any(_may_help(part, hung, rules) for hung in part.hung):
                 yield from _watch_stalled(world, p, s, rules)
         elif view.state == FENCED:
             yield from _begin(world, p, s, view, rules)
@@ -120,14 +122,15 @@ def _fence(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
         yield f"p{p}: abort s{s} in the books only", with_view(world, p, s, entered)
         if not kafka.waits_for_markers(world, s):
             aborted = kafka.next_epoch(kafka.abort(world, s), s)
-            same = entered._replace(owner=aborted.parts[s].owner)
+            same = follow(entered, aborted, s)
             yield f"p{p}: abort s{s}, same producer", with_view(aborted, p, s, same)
     elif not kafka.waits_for_markers(world, s):
         for label, fenced in kafka.fences(world, s):
             owner = fenced.parts[s].owner
             # The coordinator named the partitions of the open transaction before.
-            settled_world = hanging.name(fenced, s) if label else fenced
-            yield f"p{p}: fence s{s}{label}", with_view(settled_world, p, s, entered._replace(owner=owner))
+            settled_world = hanging.name(fenced, s) if kafka.NEVER_COMES in label else fenced
+            fencing = entered._replace(owner=owner, producer_id=fenced.parts[s].producer_id)
+            yield f"p{p}: fence s{s}{label}", with_view(settled_world, p, s, fencing)
 
 
 def _watch(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
@@ -140,9 +143,10 @@ def _watch(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
         yield f"p{p}: the heartbeat sees that s{s} t{view.term} has passed", end_term(world, p, s, rules)
 
 
-def _may_help(hung: Hung, rules: Rules) -> bool:
-    """Check whether to recover the slot. Without the rule `hanging_settled`, recoveries would never end."""
-    return rules.hanging_settled or not hung.named
+def _may_help(part: Part, hung: Hung, rules: Rules) -> bool:
+    """Check whether to recover the slot. Without the rule that ends what hangs, recoveries would never end."""
+    settled = rules.hanging_settled and (rules.former_settled or hung.producer_id == part.producer_id)
+    return settled or not hung.named
 
 
 def _watch_stalled(world: World, p: int, s: int, rules: Rules) -> Iterator[Step]:
@@ -160,9 +164,12 @@ def _begin(world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[S
     label = f"p{p}: begin in s{s}"
     if rules.hanging_settled and world.parts[s].hung:
         applied = world.stores[world.processes[p].address].applied[s]
-        if hanging.seen(world.parts[s], applied):
+        if hanging.seen(world.parts[s], applied, rules):
             yield from _settle_hung(world, p, s, view, applied, rules)
             return
+    if not rules.former_confirmed and world.parts[s].owner != view.owner:
+        for how, ended in hanging.settle_unconfirmed(world, s, view):
+            yield f"p{p}: {how}", end_term(ended, p, s, rules)
     sent = kafka.append(world, s, view.owner, 0)
     if sent is None:
         yield f"{label}: fenced", end_term(world, p, s, rules)
@@ -244,7 +251,8 @@ def _replay_and_free(world: World, p: int, s: int, view: View, rules: Rules) -> 
         yield f"{label}: store lost", lose_store(end_term(world, p, s, rules), p, view.generation)
         return
     if any(hung.ledger for hung in world.parts[s].hung):
-        yield f"{label}: cannot be read", end_term(world, p, s, rules)
+        if rules.former_settled:  # without it no recovery would help, and recoveries would never end
+            yield f"{label}: cannot be read", end_term(world, p, s, rules)
         return
     for whence, read in readings(world, s, store.applied[s], view.last, rules):
         holds = read if rules.ledger_replayed else 0

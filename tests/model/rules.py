@@ -43,6 +43,10 @@ class Rules(NamedTuple):
     refusal_aborts: bool = True  # a transaction whose offsets are refused is aborted
     offsets_named: bool = True  # the ledger record names the partition with the offsets
     abort_rechecked: bool = True  # a term that goes on after an abort checks for hanging transactions again
+    former_settled: bool = True  # a slot recovery ends what hangs under producer ids that the slot had before
+    former_evidence: bool = True  # and ends them as markers of the same id in their other partitions say
+    former_confirmed: bool = True  # and first ends an empty transaction, which a later owner's fence would refuse
+    former_refused: bool = True  # brokers refuse an EndTxn or a Produce of a former epoch or producer id
 
 
 class Faults(NamedTuple):
@@ -52,6 +56,7 @@ class Faults(NamedTuple):
     expire: int = 0  # a process pauses for longer than its lease, and goes on without noticing
     lose_reply: int = 0  # a commit's reply; or the whole request for a time, which then arrives late
     lose_send: int = 0  # the last event is not written, or refused; or all are written without a reply
+    late_send: int = 0  # the last event's request gets no answer, and arrives late
     late_marker: int = 0  # markers of a decided commit are written later
     fail_mark: int = 0  # the store refuses a mark
     lose_script: int = 0  # a script gets no reply: it runs never, late, or twice
@@ -64,7 +69,8 @@ class Faults(NamedTuple):
     depose: int = 0  # deposed leaders of control and ledger go on answering
     # the broker's transaction timeout, a late InitProducerId, or another program with the transactional id
     fence: int = 0
-    forget_id: int = 0  # a transactional id expires: its next producer begins at epoch 0
+    forget_id: int = 0  # a transactional id expires: its next producer has another producer id, at epoch 0
+    overflow: int = 0  # a fence or an end of a transaction at the last epoch gives another producer id
     skip_marker: int = 0  # a broker dies during an EndTxn: markers of some of the partitions never come
     rewind: int = 0  # the store goes back to the replica's data without a restart, after a heartbeat of every process
     misjudge: int = 0  # a store recovery begins although another store is in use

@@ -144,6 +144,7 @@ class Txn(NamedTuple):
     by: int  # the process whose open request wrote the events, NONE or REFUSED
     decided: bool = False  # PrepareCommit: its markers are not written yet
     data: tuple[bool, ...] = ()  # its data partitions; the ledger's belongs to it with its record
+    producer_id: int = 0  # an end at the last epoch replaces the slot's, and its markers still have this one
 
 
 class Hung(NamedTuple):
@@ -160,6 +161,7 @@ class Hung(NamedTuple):
     marker: int  # the marker in those of its partitions that have one: ABORT, COMMIT, or NONE
     refused: bool  # its request was answered 503 or 4xx
     named: bool  # whether the next recovery of its slot knows the data partitions
+    producer_id: int = 0  # only markers of this producer id end it
 
 
 class Part(NamedTuple):
@@ -171,6 +173,7 @@ class Part(NamedTuple):
     ledger: tuple[int, ...]  # by offset: OPEN, 1 (names the events) or 0 (names none of them, or was aborted)
     hung: tuple[Hung, ...] = ()
     bumps: bool = False  # transactions are of version 2: each end raises the epoch
+    producer_id: int = 0
 
 
 class Store(NamedTuple):
@@ -209,6 +212,7 @@ class View(NamedTuple):
     unwanted: bool = False  # a claim to release
     checked: bool = False  # in this term nothing hung in the data partitions before the first write
     trusts: bool = False  # it writes without another check after an abort (only without the rule `abort_rechecked`)
+    producer_id: int = 0
 
 
 # The progress of a request's transaction, in SENT.

@@ -75,7 +75,7 @@ def end_term(world: World, p: int, s: int, rules: Rules) -> World:
 
 def follow(view: View, ended: World, s: int) -> View:
     """Go on with the producer that a clean EndTxn response has named: in version 2 another one."""
-    return view._replace(owner=ended.parts[s].owner)
+    return view._replace(owner=ended.parts[s].owner, producer_id=ended.parts[s].producer_id)
 
 
 def lose_store(world: World, p: int, generation: int) -> World:
@@ -214,6 +214,12 @@ def _send(world: World, p: int, view: View, request: Request, rules: Rules) -> I
                 yield step, _answer(refused, p, REFUSED)
         unsaid = spend(with_request(after, p, sent), FAULT.lose_send)
         yield from _failed(f"{label}, reply lost", unsaid, p, s, view, rules)
+    if world.left[FAULT.late_send]:
+        partly = kafka.produce(writing, s, view.owner, (1,) * (count - 1) + (0,), p, joined=not world.parts[s].bumps)
+        assert partly is not None
+        delayed = (late.PRODUCE, s, view.owner, view.producer_id, count - 1)
+        partly = late.leave(spend(with_request(partly, p, sent), FAULT.late_send), delayed, runs=1)
+        yield from _failed(f"{label}, the last is late", partly, p, s, view, rules)
     if world.left[FAULT.abortable] and world.parts[s].bumps:
         yield from _abortable(label, spend(with_request(after, p, sent), FAULT.abortable), p, view, sent, rules)
 
@@ -284,7 +290,8 @@ def _meets_hung(world: World, s: int, view: View, rules: Rules, partitions: Iter
         return False
     if view.trusts:
         return False
-    return any(hung.copies[number] for hung in world.parts[s].hung for number in partitions)
+    own = [hung for hung in world.parts[s].hung if hung.producer_id == view.producer_id]
+    return any(hung.copies[number] for hung in own for number in partitions)
 
 
 def _failed(label: str, world: World, p: int, s: int, view: View, rules: Rules) -> Iterator[Step]:
