@@ -132,11 +132,6 @@ def event_id(key: str, scope: str = "") -> bytes:
     return hashlib.sha256(f"{scope}\0{key}".encode()).digest()[:ID_BYTES]
 
 
-def header_event_id(key: bytes) -> bytes:
-    """Make the id of an idempotency key from a record's header, any bytes, in the empty scope."""
-    return hashlib.sha256(b"\0" + key).digest()[:ID_BYTES]
-
-
 def member_id(key: str, index: int | str, scope: str = "") -> bytes:
     """Make the 16-byte id of a member of the request with this key: by its index (from 0), or by a name of its own.
 

@@ -21,6 +21,7 @@ from service.contract.wire import STAMP_HEADER, Stamp
 from service.kafka.client import BaseClient
 from service.kafka.hanging import ActiveProducer, Marker
 from service.kafka.metadata import Partition
+from service.kafka.nodes import RETRY_PAUSE_S
 from service.kafka.outcomes import OK, raise_if_error
 
 # Kafka's names of a transaction's states whose markers are being written.
@@ -31,12 +32,12 @@ FINAL: Final = frozenset({errors.TopicAuthorizationFailedError.errno, UNSUPPORTE
 # What aiokafka raises where a broker is too old for a request: the first if the broker lacks the API, the second if it
 # has the API in other versions only.
 UNSUPPORTED: Final = (errors.IncompatibleBrokerVersion, NotImplementedError)
-RETRY_PAUSE_S: Final = 0.02
 MARKERS: Final = {0: Marker.ABORT, 1: Marker.COMMIT}  # by the type in a control record's key
 # The same bound as in kafka/reader.py: unpacking a larger response blocks the event loop.
 FETCH_BYTES: Final = 512 * 1024
 FETCH_WAIT_MS: Final = 20
-READ_UNCOMMITTED: Final = 0
+# The isolation levels of a request (IsolationLevel in Kafka).
+READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 
 _PARTITIONS_BY_TOPIC: Final = CompactArray(
     ("topic", CompactString("utf-8")),

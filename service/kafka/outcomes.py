@@ -27,9 +27,8 @@ OF_TRANSACTION: Final = (
 
 
 class TransactionOutcome(Enum):
-    """How a transaction ended, as far as its own producer can tell."""
+    """How a transaction without a clean commit ended, as far as its own producer can tell."""
 
-    COMMITTED = "committed"  # a clean commit, every send awaited
     ABORTED = "aborted"  # its ledger record is not in Kafka: recovery will abort it
     UNKNOWN = "unknown"  # its ledger record was sent, or a commit asked for, and no clean answer came
     FENCED = "fenced"  # a newer producer has the transactional id; the commit may have come before the fence

@@ -16,6 +16,8 @@ from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.init_producer_id import remedy, timeout_refused
 from service.kafka.inspection import (
     FINAL,
+    READ_COMMITTED,
+    READ_UNCOMMITTED,
     LogEntry,
     active_producers,
     fetch,
@@ -25,9 +27,8 @@ from service.kafka.inspection import (
 from service.kafka.metadata import Metadata, Partition
 from service.kafka.nodes import coordinator
 
-# ListOffsets: the timestamp that means "the last offset", and the isolation levels (IsolationLevel in Kafka).
+# ListOffsets: the timestamp that means "the last offset".
 LATEST: Final = -1
-READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 # Concurrent requests on one connection: a broker answers the requests of a connection in order, one at a time.
 FENCES_AT_ONCE: Final = 16
 # Topics in one Metadata request, and partitions in one ListOffsets request, where there may be thousands: a response is

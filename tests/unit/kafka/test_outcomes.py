@@ -28,7 +28,7 @@ def test_the_rest_is_in_doubt_only_once_a_commit_was_asked_for(error: Exception)
     assert outcomes.outcome_of(error, may_commit=True) is TransactionOutcome.UNKNOWN
 
 
-def test_no_broker_error_is_taken_for_a_commit() -> None:
+def test_a_broker_error_means_aborted_only_where_no_commit_was_requested() -> None:
     every = [
         kind
         for kind in vars(errors).values()
@@ -36,8 +36,8 @@ def test_no_broker_error_is_taken_for_a_commit() -> None:
     ]
     assert len(every) > 40
     for kind in every:
-        for may_commit in (False, True):
-            assert outcomes.outcome_of(kind(), may_commit) is not TransactionOutcome.COMMITTED
+        assert outcomes.outcome_of(kind(), True) in (TransactionOutcome.UNKNOWN, TransactionOutcome.FENCED)
+        assert outcomes.outcome_of(kind(), False) in (TransactionOutcome.ABORTED, TransactionOutcome.FENCED)
 
 
 def test_every_refusal_has_a_4xx_status_and_a_reason() -> None:
