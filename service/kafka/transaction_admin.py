@@ -95,18 +95,24 @@ class TransactionAdmin:
         with contextlib.suppress(*UNANSWERED):
             async with asyncio.timeout(self._admin.timeout_s):
                 for start in range(0, len(partitions), PARTITIONS_AT_ONCE):
-                    asked: dict[str, list[tuple[int, int]]] = {}
-                    for topic, number in partitions[start : start + PARTITIONS_AT_ONCE]:
-                        asked.setdefault(topic, []).append((number, LATEST))
-                    offsets: list[dict[Partition, int]] = []
-                    for isolation in (READ_UNCOMMITTED, READ_COMMITTED):
-                        response = await self._admin.request_once(
-                            node, OffsetRequest(-1, isolation, list(asked.items()))
-                        )
-                        offsets.append(_offsets(response))
-                    high, stable = offsets
+                    some = partitions[start : start + PARTITIONS_AT_ONCE]
+                    high = await self._offsets_at(node, some, READ_UNCOMMITTED)
+                    stable = await self._offsets_at(node, some, READ_COMMITTED)
                     found |= {partition: Ends(stable[partition], high[partition]) for partition in high.keys() & stable}
         return found
+
+    async def _offsets_at(self, node: int, partitions: Sequence[Partition], isolation: int) -> dict[Partition, int]:
+        """Ask a node for the last offsets of partitions; those with an error are left out. Raises UNANSWERED."""
+        asked: dict[str, list[tuple[int, int]]] = {}
+        for topic, number in partitions:
+            asked.setdefault(topic, []).append((number, LATEST))
+        response = await self._admin.request_once(node, OffsetRequest(-1, isolation, list(asked.items())))
+        return {
+            (topic, number): offset
+            for topic, rows in map(tuple, response.topics)
+            for number, code, _, offset in map(tuple, rows)
+            if code == errors.NoError.errno
+        }
 
     async def open_transactions(self, partitions: Collection[Partition]) -> dict[Partition, list[ActiveProducer]]:
         """Ask the leaders for the active producers of partitions; partitions without an answer are left out."""
@@ -236,13 +242,3 @@ class TransactionAdmin:
 
 def _error_code(response: Any) -> int:
     return int(response.error_code)
-
-
-def _offsets(response: Any) -> dict[Partition, int]:
-    """Extract the offsets of a ListOffsets response, without partitions that have an error."""
-    return {
-        (topic, number): offset
-        for topic, rows in (tuple(each) for each in response.topics)
-        for number, code, _, offset in (tuple(row) for row in rows)
-        if code == errors.NoError.errno
-    }
