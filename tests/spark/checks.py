@@ -42,9 +42,10 @@ from tests.spark.mutants import (
     Mutant,
     active,
 )
-from tests.spark.rows import HOUR_MS, name_of
+from tests.spark.rows import name_of
+from tests.spark.times import HOUR_MS, WINDOW_H
 
-WINDOW_MS: Final = 168 * 3_600_000
+WINDOW_MS: Final = WINDOW_H * HOUR_MS
 
 
 def verdicts(spark: SparkSession) -> None:

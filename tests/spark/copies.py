@@ -6,18 +6,8 @@ from typing import Any
 from service.contract import wire
 from tests.spark.history import Writer
 from tests.spark.oracle import ByStage, Planted, Record, Retried
-from tests.spark.script import (
-    CAUSES,
-    DUAL,
-    EXPIRED,
-    FOREIGN,
-    FROZEN_MS,
-    HOUR_MS,
-    RESTART,
-    REWRITE,
-    TTL_MS,
-    Builder,
-)
+from tests.spark.script import CAUSES, DUAL, EXPIRED, FOREIGN, FROZEN_MS, RESTART, REWRITE, TTL_MS, Builder
+from tests.spark.times import HOUR_MS
 
 
 class Copies(Builder):
@@ -331,7 +321,7 @@ class Copies(Builder):
         # Readings of one value, each with a timestamp of its own.
         key, value = self.content(), self.content()
         for nth in range(3):
-            written(self.plant("reading"), nth, key, value, ts=start - 3_600_000 + nth * 10_000)
+            written(self.plant("reading"), nth, key, value, ts=start - HOUR_MS + nth * 10_000)
         late = (start + 1_000_000, start + 2_000_000)
         key = self.content()
         for nth, ts in enumerate(late):

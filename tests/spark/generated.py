@@ -28,13 +28,14 @@ from tests.spark.mutants import MUTANTS, Mutant, active
 from tests.spark.oracle import STAGES, Score, compare, compare_stuck
 from tests.spark.runs import Ran, interpreted, run, session_for_tests
 from tests.spark.script import FROZEN_MS
+from tests.spark.times import HOUR_MS
 from tests.spark.world import World
 
 # Seeds that share a namespace, and so the runs: most of a run's time does not depend on its records.
 TOGETHER: Final = 10
 
 # A transaction of a history stays open over its first run.
-OPEN_MS: Final = 4 * 3_600_000
+OPEN_MS: Final = 4 * HOUR_MS
 
 
 # The stage before which a run with other options is interrupted.

@@ -12,17 +12,16 @@ from tests.spark.script import (
     BLOCKED_SINCE_MS,
     DUAL,
     EXPIRED,
-    FAR_FUTURE_MS,
     FOREIGN,
     FROZEN_MS,
     GRACE_MS,
-    HOUR_MS,
     LEDGER_BEGINS_MS,
     MAX_SETTLE_MS,
     RESTART,
     WINDOW_MS,
     Transaction,
 )
+from tests.spark.times import FAR_FUTURE_MS, HOUR_MS
 
 
 class Script(Copies):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from struct import pack
-from typing import Any
+from typing import Any, Final
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -28,6 +28,8 @@ from service.contract import wire
 TIMEOUT_S = 30.0
 MESSAGE_BYTES = 2_000_000
 _TIMESTAMP_TYPE = "message.timestamp.type"
+INTERNAL: Final = {_TIMESTAMP_TYPE: "LogAppendTime"}
+"""The settings of the internal topics, as the service makes them."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class Writer:
     instance: str = "127.0.0.1:8000"
 
 
+WRITER: Final = Writer(0, 100, 0, "a:1")
+OTHER_WRITER: Final = Writer(1, 200, 0, "b:1")
+
+
 @dataclass
 class History:
     """A namespace on a broker with its internal topics (`internal`: their settings), and methods that write to it.
@@ -84,7 +90,7 @@ class History:
     namespace: str
     slots: int = 4
     now_ms: int = field(default_factory=lambda: int(time.time() * 1000))
-    internal: dict[str, str] = field(default_factory=lambda: {_TIMESTAMP_TYPE: "LogAppendTime"})
+    internal: dict[str, str] = field(default_factory=lambda: dict(INTERNAL))
     begun_ms: int | None = None
     _plain: Producer | None = None
     _journal: list[str] = field(default_factory=list)

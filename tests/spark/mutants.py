@@ -23,6 +23,7 @@ from spark.rules import classify, sink_verdicts
 from spark.rules.balance import Balance
 from spark.settings import Settings
 from spark.tables import deliveries
+from tests.spark.times import HOUR_MS
 
 VERDICTS, CAUSES, CLIENTS, STATES, PLANS, BALANCES = "verdicts", "causes", "clients", "states", "plans", "balances"
 WINDOWS, LATE, TIMES, HOURS = "windows", "late", "times", "hours"
@@ -295,7 +296,7 @@ MUTANTS: Final = (
     Mutant(rule_table.is_ahead, _NO, _never, VERDICTS),
     Mutant(rule_table.is_ahead, _NO, _never, TIMES),
     Mutant(rule_table.is_ahead, "at a day", lambda ms, now: ms >= now + rule_table.AHEAD_MS, TIMES),
-    Mutant(rule_table.is_ahead, "an hour", lambda ms, now: ms > now + 3_600_000, TIMES),
+    Mutant(rule_table.is_ahead, "an hour", lambda ms, now: ms > now + HOUR_MS, TIMES),
     Mutant(decode.clamped, "to the latest", lambda ms: F.least(ms, F.lit(decode.PLAUSIBLE_MS[1])), TIMES, decode),
     # ------------------------------------------------------------------------------------------------------ lost
     Mutant(rule_table.is_not_yet_read, _NO, _never, VERDICTS),

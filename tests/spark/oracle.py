@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from service.contract import wire
 from tests.spark.history import Writer
+from tests.spark.times import HOUR_MS
 
 STAGES: Final = 3
 
@@ -25,7 +26,6 @@ Coordinates = tuple[str, int, int]
 # A finding lists at most this number of copies, and counts all.
 NAMED_MAX: Final = 128
 
-_HOUR_MS: Final = 3_600_000
 
 THERE: Final = "there"
 LOST: Final = "lost"
@@ -373,8 +373,8 @@ def compare_stuck(plants: Plants, stage: int, document: Mapping[str, Any]) -> Sc
 
 def _stuck_by_hour(one: Planted, stage: int) -> Finding:
     """Return the finding of a stuck id from its hour alone: no key if only a record of another hour has the key."""
-    hours = {at // _HOUR_MS for at in one.in_doubt}
-    key = one.key if any(copy.at // _HOUR_MS in hours for copy in one.visible(stage)) else None
+    hours = {at // HOUR_MS for at in one.in_doubt}
+    key = one.key if any(copy.at // HOUR_MS in hours for copy in one.visible(stage)) else None
     return ("stuck", one.stuck, one.id.hex(), key, 0, ())
 
 

@@ -9,13 +9,10 @@ from pyspark.sql.types import StructType
 
 from spark.reading import decode
 from spark.tables import deliveries
+from tests.spark.times import DAY_MS
 
 NOW_MS = 1_700_000_000_000
-HOUR_MS = 3_600_000
-DAY_MS = 24 * HOUR_MS
 TTL_MS = DAY_MS
-FAR_FUTURE_MS = 4_000_000_000_000
-"""A time in 2096."""
 
 
 def copy(

@@ -14,22 +14,19 @@ from typing import Any, Final
 from service.contract import wire
 from tests.spark.history import Writer
 from tests.spark.oracle import LOST, ByStage, Claim, Coordinates, Planted, Plants, Record, UnreadGap
+from tests.spark.times import DAY_MS, HOUR_MS, MINUTE_MS, WINDOW_H
 
-HOUR_MS: Final = 3_600_000
-TTL_MS: Final = 86_400_000
+TTL_MS: Final = DAY_MS
 MAX_SETTLE_MS: Final = 80_000
 """Request timeout, transaction timeout and grace of the runs: 10 s, 10 s and 60 s."""
-GRACE_MS: Final = 60_000
-WINDOW_MS: Final = 168 * HOUR_MS
+GRACE_MS: Final = MINUTE_MS
+WINDOW_MS: Final = WINDOW_H * HOUR_MS
 
 FROZEN_MS: Final = tuple(1_750_000_800_000 + n * HOUR_MS for n in range(3))  # 2025-06-15 15:20:00 and an hour each
 LEDGER_BEGINS_MS: Final = FROZEN_MS[0] - 100 * HOUR_MS
 """When ledger and journal of the namespace begin."""
 BLOCKED_SINCE_MS: Final = FROZEN_MS[0] - 20 * 60_000
 """When the transactions that are open at the first run began."""
-
-FAR_FUTURE_MS: Final = 4_000_000_000_000
-"""A time of the year 2096."""
 
 SLOTS: Final = 6
 """Slots of a seed. The fifth slot has a ledger whose beginning was deleted, the sixth a ledger that an open transaction

@@ -4,15 +4,22 @@ A story is a generator with keys, topics and slots of its own. Each `yield` give
 report of that run about its topics.
 """
 
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import pytest
 
-from tests.spark.history import History, Writer
+from tests.spark.conftest import Audit
+from tests.spark.history import INTERNAL, History, Writer
 from tests.spark.runs import Ran
 
 Story = Generator[None, Ran, None]
+
+SLOTS: Final = 16
+"""Slots of a stage: more than its stories take."""
 
 # pytest.fail raises a BaseException.
 _ERRORS = (Exception, pytest.fail.Exception)
@@ -59,12 +66,26 @@ class Stories:
             del self._going[name]
 
 
-class Stage:
-    """The history that stories share; each story has topics and slots of its own."""
+class Stage(ABC):
+    """The history that stories share, in a namespace of its own; each story has topics and slots of its own.
 
-    def __init__(self, history: History) -> None:
-        self.history = history
-        self._slots = iter(range(history.slots))
+    `internal` are the settings of the internal topics.
+    """
+
+    def __init__(self, bootstrap: str, internal: Mapping[str, str] = INTERNAL) -> None:
+        self.history = History(bootstrap, f"t-{uuid.uuid4().hex[:12]}", slots=SLOTS, internal=dict(internal))
+        self._slots = iter(range(SLOTS))
+
+    @property
+    @abstractmethod
+    def runs(self) -> Sequence[Mapping[str, Any]]:
+        """The options of each run."""
+
+    def run(self, stories: Sequence[Callable[..., Story]], audit: Audit) -> Stories:
+        """Start each story on this stage, and run the job for all of them; a story has the name of its function."""
+        started = Stories({story.__name__: story(self) for story in stories})
+        started.run(partial(audit, self.history), self.runs)
+        return started
 
     def writer(self) -> Writer:
         """Return a writer on a slot that no other story has."""

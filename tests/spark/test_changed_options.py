@@ -11,11 +11,9 @@ from service.contract import wire
 from spark.settings import HOUR_MS
 from spark.tables import lake, view
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Writer
+from tests.spark.history import WRITER, History
 from tests.spark.runs import Ran, cut
-
-LATER_S = 3600.0
-ONE = Writer(0, 100, 0, "a:1")
+from tests.spark.times import LATER_S
 
 
 class Runs(NamedTuple):
@@ -33,11 +31,11 @@ def runs(kafka: Kafka, audit: Audit, tmp_path_factory: pytest.TempPathFactory) -
     first, second, others, refused = (
         history.topic(f"{history.namespace}-{name}") for name in ("a", "b", "others", "refused")
     )
-    producer = history.transactional(ONE)
-    history.deliver(producer, ONE, first, ["once", "twice"])
-    (there,) = history.deliver(producer, ONE, first, ["twice"])
+    producer = history.transactional(WRITER)
+    history.deliver(producer, WRITER, first, ["once", "twice"])
+    (there,) = history.deliver(producer, WRITER, first, ["twice"])
     history.answers([there.answer(id=b"l" * 16, offset=1000)])
-    history.deliver(producer, ONE, second, ["other"])
+    history.deliver(producer, WRITER, second, ["other"])
     for name in (others, refused):
         history.raw(history.plain, name, b"nobody's")
     history.answers([there.answer(422, id=wire.event_id("refused"), topic=refused)])
@@ -76,9 +74,9 @@ def test_a_run_without_the_pass_over_ids_is_finished_without_it(
 ) -> None:
     """The run has committed its findings, so that a resumed run cannot add those of the pass."""
     topic = history.topic(f"{history.namespace}-t")
-    producer = history.transactional(ONE)
+    producer = history.transactional(WRITER)
     for hours_ago in (5, 2):
-        history.deliver(producer, ONE, topic, ["twice"], at=history.now_ms - hours_ago * HOUR_MS)
+        history.deliver(producer, WRITER, topic, ["twice"], at=history.now_ms - hours_ago * HOUR_MS)
     with cut(monkeypatch, lake.Lake, "replace", after=True, only="findings"):
         audit(history, later_s=LATER_S, skip_ids=True)
     ran = audit(history, later_s=LATER_S)

@@ -1,9 +1,7 @@
 """Tests logs that change between runs: open transactions; topics that grow, are emptied, deleted, and recreated."""
 
 import time
-import uuid
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +16,24 @@ from spark.reading import decode
 from spark.tables import lake
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History
-from tests.spark.rows import HOUR_MS
 from tests.spark.runs import Ran, cut
 from tests.spark.stories import Stage, Stories, Story
+from tests.spark.times import DAY_S, HOUR_MS, LATER_S
 from tests.spark.views import Views, id_of
-
-LATER_S = 3600.0
-DAY_S = 86_400.0
-SLOTS = 16
-GAP = "evidence_gap"
 
 
 class ChangingStage(Stage):
     """Besides the history: the job, and the rules by which one topic is `idempotent`."""
 
-    def __init__(self, spark: SparkSession, history: History, audit: Audit, rules: Path) -> None:
-        super().__init__(history)
+    def __init__(self, spark: SparkSession, bootstrap: str, audit: Audit, rules: Path) -> None:
+        super().__init__(bootstrap)
         self.spark = spark
         self.audit = audit
         self.rules = rules
+        rules.write_text(
+            f'[[topics]]\npattern = "{self.idempotent}"\nguarantee = "idempotent"\n'
+            f'[[topics]]\npattern = "{self.foreign}"\n'
+        )
 
     @property
     def idempotent(self) -> str:
@@ -174,15 +171,17 @@ def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: Ch
     make_anew(before)
     first = yield
     lost = ("lost", "ledger", None)
-    assert first.findings(before) == {(GAP, "recreated", f"{before}[0]"), lost}
-    assert first.findings(back) == {(GAP, "topic_gone", f"{back}[0]")}
+    assert first.findings(before) == {("evidence_gap", "recreated", f"{before}[0]"), lost}
+    assert first.findings(back) == {("evidence_gap", "topic_gone", f"{back}[0]")}
     make_anew(back)
     second = yield
     for topic in (before, back):
-        assert second.findings(topic) == {(GAP, "recreated", f"{topic}[0]"), lost}
+        assert second.findings(topic) == {("evidence_gap", "recreated", f"{topic}[0]"), lost}
     balance = second.balance(before, back)
     assert (balance["unprovable"], balance["lost"], balance["delivered_once"], balance["phantom"]) == (20, 2, 2, 0)
-    gaps = [one for one in second.document["findings"] if one["kind"] == GAP and one["topic"] in (before, back)]
+    gaps = [
+        one for one in second.document["findings"] if one["kind"] == "evidence_gap" and one["topic"] in (before, back)
+    ]
     assert [one["count"] for one in gaps] == [10, 10]
 
 
@@ -346,7 +345,7 @@ def records_that_compaction_took_unread_are_a_gap_and_never_lost(stage: Changing
     deliver("active", b"active", 30)
     _wait_until_cleaned(history, topic, {*early, *unread})
     second = yield
-    assert second.findings(topic) == {(GAP, "compacted", f"{topic}[0]")}
+    assert second.findings(topic) == {("evidence_gap", "compacted", f"{topic}[0]")}
     (gap,) = [one for one in second.document["findings"] if one["topic"] == topic]
     assert gap["count"] == len(unread)
     balance = second.balance(topic)
@@ -380,7 +379,7 @@ def foreign_records_get_ids_and_undecodable_records_are_kept(stage: ChangingStag
     assert ran.findings(topic, ledger, requests) == {
         ("duplicate", "foreign_writer", "a"),
         ("unkeyed", None, f"{topic}[0]"),
-        *((GAP, "undecoded", f"{name}[{partition}]") for name, partition in undecoded),
+        *(("evidence_gap", "undecoded", f"{name}[{partition}]") for name, partition in undecoded),
     }
     (twice,) = [one for one in ran.document["findings"] if one["key"] == "a"]
     assert (twice["id"], [copy["offset"] for copy in twice["coordinates"]]) == (wire.event_id("a").hex(), [0, 2])
@@ -514,8 +513,8 @@ def logs_that_change_between_runs(stage: ChangingStage) -> Story:
     before = first.document["run"]["number"]
     assert (second.document["run"]["number"], second.document["run"]["resumed"]) == (before + 2, False)
     assert second.findings(topic, eaten, anew, fresh) == {
-        (GAP, "retention", f"{eaten}[0]"),
-        (GAP, "recreated", f"{anew}[0]"),
+        ("evidence_gap", "retention", f"{eaten}[0]"),
+        ("evidence_gap", "recreated", f"{anew}[0]"),
     }
     balance = second.balance(topic, eaten, anew, fresh)
     # The offset of "old" has another record now, of a topic that is not the one of the claim.
@@ -540,16 +539,8 @@ STORIES = (
 
 @pytest.fixture(scope="module")
 def shared(spark: SparkSession, kafka: Kafka, audit: Audit, tmp_path_factory: pytest.TempPathFactory) -> Stories:
-    history = History(kafka.bootstrap, f"t-{uuid.uuid4().hex[:12]}", slots=SLOTS)
     rules = tmp_path_factory.mktemp("rules") / "rules.toml"
-    stage = ChangingStage(spark, history, audit, rules)
-    rules.write_text(
-        f'[[topics]]\npattern = "{stage.idempotent}"\nguarantee = "idempotent"\n'
-        f'[[topics]]\npattern = "{stage.foreign}"\n'
-    )
-    stories = Stories({story.__name__: story(stage) for story in STORIES})
-    stories.run(partial(audit, history), stage.runs)
-    return stories
+    return ChangingStage(spark, kafka.bootstrap, audit, rules).run(STORIES, audit)
 
 
 @pytest.mark.parametrize("story", [story.__name__ for story in STORIES])

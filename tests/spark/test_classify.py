@@ -16,19 +16,8 @@ from spark.rules.classify import LogEvidence, classify, classify_clean, gather_e
 from spark.settings import OFFSETS_MOST, Settings
 from spark.tables import deliveries
 from tests.spark import fake_cluster
-from tests.spark.rows import (
-    FAR_FUTURE_MS,
-    HOUR_MS,
-    NOW_MS,
-    TTL_MS,
-    answer,
-    copy,
-    entry,
-    ids,
-    name_of,
-    reduced,
-    states,
-)
+from tests.spark.rows import NOW_MS, TTL_MS, answer, copy, entry, ids, name_of, reduced, states
+from tests.spark.times import FAR_FUTURE_MS, HOUR_MS
 
 FROZEN_MS = NOW_MS + HOUR_MS
 SETTLED, FRESH = NOW_MS, FROZEN_MS - 1000

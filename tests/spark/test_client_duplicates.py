@@ -14,6 +14,7 @@ from spark.rules.classify import gather_evidence
 from spark.tables import deliveries
 from tests.spark.rows import NOW_MS, TTL_MS, copy, entry, reduced
 from tests.spark.test_classify import plan, settings
+from tests.spark.times import HOUR_MS
 
 OTHER = b"o" * 8
 HALF_TTL_S = TTL_MS // 2000
@@ -170,6 +171,6 @@ def test_the_timestamp_of_a_foreign_record_adds_few_hours_outside_the_known_time
         exact=(first, last),
     )
     hours = {row["offset"]: row["ms"] for row in found.selectExpr("offset", "unix_millis(accepted_hour) ms").collect()}
-    assert hours[2] == at // 3_600_000 * 3_600_000
+    assert hours[2] == at // HOUR_MS * HOUR_MS
     month = 1_698_796_800_000  # 2023-11-01
-    assert hours[1] == {"exact": hours[2], "month": month, "last": NOW_MS // 3_600_000 * 3_600_000}[hour]
+    assert hours[1] == {"exact": hours[2], "month": month, "last": NOW_MS // HOUR_MS * HOUR_MS}[hour]

@@ -10,7 +10,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from spark import frames, session
 from spark.rules import cross_hour
 from spark.tables import deliveries, hours, lake
-from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced
+from tests.spark.rows import NOW_MS, answer, copy, entry, ids, name_of, reduced
+from tests.spark.times import HOUR_MS
 
 EARLY, LATE = NOW_MS - 3 * HOUR_MS, NOW_MS - HOUR_MS
 

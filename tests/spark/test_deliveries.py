@@ -9,7 +9,8 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark.reading import decode, source
 from spark.tables import deliveries
-from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, name_of, reduced, states
+from tests.spark.rows import NOW_MS, answer, copy, entry, ids, name_of, reduced, states
+from tests.spark.times import HOUR_MS
 
 
 def _history(seed: int) -> list[Any]:

@@ -13,7 +13,8 @@ from spark.command_line import parse_findings
 from spark.rules import current_findings
 from spark.rules.findings import HOUR
 from spark.tables import lake, schemas
-from tests.spark.rows import HOUR_MS, NOW_MS
+from tests.spark.rows import NOW_MS
+from tests.spark.times import HOUR_MS
 
 KEY = 'a "key", with\nlines'
 

@@ -1,9 +1,7 @@
 """Logs that only grow: what a run says before it can know, sizes, clocks, and the window of the report."""
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -15,13 +13,11 @@ from service.contract import wire
 from spark.reading.kafka_admin import Ends, KafkaAdmin, TopicPartition
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Writer
-from tests.spark.rows import DAY_MS, FAR_FUTURE_MS, HOUR_MS
 from tests.spark.stories import Stage, Stories, Story
+from tests.spark.times import DAY_MS, FAR_FUTURE_MS, HOUR_MS, WINDOW_H
 from tests.spark.world import FOREVER
 
 MEGABYTE: Final = 1_000_000
-WINDOW_H: Final = 168
-SLOTS: Final = 16
 
 # The hours after the first run, and whether the run leaves out the pass over ids. From the fourth run on, a clock that
 # is ahead has made all records old.
@@ -31,9 +27,9 @@ RUNS: Final = ((0, True), (0, True), (0, False), (9, False), (9, True), (9, Fals
 class GrowingStage(Stage):
     """Besides the history: the time of the first run, and the last whole hour before it (ms)."""
 
-    def __init__(self, history: History) -> None:
-        super().__init__(history)
-        self.next_hour_ms = (history.now_ms // HOUR_MS + 1) * HOUR_MS
+    def __init__(self, bootstrap: str) -> None:
+        super().__init__(bootstrap, FOREVER)
+        self.next_hour_ms = (self.history.now_ms // HOUR_MS + 1) * HOUR_MS
         # All that the stories write is settled then, and the hour is not whole.
         self.now_ms = self.next_hour_ms + 20 * 60_000
 
@@ -388,11 +384,7 @@ STORIES = (
 
 @pytest.fixture(scope="module")
 def shared(kafka: Kafka, audit: Audit) -> Stories:
-    history = History(kafka.bootstrap, f"t-{uuid.uuid4().hex[:12]}", slots=SLOTS, internal=FOREVER)
-    stage = GrowingStage(history)
-    stories = Stories({story.__name__: story(stage) for story in STORIES})
-    stories.run(partial(audit, history), stage.runs)
-    return stories
+    return GrowingStage(kafka.bootstrap).run(STORIES, audit)
 
 
 @pytest.mark.parametrize("story", [story.__name__ for story in STORIES])

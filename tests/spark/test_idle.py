@@ -24,9 +24,9 @@ from spark.settings import Options
 from spark.silences import Silence
 from spark.tables import files, last_run_file, lock
 from spark.tables.commits import Commit
-from tests.spark.rows import DAY_MS, HOUR_MS
 from tests.spark.test_classify import settings
 from tests.spark.test_reconcile import IDLE_LAST, IDLE_RUN
+from tests.spark.times import DAY_MS, HOUR_MS
 
 NOON_MS = 1_800_000_000_000 // DAY_MS * DAY_MS + 12 * HOUR_MS
 HOUR = "2027-01-15 12:00:00"

@@ -30,10 +30,11 @@ from spark.tables import deliveries as deliveries_table
 from tests.spark import delta_files
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
-from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
+from tests.spark.rows import NOW_MS, answer, copy, entry, reduced
 from tests.spark.rows import ids as named
 from tests.spark.scans import reads
 from tests.spark.test_classify import plan, settings
+from tests.spark.times import HOUR_MS
 
 
 def _rows(spark: SparkSession, run: int, span: range, *, prefix: str = "id") -> DataFrame:

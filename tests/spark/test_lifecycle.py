@@ -22,10 +22,8 @@ from spark.reading.jvm import Py4JJavaError, hadoop_configuration
 from spark.session import INTERPRETED
 from spark.tables import lake, lock
 from tests.spark.conftest import Audit, Ran
-from tests.spark.history import History, Writer
+from tests.spark.history import WRITER, History
 from tests.spark.runs import BRIEF_JAVA_OPTIONS
-
-ONE = Writer(0, 100, 0, "a:1")
 
 
 @pytest.mark.parametrize("part", ["ledger", "header"])
@@ -207,8 +205,8 @@ def test_the_job_runs_under_spark_submit_on_a_cluster_with_a_remote_lake(
     history: History, audit: Audit, tmp_path: Path
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 2)
-    producer = history.transactional(ONE)
-    history.deliver(producer, ONE, topic, [f"k-{n}" for n in range(20)])
+    producer = history.transactional(WRITER)
+    history.deliver(producer, WRITER, topic, [f"k-{n}" for n in range(20)])
     history.send(history.plain, topic, ["k-3"], None, partition=1)
     here = audit(history)
     folder = places.jars("spark")

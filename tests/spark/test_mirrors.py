@@ -21,10 +21,11 @@ from spark.reading.run_plan import DATA, UNWANTED, Plan, RunContext
 from spark.rules import mirrors, sink_verdicts
 from spark.tables.lake import Lake
 from tests.spark.history import History
-from tests.spark.rows import HOUR_MS, id_bytes
+from tests.spark.rows import id_bytes
 from tests.spark.test_classify import log as log_of
 from tests.spark.test_classify import settings
-from tests.spark.warehouse import BEGIN_MS, FROZEN_MS, LATE_S, MINUTE_MS, SETTLE_MS, Warehouse, counts, event
+from tests.spark.times import HOUR_MS, MINUTE_MS
+from tests.spark.warehouse import BEGIN_MS, FROZEN_MS, LATE_S, SETTLE_MS, Warehouse, counts, event
 from tests.spark.world import FOREVER
 
 RULE: Final = SinkRule("dr", ("t",), "kafka", "", LATE_S, margin_s=60, exclusive=True, mirror_topic="b.{topic}")

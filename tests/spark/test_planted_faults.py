@@ -22,8 +22,8 @@ from spark.settings import Options, Settings, Webhook
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Writer, Written
 from tests.spark.receiver import Receiver, receiving
-from tests.spark.rows import DAY_MS, HOUR_MS
 from tests.spark.runs import as_large
+from tests.spark.times import DAY_MS, HOUR_MS
 
 TTL_S = 86_400
 NAMESPACE = "every-fault"

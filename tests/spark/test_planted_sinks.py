@@ -18,8 +18,9 @@ from tests.sinks.orders import EVENTS, SAID, Fault, Orders
 from tests.sinks.planted import LATE_S, Trial
 from tests.sinks.postgres import Postgres
 from tests.spark.history import History
-from tests.spark.rows import HOUR_MS, copy, entry
+from tests.spark.rows import copy, entry
 from tests.spark.test_classify import log
+from tests.spark.times import HOUR_MS
 from tests.spark.warehouse import Warehouse
 
 SEEDS: Final = range(4)

@@ -12,11 +12,10 @@ from spark.reading import decode, source
 from spark.settings import Options, Settings
 from spark.tables import view
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Writer
-from tests.spark.rows import DAY_MS, FAR_FUTURE_MS, HOUR_MS, NOW_MS
+from tests.spark.history import WRITER, History
+from tests.spark.rows import NOW_MS
 from tests.spark.runs import run
-
-ONE = Writer(0, 100, 0, "a:1")
+from tests.spark.times import DAY_MS, FAR_FUTURE_MS, HOUR_MS
 
 # timestamp, acceptance in the header (None: only a key) → acceptance, time to order by, time of the run that read it
 TIMES: dict[str, tuple[int, int | None, tuple[int, int, int | None]]] = {
@@ -119,7 +118,7 @@ def test_a_view_of_implausible_times_is_the_same_in_one_run_and_in_many(
         # The same id again, another id, and a copy that is after every later one.
         back = times[-1 - nth]
         history.send(history.plain, topic, ["again", f"single-{nth}"], None, ts=ts, value=b"%d" % nth)
-        history.send(history.plain, topic, ["back"], ONE, ts=back, value=b"%d" % nth)
+        history.send(history.plain, topic, ["back"], WRITER, ts=back, value=b"%d" % nth)
         ran = audit(history, later_s=later_s, topics=(topic,), lake="many")
         if nth == 0:
             view.register(spark, shared, str(ran.lake), topic)

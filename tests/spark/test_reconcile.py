@@ -20,10 +20,11 @@ from spark.settings import OFFSETS_MOST
 from spark.step_timer import StepTimer
 from spark.tables import hours, lake, schemas
 from spark.tables.lake import Lake
-from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, ids, reduced
+from tests.spark.rows import NOW_MS, answer, copy, entry, ids, reduced
 from tests.spark.scans import reads
 from tests.spark.test_classify import log, settings
 from tests.spark.test_classify import plan as a_plan
+from tests.spark.times import HOUR_MS
 
 LAST = Plan(1, 1000, "A", (log(DATA, "t", 0),))
 LAST_RUN: dict[str, Any] = {"run": 1, "options": LAST.options, "topics": LAST.topics}

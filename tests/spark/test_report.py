@@ -31,7 +31,8 @@ from spark.step_timer import StepTimer
 from spark.tables import hours, lake, schemas
 from tests.conftest import LONG
 from tests.spark import browser
-from tests.spark.rows import HOUR_MS, NOW_MS
+from tests.spark.rows import NOW_MS
+from tests.spark.times import HOUR_MS
 
 # What the page has to bear is heavy to make: a slice of it always runs.
 MANY = 100_000 if LONG else 3_000

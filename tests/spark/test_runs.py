@@ -42,32 +42,29 @@ from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
 from tests.kubernetes.rendering import HERE, Rendered, render
 from tests.spark.conftest import Audit
-from tests.spark.history import TIMEOUT_S, History, Writer
+from tests.spark.history import OTHER_WRITER, TIMEOUT_S, WRITER, History
 from tests.spark.layouts import without_version
 from tests.spark.receiver import Receiver, receiving
-from tests.spark.rows import HOUR_MS
 from tests.spark.runs import Cut, Ran, cut, run, run_idle
 from tests.spark.test_classify import plan as a_plan
+from tests.spark.times import DAY_S, HOUR_MS, LATER_S
 
 MINUTE_S, HOUR_S = 60, 3600
-LATER_S = 3600.0
-DAY_S = 86_400.0
-ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
 
 
 def _two_stages(history: History) -> None:
     """Write events that are clean for the first run; `_second_stage` adds faults to the same ids and hours."""
     history.topic(f"{history.namespace}-t", 2)
-    producer = history.transactional(ONE)
-    history.deliver(producer, ONE, f"{history.namespace}-t", [f"k-{n}" for n in range(50)], value=b'"$key"')
+    producer = history.transactional(WRITER)
+    history.deliver(producer, WRITER, f"{history.namespace}-t", [f"k-{n}" for n in range(50)], value=b'"$key"')
 
 
 def _second_stage(history: History) -> None:
     topic = f"{history.namespace}-t"
-    producer = history.transactional(TWO)
-    history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(5, 12)], value=b'"$key"')
-    history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(45, 60)], value=b'"changed"')
-    history.send(history.plain, topic, ["k-1", "k-1", "k-2"], ONE, value=b'"$key"', partition=1)
+    producer = history.transactional(OTHER_WRITER)
+    history.deliver(producer, OTHER_WRITER, topic, [f"k-{n}" for n in range(5, 12)], value=b'"$key"')
+    history.deliver(producer, OTHER_WRITER, topic, [f"k-{n}" for n in range(45, 60)], value=b'"changed"')
+    history.send(history.plain, topic, ["k-1", "k-1", "k-2"], WRITER, value=b'"$key"', partition=1)
     history.raw(history.plain, topic, b"no key")
     history.raw(history.plain, wire.ledger_topic(history.namespace), b"no entry")
 
@@ -362,8 +359,8 @@ def test_a_run_that_replaces_interrupted_runs_writes_its_own_rows(
     spark: SparkSession, history: History, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 1)
-    producer = history.transactional(ONE)
-    (there,) = history.deliver(producer, ONE, topic, ["there"])
+    producer = history.transactional(WRITER)
+    (there,) = history.deliver(producer, WRITER, topic, ["there"])
     history.answers([there.answer(id=b"l" * 16, offset=1000)])
     first = audit(history, later_s=LATER_S, grace_s=7200)
     assert first.document["balance"]["pending"] == 1
@@ -611,15 +608,15 @@ def test_the_first_records_of_logs_are_read_also_past_transaction_markers(
     spark: SparkSession, history: History
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 2)
-    producer = history.transactional(ONE)
-    (one,) = history.deliver(producer, ONE, topic, ["one"])
+    producer = history.transactional(WRITER)
+    (one,) = history.deliver(producer, WRITER, topic, ["one"])
     with closing(KafkaAdmin(spark, SharedSettings(kafka=history.bootstrap))) as broker:
         # The other partition is empty.
         assert broker.timestamps_at({(topic, 0): 0, (topic, 1): 0}) == {(topic, 0): one.ts}
         # The offset of the transaction's marker, and the end of the log.
         assert broker.timestamps_at({(topic, 0): one.offset + 1}) == {}
         assert broker.timestamps_at({(topic, 0): one.offset + 2}) == {}
-        (two,) = history.deliver(producer, ONE, topic, ["two"], ts=one.ts + 1)
+        (two,) = history.deliver(producer, WRITER, topic, ["two"], ts=one.ts + 1)
         assert broker.timestamps_at({(topic, 0): one.offset + 1}) == {(topic, 0): two.ts}
 
 

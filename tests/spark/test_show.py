@@ -10,7 +10,8 @@ from service.contract import SharedSettings, wire
 from spark import show
 from spark.rules.findings import HOUR, IDS
 from spark.tables import lake, schemas
-from tests.spark.rows import HOUR_MS, NOW_MS, answer, copy, entry, reduced
+from tests.spark.rows import NOW_MS, answer, copy, entry, reduced
+from tests.spark.times import HOUR_MS
 
 
 def test_a_finding_about_a_content_is_shown_of_each_id_with_a_record_in_it(

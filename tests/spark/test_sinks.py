@@ -29,21 +29,10 @@ from spark.rules.sink_verdicts import (
 )
 from spark.tables import hours, schemas
 from tests.sinks.iceberg import Iceberg
-from tests.spark.rows import HOUR_MS, answer, entry, ids, name_of
+from tests.spark.rows import answer, entry, ids, name_of
 from tests.spark.test_classify import log, settings
-from tests.spark.warehouse import (
-    BEGIN_MS,
-    FROZEN_MS,
-    LATE_S,
-    MINUTE_MS,
-    RULE,
-    SETTLE_MS,
-    Warehouse,
-    counts,
-    event,
-    id_of,
-    time_of,
-)
+from tests.spark.times import HOUR_MS, MINUTE_MS
+from tests.spark.warehouse import BEGIN_MS, FROZEN_MS, LATE_S, RULE, SETTLE_MS, Warehouse, counts, event, id_of, time_of
 
 
 @pytest.fixture

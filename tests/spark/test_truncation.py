@@ -16,13 +16,10 @@ from deploy.stack import Kafka
 from service.contract import wire
 from spark.tables import view
 from tests.spark.conftest import Audit
-from tests.spark.history import TIMEOUT_S, History, Writer
+from tests.spark.history import TIMEOUT_S, WRITER, History
 from tests.spark.runs import cut
+from tests.spark.times import LATER_S
 from tests.spark.views import Views, id_of
-
-LATER_S = 3600.0
-ONE = Writer(0, 100, 0, "a:1")
-GAP = "evidence_gap"
 
 
 @pytest.fixture
@@ -54,12 +51,12 @@ def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     """Also if a run was interrupted before it updated a view by records that are gone when it is resumed."""
     history = History(broker.bootstrap, namespace)
     topic = history.topic(f"{namespace}-t")
-    producer = history.transactional(ONE)
-    history.deliver(producer, ONE, topic, [f"kept-{n}" for n in range(3)])
+    producer = history.transactional(WRITER)
+    history.deliver(producer, WRITER, topic, [f"kept-{n}" for n in range(3)])
     _wait_for_end(history, topic, 4)
     log = broker.folder / "data" / f"{topic}-0" / "00000000000000000000.log"
     size = log.stat().st_size
-    gone = history.deliver(producer, ONE, topic, [f"gone-{n}" for n in range(3)])
+    gone = history.deliver(producer, WRITER, topic, [f"gone-{n}" for n in range(3)])
     _wait_for_end(history, topic, 8)
     history.raw(history.plain, topic, b"nobody's")
     first = audit(history, later_s=LATER_S)
@@ -67,7 +64,7 @@ def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     assert first.document["balance"]["delivered_once"] == 6
     views = Views(spark, history, first.lake)
     assert views.register(topic) == 6
-    history.deliver(producer, ONE, topic, ["gone-3"])
+    history.deliver(producer, WRITER, topic, ["gone-3"])
     _wait_for_end(history, topic, 11)
     with cut(monkeypatch, view, "update", after=False):
         audit(history, later_s=LATER_S)
@@ -76,12 +73,12 @@ def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     os.truncate(log, size)
     broker.start()
     history.forget_producer()
-    producer = history.transactional(ONE)
-    new = history.deliver(producer, ONE, topic, [f"new-{n}" for n in range(7)])
+    producer = history.transactional(WRITER)
+    new = history.deliver(producer, WRITER, topic, [f"new-{n}" for n in range(7)])
     assert new[0].offset == 4
     assert new[-1].offset > gone[-1].offset
     producer.begin_transaction()
-    history.ledger(producer, ONE, [new[0].entry(id=wire.event_id("lost"), offset=1000)])
+    history.ledger(producer, WRITER, [new[0].entry(id=wire.event_id("lost"), offset=1000)])
     producer.commit_transaction(30)
     _wait_for_end(history, topic, 12)
     resumed = audit(history, later_s=LATER_S)
@@ -89,8 +86,8 @@ def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     ran = audit(history, later_s=LATER_S)
     balance = ran.document["balance"]
     assert (balance["delivered_once"], balance["unprovable"], balance["records"]) == (10, 4, 10)
-    assert ran.findings() == {(GAP, "truncated", f"{topic}[0]"), ("lost", "ledger", None)}
-    (gap,) = [one for one in ran.document["findings"] if one["kind"] == GAP]
+    assert ran.findings() == {("evidence_gap", "truncated", f"{topic}[0]"), ("lost", "ledger", None)}
+    (gap,) = [one for one in ran.document["findings"] if one["kind"] == "evidence_gap"]
     assert (gap["count"], gap["first_offset"], gap["last_offset"]) == (7, 4, 10)
     kept = [f"kept-{n}" for n in range(3)]
     assert views.rows(topic).keys() == {id_of(key) for key in (*kept, *(f"new-{n}" for n in range(7)))}

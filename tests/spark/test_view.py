@@ -18,13 +18,11 @@ from spark.reading.run_plan import Plan
 from spark.rules import cross_hour
 from spark.tables import deliveries, hours, lake, view
 from tests.spark.conftest import Audit
-from tests.spark.history import History, Writer
-from tests.spark.rows import HOUR_MS, NOW_MS
+from tests.spark.history import OTHER_WRITER, WRITER, History
+from tests.spark.rows import NOW_MS
 from tests.spark.runs import cut
+from tests.spark.times import HOUR_MS, LATER_S
 from tests.spark.views import Views, id_of
-
-LATER_S = 3600.0
-ONE, TWO = Writer(0, 100, 0, "a:1"), Writer(1, 200, 0, "b:1")
 
 
 def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
@@ -32,19 +30,19 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
 ) -> None:
     topic = history.topic(f"{history.namespace}-t", 2, {"message.timestamp.after.max.ms": str(2**62)})
     options: dict[str, Any] = {"later_s": LATER_S, "topics": (topic,)}
-    producer = history.transactional(ONE)
+    producer = history.transactional(WRITER)
     sent = {"value": b'"$key"', "record_key": b"k", "headers": [("h", b"1")]}
-    history.deliver(producer, ONE, topic, [f"k-{n}" for n in range(30)], **sent)  # type: ignore[arg-type]
-    history.deliver(producer, ONE, topic, ["gone"], value=None, record_key=b"gone", partition=1)
+    history.deliver(producer, WRITER, topic, [f"k-{n}" for n in range(30)], **sent)  # type: ignore[arg-type]
+    history.deliver(producer, WRITER, topic, ["gone"], value=None, record_key=b"gone", partition=1)
     # Another clock counts in microseconds.
-    history.send(history.plain, topic, ["gone"], ONE, ts=history.now_ms * 1000)
+    history.send(history.plain, topic, ["gone"], WRITER, ts=history.now_ms * 1000)
     # A copy that the ledger does not name is not the first one, although it has the earliest timestamp.
-    history.send(history.plain, topic, ["k-1", "named"], ONE, ts=history.now_ms - 5000, value=b"foreign")
-    named = history.deliver(producer, ONE, topic, ["named"], value=b"named", partition=1)[0]
+    history.send(history.plain, topic, ["k-1", "named"], WRITER, ts=history.now_ms - 5000, value=b"foreign")
+    named = history.deliver(producer, WRITER, topic, ["named"], value=b"named", partition=1)[0]
     # The ledger record of this one comes later than the record.
     history.send(history.plain, topic, ["late"], None, ts=history.now_ms - 5000, value=b"before")
     producer.begin_transaction()
-    late = history.send(producer, topic, ["late"], ONE, value=b"late")[0]
+    late = history.send(producer, topic, ["late"], WRITER, value=b"late")[0]
     producer.commit_transaction(30)
     history.raw(history.plain, topic, b"no id")
     ran = audit(history, **options)
@@ -66,10 +64,12 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
     assert ("h", b"1") in {(header["key"], bytes(header["value"])) for header in first["headers"]}
 
     # Copies in the same hour and in another, a ledger record for an earlier record, and new ids.
-    history.deliver(producer, ONE, topic, [f"k-{n}" for n in range(25, 40)], value=b"again")
-    history.deliver(producer, ONE, topic, ["k-2", "new", id_of("k-3")], value=b"again", at=history.now_ms - 3 * HOUR_MS)
+    history.deliver(producer, WRITER, topic, [f"k-{n}" for n in range(25, 40)], value=b"again")
+    history.deliver(
+        producer, WRITER, topic, ["k-2", "new", id_of("k-3")], value=b"again", at=history.now_ms - 3 * HOUR_MS
+    )
     producer.begin_transaction()
-    history.ledger(producer, ONE, [late.entry()])
+    history.ledger(producer, WRITER, [late.entry()])
     producer.commit_transaction(30)
     with cut(monkeypatch, view.View, "merge", after=False):
         audit(history, **options)
@@ -139,8 +139,8 @@ def test_a_view_has_only_records_that_a_run_has_audited(
     views = Views(spark, history, tmp_path / "lake")
     with pytest.raises(CannotRun, match=f"no finished run on --lake .* has audited topic '{topic}'"):
         views.register(topic)
-    producer = history.transactional(TWO)
-    history.deliver(producer, TWO, topic, [f"k-{n}" for n in range(5)])
+    producer = history.transactional(OTHER_WRITER)
+    history.deliver(producer, OTHER_WRITER, topic, [f"k-{n}" for n in range(5)])
     ran = audit(history, later_s=LATER_S, publish=True)
     assert history.published() == []
     views = Views(spark, history, ran.lake)
@@ -148,7 +148,7 @@ def test_a_view_has_only_records_that_a_run_has_audited(
     history.delete_before(topic, 0, 2)
     assert views.register(topic) == 3
     # A run that does not audit the topic leaves it to the next one; a recreated topic has other records.
-    history.deliver(producer, TWO, topic, ["more"], partition=1)
+    history.deliver(producer, OTHER_WRITER, topic, ["more"], partition=1)
     other = history.topic(f"{history.namespace}-o", 1)
     audit(history, later_s=LATER_S, topics=(other,))
     assert len(views.rows(topic)) == 3
@@ -179,17 +179,17 @@ def test_ledger_entries_read_by_a_run_of_other_topics_reach_the_view_with_the_ne
     spark: SparkSession, history: History, audit: Audit
 ) -> None:
     topic, other = (history.topic(f"{history.namespace}-{name}", 1) for name in ("t", "o"))
-    producer = history.transactional(ONE)
+    producer = history.transactional(WRITER)
     # Two copies, of which a late ledger record names the second; and one whose ledger record comes late.
     history.send(history.plain, topic, ["twice", "once"], None, ts=history.now_ms - 5000, value=b"before")
-    history.deliver(producer, ONE, other, ["elsewhere"])
-    named = history.send(history.plain, topic, ["twice", "alone"], ONE, value=b"named")
+    history.deliver(producer, WRITER, other, ["elsewhere"])
+    named = history.send(history.plain, topic, ["twice", "alone"], WRITER, value=b"named")
     ran = audit(history, later_s=LATER_S, topics=(topic, other))
     views = Views(spark, history, ran.lake)
     views.register(topic)
     assert views.rows(topic)[id_of("twice")][2:] == (b"before", False)
     producer.begin_transaction()
-    history.ledger(producer, ONE, [one.entry() for one in named])
+    history.ledger(producer, WRITER, [one.entry() for one in named])
     producer.commit_transaction(30)
     for topics in ((other,), (topic, other)):
         audit(history, later_s=LATER_S, topics=topics)

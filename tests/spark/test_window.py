@@ -11,13 +11,11 @@ from spark import rule_table
 from spark.rules import current_findings, late_findings
 from spark.rules.findings import HOUR, IDS, LOG
 from spark.tables import hours, schemas
-from tests.spark.history import History, Writer
-from tests.spark.rows import HOUR_MS
+from tests.spark.history import History
+from tests.spark.times import HOUR_MS, WINDOW_H
 from tests.spark.world import FOREVER
 
-WINDOW_H = 168
 SINCE_MS = 500_000 * HOUR_MS
-ONE = Writer(0, 100, 0, "a:1")
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from spark.settings import Settings
 from spark.tables import schemas
 from spark.tables.lake import Lake
 from tests.spark import delta_files
-from tests.spark.rows import HOUR_MS, NOW_MS, copy, entry, id_bytes, name_of, reduced
+from tests.spark.rows import NOW_MS, copy, entry, id_bytes, name_of, reduced
 from tests.spark.test_classify import log, settings
+from tests.spark.times import HOUR_MS
 
 BEGIN_MS: Final = NOW_MS // HOUR_MS * HOUR_MS
 """The beginning of the hour in which events are accepted, if not otherwise stated."""
-MINUTE_MS: Final = 60_000
 LATE_S: Final = 600
 SETTLE_MS: Final = 80_000
 """Timeouts and grace of `settings`."""
