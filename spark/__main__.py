@@ -17,7 +17,7 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import dry_run, export, follow, idle, job, rates, show, silences, small_run
+from spark import before_spark, dry_run, export, follow, idle, job, rates, show, silences, small_run
 from spark.command_line import parse, parse_about, parse_findings, parse_rates, parse_repair
 from spark.console import Console
 from spark.errors import CannotRun
@@ -60,11 +60,13 @@ def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     console = Console(sys.stderr)
     settings = _read_settings(options)
-    report = idle.run(settings, console, os.environ)
+    known = before_spark.known(settings, os.environ)
+    report = None if known is None else idle.run(known, console)
     if report is not None:
         return _print(report, options)
     began_s = time.monotonic()
-    java_options = SMALL_RUN_JAVA_OPTIONS if small_run.is_small(settings, os.environ) else JAVA_OPTIONS
+    is_small = known is not None and small_run.is_small(known)
+    java_options = SMALL_RUN_JAVA_OPTIONS if is_small else JAVA_OPTIONS
     # A sink may be on S3 where lake and report are not.
     urls = (options.lake, options.report, *(rule.path for rule in settings.rules.sinks))
     session = open_session(java_options=java_options, urls=urls)

@@ -9,12 +9,13 @@ Lake and report must be in local folders. If the run has more to do, or may have
 is written, and the process makes a run with Spark.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from service.contract import wire
 from spark import clean_up, finished_runs
+from spark.before_spark import BeforeSpark
 from spark.errors import CannotRun, NeedsSpark
 from spark.finished_runs import Shown
 from spark.reading import planning, run_plan
@@ -25,45 +26,44 @@ from spark.report import document, publish, webhook
 from spark.rules import hourly
 from spark.rules.balance import Balance
 from spark.rules.reconcile import unchanged_balance
-from spark.settings import Settings
 from spark.step_timer import OnProgress, StepTimer
 from spark.tables import files, hours, lake_version, last_run_file, lock, view
 from spark.tables.last_run_file import LastRun, LocalFile
 
 
-def run(
-    settings: Settings, on_progress: OnProgress, environ: Mapping[str, str], now_ms: int | None = None
-) -> document.Report | None:
+def run(known: BeforeSpark, on_progress: OnProgress, now_ms: int | None = None) -> document.Report | None:
     """Carry out a run without Spark, and return its report; None if the run needs Spark.
 
     `now_ms` replaces the clock. After an error the run with Spark follows too: it checks more before it asks Kafka, and
     reports the error. A process that holds the lake now may have ended by the time that Spark has started.
     """
-    options = settings.options
-    lake, report = files.local_folder(options.lake), files.local_folder(options.report)
-    if lake is None or report is None or options.dry_run or options.follow or settings.rules.sinks:
-        return None
-    if files.may_be_elsewhere(environ):
+    options = known.settings.options
+    folder = files.local_folder(options.report)
+    if folder is None or options.dry_run:
         return None
     try:
-        if not (lake / last_run_file.FILE).is_file():
+        if not (known.lake / last_run_file.FILE).is_file():
             return None
-        with lock.held_locally(lake, options.lake):
-            return _carry_out(lake, report, settings, StepTimer(lambda step: None), on_progress, now_ms)
+        with lock.held_locally(known.lake, options.lake):
+            return _carry_out(known, folder, StepTimer(lambda step: None), on_progress, now_ms)
     except (CannotRun, NeedsSpark, OSError) as error:
         on_progress(f"starting Spark: {error}")
         return None
 
 
 def _carry_out(
-    lake: Path, folder: Path, settings: Settings, timer: StepTimer, on_progress: OnProgress, now_ms: int | None
+    known: BeforeSpark, folder: Path, timer: StepTimer, on_progress: OnProgress, now_ms: int | None
 ) -> document.Report:
-    """Plan the run, and finish it if it repeats the last one; NeedsSpark otherwise, with nothing written."""
+    """Plan the run, and finish it if it repeats the last one; NeedsSpark otherwise, with nothing written.
+
+    `folder` is that of the report.
+    """
+    settings = known.settings
     with timer.step("plan the run"):
-        stored = _read(lake)
+        stored = _read(known.lake)
         shown, last_run = _shown_of(stored.last_run), stored.last_run.finished
         last_plan = Plan.from_rows(stored.last_run.plan)
-        admin = LibrdkafkaAdmin(settings.shared)
+        admin = known.admin
         number = last_run["run"] + 1
         plan = planning.freeze(
             admin, settings, last_plan, planning.clock_ms(now_ms), _discover, known_to_the_lake_only, number
@@ -88,7 +88,9 @@ def _carry_out(
         "late_hours": balance.late_hours,
         "last_pass": finished_runs.last_pass_after(number, settings.options, last_run),
     }
-    last_run_file.store_local(lake, stored._replace(last_run=_next(stored.last_run, finished, plan, report, timer)))
+    last_run_file.store_local(
+        known.lake, stored._replace(last_run=_next(stored.last_run, finished, plan, report, timer))
+    )
     return report
 
 

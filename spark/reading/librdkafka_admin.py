@@ -40,15 +40,20 @@ _TO_URL_SAFE: Final = str.maketrans("+/", "-_")
 
 
 class LibrdkafkaAdmin:
-    """The requests of `planning.Admin` for logs without a change; each of the others raises NeedsSpark."""
+    """The requests of `planning.Admin` for logs without a change; each of the others raises NeedsSpark.
+
+    `listed` are the last known ends of each partition. `has_failed`: a request has failed, or was not answered.
+    """
 
     def __init__(self, shared: SharedSettings) -> None:
-        with _failing():
+        self.listed: dict[TopicPartition, Ends] = {}
+        self.has_failed = False
+        with self._failing():
             self._client = AdminClient({**connection.for_librdkafka(shared)}, logger=_SILENT)
 
     def names(self) -> list[str]:
         """List the names of all topics but Kafka's internal ones."""
-        with _failing():
+        with self._failing():
             listed = self._client.list_topics(timeout=CALL_S)
         return sorted(name for name in listed.topics if not is_kafka_topic(name))
 
@@ -60,7 +65,7 @@ class LibrdkafkaAdmin:
         existing = sorted(set(names) & set(self.names())) if strict else []
         if not existing:
             return {}
-        with _failing():
+        with self._failing():
             answers = self._client.describe_topics(TopicCollection(existing), request_timeout=CALL_S)
             described = [answer.result(CALL_S) for answer in answers.values()]
         return {one.name: Topic(one.name, _text_of(one.topic_id), len(one.partitions)) for one in described}
@@ -70,7 +75,7 @@ class LibrdkafkaAdmin:
         if not names:
             return set()
         resources = [ConfigResource(ResourceType.TOPIC, name) for name in names]
-        with _failing():
+        with self._failing():
             answers = self._client.describe_configs(resources, request_timeout=CALL_S)
             configs = {resource.name: answer.result(CALL_S) for resource, answer in answers.items()}
         return {name for name, config in configs.items() if "compact" in str(config["cleanup.policy"].value)}
@@ -83,12 +88,15 @@ class LibrdkafkaAdmin:
         high = self._offsets(partitions, _LATEST, IsolationLevel.READ_UNCOMMITTED)
         stable = self._offsets(partitions, _LATEST, IsolationLevel.READ_COMMITTED)
         start = self._offsets(partitions, _EARLIEST, IsolationLevel.READ_UNCOMMITTED)
-        if any(answer.leader_epoch is None for answer in stable.values()):
-            raise NeedsSpark("the leader of a partition sent no epoch")
-        return {
+        with self._failing():
+            if any(answer.leader_epoch is None for answer in stable.values()):
+                raise ValueError("the leader of a partition sent no epoch")
+        found = {
             one: Ends(start[one].offset, high[one].offset, stable[one].offset, stable[one].leader_epoch)
             for one in partitions
         }
+        self.listed |= found
+        return found
 
     def timestamps_at(self, partitions: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
         """Refuse to read records."""
@@ -107,9 +115,18 @@ class LibrdkafkaAdmin:
     ) -> dict[TopicPartition, Any]:
         """Request the offset of each partition: a ListOffsetsResultInfo."""
         wanted = {confluent_kafka.TopicPartition(*partition): spec for partition in partitions}
-        with _failing():
+        with self._failing():
             answers = self._client.list_offsets(wanted, isolation_level=isolation, request_timeout=CALL_S)
             return {(one.topic, one.partition): answer.result(CALL_S) for one, answer in answers.items()}
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Raise NeedsSpark for a request that fails, or is not answered in time, and note that in `has_failed`."""
+        try:
+            yield
+        except (KafkaException, TimeoutError, ValueError) as error:
+            self.has_failed = True
+            raise NeedsSpark(str(error)) from error
 
 
 def _nothing_of(partitions: Collection[Any]) -> dict[TopicPartition, Any]:
@@ -117,15 +134,6 @@ def _nothing_of(partitions: Collection[Any]) -> dict[TopicPartition, Any]:
     if partitions:
         raise NeedsSpark("a log has changed")
     return {}
-
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    """Raise NeedsSpark for a request that fails, or is not answered in time."""
-    try:
-        yield
-    except (KafkaException, TimeoutError, ValueError) as error:
-        raise NeedsSpark(str(error)) from error
 
 
 def _text_of(topic_id: object) -> str:

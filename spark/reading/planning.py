@@ -106,22 +106,36 @@ def freeze(
     return Plan(run, now_ms, options_of(settings), all_logs, options.skip_ids, options.keep_days or 0)
 
 
-def count_unread(admin: Admin, settings: Settings, last_plan: Plan | None) -> int:
-    """Count the offsets that the run after `last_plan` has to read, by requests to Kafka only.
+def list_ends(admin: Admin, settings: Settings, last_plan: Plan | None) -> Mapping[TopicPartition, Ends]:
+    """List the ends of the logs that the run after `last_plan` may read, for `count_unread`, by requests to Kafka only.
+
+    CannotRun as in `freeze`; NeedsSpark if the selection has changed, so that the topics are known to the lake only.
+    """
+    names = _topics_to_count(set(admin.names()), settings, last_plan)
+    return admin.ends(partitions_of(admin.describe(sorted(names)).values()))
+
+
+def count_unread(ends: Mapping[TopicPartition, Ends], settings: Settings, last_plan: Plan | None) -> int:
+    """Count the offsets that the run after `last_plan` has to read of logs with these ends. Raises as `list_ends`.
 
     In a first run those of all topics that ledger or journal may name are counted; in a later run those of topics that
-    only new records of ledger or journal name are not. CannotRun as in `freeze`; NeedsSpark if the selection has
-    changed, so that the topics are known to the lake only.
+    only new records of ledger or journal name are not.
     """
-    selection = Selection(settings, last_plan, known_to_the_lake_only)
-    existing = set(admin.names())
-    names = {name for of_role in selection.required(existing).values() for name in of_role} & existing
-    if last_plan is None:
-        names |= selection.candidates(existing)
+    names = _topics_to_count({topic for topic, _ in ends}, settings, last_plan)
     read = {log.topic_partition: log.end for log in last_plan.logs} if last_plan else {}
-    listed = admin.ends(partitions_of(admin.describe(sorted(names)).values()))
-    unread = sum(max(0, log.last_stable - max(log.log_start, read.get(one, 0))) for one, log in listed.items())
+    unread = sum(
+        max(0, log.last_stable - max(log.log_start, read.get(partition, 0)))
+        for partition, log in ends.items()
+        if partition[0] in names
+    )
     return min(unread, settings.options.max_records or unread)
+
+
+def _topics_to_count(existing: set[str], settings: Settings, last_plan: Plan | None) -> set[str]:
+    """Return those of the existing topics whose records `count_unread` counts."""
+    selection = Selection(settings, last_plan, known_to_the_lake_only)
+    names = {name for of_role in selection.required(existing).values() for name in of_role} & existing
+    return names | selection.candidates(existing) if last_plan is None else names
 
 
 def _list_selected(

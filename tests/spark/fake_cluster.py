@@ -17,7 +17,10 @@ LEDGER_TOPIC, REQUESTS_TOPIC = "fencepost.ledger", "fencepost.requests"
 
 @dataclass
 class FakeAdmin:
-    """A cluster with one partition a topic (default); records the order in which ends are listed."""
+    """A cluster with one partition a topic (default); records the order in which ends are listed.
+
+    `listed` and `has_failed` are those of LibrdkafkaAdmin, and stay as a test has set them.
+    """
 
     topics: dict[str, Ends] = field(default_factory=dict)
     topic_ids: dict[str, str] = field(default_factory=dict)
@@ -29,6 +32,8 @@ class FakeAdmin:
     created_meanwhile: dict[str, Ends] = field(default_factory=dict)
     unreachable: set[str] = field(default_factory=set)
     forbidden: set[str] = field(default_factory=set)
+    listed: dict[TopicPartition, Ends] = field(default_factory=dict)
+    has_failed: bool = False
 
     def names(self) -> list[str]:
         return sorted(self.topics)

@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 
 from deploy import places
 from service.contract import Rules, SharedSettings
-from spark import idle, job, session
+from spark import before_spark, idle, job, session
 from spark.report.document import Report
 from spark.session import INTERPRETED, open_session
 from spark.settings import Options, Settings
@@ -128,7 +128,7 @@ def run(
 
     `rules` is the path of a TOML file.
     """
-    settings = _settings(history, root, lake, rules, given)
+    settings = settings_of(history, root, lake, rules, given)
     made = job.run(spark, settings, lambda line: None, now_ms)
     return Ran(made, root / lake, Path(settings.options.report))
 
@@ -137,12 +137,13 @@ def run_idle(
     history: History, root: Path, now_ms: int, *, lake: str = "lake", rules: str = "", **given: Any
 ) -> Ran | None:
     """Run the job as `run` does, without Spark; None if the run needs Spark."""
-    settings = _settings(history, root, lake, rules, given)
-    made = idle.run(settings, lambda line: None, {}, now_ms)
+    settings = settings_of(history, root, lake, rules, given)
+    known = before_spark.known(settings, {})
+    made = None if known is None else idle.run(known, lambda line: None, now_ms)
     return None if made is None else Ran(made, root / lake, Path(settings.options.report))
 
 
-def _settings(history: History, root: Path, lake: str, rules: str, given: dict[str, Any]) -> Settings:
+def settings_of(history: History, root: Path, lake: str, rules: str, given: dict[str, Any]) -> Settings:
     """Return the settings of a run with its lake below `root`, and a report of its own."""
     settings_given = {name: given.pop(name) for name in ("silences", "webhook") if name in given}
     shared_given = {name: given.pop(name) for name in ("key_ttl_s",) if name in given}

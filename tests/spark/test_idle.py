@@ -13,7 +13,7 @@ from pyspark.errors import PySparkException
 
 from deploy.places import ROOT
 from service.contract import SharedSettings
-from spark import clean_up, idle
+from spark import before_spark, clean_up, idle
 from spark.errors import AnotherRun, CannotRun, NeedsSpark
 from spark.finished_runs import Shown
 from spark.reading.connection import for_librdkafka
@@ -131,12 +131,13 @@ def test_whatever_ends_a_run_without_spark_is_left_to_spark_with_a_line_that_say
 ) -> None:
     lake, lines = tmp_path / "lake", list[str]()
     options = Options(lake=str(lake), report=str(tmp_path / "report"))
-    given = replace(settings(), options=options)
+    known = before_spark.known(replace(settings(), options=options), {})
+    assert known is not None
     monkeypatch.setattr(last_run_file, "load_local", Mock(side_effect=error))
     # A first run has no last run to repeat.
-    assert (idle.run(given, lines.append, {}), lines) == (None, [])
+    assert (idle.run(known, lines.append), lines) == (None, [])
     files.write_local(lake, last_run_file.FILE, ["{}"])
-    assert (idle.run(given, lines.append, {}), lines) == (None, [f"starting Spark: {error}"])
+    assert (idle.run(known, lines.append), lines) == (None, [f"starting Spark: {error}"])
     assert not (tmp_path / "report").exists()
 
 

@@ -13,7 +13,7 @@ from spark.errors import CannotRun, NeedsSpark
 from spark.reading import planning, run_plan
 from spark.reading.kafka_admin import Ends, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan
-from spark.settings import HOUR_MS, OFFSETS_MOST
+from spark.settings import HOUR_MS, OFFSETS_MOST, Settings
 from spark.tables import hours
 from tests.spark.fake_cluster import LEDGER_TOPIC, REQUESTS_TOPIC, FakeAdmin, ends, fake_cluster, freeze, settings
 from tests.spark.rows import NOW_MS
@@ -695,24 +695,28 @@ def test_events_may_have_been_unread_since_the_last_run_below_whose_ends_all_is_
     )
 
 
+def _unread(cluster: FakeAdmin, given: Settings, last_plan: Plan | None) -> int:
+    return planning.count_unread(planning.list_ends(cluster, given, last_plan), given, last_plan)
+
+
 def test_a_first_run_may_have_to_read_every_topic_that_the_ledger_can_name() -> None:
     cluster = fake_cluster()
     cluster.topics["orders"] = ends(10, start=4, open=9)
     # 6 and 7 of the data, 4 and 2 of ledger and journal; none of the control topic.
-    assert planning.count_unread(cluster, settings(), None) == 19
-    assert planning.count_unread(cluster, settings(max_records=5), None) == 5
-    assert planning.count_unread(cluster, settings(topics=("ord*",)), None) == 12
-    assert planning.count_unread(cluster, settings(without_topics=("others",)), None) == 12
+    assert _unread(cluster, settings(), None) == 19
+    assert _unread(cluster, settings(max_records=5), None) == 5
+    assert _unread(cluster, settings(topics=("ord*",)), None) == 12
+    assert _unread(cluster, settings(without_topics=("others",)), None) == 12
 
 
 def test_a_later_run_has_to_read_what_was_appended_to_the_topics_of_the_last_plan() -> None:
     cluster = fake_cluster()
     last_plan = freeze(cluster, named={"orders"})
-    assert planning.count_unread(cluster, settings(), last_plan) == 0
+    assert _unread(cluster, settings(), last_plan) == 0
     cluster.topics |= {"orders": ends(13), "others": ends(90), LEDGER_TOPIC: ends(5)}
-    assert planning.count_unread(cluster, settings(), last_plan) == 4
+    assert _unread(cluster, settings(), last_plan) == 4
     # Retention has deleted records that were not read; a recreated topic may end before the last plan.
     cluster.topics |= {"orders": ends(20, start=18), LEDGER_TOPIC: ends(1)}
-    assert planning.count_unread(cluster, settings(), last_plan) == 2
+    assert _unread(cluster, settings(), last_plan) == 2
     with pytest.raises(NeedsSpark):
-        planning.count_unread(cluster, settings(without_topics=("others",)), last_plan)
+        _unread(cluster, settings(without_topics=("others",)), last_plan)

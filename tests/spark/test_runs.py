@@ -23,7 +23,7 @@ from pyspark.sql import Row, SparkSession
 from deploy import places
 from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
-from spark import clean_up, finished_runs, job
+from spark import before_spark, clean_up, finished_runs, idle, job, small_run
 from spark.__main__ import main
 from spark.errors import AnotherRun, CannotRun
 from spark.follow import Follower
@@ -45,7 +45,7 @@ from tests.spark.conftest import Audit
 from tests.spark.history import OTHER_WRITER, TIMEOUT_S, WRITER, History
 from tests.spark.layouts import without_version
 from tests.spark.receiver import Receiver, receiving
-from tests.spark.runs import Cut, Ran, cut, run, run_idle
+from tests.spark.runs import Cut, Ran, cut, run, run_idle, settings_of
 from tests.spark.test_classify import plan as a_plan
 from tests.spark.times import DAY_S, HOUR_MS, LATER_S
 
@@ -219,6 +219,20 @@ def test_a_run_without_spark_repeats_the_last_run_and_the_next_one_stores_it(
     assert [run["number"] for run in whole["history"]] == [3, 2, 1]
     rows = lake.Lake(spark, str(stages.whole.lake)).read("runs").select("run", "frozen_ms").collect()
     assert {row["run"] for row in rows} == {1, 2, 3}
+
+
+def test_kafka_is_asked_once_about_a_run_that_needs_spark(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(stages.history, stages.clean.parent, stages.lake("asked-once"), "", {})
+    known = before_spark.known(settings, {})
+    assert known is not None
+    lines: list[str] = []
+    assert idle.run(known, lines.append) is None
+    assert len(lines) == 1, "it needs Spark"
+    asked = unittest.mock.Mock(side_effect=AssertionError("asked again"))
+    for request in ("names", "describe", "ends"):
+        monkeypatch.setattr(LibrdkafkaAdmin, request, asked)
+    assert small_run.is_small(known)
+    assert known.admin.listed.keys() >= {(wire.ledger_topic(settings.shared.namespace), slot) for slot in range(4)}
 
 
 def test_both_clients_of_kafka_give_the_same_answers(spark: SparkSession, stages: Stages) -> None:

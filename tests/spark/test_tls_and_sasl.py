@@ -20,7 +20,7 @@ from service.cli.doctor import examine
 from service.cli.finding import Level
 from service.contract import Rules, SharedSettings
 from service.core.settings import Settings as ServiceSettings
-from spark import idle, job
+from spark import before_spark, idle, job
 from spark.errors import CannotRun
 from spark.reading.connection import MSK_HANDLER, for_kafka_clients
 from spark.reading.kafka_admin import KafkaAdmin
@@ -85,7 +85,9 @@ async def test_a_posted_event_has_a_clean_report_in_a_secured_cluster(
     assert (report["balance"]["accepted"], report["balance"]["delivered_once"]) == (EVENTS, EVENTS)
 
     # By the settings of the other client, which publishes nothing anew.
-    repeated = idle.run(Settings(shared=shared, options=options), lines.append, {})
+    known = before_spark.known(Settings(shared=shared, options=options), {})
+    assert known is not None
+    repeated = idle.run(known, lines.append)
     assert repeated is not None
     assert (repeated.document["run"]["number"], repeated.document["balance"]) == (2, report["balance"])
 
