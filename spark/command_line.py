@@ -50,8 +50,8 @@ def parse(arguments: Sequence[str]) -> Options:
         "retention come from the same FENCEPOST_ variables as the service's. Other commands: view TOPIC (a topic as a "
         "table with each id once), show ID (all data about an id), findings (the current findings, as CSV, JSON or "
         "Parquet), rates (surplus copies and latencies by topic, process or caller), repair (plans and sends what is "
-        "lost or missing, cleans a topic), schema (of report.json); -h after a command prints its options. The command "
-        "run is the default.",
+        "lost or missing, writes a topic without surplus copies), schema (of report.json); -h after a command prints "
+        "its options. The command run is the default.",
     )
     _add_lake(parser, "folder or URL of the Delta tables; created if missing")
     parser.add_argument(
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> Options:
         required=True,
         help="folder or URL for report.json, report.html and metrics.prom",
     )
-    for add in (_add_audited, _add_findings, _add_webhook, _add_clean_up, _add_sinks, _add_way_of_running):
+    for add in (_add_audited, _add_findings, _add_webhook, _add_maintenance, _add_sinks, _add_way_of_running):
         add(parser)
     given = vars(parser.parse_args(arguments))
     expressions = given.get("identity", [])
@@ -165,7 +165,7 @@ def _add_webhook(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_clean_up(parser: argparse.ArgumentParser) -> None:
+def _add_maintenance(parser: argparse.ArgumentParser) -> None:
     """Add what a run deletes from the lake, and what it compacts."""
     parser.add_argument(
         "--keep-days",
@@ -330,7 +330,7 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
     parser.add_argument(
         "--into",
         metavar="TOPIC",
-        help="the topic that gets records that sinks lack, or the cleaned ones",
+        help="the topic that gets records that sinks lack, or those of --clean",
     )
     parser.add_argument("--bodies-out", metavar="FILE", help="a file for the records that sinks lack")
     parser.add_argument("--clean", metavar="TOPIC", help="write this topic to --into without surplus copies")

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import clean_up
+from spark import maintenance
 from spark.reading.run_plan import Plan, RunContext, of_run
 from spark.report import document
 from spark.rules import hourly
@@ -26,8 +26,9 @@ class Shown(NamedTuple):
 
     `collected` is a document.Collected, `revised` are the counts of verdict_history.Revisions. A later report shows the
     same if its window begins at or after `since_ms`, and not after `until_ms` (None: whenever it begins), and if
-    `judged_by` is the same (document.judged_by). `published`: whether the topic of findings has these. `cleaned_ms` is
-    when the plan of the run was frozen, if the run has cleaned the lake up by the options `clean_up`, else 0.
+    `judged_by` is the same (document.judged_by). `published`: whether the topic of findings has these.
+    `maintained_ms` is when the plan of the run was frozen, if the run has maintained the lake by the options
+    `maintenance_options`, else 0.
     """
 
     collected: dict[str, Any]
@@ -36,8 +37,8 @@ class Shown(NamedTuple):
     until_ms: int | None
     judged_by: dict[str, Any]
     published: bool
-    cleaned_ms: int
-    clean_up: list[Any]
+    maintained_ms: int
+    maintenance_options: list[Any]
 
     @classmethod
     def of(
@@ -46,11 +47,8 @@ class Shown(NamedTuple):
         collected: document.Collected,
         revised: verdict_history.Revisions,
         oldest_ms: int | None,
-        *,
-        cleans_up: bool,
     ) -> "Shown":
-        """Describe what a run shows; `oldest_ms` is current_findings.oldest_ms. `cleans_up`: the run ends with a
-        clean-up."""
+        """Describe what a run shows; `oldest_ms` is current_findings.oldest_ms."""
         return cls(
             collected=collected._asdict(),
             revised=revised.counts,
@@ -58,8 +56,8 @@ class Shown(NamedTuple):
             until_ms=min((ms for ms in (oldest_ms, revised.oldest_ms) if ms is not None), default=None),
             judged_by=document.judged_by(context),
             published=context.settings.options.publish,
-            cleaned_ms=context.plan.frozen_ms if cleans_up else 0,
-            clean_up=clean_up.options_of(context.settings.options),
+            maintained_ms=context.plan.frozen_ms if maintenance.is_part_of(context) else 0,
+            maintenance_options=maintenance.options_of(context.settings.options),
         )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from service.contract import wire
-from spark import clean_up, finished_runs
+from spark import finished_runs, maintenance
 from spark.before_spark import BeforeSpark
 from spark.errors import CannotRun, NeedsSpark
 from spark.finished_runs import Shown
@@ -68,7 +68,7 @@ def _carry_out(
         plan = planning.freeze(
             admin, settings, last_plan, planning.clock_ms(now_ms), _discover, known_to_the_lake_only, number
         )
-        kept_from = clean_up.kept_from(plan, last_plan, settings, last_run)
+        kept_from = maintenance.kept_from(plan, last_plan, settings, last_run)
         context = RunContext(plan, settings, last_plan, last_run, (), kept_from)
         balance = checked_balance(context, shown)
         if settings.options.publish:
@@ -120,7 +120,7 @@ def _discover(logs: Sequence[Log], names: Sequence[str]) -> set[str]:
 
 
 def checked_balance(context: RunContext, shown: Shown) -> Balance:
-    """Return the balance of a run whose report repeats what the last one shows, and which has no clean-up to do;
+    """Return the balance of a run whose report repeats what the last one shows, and which has no maintenance to do;
     NeedsSpark for any other run."""
     balance, window_from = unchanged_balance(context), context.window_from
     if balance is None or not balance.closes(hours.text_of(window_from)):
@@ -129,14 +129,14 @@ def checked_balance(context: RunContext, shown: Shown) -> Balance:
         raise NeedsSpark("a finding or a changed verdict leaves the window")
     if document.judged_by(context) != shown.judged_by:
         raise NeedsSpark("other silences or rules apply")
-    if clean_up.is_due(
+    if maintenance.is_due(
         context.settings.options,
-        shown.clean_up,
-        shown.cleaned_ms,
+        shown.maintenance_options,
+        shown.maintained_ms,
         context.of_last_run("hours", ()),
         context.plan.frozen_ms,
     ):
-        raise NeedsSpark("the lake is cleaned up")
+        raise NeedsSpark("the lake is maintained")
     return balance
 
 

@@ -11,7 +11,7 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import clean_up, dry_run, finished_runs, frames, migrations, session
+from spark import dry_run, finished_runs, frames, maintenance, migrations, session
 from spark.errors import CannotRun
 from spark.reading import decode, planning, run_plan, sinks, source
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
@@ -73,7 +73,7 @@ def finish_run(
 
     Each step after the merge may be repeated by a process that resumes the run. The order of the tables is progress
     (the plan), deliveries, views, rejects, findings, verdicts, mirrored, sinks, published, hourly_balance,
-    hourly_records, runs; the clean-up comes last. A step reads the results of earlier steps from the lake, not from
+    hourly_records, runs; the maintenance comes last. A step reads the results of earlier steps from the lake, not from
     memory, so that the same code resumes a run that was killed after its merge.
     """
     decode.check_identities(spark, settings.options.identity)
@@ -147,7 +147,7 @@ class _Run:
         self.webhook_state: Mapping[str, int] = {}
         # What a run without Spark needs of this run's report; None if it could not repeat the report.
         self.shown: finished_runs.Shown | None = None
-        # Whether the last run is known to have come to its end, with its clean-up if one was due.
+        # Whether the last run is known to have come to its end, with its maintenance if that was due.
         self.last_run_is_complete = False
         # Rows of runs without Spark since the last finished run of `runs` (last_run_file.LastRun.unstored).
         self.unstored: Sequence[Mapping[str, Any]] = ()
@@ -178,9 +178,9 @@ class _Run:
             compared = sink_audit.audit(self.lake, context, self.on_progress)
         report = self._report(context, balance, compared, document.RunKind(resumed, self.finished_first, recounted))
         finished, reports = self._finish(context, balance, report)
-        with self.timer.step("clean up the lake"):
-            clean_up.carry_out(self.lake, context)
-        # After the clean-up: a run without Spark finds in the file that the lake was cleaned up.
+        with self.timer.step("maintain the lake"):
+            maintenance.carry_out(self.lake, context)
+        # After the maintenance: a run without Spark finds in the file when that was.
         kept = last_run_file.LastRun(
             {**finished, "reports": reports}, plan.rows(), [], self.shown and self.shown._asdict()
         )
@@ -207,7 +207,7 @@ class _Run:
         last_run, plans = self._read_last_run()
         plan, resumed = self._plan(last_run, plans)
         complete_plan = self.last_plan if self.last_run_is_complete else None
-        kept_from = clean_up.kept_from(plan, complete_plan, self.settings, last_run)
+        kept_from = maintenance.kept_from(plan, complete_plan, self.settings, last_run)
         if self.settings.options.publish:
             self.findings_topic = self._prepare_publishing()
             publish.check_owner(
@@ -444,8 +444,7 @@ class _Run:
                 report = document.build(collected, context, closed, self.timer, revised.counts, kind, compared)
                 if collected.number <= finished_runs.SHOWN_MAX and not context.settings.rules.sinks:
                     oldest_ms = current_findings.oldest_ms(by_hour) if collected.number else None
-                    cleans_up = clean_up.is_part_of(context)
-                    self.shown = finished_runs.Shown.of(context, collected, revised, oldest_ms, cleans_up=cleans_up)
+                    self.shown = finished_runs.Shown.of(context, collected, revised, oldest_ms)
                 self.lake.check_held()
                 report = self._notify(report, context)
                 document.write(self.spark, self.settings.options.report, report)
@@ -500,7 +499,7 @@ class _Run:
             "last_pass": finished_runs.last_pass_after(plan.run, self.settings.options, last_run),
             "published": asdict(self.findings_topic) if self.findings_topic else of_run(last_run, "published"),
             "webhook": self.webhook_state,
-            "tidied": plan.run if clean_up.is_part_of(context) else clean_up.newest_cleaning(last_run),
+            "tidied": plan.run if maintenance.is_part_of(context) else maintenance.newest_maintenance(last_run),
             **{name: found for name, found in sums.items() if name not in hourly.STORED},
         }
         with self.timer.step("finish the run"):

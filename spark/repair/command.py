@@ -17,11 +17,11 @@ from service.contract import SharedSettings
 from spark import export
 from spark.errors import CannotRun
 from spark.reading.run_plan import Plan
-from spark.repair import clean, evidence, execution, lost_and_missing, records_file
+from spark.repair import deduplication, evidence, execution, lost_and_missing, records_file
 from spark.repair.entries import Entry
 from spark.repair.invocation import Invocation, Outcome
 from spark.repair.layouts import Layout
-from spark.repair.plans import Plans
+from spark.repair.plans import RepairPlans
 from spark.settings import FindingsOptions, RepairOptions
 from spark.step_timer import OnProgress
 from spark.tables import lake_version, lock
@@ -44,9 +44,9 @@ def carry_out(
         tables = Lake(spark, options.lake, check_held)
         lake_version.check(tables)
         audited = _last_plan(tables, shared.namespace)
-        plans = Plans(tables, options, audited.run, now_ms)
+        plans = RepairPlans(tables, options, audited.run, now_ms)
         invocation = Invocation(tables, shared, options, audited, plans, on_progress, now_ms)
-        return clean.clean(invocation) if options.clean else _resend(invocation, transport)
+        return deduplication.deduplicate(invocation) if options.clean else _resend(invocation, transport)
 
 
 def _last_plan(tables: Lake, namespace: str) -> Plan:

@@ -12,8 +12,8 @@ SEND: Final = "send"
 COPY: Final = "copy"
 DROP: Final = "drop"
 NONE: Final = "none"
-"""Actions: send the event to Fencepost again; write its record into another topic; leave a copy out of the cleaned
-topic; nothing, for a reason."""
+"""Actions: send the event to Fencepost again; write its record into another topic; leave a copy out of
+the topic that `--clean` writes; nothing, for a reason."""
 
 RECORD_EXISTS: Final = "record_exists"
 REPAIRED: Final = "repaired"
@@ -283,7 +283,7 @@ def missing(
 
 
 def surplus(copies: Sequence[Mapping[str, Any]], bounds: Mapping[int, tuple[int, int]]) -> list[Entry]:
-    """Return the copies of one topic that a cleaned topic leaves out: those with a cause, but never all of an id.
+    """Return the copies of one topic that `--clean` leaves out: those with a cause, but never all of an id.
 
     `copies` are `id, finding_id, key, partition, offset, topic, cause, nth`, of findings `duplicate`, in any order.
     `bounds` are the offsets by partition (first, behind the last) that are copied. A copy outside, which retention may

@@ -23,7 +23,7 @@ from spark.tables.lake import Lake
 ENTRIES_MAX: Final = 100_000
 """Entries of one plan about lost and missing events, which the driver holds."""
 DROPPED_MAX: Final = 200_000
-"""Copies that one cleaned topic leaves out: the driver holds their offsets."""
+"""Copies that `--clean` leaves out of one topic: the driver holds their offsets."""
 
 # The clocks of Redis, by which an event is accepted, and of the brokers, by which the ledger is indexed.
 _CLOCKS_APART_MS: Final = 3_600_000
@@ -119,7 +119,7 @@ def history(lake: Lake) -> History:
 
 
 def surplus(lake: Lake, topic: str, topic_ids: Mapping[str, str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Return the copies in a topic of the findings `duplicate`, and what stays in the cleaned topic nevertheless.
+    """Return the copies in a topic of the findings `duplicate`, and what is copied nevertheless.
 
     Copies are `id, finding_id, key, topic, partition, offset, cause, nth`, without those whose record was in an earlier
     topic of this name. The counts: `conflicts`, ids with different contents; `unlisted`, copies without coordinates.

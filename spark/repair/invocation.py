@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 from service.contract import SharedSettings
 from spark.reading.run_plan import Plan
 from spark.repair.entries import Entry
-from spark.repair.plans import Plans
+from spark.repair.plans import RepairPlans
 from spark.settings import RepairOptions
 from spark.step_timer import OnProgress
 from spark.tables.lake import Lake
@@ -23,7 +23,7 @@ class Invocation:
     shared: SharedSettings
     options: RepairOptions
     audited: Plan
-    plans: Plans
+    plans: RepairPlans
     on_progress: OnProgress
     now_ms: Callable[[], int]
 

@@ -27,8 +27,8 @@ TABLES: Final = ("repairs", "repair_entries")
 _NUMBERED: Final = (("repairs", "plan"), ("progress", "run"))
 
 
-class Plans:
-    """Stores the plans of one invocation of the command. `run` is the run of the audit that they are about."""
+class RepairPlans:
+    """Stores the plans of one invocation of the command `repair`. `run` is the run of the audit that they are about."""
 
     def __init__(self, tables: Lake, options: RepairOptions, run: int, now_ms: Callable[[], int]) -> None:
         self._lake = tables
@@ -94,7 +94,7 @@ class Plans:
         self._lake.replace(name, frame, f"plan = {plan}", self._number)
         self._lake.check_committed(name, self._number)
 
-    def last_clean(self, source: str, target: str) -> tuple[int, Layout] | None:
+    def last_deduplication(self, source: str, target: str) -> tuple[int, Layout] | None:
         """Return the newest plan that was executed for this source and target, and its layout; None without one."""
         wanted = (F.col("source") == source) & (F.col("target") == target) & (F.col("state") != PLANNED)
         row = self._lake.read("repairs").where(wanted).orderBy(F.desc("plan")).first()

@@ -330,7 +330,7 @@ class Lake:
         """Delete the files of these tables that no version of the last `last_h` hours needs."""
         settings = {
             "spark.databricks.delta.retentionDurationCheck.enabled": "false",
-            # Else Delta commits twice to each table, which a clean-up does not change, on most file systems.
+            # Else Delta commits twice to each table, which VACUUM does not change, on most file systems.
             "spark.databricks.delta.vacuum.logging.enabled": "false",
             # Delta lists a table's files in this many tasks, however few the files are; Spark's default is 10,000.
             "spark.sql.sources.parallelPartitionDiscovery.parallelism": str(

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from service.contract import SettingsError
-from spark import clean_up, follow, job
+from spark import follow, job, maintenance
 from spark.command_line import PAUSE_S_LEAST, PAUSE_S_MOST
 from spark.errors import AnotherRun, CannotRun, Stopped
 from spark.follow import RECHECK_S, SLOW_RECHECK_S, Known, Stop, pause_after, reason_to_run
@@ -138,11 +138,11 @@ def test_the_pause_after_turns_that_failed_in_a_row_is_bounded() -> None:
     assert [pause_after(30, failures) for failures in (0, 1, 2, 3, 4, 5, 10_000)] == [30, 60, 120, 240, 300, 300, 300]
 
 
-def test_the_first_run_of_each_hour_cleans_the_lake_up() -> None:
-    assert clean_up.is_first_of_hour(None, HALF_PAST_MS)
-    assert not clean_up.is_first_of_hour(HALF_PAST_MS, HALF_PAST_MS + 60_000)
-    assert clean_up.is_first_of_hour(HALF_PAST_MS, HALF_PAST_MS + 1_800_000)
-    assert clean_up.is_first_of_hour(HALF_PAST_MS, HALF_PAST_MS + 24 * HOUR_MS)
+def test_the_first_run_of_each_hour_maintains_the_lake() -> None:
+    assert maintenance.is_first_of_hour(None, HALF_PAST_MS)
+    assert not maintenance.is_first_of_hour(HALF_PAST_MS, HALF_PAST_MS + 60_000)
+    assert maintenance.is_first_of_hour(HALF_PAST_MS, HALF_PAST_MS + 1_800_000)
+    assert maintenance.is_first_of_hour(HALF_PAST_MS, HALF_PAST_MS + 24 * HOUR_MS)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop

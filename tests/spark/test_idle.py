@@ -13,7 +13,7 @@ from pyspark.errors import PySparkException
 
 from deploy.places import ROOT
 from service.contract import SharedSettings
-from spark import before_spark, clean_up, idle
+from spark import before_spark, idle, maintenance
 from spark.errors import AnotherRun, CannotRun, NeedsSpark
 from spark.finished_runs import Shown
 from spark.reading.connection import for_librdkafka
@@ -39,8 +39,8 @@ SHOWN = Shown(
     until_ms=None,
     judged_by=document.judged_by(CONTEXT),
     published=False,
-    cleaned_ms=NOON_MS - HOUR_MS,
-    clean_up=[None, False, None],
+    maintained_ms=NOON_MS - HOUR_MS,
+    maintenance_options=[None, False, None],
 )
 
 
@@ -91,25 +91,25 @@ def test_a_silence_that_has_ended_is_another_view_of_the_findings() -> None:
         ({"optimize": True}, [None, True, None], HOUR_MS, ["2027-01-15 11:00:00", "2027-01-15 13:00:00"], False),
     ],
 )
-def test_a_clean_up_is_due_once_a_day_and_for_an_hour_that_is_over(
+def test_maintenance_is_due_once_a_day_and_for_an_hour_that_is_over(
     options: Mapping[str, Any], then: list[Any], after_ms: int, with_rows: list[str], due: bool
 ) -> None:
     given = settings(**options).options
-    assert clean_up.is_due(given, then, NOON_MS, with_rows, NOON_MS + after_ms) is due
+    assert maintenance.is_due(given, then, NOON_MS, with_rows, NOON_MS + after_ms) is due
 
 
 def test_hours_are_deleted_once_a_day_by_runs_of_nothing_new() -> None:
     def kept_from(
         plan: Plan, complete_plan: Plan | None, keep_days: int | None, last_run: dict[str, Any] | None
     ) -> str:
-        return clean_up.kept_from(plan, complete_plan, settings(keep_days=keep_days, window_h=1), last_run)
+        return maintenance.kept_from(plan, complete_plan, settings(keep_days=keep_days, window_h=1), last_run)
 
     last_run = {"kept_from": kept_from(PLAN, None, 2, None)}
     assert last_run["kept_from"] == "2027-01-13 12:00:00"
     later, next_day = (replace(PLAN, frozen_ms=NOON_MS + ms) for ms in (DAY_MS - HOUR_MS, DAY_MS))
     assert kept_from(later, IDLE_LAST, 2, last_run) == last_run["kept_from"]
     assert kept_from(next_day, IDLE_LAST, 2, last_run) == "2027-01-14 12:00:00"
-    # The last run may have been killed before its clean-up; this one keeps fewer days; it has new records.
+    # The last run may have been killed before its maintenance; this one keeps fewer days; it has new records.
     assert kept_from(later, None, 2, last_run) == "2027-01-14 11:00:00"
     assert kept_from(later, IDLE_LAST, 1, last_run) == "2027-01-15 11:00:00"
     read = replace(later, logs=(replace(later.logs[0], end=10), *later.logs[1:]))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from service.contract import SharedSettings
-from spark import clean_up
+from spark import maintenance
 from spark.errors import CannotRun, NeedsSpark
 from spark.reading import planning, run_plan
 from spark.reading.kafka_admin import Ends, TopicPartition
@@ -683,14 +683,14 @@ def test_events_may_have_been_unread_since_the_last_run_below_whose_ends_all_is_
         ({"frozen_ms": NOW_MS - 9 * HOUR_MS}, NOW_MS - 9 * HOUR_MS - given.max_settle_ms),
     ):
         assert run_plan.unread_since(plan, given, last_run) == since_ms
-        kept_from = clean_up.kept_from(plan, None, settings(window_h=2, keep_days=1), last_run)
+        kept_from = maintenance.kept_from(plan, None, settings(window_h=2, keep_days=1), last_run)
         assert kept_from == hours.text_of(min(NOW_MS - 24 * HOUR_MS, since_ms))
-        assert clean_up.kept_from(plan, None, given, last_run) == ""
+        assert maintenance.kept_from(plan, None, given, last_run) == ""
     longer = settings(window_h=72, keep_days=1)
-    assert clean_up.kept_from(plan, None, longer, {"caught_up_ms": NOW_MS}) == hours.text_of(NOW_MS - 24 * HOUR_MS)
+    assert maintenance.kept_from(plan, None, longer, {"caught_up_ms": NOW_MS}) == hours.text_of(NOW_MS - 24 * HOUR_MS)
     late = {"2023-11-01 00:00:00": NOW_MS - HOUR_MS, "2023-10-01 00:00:00": NOW_MS - 5 * HOUR_MS}
     assert (
-        clean_up.kept_from(plan, None, settings(window_h=2, keep_days=1), {"late_hours": late, "frozen_ms": NOW_MS})
+        maintenance.kept_from(plan, None, settings(window_h=2, keep_days=1), {"late_hours": late, "frozen_ms": NOW_MS})
         == "2023-11-01 00:00:00"
     )
 

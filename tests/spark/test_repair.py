@@ -1,4 +1,4 @@
-"""The command `repair` on a real broker and a real service: lost and missing events, a cleaned topic, and kills."""
+"""The command `repair` on a real broker and a real service: lost and missing events, surplus copies, and kills."""
 
 import json
 import os
@@ -235,7 +235,7 @@ async def test_what_is_lost_missing_or_surplus_is_repaired_once_whatever_is_kill
 
 
 class Orders:
-    """A topic whose events another writer has repeated. `expected`: the records of the cleaned topic."""
+    """A topic whose events another writer has repeated. `expected`: the records without surplus copies."""
 
     def __init__(self, history: History, producer: Any, number: int) -> None:
         self.history = history
@@ -298,7 +298,7 @@ class Orders:
 
 
 def _killed_amid_copy(orders: Orders, repaired: Any) -> None:
-    """Begin to clean the topic, and end amid partition 1. Each transaction is due with its first record, which a marker
+    """Begin to copy the topic, and end amid partition 1. Each transaction is due with its first record, which a marker
     follows."""
     copy = copier.Copier.copy
 
@@ -317,7 +317,7 @@ def _killed_amid_copy(orders: Orders, repaired: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_cleaned_topic_is_complete_after_sigkill(
+def test_a_topic_without_surplus_copies_is_complete_after_sigkill(
     spark: SparkSession, history: History, audit: Audit, repaired: Any, tmp_path: Path
 ) -> None:
     orders = Orders(history, history.transactional(WRITER), EVENTS)

@@ -214,7 +214,7 @@ def copy(nth: int, cause: str | None, id: str = "i") -> dict[str, Any]:
         ([copy(3, "rewrite"), copy(10, None)], []),
     ],
 )
-def test_a_cleaned_topic_keeps_one_copy_of_each_id(copies: list[dict[str, Any]], dropped: list[int]) -> None:
+def test_one_copy_of_each_id_is_kept(copies: list[dict[str, Any]], dropped: list[int]) -> None:
     assert sorted(entry.offset or 0 for entry in entries.surplus(copies, {0: (0, 10)})) == dropped
 
 

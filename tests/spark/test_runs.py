@@ -23,7 +23,7 @@ from pyspark.sql import Row, SparkSession
 from deploy import places
 from deploy.stack import Kafka
 from service.contract import SharedSettings, wire
-from spark import before_spark, clean_up, finished_runs, idle, job, small_run
+from spark import before_spark, finished_runs, idle, job, maintenance, small_run
 from spark.__main__ import main
 from spark.errors import AnotherRun, CannotRun
 from spark.follow import Follower
@@ -395,7 +395,7 @@ def test_the_run_after_an_interrupted_one_drops_the_expired_hours(
     spark: SparkSession, stages: Stages, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = stages.lake("expired")
-    with cut(monkeypatch, clean_up, "carry_out", after=False):
+    with cut(monkeypatch, maintenance, "carry_out", after=False):
         audit(stages.history, later_s=3 * DAY_S, lake=name, keep_days=1)
     last = audit(stages.history, later_s=3 * DAY_S + LATER_S, lake=name, keep_days=1)
     assert (last.document["run"]["number"], last.document["run"]["resumed"]) == (3, False)

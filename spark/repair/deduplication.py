@@ -1,4 +1,4 @@
-"""Cleans a topic (--clean): writes it into another one, without the copies too many."""
+"""Writes a topic into another one without surplus copies (--clean)."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,11 +13,12 @@ from spark.repair.layouts import Layout, ReadUntil
 from spark.repair.plans import EXECUTING
 
 
-def clean(invocation: Invocation) -> Outcome:
-    """Plan to clean a topic, or (--execute) do it: a plan that was begun for the same two topics goes on."""
+def deduplicate(invocation: Invocation) -> Outcome:
+    """Plan which records of a topic are copied, or (--execute) copy them; a plan that was begun for the same two topics
+    goes on."""
     options, plans = invocation.options, invocation.plans
     if not options.execute:
-        made, layout, lines = _planned(invocation)
+        made, layout, lines = _new_layout(invocation)
         plan = plans.begin(made, layout)
         lines = [f"plan       {plan}: planned, nothing was written", *lines]
         return Outcome(plan, made, lines, is_left=any(entry.is_left for entry in made))
@@ -25,7 +26,7 @@ def clean(invocation: Invocation) -> Outcome:
         into.init()
         stored = _stored(invocation)
         if stored is None:
-            made, layout, lines = _planned(invocation)
+            made, layout, lines = _new_layout(invocation)
             ends = _empty_ends(invocation, layout)
             plan = plans.begin(made, layout, EXECUTING)
         else:
@@ -45,8 +46,8 @@ def clean(invocation: Invocation) -> Outcome:
     return Outcome(plan, [], lines, is_left=False)
 
 
-def _planned(invocation: Invocation) -> tuple[list[Entry], Layout, list[str]]:
-    """Decide which copies the cleaned topic leaves out, up to where the last run has read the topic.
+def _new_layout(invocation: Invocation) -> tuple[list[Entry], Layout, list[str]]:
+    """Decide which copies are left out, up to where the last run has read the topic.
 
     Returns their entries, what is copied, and lines for the terminal.
     """
@@ -90,7 +91,7 @@ def _planned(invocation: Invocation) -> tuple[list[Entry], Layout, list[str]]:
 
 
 def _check_topics(admin: KafkaAdmin, namespace: str, source: str, target: str, logs: Sequence[Log]) -> dict[str, Topic]:
-    """Check that a topic can be cleaned into another one; CannotRun with the remedy otherwise."""
+    """Check that a topic can be written into another one; CannotRun with the remedy otherwise."""
     topics = admin.describe([source, target])
     if source not in topics or any(log.topic_id != topics[source].topic_id for log in logs):
         raise CannotRun(f"--clean {source}: the topic was deleted or recreated since the last run: run it again")
@@ -110,7 +111,7 @@ def _stored(invocation: Invocation) -> tuple[int, Layout] | None:
     """Return the newest plan that was executed for these two topics, and its layout; None without one, or if the target
     was recreated since. CannotRun if the source no longer has what the plan copies."""
     target = invocation.options.into
-    stored = invocation.plans.last_clean(invocation.options.clean, target)
+    stored = invocation.plans.last_deduplication(invocation.options.clean, target)
     if stored is None:
         return None
     plan, layout = stored

@@ -1,4 +1,4 @@
-"""The clean-up of the lake at the end of a run: rows that it deletes, files that it compacts and vacuums."""
+"""The maintenance of the lake at the end of a run: rows that it deletes, files that it compacts and vacuums."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -19,8 +19,8 @@ def kept_from(plan: Plan, complete_plan: Plan | None, settings: Settings, last_r
 
     After a pause longer than --keep-days the run keeps what was accepted in the pause, since no run has judged it, and
     the next runs keep it as long as its findings are in the reports.
-    `complete_plan` is the plan of the last run if that run has come to its end, with its clean-up if one was due. A run
-    that reads nothing new since then moves the hour once a day: where hours are deleted, a run classifies anew.
+    `complete_plan` is the plan of the last run if that run has come to its end, with its maintenance if that was due. A
+    run that reads nothing new since then moves the hour once a day: where hours are deleted, a run classifies anew.
     """
     kept: str = of_run(last_run, "kept_from", "")
     if settings.options.keep_days is None:
@@ -39,10 +39,10 @@ def is_first_of_hour(last_frozen_ms: int | None, frozen_ms: int) -> bool:
     return last_frozen_ms is None or last_frozen_ms // HOUR_MS != frozen_ms // HOUR_MS
 
 
-def newest_cleaning(last_run: Mapping[str, Any] | None) -> int:
-    """Return the number of the newest run that has cleaned the lake up, by the summary of the last run; 0 without one.
+def newest_maintenance(last_run: Mapping[str, Any] | None) -> int:
+    """Return the number of the newest run that has maintained the lake, by the summary of the last run; 0 without one.
 
-    Each run of an earlier version, which did not store that number, has cleaned the lake up.
+    Each run of an earlier version, which did not store that number, has maintained the lake.
     """
     return 0 if last_run is None else int(last_run.get("tidied", last_run["run"]))
 
@@ -56,32 +56,32 @@ def _hours_ended(last_run: Mapping[str, Any] | None, plan: Plan) -> set[str]:
 
 
 def options_of(options: Options) -> list[Any]:
-    """Return the options of the clean-up, as JSON keeps them."""
+    """Return the options of the maintenance, as JSON keeps them."""
     return [options.keep_days, options.optimize, options.vacuum_h]
 
 
 def is_due(
-    options: Options, last_options: list[Any], cleaned_ms: int, with_rows: Iterable[str], frozen_ms: int
+    options: Options, last_options: list[Any], maintained_ms: int, with_rows: Iterable[str], frozen_ms: int
 ) -> bool:
-    """Check whether a clean-up by these options has anything to do since the last one, which was at `cleaned_ms` by
+    """Check whether maintenance by these options has anything to do since it was done at `maintained_ms` by
     `last_options`: once a day, after other options, or if an hour `with_rows` has ended since, which is then
     compacted."""
     if options.keep_days is None and options.vacuum_h is None and not options.optimize:
         return False
-    if options_of(options) != last_options or frozen_ms - cleaned_ms >= DAY_MS:
+    if options_of(options) != last_options or frozen_ms - maintained_ms >= DAY_MS:
         return True
-    last_hour, current_hour = hours.text_of(cleaned_ms), hours.text_of(frozen_ms)
+    last_hour, current_hour = hours.text_of(maintained_ms), hours.text_of(frozen_ms)
     return options.optimize and any(last_hour <= hour < current_hour for hour in with_rows)
 
 
 def is_part_of(context: RunContext) -> bool:
-    """Check whether the run ends with a clean-up: with --follow only the first run of each hour does."""
+    """Check whether the run ends with maintenance: with --follow only the first run of each hour does."""
     last_frozen_ms = None if context.last_run is None else int(context.last_run["frozen_ms"])
     return not context.settings.options.follow or is_first_of_hour(last_frozen_ms, context.plan.frozen_ms)
 
 
 def carry_out(tables: lake.Lake, context: RunContext) -> None:
-    """Delete old rows, compact and vacuum the lake, as the options say, if the clean-up is part of the run."""
+    """Delete old rows, compact and vacuum the lake, as the options say, if maintenance is part of the run."""
     options, plan, last_run = context.settings.options, context.plan, context.last_run
     if not is_part_of(context):
         return
@@ -92,7 +92,7 @@ def carry_out(tables: lake.Lake, context: RunContext) -> None:
     if options.optimize:
         # An hour is compacted when it is over, and again after late rows.
         current_hour = hours.text_of(plan.frozen_ms)
-        late = hours.of(tables.read_cached("deliveries").where(F.col("run") > newest_cleaning(last_run)))
+        late = hours.of(tables.read_cached("deliveries").where(F.col("run") > newest_maintenance(last_run)))
         some_hours = sorted({hour for hour in late if hour < current_hour} | _hours_ended(last_run, plan))
         tables.optimize(some_hours, [*schemas.COMPACTED, *view.of_topics(tables)])
     if options.vacuum_h is not None:
