@@ -305,6 +305,18 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
     _add_topics(parser)
     _add_since(parser, now_ms, "as for the command findings")
     parser.add_argument("--execute", action="store_true", help="send and copy; default: only plan")
+    for add in (_add_sending, _add_copying):
+        add(parser)
+    given = vars(parser.parse_args(arguments))
+    several = {name: tuple(given.get(name, ())) for name in ("bodies", "scopes")}
+    options = RepairOptions(**{**given, **several, "kinds": given.get("kinds") or REPAIRED_KINDS})
+    if wrong := _wrong_repair(options):
+        parser.error(wrong)
+    return options
+
+
+def _add_sending(parser: argparse.ArgumentParser) -> None:
+    """Add where lost events are, and how they are sent."""
     parser.add_argument(
         "--bodies",
         action="append",
@@ -327,6 +339,10 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
         action="store_true",
         help="write a lost event under a new key if the service still remembers, or has forgotten, its own",
     )
+
+
+def _add_copying(parser: argparse.ArgumentParser) -> None:
+    """Add where records are copied to, and a topic that is copied without surplus copies."""
     parser.add_argument(
         "--into",
         metavar="TOPIC",
@@ -334,12 +350,6 @@ def parse_repair(arguments: Sequence[str], now_ms: int) -> RepairOptions:
     )
     parser.add_argument("--bodies-out", metavar="FILE", help="a file for the records that sinks lack")
     parser.add_argument("--clean", metavar="TOPIC", help="write this topic to --into without surplus copies")
-    given = vars(parser.parse_args(arguments))
-    several = {name: tuple(given.get(name, ())) for name in ("bodies", "scopes")}
-    options = RepairOptions(**{**given, **several, "kinds": given.get("kinds") or REPAIRED_KINDS})
-    if wrong := _wrong_repair(options):
-        parser.error(wrong)
-    return options
 
 
 def _wrong_repair(options: RepairOptions) -> str:

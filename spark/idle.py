@@ -11,7 +11,7 @@ is written, and the process makes a run with Spark.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from service.contract import wire
 from spark import finished_runs, maintenance
@@ -65,9 +65,7 @@ def _carry_out(
         last_plan = Plan.from_rows(stored.last_run.plan)
         admin = known.admin
         number = last_run["run"] + 1
-        plan = planning.freeze(
-            admin, settings, last_plan, planning.clock_ms(now_ms), _discover, known_to_the_lake_only, number
-        )
+        plan = planning.freeze(admin, settings, last_plan, planning.clock_ms(now_ms), _NAMED, number)
         kept_from = maintenance.kept_from(plan, last_plan, settings, last_run)
         context = RunContext(plan, settings, last_plan, last_run, (), kept_from)
         balance = checked_balance(context, shown)
@@ -75,8 +73,8 @@ def _carry_out(
             _check_published(admin, context, shown)
     closed = balance.close(hours.text_of(context.window_from))
     with timer.step("write the report"):
-        collected = document.Collected(**shown.collected)
-        report = document.build(collected, context, closed, timer, shown.revised, document.RunKind())
+        results = document.Results(document.Collected(**shown.collected), closed, shown.revised)
+        report = document.build(results, context, document.RunKind(), timer)
         _check_webhook(context, report)
         document.write_local(folder, report)
     on_progress(f"run {number}: no new offset in {len(plan.topics)} topics, and nothing to judge again: without Spark")
@@ -117,6 +115,9 @@ def _discover(logs: Sequence[Log], names: Sequence[str]) -> set[str]:
     if any(log.role in (LEDGER, REQUESTS) and log.end > log.start for log in logs):
         raise NeedsSpark("the ledger or the journal has new records")
     return set()
+
+
+_NAMED: Final = planning.NamedTopics(_discover, known_to_the_lake_only)
 
 
 def checked_balance(context: RunContext, shown: Shown) -> Balance:

@@ -111,7 +111,7 @@ def plan_after(spark: SparkSession, settings: Settings, plan: Plan, now_ms: int 
     if lake.Lake(spark, settings.options.lake).last_committed_run("progress") != plan.run:
         return None
     with closing(KafkaAdmin(spark, settings.shared)) as admin:
-        return planning.freeze(admin, settings, plan, planning.clock_ms(now_ms), lambda logs, names: set(), set)
+        return planning.freeze(admin, settings, plan, planning.clock_ms(now_ms), planning.NONE_NAMED)
 
 
 class _Run:
@@ -269,11 +269,9 @@ class _Run:
         """Make the plan of the run after the run `newest`."""
         now_ms = planning.clock_ms(self.now_ms)
         with closing(KafkaAdmin(self.spark, self.settings.shared)) as admin:
-            discover = partial(self._discover, now_ms)
+            named = planning.NamedTopics(partial(self._discover, now_ms), self._topics_in_lake)
             # `newest + 1`: the number of the interrupted run is fenced.
-            return planning.freeze(
-                admin, self.settings, self.last_plan, now_ms, discover, self._topics_in_lake, newest + 1
-            )
+            return planning.freeze(admin, self.settings, self.last_plan, now_ms, named, newest + 1)
 
     def _store(self, plan: Plan) -> None:
         """Store the plan; CannotRun if another run has stored a plan under this number, since Delta skips the second
@@ -397,8 +395,7 @@ class _Run:
         else:
             claims = deliveries.summarize(self._read_claims(spans, plan.frozen_ms))
         copies = decode.copies(self._records(plan.spans(DATA)), plan.frozen_ms, self.settings.options.identity)
-        arrived, later_ends = run_plan.arrived(plan, last_plan), run_plan.later_ends(plan)
-        rows = deliveries.reduce(copies, claims, plan.run, arrived, _exact_hours(context), later_ends, plan.topic_ids)
+        rows = deliveries.reduce(copies, claims, plan.run, _log_facts(context))
         if vanished:
             self.on_progress(
                 f"run {plan.run}: {len(vanished)} partitions were truncated; dropping the records that are gone"
@@ -441,7 +438,8 @@ class _Run:
             with self.timer.step("write the report"):
                 collected = document.collect(by_hour, found, context)
                 revised = verdict_history.counted(self.lake.read_cached("verdicts"), window_from)
-                report = document.build(collected, context, closed, self.timer, revised.counts, kind, compared)
+                results = document.Results(collected, closed, revised.counts, compared)
+                report = document.build(results, context, kind, self.timer)
                 if collected.number <= finished_runs.SHOWN_MAX and not context.settings.rules.sinks:
                     oldest_ms = current_findings.oldest_ms(by_hour) if collected.number else None
                     self.shown = finished_runs.Shown.of(context, collected, revised, oldest_ms)
@@ -519,6 +517,17 @@ def _plans_of(rows: Iterable[Row]) -> dict[int, Plan]:
         by_run.setdefault(row["run"], []).append(row.asDict(recursive=True))
     plans = (Plan.from_rows(by_run[run]) for run in sorted(by_run))
     return {plan.run: plan for plan in plans if plan is not None}
+
+
+def _log_facts(context: RunContext) -> deliveries.LogFacts:
+    """Return what the plan of a run says of the logs of its records."""
+    plan = context.plan
+    return deliveries.LogFacts(
+        arrived=run_plan.arrived(plan, context.last_plan),
+        exact=_exact_hours(context),
+        later_ends=run_plan.later_ends(plan),
+        topic_ids=plan.topic_ids,
+    )
 
 
 def _exact_hours(context: RunContext) -> tuple[int, int]:

@@ -31,25 +31,29 @@ class Draft:
     needs_first_record: bool = False
 
 
-def next_log(
-    last_plan: Plan | None,
-    role: str,
-    topic: Topic,
-    partition: TopicPartition,
-    ends: Ends,
-    diverged: int | None,
-    now_ms: int,
-) -> Draft:
+@dataclass(frozen=True, slots=True)
+class ListedLog:
+    """A partition's log as Kafka lists it for this run; `diverged` is the offset from which a truncated log has other
+    records than the last run has read, None if it has the same."""
+
+    role: str
+    topic: Topic
+    partition: int
+    ends: Ends
+    diverged: int | None
+
+
+def next_log(listed: ListedLog, last_plan: Plan | None, now_ms: int) -> Draft:
     """Draft a partition's log for this run: it continues where the last run ended, or starts over in a new topic."""
-    last_log = log_of(last_plan, partition)
-    draft = _new_log(role, topic, partition, ends, now_ms)
-    if last_plan is None or last_log is None:
+    last_log = log_of(last_plan, (listed.topic.name, listed.partition))
+    draft = _new_log(listed, now_ms)
+    if last_log is None:
         return draft
-    if rule_table.is_recreated(last_log.topic_id, topic.topic_id):
+    if rule_table.is_recreated(last_log.topic_id, listed.topic.topic_id):
         gap = LogGap(last_log.end, last_log.end, RECREATED, now_ms)
         log = replace(draft.log, recreated_at_ms=now_ms, complete_since_ms=now_ms, gaps=(*last_log.gaps, gap))
         return replace(draft, log=log, complete_since=None)
-    return _with_gaps(_continued(draft, last_log, ends), last_log, ends, diverged, now_ms)
+    return _with_gaps(_continued(draft, last_log), last_log, listed, now_ms)
 
 
 def log_of(plan: Plan | None, partition: TopicPartition) -> Log | None:
@@ -57,17 +61,18 @@ def log_of(plan: Plan | None, partition: TopicPartition) -> Log | None:
     return plan.logs_by_partition.get(partition) if plan else None
 
 
-def _new_log(role: str, topic: Topic, partition: TopicPartition, ends: Ends, now_ms: int) -> Draft:
+def _new_log(listed: ListedLog, now_ms: int) -> Draft:
     """Draft the log of a partition that no run has read.
 
     A ledger or journal is complete from its oldest record on, since a ledger may be younger than the data.
     """
+    ends = listed.ends
     has_first_record = ends.log_start == 0
     log = Log(
-        role=role,
-        topic=partition[0],
-        partition=partition[1],
-        topic_id=topic.topic_id,
+        role=listed.role,
+        topic=listed.topic.name,
+        partition=listed.partition,
+        topic_id=listed.topic.topic_id,
         audited=True,
         compacted=False,
         recreated_at_ms=0,
@@ -82,13 +87,13 @@ def _new_log(role: str, topic: Topic, partition: TopicPartition, ends: Ends, now
         leader_epoch=ends.leader_epoch,
     )
     oldest = OldestRecord.OF_TOPIC if has_first_record else OldestRecord.OF_LOG
-    return Draft(log, None if role == DATA else oldest, needs_first_record=has_first_record)
+    return Draft(log, None if listed.role == DATA else oldest, needs_first_record=has_first_record)
 
 
-def _continued(draft: Draft, last_log: Log, ends: Ends) -> Draft:
-    """Continue a log of this run from the same log in the last run."""
+def _continued(draft: Draft, last_log: Log) -> Draft:
+    """Continue a new log of this run (`_new_log`) from the same log in the last run."""
     # Lakes of an earlier version have 0 for every log that began at offset 0.
-    is_complete_since_known = last_log.complete_since_ms != 0 or ends.log_start > 0
+    is_complete_since_known = last_log.complete_since_ms != 0 or draft.log.start > 0
     is_first_record_known = last_log.first_record_ms != 0 and last_log.high_watermark > 0
     log = replace(
         draft.log,
@@ -111,9 +116,10 @@ def _continued(draft: Draft, last_log: Log, ends: Ends) -> Draft:
     )
 
 
-def _with_gaps(draft: Draft, last_log: Log, ends: Ends, diverged: int | None, now_ms: int) -> Draft:
+def _with_gaps(draft: Draft, last_log: Log, listed: ListedLog, now_ms: int) -> Draft:
     """Add gaps to a continued log: records that a new leader does not have, and records deleted unread."""
-    intact = rule_table.intact_until(ends.last_stable, diverged, last_log.end)
+    ends = listed.ends
+    intact = rule_table.intact_until(ends.last_stable, listed.diverged, last_log.end)
     if rule_table.is_truncated(intact, last_log.end):
         gaps = (*draft.log.gaps, LogGap(intact, last_log.end, TRUNCATED, now_ms))
         complete_since_ms = 0 if draft.log.role == DATA else now_ms

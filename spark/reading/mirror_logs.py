@@ -19,6 +19,7 @@ from spark.errors import CannotRun, Unreadable
 from spark.reading import decode, planning, source
 from spark.reading.jvm import Py4JError, Py4JJavaError, reason
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends, KafkaAdmin, Topic, TopicPartition
+from spark.reading.run_plan import Plan
 from spark.reading.sinks import ROW, shown
 from spark.reading.source import Span
 
@@ -211,15 +212,15 @@ def read(
     rule: SinkRule,
     topics: Mapping[str, str],
     known: Iterable[MirrorLog],
-    run: int,
-    frozen_ms: int,
+    plan: Plan,
     max_records: int | None,
 ) -> MirrorRead:
-    """Read what is new in the copies of these topics (each with its id), at most about `max_records` offsets. Raises
-    Unreadable.
+    """Read what is new in the copies of these topics (each with its id), at most about `max_records` offsets, for the
+    run of a plan. Raises Unreadable.
 
     The rows are kept on the executors.
     """
+    run, frozen_ms = plan.run, plan.frozen_ms
     try:
         settings = rule.kafka_settings()
         with closing(KafkaAdmin(spark, settings, "kafka")) as admin:
@@ -235,9 +236,9 @@ def read(
             plans = with_compaction(plans, _compacted(admin, found))
         first = _first_events(rows, plans)
         margin_ms = 1000 * rule.margin_s
-        plans = [completed(plan, first.get(plan.log.topic_partition), frozen_ms, margin_ms) for plan in plans]
-        logs = [caught_up(plan.log, ends[plan.log.topic_partition].last_stable, frozen_ms) for plan in plans]
-        plans = [replace(plan, log=log) for plan, log in zip(plans, logs, strict=True)]
+        plans = [completed(one, first.get(one.log.topic_partition), frozen_ms, margin_ms) for one in plans]
+        logs = [caught_up(one.log, ends[one.log.topic_partition].last_stable, frozen_ms) for one in plans]
+        plans = [replace(one, log=log) for one, log in zip(plans, logs, strict=True)]
         plans += [absent(log, run, frozen_ms) for log in logs_before.values() if log.topic not in found]
         return MirrorRead(tuple(plans), rows)
     except Py4JJavaError as error:

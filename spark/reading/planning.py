@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from service.contract import Guarantee
 from spark import rule_table
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, BlockingTransaction, Ends, Topic, TopicPartition
-from spark.reading.log_drafts import Draft, OldestRecord, log_of, next_log
+from spark.reading.log_drafts import Draft, ListedLog, OldestRecord, log_of, next_log
 from spark.reading.run_plan import (
     DATA,
     LEDGER,
@@ -70,7 +70,19 @@ class ReadLog(Protocol):
 
 
 Discover = Callable[[Sequence[Log], Sequence[str]], set[str]]
-"""Selects the topics that the spans of ledger and journal in these logs name."""
+"""Selects, of the topics of these names, those that the spans of ledger and journal in these logs name."""
+
+
+class NamedTopics(NamedTuple):
+    """The topics that ledger and journal name: in what a plan has listed of them (`discover`), and in what earlier
+    runs have merged."""
+
+    discover: Discover
+    in_lake: TopicsInLake
+
+
+NONE_NAMED: Final = NamedTopics(lambda logs, names: set(), set)
+"""For a plan that looks for no topic."""
 
 
 def freeze(
@@ -78,8 +90,7 @@ def freeze(
     settings: Settings,
     last_plan: Plan | None,
     now_ms: int,
-    discover: Discover,
-    topics_in_lake: TopicsInLake,
+    named: NamedTopics,
     run: int | None = None,
 ) -> Plan:
     """Make the plan of the run after `last_plan`, with the number `run`, or the next number.
@@ -89,8 +100,8 @@ def freeze(
     undecided; and an offset that the ledger names lies below the later high watermark, or was never written.
     CannotRun if the ledger does not exist, if --topics matches nothing, or if a request to Kafka fails.
     """
-    selection = Selection(settings, last_plan, topics_in_lake)
-    drafts = _list_selected(admin, selection, last_plan, now_ms, discover, settings.options.max_records)
+    selection = Selection(settings, last_plan, named.in_lake)
+    drafts = _list_selected(admin, selection, last_plan, now_ms, named.discover, settings.options.max_records)
     drafts = _with_compacted(admin, drafts)
     drafts = _with_complete_since(admin, drafts, now_ms)
     logs = _with_first_record(admin, drafts, now_ms)
@@ -245,9 +256,9 @@ def _drafts(
     ends = {partition: listed for of_role in found.values() for partition, listed in of_role.items()}
     diverged = diverged_of(admin, last_plan.logs if last_plan else (), topics, ends)
     return [
-        next_log(last_plan, role, topics[partition[0]], partition, listed, diverged.get(partition), now_ms)
+        next_log(ListedLog(role, topics[topic], number, listed, diverged.get((topic, number))), last_plan, now_ms)
         for role, of_role in found.items()
-        for partition, listed in of_role.items()
+        for (topic, number), listed in of_role.items()
     ]
 
 

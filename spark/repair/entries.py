@@ -110,6 +110,9 @@ class Claimed:
     is_member: bool = False
 
 
+NO_CLAIMS: Final = Claimed()
+
+
 _DELIVERED: Final = 201
 _UNDECIDED: Final = frozenset({202, 504})
 
@@ -185,11 +188,19 @@ def coordinates_of(finding: Mapping[str, Any]) -> tuple[Coordinates, ...]:
     return tuple((one["topic"], one["partition"], one["offset"]) for one in finding["coordinates"])
 
 
+@dataclass(frozen=True, slots=True)
+class LostEvidence:
+    """What is known of the id of a lost event: its acceptance, the coordinates of a record of the id, or of its new
+    key, that the lake knows, and what ledger and journal say."""
+
+    accepted_ms: int
+    record: Coordinates | None = None
+    claimed: Claimed = NO_CLAIMS
+
+
 def lost(
     finding: Mapping[str, Any],
-    accepted_ms: int,
-    record: Coordinates | None,
-    claimed: Claimed,
+    known: LostEvidence,
     bodies: Mapping[str, Sequence[Body]],
     history: History,
     run: int,
@@ -197,8 +208,8 @@ def lost(
 ) -> Entry:
     """Decide about a finding `lost` (current_findings.FIELDS) of the last run, `run`.
 
-    `accepted_ms` is the acceptance of its id, `record` the coordinates of a record of the id, or of its new key, that
-    the lake knows. The event is sent if its bytes are proven: by the id of their key, and by the fingerprint.
+    `bodies` are those of the files, by id. The event is sent if its bytes are proven: by the id of their key, and by
+    the fingerprint.
     """
     id = finding["id"]
     lost_at = coordinates_of(finding)
@@ -211,21 +222,21 @@ def lost(
         topic=finding["topic"],
         partition=partition,
         offset=offset,
-        accepted_ms=accepted_ms,
+        accepted_ms=known.accepted_ms,
         lost_at=lost_at,
         doubtful=history.unsettled_run.get(id, -1) >= run,
     )
-    if record is not None:
-        return _nothing(entry, RECORD_EXISTS, record)
+    if known.record is not None:
+        return _nothing(entry, RECORD_EXISTS, known.record)
     if id in history.written:
         return _nothing(entry, REPAIRED, history.written[id])
-    if claimed.is_member:
+    if known.claimed.is_member:
         return replace(entry, reason=BATCH_MEMBER)
     if id not in bodies:
         return replace(entry, reason=NO_BYTES)
-    if not claimed.fingerprints:
+    if not known.claimed.fingerprints:
         return replace(entry, reason=NO_FINGERPRINT)
-    body = with_fingerprint(bodies, id, claimed.fingerprints)
+    body = with_fingerprint(bodies, id, known.claimed.fingerprints)
     if body is None:
         return replace(entry, reason=OTHER_BYTES)
     first_sent_ms = history.first_sent_ms.get(id, now_ms)

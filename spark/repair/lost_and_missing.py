@@ -28,21 +28,15 @@ def lost_events(invocation: Invocation, found: Sequence[Mapping[str, Any]]) -> l
     accepted = {id: min((row["accepted_ms"] for row in rows.get(id, ())), default=0) for id in ids}
     lost_at = {finding["id"]: entries.coordinates_of(finding) for finding in lost}
     claims = evidence.claims(invocation.spark, invocation.shared, accepted, lost_at)
-    known = _bodies(invocation.options.bodies, scopes, set(ids))
+    given = _bodies(invocation.options.bodies, scopes, set(ids))
     done, now_ms = evidence.history(invocation.lake), invocation.now_ms()
-    return [
-        entries.lost(
-            finding,
-            accepted[finding["id"]],
-            evidence.record_of(row for id in (finding["id"], *renewed[finding["id"]]) for row in rows.get(id, ())),
-            claims.get(finding["id"], entries.Claimed()),
-            known,
-            done,
-            invocation.audited.run,
-            now_ms,
-        )
-        for finding in lost
-    ]
+
+    def known_of(id: str) -> entries.LostEvidence:
+        record = evidence.record_of(row for one in (id, *renewed[id]) for row in rows.get(one, ()))
+        return entries.LostEvidence(accepted[id], record, claims.get(id, entries.NO_CLAIMS))
+
+    run = invocation.audited.run
+    return [entries.lost(finding, known_of(finding["id"]), given, done, run, now_ms) for finding in lost]
 
 
 def _bodies(names: Sequence[str], scopes: Sequence[str], ids: Collection[str]) -> dict[str, list[Body]]:

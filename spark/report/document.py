@@ -80,28 +80,24 @@ class Collected(NamedTuple):
         return sum(self.by_kind.values()) + sum(self.silenced.values())
 
 
-def build(
-    collected: Collected,
-    context: RunContext,
-    balance: Closed,
-    timer: StepTimer,
-    revised: Mapping[str, Any],
-    kind: RunKind,
-    compared: Sequence[SinkReport] = (),
-) -> Report:
-    """Build the document of a run.
+class Results(NamedTuple):
+    """What a run has found: the current findings (`collect`), the closed balance, the changed verdicts
+    (verdict_history.Revisions.counts), and the sinks of the rules."""
 
-    `collected` are the current findings (`collect`), `timer` is that of the run's steps, `revised` the changed verdicts
-    (verdict_history.Revisions), `compared` the sinks of the rules.
-    """
+    collected: Collected
+    balance: Closed
+    revised: Mapping[str, Any]
+    compared: Sequence[SinkReport] = ()
+
+
+def build(results: Results, context: RunContext, kind: RunKind, timer: StepTimer) -> Report:
+    """Build the document of a run; `timer` is that of the run's steps."""
+    collected, balance = results.collected, results.balance
     plan, topics = context.plan, balance.topics
     silencing = dict(zip(_active(context), collected.silencing, strict=True))
     window = hours.text_of(context.window_from), hours.text_of(plan.frozen_ms)
     run = _run(context, collected.by_kind, kind)
-    cost: model.Cost = {
-        "seconds": timer.seconds(),
-        "offsets": plan.unread,
-    }
+    cost: model.Cost = {"seconds": timer.seconds(), "offsets": plan.unread}
     by_cause = heatmap.timeline(collected.counts, with_surplus(), *window)
     drawn = heatmap.drawn(balance.record_counts, collected.counts, plan.topics, *window)
     return Report(
@@ -120,9 +116,9 @@ def build(
             "instances": instances(collected.listed),
             "findings": collected.listed,
             "findings_left_out": collected.number - len(collected.listed),
-            "sinks": [_sink(sink) for sink in compared],
+            "sinks": [_sink(sink) for sink in results.compared],
             "evidence": _evidence(plan, topics),
-            "verdicts": cast(model.Revisions, revised),
+            "verdicts": cast(model.Revisions, results.revised),
             "requests": _requests(topics),
             "webhook": None,
             "cost": cost,

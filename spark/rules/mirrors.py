@@ -71,8 +71,7 @@ def update(tables: Lake, context: RunContext, on_progress: OnProgress) -> dict[s
                 rule,
                 {name: topic_ids[name] for name in topics},
                 state.logs,
-                plan.run,
-                plan.frozen_ms,
+                plan,
                 context.settings.options.max_records,
             )
         except Unreadable as error:

@@ -7,6 +7,7 @@ rows, or one that is not clean, these are `gathered` into one row with lists (GA
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, Window
@@ -190,27 +191,32 @@ def same_coordinates(left: Column, right: Column) -> Column:
     )
 
 
-def reduce(
-    copies: DataFrame,
-    claims: DataFrame,
-    run: int,
-    arrived: Mapping[tuple[str, int], int] | None = None,
-    exact: tuple[int, int] | None = None,
-    later_ends: Mapping[tuple[str, int], int] | None = None,
-    topic_ids: Mapping[str, str] | None = None,
-) -> DataFrame:
-    """Join copies (decode.COPIES) and claims (`summarize`) into ROW, a row for each ROW_KEY.
+@dataclass(frozen=True, slots=True)
+class LogFacts:
+    """What a run knows of the logs of its records, by topic and partition.
 
     `arrived`: the earliest time (ms) at which the copies of a partition can have been written, where known; `exact`:
     the time span (ms) in which a copy without Fencepost's header counts in the hour of its timestamp, see `_hour`;
-    `later_ends`: the end of each log, listed after all `claims` were written; `topic_ids`: the ids of the topics of the
-    copies.
+    `later_ends`: the end of each log, listed after all claims were written; `topic_ids`: the ids of the topics.
+    """
+
+    arrived: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    exact: tuple[int, int] | None = None
+    later_ends: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    topic_ids: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_FACTS: Final = LogFacts()
+
+
+def reduce(copies: DataFrame, claims: DataFrame, run: int, facts: LogFacts = NO_FACTS) -> DataFrame:
+    """Join copies (decode.COPIES) and claims (`summarize`) into ROW, a row for each ROW_KEY.
 
     Claims are aggregated as numbers only, so that Spark uses a hash aggregation. Records need no aggregation: they
     are joined. Both sides are partitioned by ROW_KEY, with one exchange each.
     """
     keyed = copies.select(
-        _hour(exact).alias("accepted_hour"),
+        _hour(facts.exact).alias("accepted_hour"),
         *ROW_KEY[1:],
         "timestamp_ms",
         F.col("accepted_ms").alias("record_accepted_ms"),
@@ -229,7 +235,7 @@ def reduce(
         "last_ms": F.greatest(
             F.coalesce("observed_ms", "timestamp_ms"),
             "record_accepted_ms",
-            _arrived_ms(arrived or {}),
+            _arrived_ms(facts.arrived),
             "last_timestamp_ms",
         ),
         "count": count,
@@ -237,11 +243,11 @@ def reduce(
         "reject": F.coalesce("copy_reject", "reject"),
         "was_past_end": F.when(
             sums["entries_count"] + sums["answered_201"] > 0,
-            rule_table.is_past_end(F.col("offset"), _by_partition(later_ends or {})),
+            rule_table.is_past_end(F.col("offset"), _by_partition(facts.later_ends)),
         ),
         "elsewhere": F.lit(None),
         "proven_lost": F.lit(None),
-        "record_topic_id_hash": F.when(F.col("timestamp_ms").isNotNull(), topic_id_hash(topic_ids or {})),
+        "record_topic_id_hash": F.when(F.col("timestamp_ms").isNotNull(), topic_id_hash(facts.topic_ids)),
     }
     return joined.select(
         *(columns.get(name, F.col(name)).cast(data_type).alias(name) for name, data_type in ROW.items())

@@ -12,7 +12,7 @@ A run updates each view in one idempotent Delta commit. The update reads the top
 
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Final
 
@@ -64,6 +64,17 @@ _NEW, _BETTER, _ENTERED, _GONE = "new", "better", "entered", "gone"
 offset; a ledger entry for the present copy; no copy any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class TopicLogs:
+    """What a view is updated from: the offsets to `read`, what the logs have now (`present`), the offsets that were
+    truncated since the last update (`vanished`), each by partition, and the ids of the present topics by name."""
+
+    read: Mapping[TopicPartition, Span]
+    present: Mapping[TopicPartition, Span]
+    vanished: Mapping[TopicPartition, Span] = field(default_factory=dict)
+    topic_ids: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class View:
     """A registered view: a table in the lake."""
@@ -83,23 +94,11 @@ class View:
             return self.lake.spark.read.format("delta").load(self.lake.path(self.name))
         return frames.rows_of(self.lake.spark, frames.ddl(COLUMNS), [])
 
-    def advance(
-        self,
-        deliveries: DataFrame,
-        last_run: int,
-        spans: dict[TopicPartition, Span],
-        present: dict[TopicPartition, Span],
-        run: int,
-        vanished: Mapping[TopicPartition, Span],
-        topic_ids: Mapping[str, str],
-    ) -> None:
-        """Update by the rows of `deliveries` written since the run `last_run`, and by the records in `spans`.
-
-        `present` is what the logs have now, `vanished` the offsets that were truncated since `last_run`,
-        `topic_ids` the ids of the present topics.
-        """
+    def advance(self, deliveries: DataFrame, last_run: int, logs: TopicLogs, run: int) -> None:
+        """Update by the rows of `deliveries` written since the run `last_run`, and by the records that are read, in a
+        commit of the run `run`."""
         touched, rows = deliveries.where(F.col("run") > last_run), self.rows()
-        stale = self._stale(deliveries, touched, vanished, topic_ids) if self.lake.exists(self.name) else None
+        stale = self._stale(deliveries, touched, logs) if self.lake.exists(self.name) else None
         if stale is not None:
             # As if the view did not have these ids: their first copies may be rows that no run has touched since.
             touched = touched.unionByName(deliveries.join(frames.broadcast_if_small(stale), "id", "left_semi"))
@@ -110,9 +109,9 @@ class View:
             changes.unpersist()
             return
         wanted = changes.where(F.col("change") != _ENTERED)
-        earlier = _earlier_spans(wanted, spans, present)
+        earlier = _earlier_spans(wanted, logs)
         spark = self.lake.spark
-        records = source.read(spark, self.shared, spans).unionByName(source.read(spark, self.shared, earlier))
+        records = source.read(spark, self.shared, logs.read).unionByName(source.read(spark, self.shared, earlier))
         filled = _with_records(changes, records)
         if found == {_NEW} and stale is None:
             fresh = filled.select(*COLUMNS).hint("rebalance")
@@ -121,17 +120,12 @@ class View:
             self.merge(filled, stale, run)
         changes.unpersist()
 
-    def _stale(
-        self,
-        deliveries: DataFrame,
-        touched: DataFrame,
-        vanished: Mapping[TopicPartition, Span],
-        topic_ids: Mapping[str, str],
-    ) -> DataFrame | None:
+    def _stale(self, deliveries: DataFrame, touched: DataFrame, logs: TopicLogs) -> DataFrame | None:
         """Find the ids whose row in the view has no record any more: → `id`; None if there are none.
 
         The record was truncated (`vanished`), or `touched` rows say that it has another id now.
         """
+        vanished, topic_ids = logs.vanished, logs.topic_ids
         view = self.rows().select("id", "topic", "partition", "offset")
         found = []
         if vanished:
@@ -201,7 +195,8 @@ def register(spark: SparkSession, shared: SharedSettings, root: str, topic: str)
             with closing(KafkaAdmin(spark, shared)) as admin:
                 present = _present(admin, logs)
             planned = {log.topic_partition: (0, log.end) for log in logs}
-            view.advance(lake.read("deliveries"), 0, _present_parts(planned, present), present, plan.run, {}, {})
+            logs_now = TopicLogs(_present_parts(planned, present), present)
+            view.advance(lake.read("deliveries"), 0, logs_now, plan.run)
         return view.rows().count()
 
 
@@ -248,8 +243,8 @@ def update(lake: Lake, shared: SharedSettings, plan: Plan, last_plan: Plan | Non
         a_view, last_run, spans = View(lake, shared, topic), last_runs.get(topic, 0), plan.spans(DATA)
         if not lake.exists(a_view.name):
             last_run, spans = 0, {partition: (0, end) for partition, (_, end) in spans.items()}
-        read = _present_parts(spans, of_topic)
-        a_view.advance(deliveries, last_run, read, of_topic, plan.run, vanished, plan.topic_ids)
+        logs = TopicLogs(_present_parts(spans, of_topic), of_topic, vanished, plan.topic_ids)
+        a_view.advance(deliveries, last_run, logs, plan.run)
 
 
 def _last_runs(lake: Lake, topics: set[str], plan: Plan, last_plan: Plan | None) -> dict[str, int]:
@@ -347,12 +342,10 @@ def _changes(candidates: DataFrame, view: DataFrame) -> DataFrame:
     return joined.where("change is not null").drop("present", "present_id")
 
 
-def _earlier_spans(
-    wanted: DataFrame, spans: dict[TopicPartition, Span], present: dict[TopicPartition, Span]
-) -> dict[TopicPartition, Span]:
+def _earlier_spans(wanted: DataFrame, logs: TopicLogs) -> dict[TopicPartition, Span]:
     """Return the spans of wanted records that an earlier run read; these are few, and close to one another."""
     found: dict[TopicPartition, Span] = {}
-    begins = {partition[1]: spans.get(partition, there)[0] for partition, there in present.items()}
+    begins = {partition[1]: logs.read.get(partition, there)[0] for partition, there in logs.present.items()}
     below = (
         F.col("offset") < F.try_element_at(F.create_map(*_flat(begins)), F.col("partition")) if begins else F.lit(False)
     )
@@ -362,9 +355,9 @@ def _earlier_spans(
         .agg(F.min("offset").alias("first_offset"), F.max("offset").alias("last_offset"))
     )
     for row in rows.collect():
-        (partition,) = [partition for partition in present if partition[1] == row["partition"]]
+        (partition,) = [partition for partition in logs.present if partition[1] == row["partition"]]
         found[partition] = (row["first_offset"], row["last_offset"] + 1)
-    return _present_parts(found, present)
+    return _present_parts(found, logs.present)
 
 
 def _flat(begins: dict[int, int]) -> list[Column]:

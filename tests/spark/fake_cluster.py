@@ -102,14 +102,8 @@ def freeze(
         assert in_lake is not None
         return in_lake
 
-    return planning.freeze(
-        cluster,
-        settings(**options),
-        last_plan,
-        now_ms,
-        lambda logs, names: (named or set()) & set(names),
-        merged,
-    )
+    topics = planning.NamedTopics(lambda logs, names: (named or set()) & set(names), merged)
+    return planning.freeze(cluster, settings(**options), last_plan, now_ms, topics)
 
 
 def fake_cluster() -> FakeAdmin:

@@ -72,7 +72,7 @@ def _names(ddl: str) -> list[str]:
 
 
 def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any) -> DataFrame:
-    """Reduce evidence to deliveries.ROW."""
+    """Reduce evidence to deliveries.ROW; `more` are the fields of deliveries.LogFacts."""
     copies = [row for row in rows if "kind" in row]
     unknown = {name for row in rows for name in row} - {*_names(decode.COPIES), *_names(decode.CLAIMS), "topic_id"}
     assert unknown == set(), "Spark would leave these out"
@@ -80,7 +80,8 @@ def reduced(spark: SparkSession, rows: Sequence[Any], run: int = 1, **more: Any)
     # The job carries a hash of a topic's id.
     named = spark.createDataFrame(claims, decode.CLAIMS.replace("topic_id_hash bigint", "topic_id string"))
     summarized = deliveries.summarize(named.withColumn("topic_id_hash", decode.hash_of(F.col("topic_id"))))
-    return deliveries.reduce(spark.createDataFrame(copies, decode.COPIES), summarized, run, **more)
+    facts = deliveries.LogFacts(**more)
+    return deliveries.reduce(spark.createDataFrame(copies, decode.COPIES), summarized, run, facts)
 
 
 def states(spark: SparkSession, named: Mapping[str, Sequence[Any]]) -> DataFrame:

@@ -168,7 +168,7 @@ def test_the_timestamp_of_a_foreign_record_adds_few_hours_outside_the_known_time
         spark.createDataFrame(rows, decode.COPIES),
         deliveries.summarize(spark.createDataFrame([], decode.CLAIMS)),
         1,
-        exact=(first, last),
+        deliveries.LogFacts(exact=(first, last)),
     )
     hours = {row["offset"]: row["ms"] for row in found.selectExpr("offset", "unix_millis(accepted_hour) ms").collect()}
     assert hours[2] == at // HOUR_MS * HOUR_MS

@@ -106,9 +106,9 @@ def test_the_logs_of_topics_that_are_not_found_stay_known_while_a_rule_has_them(
     rule = replace(RULE, connection=(("FENCEPOST_KAFKA", "a:1"),))
     other = replace(KNOWN, topic="b.other")
     read = partial(mirror_logs.read, Mock(), rule, {"t": "of t"}, max_records=1)
-    once = read([KNOWN, other], 5, 1000)
+    once = read([KNOWN, other], Plan(5, 1000, "", ()))
     assert once.logs == (replace(KNOWN, absent_ms=1000),)
-    deleted = read(once.logs, 6, 1000 + ABSENT_MS)
+    deleted = read(once.logs, Plan(6, 1000 + ABSENT_MS, "", ()))
     assert mirrors.MirrorState(6, deleted.logs).reset_run == 6
     assert {log.topic_id for log in deleted.logs} == {""}
 
@@ -119,7 +119,7 @@ def test_the_audited_topic_itself_is_no_mirror(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(mirror_logs, "KafkaAdmin", lambda *given: admin)
     rule = replace(RULE, mirror_topic="", connection=(("FENCEPOST_KAFKA", "127.0.0.1:1"),))
     with pytest.raises(Unreadable, match="kafka is the audited cluster: the topic t there is the audited one"):
-        mirror_logs.read(Mock(), rule, {"t": "of t"}, (), 1, 1, None)
+        mirror_logs.read(Mock(), rule, {"t": "of t"}, (), Plan(1, 1, "", ()), None)
 
 
 def test_a_recreated_topic_with_fewer_partitions_is_known_by_its_present_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_user_who_may_not_see_settings_can_read_a_mirror(
     monkeypatch.setattr(frames, "rows_of", Mock())
     rule = replace(RULE, connection=(("FENCEPOST_KAFKA", "a:1"),))
     with pytest.raises(Unreadable) if raised else nullcontext():
-        mirror_logs.read(Mock(), rule, {"t": "of t"}, (), 1, 1, None)
+        mirror_logs.read(Mock(), rule, {"t": "of t"}, (), Plan(1, 1, "", ()), None)
 
 
 def test_a_mirror_has_the_copies_of_all_topics_that_a_run_has_ever_audited() -> None:

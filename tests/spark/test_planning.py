@@ -250,7 +250,7 @@ def test_a_capped_run_looks_for_topics_only_in_what_it_may_merge_of_ledger_and_j
         listed.append(logs)
         return {"orders"}
 
-    plan = planning.freeze(cluster, settings(max_records=140), None, NOW_MS, discover, set)
+    plan = planning.freeze(cluster, settings(max_records=140), None, NOW_MS, planning.NamedTopics(discover, set))
     looked = {log.topic: log.end for log in listed[-1]}
     # No record of a topic that nothing names counts.
     assert looked == {LEDGER_TOPIC: 100, REQUESTS_TOPIC: 40}

@@ -12,7 +12,7 @@ from spark.errors import CannotRun
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends
 from spark.repair import bodies, copier, entries, layouts, send
 from spark.repair.copier import Record, is_record_of
-from spark.repair.entries import Claimed, Entry, Executed, History
+from spark.repair.entries import Claimed, Entry, Executed, History, LostEvidence
 from tests.spark.rows import NOW_MS
 
 ID: Final = wire.event_id("k").hex()
@@ -36,9 +36,17 @@ def read(line: bytes = LINE % VALUE, *scopes: str) -> dict[str, list[bodies.Body
     return bodies.read([b"\n", line], "f", ("", *scopes), ids)
 
 
-def lost(**given: Any) -> Entry:
-    arguments: dict[str, Any] = {"record": None, "claimed": CLAIMED, "bodies": read(), "history": History()}
-    return entries.lost(LOST, NOW_MS, run=5, now_ms=NOW_MS + 9, **(arguments | given))
+def lost(
+    *,
+    record: entries.Coordinates | None = None,
+    claimed: Claimed = CLAIMED,
+    bodies: dict[str, list[bodies.Body]] | None = None,
+    history: History | None = None,
+    run: int = 5,
+) -> Entry:
+    known = LostEvidence(NOW_MS, record, claimed)
+    of_files = read() if bodies is None else bodies
+    return entries.lost(LOST, known, of_files, history or History(), run, NOW_MS + 9)
 
 
 def test_a_lost_event_is_sent_if_the_ledgers_fingerprint_proves_its_bytes() -> None:
@@ -105,7 +113,7 @@ def test_an_earlier_plan_tells_when_the_new_key_may_first_have_been_sent_and_wha
     assert (history.first_sent_ms, history.unsettled_run, history.written) == ({ID: 20}, {ID: 5}, {})
     entry = lost(history=history)
     assert (entry.first_sent_ms, entry.doubtful) == (20, True)
-    assert not entries.lost(LOST, NOW_MS, None, CLAIMED, read(), history, 6, NOW_MS).doubtful
+    assert not lost(history=history, run=6).doubtful
 
 
 def test_bytes_may_be_in_base64_or_a_tombstone_and_belong_to_a_caller() -> None:

@@ -130,14 +130,9 @@ def _built(
     held = current_findings.by_hour(findings, context.window_from)
     closed = Balance().close(hours.text_of(context.window_from))
     revised = {"revised": 1, "changes": [{"before": "lost", "after": None, "ids": 1}]}
-    return document.build(
-        document.collect(held, current_findings.by_finding(held), context),
-        context,
-        closed,
-        StepTimer(lambda line: None, {"plan": 1.5}),
-        revised,
-        document.RunKind(),
-    )
+    collected = document.collect(held, current_findings.by_finding(held), context)
+    results = document.Results(collected, closed, revised)
+    return document.build(results, context, document.RunKind(), StepTimer(lambda line: None, {"plan": 1.5}))
 
 
 def test_a_finding_of_each_kind_counts_in_report_exit_status_page_and_metrics(

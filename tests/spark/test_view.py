@@ -231,7 +231,7 @@ class _Log:
     def rows(self, spans: dict[tuple[str, int], tuple[int, int]], run: int, topic_id: str = "one") -> DataFrame:
         copies = decode.copies(self.read(spans), NOW_MS + HOUR_MS, {})
         claims = deliveries.summarize(self.spark.createDataFrame([], decode.CLAIMS))
-        return deliveries.reduce(copies, claims, run, topic_ids={"t": topic_id}).localCheckpoint()
+        return deliveries.reduce(copies, claims, run, deliveries.LogFacts(topic_ids={"t": topic_id})).localCheckpoint()
 
 
 def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
@@ -259,7 +259,7 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
     for run, (its_records, topic_id) in enumerate([(earlier, "earlier"), (log.records, "one")], 1):
         log.records = its_records
         tables.append_once("deliveries", log.rows(log.spans, run, topic_id), run)
-        a_view.advance(tables.read("deliveries"), run - 1, log.spans, log.spans, run, {}, {})
+        a_view.advance(tables.read("deliveries"), run - 1, view.TopicLogs(log.spans, log.spans), run)
 
     def shown() -> dict[bytes, tuple[int, int, bytes]]:
         return {
@@ -288,7 +288,7 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
     copies = copies.localCheckpoint()
     tables.change_ids(copies, hours.of(copies), 3)
     for _ in range(2):  # The second time as after an interruption.
-        a_view.advance(tables.read("deliveries"), 2, read, log.spans, 3, vanished, topic_ids)
+        a_view.advance(tables.read("deliveries"), 2, view.TopicLogs(read, log.spans, vanished, topic_ids), 3)
         followed = shown()
         assert followed == {
             known["kept"]: (0, 0, b"kept"),
@@ -300,7 +300,7 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
             known["earlier"]: (0, 2, b"earlier"),
         }
     shutil.rmtree(tmp_path / view.FOLDER)
-    a_view.advance(tables.read("deliveries"), 0, log.spans, log.spans, 3, {}, {})
+    a_view.advance(tables.read("deliveries"), 0, view.TopicLogs(log.spans, log.spans), 3)
     del followed[known["recreated"]], followed[known["earlier"]]
     assert shown() == followed
 
