@@ -27,7 +27,7 @@ All rows are in report.json or in the lake.
 HEADLINE_KINDS: Final = 3
 NAME_CHARS: Final = 120
 
-CAUSES: Final = {
+CAUSE_MEANINGS: Final = {
     "foreign_writer": "written by another program",
     "rewrite": "the same producer wrote it again",
     "expired_key": "its key had expired",
@@ -192,11 +192,11 @@ def timeline(document: Document) -> tuple[Markup | str, list[tuple[str, str]]]:
             values[nth] += point["records"]
         totals[cause] += point["records"]
     # A derived copy has no cause.
-    present = [(f"c{nth}", cause) for nth, cause in enumerate(CAUSES, 1) if cause in columns]
+    present = [(f"c{nth}", cause) for nth, cause in enumerate(CAUSE_MEANINGS, 1) if cause in columns]
     if not present:
         return "", []
     drawn = charts.stacked(chart, [(css_class, cause, columns[cause]) for css_class, cause in present])
-    keys = [(css_class, f"{cause}, {CAUSES[cause]}: {_count(totals[cause])}") for css_class, cause in present]
+    keys = [(css_class, f"{cause}, {CAUSE_MEANINGS[cause]}: {_count(totals[cause])}") for css_class, cause in present]
     return Markup(drawn), keys  # noqa: S704 - stacked escapes its texts
 
 

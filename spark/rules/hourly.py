@@ -26,7 +26,7 @@ def load(tables: Lake, counted_run: int | None) -> dict[str, Any]:
         return {}
     found: dict[str, ByHour] = {"hours": {}, "adjustment": {}}
     for row in _of_run(tables, "hourly_balance", counted_run).collect():
-        counts = {name: row[name] for name in schemas.COUNTS if row[name]}
+        counts = {name: row[name] for name in schemas.HOURLY_COUNTS if row[name]}
         by_hour = found["adjustment" if row["is_adjustment"] else "hours"]
         by_hour.setdefault(row["hour"], {})[row["topic"]] = counts
     record_counts: RecordCounts = {}
@@ -80,7 +80,7 @@ def _balance_rows(balance: Balance, run: int) -> Iterator[dict[str, Any]]:
         for hour, topics in by_hour.items():
             for topic, counts in topics.items():
                 key = {"run": run, "accepted_hour": hour, "topic": topic, "is_adjustment": is_adjustment}
-                yield key | {name: counts.get(name, 0) for name in schemas.COUNTS}
+                yield key | {name: counts.get(name, 0) for name in schemas.HOURLY_COUNTS}
 
 
 def _record_rows(balance: Balance, run: int) -> Iterator[dict[str, Any]]:

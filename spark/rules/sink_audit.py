@@ -24,10 +24,10 @@ from spark.rules import mirrors, sink_verdicts
 from spark.rules.current_findings import OF_SINKS
 from spark.rules.sink_comparison import TABLE, Comparison, topics_of
 from spark.rules.sink_verdicts import (
-    CATEGORIES,
-    COUNTS,
-    KINDS,
+    COUNTS_OF_SINK,
+    KIND_OF_COUNT,
     NEVER_READ,
+    SINK_CATEGORIES,
     HourState,
     Released,
     SinkState,
@@ -117,8 +117,8 @@ def reports(tables: Lake, context: RunContext, errors: Mapping[str, str]) -> lis
     for rule in context.settings.rules.sinks:
         state = states.get(rule.name, NEVER_READ)
         by_hour = {hour: known.counts for hour, known in state.hours.items() if hour >= first}
-        counts = {name: sum(of_hour[name] for of_hour in by_hour.values()) for name in COUNTS}
-        _check(rule, counts, {kind: findings.get((rule.name, kind), 0) for kind in KINDS.values()})
+        counts = {name: sum(of_hour[name] for of_hour in by_hour.values()) for name in COUNTS_OF_SINK}
+        _check(rule, counts, {kind: findings.get((rule.name, kind), 0) for kind in KIND_OF_COUNT.values()})
         open_hours_ms = [hours.ms_of(hour) for hour, of_hour in by_hour.items() if of_hour[PENDING]]
         watermark = sink_verdicts.judged_until_ms(rule, context.settings.max_settle_ms, state, open_hours_ms)
         unreadable = errors.get(rule.name)
@@ -136,9 +136,9 @@ def _findings_since(stored: DataFrame, since_ms: int) -> DataFrame:
 
 def _check(rule: SinkRule, counts: Mapping[str, int], findings: Mapping[str, int]) -> None:
     """Check the balance of a sink: its categories add up, and each fault has its finding; CannotRun otherwise."""
-    adds_up = counts["expected"] == sum(counts[name] for name in CATEGORIES)
-    if not adds_up or any(counts[name] != findings[kind] for name, kind in KINDS.items()):
-        text = ", ".join(f"{name} {counts[name]}" for name in COUNTS)
+    adds_up = counts["expected"] == sum(counts[name] for name in SINK_CATEGORIES)
+    if not adds_up or any(counts[name] != findings[kind] for name, kind in KIND_OF_COUNT.items()):
+        text = ", ".join(f"{name} {counts[name]}" for name in COUNTS_OF_SINK)
         raise CannotRun(
             f"the balance of the sink {rule.name} does not close: {text}; findings: {dict(findings)}; this is a fault "
             "of the audit: keep the lake as it is, open an issue, and leave the sink out until then"
@@ -148,7 +148,7 @@ def _check(rule: SinkRule, counts: Mapping[str, int], findings: Mapping[str, int
 def _states(stored: DataFrame) -> dict[str, SinkState]:
     """Read the state of each sink: its own row, and those of its hours."""
     rows = stored.where("kind IS NULL").select(
-        *("sink", "run", "read_ms", "is_closed", "definition", "released", "last_ms", *COUNTS),
+        *("sink", "run", "read_ms", "is_closed", "definition", "released", "last_ms", *COUNTS_OF_SINK),
         hours.as_text(F.col("accepted_hour")).alias("hour"),
     )
     by_sink: dict[str, dict[str, Row]] = {}
@@ -164,7 +164,7 @@ def _states(stored: DataFrame) -> dict[str, SinkState]:
 
 
 def _hour_state(row: Row) -> HourState:
-    return HourState(row["run"], row["is_closed"], row["definition"], {name: row[name] for name in COUNTS})
+    return HourState(row["run"], row["is_closed"], row["definition"], {name: row[name] for name in COUNTS_OF_SINK})
 
 
 def _newest_hours(tables: Lake, context: RunContext, states: Mapping[str, SinkState]) -> dict[str, dict[str, int]]:

@@ -22,7 +22,7 @@ from spark.reading.sinks import SinkReader
 from spark.rule_table import COMPACTED
 from spark.rules import mirrors, sink_verdicts
 from spark.rules.sink_verdicts import (
-    COUNTS,
+    COUNTS_OF_SINK,
     EXTRA,
     GAP,
     LATE,
@@ -327,8 +327,8 @@ class Comparison:
     def _counts(
         self, judged: DataFrame, unknown: DataFrame | None, read: DataFrame, due: Iterable[str]
     ) -> dict[str, dict[str, int]]:
-        """Count the events and rows (COUNTS) of each hour that is due."""
-        counts: dict[str, dict[str, int]] = {text: dict.fromkeys(COUNTS, 0) for text in due}
+        """Count the events and rows (COUNTS_OF_SINK) of each hour that is due."""
+        counts: dict[str, dict[str, int]] = {text: dict.fromkeys(COUNTS_OF_SINK, 0) for text in due}
         hour = hours.as_text(F.col("accepted_hour")).alias("hour")
         for row in judged.groupBy("accepted_hour", "category").count().select(hour, "category", "count").collect():
             counts[row["hour"]][row["category"]] += row["count"]
@@ -350,9 +350,9 @@ class Comparison:
             {"hour_s": hours.ms_of(text) // 1000, **of_hour, "is_closed": self._closes(text, of_hour)}
             for text, of_hour in counts.items()
         ]
-        names = ", ".join(f"{name} bigint" for name in COUNTS)
+        names = ", ".join(f"{name} bigint" for name in COUNTS_OF_SINK)
         made = frames.rows_of(self.spark, f"hour_s bigint, is_closed boolean, {names}", rows)
-        columns = {name: F.col(name) for name in ("is_closed", *COUNTS)}
+        columns = {name: F.col(name) for name in ("is_closed", *COUNTS_OF_SINK)}
         return self._as_rows(made, columns | {"accepted_hour": F.timestamp_seconds("hour_s")})
 
     def _closes(self, hour: str, counts: Mapping[str, int]) -> bool:

@@ -27,9 +27,9 @@ PRESENT_ONCE: Final = "present_once"
 UNREADABLE: Final = "unreadable"
 """The cause of the evidence gap of a sink that a run could not read."""
 UNPROVABLE: Final = "unprovable"
-CATEGORIES: Final = (PRESENT_ONCE, MISSING, TWICE, LATE, PENDING, UNPROVABLE)
+SINK_CATEGORIES: Final = (PRESENT_ONCE, MISSING, TWICE, LATE, PENDING, UNPROVABLE)
 """Categories of the events that are expected in a sink. UNPROVABLE: a mirror may have deleted the record unread."""
-KINDS: Final[Mapping[str, str]] = {**{name: name for name in (MISSING, TWICE, LATE, EXTRA)}, UNPROVABLE: GAP}
+KIND_OF_COUNT: Final[Mapping[str, str]] = {**{name: name for name in (MISSING, TWICE, LATE, EXTRA)}, UNPROVABLE: GAP}
 """By the count that its findings must agree with, each kind of finding about a sink."""
 
 REPEATED: Final = "repeated"
@@ -39,7 +39,7 @@ ARRIVED: Final = "arrived"
 WAS_MISSING: Final = "was_missing"
 """Causes of `late_in_sink`: by the column for the arrival; an earlier run had found the event missing."""
 
-COUNTS: Final = ("expected", *CATEGORIES, EXTRA, "unidentified")
+COUNTS_OF_SINK: Final = ("expected", *SINK_CATEGORIES, EXTRA, "unidentified")
 """The counts of a sink and an hour: events by category, rows of unknown events, and rows that name no event."""
 
 
@@ -97,7 +97,7 @@ def is_unknown_decided(event_ms: Column, margin_ms: int, complete_since_ms: int,
 
 class HourState(NamedTuple):
     """An hour as it was last compared: the run, whether its verdicts are final, the sink's definition then, and the
-    counts by name (COUNTS)."""
+    counts by name (COUNTS_OF_SINK)."""
 
     run: int
     is_closed: bool

@@ -85,7 +85,7 @@ RUN: Final = {
 """The columns of a finished run. `counted_run`: the run that wrote the rows of HOURLY_BALANCE and HOURLY_RECORDS that
 were right for this one; null for runs of an earlier version, before the last one."""
 
-COUNTS: Final = (
+HOURLY_COUNTS: Final = (
     *("ids", "records", "copies_extra", "accepted"),
     *("delivered_once", "duplicated", "conflicted", "lost", "pending", "stuck", "unprovable"),
     *("phantom", "open", "unrequested", "unrequested_multiple", "unkeyed", "rejects"),
@@ -98,7 +98,7 @@ HOURLY_BALANCE: Final = {
     "accepted_hour": "timestamp",
     "topic": "string",
     "is_adjustment": "boolean",
-    **dict.fromkeys(COUNTS, "bigint"),
+    **dict.fromkeys(HOURLY_COUNTS, "bigint"),
 }
 """The balance by hour and topic. The rows with `is_adjustment` are added to the others, so that an id with rows in
 several hours counts once."""

@@ -187,7 +187,7 @@ def test_the_readme_has_every_column_of_every_table_and_no_other() -> None:
 
 
 def test_the_lake_has_a_column_for_each_count_of_an_hour() -> None:
-    assert tuple(findings.SUMS) == schemas.COUNTS
+    assert tuple(findings.SUMS) == schemas.HOURLY_COUNTS
 
 
 # The columns of the last version without the present names.

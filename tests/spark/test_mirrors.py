@@ -322,7 +322,7 @@ def test_a_real_mirror_that_drops_repeats_and_is_late_is_found_out(
 def test_an_hour_with_events_that_nothing_can_prove_any_more_closes() -> None:
     assert sink_verdicts.closes(
         BEGIN_MS,
-        dict.fromkeys(sink_verdicts.COUNTS, 0) | {"unprovable": 1},
+        dict.fromkeys(sink_verdicts.COUNTS_OF_SINK, 0) | {"unprovable": 1},
         replace(RULE, exclusive=False),
         SETTLE_MS,
         BEGIN_MS + 3 * HOUR_MS,

@@ -583,7 +583,7 @@ def test_another_window_settlement_or_quarantine_is_another_definition_of_a_sink
 
 
 def test_an_hour_closes_when_nothing_of_it_may_change() -> None:
-    none = dict.fromkeys(sink_verdicts.COUNTS, 0)
+    none = dict.fromkeys(sink_verdicts.COUNTS_OF_SINK, 0)
     over = BEGIN_MS + HOUR_MS + SETTLE_MS + 1000 * LATE_S
 
     def closes(frozen_ms: int, decided_ms: int = 0, rule: SinkRule = RULE, *counted: str) -> bool:
