@@ -1,9 +1,10 @@
 """What a finished run leaves to the next ones: its row of `runs`, and what a run without Spark repeats of it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from pyspark.sql import Row
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import maintenance
@@ -12,7 +13,7 @@ from spark.report import document
 from spark.rules import hourly
 from spark.settings import Options
 from spark.step_timer import StepTimer
-from spark.tables import lake, verdict_history
+from spark.tables import lake, last_run_file, verdict_history
 
 # Number of earlier runs in the report's history.
 HISTORY_RUNS: Final = 19
@@ -59,6 +60,46 @@ class Shown(NamedTuple):
             maintained_ms=context.plan.frozen_ms if maintenance.is_part_of(context) else 0,
             maintenance_options=maintenance.options_of(context.settings.options),
         )
+
+
+class EarlierRuns(NamedTuple):
+    """What a lake has of earlier runs: the summary of the last finished one and its plan (None: there is none), and the
+    plans of those that were interrupted since, by number.
+
+    `unstored` are rows of runs without Spark since the last commit to `runs` (last_run_file.LastRun). `is_complete`:
+    the last run is known to have come to its end, with its maintenance if that was due.
+    """
+
+    last_run: dict[str, Any] | None
+    last_plan: Plan | None
+    interrupted: dict[int, Plan]
+    unstored: Sequence[Mapping[str, Any]] = ()
+    is_complete: bool = False
+
+    @property
+    def newest(self) -> int:
+        """The highest number of these runs; 0 without any."""
+        return max(self.interrupted, default=of_run(self.last_run, "run", 0))
+
+
+def earlier_runs(tables: lake.Lake) -> EarlierRuns:
+    """Read the earlier runs: from the file of the last run if its commits are the newest, else from the tables."""
+    kept = last_run_file.load(tables)
+    if kept is not None:
+        return EarlierRuns(kept.finished, Plan.from_rows(kept.plan), {}, kept.unstored, is_complete=True)
+    last_run = last_finished_run(tables)
+    number = of_run(last_run, "run", 0)
+    plans = _plans_of(tables.read_cached("progress").where(F.col("run") >= number).collect())
+    return EarlierRuns(last_run, plans.pop(number, None), plans)
+
+
+def _plans_of(rows: Iterable[Row]) -> dict[int, Plan]:
+    """Build the plans of rows of `progress`, by run, in the order of the runs."""
+    by_run: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_run.setdefault(row["run"], []).append(row.asDict(recursive=True))
+    plans = (Plan.from_rows(by_run[run]) for run in sorted(by_run))
+    return {plan.run: plan for plan in plans if plan is not None}
 
 
 def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:

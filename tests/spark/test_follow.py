@@ -179,7 +179,7 @@ class Loop:
             "cost": {"offsets": 5},
             "sinks": [],
         }
-        return job.Finished(SimpleNamespace(document=document), self.plan, {})  # type: ignore[arg-type]
+        return job.Finished(SimpleNamespace(document=document), self.plan, given, {})  # type: ignore[arg-type]
 
     def _wait(self, seconds: float) -> None:
         self.pauses.append(seconds)
