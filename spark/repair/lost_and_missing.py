@@ -5,6 +5,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from pyspark.sql import Row
+
 from service.contract import wire
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import KafkaAdmin
@@ -58,27 +60,15 @@ def missing_events(invocation: Invocation, found: Sequence[Mapping[str, Any]]) -
     if not missing:
         return []
     rows = evidence.rows_of_ids(invocation.lake, [finding["id"] for finding in missing])
-    of_copy = {(id, (row["topic"], row["partition"], row["offset"])): row for id, some in rows.items() for row in some}
-    known = {
-        id: {(row["topic"], row["partition"], row["offset"]) for row in some if row["count"]}
-        for id, some in rows.items()
-    }
-    places = [entries.records_of(finding, known.get(finding["id"], ())) for finding in missing]
+    known = {id: {_coordinates(row): row for row in some if row["count"]} for id, some in rows.items()}
+    records = [entries.records_of(finding, known.get(finding["id"], {}).keys()) for finding in missing]
     # Several ids, if a topic was recreated: the record is that of one of them.
     wanted: dict[entries.Coordinates, set[str]] = {}
-    for finding, records in zip(missing, places, strict=True):
-        for at in records:
+    for finding, of_finding in zip(missing, records, strict=True):
+        for at in of_finding:
             wanted.setdefault(at, set()).add(finding["id"])
-    proven: dict[tuple[str, entries.Coordinates], bool] = {}
-    for record in copier.records_at(invocation.spark, invocation.shared, list(wanted)):
-        for id in wanted[record.coordinates]:
-            row = of_copy[id, record.coordinates]
-            fingerprint = None if row["fingerprint"] is None else bytes(row["fingerprint"]).hex()
-            proven[id, record.coordinates] = copier.is_record_of(
-                record, id, fingerprint, has_header=bool(row["has_fencepost_header"])
-            )
-    done = evidence.history(invocation.lake)
-    into = invocation.options.into
+    proven = _proven(invocation, wanted, known)
+    done, into = evidence.history(invocation.lake), invocation.options.into
     with closing(KafkaAdmin(invocation.spark, invocation.shared)) as admin:
         topics = admin.describe(sorted({into, *(topic for topic, _, _ in wanted)} - {""}))
     topic_ids = {name: topic.topic_id for name, topic in topics.items()}
@@ -86,10 +76,31 @@ def missing_events(invocation: Invocation, found: Sequence[Mapping[str, Any]]) -
         entries.missing(
             finding,
             min((row["accepted_ms"] for row in rows.get(finding["id"], ())), default=0),
-            {at: proven.get((finding["id"], at)) for at in records},
+            {at: proven.get((finding["id"], at)) for at in of_finding},
             done,
             topic_ids,
             into,
         )
-        for finding, records in zip(missing, places, strict=True)
+        for finding, of_finding in zip(missing, records, strict=True)
     ]
+
+
+def _proven(
+    invocation: Invocation,
+    wanted: Mapping[entries.Coordinates, Collection[str]],
+    known: Mapping[str, Mapping[entries.Coordinates, Row]],
+) -> dict[tuple[str, entries.Coordinates], bool]:
+    """Read the records at the wanted coordinates, and check for each id there whether the record is the one that the
+    audit has read. `known` are the rows (evidence.rows_of_ids) by id and coordinates. Absent records are left out."""
+    proven: dict[tuple[str, entries.Coordinates], bool] = {}
+    for record in copier.records_at(invocation.spark, invocation.shared, list(wanted)):
+        for id in wanted[record.coordinates]:
+            row = known[id][record.coordinates]
+            fingerprint = None if row["fingerprint"] is None else bytes(row["fingerprint"]).hex()
+            has_header = bool(row["has_fencepost_header"])
+            proven[id, record.coordinates] = copier.is_record_of(record, id, fingerprint, has_header=has_header)
+    return proven
+
+
+def _coordinates(row: Row) -> entries.Coordinates:
+    return row["topic"], row["partition"], row["offset"]

@@ -3,16 +3,18 @@
 import json
 from collections.abc import Callable
 from typing import Any, Final
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from service.contract import wire
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends
-from spark.repair import bodies, copier, entries, layouts, send
+from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends, Topic
+from spark.repair import bodies, copier, entries, evidence, layouts, lost_and_missing, send
 from spark.repair.copier import Record, is_record_of
 from spark.repair.entries import Claimed, Entry, Executed, History, LostEvidence
+from spark.settings import RepairOptions
 from tests.spark.rows import NOW_MS
 
 ID: Final = wire.event_id("k").hex()
@@ -180,6 +182,25 @@ def test_a_missing_events_second_record_is_copied_if_the_first_is_gone() -> None
     elsewhere, again = ("u", 0, 3), ("t", 0, 90)
     assert entries.records_of(LOST, {elsewhere, again, AT}) == [AT, again]
     assert entries.records_of(LOST, {elsewhere, again}) == [again]
+
+
+def test_a_record_is_proven_also_if_a_claim_on_its_offset_counts_in_another_hour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The acceptance was not plausible when the record was read, and is when a replayed answer with the same is."""
+    at = {"topic": "t", "partition": 0, "offset": 7, "accepted_ms": NOW_MS}
+    own = {"count": 1, "has_fencepost_header": False, "fingerprint": bytes.fromhex(FINGERPRINT)}
+    claim = {"count": 0, "has_fencepost_header": None, "fingerprint": None}
+    rows = {ID: [{**at, **own}, {**at, **claim}]}
+    monkeypatch.setattr(evidence, "rows_of_ids", lambda lake, ids: rows)
+    monkeypatch.setattr(evidence, "history", lambda lake: History())
+    record = Record("t", 0, 7, 1, b"r", VALUE, ((wire.KEY_HEADER, b"k"), ("h", b"x")))
+    monkeypatch.setattr(copier, "records_at", lambda spark, shared, wanted: [record])
+    described = {name: Topic(name, id, 1) for name, id in TOPIC_IDS.items()}
+    monkeypatch.setattr(lost_and_missing, "KafkaAdmin", lambda *_: Mock(**{"describe.return_value": described}))
+    finding = {**LOST, "finding_id": f"missing_in_sink:w:{ID}", "kind": "missing_in_sink", "sink": "w"}
+    (entry,) = lost_and_missing.missing_events(Mock(options=RepairOptions(lake="l", into="into")), [finding])
+    assert (entry.action, entry.reason, entry.offset) == (entries.COPY, None, 7)
 
 
 def test_a_record_is_recognised_by_its_header_or_its_content() -> None:
