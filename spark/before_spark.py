@@ -22,7 +22,7 @@ class BeforeSpark:
 
     @cached_property
     def admin(self) -> LibrdkafkaAdmin:
-        """One for the process: what it has listed is not listed again. NeedsSpark if librdkafka cannot log in."""
+        """The process's requests to Kafka, by one connection. NeedsSpark if librdkafka cannot log in."""
         return LibrdkafkaAdmin(self.settings.shared)
 
 

@@ -347,7 +347,7 @@ class KafkaAdmin:
             return {}
 
     def _blocking_transactions(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, BlockingTransaction]:
-        """Do the same as `blocking_transactions`; CannotRun if the broker refuses DescribeProducers."""
+        """Find the oldest open transaction of each partition; CannotRun if the broker refuses DescribeProducers."""
         handles = {partition: self._java_partition(partition) for partition in partitions}
         answers = self._request(partial(self._admin.describeProducers, self._list(handles.values())), "all")
         found: dict[TopicPartition, BlockingTransaction] = {}

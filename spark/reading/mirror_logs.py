@@ -182,8 +182,8 @@ def completed(plan: LogPlan, first_event_ms: int | None, frozen_ms: int, margin_
 
 
 def seen_until_ms(logs: Iterable[MirrorLog], frozen_ms: int) -> int:
-    """Return until when a mirror is known: what was in it at that time has been read. A mirror without a log is known
-    to be empty."""
+    """Return the time (ms) up to which a mirror is known: each record that it had then has been read. A mirror without
+    a log is known to be empty."""
     return min((log.caught_up_ms for log in logs), default=frozen_ms)
 
 

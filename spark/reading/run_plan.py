@@ -323,7 +323,7 @@ def of_run(summary: Mapping[str, Any] | None, name: str, default: Any = None) ->
 
 
 def caught_up_ms(plan: Plan, last_run: Mapping[str, Any] | None) -> int | None:
-    """Return when the last run froze (ms) below whose ends every record has been read by now; None if not known.
+    """Return when the newest run froze (ms) whose ends have all been reached by now; None if not known.
 
     A log with steady traffic may never be read to its end, so the run may be an earlier one than that of `plan`.
     """
@@ -345,8 +345,8 @@ def _known_caught_up_ms(last_run: Mapping[str, Any] | None) -> Any:
 def unread_since(plan: Plan, settings: Settings, last_run: Mapping[str, Any] | None) -> int:
     """Return since when (ms) accepted events may have been unread until this run, at the latest the window's start.
 
-    The window's start in a first run, and until all is read that the topics had before it: what is older is in no
-    report.
+    A first run, and the runs until one has read all that the topics had before the first, return the window's start:
+    older events are in no report.
     """
     return min(window_from(plan, settings), paused_since(plan, settings, last_run))
 
