@@ -58,6 +58,12 @@ def local(spark: SparkSession, root: str) -> str | None:
     return str(uri.getPath()) if uri.getScheme() == "file" else None
 
 
+def qualified(spark: SparkSession, where: str) -> str:
+    """Return a folder or URL with the scheme of its file system, as an absolute path."""
+    path, system = _open(spark, where)
+    return str(system.makeQualified(path).toString())
+
+
 def read(spark: SparkSession, folder: str, name: str) -> str | None:
     """Read a small UTF-8 file; None if it does not exist."""
     path, system = _open(spark, f"{folder}/{name}")

@@ -322,7 +322,8 @@ class Lake:
         for name in names:
             if self.exists(name) and table_property(self.read(name), _RETENTIONS[0]) is None:
                 self._begin_unnumbered(name)
-                path = self.path(name).replace("`", "``")
+                # Delta's SQL takes a relative path for the name of a table.
+                path = files.qualified(self.spark, self.path(name)).replace("`", "``")
                 properties = ", ".join(f"'{name}' = '{LOG_RETENTION}'" for name in _RETENTIONS)
                 self.spark.sql(f"ALTER TABLE delta.`{path}` SET TBLPROPERTIES ({properties})")
 

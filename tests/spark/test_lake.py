@@ -1,6 +1,7 @@
 """The tables of the lake: idempotent writes, upgrades, and reads that do not grow with the history."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -448,8 +449,10 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
         assert len(opens) == {"lake.py": 3, "lock.py": 2}.get(path.name, 0), path
 
 
-def test_the_log_of_a_table_is_kept_for_a_day_on_request(spark: SparkSession, tmp_path: Path) -> None:
-    tables = lake.Lake(spark, str(tmp_path))
+@pytest.mark.parametrize("root", ["absolute", "relative, with `odd` [signs]%20"])
+def test_the_log_of_a_table_is_kept_for_a_day_on_request(spark: SparkSession, tmp_path: Path, root: str) -> None:
+    folder = tmp_path / root
+    tables = lake.Lake(spark, str(folder) if root == "absolute" else os.path.relpath(folder))
     tables.append("published", frames.rows_of(spark, schemas.of("published"), []), 5)
     for _ in range(2):
         tables.keep_short_logs(["published", "runs"])
