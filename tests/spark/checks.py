@@ -34,6 +34,7 @@ from tests.spark.mutants import (
     LATE,
     PLANS,
     SINK_STATES,
+    SINK_VERDICTS,
     STATES,
     TIMES,
     VERDICTS,
@@ -89,6 +90,7 @@ CHECKS: Final[Mapping[str, Callable[[SparkSession], None]]] = {
     LATE: test_window.test_a_finding_is_late_if_its_hour_left_the_window_before_the_run_that_decided_it,
     VIEWS: test_view.test_a_record_is_matched_to_a_row_by_its_own_headers_and_content,
     SINK_STATES: sink_states,
+    SINK_VERDICTS: test_sinks.test_the_rules_about_an_event_of_a_sink_in_all_their_cases,
     BALANCES: lambda spark: test_balance.test_an_hour_with_open_verdicts_stays_in_the_balance(),
 }
 

@@ -27,7 +27,7 @@ from tests.spark.times import HOUR_MS
 
 VERDICTS, CAUSES, CLIENTS, STATES, PLANS, BALANCES = "verdicts", "causes", "clients", "states", "plans", "balances"
 WINDOWS, LATE, TIMES, HOURS = "windows", "late", "times", "hours"
-VIEWS, SINK_STATES = "views", "sink states"
+VIEWS, SINK_STATES, SINK_VERDICTS = "views", "sink states", "sink verdicts"
 
 
 @dataclass(frozen=True)
@@ -254,6 +254,27 @@ _SINKS: Final = (
     Mutant(sink_verdicts.complete_since_ms, "whatever is claimed", lambda plan, kept: kept, SINK_STATES, sink_verdicts),
     Mutant(
         sink_verdicts.definition, "the rule alone", lambda rule, settings: rule.definition, SINK_STATES, sink_verdicts
+    ),
+    *(
+        Mutant(rule, change, _given(rule, nth, other), SINK_VERDICTS, sink_verdicts)
+        for rule, change, nth, other in (
+            (sink_verdicts.category, "two are one", 0, lambda rows: F.least(rows, F.lit(1))),
+            (sink_verdicts.category, "never late by its arrival", 1, lambda arrived_ms: F.lit(None).cast("bigint")),
+            (sink_verdicts.category, "never late by an earlier run", 2, _never),
+            (sink_verdicts.category, "1 ms later", 3, lambda due_ms: due_ms + 1),
+            (sink_verdicts.category, "whatever was deleted", 4, _never),
+            (sink_verdicts.cause, "a row for each record repeats", 2, lambda records: records - 1),
+            (sink_verdicts.cause, "whatever was missing", 3, _never),
+            (sink_verdicts.is_expected, "a lost record too", 0, lambda count: count + 1),
+            (sink_verdicts.is_expected, "whatever is claimed", 1, _never),
+            (sink_verdicts.is_expected, "whatever the header", 2, _never),
+            (sink_verdicts.is_expected, "another program's", 2, _always),
+            (sink_verdicts.visible_ms, "by what named it alone", 0, lambda accepted_ms: F.lit(None).cast("bigint")),
+            (sink_verdicts.visible_ms, "by the acceptance alone", 1, lambda named_ms: F.lit(None).cast("bigint")),
+            (sink_verdicts.visible_ms, "whatever hid it", 2, lambda released_ms: F.lit(None).cast("bigint")),
+            (sink_verdicts.is_unknown_decided, "1 ms before", 0, lambda event_ms: event_ms + 1),
+            (sink_verdicts.is_unknown_decided, "1 ms after", 0, lambda event_ms: event_ms - 1),
+        )
     ),
 )
 """Mutants of the rules by which sinks are compared."""

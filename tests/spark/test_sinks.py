@@ -1,6 +1,7 @@
 """Sinks compared with the lake: each fault with its kind and cause, when it may be said, and what is read for it."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -10,7 +11,8 @@ from uuid import UUID
 import pyarrow as pa
 import pytest
 from pyspark.errors import PySparkValueError
-from pyspark.sql import SparkSession
+from pyspark.sql import Column, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Rules, SinkRule
 from spark import frames
@@ -29,7 +31,7 @@ from spark.rules.sink_verdicts import (
 )
 from spark.tables import hours, schemas
 from tests.sinks.iceberg import Iceberg
-from tests.spark.rows import answer, entry, ids, name_of
+from tests.spark.rows import answer, copy, entry, ids, name_of
 from tests.spark.test_classify import log, settings
 from tests.spark.times import HOUR_MS, MINUTE_MS
 from tests.spark.warehouse import BEGIN_MS, FROZEN_MS, LATE_S, RULE, SETTLE_MS, Warehouse, counts, event, id_of, time_of
@@ -51,9 +53,22 @@ def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> N
         *event("copied", 4),
         *event("copied", 5),
         *event("slow", 6),
+        # The first that names a record, the ledger or an answer, tells when it was written.
+        *ids({"slow": [answer(201, 6, at=BEGIN_MS)]}),
         *event("in time", 7),
         *event("fresh", 8, at=fresh),
         *event("other", 9, topic="u"),
+        # A copy in another topic, and a claim without a record: the sink has one record of it.
+        *event("again", 20, topic="u"),
+        *ids({"again": [entry(21, at=BEGIN_MS)]}),
+        # Of two records the later one tells until when a row may come.
+        *event("recopied", 22),
+        *event("recopied", 23, at=BEGIN_MS + 1),
+        # Named by nothing but its own header; without the header, but named; and the record of another program.
+        *ids(
+            {"unclaimed": [copy(24, at=BEGIN_MS)], "bare": [copy(25, at=BEGIN_MS, writer=None), entry(25, at=BEGIN_MS)]}
+        ),
+        *ids({"foreign": [copy(26, at=BEGIN_MS, writer=None)]}),
         # A claim without a record: lost, and not the fault of a sink.
         *ids({"lost": [entry(10, at=BEGIN_MS)]}),
         # In doubt, and never written.
@@ -63,8 +78,11 @@ def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> N
         [
             *((name, BEGIN_MS, BEGIN_MS) for name in ("once", "again", "again", "copied", "copied")),
             ("slow", BEGIN_MS, due + 6),
-            ("in time", BEGIN_MS, due + 5),
+            *((name, BEGIN_MS, due + 5) for name in ("in time", "unclaimed", "bare")),
+            ("recopied", BEGIN_MS, due + 6),
             ("unknown", BEGIN_MS, BEGIN_MS),
+            # Within the margin around an hour that is compared, and in an hour that is not.
+            *((None, at, BEGIN_MS) for at in (BEGIN_MS, BEGIN_MS - 1)),
             ("once", BEGIN_MS - HOUR_MS, BEGIN_MS),
         ]
     )
@@ -76,12 +94,13 @@ def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> N
         ("late_in_sink", "arrived", "slow"),
     }
     assert counts(report) == {
-        "expected": 7,
-        "present_once": 2,
+        "expected": 10,
+        "present_once": 5,
         "missing_in_sink": 1,
         "twice_in_sink": 2,
         "late_in_sink": 1,
         "pending": 1,
+        "unidentified": 1,
     }
     # Every event that was accepted before the hour with the pending one is judged.
     assert (report.judged_until_ms, report.read_ms, report.unreadable) == (
@@ -103,6 +122,9 @@ def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> N
     others = frames.rows_of(warehouse.spark, schemas.of("findings"), [])
     of_hours = [sink_audit.with_findings(warehouse.tables, others, ms).count() for ms in (BEGIN_MS, BEGIN_MS + HOUR_MS)]
     assert of_hours == [4, 0]
+    first_of_window, later = (warehouse.run(BEGIN_MS + hour * HOUR_MS) for hour in (24, 25))
+    assert first_of_window.counts["expected"] == 10
+    assert counts(later) == {"expected": 1, "missing_in_sink": 1}
 
 
 def test_an_event_is_missing_when_its_lateness_is_over_and_late_when_it_comes(warehouse: Warehouse) -> None:
@@ -119,6 +141,9 @@ def test_an_event_is_missing_when_its_lateness_is_over_and_late_when_it_comes(wa
     for later in (1, 2):
         assert counts(warehouse.run(due + later)) == {"expected": 2, "present_once": 1, "late_in_sink": 1}
         assert warehouse.found() == {("late_in_sink", "was_missing", "slow")}
+    # What was missing in another table, or by another rule, says nothing.
+    warehouse.rule = replace(warehouse.rule, margin_s=30)
+    assert counts(warehouse.run(due + 3)) == {"expected": 2, "present_once": 2}
 
 
 def test_an_hour_that_matches_is_not_read_again_unless_it_has_new_records(
@@ -132,7 +157,8 @@ def test_an_hour_that_matches_is_not_read_again_unless_it_has_new_records(
 
     original: Callable[..., Any] = SinkReader.read
     monkeypatch.setattr(SinkReader, "read", noted)
-    warehouse.deliver(*event("once", 1), *event("next", 2, at=BEGIN_MS + 2 * HOUR_MS))
+    other = event("other", 9, topic="u", at=BEGIN_MS - 2 * HOUR_MS)
+    warehouse.deliver(*event("once", 1), *event("next", 2, at=BEGIN_MS + 2 * HOUR_MS), *other)
     warehouse.store([("once", BEGIN_MS, None), ("next", BEGIN_MS + 2 * HOUR_MS, None)])
     around = MINUTE_MS
     first_hour = (BEGIN_MS - around, BEGIN_MS + HOUR_MS + around)
@@ -150,10 +176,11 @@ def test_an_hour_that_matches_is_not_read_again_unless_it_has_new_records(
     warehouse.store([("once", BEGIN_MS, None)])
     assert counts(warehouse.run(FROZEN_MS + 3)) == {"expected": 3, "present_once": 3}
     assert counts(warehouse.run(FROZEN_MS + 4, recheck_sinks=True))["twice_in_sink"] == 1
-    # Another definition of the sink is another comparison.
-    warehouse.rule = replace(warehouse.rule, margin_s=30)
-    warehouse.run(FROZEN_MS + 5)
-    assert len(read) == 4
+    # Another definition of the sink is another comparison, also of hours that had none of its events.
+    warehouse.rule = replace(warehouse.rule, topics=("[tu]",))
+    both = [log(DATA, topic, 0, decided_until_ms=FROZEN_MS + 5) for topic in ("t", "u")]
+    found = counts(warehouse.run(FROZEN_MS + 5, logs=both))
+    assert (len(read), found["expected"], found["missing_in_sink"]) == (4, 4, 1)
 
 
 def test_a_sink_that_cannot_be_read_keeps_its_findings_and_its_watermark(warehouse: Warehouse, tmp_path: Path) -> None:
@@ -222,6 +249,9 @@ def test_what_no_delivered_event_has_is_extra_in_a_sink_of_its_own(warehouse: Wa
     }
     assert by_hour[hours.text_of(BEGIN_MS + HOUR_MS)] is True
     assert by_hour[hours.text_of(decided)] is False
+    # Of an hour that the lake no longer keeps no event is known.
+    warehouse.run(kept_from=hours.text_of(BEGIN_MS + HOUR_MS), recheck_sinks=True)
+    assert {name for kind, _, name in warehouse.found() if kind == "extra_in_sink"} == {"empty hour", "last"}
 
 
 def test_rows_may_name_coordinates_in_place_of_an_id(spark: SparkSession, tmp_path: Path) -> None:
@@ -255,16 +285,34 @@ def test_rows_may_name_coordinates_in_place_of_an_id(spark: SparkSession, tmp_pa
 
 def test_an_event_is_looked_for_at_each_of_its_times_before_it_is_missing(warehouse: Warehouse) -> None:
     """A client has set a timestamp, by which the sink keeps the row; an id of two hours has a row in the other one."""
-    long_ago, other = BEGIN_MS - 30 * 24 * HOUR_MS, BEGIN_MS - 3 * HOUR_MS
+    warehouse.rule = replace(warehouse.rule, arrived="loaded_at")
+    long_ago, other, late = BEGIN_MS - 30 * 24 * HOUR_MS, BEGIN_MS - 3 * HOUR_MS, FROZEN_MS - 1
     warehouse.deliver(
         *event("dated", 1, timestamp_ms=long_ago),
         *event("both", 2),
         *event("both", 3, at=other),
         *event("gone", 4, timestamp_ms=long_ago),
+        *event("slow", 5, timestamp_ms=long_ago),
+        # Each record has a row at its own time: the other row is not read for it.
+        *event("each", 6),
+        *event("each", 7, at=other),
     )
-    warehouse.store([("dated", long_ago, None), ("both", other, None)])
-    warehouse.run()
-    assert warehouse.found() == {("missing_in_sink", None, "gone")}
+    warehouse.store(
+        [
+            ("dated", long_ago, BEGIN_MS),
+            ("both", other, other),
+            ("slow", long_ago, late),
+            ("each", BEGIN_MS, late),
+            ("each", other, other),
+        ]
+    )
+    report = warehouse.run()
+    assert warehouse.found() == {
+        ("missing_in_sink", None, "gone"),
+        ("late_in_sink", "arrived", "slow"),
+        ("late_in_sink", "arrived", "each"),
+    }
+    assert report.counts["twice_in_sink"] == 0
 
 
 def test_an_id_of_several_hours_is_compared_in_each_by_itself(warehouse: Warehouse) -> None:
@@ -275,16 +323,20 @@ def test_an_id_of_several_hours_is_compared_in_each_by_itself(warehouse: Warehou
         *event("apart", 2, at=BEGIN_MS - 3 * HOUR_MS),
         *event("close", 3, at=edge),
         *event("close", 4, at=edge + 2),
+        *event("edges", 5),
     )
     warehouse.store(
         [
+            # The first time within the margin around its hour, and the first one after it.
+            ("edges", BEGIN_MS - MINUTE_MS, None),
+            ("edges", BEGIN_MS + HOUR_MS + MINUTE_MS, None),
             ("apart", BEGIN_MS, None),
             ("apart", BEGIN_MS - 3 * HOUR_MS, None),
             ("close", edge, None),
             ("close", edge + 2, None),
         ]
     )
-    assert counts(warehouse.run()) == {"expected": 4, "present_once": 2, "twice_in_sink": 2}
+    assert counts(warehouse.run()) == {"expected": 5, "present_once": 3, "twice_in_sink": 2}
     assert warehouse.found() == {("twice_in_sink", "copied", "close")}
 
 
@@ -315,6 +367,58 @@ def test_events_before_the_beginning_of_a_sink_are_not_expected(warehouse: Wareh
     warehouse.deliver(*event("before", 1), *event("after", 2, at=BEGIN_MS + HOUR_MS))
     warehouse.store([("after", BEGIN_MS + HOUR_MS, None)])
     assert counts(warehouse.run()) == {"expected": 1, "present_once": 1}
+
+
+def test_the_rules_about_an_event_of_a_sink_in_all_their_cases(spark: SparkSession) -> None:
+    def category(rows: int, arrived: int | None, missing: bool, due: int, deleted: bool = False) -> Column:
+        arrived_ms, due_ms = F.lit(arrived), F.lit(due)
+        return sink_verdicts.category(F.lit(rows), arrived_ms, F.lit(missing), due_ms, F.lit(deleted), 10)
+
+    def cause(kind: str, rows: int = 1, records: int = 1, missing: bool = False) -> Column:
+        return sink_verdicts.cause(*map(F.lit, (kind, rows, records, missing)))
+
+    def expected(count: int, claimed: bool, header: bool | None) -> Column:
+        return sink_verdicts.is_expected(*map(F.lit, (count, claimed, header)))
+
+    def visible(accepted: int, named: int | None, released: int | None = None) -> Column:
+        return sink_verdicts.visible_ms(F.lit(accepted), F.lit(named), F.lit(released), 100)
+
+    def decided(event_ms: int) -> Column:
+        return sink_verdicts.is_unknown_decided(F.lit(event_ms), 5, 20, 40)
+
+    cases: list[tuple[Column, Any]] = [
+        (category(2, 1, True, 5), "twice_in_sink"),
+        (category(1, None, False, 5), "present_once"),
+        (category(1, 5, False, 5), "present_once"),
+        (category(1, 6, False, 5), "late_in_sink"),
+        (category(1, 5, True, 5), "late_in_sink"),
+        (category(0, None, False, 9), "missing_in_sink"),
+        (category(0, None, False, 10), "pending"),
+        (category(0, None, True, 10, True), "pending"),
+        # A mirror may have had the record, but none that an earlier run has found missing.
+        (category(0, None, False, 9, True), "unprovable"),
+        (category(0, None, True, 9, True), "missing_in_sink"),
+        (category(1, None, False, 9, True), "present_once"),
+        (cause("twice_in_sink", 2, 1), "repeated"),
+        (cause("twice_in_sink", 2, 2), "copied"),
+        (cause("twice_in_sink", 2, 3), "copied"),
+        (cause("late_in_sink", missing=True), "was_missing"),
+        (cause("late_in_sink"), "arrived"),
+        (cause("missing_in_sink", 0), None),
+        (expected(1, True, None), True),
+        (expected(1, False, True), True),
+        (expected(1, False, False), False),
+        (expected(1, False, None), False),
+        (expected(0, True, True), False),
+        (visible(7, 5), 107),
+        (visible(5, 7), 107),
+        (visible(5, None), 105),
+        (visible(5, 7, 106), 107),
+        (visible(5, 7, 108), 108),
+        *((decided(ms), ms in (25, 34)) for ms in (24, 25, 34, 35)),
+    ]
+    (found,) = spark.range(1).select(*(column.alias(str(nth)) for nth, (column, _) in enumerate(cases))).collect()
+    assert list(found) == [value for _, value in cases]
 
 
 ID: Final = id_of("once")
@@ -580,6 +684,24 @@ def test_another_window_settlement_or_quarantine_is_another_definition_of_a_sink
     assert len(set(made)) == len(made)
     assert all(one.startswith(RULE.definition) for one in made)
     assert sink_verdicts.definition(RULE, settings(window_h=24)) == made[0]
+
+
+@pytest.mark.parametrize(
+    ("expected", "present", "findings"), [(2, 1, 1), (1, 1, 0), (2, 1, 2)], ids=["closes", "too few", "too many"]
+)
+def test_the_balance_of_a_sink_closes_if_its_categories_add_up_and_each_fault_has_a_finding(
+    expected: int, present: int, findings: int
+) -> None:
+    counted = dict.fromkeys(sink_verdicts.COUNTS_OF_SINK, 0) | {
+        "expected": expected,
+        "present_once": present,
+        "missing_in_sink": 1,
+    }
+    found = dict.fromkeys(sink_verdicts.KIND_OF_COUNT.values(), 0) | {"missing_in_sink": findings}
+    with (
+        nullcontext() if (expected, findings) == (2, 1) else pytest.raises(CannotRun, match="does not close: expected")
+    ):
+        sink_audit._check(RULE, counted, found)
 
 
 def test_an_hour_closes_when_nothing_of_it_may_change() -> None:

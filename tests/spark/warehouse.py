@@ -30,8 +30,8 @@ FROZEN_MS: Final = BEGIN_MS + 4 * HOUR_MS
 RULE: Final = SinkRule("warehouse", ("t",), "delta", "accepted_at", LATE_S, id="event_id", margin_s=60)
 
 Found = tuple[str, str | None, str]
-SinkRow = tuple[str, int, int | None]
-"""The event's name, and the times of acceptance and of arrival (ms)."""
+SinkRow = tuple[str | None, int, int | None]
+"""The event's name (None: the row has no id), and the times of acceptance and of arrival (ms)."""
 
 
 def event(name: str, offset: int, at: int = BEGIN_MS, **more: Any) -> list[Any]:
@@ -64,19 +64,22 @@ class Warehouse:
 
     def store(self, rows: Sequence[SinkRow]) -> None:
         """Append rows to the sink."""
-        values = [(id_of(name), time_of(at), arrived and time_of(arrived)) for name, at, arrived in rows]
+        values = [(name and id_of(name), time_of(at), arrived and time_of(arrived)) for name, at, arrived in rows]
         schema = "event_id string, accepted_at timestamp, loaded_at timestamp"
         frame = self.spark.createDataFrame(values, schema).coalesce(1)
         frame.write.format("delta").mode("append").save(self.rule.path)
 
-    def run(self, frozen_ms: int = FROZEN_MS, *, logs: Sequence[Log] = (), **options: Any) -> SinkReport:
+    def run(
+        self, frozen_ms: int = FROZEN_MS, *, logs: Sequence[Log] = (), kept_from: str = "", **options: Any
+    ) -> SinkReport:
         default = (log(DATA, "t", 0, decided_until_ms=frozen_ms),)
         claims = (
             log(LEDGER, "l", 0, decided_until_ms=frozen_ms, complete_since_ms=BEGIN_MS - HOUR_MS),
             log(REQUESTS, "r", 0, decided_until_ms=frozen_ms),
         )
         plan = Plan(len(self.plans) + 1, frozen_ms, "{}", (*(logs or default), *claims))
-        context = RunContext(plan, self._settings(**options), self.plans[-1] if self.plans else None)
+        last_plan = self.plans[-1] if self.plans else None
+        context = RunContext(plan, self._settings(**options), last_plan, kept_from=kept_from)
         (report,) = sink_audit.audit(self.tables, context, lambda line: None)
         self.plans.append(plan)
         return report
