@@ -1,7 +1,7 @@
 """One history with every kind of finding and every cause, on a real broker: all are found, and nothing else.
 
-The job compiles the plans of the first run, which takes minutes in a JVM that has just started. By its name this file
-is neither the first nor one of the last of its folder, with which the processes of ./tests/run begin.
+The job compiles the plans of the first run, which takes minutes in a JVM that has just started. LONG_SPARK_FILES
+(tests/conftest.py) has this file at a place at which the JVM of ./tests/run is warm.
 """
 
 import dataclasses
