@@ -89,7 +89,8 @@ def earlier_runs(tables: lake.Lake) -> EarlierRuns:
         return EarlierRuns(kept.finished, Plan.from_rows(kept.plan), {}, kept.unstored, is_complete=True)
     last_run = last_finished_run(tables)
     number = of_run(last_run, "run", 0)
-    plans = _plans_of(tables.read_cached("progress").where(F.col("run") >= number).collect())
+    planned = tables.read_cached("progress").where(F.col("run") >= number)
+    plans = _plans_of(planned.collect() if tables.exists("progress") else [])
     return EarlierRuns(last_run, plans.pop(number, None), plans)
 
 
@@ -107,6 +108,8 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
 
     The newest number is read first, from Delta's statistics; by that number Delta prunes the files of older runs.
     """
+    if not tables.exists("runs"):
+        return None
     runs = tables.read_cached("runs")
     newest = runs.agg(F.max("run")).collect()[0][0]
     if newest is None:

@@ -187,7 +187,8 @@ class _Run:
             rows = rows.where(hours.since(context.kept_from))
         with self.timer.step("read records"):
             # A checkpoint, not a cache, since Delta refuses to merge from a cached plan.
-            rows = frames.checkpointed(rows)
+            with session.compiling(spark, unread):
+                rows = frames.checkpointed(rows)
             with closing(KafkaAdmin(spark, context.settings.shared)) as admin:
                 planning.check_read(admin, plan)
         with self.timer.step("merge records"):

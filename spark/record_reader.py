@@ -73,11 +73,12 @@ class RecordReader:
         unread = min(unread, self._settings.options.max_records or unread)
         self.expect(unread)
         parts = session.size_for(self._spark, unread)
-        claims = deliveries.summarize(self._decoded_claims(spans, frozen_ms), parts)
-        claims.persist(StorageLevel.MEMORY_AND_DISK)
-        self.release_claims()
-        self._claims = spans, claims
-        return _topics(claims.where(deliveries.WRITTEN)) & set(names)
+        with session.compiling(self._spark, unread):
+            claims = deliveries.summarize(self._decoded_claims(spans, frozen_ms), parts)
+            claims.persist(StorageLevel.MEMORY_AND_DISK)
+            self.release_claims()
+            self._claims = spans, claims
+            return _topics(claims.where(deliveries.WRITTEN)) & set(names)
 
     def _topics_in_lake(self) -> set[str]:
         """Return the topics that ledger or journal name, from what earlier runs have merged."""

@@ -19,6 +19,8 @@ RECORDS_A_PARTITION: Final = 400_000
 # Up to this many records Spark takes longer to compile a plan, and to plan it again by its statistics, than to
 # interpret it.
 INTERPRETED_RECORDS: Final = 50_000
+# From so many of them on Spark takes longer to interpret the expressions of a plan than to compile these one by one.
+COMPILED_EXPRESSIONS_RECORDS: Final = 20_000
 LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
 _ALWAYS: Final = {
@@ -59,9 +61,11 @@ _LOCAL: Final = {
     "spark.sql.warehouse.dir": str(Path(tempfile.gettempdir()) / "fencepost-spark-warehouse"),
 }
 
+_EXPRESSIONS: Final = "spark.sql.codegen.factoryMode"
+
 INTERPRETED: Final = {
     "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    _EXPRESSIONS: "NO_CODEGEN",
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.shuffle.partitions": "1",
 }
@@ -129,6 +133,15 @@ def settings(spark: SparkSession, values: Mapping[str, str | None]) -> Iterator[
     """Set settings of the session, and restore their former values at the end of the context; None unsets one."""
     with restored(spark, values):
         _set(spark, values)
+        yield
+
+
+@contextmanager
+def compiling(spark: SparkSession, records: int) -> Iterator[None]:
+    """Let Spark compile the single expressions of plans over so many records in the context, if they are not few, also
+    where Spark interprets the plans themselves."""
+    few = records < COMPILED_EXPRESSIONS_RECORDS or spark.conf.get(_EXPRESSIONS) != INTERPRETED[_EXPRESSIONS]
+    with settings(spark, {} if few else {_EXPRESSIONS: None}):
         yield
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Final, NamedTuple
 
-from py4j.java_gateway import JavaClass  # type: ignore[import-untyped]
+from py4j.java_gateway import JavaClass, JavaPackage  # type: ignore[import-untyped]
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame, SparkSession
 
@@ -42,22 +42,57 @@ class _KeptClass(JavaClass):  # type: ignore[misc]
         return member
 
 
+class _KeptPackage(JavaPackage):  # type: ignore[misc]
+    """A Java package whose packages and classes are looked up in the JVM once, its known packages never."""
+
+    def __getattr__(self, name: str) -> Any:
+        fqn = f"{self._fqn}.{name}"
+        if fqn in _PACKAGES:
+            member: Any = _KeptPackage(fqn, self._gateway_client, self._jvm_id)
+        else:
+            member = super().__getattr__(name)
+        setattr(self, name, member)
+        return member
+
+
 # What PySpark looks up for each column and each table.
 _CLASSES: Final = ("functions", "org.apache.spark.sql.functions", "PythonUtils", "PythonSQLUtils")
-_PACKAGES: Final = ("io", "java", "org", "scala")
+# The packages, with those that they lie in, of all classes that PySpark and this job name in full.
+_PACKAGES: Final = frozenset(
+    fqn[:end]
+    for fqn in (
+        "io.delta.tables.",
+        "java.io.",
+        "java.lang.",
+        "java.time.",
+        "java.util.concurrent.",
+        "org.apache.hadoop.fs.",
+        "org.apache.kafka.clients.admin.",
+        "org.apache.kafka.clients.consumer.",
+        "org.apache.kafka.common.",
+        "org.apache.spark.api.java.",
+        "org.apache.spark.api.python.",
+        "org.apache.spark.sql.api.python.",
+        "org.apache.spark.sql.classic.",
+        "scala.",
+    )
+    for end, character in enumerate(fqn)
+    if character == "."
+)
 
 
 def keep_classes(spark: SparkSession) -> None:
     """Keep what Spark's view of the JVM answers for the names that PySpark looks up for each column.
 
-    For each name py4j asks the JVM, which searches all jars in each imported package. No name gets another meaning:
-    each keeps the class or package that the view has found.
+    For each name py4j asks the JVM, which searches all jars in each imported package, and all jars for a package, which
+    is no class. No name gets another meaning: each keeps the class or package that the view has found.
     """
-    view = jvm(spark)
+    view, client = jvm(spark), gateway(spark)._gateway_client
     for name in _CLASSES:
-        setattr(view, name, _KeptClass(getattr(view, name)._fqn, gateway(spark)._gateway_client))
+        setattr(view, name, _KeptClass(getattr(view, name)._fqn, client))
     for name in _PACKAGES:
-        setattr(view, name, getattr(view, name))
+        if "." not in name:
+            setattr(view, name, _KeptPackage(name, client, view._id))
 
 
 def gateway(spark: SparkSession) -> Any:

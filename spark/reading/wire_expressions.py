@@ -21,6 +21,12 @@ def as_binary(text: Column) -> Column:
     return text.cast("binary")
 
 
+def hex_digits(content: Column) -> Column:
+    """Return a binary column as hexadecimal digits in lower case. `lower` would load ICU with its tables of all
+    alphabets."""
+    return F.translate(F.hex(content), "ABCDEF", "abcdef")
+
+
 def sha256_head(content: Column, size: int) -> Column:
     """Compute the first `size` bytes of SHA-256 over a binary column; null for null."""
     return F.unhex(F.substring(F.sha2(content, 256), 1, 2 * size))

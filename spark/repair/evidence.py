@@ -12,7 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import SharedSettings, wire
 from spark import frames
 from spark.errors import CannotRun
-from spark.reading import source
+from spark.reading import source, wire_expressions
 from spark.reading.decode import EVENT
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.repair.entries import Claimed, Coordinates, Executed, History, claimed
@@ -46,7 +46,7 @@ def rows_of_ids(lake: Lake, ids: Iterable[str]) -> dict[str, list[Row]]:
     rows = lake.read("deliveries").where(F.col("kind") == EVENT).join(F.broadcast(wanted), "id", "left_semi")
     columns = ("accepted_ms", "key", "topic", "partition", "offset", "count", "has_fencepost_header", "fingerprint")
     found: dict[str, list[Row]] = {}
-    for row in rows.select(F.lower(F.hex("id")).alias("hex_id"), *columns).collect():
+    for row in rows.select(wire_expressions.hex_digits(F.col("id")).alias("hex_id"), *columns).collect():
         found.setdefault(row["hex_id"], []).append(row)
     return found
 
@@ -133,7 +133,7 @@ def surplus(lake: Lake, topic: str, topic_ids: Mapping[str, str]) -> tuple[list[
     copies = each.select(*names, "nth", "copy.topic", "copy.partition", "copy.offset", "copy.cause")
     present = lake.read("deliveries").where((F.col("kind") == EVENT) & (F.col("topic") == topic) & (F.col("count") > 0))
     present = present.where(~is_of_earlier_topic(topic_ids)).select(
-        F.lower(F.hex("id")).alias("id"), "topic", "partition", "offset"
+        wire_expressions.hex_digits(F.col("id")).alias("id"), "topic", "partition", "offset"
     )
     rows = copies.join(present, ["id", "topic", "partition", "offset"], "left_semi").limit(DROPPED_MAX + 1).collect()
     if len(rows) > DROPPED_MAX:

@@ -147,7 +147,11 @@ def publish(
     if counts["values"]:
         lake.check_held()
         _send(unsent, shared)
-        mark_sent(lake, run, with_tombstones=counts["gone"] > 0)
+        if is_new:
+            # All values are those of this run: nothing is to be looked for.
+            lake.overwrite(TABLE, _outbox_rows(unsent, sent=True), run)
+        else:
+            mark_sent(lake, run, with_tombstones=counts["gone"] > 0)
         topic = _with_sent(lake, shared, topic, counts["values"])
     return topic
 
@@ -186,6 +190,8 @@ def _unsent(lake: Lake, found: DataFrame) -> DataFrame:
     """
     value = F.to_json(F.struct(F.lit(VERSION).alias("v"), *current_findings.FIELDS), {"ignoreNullFields": "false"})
     now = found.select("finding_id", value.alias("value"))
+    if not lake.exists(TABLE):
+        return frames.checkpointed(now.withColumn("is_changed", F.lit(True)))
     stored = lake.read(TABLE).select("finding_id", F.col("value").alias("stored_value"), "sent")
     is_changed = ~F.col("value").eqNullSafe(F.col("stored_value"))
     compared = now.join(stored, "finding_id", "full_outer").withColumn("is_changed", is_changed)
@@ -194,13 +200,18 @@ def _unsent(lake: Lake, found: DataFrame) -> DataFrame:
 
 def store(lake: Lake, changed: DataFrame, run: int) -> None:
     """Store changed values in the outbox, to be sent."""
-    rows = changed.select("finding_id", "value", F.lit(False).alias("sent"))
+    rows = _outbox_rows(changed, sent=False)
     if not lake.exists(TABLE):
         lake.append(TABLE, rows, run)
     else:
         with lake.begin_commit(TABLE, run) as outbox:
             merge = outbox.alias("old").merge(rows.alias("new"), "old.finding_id = new.finding_id")
             merge.whenMatchedUpdateAll().whenNotMatchedInsertAll().execute()
+
+
+def _outbox_rows(values: DataFrame, *, sent: bool) -> DataFrame:
+    """Return rows of the outbox with these values."""
+    return values.select("finding_id", "value", F.lit(sent).alias("sent"))
 
 
 def _send(unsent: DataFrame, shared: SharedSettings) -> None:

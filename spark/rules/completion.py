@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from pyspark.sql import DataFrame
 
-from spark import frames
+from spark import frames, session
 from spark.reading import run_plan
 from spark.reading.run_plan import RunContext
 from spark.rules import cross_hour
@@ -21,7 +21,7 @@ def complete_rows(tables: Lake, context: RunContext, timer: StepTimer) -> None:
     """
     first_hour = hours.text_of(context.unread_since - context.settings.longest_ttl_ms)
     if context.compares_ids:
-        with timer.step("compare ids"):
+        with timer.step("compare ids"), session.compiling(tables.spark, context.plan.unread):
             _change_ids(tables, context, first_hour)
     with timer.step("settle doubts"):
         _mark_past_end(tables, context, first_hour)

@@ -9,6 +9,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark import rule_table
+from spark.reading import wire_expressions
 from spark.rules.findings import IDS
 from spark.rules.kinds import KINDS, with_subject, with_surplus
 from spark.settings import glob_regex
@@ -85,7 +86,7 @@ def unrevoked(findings: DataFrame) -> DataFrame:
 def subject() -> Column:
     """Return what a finding (schemas.FINDING) is about, as hexadecimal digits: the content of a client's duplicates,
     else an id; null for a finding about a partition."""
-    return F.lower(F.hex(F.coalesce("fingerprint", "id")))
+    return wire_expressions.hex_digits(F.coalesce("fingerprint", "id"))
 
 
 def by_finding(current: DataFrame) -> DataFrame:
@@ -107,8 +108,8 @@ def by_finding(current: DataFrame) -> DataFrame:
     columns = {
         "finding_id": _finding_id(),
         "severity": severity[F.col("kind")],
-        "id": F.lower(F.hex("id")),
-        "fingerprint": F.lower(F.hex("fingerprint")),
+        "id": wire_expressions.hex_digits(F.col("id")),
+        "fingerprint": wire_expressions.hex_digits(F.col("fingerprint")),
         "key": F.substring("key", 1, KEY_CHARS),
         "coordinates": F.coalesce("coordinates", F.array().cast(schemas.COORDINATES)),
         "sink_coordinates": F.coalesce("sink_coordinates", F.array().cast(OF_SINKS["sink_coordinates"])),

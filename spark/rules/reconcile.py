@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import frames
+from spark import frames, session
 from spark.reading import run_plan
 from spark.reading.decode import EVENT, REJECT
 from spark.reading.run_plan import Plan, RunContext
@@ -67,6 +67,9 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
     balance.note_late_hours(window_from, plan.frozen_ms)
     rows = _kept_rows(tables, context.kept_from)
     with ExitStack() as cache:
+        # Until the findings are written, plans are over all rows.
+        many = cache.enter_context(ExitStack())
+        many.enter_context(session.compiling(tables.spark, plan.unread))
         with timer.step("classify ids"):
             touched = hours_to_classify(rows, context, balance)
             balance.note_read_late(_read_late(rows, touched, context), plan.frozen_ms)
@@ -88,6 +91,7 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
             with timer.step("compare ids"):
                 found += _client_duplicates(rows, _first_ms(balance, window_from), evidence, cache)
                 found += _judge_per_id(several_hours, evidence, balance, cache)
+        many.close()
         with timer.step("write findings"):
             condition = _replaced_findings(touched, compares_ids)
             _write_findings(tables, context, found, condition, balance.late_hours)
@@ -387,7 +391,7 @@ def _write_verdicts(tables: Lake, plan: Plan, classified: DataFrame, clean: Data
     known = tables.read_cached("verdicts").where(hours.within(touched))
     last_verdicts = verdict_history.last_verdicts(known, plan.run)
     revisable = verdict_history.may_change(last_verdicts)
-    revised_hours = hours.of(revisable)
+    revised_hours = hours.of(revisable) if tables.exists("verdicts") else []
     settled = None
     if revised_hours:
         in_hours = clean.where(hours.within(revised_hours))

@@ -62,7 +62,7 @@ def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[Si
     rules = context.settings.rules.sinks
     errors = mirrors.update(tables, context, on_progress)
     if not rules:
-        if not tables.read_cached(TABLE).isEmpty():
+        if tables.exists(TABLE) and not tables.read_cached(TABLE).isEmpty():
             nothing = frames.rows_of(tables.spark, schemas.of(TABLE), [])
             tables.replace(TABLE, nothing, "true", context.plan.run)
         return []

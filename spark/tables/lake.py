@@ -211,6 +211,10 @@ class Lake:
         self._begin_unnumbered(name)
         rows.write.format("delta").mode("append").save(self.path(name))
 
+    def overwrite(self, name: str, rows: DataFrame, run: int) -> None:
+        """Replace all rows of a table."""
+        self._write(name, rows.write, "overwrite", run)
+
     def replace(self, name: str, rows: DataFrame, where: str, run: int) -> None:
         """Replace the rows that meet the condition `where` by `rows`, which must meet it too."""
         if self.exists(name):

@@ -384,6 +384,7 @@ def test_no_commit_of_a_run_lands_after_another_process_has_taken_the_run_over(
     commits: dict[str, tuple[str, Callable[[lake.Lake], object]]] = {
         "append": ("view/t", lambda tables: tables.append("view/t", a_view, 2)),
         "append_once": ("verdicts", lambda tables: tables.append_once("verdicts", verdict, 2)),
+        "overwrite": ("published", lambda tables: tables.overwrite("published", sent, 2)),
         "replace": ("findings", lambda tables: tables.replace("findings", finding, "scope = 'log'", 2)),
         "change_ids": ("deliveries", lambda tables: tables.change_ids(other_id, touched, 2)),
         "settle_elsewhere": ("deliveries", lambda tables: tables.settle_elsewhere(settled, touched, 2)),
@@ -427,6 +428,7 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
         lambda: tables.append("deliveries", rows, 2),
         lambda: tables.append_unnumbered("deliveries", rows),
         lambda: tables.replace("deliveries", rows, "true", 2),
+        lambda: tables.overwrite("deliveries", rows, 2),
         lambda: tables.fence(["deliveries"], 2),
         lambda: tables.merge(rows, touched, 2),
         lambda: tables.change_ids(rows, touched, 2),

@@ -63,6 +63,9 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     found = {f"lost:{n}": 1 for n in range(20)}
     outbox.publish(found)
     assert outbox.counts() == found
+    assert {tuple(row) for row in outbox.lake.read(publish.TABLE).select("finding_id", "sent").collect()} == {
+        (name, True) for name in found
+    }
     outbox.publish(found)
     assert len(history.published()) == 20
 
@@ -124,6 +127,21 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     written = len(history.published())
     outbox.publish({"lost:7": 5, "lost:8": 1})
     assert len(history.published()) == written == 2
+
+
+def test_a_first_publication_that_was_killed_before_it_was_marked_is_sent_again(
+    spark: SparkSession, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(spark, history, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox.lake, "overwrite", _cut)
+        with pytest.raises(Cut):
+            outbox.publish({"lost:1": 1, "lost:2": 1})
+    outbox.publish({"lost:1": 2})
+    assert outbox.counts() == {"lost:1": 2}
+    sent = len(history.published())
+    outbox.publish({"lost:1": 2})
+    assert len(history.published()) == sent
 
 
 def test_a_lake_replaces_the_findings_of_another_lake_only_if_that_was_asked_for(

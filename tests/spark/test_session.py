@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 from deploy.install import java
 from spark import session
 from spark.reading import decode, source
-from spark.reading.jvm import gateway
+from spark.reading.jvm import gateway, jvm, keep_classes
 from spark.tables.lake import Lake
 
 
@@ -59,6 +59,25 @@ def test_a_column_is_made_without_looking_its_functions_up(
     column()
     assert len(commands) > 5
     assert not [command for command in commands if command.startswith(REFLECTION_COMMAND_NAME)]
+
+
+def test_a_package_is_never_looked_up_and_a_class_once(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find that a name is no class the JVM searches all its jars."""
+    commands: list[str] = []
+    client = gateway(spark)._gateway_client
+    send = client.send_command
+
+    def record(command: str, *arguments: Any, **more: Any) -> str:
+        commands.append(command)
+        return str(send(command, *arguments, **more))
+
+    keep_classes(spark)
+    monkeypatch.setattr(client, "send_command", record)
+    for _ in range(2):
+        assert jvm(spark).java.util.concurrent.TimeUnit.MILLISECONDS is not None
+        assert jvm(spark).org.apache.kafka.common.TopicPartition("t", 7).partition() == 7
+    looked_up = [command.split("\n")[2] for command in commands if command.startswith(f"{REFLECTION_COMMAND_NAME}u")]
+    assert looked_up == ["java.util.concurrent.TimeUnit", "org.apache.kafka.common.TopicPartition"]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +124,13 @@ def test_plans_are_interpreted_or_compiled_until_the_settings_are_restored(spark
         assert "AdaptiveSparkPlan" not in plan()
         assert "*(" not in plan()
         assert {name: spark.conf.get(name) for name in session.INTERPRETED} == session.INTERPRETED
+        few, mode = session.COMPILED_EXPRESSIONS_RECORDS - 1, "spark.sql.codegen.factoryMode"
+        with session.compiling(spark, few):
+            assert spark.conf.get(mode) == "NO_CODEGEN"
+        with session.compiling(spark, few + 1):
+            assert spark.conf.get(mode) == "FALLBACK"
+            assert "*(" not in plan()
+        assert spark.conf.get(mode) == "NO_CODEGEN"
         session.interpret(spark, interprets=False)
     assert {name: spark.conf.get(name) for name in session.INTERPRETED} == before
 

@@ -28,6 +28,13 @@ def test_the_ids_of_keys_are_those_of_the_vectors(spark: SparkSession) -> None:
         assert {row["key"]: bytes(row["id"]).hex() for row in made} == keys
 
 
+def test_bytes_are_written_in_lower_case_digits_without_the_case_tables_of_icu(spark: SparkSession) -> None:
+    rows = spark.createDataFrame([(bytes(range(256)),), (b"",), (None,)], "content binary")
+    written = rows.select(wire_expressions.hex_digits(F.col("content")).alias("digits"))
+    assert [row["digits"] for row in written.collect()] == [bytes(range(256)).hex(), "", None]
+    assert "lower(" not in written._jdf.queryExecution().analyzed().toString()
+
+
 def test_fingerprints_are_those_of_the_vectors(spark: SparkSession) -> None:
     listed = vectors("fingerprints", "event")
     records = [
