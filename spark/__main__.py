@@ -17,7 +17,7 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import before_spark, dry_run, export, follow, idle, job, rates, show, silences, small_run
+from spark import before_spark, class_data, dry_run, export, follow, idle, job, rates, show, silences, small_run
 from spark.command_line import parse, parse_about, parse_findings, parse_rates, parse_repair
 from spark.console import Console
 from spark.errors import CannotRun
@@ -67,9 +67,10 @@ def _run(arguments: Sequence[str]) -> int:
     began_s = time.monotonic()
     is_small = known is not None and small_run.is_small(known)
     java_options = SMALL_RUN_JAVA_OPTIONS if is_small else JAVA_OPTIONS
+    sharing = class_data.options_or_recording if is_small else class_data.options
     # A sink may be on S3 where lake and report are not.
     urls = (options.lake, options.report, *(rule.path for rule in settings.rules.sinks))
-    session = open_session(java_options=java_options, urls=urls)
+    session = open_session(java_options=java_options, urls=urls, sharing=sharing)
     before = {"start Spark": time.monotonic() - began_s}
     if options.dry_run:
         with console.watching(session):
@@ -83,7 +84,10 @@ def _run(arguments: Sequence[str]) -> int:
             return follow.follow(session, lambda: _read_settings(options), console, stop)
     with console.watching(session):
         report = job.run(session, settings, console, before=before)
-    return _print(report, options)
+    status = _print(report, options)
+    sys.stdout.flush()
+    class_data.record(session, os.environ)
+    return status
 
 
 def _print(report: Report, options: Options) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from pyspark.find_spark_home import _find_spark_home
+
 from spark.errors import CannotRun
 
 LOCK: Final = Path(__file__).with_name("jars.lock")
@@ -52,6 +54,11 @@ def folder(environ: Mapping[str, str] | None = None) -> Path:
 def find(environ: Mapping[str, str] | None = None, lock: Path = LOCK) -> list[Path]:
     """Return the paths of all locked jars; CannotRun if some are missing."""
     return _present(folder(environ), locked(lock), "run ./deploy/local/up once, which fetches them")
+
+
+def of_spark() -> list[Path]:
+    """Return the jars of Spark itself."""
+    return sorted((Path(_find_spark_home()) / "jars").glob("*.jar"))
 
 
 def find_s3(environ: Mapping[str, str] | None = None) -> list[Path]:

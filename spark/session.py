@@ -3,14 +3,14 @@
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from pyspark.sql import SparkSession
 
-from spark import jars
+from spark import class_data, jars
 from spark.reading.jvm import keep_classes
 
 APP: Final = "fencepost-audit"
@@ -87,12 +87,16 @@ SMALL_RUN_JAVA_OPTIONS: Final = f"{UTC} -XX:+UseParallelGC -XX:TieredStopAtLevel
 
 
 def open_session(
-    environ: Mapping[str, str] | None = None, java_options: str = JAVA_OPTIONS, urls: Sequence[str] = ()
+    environ: Mapping[str, str] | None = None,
+    java_options: str = JAVA_OPTIONS,
+    urls: Sequence[str] = (),
+    sharing: Callable[[Mapping[str, str]], str] = class_data.options,
 ) -> SparkSession:
     """Create the session of this process; `urls` are those of lake, report and sinks.
 
     Under spark-submit, master, sizes and jars are those of the submission. Otherwise the master is `local[*]`, with the
     jars of the lock, and those for S3 if a URL needs them (CannotRun if one is missing), in a JVM with `java_options`.
+    With a local master the JVM has the options of `sharing` too, a function of the environment.
     """
     environ = os.environ if environ is None else environ
     builder = SparkSession.builder.appName(APP)
@@ -100,10 +104,16 @@ def open_session(
         builder = builder.config(name, value)
     if "PYSPARK_GATEWAY_PORT" not in environ:
         master = environ.get("FENCEPOST_SPARK_MASTER", "local[*]")
-        paths = [*jars.find(environ), *(jars.find_s3(environ) if jars.needs_s3(urls) else ())]
-        builder = builder.master(master).config(*jars_of(master, paths))
+        s3 = jars.find_s3(environ) if jars.needs_s3(urls) else []
+        if _is_local(master):
+            # Driver and executor are one JVM, and the jars lie on its class path: `spark.jars` would copy them.
+            paths = [*class_data.class_path(environ), *s3]
+            builder = builder.config("spark.driver.extraClassPath", os.pathsep.join(map(str, paths)))
+            java_options = f"{java_options} {sharing(environ)}"
+        else:
+            builder = builder.config("spark.jars", ",".join(map(str, [*jars.find(environ), *s3])))
         options = f"{java_options} -Dlog4j2.configurationFile={LOGGING.as_uri()}"
-        builder = builder.config("spark.driver.extraJavaOptions", options)
+        builder = builder.master(master).config("spark.driver.extraJavaOptions", options)
         builder = builder.config("spark.executor.extraJavaOptions", UTC)
         for name, value in _LOCAL.items():
             builder = builder.config(name, value)
@@ -112,14 +122,9 @@ def open_session(
     return spark
 
 
-def jars_of(master: str, paths: Sequence[Path]) -> tuple[str, str]:
-    """Return the setting by which Spark finds these jars.
-
-    In a local master driver and executor are one JVM, and the jars lie on its class path: `spark.jars` would copy them.
-    """
-    if re.fullmatch(r"local(\[.*\])?", master):
-        return "spark.driver.extraClassPath", os.pathsep.join(map(str, paths))
-    return "spark.jars", ",".join(map(str, paths))
+def _is_local(master: str) -> bool:
+    """Check whether driver and executor are one JVM."""
+    return re.fullmatch(r"local(\[.*\])?", master) is not None
 
 
 def interpret(spark: SparkSession, *, interprets: bool) -> None:

@@ -1,5 +1,6 @@
 """Access to the JVM that Spark runs in. Only this module uses the private attributes of PySpark that lead there."""
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from py4j.java_gateway import JavaClass, JavaPackage  # type: ignore[import-untyped]
@@ -12,6 +13,7 @@ __all__ = [
     "Snapshot",
     "checkpointed_ids",
     "drop_checkpointed",
+    "dump_classes",
     "gateway",
     "hadoop_configuration",
     "is_deterministic",
@@ -179,6 +181,29 @@ def table_property(rows: DataFrame, name: str) -> str | None:
 def is_stopped(spark: SparkSession) -> bool:
     """Check whether Spark has been stopped: no query of this process can succeed any more."""
     return bool(spark.sparkContext._jsc.sc().isStopped())
+
+
+def dump_classes(spark: SparkSession, path: str) -> None:
+    """Let the JVM write the archive of the classes that it has loaded, as `jcmd VM.cds dynamic_dump` does; it was
+    started with -XX:+RecordDynamicDumpInfo. Raises Py4JError if it cannot."""
+    packages = jvm(spark)
+    java_class = packages.java.lang.Class
+
+    def array(name: str, items: Sequence[Any]) -> Any:
+        made = gateway(spark).new_array(getattr(packages.java.lang, name), len(items))
+        for nth, item in enumerate(items):
+            made[nth] = item
+        return made
+
+    strings = "[Ljava.lang.String;"
+    types = ("javax.management.ObjectName", "java.lang.String", "[Ljava.lang.Object;", strings)
+    # The class of the server is of a package that is not exported: py4j does not find its methods.
+    server = packages.java.lang.management.ManagementFactory.getPlatformMBeanServer()
+    connection = java_class.forName("javax.management.MBeanServerConnection")
+    invoke = connection.getMethod("invoke", array("Class", [java_class.forName(name) for name in types]))
+    commands = packages.javax.management.ObjectName("com.sun.management:type=DiagnosticCommand")
+    given = array("Object", [array("String", ["dynamic_dump", path])])
+    invoke.invoke(server, array("Object", [commands, "vmCds", given, array("String", [strings])]))
 
 
 def checkpointed_ids(spark: SparkSession) -> set[int]:

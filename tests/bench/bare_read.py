@@ -1,7 +1,7 @@
 """The bare Spark read that the audit is compared with: read data, ledger and journal, and count by id.
 
-`python -m tests.bench.bare_read KAFKA NAMESPACE RECORDS` does so once in a cold process, with the session of the audit;
-with a fourth argument, `small`, in a JVM as that of a small run.
+`python -m tests.bench.bare_read KAFKA NAMESPACE RECORDS` does so once in a cold process, with the session of the audit,
+in a JVM that reads and checks all its classes; with a fourth argument, `small`, in a JVM as that of a small run.
 """
 
 import sys
@@ -57,10 +57,12 @@ def seconds(spark: SparkSession, shared: SharedSettings, records: Records, *, de
 
 def main() -> int:
     kafka, namespace, count, *small = sys.argv[1:]
-    java_options = SMALL_RUN_JAVA_OPTIONS if small else JAVA_OPTIONS
-    shared = SharedSettings(kafka=kafka, namespace=namespace)
+    if small:
+        spark = open_session(java_options=SMALL_RUN_JAVA_OPTIONS)
+    else:
+        spark = open_session(java_options=JAVA_OPTIONS, sharing=lambda environ: "")
     # The time of the records is not read.
-    seconds(open_session(java_options=java_options), shared, Records(namespace, int(count), 0))
+    seconds(spark, SharedSettings(kafka=kafka, namespace=namespace), Records(namespace, int(count), 0))
     return 0
 
 

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from py4j.protocol import REFLECTION_COMMAND_NAME  # type: ignore[import-untyped]
@@ -13,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
 from deploy.install import java
-from spark import session
+from spark import jars, session
 from spark.reading import decode, source
 from spark.reading.jvm import gateway, jvm, keep_classes
 from spark.tables.lake import Lake
@@ -81,18 +82,32 @@ def test_a_package_is_never_looked_up_and_a_class_once(spark: SparkSession, monk
 
 
 @pytest.mark.parametrize(
-    ("master", "setting"),
-    [
-        ("local", "spark.driver.extraClassPath"),
-        ("local[*]", "spark.driver.extraClassPath"),
-        ("local-cluster[2,1,1024]", "spark.jars"),
-        ("spark://there:7077", "spark.jars"),
-    ],
+    ("master", "is_local"),
+    [("local", True), ("local[*]", True), ("local-cluster[2,1,1024]", False), ("spark://there:7077", False)],
 )
-def test_the_jars_are_on_the_class_path_of_one_jvm_or_sent_to_the_executors(master: str, setting: str) -> None:
-    name, value = session.jars_of(master, [Path("/j/a.jar"), Path("/j/b.jar")])
-    assert name == setting
-    assert value.replace(os.pathsep, ",") == "/j/a.jar,/j/b.jar"
+def test_the_jars_are_on_the_class_path_of_one_jvm_or_sent_to_the_executors(
+    master: str, is_local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = MagicMock()
+    builder.appName.return_value = builder.config.return_value = builder.master.return_value = builder
+    monkeypatch.setattr(session, "SparkSession", Mock(builder=builder))
+    monkeypatch.setattr(session, "keep_classes", Mock())
+    monkeypatch.setattr(jars, "_present", lambda folder, names, remedy: [Path("/j", name) for name in names])
+    monkeypatch.setattr(jars, "of_spark", lambda: [Path("/spark/core.jar")])
+    session.open_session(
+        {"FENCEPOST_SPARK_MASTER": master}, urls=["s3a://bucket/lake"], sharing=lambda environ: "-Xshare:auto"
+    )
+    settings = dict(call.args for call in builder.config.call_args_list)
+    locked, s3 = jars.locked(), [*jars.locked(jars.S3_LOCK), jars.log_store()]
+    assert ("-Xshare:auto" in settings["spark.driver.extraJavaOptions"]) == is_local
+    if is_local:
+        # An archive is of the classes in the first of these: those for S3 come after them.
+        names = [Path(path).name for path in settings["spark.driver.extraClassPath"].split(os.pathsep)]
+        assert names == [*locked, "core.jar", *s3]
+        assert "spark.jars" not in settings
+    else:
+        assert settings["spark.jars"] == ",".join(f"/j/{name}" for name in (*locked, *s3))
+        assert "spark.driver.extraClassPath" not in settings
 
 
 @pytest.mark.parametrize("options", [session.JAVA_OPTIONS, session.SMALL_RUN_JAVA_OPTIONS])

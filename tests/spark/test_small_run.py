@@ -153,7 +153,7 @@ def test_the_jvm_of_a_small_run_has_only_c1(
 ) -> None:
     opened: list[str] = []
 
-    def open_session(java_options: str, urls: object) -> None:
+    def open_session(java_options: str, **given: object) -> None:
         opened.append(java_options)
         raise CannotRun("seen")
 
