@@ -1,10 +1,11 @@
 """Fixtures for all tests: the real stack, started at its first use, and names that no other test has."""
 
 import fnmatch
+import gc
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -101,6 +102,21 @@ def pytest_configure(config: pytest.Config) -> None:
     Kafka.java_options = BRIEF
     if not hasattr(config, "workerinput"):  # a worker of xdist; the controller gets the reports of all tests
         config.pluginmanager.register(MinutesByFolder())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without the garbage collector, and let it leave out what was collected from then on.
+
+    It would walk through half a million objects again and again, all of which last as long as the process.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
