@@ -7,6 +7,7 @@ archive is of one Java and its jars: by its name, and by a check of the JVM, whi
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,9 @@ from spark import jars
 from spark.reading.jvm import Py4JError, dump_classes
 
 _RECORDING: Final = "-XX:+RecordDynamicDumpInfo"
+# Two installations with one folder of jars would delete each other's archive, and record it again in each run.
+OTHERS_KEPT_S: Final = 30 * 24 * 3600.0
+
 # The JVM would write on standard output why it does not accept an archive, and which classes cannot be in one.
 _SILENT: Final = "-Xlog:cds*=off"
 
@@ -63,7 +67,7 @@ def options_or_recording(environ: Mapping[str, str]) -> str:
 
 
 def record(spark: SparkSession, environ: Mapping[str, str]) -> None:
-    """Write the archive, if the JVM has the options for that, and delete archives of other jars.
+    """Write the archive, if the JVM has the options for that, and delete archives that are older than OTHERS_KEPT_S.
 
     Without the archive, as on a full disk, the next JVM is as slow as this one.
     """
@@ -74,8 +78,9 @@ def record(spark: SparkSession, environ: Mapping[str, str]) -> None:
     written = kept.with_name(f"{kept.name}.{os.getpid()}")
     with suppress(OSError, Py4JError):
         dump_classes(spark, str(written))
-        for other in set(kept.parent.glob("classes-*")) - {written}:
-            other.unlink()
         written.replace(kept)
+        for other in kept.parent.glob("classes-*"):
+            if other.stat().st_mtime < time.time() - OTHERS_KEPT_S:
+                other.unlink()
     with suppress(OSError):
         written.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,12 @@ def test_the_first_small_run_records_the_archive_and_the_next_ones_use_it(
     assert class_data.options(environ) == ""
     options = class_data.options_or_recording(environ)
     assert "RecordDynamicDumpInfo" in options
-    earlier = archive(environ).with_name("classes-0.jsa")
-    earlier.touch()
+    old, others = (archive(environ).with_name(f"classes-{name}.jsa") for name in ("old", "others"))
+    for path in (old, others):
+        path.touch()
+    os.utime(old, (0, time.time() - class_data.OTHERS_KEPT_S - 1))
     record(Jvm(options), environ, monkeypatch)
-    assert list(archive(environ).parent.glob("classes*")) == [archive(environ)]
+    assert set(archive(environ).parent.glob("classes*")) == {archive(environ), others}
     assert f'"-XX:SharedArchiveFile={archive(environ)}"' in class_data.options(environ)
     assert class_data.options_or_recording(environ) == class_data.options(environ)
     jvm = Jvm(class_data.options(environ))
