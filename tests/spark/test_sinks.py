@@ -228,11 +228,13 @@ def test_what_no_delivered_event_has_is_extra_in_a_sink_of_its_own(warehouse: Wa
         # Written in another hour, or to another topic, or lost: not unknown.
         *event("earlier", 2, at=BEGIN_MS - 2 * HOUR_MS),
         *event("other", 3, topic="u"),
+        *event("long before", 4, at=BEGIN_MS - 30 * HOUR_MS),  # found by the second look, at all hours of the lake
         *ids({"lost": [entry(10, at=BEGIN_MS)]}),
     )
     warehouse.store(
         [
             *((name, BEGIN_MS, None) for name in ("once", "earlier", "other", "lost", "made up", "made up")),
+            ("long before", BEGIN_MS, None),
             ("empty hour", BEGIN_MS + 2 * HOUR_MS, None),
             ("last", decided - MINUTE_MS - 1, None),
             ("too new", decided - MINUTE_MS, None),
