@@ -32,6 +32,8 @@ FINAL: Final = frozenset({errors.TopicAuthorizationFailedError.errno, UNSUPPORTE
 # What aiokafka raises where a broker is too old for a request: the first if the broker lacks the API, the second if it
 # has the API in other versions only.
 UNSUPPORTED: Final = (errors.IncompatibleBrokerVersion, NotImplementedError)
+# What `fetch` raises where the log starts after the offset: the record was deleted, or the topic was created again.
+DELETED: Final = errors.OffsetOutOfRangeError
 MARKERS: Final = {0: Marker.ABORT, 1: Marker.COMMIT}  # by the type in a control record's key
 # The same bound as in kafka/reader.py: unpacking a larger response blocks the event loop.
 FETCH_BYTES: Final = 512 * 1024
@@ -402,7 +404,7 @@ class LogEntry(NamedTuple):
 async def fetch(client: BaseClient, partition: Partition, offset: int) -> tuple[list[LogEntry], int, int]:
     """Fetch records and markers from an offset on (read_uncommitted); with the next offset and the high watermark.
 
-    Raises KafkaError: OffsetOutOfRangeError where the log starts after the offset.
+    Raises KafkaError: DELETED where the log starts after the offset.
     """
     node = _leader_of(client, partition)
     topic, number = partition

@@ -8,12 +8,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final
 
-from aiokafka import errors
-
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
 from service.kafka.admin import UNANSWERED, KafkaAdmin
 from service.kafka.hanging import RecordCoordinates
+from service.kafka.inspection import DELETED
 from service.kafka.reader import high_watermarks, offsets_since
 from service.kafka.topic_admin import TopicAdmin
 from service.kafka.transaction_admin import TransactionAdmin
@@ -72,7 +71,7 @@ class FormerIds:
         while offset < end:
             try:
                 entries, following, _ = await self._transactions.entries(partition, offset)
-            except errors.OffsetOutOfRangeError:  # retention has deleted the record there
+            except DELETED:
                 return True
             if any(each.producer_id == producer_id and names_producer(each.value, producer_id) for each in entries):
                 return True

@@ -28,7 +28,7 @@ from service.kafka.hanging import (
     verdicts,
 )
 from service.kafka.hanging_transactions import HangingTransactions
-from service.kafka.inspection import LogEntry, fetch
+from service.kafka.inspection import DELETED, LogEntry, fetch
 from service.kafka.metadata import Partition
 from service.kafka.reader import high_watermarks, offsets_since
 from service.slots.ledger_rows import lowest_offsets, names_producer
@@ -44,7 +44,7 @@ CLOCKS_APART_MS: Final = 3_600_000
 RETRY_PAUSE_S: Final = 0.02
 # Errors of a partition that no longer has the offset, is gone, or may not be read: its markers cannot be found.
 UNREADABLE: Final = (
-    errors.OffsetOutOfRangeError,
+    DELETED,
     errors.TopicAuthorizationFailedError,
     errors.UnknownTopicOrPartitionError,
 )
@@ -328,7 +328,7 @@ class HangingRecovery:
         while offset < end:
             try:
                 entries, offset, end = await self._fetch(self._ledger, offset)
-            except errors.OffsetOutOfRangeError:  # deleted by retention, or the topic was created again
+            except DELETED:
                 if (offset := await self._offset_since(0)) < 0:
                     break
                 tail.start, end = offset, offset + 1
