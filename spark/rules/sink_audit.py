@@ -118,7 +118,7 @@ def reports(tables: Lake, context: RunContext, errors: Mapping[str, str]) -> lis
         state = states.get(rule.name, NEVER_READ)
         by_hour = {hour: known.counts for hour, known in state.hours.items() if hour >= first}
         counts = {name: sum(of_hour[name] for of_hour in by_hour.values()) for name in COUNTS_OF_SINK}
-        _check(rule, counts, {kind: findings.get((rule.name, kind), 0) for kind in KIND_OF_COUNT.values()})
+        check_balance(rule, counts, {kind: findings.get((rule.name, kind), 0) for kind in KIND_OF_COUNT.values()})
         open_hours_ms = [hours.ms_of(hour) for hour, of_hour in by_hour.items() if of_hour[PENDING]]
         watermark = sink_verdicts.judged_until_ms(rule, context.settings.max_settle_ms, state, open_hours_ms)
         unreadable = errors.get(rule.name)
@@ -134,7 +134,7 @@ def _findings_since(stored: DataFrame, since_ms: int) -> DataFrame:
     return stored.where(f"kind IS NOT NULL AND (accepted_hour IS NULL OR {since})")
 
 
-def _check(rule: SinkRule, counts: Mapping[str, int], findings: Mapping[str, int]) -> None:
+def check_balance(rule: SinkRule, counts: Mapping[str, int], findings: Mapping[str, int]) -> None:
     """Check the balance of a sink: its categories add up, and each fault has its finding; CannotRun otherwise."""
     adds_up = counts["expected"] == sum(counts[name] for name in SINK_CATEGORIES)
     if not adds_up or any(counts[name] != findings[kind] for name, kind in KIND_OF_COUNT.items()):

@@ -92,13 +92,14 @@ def test_the_jars_are_on_the_class_path_of_one_jvm_or_sent_to_the_executors(
     builder.appName.return_value = builder.config.return_value = builder.master.return_value = builder
     monkeypatch.setattr(session, "SparkSession", Mock(builder=builder))
     monkeypatch.setattr(session, "keep_classes", Mock())
-    monkeypatch.setattr(jars, "_present", lambda folder, names, remedy: [Path("/j", name) for name in names])
+    locked, s3 = jars.locked(), [*jars.locked(jars.S3_LOCK), jars.log_store()]
+    monkeypatch.setattr(jars, "find", lambda environ: [Path("/j", name) for name in locked])
+    monkeypatch.setattr(jars, "find_s3", lambda environ: [Path("/j", name) for name in s3])
     monkeypatch.setattr(jars, "of_spark", lambda: [Path("/spark/core.jar")])
     session.open_session(
         {"FENCEPOST_SPARK_MASTER": master}, urls=["s3a://bucket/lake"], sharing=lambda environ: "-Xshare:auto"
     )
     settings = dict(call.args for call in builder.config.call_args_list)
-    locked, s3 = jars.locked(), [*jars.locked(jars.S3_LOCK), jars.log_store()]
     assert ("-Xshare:auto" in settings["spark.driver.extraJavaOptions"]) == is_local
     if is_local:
         # An archive is of the classes in the first of these: those for S3 come after them.

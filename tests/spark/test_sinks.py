@@ -703,7 +703,7 @@ def test_the_balance_of_a_sink_closes_if_its_categories_add_up_and_each_fault_ha
     with (
         nullcontext() if (expected, findings) == (2, 1) else pytest.raises(CannotRun, match="does not close: expected")
     ):
-        sink_audit._check(RULE, counted, found)
+        sink_audit.check_balance(RULE, counted, found)
 
 
 def test_an_hour_closes_when_nothing_of_it_may_change() -> None:
