@@ -19,9 +19,9 @@ from spark import jars
 from spark.reading.jvm import Py4JError, dump_classes
 
 _RECORDING: Final = "-XX:+RecordDynamicDumpInfo"
-# Two installations with one folder of jars would delete each other's archive, and record it again in each run.
+# How long other archives are kept: two installations with one folder of jars would delete each other's archive, and
+# record it again in each run.
 OTHERS_KEPT_S: Final = 30 * 24 * 3600.0
-
 # The JVM would write on standard output why it does not accept an archive, and which classes cannot be in one.
 _SILENT: Final = "-Xlog:cds*=off"
 

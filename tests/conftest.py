@@ -106,9 +106,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect the tests without the garbage collector, and let it leave out what was collected from then on.
+    """Collect the tests without the garbage collector, which leaves out the objects of the collected tests afterwards.
 
-    It would walk through half a million objects again and again, all of which last as long as the process.
+    These half a million objects last as long as the process, and each full collection would visit them all.
     """
     gc.disable()
     try:

@@ -10,6 +10,8 @@ from prometheus_client.registry import Collector
 from service.core.logs import dropped_lines
 
 NAMESPACE: Final = "fencepost"
+# The bounds of histograms of latency, in seconds.
+LATENCY_S: Final = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 # The `_created` series would double the number of series, and only repeat the start of the process.
 disable_created_metrics()  # type: ignore[no-untyped-call]

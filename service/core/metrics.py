@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector, gene
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from service.core.collectors import NAMESPACE, DroppedLines, MetricFactory
+from service.core.collectors import LATENCY_S, NAMESPACE, DroppedLines, MetricFactory
 from service.core.metrics_of_parts import (
     KafkaMetrics,
     RecoveryMetrics,
@@ -25,7 +25,6 @@ from service.core.metrics_of_parts import (
     TlsMetrics,
 )
 
-LATENCY_S: Final = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 GROUP_EVENTS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 SOURCE_OUTCOMES: Final = ("written", "duplicate", "quarantined", "bad_signature", "refused", "failed", "challenge")
 STAGES: Final = ("queue", "claim", "kafka", "mark")

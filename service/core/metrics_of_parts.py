@@ -2,9 +2,8 @@
 
 from typing import Final
 
-from service.core.collectors import MetricFactory
+from service.core.collectors import LATENCY_S, MetricFactory
 
-REGISTRY_S: Final = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 RECOVERY_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 RELOAD_OUTCOMES: Final = ("applied", "refused")
 
@@ -62,7 +61,7 @@ class SchemaRegistryMetrics:
     def __init__(self, make: MetricFactory) -> None:
         self.requests = make.counter("registry_requests", "Requests to the Schema Registry, by outcome", "outcome")
         self.seconds = make.histogram(
-            "registry_request_seconds", "Duration of requests to the Schema Registry", REGISTRY_S
+            "registry_request_seconds", "Duration of requests to the Schema Registry", LATENCY_S
         )
         self.away = make.gauge(
             "registry_away", "Whether the last request to the Schema Registry has failed (1) or not (0)"

@@ -36,7 +36,7 @@ ABSENT_FAILURES: Final = 2
 
 # Outcomes of a claim that met a key whose write has ended.
 WRITE_ENDED: Final = frozenset({Outcome.DELIVERED, Outcome.CONFLICT, Outcome.UNREADABLE})
-# For each replay: Python 3.11 looks a member of an Enum up five times as slowly as a name of a module.
+# Bound for each replay: see IdentityEnum.
 _DELIVERED: Final = Outcome.DELIVERED
 _CHECKING: Final = RequestState.CHECKING
 
@@ -148,14 +148,14 @@ class ClaimDecision:
     ) -> Step | WriteResult:
         """Decide what a claim means for its event: the result, or the next step."""
         outcome, state = claim.outcome, claim.state
+        was_in_doubt = request.state is _CHECKING
         if outcome is _DELIVERED and isinstance(state, Delivered):
             # If the request was in doubt, its own write was found, and this is its first answer.
-            return result_of((id, state), replayed=request.state is not _CHECKING)
+            return result_of((id, state), replayed=not was_in_doubt)
         if outcome in CLAIMABLE:
             if request.finished or request.deadline <= self._now:  # also after a pause of the whole process
                 return self._too_late(request)
             return Step.WRITE if under_min_isr is None else _too_few_replicas(*under_min_isr)
-        was_in_doubt = request.state is _CHECKING
         match outcome, state:
             case Outcome.CONFLICT, Delivered() as found if found.refused:
                 return _of_quarantined_key(request, (id, found))

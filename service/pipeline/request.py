@@ -135,7 +135,7 @@ CHUNK_EVENTS_MAX: Final = 1_000
 # The same beside single events and atomic batches: a POST waits for some ten such steps.
 CHUNK_EVENTS_BESIDE_SINGLE: Final = 100
 
-# For each request: Python 3.11 looks a member of an Enum up five times as slowly as a name of a module.
+# Bound for each request: see IdentityEnum.
 _ANSWER: Final = RequestEvent.ANSWER
 
 
@@ -364,10 +364,13 @@ class WriteRequest(msgspec.Struct, eq=False):
         return parts
 
     def resolve(self, result: WriteResult) -> WriteResult:
-        """Set the request's result, and drop the future, which holds the client's connection. Returns what it shows."""
+        """Set the request's result, and drop the future, which holds the client's connection.
+
+        Returns the result as the client gets it.
+        """
         self.move(_ANSWER)
         future, self.future = self.future, None
-        shown = self.shown(result) if self.is_refused else result
+        shown = self.shown(result)
         if self.collector is not None:
             self.collector.put(self.indexes, result)
         elif future is not None and not future.done():  # done: the coroutine that awaited it was cancelled

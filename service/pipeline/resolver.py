@@ -89,7 +89,10 @@ class Resolver:
             self._journal.record(request, 202, None, time.monotonic() - request.arrived)
 
     def note(self, request: WriteRequest, result: WriteResult, now: float) -> None:
-        """Count the result of a request, as its client is told, and record it in the journal. `now`: time.monotonic."""
+        """Count a request's result, and record it in the journal: `result` as the client gets it.
+
+        `now` is time.monotonic.
+        """
         latency_s = now - request.arrived
         if isinstance(result, Committed):
             status, code, replayed = 201, "", result.replayed

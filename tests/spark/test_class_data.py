@@ -1,16 +1,12 @@
 """The archive of the classes of a run's JVM: when it is recorded, and when it is used."""
 
 import os
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from spark import __main__ as command
-from spark import class_data, jars, small_run
-from spark.errors import CannotRun
+from spark import class_data, jars
 from spark.reading.jvm import Py4JError
 
 RELEASE = 'JAVA_VERSION="17.0.15"\n'
@@ -102,18 +98,3 @@ def test_nothing_is_recorded_where_it_cannot_be_kept(
     assert class_data.options_or_recording(environ) == ""
     monkeypatch.setenv("PATH", "")
     assert class_data.archive({**environ, "JAVA_HOME": ""}) is None
-
-
-@pytest.mark.parametrize("small", [True, False])
-def test_only_a_small_run_records(small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Any] = []
-
-    def open_session(*, sharing: Any, **given: object) -> None:
-        opened.append(sharing)
-        raise CannotRun("seen")
-
-    monkeypatch.setattr(small_run, "is_small", lambda known: small)
-    monkeypatch.setattr(command, "open_session", open_session)
-    monkeypatch.setattr(sys, "argv", ["spark", "--lake", str(tmp_path / "lake"), "--report", str(tmp_path / "report")])
-    assert command.main() == command.EXIT_CANNOT_RUN
-    assert opened == [class_data.options_or_recording if small else class_data.options]

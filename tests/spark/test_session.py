@@ -39,41 +39,38 @@ def test_the_json_of_a_record_is_parsed_once(
     assert plan.count("from_json") == 1, plan
 
 
-def test_a_column_is_made_without_looking_its_functions_up(
-    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def commands(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The commands that py4j sends to the JVM."""
+    sent: list[str] = []
+    client = gateway(spark)._gateway_client
+    send = client.send_command
+
+    def record(command: str, *arguments: Any, **more: Any) -> str:
+        sent.append(command)
+        return str(send(command, *arguments, **more))
+
+    monkeypatch.setattr(client, "send_command", record)
+    return sent
+
+
+def test_a_column_is_made_without_looking_its_functions_up(commands: list[str]) -> None:
     """For each look-up of a name the JVM searches all its jars."""
 
     def column() -> None:
         F.transform(F.array(F.lower(F.col("text")), F.lit("a")), F.upper)
 
     column()
-    commands: list[str] = []
-    client = gateway(spark)._gateway_client
-    send = client.send_command
-
-    def record(command: str, *arguments: Any, **more: Any) -> str:
-        commands.append(command)
-        return str(send(command, *arguments, **more))
-
-    monkeypatch.setattr(client, "send_command", record)
+    commands.clear()
     column()
     assert len(commands) > 5
     assert not [command for command in commands if command.startswith(REFLECTION_COMMAND_NAME)]
 
 
-def test_a_package_is_never_looked_up_and_a_class_once(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_is_never_looked_up_and_a_class_once(spark: SparkSession, commands: list[str]) -> None:
     """To find that a name is no class the JVM searches all its jars."""
-    commands: list[str] = []
-    client = gateway(spark)._gateway_client
-    send = client.send_command
-
-    def record(command: str, *arguments: Any, **more: Any) -> str:
-        commands.append(command)
-        return str(send(command, *arguments, **more))
-
     keep_classes(spark)
-    monkeypatch.setattr(client, "send_command", record)
+    commands.clear()
     for _ in range(2):
         assert jvm(spark).java.util.concurrent.TimeUnit.MILLISECONDS is not None
         assert jvm(spark).org.apache.kafka.common.TopicPartition("t", 7).partition() == 7

@@ -12,7 +12,7 @@ import pytest
 
 from service.contract import Rules, SharedSettings
 from spark import __main__ as command
-from spark import before_spark, small_run
+from spark import before_spark, class_data, small_run
 from spark.errors import CannotRun, NeedsSpark
 from spark.reading import librdkafka_admin
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
@@ -147,18 +147,25 @@ def test_a_request_that_is_not_answered_is_remembered(monkeypatch: pytest.Monkey
     assert admin.has_failed
 
 
-@pytest.mark.parametrize(("small", "expected"), [(True, SMALL_RUN_JAVA_OPTIONS), (False, JAVA_OPTIONS)])
-def test_the_jvm_of_a_small_run_has_only_c1(
-    small: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("small", "java_options", "sharing"),
+    [
+        (True, SMALL_RUN_JAVA_OPTIONS, class_data.options_or_recording),
+        (False, JAVA_OPTIONS, class_data.options),
+    ],
+    ids=["small", "large"],
+)
+def test_the_jvm_of_a_small_run_has_only_c1_and_records_its_classes(
+    small: bool, java_options: str, sharing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
+    opened: list[dict[str, Any]] = []
 
-    def open_session(java_options: str, **given: object) -> None:
-        opened.append(java_options)
+    def open_session(*, urls: object, **given: Any) -> None:
+        opened.append(given)
         raise CannotRun("seen")
 
     monkeypatch.setattr(small_run, "is_small", lambda known: small)
     monkeypatch.setattr(command, "open_session", open_session)
     monkeypatch.setattr(sys, "argv", ["spark", "--lake", str(tmp_path / "lake"), "--report", str(tmp_path / "report")])
     assert command.main() == command.EXIT_CANNOT_RUN
-    assert opened == [expected]
+    assert opened == [{"java_options": java_options, "sharing": sharing}]
