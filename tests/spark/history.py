@@ -290,9 +290,20 @@ class History:
         self.raw(self.plain, wire.requests_topic(self.namespace), record, partition, **more)
 
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
-        """Delete the records before an offset, as retention does."""
+        """Delete the records before an offset, as retention does.
+
+        A broker refuses that (POLICY_VIOLATION) for a compacted topic until a new cleanup.policy has reached the log.
+        """
         where = TopicPartition(topic, partition, offset)
-        self.admin.delete_records([where])[where].result(TIMEOUT_S)
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                self.admin.delete_records([where])[where].result(TIMEOUT_S)
+                return
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError.POLICY_VIOLATION or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.1)
 
     def published(self) -> list[tuple[str, dict[str, Any] | None]]:
         """Read all records of the topic of findings, in order: key and value (None: a tombstone)."""
