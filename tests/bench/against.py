@@ -198,7 +198,7 @@ def _warm_up(stage: Stage, running: Sequence[_Running], broker_is_cold: bool) ->
         return
     for side in running:
         if broker_is_cold:
-            side.target.warm_up(3, 256)
+            stage.warm_up(side.target, 3, 256)
         side.target.warm(3, 16, batch=100)
 
 

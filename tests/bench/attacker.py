@@ -172,7 +172,7 @@ def measure(stage: Stage) -> list[Row]:
     quiet_ms: list[float] = []
     with stage.target(topics=("attacker-good", "attacker-bad"), module="tests.bench.held") as target:
         if stage.depth != "quick":
-            target.warm_up(3, CONNECTIONS)
+            stage.warm_up(target, 3, CONNECTIONS)
         for number in range(rounds):
             for place, each in enumerate(shapes):
                 quiet_ms.append(_round(target, each, seconds, 10_000 * (len(shapes) * number + place)))

@@ -77,7 +77,7 @@ def _compare(stage: Stage, kafka: Kafka, where: str, goal: Goal) -> list[Row]:
         for side in sides:
             kafka.create_topic(side.topic, partitions=PARTITIONS)
             side.run(bare, seconds, 400)  # warm-up
-        target.warm_up(stage.pick(2, 3), 16, batch=100, bytes=EVENT_BYTES)
+        stage.warm_up(target, 3, 16, batch=100, bytes=EVENT_BYTES)
         for size, connections in SIZES.items():
             for side in sides:
                 side.rates, side.cpu_us = [], []

@@ -100,7 +100,7 @@ def measure(stage: Stage) -> list[Row]:
     loads = [_Load("twice the peak", waits=True), _Load("as fast as they can", waits=False)]
     with stage.target(queue_events_max=QUEUE_EVENTS) as target:
         if stage.depth != "quick":
-            target.warm_up(3, PEAK_CONNECTIONS)
+            stage.warm_up(target, 3, PEAK_CONNECTIONS)
         for _ in range(rounds):
             target.settle()
             peaks.append(target.load(seconds, PEAK_CONNECTIONS).rate)

@@ -33,7 +33,7 @@ def measure(stage: Stage) -> list[Row]:
         for name in (topic, ledger):
             stage.kafka.create_topic(name, partitions=3)
         arguments = {"port": stage.redis.port, "topic": topic, "ledger": ledger, "prefix": topic, "size": 215}
-        target.warm_up(stage.pick(1, 4), 64)
+        stage.warm_up(target, 4, 64)
         with OneClient(target.service.port) as client:
             one_by_one(target, client, count)
             bare.ask("single", count=count, **arguments)

@@ -161,7 +161,7 @@ def measure(stage: Stage) -> list[Row]:
     ended: list[float] = []
     with stage.target(module="tests.bench.held") as target:
         if stage.depth != "quick":
-            target.warm_up(3, CONNECTIONS)
+            stage.warm_up(target, 3, CONNECTIONS)
         for _ in range(rounds):
             target.settle()
             alone.append(target.load(seconds, CONNECTIONS, delay=WAIT_MS).p99_ms)

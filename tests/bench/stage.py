@@ -20,11 +20,11 @@ from tests.bench.rows import NotRealWork
 from tests.bench.wrk import Loaded
 
 SETTLE_S = 30.0
-# The most runs until the broker is warm; it is warm after this many runs in a row that take no less of its CPU, by this
-# share. One run is not enough: the JIT compiler works in bursts, for about a minute, and takes CPU itself.
-WARM_RUNS = 24
+# The most runs until the broker is warm: its JIT compiler took at most this share of its CPU in so many runs in a row.
+# One run is not enough, because the compiler works in bursts, for two minutes and longer on a busy machine.
+WARM_RUNS = 48
 STEADY_RUNS = 5
-STEADY = 0.93
+COMPILER_SHARE = 0.1
 
 T = TypeVar("T")
 
@@ -87,6 +87,18 @@ class Stage:
         with service:
             yield Target(service, kafka, redis or self.redis, namespace, names)
 
+    def warm_up(self, target: "Target", seconds: float, connections: int, **arguments: Any) -> None:
+        """Load a process until its broker is warm; in a quick run for a second."""
+        if self.depth == "quick":
+            target.warm(1, connections, **arguments)
+            return
+        steady = 0
+        for _ in range(WARM_RUNS):
+            target.warm(seconds, connections, **arguments)
+            steady = steady + 1 if target.compiler_share <= COMPILER_SHARE else 0
+            if steady == STEADY_RUNS:
+                return
+
     @contextlib.contextmanager
     def empty(self) -> Iterator["Target"]:
         """Start the empty FastAPI handler in a process of its own."""
@@ -108,6 +120,7 @@ class Target:
     runs: int = 0
     cpu_us: float = field(default=0.0, init=False)  # CPU of the process for a request of the last run
     kafka_us: float = field(default=0.0, init=False)
+    compiler_share: float = field(default=0.0, init=False)  # the JIT compiler's part of the broker's CPU
     redis_us: float = field(default=0.0, init=False)
 
     @property
@@ -134,26 +147,22 @@ class Target:
         self.cut += connections * max(1, batch)
         return loaded
 
-    def warm_up(self, seconds: float, connections: int, **arguments: Any) -> None:
-        """Load until the broker's CPU for a request falls no more, as of a broker whose JIT compiler is done."""
-        best, steady = float("inf"), 0
-        for _ in range(WARM_RUNS):
-            self.warm(seconds, connections, **arguments)
-            steady = steady + 1 if self.kafka_us > STEADY * best else 0
-            best = min(best, self.kafka_us)
-            if steady == STEADY_RUNS:
-                return
-
     def press(self, seconds: float, connections: int, **arguments: object) -> Loaded:
         """Run once, with any result."""
         self.runs += 1
         arguments = {"topic": self.topic, "prefix": f"{self.namespace}-{self.runs}", **arguments}
-        before = [cpu_s(process.pid) for process in (self.service, self.kafka, self.redis)]
+        before = self._cpu_s()
         loaded = wrk.run(self.service.url, seconds, connections, **arguments)
-        after = [cpu_s(process.pid) for process in (self.service, self.kafka, self.redis)]
-        each_us = [1e6 * (b - a) / max(1, loaded.requests) for a, b in zip(before, after, strict=True)]
+        service_s, kafka_s, redis_s, compiler_s = (b - a for a, b in zip(before, self._cpu_s(), strict=True))
+        each_us = [1e6 * spent_s / max(1, loaded.requests) for spent_s in (service_s, kafka_s, redis_s)]
         self.cpu_us, self.kafka_us, self.redis_us = each_us
+        self.compiler_share = max(0.0, compiler_s) / kafka_s if kafka_s else 0.0
         return loaded
+
+    def _cpu_s(self) -> list[float]:
+        """Read the CPU time so far of the service, the broker, Redis, and the broker's JIT compiler."""
+        used_s = [cpu_s(process.pid) for process in (self.service, self.kafka, self.redis)]
+        return [*used_s, compiler_cpu_s(self.kafka.pid)]
 
     def settle(self) -> None:
         """Wait until no request is in progress: wrk ends while its last requests are being written.
@@ -194,8 +203,24 @@ def stack(results: Path, depth: str = "standard", records: tuple[int, ...] = ())
 
 def cpu_s(pid: int) -> float:
     """Read a process's CPU time in user and kernel mode, in seconds (in steps of a hundredth)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * _TICK_S
+    return _times(Path(f"/proc/{pid}/stat").read_text())[1]
+
+
+def compiler_cpu_s(pid: int) -> float:
+    """Read the CPU time of the JIT compiler's threads in a JVM, in seconds; less than before if a thread has ended."""
+    total_s = 0.0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has just ended
+            name, used_s = _times((task / "stat").read_text())
+            total_s += used_s if "CompilerThre" in name else 0.0  # Linux cuts names after 15 bytes
+    return total_s
+
+
+def _times(stat: str) -> tuple[str, float]:
+    """Find the name and the CPU time in seconds of a process or thread (proc_pid_stat(5))."""
+    head, _, rest = stat.rpartition(")")
+    fields = rest.split()
+    return head.partition("(")[2], (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def memory_bytes(pid: int) -> int:

@@ -63,7 +63,7 @@ def _compare(stage: Stage, brokers: Sequence[Kafka], where: str) -> list[Row]:
             for name, setting in VERSIONS.items()
         }
         for side in sides.values():
-            side.target.warm_up(stage.pick(1, 4), CONNECTIONS)
+            stage.warm_up(side.target, 4, CONNECTIONS)
         for number in range(rounds):
             order = [*sides.values()][:: 1 if number % 2 else -1]
             for side in order:
