@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from service.contract import wire
+from service.contract.wire.names import TOPIC
 from spark.settings import (
     CSV,
     HOUR_MS,
@@ -357,7 +357,7 @@ def _wrong_repair(options: RepairOptions) -> str:
     if wrong := [name for name in options.kinds if name not in REPAIRED_KINDS]:
         return f"argument --kind: {wrong[0]!r} cannot be repaired: give {' or '.join(REPAIRED_KINDS)}"
     for name, topic in (("--into", options.into), ("--clean", options.clean)):
-        if topic and wire.TOPIC.fullmatch(topic) is None:
+        if topic and TOPIC.fullmatch(topic) is None:
             return f"argument {name}: {topic!r} is no name of a topic"
     if options.clean and (not options.into or options.into == options.clean):
         return "argument --clean: give the topic that gets the records with --into, another one than --clean"
@@ -431,7 +431,7 @@ def _since(now_ms: int) -> Callable[[str], int]:
 def _identity(text: str) -> tuple[str, str]:
     """Parse TOPIC=EXPRESSION; ArgumentTypeError, which argparse prints, for any other text."""
     topic, equals, expression = text.partition("=")
-    if not (equals and wire.TOPIC.fullmatch(topic.strip()) and expression.strip()):
+    if not (equals and TOPIC.fullmatch(topic.strip()) and expression.strip()):
         raise argparse.ArgumentTypeError(f"{text!r} is not TOPIC=EXPRESSION")
     return topic.strip(), expression.strip()
 

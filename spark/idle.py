@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from service.contract import wire
+from service.contract.wire.names import findings_topic
 from spark import finished_runs, maintenance
 from spark.before_spark import BeforeSpark
 from spark.errors import CannotRun, NeedsSpark
@@ -143,7 +143,7 @@ def checked_balance(context: RunContext, shown: Shown) -> Balance:
 
 def _check_published(admin: LibrdkafkaAdmin, context: RunContext, shown: Shown) -> None:
     """Check that the topic of findings has those of the last run; NeedsSpark otherwise."""
-    name = wire.findings_topic(context.settings.shared.namespace)
+    name = findings_topic(context.settings.shared.namespace)
     topic = admin.describe([name]).get(name)
     if not shown.published or topic is None or not admin.compacted([name]):
         raise NeedsSpark("findings are published")

@@ -9,7 +9,8 @@ from typing import Any, Final
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.ids import ID_BYTES, event_id
 from spark import frames, rule_table
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
@@ -28,13 +29,13 @@ VALUE_CHARS: Final = 500
 # The years 1 to 9999, which datetime supports.
 CALENDAR_MS: Final = (-62_135_596_800_000, 253_402_300_800_000)
 
-_ID: Final = re.compile(rf"[0-9a-f]{{{2 * wire.ID_BYTES}}}")
+_ID: Final = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
 
 
 def ids_of(text: str) -> list[bytes]:
     """Return the ids that a text may name: an id in hexadecimal digits, and the id of a key in the empty scope."""
     written = [bytes.fromhex(text)] if _ID.fullmatch(text) else []
-    return [*written, wire.event_id(text)]
+    return [*written, event_id(text)]
 
 
 def show(spark: SparkSession, shared: SharedSettings, root: str, text: str) -> Iterator[str]:

@@ -24,7 +24,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.stack import Kafka, Redis, StackError, free_port
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.names import findings_topic
 
 # Characters that a careless configuration would not escape, or would reveal.
 PASSWORD: Final = 'pa"ss\\wo,r=d $1'
@@ -223,7 +224,7 @@ def acls_of_job(namespace: str, topics: str) -> list[Acl]:
     ]
     return [
         *readable,
-        (ResourceType.TOPIC, wire.findings_topic(namespace), ResourcePatternType.LITERAL, (a.CREATE, a.WRITE)),
+        (ResourceType.TOPIC, findings_topic(namespace), ResourcePatternType.LITERAL, (a.CREATE, a.WRITE)),
     ]
 
 

@@ -6,7 +6,7 @@ from deploy.demo.audit import Report
 from deploy.demo.client import Place, Tally
 from deploy.demo.delays import Delays
 from deploy.demo.truth import Topic
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 
 _SHOWN = 5  # examples of one kind of mistake
 

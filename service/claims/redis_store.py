@@ -34,7 +34,7 @@ from service.claims.redis_seeds import Address, WronglyAddressed
 from service.claims.state_codec import AT, CorruptState, RowPacker, unpack, unpack_claim
 from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, KeyState, Outcome, Row
 from service.contract import PREFIX, SettingsError
-from service.contract.wire import newer_version
+from service.contract.wire.versions import newer_version
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import Fenced, StoreAway, StoreBug, StoreIncomplete, StoreLost, StoreUnanswered

@@ -7,7 +7,8 @@ from struct import error as StructError  # noqa: N812 - the module's own name sa
 from typing import Final, Self
 
 from service.claims.states import Claim, Claimed, Delivered, DeliveredBatch, Outcome, Row
-from service.contract.wire import ID_BYTES, TOPIC_CHARS_MAX
+from service.contract.wire.ids import ID_BYTES
+from service.contract.wire.names import TOPIC_CHARS_MAX
 
 # Entries that the script unpacks and writes at once, see AT_ONCE in claims.lua.
 UNPACKED_AT_ONCE: Final = 100

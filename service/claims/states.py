@@ -29,7 +29,7 @@ class Delivered(msgspec.Struct, frozen=True, gc=False):
     """The id is in Kafka at these coordinates. `at` is accepted_at, `ts` the record's timestamp, both in ms.
 
     `ttl_s` is the key's retention by a rule, in seconds; 0 for the service's own. `refused` says why the event was
-    refused, if it is in a quarantine topic (wire.Entry), else it is empty.
+    refused, if it is in a quarantine topic (ledger_entries.Entry), else it is empty.
     """
 
     at: int

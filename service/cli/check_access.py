@@ -6,7 +6,7 @@ from typing import Final
 
 from service.cli.finding import Finding, Level, grouped, judged
 from service.contract import Rules
-from service.contract.wire import transactional_id
+from service.contract.wire.names import transactional_id
 from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic
 from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.topics import InternalTopics

@@ -16,7 +16,9 @@ from service.cli import doctor as doctors
 from service.cli import look, show
 from service.cli.finding import Level, worst
 from service.contract import Rules, SettingsError
-from service.contract.wire import NewerVersion, event_id, ledger_topic, member_id
+from service.contract.wire.ids import event_id, member_id
+from service.contract.wire.names import ledger_topic
+from service.contract.wire.versions import NewerVersion
 from service.core.problems import KafkaAway, Problem, StoreAway, StoreLost, StoreUnanswered
 from service.core.settings import Settings
 from service.events.event import parse_key

@@ -26,14 +26,11 @@ from service.cli.finding import Finding, Level
 from service.cli.parts import kafka_admin, keys_view
 from service.cli.redis_view import KeysView
 from service.contract import Rules
-from service.contract.wire import (
-    LedgerRecord,
-    WireError,
-    decode_ledger,
-    encode_answers,
-    transactional_id,
-    ttl_of_retention,
-)
+from service.contract.wire.control import ttl_of_retention
+from service.contract.wire.journal import encode_answers
+from service.contract.wire.ledger import LedgerRecord, decode_ledger
+from service.contract.wire.names import transactional_id
+from service.contract.wire.versions import WireError
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.core.redis_address import kind_of
 from service.core.settings import Settings

@@ -8,16 +8,10 @@ from service.claims.keys import Found
 from service.claims.states import Claimed, Delivered, DeliveredBatch
 from service.cli.parts import kafka_admin, keys_view
 from service.cli.redis_view import SlotView
-from service.contract.wire import (
-    Begin,
-    Entry,
-    LedgerOffsets,
-    LedgerRecord,
-    NewerVersion,
-    WireError,
-    decode_ledger,
-    ledger_topic,
-)
+from service.contract.wire.ledger import Begin, LedgerRecord, decode_ledger
+from service.contract.wire.ledger_entries import Entry, LedgerOffsets
+from service.contract.wire.names import ledger_topic
+from service.contract.wire.versions import NewerVersion, WireError
 from service.core.settings import Settings
 from service.kafka.admin import KafkaAdmin
 from service.kafka.reader import high_watermarks, offsets_since, read_between

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from service.contract.settings import KEY_TTL_MOST_S, SettingsError
-from service.contract.wire import TOPIC
+from service.contract.wire.names import TOPIC
 
 Table = dict[str, Any]
 Faults = Iterator[tuple[str, str]]

@@ -27,7 +27,7 @@ from service.contract.registry_rules import RegistryRule, registry_faults, regis
 from service.contract.settings import PREFIX, SettingsError, SharedSettings
 from service.contract.sink_rules import SinkRule, sink_faults, sink_rule
 from service.contract.source_rules import SourceRule, source_faults, source_rule
-from service.contract.wire import internal_topics
+from service.contract.wire.names import internal_topics
 
 
 class Guarantee(Enum):

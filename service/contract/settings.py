@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
-from service.contract.wire import TOPIC, TOPIC_CHARS_MAX, internal_topics
+from service.contract.wire.names import TOPIC, TOPIC_CHARS_MAX, internal_topics
 
 PREFIX: Final = "FENCEPOST_"
 FILE: Final = "_FILE"

@@ -23,7 +23,7 @@ from service.contract.faults import (
     ttl_faults,
     unknown_faults,
 )
-from service.contract.wire import RESERVED_HEADERS, TRACE_HEADER
+from service.contract.wire.headers import RESERVED_HEADERS, TRACE_HEADER
 
 NO_SIGNATURE: Final = "none"
 HMAC: Final = "hmac"

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from service.contract import PREFIX, SharedSettings, integer, matching, one_of, setting, tls_context, tls_faults
 from service.contract.settings import cafile_faults, is_bare, printable, server_tls_faults, switch
-from service.contract.wire import INSTANCE
+from service.contract.wire.names import INSTANCE
 from service.core.redis_address import is_tls, kind_of, redis_address
 
 COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from service.contract.wire import Header, event_id
+from service.contract.wire.ids import Header, event_id
 from service.core.problems import INVALID_KEY, Problem
 from service.events.base64_text import decode_base64
 from service.events.event import (

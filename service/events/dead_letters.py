@@ -8,16 +8,15 @@ was refused.
 
 from typing import Final
 
-from service.contract.wire import (
+from service.contract.wire.headers import (
     CALLER_HEADER,
     CODE_HEADER,
     DETAIL_HEADER,
     PARTITION_HEADER,
     TIMESTAMP_HEADER,
     TOPIC_HEADER,
-    Header,
-    fingerprint,
 )
+from service.contract.wire.ids import Header, fingerprint
 from service.core.problems import (
     INVALID_JSON,
     INVALID_KEY,
@@ -48,9 +47,9 @@ _CHAR_BYTES: Final = 6
 
 
 class DeadLetter(Event, eq=False, gc=False, kw_only=True):
-    """An event for a quarantine topic. `refused` is why, in the form of wire.Entry; `ttl_s` the retention of its key.
+    """An event for a quarantine topic. `refused` is why, in the form of ledger_entries.Entry.
 
-    `ttl_s` is in seconds, 0 for the service's own.
+    `ttl_s` is the retention of its key in seconds, 0 for the service's own.
     """
 
     refused: str
@@ -106,7 +105,7 @@ def body_fingerprint(body: bytes | None) -> bytes:
 
 
 def refused_of(problem: Problem) -> str:
-    """Encode why a request is refused, as wire.Entry has it."""
+    """Encode why a request is refused, as ledger_entries.Entry has it."""
     detail = problem.detail.encode("utf-8", "replace").decode()
     more = " […]" if len(detail) > DETAIL_CHARS_MAX else ""
     return f"{problem.kind.code} {detail[:DETAIL_CHARS_MAX]}{more}"

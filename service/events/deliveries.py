@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from service.contract import PREFIX, KeyLocation, Rules, SettingsError, SourceRule
 from service.contract.source_rules import INDEX_MOST, pointer_steps
-from service.contract.wire import KEY_HEADER, TRACE_HEADER, Header, event_id
+from service.contract.wire.headers import KEY_HEADER, TRACE_HEADER
+from service.contract.wire.ids import Header, event_id
 from service.core.problems import INVALID_KEY, MISSING_KEY, UNUSABLE_BODY, Problem
 from service.events import dead_letters
 from service.events.dead_letters import UNUSABLE, DeadLetter

@@ -18,7 +18,7 @@ import jsonschema_rs
 
 from service.contract import RegistryRule, Rules, SchemaRule
 from service.contract.registry_rules import subject_by
-from service.contract.wire import fingerprint
+from service.contract.wire.ids import fingerprint
 from service.core.bounded import Bounded
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, SCHEMA_MISMATCH, UNKNOWN_SCHEMA, UNUSABLE_SCHEMA, Problem

@@ -8,7 +8,9 @@ from typing import Final, TypeVar
 import msgspec
 
 from service import native
-from service.contract.wire import RESERVED_HEADERS, TOPIC, TOPIC_CHARS_MAX, TRACE_HEADER, Header, event_id, fingerprint
+from service.contract.wire.headers import RESERVED_HEADERS, TRACE_HEADER
+from service.contract.wire.ids import Header, event_id, fingerprint
+from service.contract.wire.names import TOPIC, TOPIC_CHARS_MAX
 from service.core.problems import (
     INVALID_EVENT,
     INVALID_KEY,

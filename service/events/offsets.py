@@ -4,7 +4,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from service.contract.wire import TOPIC, TOPIC_CHARS_MAX, offsets_fingerprint
+from service.contract.wire.ids import offsets_fingerprint
+from service.contract.wire.names import TOPIC, TOPIC_CHARS_MAX
 from service.core.problems import INVALID_EVENT, TOO_LARGE, Problem
 from service.events.event import PARTITION_MOST, decode, invalid
 from service.kafka.group_offsets import GroupOffsets, Position

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from service.contract.wire import KEY_HEADER, RESERVED_HEADERS, Header, event_id, member_id
+from service.contract.wire.headers import KEY_HEADER, RESERVED_HEADERS
+from service.contract.wire.ids import Header, event_id, member_id
 from service.core.problems import INVALID_EVENT, INVALID_KEY, MISSING_KEY, TOO_LARGE, Problem
 from service.core.settings import EVENT_BYTES_MAX
 from service.events.base64_text import decode_base64

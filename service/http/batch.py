@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from service.contract.wire import batch_fingerprint, event_id, member_id
+from service.contract.wire.ids import batch_fingerprint, event_id, member_id
 from service.core.problems import INVALID_EVENT, MISSING_KEY, TOO_LARGE, Problem
 from service.core.settings import GROUP_EVENT_BYTES_MAX, GROUP_LEDGER_BYTES_MAX
 from service.core.time_slice import TimeSlice

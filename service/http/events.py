@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Sequence
 from functools import partial
 
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 from service.core.metrics import Telemetry
 from service.core.problems import INVALID_KEY, Problem
 from service.events import cloudevents

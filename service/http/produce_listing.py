@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.contract.wire import TOPIC
+from service.contract.wire.names import TOPIC
 from service.core.problems import INCOMPLETE, NOT_FOUND, UNKNOWN_TOPIC, KafkaAway, KafkaForbids, Problem
 from service.core.time_slice import TimeSlice
 from service.events.event import invalid

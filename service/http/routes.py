@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.claims.keys import Found
 from service.claims.states import Claimed, Delivered, DeliveredBatch
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 from service.core.metrics import Telemetry
 from service.core.problems import (
     INCOMPLETE,

@@ -91,7 +91,7 @@ class GroupOffsets(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def ledger_bytes(self) -> int:
-        """An upper bound of the bytes of wire.LedgerOffsets."""
+        """An upper bound of the bytes of ledger_entries.LedgerOffsets."""
         texts = _JSON_BYTES_MAX * (len(self.group) + len(self.member))
         return LEDGER_BYTES + texts + sum(len(each.topic) + POSITION_BYTES for each in self.positions)
 

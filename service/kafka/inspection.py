@@ -17,7 +17,7 @@ from aiokafka.record.control_record import ControlRecord
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.structs import TopicPartition
 
-from service.contract.wire import STAMP_HEADER, Stamp
+from service.contract.wire.headers import STAMP_HEADER, Stamp
 from service.kafka.client import BaseClient
 from service.kafka.hanging import ActiveProducer, Marker
 from service.kafka.metadata import Partition

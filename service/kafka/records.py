@@ -14,7 +14,7 @@ from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBat
 from aiokafka.record.util import calc_crc32c
 
 from service import native
-from service.contract.wire import Header
+from service.contract.wire.ids import Header
 from service.core.time_of_day import now_ms
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import NOT_ATTEMPTED, OF_TRANSACTION, OK, RECORD_ERRORS, RecordError, raise_if_error

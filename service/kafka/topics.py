@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from service.contract import PREFIX, SettingsError
-from service.contract.wire import control_topic, findings_topic, is_kafka_topic, ledger_topic, requests_topic
+from service.contract.wire.names import control_topic, findings_topic, is_kafka_topic, ledger_topic, requests_topic
 from service.core.problems import KafkaAway, KafkaForbids
 from service.core.settings import GROUP_LEDGER_BYTES_MAX, Settings
 from service.core.shared_task import unwaited

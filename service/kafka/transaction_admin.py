@@ -10,7 +10,8 @@ from aiokafka import errors
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
-from service.contract.wire import Stamp, WireError
+from service.contract.wire.headers import Stamp
+from service.contract.wire.versions import WireError
 from service.kafka.admin import ASK_TRIES, UNANSWERED, KafkaAdmin
 from service.kafka.hanging import ActiveProducer, RecordCoordinates
 from service.kafka.init_producer_id import remedy, timeout_refused

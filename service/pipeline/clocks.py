@@ -13,7 +13,7 @@ import time
 from typing import Final
 
 from service.claims.keys import Keys
-from service.contract.wire import encode_answers
+from service.contract.wire.journal import encode_answers
 from service.core import time_of_day
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.kafka.admin import KafkaAdmin

@@ -9,15 +9,8 @@ from msgspec.structs import replace
 
 from service.claims.states import Delivered, DeliveredBatch, Row
 from service.contract import Guarantee
-from service.contract.wire import (
-    KEY_HEADER,
-    STAMP_HEADER,
-    TRACE_HEADER,
-    CommittedOffset,
-    LedgerOffsets,
-    encode_stamp,
-    stamp_end,
-)
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, TRACE_HEADER, encode_stamp, stamp_end
+from service.contract.wire.ledger_entries import CommittedOffset, LedgerOffsets
 from service.events.dead_letters import DeadLetter
 from service.events.event import Event, partition_of
 from service.kafka.group_offsets import OFFSETS_TOPIC, GroupOffsets, partition_of_group

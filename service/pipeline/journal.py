@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from service.contract.wire import encode_answers
+from service.contract.wire.journal import encode_answers
 from service.core.metrics import Telemetry
 from service.core.problems import TOO_LARGE, KafkaAway
 from service.core.supervision import supervise
@@ -30,7 +30,7 @@ PAUSE_S: Final = 0.5
 
 
 class _Answer(msgspec.Struct, gc=False):
-    """One answer, in the JSON format of wire.encode_answer."""
+    """One answer, in the JSON format of wire.journal.encode_answer."""
 
     id: str
     fp: str

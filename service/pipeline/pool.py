@@ -14,7 +14,8 @@ import structlog
 
 from service.claims.keys import DEAD, FREE, MINE, Heartbeat, Keys, StoreGeneration
 from service.claims.states import SlotEvent, SlotState
-from service.contract.wire import NewerVersion, transactional_id
+from service.contract.wire.names import transactional_id
+from service.contract.wire.versions import NewerVersion
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import (

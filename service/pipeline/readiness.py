@@ -5,7 +5,7 @@ from typing import Final
 
 from service.claims.keys import Keys, ServerIdentity
 from service.claims.redis_requirements import POLICY_CHANGE
-from service.contract.wire import NewerVersion
+from service.contract.wire.versions import NewerVersion
 from service.core.problems import KafkaAway, StoreAway, StoreUnanswered
 from service.core.shared_task import shared
 from service.core.supervision import Cancelled

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from service.contract.wire import TRACE_HEADER
+from service.contract.wire.headers import TRACE_HEADER
 from service.core.logs import Incident
 from service.core.settings import GROUP_LEDGER_BYTES_MAX
 from service.events.event import Event

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 from service.claims.keys import Keys
 from service.claims.states import Claim, Delivered, Outcome, RequestEvent, RequestState
 from service.contract import Guarantee
-from service.contract.wire import ledger_topic, stamp_writer
+from service.contract.wire.headers import stamp_writer
+from service.contract.wire.names import ledger_topic
 from service.core.metrics import Telemetry
 from service.core.problems import (
     OUTCOME_UNKNOWN,

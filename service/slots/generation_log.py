@@ -5,7 +5,7 @@ import contextlib
 import secrets
 
 from service.claims.keys import StoreGeneration
-from service.contract.wire import (
+from service.contract.wire.control import (
     GENERATION_KEY,
     Generation,
     barrier_key,

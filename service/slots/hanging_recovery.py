@@ -13,7 +13,7 @@ import structlog
 from aiokafka import errors
 from prometheus_client import Counter
 
-from service.contract.wire import NewerVersion, WireError
+from service.contract.wire.versions import NewerVersion, WireError
 from service.core.time_slice import TimeSlice
 from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import OFFSETS_TOPIC

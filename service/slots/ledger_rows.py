@@ -8,17 +8,9 @@ import structlog
 
 from service.claims.states import Delivered, DeliveredBatch, Row
 from service.contract.settings import KEY_TTL_MOST_S
-from service.contract.wire import (
-    FINGERPRINT_BYTES,
-    ID_BYTES,
-    LEDGER_VERSIONS,
-    TOPIC_CHARS_MAX,
-    NewerVersion,
-    WireError,
-    batch_fingerprint,
-    is_newer,
-    newer_version,
-)
+from service.contract.wire.ids import FINGERPRINT_BYTES, ID_BYTES, batch_fingerprint
+from service.contract.wire.names import TOPIC_CHARS_MAX
+from service.contract.wire.versions import LEDGER_VERSIONS, NewerVersion, WireError, is_newer, newer_version
 from service.events.event import PARTITION_MOST
 from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.reader import Item
@@ -35,7 +27,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class LedgerEntry(msgspec.Struct, omit_defaults=True, gc=False):
-    """wire.Entry in JSON."""
+    """ledger_entries.Entry in JSON."""
 
     id: _Id
     fp: _Fingerprint
@@ -51,7 +43,7 @@ class LedgerEntry(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class _Offsets(msgspec.Struct):
-    """The fields of wire.LedgerOffsets that a recovery reads."""
+    """The fields of ledger_entries.LedgerOffsets that a recovery reads."""
 
     batch: _Id
     fp: _Fingerprint
@@ -62,7 +54,7 @@ class _Offsets(msgspec.Struct):
 
 
 class _Record(msgspec.Struct):
-    """wire.LedgerRecord in JSON, or a begin record, which has no entries."""
+    """ledger.LedgerRecord in JSON, or a begin record, which has no entries."""
 
     v: int
     begin: bool = False
@@ -82,7 +74,7 @@ class _Versioned(msgspec.Struct):
     v: int
 
 
-# Faster than wire.decode_ledger: a store recovery decodes millions of entries.
+# Faster than ledger.decode_ledger: a store recovery decodes millions of entries.
 _decode = msgspec.json.Decoder(_Record).decode
 _decode_producer = msgspec.json.Decoder(_Producer).decode
 _decode_version = msgspec.json.Decoder(_Versioned).decode

@@ -8,7 +8,7 @@ import contextlib
 
 from service.claims.keys import REPLAY_CHUNK, Keys, StoreGeneration
 from service.claims.states import Row, SlotEvent
-from service.contract.wire import transactional_id
+from service.contract.wire.names import transactional_id
 from service.core import time_of_day
 from service.core.metrics import Telemetry
 from service.core.problems import StoreLost

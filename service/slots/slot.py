@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from service.claims.keys import Keys, StoreGeneration
 from service.claims.states import SLOT, Claim, Row, SlotEvent, SlotState
-from service.contract.wire import Begin, encode_ledger
+from service.contract.wire.ledger import Begin, encode_ledger
 from service.core.problems import StoreLost
 from service.core.time_slice import yield_after
 from service.kafka.group_offsets import GroupOffsets

@@ -19,7 +19,9 @@ from service.claims.keys import Found, Keys, ServerIdentity, StoreGeneration, ch
 from service.claims.redis_requirements import POLICY_CHANGE
 from service.claims.states import Row
 from service.contract import PREFIX
-from service.contract.wire import LedgerRecord, NewerVersion, transactional_id
+from service.contract.wire.ledger import LedgerRecord
+from service.contract.wire.names import transactional_id
+from service.contract.wire.versions import NewerVersion
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaRefusesSetting, StoreAway, StoreLost, StoreUnanswered

@@ -13,7 +13,9 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import wire
+from service.contract.wire.headers import KEY_HEADER, RESERVED_HEADERS, STAMP_HEADER, STAMP_VERSION, TRACE_HEADER
+from service.contract.wire.ids import FINGERPRINT_BYTES, ID_BYTES
+from service.contract.wire.versions import LEDGER_VERSIONS, VERSION, VERSION_MOST
 from spark import frames, rule_table
 from spark.errors import CannotRun
 from spark.reading import source, wire_expressions
@@ -95,7 +97,7 @@ def copies(records: DataFrame, frozen_ms: int, identities: Mapping[str, str] | N
     read = _parse_headers(_with_headers(records, identities or {}), refuses_newer=True)
     kind = _kind()
     has_header, record_key = F.col("has_fencepost_header"), F.col("key")
-    unparsed = _rejected(f"a {wire.STAMP_HEADER} header that cannot be parsed", F.col("fencepost_header"))
+    unparsed = _rejected(f"a {STAMP_HEADER} header that cannot be parsed", F.col("fencepost_header"))
     columns = {
         "kind": kind,
         "id": F.when(has_header, F.col("header_id"))
@@ -140,8 +142,8 @@ def _refuse(what: str, version: Column, known: Collection[int], remedy: str = ""
 
 
 def _is_newer(version: Column, known: Collection[int]) -> Column:
-    """Check whether a version is one that a newer release may have introduced, as wire.is_newer does."""
-    return version.between(max(known) + 1, wire.VERSION_MOST)
+    """Check whether a version is one that a newer release may have introduced, as versions.is_newer does."""
+    return version.between(max(known) + 1, VERSION_MOST)
 
 
 def _with_headers(records: DataFrame, identities: Mapping[str, str]) -> DataFrame:
@@ -149,7 +151,7 @@ def _with_headers(records: DataFrame, identities: Mapping[str, str]) -> DataFram
 
     `key_bytes` is the idempotency key; without both headers that of the topic's expression in `identities`.
     """
-    header, key = _header(wire.STAMP_HEADER), _header(wire.KEY_HEADER)
+    header, key = _header(STAMP_HEADER), _header(KEY_HEADER)
     key_bytes = F.when(F.octet_length(key) > 0, key)
     for topic, expression in identities.items():
         identity = wire_expressions.as_binary(identity_of(expression))
@@ -200,8 +202,8 @@ def with_own_identity(records: DataFrame) -> DataFrame:
     """
     with_headers = records.select(
         *records.columns,
-        _header(wire.STAMP_HEADER).cast("string").alias("fencepost_header"),
-        _header(wire.KEY_HEADER).cast("string").alias("own_key"),
+        _header(STAMP_HEADER).cast("string").alias("fencepost_header"),
+        _header(KEY_HEADER).cast("string").alias("own_key"),
     )
     computed, _ = _fingerprints()
     own_id = F.when(F.col("has_fencepost_header"), F.col("header_id")).alias("own_id")
@@ -215,7 +217,7 @@ def by_header(records: DataFrame, frozen_ms: int) -> DataFrame:
     → the columns but `key, value, headers`, with `id binary` (null without a valid header) and `event_ms bigint`, the
     acceptance in that header, else the timestamp: always a plausible time. A header of a later version fails the run.
     """
-    header = _header(wire.STAMP_HEADER).cast("string").alias("fencepost_header")
+    header = _header(STAMP_HEADER).cast("string").alias("fencepost_header")
     read = _parse_headers(records.select(*records.columns, header), refuses_newer=True)
     kept = [name for name in records.columns if name not in ("key", "value", "headers")]
     has_header = F.col("has_fencepost_header")
@@ -250,8 +252,8 @@ def _fingerprints() -> tuple[Column, Column]:
     A traceparent header was added by the service or a tracer, or sent by the client; only the client's is part of the
     request.
     """
-    client = F.filter("headers", lambda header: ~header["key"].isin(*wire.RESERVED_HEADERS, wire.TRACE_HEADER))
-    traces = F.filter("headers", lambda header: header["key"] == wire.TRACE_HEADER)
+    client = F.filter("headers", lambda header: ~header["key"].isin(*RESERVED_HEADERS, TRACE_HEADER))
+    traces = F.filter("headers", lambda header: header["key"] == TRACE_HEADER)
     # The service's traceparent header comes before the client's.
     sent = F.slice(traces, 2, F.size(traces))
     traced = (
@@ -277,20 +279,20 @@ def _parse_headers(read: DataFrame, *, refuses_newer: bool) -> DataFrame:
     decoding. A header of a later version fails the run if `refuses_newer`: its id, and so all verdicts about it, are
     not known. Without `refuses_newer` that header is not valid.
     """
-    header, known = F.col("fencepost_header"), (wire.VERSION,)
+    header, known = F.col("fencepost_header"), (VERSION,)
     version = F.substring_index(header, ";", 1).try_cast("int")
-    is_newer = header.rlike(f"^{wire.STAMP_VERSION}") & _is_newer(version, known)
+    is_newer = header.rlike(f"^{STAMP_VERSION}") & _is_newer(version, known)
     unless = "; or, if no release of Fencepost has written it, leave its topic out with --without-topics"
-    newer = _refuse(f"a record with a {wire.STAMP_HEADER} header", version, known, unless)
-    split = F.when(header.startswith(f"{wire.VERSION};"), F.split(header, ";", 9))
+    newer = _refuse(f"a record with a {STAMP_HEADER} header", version, known, unless)
+    split = F.when(header.startswith(f"{VERSION};"), F.split(header, ";", 9))
     if refuses_newer:
         split = split.when(is_newer, newer)
     parts = read.withColumn("parts", split)
     part = [F.get("parts", F.lit(nth)) for nth in range(8)]
     with_fields = parts.withColumns(
         {
-            "header_id": _unhexed(part[1], wire.ID_BYTES),
-            "header_fingerprint": _unhexed(part[2], wire.FINGERPRINT_BYTES),
+            "header_id": _unhexed(part[1], ID_BYTES),
+            "header_fingerprint": _unhexed(part[2], FINGERPRINT_BYTES),
             "header_accepted_ms": part[3].try_cast("bigint"),
             "slot": part[4].try_cast("int"),
             "pid": part[5].try_cast("bigint"),
@@ -341,8 +343,8 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
     """
     read = _bodies(records, LEDGER_SCHEMA, frozen_ms)
     body = F.col("body")
-    is_valid = body["v"].isin(*sorted(wire.LEDGER_VERSIONS)) & _has_all(body, *rule_table.PRODUCER)
-    known = wire.LEDGER_VERSIONS
+    is_valid = body["v"].isin(*sorted(LEDGER_VERSIONS)) & _has_all(body, *rule_table.PRODUCER)
+    known = LEDGER_VERSIONS
     entries = (
         F.when(_is_newer(body["v"], known), _refuse("a ledger record", body["v"], known))
         .when(is_valid & F.coalesce(body["begin"], F.lit(False)), F.array().cast(_array_type(LEDGER_SCHEMA)))
@@ -363,7 +365,7 @@ def ledger(records: DataFrame, frozen_ms: int) -> DataFrame:
         F.when(valid, F.lit(ENTERED)).alias("status"),
         F.lit(False).alias("replayed"),
         F.col("position"),
-        hash_of(_unhexed(entry["batch"], wire.ID_BYTES)).alias("batch_hash"),
+        hash_of(_unhexed(entry["batch"], ID_BYTES)).alias("batch_hash"),
         hash_of(F.try_element_at("topic_ids", entry["topic"])).alias("topic_id_hash"),
         F.when(valid, F.greatest(F.lit(0), entry["ttl"])).alias("key_ttl_s"),
         F.when(~valid, undecoded).alias("reject"),
@@ -382,8 +384,8 @@ def answers(records: DataFrame, frozen_ms: int) -> DataFrame:
     """
     read = _bodies(records, REQUESTS_SCHEMA, frozen_ms)
     body = F.col("body")
-    is_valid = (body["v"] == wire.VERSION) & body["answers"].isNotNull()
-    known = (wire.VERSION,)
+    is_valid = (body["v"] == VERSION) & body["answers"].isNotNull()
+    known = (VERSION,)
     newer = _refuse("a record of the journal", body["v"], known)
     listed = (
         F.when(_is_newer(body["v"], known), newer)
@@ -439,7 +441,7 @@ def _each(read: DataFrame, items: Column, name: str, topic_ids: Column | None = 
 
 def _undecoded(record: str, part: str) -> Column:
     """Describe (REJECTED) why a record, or one of its parts, was not decoded."""
-    return F.when(F.col(part).isNull(), _rejected(f"no {record} of version {wire.VERSION}", F.col("value"))).otherwise(
+    return F.when(F.col(part).isNull(), _rejected(f"no {record} of version {VERSION}", F.col("value"))).otherwise(
         _rejected(f"a {record} whose {part} lacks a field or has one of another form", F.to_json(part))
     )
 
@@ -512,7 +514,7 @@ def _has_coordinates(body: Column) -> Column:
 
 def _identified(body: Column) -> Column:
     """Check whether an entry or answer has an id and a fingerprint of the right form; false, never null."""
-    return _unhexed(body["id"], wire.ID_BYTES).isNotNull() & _unhexed(body["fp"], wire.FINGERPRINT_BYTES).isNotNull()
+    return _unhexed(body["id"], ID_BYTES).isNotNull() & _unhexed(body["fp"], FINGERPRINT_BYTES).isNotNull()
 
 
 def _unhexed(digits: Column, size: int) -> Column:

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings
-from service.contract.wire import is_kafka_topic
+from service.contract.wire.names import is_kafka_topic
 from spark.errors import CannotRun
 from spark.reading import connection
 from spark.reading.jvm import Py4JJavaError, jvm, nested, reason

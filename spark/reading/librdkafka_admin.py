@@ -19,7 +19,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from service.contract import SharedSettings
-from service.contract.wire import is_kafka_topic
+from service.contract.wire.names import is_kafka_topic
 from spark.errors import NeedsSpark
 from spark.reading import connection
 from spark.reading.kafka_admin import BlockingTransaction, Ends, Topic, TopicPartition

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import NoReturn
 
-from service.contract import wire
+from service.contract.wire.names import control_topic, findings_topic, ledger_topic, requests_topic
 from spark.errors import CannotRun, NeedsSpark
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, UNWANTED, Plan, options_of
 from spark.settings import Settings, matches
@@ -28,8 +28,8 @@ class Selection:
         self.globs = settings.options.topics
         self._without = settings.options.without_topics
         self._settings = settings
-        self._ledger, self._requests = wire.ledger_topic(namespace), wire.requests_topic(namespace)
-        self._own = {self._ledger, self._requests, wire.control_topic(namespace), wire.findings_topic(namespace)}
+        self._ledger, self._requests = ledger_topic(namespace), requests_topic(namespace)
+        self._own = {self._ledger, self._requests, control_topic(namespace), findings_topic(namespace)}
         # Topics that the ledger or the journal names.
         self._claimed_topics = set() if self.globs else _audited_before(settings, last_plan, topics_in_lake)
         self._last_data = [log for log in last_plan.logs if log.role in (DATA, UNWANTED)] if last_plan else []

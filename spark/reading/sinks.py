@@ -12,7 +12,8 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import BinaryType, DataType, IntegralType, StringType
 
-from service.contract import SinkRule, wire
+from service.contract import SinkRule
+from service.contract.wire.ids import ID_BYTES
 from spark import frames
 from spark.errors import CannotRun, Unreadable
 from spark.reading import iceberg
@@ -117,13 +118,13 @@ def _id(value: Column, data_type: DataType) -> Column:
     elif isinstance(data_type, StringType):
         # A database pads a CHAR(n) with spaces.
         digits = F.regexp_replace(F.trim(value), _UUID_DASHES, "$1$2$3$4$5")
-        found = F.when(F.length(digits) == 2 * wire.ID_BYTES, F.unhex(digits))
+        found = F.when(F.length(digits) == 2 * ID_BYTES, F.unhex(digits))
     else:
         raise Unreadable(
             f"the id is a {data_type.simpleString()}: write an expression for its 16 bytes, 32 hexadecimal digits, or "
             "a UUID"
         )
-    return F.when(F.octet_length(found) == wire.ID_BYTES, found)
+    return F.when(F.octet_length(found) == ID_BYTES, found)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,9 +1,9 @@
-"""Ids and fingerprints of `service.contract.wire` as native Spark expressions, without Python workers."""
+"""Ids and fingerprints of `service.contract.wire.ids` as native Spark expressions, without Python workers."""
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import wire
+from service.contract.wire.ids import ABSENT, FINGERPRINT_BYTES, ID_BYTES
 
 
 def at_partition(constant: Column, topic: Column, partition: Column) -> Column:
@@ -33,14 +33,14 @@ def sha256_head(content: Column, size: int) -> Column:
 
 
 def event_id(key: Column, scope: str = "") -> Column:
-    """Compute `wire.event_id` of a binary column with the key's bytes."""
-    return sha256_head(F.concat(literal(f"{scope}\0".encode()), key), wire.ID_BYTES)
+    """Compute `ids.event_id` of a binary column with the key's bytes."""
+    return sha256_head(F.concat(literal(f"{scope}\0".encode()), key), ID_BYTES)
 
 
 def packed(content: Column) -> Column:
     """Encode a field for the fingerprint: length in 4 bytes, big-endian, then the bytes; ffffffff for null."""
     length = F.unhex(F.lpad(F.hex(F.octet_length(content)), 8, "0"))
-    return F.coalesce(F.concat(length, content), literal(wire.ABSENT))
+    return F.coalesce(F.concat(length, content), literal(ABSENT))
 
 
 def joined(parts: Column) -> Column:
@@ -49,7 +49,7 @@ def joined(parts: Column) -> Column:
 
 
 def fingerprint(topic: Column, partition: Column | None, key: Column, headers: Column, value: Column) -> Column:
-    """Compute `wire.fingerprint` of a record.
+    """Compute `ids.fingerprint` of a record.
 
     `topic` string, `partition` int (None for a request without a partition), `key` and `value` binary, `headers`
     array<struct<key string, value binary>> with the client's headers only, null for none.
@@ -63,6 +63,6 @@ def fingerprint(topic: Column, partition: Column | None, key: Column, headers: C
     packed_headers = joined(
         F.transform(fields, lambda field: F.concat(packed(field["name"]), packed(field["content"])))
     )
-    partition_field = literal(wire.ABSENT) if partition is None else packed(as_binary(partition.cast("string")))
+    partition_field = literal(ABSENT) if partition is None else packed(as_binary(partition.cast("string")))
     content = F.concat(packed(as_binary(topic)), partition_field, packed(key), packed_headers, packed(value))
-    return sha256_head(content, wire.FINGERPRINT_BYTES)
+    return sha256_head(content, FINGERPRINT_BYTES)

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from service.contract import wire
+from service.contract.wire import ids
 from spark.errors import CannotRun
 
 LINE_BYTES_MAX: Final = 4 << 20
@@ -65,7 +65,7 @@ def read(lines: Iterable[bytes], name: str, scopes: Sequence[str], wanted: Colle
             raise CannotRun(f"--bodies {name}:{number}: a line has at most {LINE_BYTES_MAX} bytes")
         try:
             event = _decode(line)
-            made = {wire.event_id(event.idempotency_key, scope).hex(): scope for scope in scopes}
+            made = {ids.event_id(event.idempotency_key, scope).hex(): scope for scope in scopes}
             for id in made.keys() & wanted:
                 found.setdefault(id, []).append(_body(event, made[id]))
         except (msgspec.DecodeError, ValueError) as error:
@@ -80,7 +80,7 @@ def _body(event: _Line, scope: str) -> Body:
     """Make the request of an event, and its fingerprint. Raises ValueError."""
     headers = [(name, content.encode()) for name, content in (event.headers or {}).items()]
     record_key = None if event.key is None else event.key.encode()
-    fingerprint = wire.fingerprint(event.topic, event.partition, record_key, headers, _value(event))
+    fingerprint = ids.fingerprint(event.topic, event.partition, record_key, headers, _value(event))
     envelope = _Envelope(**{name: getattr(event, name) for name in _FIELDS})
     return Body(event.idempotency_key, scope, fingerprint.hex(), msgspec.json.encode(envelope))
 

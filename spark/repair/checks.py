@@ -5,7 +5,8 @@ from contextlib import closing
 
 from pyspark.sql import SparkSession
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.names import internal_topics
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import Ends, KafkaAdmin, Topic, TopicPartition
 from spark.repair import copier, layouts
@@ -14,7 +15,7 @@ from spark.repair.layouts import Layout, ReadUntil
 
 def check_target(admin: KafkaAdmin, namespace: str, topics: Mapping[str, Topic], target: str) -> None:
     """Check that a topic takes records as they are; CannotRun with the remedy otherwise."""
-    if target in wire.internal_topics(namespace):
+    if target in internal_topics(namespace):
         raise CannotRun(f"--into {target}: this topic is Fencepost's own: name another one")
     if target not in topics:
         raise CannotRun(f"--into {target}: the topic does not exist: create it, with the partitions of its source")

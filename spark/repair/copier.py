@@ -12,7 +12,10 @@ from weakref import WeakKeyDictionary
 
 from pyspark.sql import SparkSession
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire import ids
+from service.contract.wire.headers import RESERVED_HEADERS, STAMP_HEADER, TRACE_HEADER, Stamp
+from service.contract.wire.versions import WireError
 from spark.errors import CannotRun
 from spark.reading import connection
 from spark.reading.jvm import Py4JJavaError, gateway, jvm, reason
@@ -164,16 +167,16 @@ def is_record_of(record: Record, id: str, fingerprint: str | None, *, has_header
     With Fencepost's header the header's id and fingerprint are compared, without it the fingerprint of the content. The
     consumer has checked the checksum of the record's batch (`check.crcs`).
     """
-    stamps = [value for name, value in record.headers if name == wire.STAMP_HEADER and value is not None]
+    stamps = [value for name, value in record.headers if name == STAMP_HEADER and value is not None]
     if has_header:
         try:
-            stamp = wire.Stamp.decode(stamps[0]) if stamps else None
-        except wire.WireError:
+            stamp = Stamp.decode(stamps[0]) if stamps else None
+        except WireError:
             return False
         return stamp is not None and (stamp.id.hex(), stamp.fingerprint.hex()) == (id, fingerprint)
-    own = (*wire.RESERVED_HEADERS, wire.TRACE_HEADER)
+    own = (*RESERVED_HEADERS, TRACE_HEADER)
     headers = [(name, value or b"") for name, value in record.headers if name not in own]
-    content = wire.fingerprint(record.topic, None, record.key, headers, record.value)
+    content = ids.fingerprint(record.topic, None, record.key, headers, record.value)
     return not stamps and content.hex() == fingerprint
 
 

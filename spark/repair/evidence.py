@@ -9,7 +9,8 @@ import msgspec
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.names import ledger_topic, requests_topic
 from spark import frames
 from spark.errors import CannotRun
 from spark.reading import source, wire_expressions
@@ -80,7 +81,7 @@ def claims(
     """
     if not accepted_ms:
         return {}
-    topics = [wire.ledger_topic(shared.namespace), wire.requests_topic(shared.namespace)]
+    topics = [ledger_topic(shared.namespace), requests_topic(shared.namespace)]
     with closing(KafkaAdmin(spark, shared)) as admin:
         spans = _spans_since(admin, topics, min(accepted_ms.values()) - _CLOCKS_APART_MS)
     wanted = F.broadcast(frames.rows_of(spark, "id string", [{"id": id} for id in accepted_ms]))

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql import Row
 
-from service.contract import wire
+from service.contract.wire.ids import event_id
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.repair import bodies, copier, entries, evidence
@@ -24,7 +24,7 @@ def lost_events(invocation: Invocation, found: Sequence[Mapping[str, Any]]) -> l
         return []
     ids = [finding["id"] for finding in lost]
     scopes = ("", *invocation.options.scopes)
-    renewed = {id: [wire.event_id(entries.new_key(id), scope).hex() for scope in scopes] for id in ids}
+    renewed = {id: [event_id(entries.new_key(id), scope).hex() for scope in scopes] for id in ids}
     rows = evidence.rows_of_ids(invocation.lake, [*ids, *(one for ones in renewed.values() for one in ones)])
     # Of an unknown age, for which the service refuses each key that it does not remember.
     accepted = {id: min((row["accepted_ms"] for row in rows.get(id, ())), default=0) for id in ids}

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import httpx
 
-from service.contract import wire
+from service.contract.wire.ids import event_id
 from spark.errors import CannotRun
 from spark.repair.bodies import Body
 from spark.repair.entries import (
@@ -111,7 +111,7 @@ def _judged(entry: Entry, key: str, answer: Answer) -> Entry:
         return replace(done, outcome=UNSETTLED if answer.status in (0, *RETRIED) else outcome)
     topic, partition, offset = answer.written
     done = replace(done, written_topic=topic, written_partition=partition, written_offset=offset)
-    if answer.id != wire.event_id(key, entry.body.scope).hex():
+    if answer.id != event_id(key, entry.body.scope).hex():
         return replace(done, outcome=OTHER_CALLER, detail=f"the id is {answer.id}: the token is another caller's")
     # A replay that names other coordinates is of a later write: of an earlier attempt, or of the event's sender.
     if answer.is_replay and answer.written in entry.lost_at:

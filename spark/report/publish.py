@@ -22,7 +22,8 @@ from typing import Any, Final
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.names import findings_topic
 from spark import frames
 from spark.errors import CannotRun
 from spark.reading import connection, source
@@ -81,7 +82,7 @@ class PublishedTopic:
 
 def prepare(admin: KafkaAdmin, namespace: str) -> PublishedTopic:
     """Create the topic if needed, and return its state; CannotRun if the topic exists and is not compacted."""
-    topic = admin.ensure_compacted(wire.findings_topic(namespace), "pass --no-publish")
+    topic = admin.ensure_compacted(findings_topic(namespace), "pass --no-publish")
     return state_of(admin, topic)
 
 
@@ -94,7 +95,7 @@ def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, run: 
         return
     if not replaces:
         raise CannotRun(
-            f"topic {wire.findings_topic(shared.namespace)!r} has findings that another lake has published: pass "
+            f"topic {findings_topic(shared.namespace)!r} has findings that another lake has published: pass "
             f"--replace-findings if --lake {lake.root} takes the place of that lake, else --no-publish"
         )
     lake.append(TABLE, sent, run)
@@ -102,7 +103,7 @@ def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, run: 
 
 def _in_topic(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> DataFrame:
     """Read the findings in the topic (PUBLISHED), without those with a tombstone."""
-    name = wire.findings_topic(shared.namespace)
+    name = findings_topic(shared.namespace)
     spans = {
         (name, partition): span
         for partition, span in enumerate(zip(topic.log_starts, topic.high_watermarks, strict=True))
@@ -174,7 +175,7 @@ def mark_unsent(lake: Lake, run: int) -> None:
 def _with_sent(lake: Lake, shared: SharedSettings, topic: PublishedTopic, sent: int) -> PublishedTopic:
     """Return the topic after so many records were sent; unchanged if it was deleted or recreated meanwhile, or has
     other records."""
-    name = wire.findings_topic(shared.namespace)
+    name = findings_topic(shared.namespace)
     with closing(KafkaAdmin(lake.spark, shared)) as admin:
         described = admin.describe([name]).get(name)
         if described is None or described.topic_id != topic.topic_id:
@@ -218,7 +219,7 @@ def _send(unsent: DataFrame, shared: SharedSettings) -> None:
     """Send values with Kafka's idempotent producer and acks=all; returns when all of them are acknowledged."""
     records = unsent.select(F.col("finding_id").cast("binary").alias("key"), F.col("value").cast("binary"))
     options = {f"kafka.{name}": value for name, value in connection.for_kafka_clients(shared).items()}
-    topic = wire.findings_topic(shared.namespace)
+    topic = findings_topic(shared.namespace)
     records.write.format("kafka").options(**options).option("topic", topic).save()
 
 

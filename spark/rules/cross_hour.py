@@ -9,7 +9,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import wire
+from service.contract.wire.ids import ID_BYTES
 from spark import frames, rule_table
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, hash_of
@@ -377,6 +377,6 @@ def _is_of_caller(caller: Column) -> Column:
             wire_expressions.literal(b"\0"),
             wire_expressions.as_binary(F.col("key")),
         ),
-        wire.ID_BYTES,
+        ID_BYTES,
     )
     return (id == F.col("id")) | F.coalesce(hash_of(id) == F.col("batch_hash"), F.lit(False))

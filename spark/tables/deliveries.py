@@ -13,7 +13,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import wire
+from service.contract.wire.ids import FINGERPRINT_BYTES
 from spark import rule_table
 from spark.reading import wire_expressions
 from spark.reading.decode import ENTERED, EVENT, REJECT, REJECTED, hash_of
@@ -510,7 +510,7 @@ def _copy() -> Column:
 
 def each_fingerprint(joined: Column) -> Column:
     """Split a binary column of concatenated fingerprints into an array; null for null."""
-    size = wire.FINGERPRINT_BYTES
+    size = FINGERPRINT_BYTES
     starts = F.sequence(F.lit(1), F.octet_length(joined) - size + 1, F.lit(size))
     return F.when(
         F.octet_length(joined) >= size, F.transform(starts, lambda start: F.substring(joined, start, F.lit(size)))

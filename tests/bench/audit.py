@@ -21,7 +21,10 @@ from pyspark.sql import functions as F  # noqa: N812
 from deploy import places
 from deploy.install import java
 from deploy.stack import Kafka
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.headers import KEY_HEADER
+from service.contract.wire.ids import FINGERPRINT_BYTES, ID_BYTES
+from service.contract.wire.names import ledger_topic, requests_topic
 from spark import class_data, job
 from spark.reading import decode
 from spark.report.document import EXIT_FINDINGS, Report
@@ -198,12 +201,12 @@ def _with_strangers(spark: SparkSession, stage: Stage) -> list[Row]:
 def _strangers_s(spark: SparkSession, stage: Stage, count: int, apart_ms: int, headers: int) -> float:
     namespace = f"a-{uuid.uuid4().hex[:7]}"
     topic, now_ms = f"{namespace}-orders", int(time.time() * 1000)
-    for name in (topic, wire.ledger_topic(namespace), wire.requests_topic(namespace)):
+    for name in (topic, ledger_topic(namespace), requests_topic(namespace)):
         stage.kafka.create_topic(name, 1, {"retention.ms": "-1"})
     producer = Producer({"bootstrap.servers": stage.kafka.bootstrap, "linger.ms": 5, "message.max.bytes": 2_000_000})
     for nth in range(count):
         many: list[tuple[str, str | bytes | None]] = [("h", b"") for _ in range(headers if nth == 0 else 1)]
-        key = (wire.KEY_HEADER, b"k%d" % nth)
+        key = (KEY_HEADER, b"k%d" % nth)
         ts = now_ms - HOUR_MS - nth * apart_ms
         producer.produce(topic, b"x", headers=[key, *many], timestamp=ts, partition=0)
         producer.poll(0)
@@ -228,8 +231,8 @@ def _grow(spark: SparkSession, folder: Path, records: Records, hours: int) -> No
         "accepted_hour": deliveries.hour_of(F.col("at")),
         "is_clean": F.lit(1),
         "kind": F.lit(decode.EVENT),
-        "id": F.substring(digest, 1, wire.ID_BYTES),
-        "fingerprint": F.substring(digest, 17, wire.FINGERPRINT_BYTES),
+        "id": F.substring(digest, 1, ID_BYTES),
+        "fingerprint": F.substring(digest, 17, FINGERPRINT_BYTES),
         "topic": F.lit(records.topic),
         "partition": F.lit(0),
         "offset": -nth,

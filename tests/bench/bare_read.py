@@ -10,7 +10,10 @@ import time
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.headers import STAMP_HEADER
+from service.contract.wire.ids import ID_BYTES
+from service.contract.wire.names import ledger_topic, requests_topic
 from spark.reading import source
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
 from spark.session import JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS, open_session
@@ -34,9 +37,9 @@ def seconds(spark: SparkSession, shared: SharedSettings, records: Records, *, de
         spans: dict[TopicPartition, source.Span] = {place: (0, one.last_stable) for place, one in ends.items()}
         return source.read(spark, shared, spans, headers=headers)
 
-    stamp = F.filter("headers", lambda header: header["key"] == wire.STAMP_HEADER)[0]["value"]
-    ids = read(records.topic, headers=True).select(stamp.substr(3, 2 * wire.ID_BYTES).cast("string").alias("id"))
-    claims = {"entries": wire.ledger_topic(records.namespace), "answers": wire.requests_topic(records.namespace)}
+    stamp = F.filter("headers", lambda header: header["key"] == STAMP_HEADER)[0]["value"]
+    ids = read(records.topic, headers=True).select(stamp.substr(3, 2 * ID_BYTES).cast("string").alias("id"))
+    claims = {"entries": ledger_topic(records.namespace), "answers": requests_topic(records.namespace)}
     for part, topic in claims.items():
         if decoded:
             body = F.from_json(F.col("value").cast("string"), f"{part} array<struct<id: string>>")

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from service.contract.wire import KEY_HEADER, ledger_topic
+from service.contract.wire.headers import KEY_HEADER
+from service.contract.wire.names import ledger_topic
 from tests.bench.rows import NotRealWork
 from tests.integration.judge import wait_until_stable
 

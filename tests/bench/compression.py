@@ -14,7 +14,8 @@ from typing import Final
 from aiokafka import codec as codecs
 
 from deploy.demo.flights import flights
-from service.contract.wire import Entry, encode_ledger
+from service.contract.wire.ledger import encode_ledger
+from service.contract.wire.ledger_entries import Entry
 from tests.bench import checks
 from tests.bench.bare import Bare
 from tests.bench.rows import NotRealWork, Row

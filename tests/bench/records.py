@@ -8,7 +8,9 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
-from service.contract import wire
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER
+from service.contract.wire.names import ledger_topic, requests_topic
+from service.contract.wire.versions import VERSION
 from spark.reading import wire_expressions
 
 PARTITIONS: Final = 8
@@ -58,8 +60,8 @@ class Records:
         started = time.monotonic()
         log_append = {"message.timestamp.type": "LogAppendTime"}
         kafka.create_topic(self.topic, PARTITIONS)
-        kafka.create_topic(wire.ledger_topic(self.namespace), PARTITIONS, log_append)
-        kafka.create_topic(wire.requests_topic(self.namespace), PARTITIONS, log_append)
+        kafka.create_topic(ledger_topic(self.namespace), PARTITIONS, log_append)
+        kafka.create_topic(requests_topic(self.namespace), PARTITIONS, log_append)
         events = self._events(spark)
         self._send(kafka, events, self.topic)
         copies = events.where(F.col("nth") % COPIED_EVERY == 0)
@@ -73,11 +75,11 @@ class Records:
 
     @property
     def _ledger(self) -> str:
-        return wire.ledger_topic(self.namespace)
+        return ledger_topic(self.namespace)
 
     @property
     def _requests(self) -> str:
-        return wire.requests_topic(self.namespace)
+        return requests_topic(self.namespace)
 
     def _events(self, spark: SparkSession) -> DataFrame:
         share = self.count // PARTITIONS
@@ -115,7 +117,7 @@ class Records:
             "key",
             "value",
             F.timestamp_millis(F.col("at") + 5).alias("timestamp"),
-            F.array(self._header(wire.KEY_HEADER, F.col("name")), self._header(wire.STAMP_HEADER, self._stamp())).alias(
+            F.array(self._header(KEY_HEADER, F.col("name")), self._header(STAMP_HEADER, self._stamp())).alias(
                 "headers"
             ),
         )
@@ -125,7 +127,7 @@ class Records:
 
     def _stamp(self) -> Column:
         writer = [F.col("partition").cast("string"), F.lit("7001"), F.lit("0"), F.lit("10.0.0.7:8000")]
-        return F.concat_ws(";", F.lit(str(wire.VERSION)), "event", "fp", F.col("at").cast("string"), *writer)
+        return F.concat_ws(";", F.lit(str(VERSION)), "event", "fp", F.col("at").cast("string"), *writer)
 
     def _entry(self) -> Column:
         text = f'{{"id":"%s","fp":"%s","at":%d,"topic":"{self.topic}","partition":%d,"offset":%d,"ts":%d}}'

@@ -17,7 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import redis
 from confluent_kafka import Producer
 
-from service.contract.wire import Entry, encode_ledger, ledger_topic, transactional_id
+from service.contract.wire.ledger import encode_ledger
+from service.contract.wire.ledger_entries import Entry
+from service.contract.wire.names import ledger_topic, transactional_id
 from tests.bench.redis_servers import DeployedRedis
 from tests.bench.rows import Goal, NotRealWork, Row, growth
 from tests.bench.stage import Stage, Target

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deploy.stack import Redis
-from service.contract.wire import ledger_topic, requests_topic
+from service.contract.wire.names import ledger_topic, requests_topic
 from tests.bench.bare import Bare
 from tests.bench.client import OneClient, body_of
 from tests.bench.fill import fill

@@ -97,7 +97,7 @@ def test_a_sample_belongs_to_its_leaf_most_part() -> None:
         "main (service/__main__.py);run (uvicorn/server.py);Runner.run (asyncio/runners.py) 3\n"
         "run (uvicorn/server.py);Writer._claim (service/pipeline/writer.py);"
         "RedisKeys._send (service/claims/redis_store.py);x (<string>) 2\n"
-        "run (uvicorn/server.py);Slot.write (service/slots/slot.py);encode_ledger (service/contract/wire.py) 4\n"
+        "run (uvicorn/server.py);Slot.write (service/slots/slot.py);encode_ledger (service/contract/wire/ledger.py) 4\n"
         "run (uvicorn/server.py);do (aiokafka/producer/sender.py);wait (asyncio/tasks.py) 5\n"
     )
     found: Counter[str] = Counter()

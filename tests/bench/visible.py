@@ -11,7 +11,7 @@ import httpx
 from confluent_kafka import Consumer, TopicPartition
 
 from deploy.stack import Service
-from service.contract.wire import KEY_HEADER
+from service.contract.wire.headers import KEY_HEADER
 from tests.bench.rows import Row, quantile
 from tests.bench.stage import Stage
 from tests.integration.judge import wait_until_stable

@@ -14,7 +14,7 @@ from deploy.stack import Redis
 from service.claims.keys import Keys, StoreGeneration
 from service.claims.redis_store import RedisKeys
 from service.claims.states import Claimed
-from service.contract.wire import NewerVersion
+from service.contract.wire.versions import NewerVersion
 from service.core.problems import Fenced, StoreLost
 from tests.contract.modelled import (
     ELSEWHERE,

@@ -12,7 +12,7 @@ from service.claims.keys import REPLAY_CHUNK, ServerIdentity, StoreGeneration
 from service.claims.redis_store import REPLAYS_AT_ONCE
 from service.claims.states import Claimed, Outcome
 from service.contract import Guarantee
-from service.contract.wire import encode_ledger
+from service.contract.wire.ledger import encode_ledger
 from service.core.problems import NOT_WRITTEN, SCHEMA_MISMATCH, Fenced, Problem, StoreIncomplete, StoreLost
 from service.events import dead_letters
 from service.events.event import event_of

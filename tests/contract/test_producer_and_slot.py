@@ -12,7 +12,7 @@ from aiokafka.errors import InvalidProducerEpoch
 from deploy.stack import Kafka
 from service.claims.keys import StoreGeneration
 from service.claims.states import Delivered, IllegalMove, SlotEvent, SlotState
-from service.contract.wire import Begin, LedgerRecord, decode_ledger
+from service.contract.wire.ledger import Begin, LedgerRecord, decode_ledger
 from service.core.metrics import Telemetry
 from service.core.problems import StoreAway
 from service.kafka.admin import TRANSACTIONS_1, TRANSACTIONS_AUTO, KafkaAdmin

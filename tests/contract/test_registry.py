@@ -19,7 +19,7 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 from service.contract import RegistryRule, Rules, SchemaRule, TopicRule
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 from service.core.metrics import Telemetry
 from service.core.settings import Settings
 from service.events.encoding import Encoder

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.demo.http import Connection, NoAnswer
-from service.contract.wire import STAMP_HEADER, Stamp, WireError, ledger_topic
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.names import ledger_topic
+from service.contract.wire.versions import WireError
 from tests.faults.batches import Batch, batches, producer_of
 from tests.faults.history import Request, Result, Try, read, results_of
 from tests.integration.auditing import Audit

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deploy.demo.http import Answer
-from service.contract.wire import event_id, member_id
+from service.contract.wire.ids import event_id, member_id
 from tests.integration.client import Asked, Attempt, Kind
 
 RequestKind = Literal["single", "batch", "atomic"]

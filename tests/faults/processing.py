@@ -15,7 +15,8 @@ from typing import Final
 
 from confluent_kafka import KafkaException, Producer
 
-from service.contract.wire import LedgerRecord, decode_ledger, ledger_topic
+from service.contract.wire.ledger import LedgerRecord, decode_ledger
+from service.contract.wire.names import ledger_topic
 from tests.faults.cluster import Cluster
 from tests.faults.wire import Broker
 from tests.integration.judge import read_committed

@@ -2,7 +2,7 @@
 
 import time
 
-from service.contract.wire import transactional_id
+from service.contract.wire.names import transactional_id
 from tests.faults.matrix import ALL_BROKERS_DIED_S, row
 from tests.faults.rows_service import doomed
 from tests.faults.wire import Broker

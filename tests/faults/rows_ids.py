@@ -2,7 +2,7 @@
 
 import time
 
-from service.contract.wire import transactional_id
+from service.contract.wire.names import transactional_id
 from tests.faults.batches import batches
 from tests.faults.injectors import steal
 from tests.faults.matrix import row

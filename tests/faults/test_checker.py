@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from deploy.demo.http import Answer
-from service.contract.wire import Stamp, event_id, member_id
+from service.contract.wire.headers import Stamp
+from service.contract.wire.ids import event_id, member_id
 from tests.faults.batches import Batch, parse, producer_of
 from tests.faults.checker import Evidence, Verdict, acknowledged, again, disagreements, judge
 from tests.faults.history import Log, Request, Result, Try, read, results_of, single

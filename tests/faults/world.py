@@ -21,7 +21,7 @@ import redis as redis_client
 
 from deploy import places
 from deploy.stack import Kafka, Redis, Service, StackError
-from service.contract.wire import ledger_topic, transactional_id
+from service.contract.wire.names import ledger_topic, transactional_id
 from service.pipeline.lso_watch import ABORT_SCAN_S, LOOKS_A_TIMEOUT
 from tests import kafka_versions
 from tests.faults.checker import Verdict

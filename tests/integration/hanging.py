@@ -19,19 +19,11 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its stubs fo
 )
 
 from deploy.stack import Kafka
-from service.contract.wire import (
-    STAMP_HEADER,
-    Begin,
-    CommittedOffset,
-    Entry,
-    LedgerOffsets,
-    LedgerRecord,
-    Stamp,
-    event_id,
-    fingerprint,
-    ledger_topic,
-    transactional_id,
-)
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id, fingerprint
+from service.contract.wire.ledger import Begin, LedgerRecord
+from service.contract.wire.ledger_entries import CommittedOffset, Entry, LedgerOffsets
+from service.contract.wire.names import ledger_topic, transactional_id
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import GroupOffsets

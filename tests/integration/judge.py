@@ -13,7 +13,10 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
     OffsetSpec,
 )
 
-from service.contract.wire import KEY_HEADER, STAMP_HEADER, LedgerRecord, Stamp, decode_ledger, event_id, ledger_topic
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id
+from service.contract.wire.ledger import LedgerRecord, decode_ledger
+from service.contract.wire.names import ledger_topic
 from tests.integration.client import Attempt
 
 ANSWER_S: Final = 10.0

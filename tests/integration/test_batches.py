@@ -7,7 +7,8 @@ from typing import Any
 
 import httpx
 
-from service.contract.wire import STAMP_HEADER, Stamp, batch_fingerprint, event_id, fingerprint, member_id
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.ids import batch_fingerprint, event_id, fingerprint, member_id
 from tests.conftest import MakeTopic
 from tests.integration.conftest import Stage, plan_of
 from tests.integration.judge import Delivered, ledger_faults, read_committed

@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 
-from service.contract.wire import STAMP_HEADER, Stamp, event_id, member_id
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id, member_id
 from tests.conftest import MakeTopic
 from tests.integration.conftest import Stage
 from tests.integration.judge import read_committed

@@ -12,7 +12,7 @@ import pytest
 from deploy import places
 from deploy.stack import Kafka, Redis, Service
 from service.cli import main
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Client
 from tests.integration.conftest import SETTINGS

@@ -13,7 +13,7 @@ from aiokafka.errors import OffsetOutOfRangeError
 
 from deploy import places
 from deploy.stack import Kafka
-from service.contract import wire
+from service.contract.wire.ids import event_id
 from service.fencepost import BOUNDS, Bounds, Overtaken, Reader, ReaderPosition, Saved
 from tests.integration.follower import END, Ledger, results
 from tests.spark.history import History, Writer
@@ -56,7 +56,7 @@ def run(database: Path, history: History, topic: str, *options: str) -> int:
 
 
 def expected() -> Counter[str]:
-    return Counter({wire.event_id(key).hex(): 1 for key in KEYS} | {"": 4})
+    return Counter({event_id(key).hex(): 1 for key in KEYS} | {"": 4})
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["one transaction", "two"])

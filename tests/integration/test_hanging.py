@@ -12,7 +12,7 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from confluent_kafka import OFFSET_INVALID, ConsumerGroupTopicPartitions, TopicPartition
 
 from deploy.stack import Kafka
-from service.contract.wire import Begin
+from service.contract.wire.ledger import Begin
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import GroupOffsets, Position

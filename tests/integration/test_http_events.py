@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from deploy.stack import Kafka, Service
-from service.contract.wire import Stamp, event_id, fingerprint
+from service.contract.wire.headers import Stamp
+from service.contract.wire.ids import event_id, fingerprint
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Client, events
 from tests.integration.conftest import Stage, plan_of

@@ -5,7 +5,9 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from service.contract.wire import STAMP_HEADER, LedgerRecord, Stamp, decode_ledger, ledger_topic, requests_topic
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.ledger import LedgerRecord, decode_ledger
+from service.contract.wire.names import ledger_topic, requests_topic
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, events
 from tests.integration.conftest import Stage

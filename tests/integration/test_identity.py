@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from deploy.stack import Kafka, Redis, Service
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 from tests import identity
 from tests.conftest import MakeTopic
 from tests.contract.fake_issuer import Client, FakeIssuer, IssuerUnderTest, Realm

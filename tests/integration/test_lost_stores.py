@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from service.contract.wire import internal_topics
+from service.contract.wire.names import internal_topics
 from tests.integration.client import Asked, events
 from tests.integration.conftest import Stage, plan_of
 from tests.integration.plan import Fault, until

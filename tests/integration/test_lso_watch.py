@@ -13,7 +13,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from service.contract import SharedSettings
-from service.contract.wire import ledger_topic, transactional_id
+from service.contract.wire.names import ledger_topic, transactional_id
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from service.kafka.hanging import ActiveProducer

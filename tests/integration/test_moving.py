@@ -8,7 +8,7 @@ import time
 from confluent_kafka.admin import AdminClient
 
 from deploy.stack import Service
-from service.contract.wire import ledger_topic
+from service.contract.wire.names import ledger_topic
 from tests.integration.client import Asked, events
 from tests.integration.conftest import SETTINGS, Stage
 from tests.integration.plan import until

@@ -12,7 +12,10 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as AioPartition
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicPartition
 
-from service.contract.wire import CommittedOffset, LedgerRecord, decode_ledger, event_id, ledger_topic
+from service.contract.wire.ids import event_id
+from service.contract.wire.ledger import LedgerRecord, decode_ledger
+from service.contract.wire.ledger_entries import CommittedOffset
+from service.contract.wire.names import ledger_topic
 from tests.conftest import MakeTopic
 from tests.integration.conftest import Stage
 from tests.integration.judge import ledger_faults, read_committed

@@ -19,7 +19,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.stack import Kafka, Redis, Service, StackError
-from service.contract.wire import event_id, ledger_topic
+from service.contract.wire.ids import event_id
+from service.contract.wire.names import ledger_topic
 from service.pipeline.load_shedding import ANSWERS_EACH, ANSWERS_MAX
 from tests.conftest import MakeTopic
 from tests.integration.client import Asked, Attempt, events

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from deploy.stack import Kafka, Service
-from service.contract.wire import event_id, member_id
+from service.contract.wire.ids import event_id, member_id
 from tests.integration.conftest import Stage
 from tests.integration.judge import ledger_faults, read_committed
 from tests.integration.peers import ANSWER_V2, BATCH, JSON, V2, V3, Compared, differences

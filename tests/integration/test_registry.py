@@ -12,7 +12,8 @@ from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
-from service.contract.wire import STAMP_HEADER, Stamp, fingerprint
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.ids import fingerprint
 from tests import registry
 from tests.contract.fake_registry import FakeRegistry
 from tests.integration.conftest import Stage

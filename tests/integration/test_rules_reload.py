@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from deploy.stack import Service
-from service.contract.wire import KEY_HEADER
+from service.contract.wire.headers import KEY_HEADER
 from tests.integration.conftest import Stage
 from tests.integration.judge import read_committed
 

@@ -15,7 +15,8 @@ import stripe
 
 from deploy.examples import stripe_webhook
 from service.contract import Rules
-from service.contract.wire import STAMP_HEADER, Stamp, event_id
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id
 from tests.conftest import MakeTopic
 from tests.integration.conftest import Stage
 from tests.integration.judge import ledger_faults, read_committed

@@ -11,7 +11,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from service.contract.wire import TRACE_HEADER, event_id
+from service.contract.wire.headers import TRACE_HEADER
+from service.contract.wire.ids import event_id
 from tests.conftest import MakeTopic
 from tests.integration.client import Client
 from tests.integration.conftest import Stage

@@ -21,7 +21,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # its own docu
 )
 
 from deploy.stack import Kafka, Redis, Service, free_port
-from service.contract.wire import ledger_topic, requests_topic, transactional_id
+from service.contract.wire.names import ledger_topic, requests_topic, transactional_id
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from tests.conftest import MakeTopic

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from deploy.places import ROOT
 from service.contract import Rules
-from service.contract.wire import INSTANCE
+from service.contract.wire.names import INSTANCE
 from service.core.settings import Settings
 from service.http.routes import Parts, add_probes
 from service.kafka.topics import EXTRA_S, WEEK_S

@@ -6,7 +6,7 @@ from typing import Any, Final
 import pytest
 
 from deploy.places import ROOT
-from service.contract.wire import findings_topic, internal_topics
+from service.contract.wire.names import findings_topic, internal_topics
 from service.core.settings import Settings
 from service.kafka.topic_admin import Topic
 from service.kafka.topics import InternalTopics

@@ -16,7 +16,8 @@ from confluent_kafka import Consumer, TopicPartition
 
 from deploy import console
 from deploy.stack import Kafka
-from service.contract import wire
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id
 from tests.mirrors import AWAY, PRIMARY, MirrorMaker
 from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.runs import Ran, interpreted, run, session_for_tests
@@ -89,7 +90,7 @@ class _Trial:
         self._deliver(producer, ONE, [f"while-away-{n}" for n in range(5)])
         first = self.audit(now_ms + LATER_MS)
         faults = self._compare("first run", first, late=set())
-        late = self.missed - {wire.event_id(f"tombstone-{n}").hex() for n in range(5)}
+        late = self.missed - {event_id(f"tombstone-{n}").hex() for n in range(5)}
         with self.maker:
             self._await(lambda: late <= self._copies().keys())
         second = self.audit(now_ms + 2 * LATER_MS)
@@ -119,7 +120,7 @@ class _Trial:
         self.missed = {id for kind, _, id in expected if kind == "missing_in_sink"}
         found = {(one["kind"], one["cause"], one["id"]) for one in ran.document["findings"] if one["sink"] == "away"}
         others = [one["finding_id"] for one in ran.document["findings"] if one["sink"] is None]
-        duplicate = f"duplicate:{wire.event_id('0-7').hex()}"
+        duplicate = f"duplicate:{event_id('0-7').hex()}"
         (sink,) = ran.document["sinks"]
         print(f"{title}: {dict(Counter(kind for kind, _, _ in found))}, {copies.total()} records in the mirror")
         wrong = [f"{title}: not found: {one}" for one in sorted(expected - found, key=str)]
@@ -148,9 +149,9 @@ def _read(broker: Kafka, topic: str) -> Counter[str]:
             while consumer.position([place])[0].offset < end and first < end and time.monotonic() < deadline:
                 message = consumer.poll(0.2)
                 if message is not None and message.error() is None:
-                    header = dict(message.headers() or [])[wire.STAMP_HEADER]
+                    header = dict(message.headers() or [])[STAMP_HEADER]
                     assert isinstance(header, bytes)
-                    found[wire.Stamp.decode(header).id.hex()] += 1
+                    found[Stamp.decode(header).id.hex()] += 1
                     if (message.offset() or 0) + 1 >= end:
                         break
     finally:

@@ -16,7 +16,7 @@ from typing import Final
 import psycopg
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from service.contract import wire
+from service.contract.wire.headers import STAMP_HEADER
 
 TIMEOUT_S: Final = 30.0
 # librdkafka calls none of these retriable.
@@ -163,7 +163,7 @@ def _handle(
 def row_of(message: Message) -> Row:
     """Make the row of a record from its header."""
     headers = dict(message.headers() or [])
-    header = headers[wire.STAMP_HEADER]
+    header = headers[STAMP_HEADER]
     assert isinstance(header, bytes)
     _, id, _, accepted_ms, *_ = header.decode().split(";")
     topic, partition, offset = message.topic(), message.partition(), message.offset()

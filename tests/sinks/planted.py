@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.places import ROOT
-from service.contract import wire
+from service.contract.wire.ids import event_id
 from tests.sinks.consumer import COMMITTED, STORED, Faults, Feed, Row, Store, feed_here, into_postgres
 from tests.sinks.iceberg import TABLE, Iceberg
 from tests.sinks.orders import SAID, Fault, Orders
@@ -201,7 +201,7 @@ class Trial:
         # Copies in Kafka, which a sink has too.
         copied = chance.sample(keys[0::4], 2)
         self.history.deliver(producers[1], writers[1], topic, copied, at=times[0], ts=times[0])
-        self.copies[topic] = Counter(wire.event_id(key).hex() for key in (*keys, *copied))
+        self.copies[topic] = Counter(event_id(key).hex() for key in (*keys, *copied))
         last = self.history.deliver(producers[0], writers[0], topic, [f"{seed}-last"], at=times[0], ts=times[0])[-1]
         self.copies[topic][last.id.hex()] += 1
         form = FORMS[seed % len(FORMS)]
@@ -228,7 +228,7 @@ class Trial:
             self.sinks.append(Sink(name, topic, form, place, feed, store, made_up))
 
     def _faults(self, chance: random.Random, keys: Sequence[str], copied: set[str]) -> Faults:
-        ids = [wire.event_id(key).hex() for key in keys if key not in copied]
+        ids = [event_id(key).hex() for key in keys if key not in copied]
         chance.shuffle(ids)
         cut = [0, *(chance.randrange(1, 6) for _ in range(3)), 0]
         ends = [sum(cut[: n + 1]) for n in range(len(cut))]

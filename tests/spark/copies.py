@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from service.contract import wire
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id, member_id
 from tests.spark.history import Writer
 from tests.spark.oracle import ByStage, Planted, Record, Retried
 from tests.spark.script import CAUSES, DUAL, EXPIRED, FOREIGN, FROZEN_MS, RESTART, REWRITE, TTL_MS, Builder
@@ -22,19 +23,19 @@ class Copies(Builder):
         # A tombstone, and headers that another program has added after Fencepost's.
         planted = self.plant("tombstone")
         self.delivered(planted, self.past(), value=None, record_key=self.content())
-        behind = wire.Stamp(bytes(16), bytes(8), self.past(), 1, 1, 1, "other:1").encode()
+        behind = Stamp(bytes(16), bytes(8), self.past(), 1, 1, 1, "other:1").encode()
         planted = self.plant("twice")
-        headers = ((wire.STAMP_HEADER, behind), (wire.KEY_HEADER, b"other"))
+        headers = ((STAMP_HEADER, behind), (KEY_HEADER, b"other"))
         self.delivered(planted, self.past(), headers=headers)
 
     def batches(self) -> None:
         key, at, writer = self.key("batch"), self.past(), self.new_writer()
         members = []
         for member in range(self.chance.randrange(2, 5)):
-            planted = Planted(wire.member_id(key, member), key)
+            planted = Planted(member_id(key, member), key)
             self.plants.ids.append(planted)
             topic = self.chance.choice((self.orders, self.spare))
-            batch = (wire.event_id(key), member)
+            batch = (event_id(key), member)
             members.append(self.record(planted, writer, at, topic=topic, value=self.content(), batch=batch))
             self.answer(planted, 201)
         self.commit(*members)
@@ -337,9 +338,9 @@ class Copies(Builder):
         name, at, writer = self.key("equal"), start, self.new_writer()
         key, members = self.content(), []
         for member in range(3):
-            planted = Planted(wire.member_id(name, member), name)
+            planted = Planted(member_id(name, member), name)
             self.plants.ids.append(planted)
-            batch = (wire.event_id(name), member)
+            batch = (event_id(name), member)
             members.append(self.record(planted, writer, at, ts=at + 5, record_key=key, value=b"equal", batch=batch))
         self.commit(*members)
         # A topic with client_duplicates = false.
@@ -396,9 +397,9 @@ class Copies(Builder):
         name, at, writer = self.key("whole"), self.past(), self.new_writer()
         members = []
         for member in range(3):
-            planted = Planted(wire.member_id(name, member, "caller"), name)
+            planted = Planted(member_id(name, member, "caller"), name)
             self.plants.ids.append(planted)
-            batch = (wire.event_id(name, "caller"), member)
+            batch = (event_id(name, "caller"), member)
             members.append(self.record(planted, writer, at, value=self.content(), batch=batch))
         self.commit(*members)
         for planted, first in zip(self.plants.ids[-3:], members, strict=True):

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from service.contract import wire
+from service.contract.wire.headers import STAMP_HEADER
+from service.contract.wire.ids import Header
 from tests.spark.copies import Copies
 from tests.spark.history import Writer
 from tests.spark.oracle import LOST, PENDING, THERE, ByStage, Claim, Coordinates, Planted, Record
@@ -494,9 +495,9 @@ class Script(Copies):
     def unreadable(self) -> None:
         stage = self.chance.choice((1, 2))
         requests = self.ledger.removesuffix("ledger") + "requests"
-        raw: list[tuple[str, int, bytes, tuple[wire.Header, ...]]] = [
-            (self.orders, 0, b"x", ((wire.STAMP_HEADER, b"1;nonsense"),)),
-            (self.orders, 1, b"x", ((wire.STAMP_HEADER, b""),)),
+        raw: list[tuple[str, int, bytes, tuple[Header, ...]]] = [
+            (self.orders, 0, b"x", ((STAMP_HEADER, b"1;nonsense"),)),
+            (self.orders, 1, b"x", ((STAMP_HEADER, b""),)),
             (self.ledger, self.slot, b"{", ()),
             (self.ledger, self.slot, b'{"v":0,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', ()),
             (requests, 0, b"\xff\xfe", ()),

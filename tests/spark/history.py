@@ -23,7 +23,12 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from service.contract import wire
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
+from service.contract.wire.ids import Header, event_id, fingerprint
+from service.contract.wire.journal import encode_answer, encode_answers
+from service.contract.wire.ledger import Begin, LedgerRecord
+from service.contract.wire.ledger_entries import Entry
+from service.contract.wire.names import findings_topic, ledger_topic, requests_topic, transactional_id
 
 TIMEOUT_S = 30.0
 MESSAGE_BYTES = 2_000_000
@@ -45,9 +50,9 @@ class Written:
     offset: int
     ts: int
 
-    def entry(self, **changes: Any) -> wire.Entry:
+    def entry(self, **changes: Any) -> Entry:
         values = {name: getattr(self, name) for name in ("id", "fp", "at", "topic", "partition", "offset", "ts")}
-        return wire.Entry(**(values | changes))
+        return Entry(**(values | changes))
 
     def answer(self, status: int = 201, *, replayed: bool = False, **changes: Any) -> str:
         values: dict[str, Any] = {
@@ -62,7 +67,7 @@ class Written:
             "partition": self.partition if status == 201 else None,
             "offset": self.offset if status == 201 else None,
         }
-        return wire.encode_answer(**(values | changes))
+        return encode_answer(**(values | changes))
 
 
 @dataclass
@@ -98,7 +103,7 @@ class History:
 
     def __post_init__(self) -> None:
         self.admin = AdminClient({"bootstrap.servers": self.bootstrap})
-        topics = {wire.ledger_topic(self.namespace): self.slots, wire.requests_topic(self.namespace): 2}
+        topics = {ledger_topic(self.namespace): self.slots, requests_topic(self.namespace): 2}
         timestamps = {} if self.begun_ms is None else {_TIMESTAMP_TYPE: "CreateTime"}
         for name, partitions in topics.items():
             self.topic(name, partitions, self.internal | timestamps)
@@ -172,7 +177,7 @@ class History:
         producer = Producer(
             {
                 "bootstrap.servers": self.bootstrap,
-                "transactional.id": wire.transactional_id(self.namespace, writer.slot),
+                "transactional.id": transactional_id(self.namespace, writer.slot),
                 "transaction.timeout.ms": timeout_ms,
                 "linger.ms": 5,
                 "message.max.bytes": MESSAGE_BYTES,
@@ -194,7 +199,7 @@ class History:
         record_key: bytes | None = None,
         partition: int = 0,
         asked_partition: int | None = None,
-        headers: Sequence[wire.Header] = (),
+        headers: Sequence[Header] = (),
         keyed: bool = True,
     ) -> list[Written]:
         """Send one event for each key, with the header of `writer` (None: only the key), and wait for all."""
@@ -211,15 +216,15 @@ class History:
             return callback
 
         for key in keys:
-            id = wire.event_id(key)
+            id = event_id(key)
             content = value if value is None else value.replace(b"$key", key.encode())
-            fp = wire.fingerprint(topic, asked_partition, record_key, headers, content)
-            all_headers: list[wire.Header] = []
+            fp = fingerprint(topic, asked_partition, record_key, headers, content)
+            all_headers: list[Header] = []
             if keyed:
-                all_headers.append((wire.KEY_HEADER, key.encode()))
+                all_headers.append((KEY_HEADER, key.encode()))
             if writer is not None:
-                header = wire.Stamp(id, fp, at, writer.slot, writer.producer_id, writer.epoch, writer.instance)
-                all_headers.append((wire.STAMP_HEADER, header.encode()))
+                header = Stamp(id, fp, at, writer.slot, writer.producer_id, writer.epoch, writer.instance)
+                all_headers.append((STAMP_HEADER, header.encode()))
             all_headers += headers
             producer.produce(
                 topic,
@@ -233,31 +238,29 @@ class History:
             producer.poll(0)
         producer.flush(TIMEOUT_S)
         assert len(done) == len(keys)
-        order = {wire.event_id(key): nth for nth, key in enumerate(keys)}
+        order = {event_id(key): nth for nth, key in enumerate(keys)}
         return sorted(done, key=lambda written: (order[written.id], written.offset))
 
-    def ledger(
-        self, producer: Producer, writer: Writer, entries: Sequence[wire.Entry], *, topic_ids: bool = True
-    ) -> None:
+    def ledger(self, producer: Producer, writer: Writer, entries: Sequence[Entry], *, topic_ids: bool = True) -> None:
         """Send a ledger record to the slot's partition, in the open transaction of the producer if there is one.
 
         Earlier releases wrote no `topic_ids`.
         """
         ids = self.topic_ids([one.topic for one in entries]) if topic_ids else {}
-        record = wire.LedgerRecord(writer.slot, writer.producer_id, writer.epoch, writer.instance, entries, ids)
-        self.raw(producer, wire.ledger_topic(self.namespace), record.encode(), writer.slot)
+        record = LedgerRecord(writer.slot, writer.producer_id, writer.epoch, writer.instance, entries, ids)
+        self.raw(producer, ledger_topic(self.namespace), record.encode(), writer.slot)
 
     def _begin(self, at: int) -> None:
         for slot in range(self.slots):
-            record = wire.Begin(slot, 1, 0, "first:1", 0, at)
-            self.raw(self.plain, wire.ledger_topic(self.namespace), record.encode(), slot, timestamp=at)
-        self.raw(self.plain, wire.requests_topic(self.namespace), wire.encode_answers("first:1", []), timestamp=at)
+            record = Begin(slot, 1, 0, "first:1", 0, at)
+            self.raw(self.plain, ledger_topic(self.namespace), record.encode(), slot, timestamp=at)
+        self.raw(self.plain, requests_topic(self.namespace), encode_answers("first:1", []), timestamp=at)
 
     def begin(self, producer: Producer, writer: Writer) -> None:
         """Commit a begin record in its own transaction, as a new owner of a slot does."""
         producer.begin_transaction()
-        record = wire.Begin(writer.slot, writer.producer_id, writer.epoch, writer.instance, 0, self.now_ms)
-        self.raw(producer, wire.ledger_topic(self.namespace), record.encode(), writer.slot)
+        record = Begin(writer.slot, writer.producer_id, writer.epoch, writer.instance, 0, self.now_ms)
+        self.raw(producer, ledger_topic(self.namespace), record.encode(), writer.slot)
         producer.commit_transaction(TIMEOUT_S)
 
     def raw(self, producer: Producer, topic: str, value: bytes | None, partition: int = 0, **more: Any) -> None:
@@ -286,8 +289,8 @@ class History:
 
     def answers(self, answers: Sequence[str], partition: int = 0, **more: Any) -> None:
         """Write one journal record; `more` is for `produce`, such as its `timestamp`."""
-        record = wire.encode_answers("127.0.0.1:8000", answers)
-        self.raw(self.plain, wire.requests_topic(self.namespace), record, partition, **more)
+        record = encode_answers("127.0.0.1:8000", answers)
+        self.raw(self.plain, requests_topic(self.namespace), record, partition, **more)
 
     def delete_before(self, topic: str, partition: int, offset: int) -> None:
         """Delete the records before an offset, as retention does.
@@ -308,7 +311,7 @@ class History:
     def published(self) -> list[tuple[str, dict[str, Any] | None]]:
         """Read all records of the topic of findings, in order: key and value (None: a tombstone)."""
         found: list[tuple[str, dict[str, Any] | None]] = []
-        for message in self.records(wire.findings_topic(self.namespace)):
+        for message in self.records(findings_topic(self.namespace)):
             key, value = message.key(), message.value()
             assert isinstance(key, bytes)
             found.append((key.decode(), json.loads(value) if value is not None else None))

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from service.contract import wire
+from service.contract.wire.ids import Header, fingerprint
+from service.contract.wire.ledger_entries import Entry
 from tests.spark.history import Writer
 from tests.spark.times import HOUR_MS
 
@@ -51,7 +52,7 @@ class Record:
     writer: Writer | None = None
     value: bytes | None = b"1"
     record_key: bytes | None = None
-    headers: tuple[wire.Header, ...] = ()
+    headers: tuple[Header, ...] = ()
     asked: int | None = None
     entered: bool = True
     named: bool = True
@@ -66,16 +67,16 @@ class Record:
 
     @property
     def fp(self) -> bytes:
-        return wire.fingerprint(self.topic, self.asked, self.record_key, self.headers, self.value)
+        return fingerprint(self.topic, self.asked, self.record_key, self.headers, self.value)
 
     @property
     def coordinates(self) -> Coordinates:
         assert self.offset >= 0, f"{self.key} was not written"
         return self.topic, self.partition, self.offset
 
-    def entry(self) -> wire.Entry:
+    def entry(self) -> Entry:
         batch, member = self.batch or (None, None)
-        return wire.Entry(self.id, self.fp, self.at, *self.coordinates, self.ts, batch, member)
+        return Entry(self.id, self.fp, self.at, *self.coordinates, self.ts, batch, member)
 
 
 @dataclass(eq=False)

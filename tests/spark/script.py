@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from service.contract import wire
+from service.contract.wire.ids import event_id
+from service.contract.wire.names import ledger_topic
 from tests.spark.history import Writer
 from tests.spark.oracle import LOST, ByStage, Claim, Coordinates, Planted, Plants, Record, UnreadGap
 from tests.spark.times import DAY_MS, HOUR_MS, MINUTE_MS, WINDOW_H
@@ -101,7 +102,7 @@ class Builder:
         self.stages = (Stage(), Stage(), Stage())
         self.slot = first_slot
         self.trimmed_slot, self.blocked_slot = first_slot + 4, first_slot + 5
-        self.ledger = wire.ledger_topic(namespace)
+        self.ledger = ledger_topic(namespace)
         self.commits = self.chance.random() < 0.5
         self._writers = 0
         self._keys = 0
@@ -176,7 +177,7 @@ class Builder:
 
     def plant(self, story: str, *, scope: str = "", **more: Any) -> Planted:
         key = self.key(story)
-        planted = Planted(wire.event_id(key, scope), key, **more)
+        planted = Planted(event_id(key, scope), key, **more)
         self.plants.ids.append(planted)
         return planted
 

@@ -7,7 +7,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
-from service.contract import wire
+from service.contract.wire.ids import event_id
 from spark.settings import HOUR_MS
 from spark.tables import lake, view
 from tests.spark.conftest import Audit
@@ -38,7 +38,7 @@ def runs(kafka: Kafka, audit: Audit, tmp_path_factory: pytest.TempPathFactory) -
     history.deliver(producer, WRITER, second, ["other"])
     for name in (others, refused):
         history.raw(history.plain, name, b"nobody's")
-    history.answers([there.answer(422, id=wire.event_id("refused"), topic=refused)])
+    history.answers([there.answer(422, id=event_id("refused"), topic=refused)])
     rules = tmp_path_factory.mktemp("rules") / "rules.toml"
     rules.write_text(f'[[topics]]\npattern = "{first}"\nguarantee = "idempotent"\n')
     planned: dict[str, Any] = {"grace_s": 7200, "window_h": 24, "key_ttl_s": 7200, "rules": str(rules)}

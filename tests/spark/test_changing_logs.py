@@ -10,7 +10,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
-from service.contract import wire
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id, fingerprint
+from service.contract.wire.ledger_entries import Entry
+from service.contract.wire.names import ledger_topic, requests_topic, transactional_id
 from spark import show
 from spark.reading import decode
 from spark.tables import lake
@@ -107,7 +110,7 @@ def a_loss_that_is_proven_after_an_open_transaction_ended_stays_when_a_compacted
     (there,) = history.deliver(producer, one, topic, ["proven-late"], record_key=b"k")
     slow.begin_transaction()
     history.send(slow, topic, ["proven-late-aborted"], two, record_key=b"k")
-    history.answers([there.answer(id=wire.event_id("proven-late-lost"), offset=7)])
+    history.answers([there.answer(id=event_id("proven-late-lost"), offset=7)])
     first = yield
     assert (first.findings(topic), first.balance(topic)["pending"]) == (set(), 1)
     slow.abort_transaction(30)
@@ -162,7 +165,7 @@ def events_of_a_topic_from_before_it_was_recreated_are_an_evidence_gap(stage: Ch
         (first,) = history.deliver(producer, writer, topic, [f"{topic}-new"], at=now_ms, ts=now_ms)
         # In the present log there is no record at this offset.
         producer.begin_transaction()
-        history.ledger(producer, writer, [first.entry(id=wire.event_id(f"{topic}-lost"), offset=100)])
+        history.ledger(producer, writer, [first.entry(id=event_id(f"{topic}-lost"), offset=100)])
         producer.commit_transaction(30)
 
     promise()
@@ -195,7 +198,7 @@ def proven_verdicts_stay_and_the_balance_closes_whatever_happens_to_the_logs(sta
     hours_ago = [history.now_ms - n * HOUR_MS for n in (30, 3)]
     there = history.deliver(first, one, topic, ["wide"], at=hours_ago[1])[0]
     history.deliver(second, two, topic, ["wide"], at=hours_ago[1])
-    gone = there.entry(id=wire.event_id("gone"), offset=2000)
+    gone = there.entry(id=event_id("gone"), offset=2000)
     first.begin_transaction()
     history.ledger(first, one, [there.entry(offset=1000, at=hours_ago[0]), gone])
     first.commit_transaction(30)
@@ -239,19 +242,19 @@ def a_copy_that_a_run_without_the_pass_over_ids_read_gets_its_id_in_the_next_pas
     history, writer = stage.history, stage.writer()
     (topic,) = stage.topics("scoped")
     producer = history.transactional(writer)
-    stamp = wire.Stamp(
-        wire.event_id("scoped", "caller"),
-        wire.fingerprint(topic, None, None, (), b"1"),
+    stamp = Stamp(
+        event_id("scoped", "caller"),
+        fingerprint(topic, None, None, (), b"1"),
         history.now_ms,
         writer.slot,
         writer.producer_id,
         writer.epoch,
         writer.instance,
     )
-    headers = [(wire.KEY_HEADER, b"scoped"), (wire.STAMP_HEADER, stamp.encode())]
+    headers = [(KEY_HEADER, b"scoped"), (STAMP_HEADER, stamp.encode())]
     producer.begin_transaction()
     history.raw(producer, topic, b"1", headers=headers, timestamp=history.now_ms)
-    entry = wire.Entry(stamp.id, stamp.fingerprint, stamp.accepted_at, topic, 0, 0, history.now_ms)
+    entry = Entry(stamp.id, stamp.fingerprint, stamp.accepted_at, topic, 0, 0, history.now_ms)
     history.ledger(producer, writer, [entry])
     producer.commit_transaction(30)
     history.send(history.plain, topic, ["scoped"], None, value=b"1")
@@ -368,13 +371,13 @@ def foreign_records_get_ids_and_undecodable_records_are_kept(stage: ChangingStag
     for value in (b'{"id":"a"}', b'{"id":"b"}', b'{"id":"a"}', b"{", b'{"no":1}', None):
         history.raw(history.plain, topic, value)
     history.send(history.plain, topic, ["own"], None)
-    history.raw(history.plain, topic, b'{"id":"a"}', headers=[(wire.STAMP_HEADER, b"1;nonsense")])
+    history.raw(history.plain, topic, b'{"id":"a"}', headers=[(STAMP_HEADER, b"1;nonsense")])
     # A partition of the ledger that no other story writes to.
     writer = stage.writer()
-    history.raw(history.plain, wire.ledger_topic(history.namespace), b"x" * 5000, writer.slot)
+    history.raw(history.plain, ledger_topic(history.namespace), b"x" * 5000, writer.slot)
     history.answers(['{"id":"12","fp":"","at":1,"status":201}'])
     ran = yield
-    ledger, requests = wire.ledger_topic(history.namespace), wire.requests_topic(history.namespace)
+    ledger, requests = ledger_topic(history.namespace), requests_topic(history.namespace)
     undecoded = {(topic, 0), (requests, 0), (ledger, writer.slot)}
     assert ran.findings(topic, ledger, requests) == {
         ("duplicate", "foreign_writer", "a"),
@@ -382,7 +385,7 @@ def foreign_records_get_ids_and_undecodable_records_are_kept(stage: ChangingStag
         *(("evidence_gap", "undecoded", f"{name}[{partition}]") for name, partition in undecoded),
     }
     (twice,) = [one for one in ran.document["findings"] if one["key"] == "a"]
-    assert (twice["id"], [copy["offset"] for copy in twice["coordinates"]]) == (wire.event_id("a").hex(), [0, 2])
+    assert (twice["id"], [copy["offset"] for copy in twice["coordinates"]]) == (event_id("a").hex(), [0, 2])
     assert [one["count"] for one in ran.document["findings"] if one["kind"] == "unkeyed"] == [3]
     rejects = {(row["topic"], row["partition"]): row for row in stage.table(ran, "rejects")}
     assert rejects.keys() == undecoded
@@ -427,7 +430,7 @@ def a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(stage:
 
     deliver_to_the_past(1)
     there = history.deliver(producer, one, topic, ["kept-there"])[0]
-    late = there.entry(id=wire.event_id("kept-late"), partition=1, offset=0)
+    late = there.entry(id=event_id("kept-late"), partition=1, offset=0)
     producer.begin_transaction()
     history.ledger(producer, one, [late])
     producer.commit_transaction(TIMEOUT_S)
@@ -440,7 +443,7 @@ def a_verdict_that_is_revised_keeps_its_history_until_its_hour_is_dropped(stage:
     assert (first.balance(topic)["pending"], first.document["verdicts"]["changes"]) == (1, [])
     (held,) = [log for log in first.document["evidence"]["held_up"] if log["topic"] == past]
     assert held["partition"] == 0
-    assert held["transactional_id"] == wire.transactional_id(history.namespace, two.slot)
+    assert held["transactional_id"] == transactional_id(history.namespace, two.slot)
     assert held["producer_id"] >= 0
     assert 0 <= held["age_s"] <= time.time() - began_s
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from service.contract import Rules, wire
+from service.contract import Rules
+from service.contract.wire.ids import event_id, member_id
 from spark.reading import decode
 from spark.rules import cross_hour
 from spark.rules.classify import gather_evidence
@@ -49,7 +50,7 @@ class Sequenced:
         offset = 1000 * self.nth + len(self.rows)
         key = f"{self.nth}-{offset}" if key is None else key
         named: dict[str, Any] = {
-            "id": wire.event_id(key, scope),
+            "id": event_id(key, scope),
             "at": NOW_MS + after_ms,
             "topic": more.get("topic", "t"),
         }
@@ -133,9 +134,9 @@ def test_only_a_client_s_retry_is_reported_as_a_retry(spark: SparkSession) -> No
 def test_a_copy_without_our_header_gets_the_id_of_the_event_with_its_fingerprint(spark: SparkSession) -> None:
     """With the key of any caller, and any member of a batch; the event of the key in the empty scope comes first."""
     key = "whole"
-    members = [wire.member_id(key, nth, "a") for nth in range(2)]
-    bare: dict[str, Any] = {"writer": None, "key": key, "id": wire.event_id(key)}
-    own: dict[str, Any] = {"writer": None, "key": "own", "id": wire.event_id("own")}
+    members = [member_id(key, nth, "a") for nth in range(2)]
+    bare: dict[str, Any] = {"writer": None, "key": key, "id": event_id(key)}
+    own: dict[str, Any] = {"writer": None, "key": "own", "id": event_id("own")}
     rows = [
         *(copy(nth, id=id, key=key, fingerprint=b"%d" % nth * 8) for nth, id in enumerate(members)),
         copy(10, **bare, fingerprint=b"0" * 8, alternative_fingerprints=b"x" * 8),
@@ -145,7 +146,7 @@ def test_a_copy_without_our_header_gets_the_id_of_the_event_with_its_fingerprint
         copy(14, **bare, fingerprint=b"0" * 8, topic="u"),
         *(
             copy(20 + nth, id=id, key="own", fingerprint=b"o" * 8)
-            for nth, id in enumerate((wire.event_id("own"), b"j" * 16))
+            for nth, id in enumerate((event_id("own"), b"j" * 16))
         ),
         copy(22, **own, fingerprint=b"o" * 8),
     ]

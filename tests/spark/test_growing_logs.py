@@ -9,7 +9,10 @@ import pytest
 from confluent_kafka import Producer
 
 from deploy.stack import Kafka
-from service.contract import wire
+from service.contract.wire.ids import event_id
+from service.contract.wire.ledger import LedgerRecord
+from service.contract.wire.ledger_entries import Entry
+from service.contract.wire.names import ledger_topic
 from spark.reading.kafka_admin import Ends, KafkaAdmin, TopicPartition
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, History, Writer
@@ -47,7 +50,7 @@ def records_older_than_the_ledger_are_no_phantoms(stage: GrowingStage) -> Story:
     topic, mirror = stage.topics("older", "mirror")
     history.deliver(history.transactional(one), one, topic, [f"older-{n}" for n in range(5)], answer=False)
     history.send(history.plain, mirror, [f"mirrored-{n}" for n in range(5)], one)
-    ledger = wire.ledger_topic(history.namespace)
+    ledger = ledger_topic(history.namespace)
     history.remove(ledger)
     history.topic(ledger, history.slots, history.internal)
     producer = history.transactional(one)
@@ -66,11 +69,11 @@ def records_older_than_the_ledger_are_no_phantoms(stage: GrowingStage) -> Story:
         assert {finding["kind"]: finding["count"] for finding in found} == {"evidence_gap": 5, "phantom": 1}
 
 
-def _promise(history: History, producer: Producer, writer: Writer, entry: wire.Entry, timestamp: int) -> None:
+def _promise(history: History, producer: Producer, writer: Writer, entry: Entry, timestamp: int) -> None:
     """Name a record in the ledger, at this time (ms), in the open transaction of the producer."""
     ids = history.topic_ids([entry.topic])
-    record = wire.LedgerRecord(writer.slot, writer.producer_id, writer.epoch, writer.instance, [entry], ids)
-    history.raw(producer, wire.ledger_topic(history.namespace), record.encode(), writer.slot, timestamp=timestamp)
+    record = LedgerRecord(writer.slot, writer.producer_id, writer.epoch, writer.instance, [entry], ids)
+    history.raw(producer, ledger_topic(history.namespace), record.encode(), writer.slot, timestamp=timestamp)
 
 
 # Accepted this long after the first hour of the window began, named by the ledger this long after → whether the report
@@ -89,10 +92,10 @@ def findings_are_reported_only_for_ids_that_the_balance_counts(stage: GrowingSta
     producer.begin_transaction()
     for offset, (name, (after_ms, named_after_ms, _)) in enumerate(PROMISES.items(), 1000):
         at = window_from_ms + after_ms
-        entry = wire.Entry(wire.event_id(f"window {name}"), bytes(8), at, topic, 0, offset, at)
+        entry = Entry(event_id(f"window {name}"), bytes(8), at, topic, 0, offset, at)
         _promise(history, producer, writer, entry, window_from_ms + named_after_ms)
     producer.commit_transaction(TIMEOUT_S)
-    lost = {wire.event_id(f"window {name}").hex() for name, (_, _, is_lost) in PROMISES.items() if is_lost}
+    lost = {event_id(f"window {name}").hex() for name, (_, _, is_lost) in PROMISES.items() if is_lost}
     for _ in range(3):
         ran = yield
         assert ran.balance(topic)["lost"] == len(lost)
@@ -113,7 +116,7 @@ def a_loss_that_is_proven_after_its_hour_left_the_window_is_reported_from_then_o
     history.send(slow, topic, ["decided-late-aborted"], other)
     window_from_ms = stage.now_ms // HOUR_MS * HOUR_MS - WINDOW_H * HOUR_MS
     producer.begin_transaction()
-    entry = wire.Entry(wire.event_id("decided-late-lost"), bytes(8), window_from_ms, topic, 0, 1000, window_from_ms)
+    entry = Entry(event_id("decided-late-lost"), bytes(8), window_from_ms, topic, 0, 1000, window_from_ms)
     _promise(history, producer, writer, entry, window_from_ms)
     producer.commit_transaction(TIMEOUT_S)
     ran = yield
@@ -134,7 +137,7 @@ def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(
     (there,) = history.deliver(producer, writer, topic, ["slow"], at=now_ms - 5 * HOUR_MS, answer=False)
 
     def answered(status: int, key: str, hours_ago: int) -> str:
-        return there.answer(status, id=wire.event_id(key), at=now_ms - hours_ago * HOUR_MS)
+        return there.answer(status, id=event_id(key), at=now_ms - hours_ago * HOUR_MS)
 
     history.answers(
         [answered(504, "slow", 2), answered(504, "freed", 5), answered(504, "late", 2), answered(504, "stuck", 3)]
@@ -142,7 +145,7 @@ def a_run_without_the_pass_over_ids_calls_no_id_stuck_that_another_hour_settles(
     history.answers([answered(503, "freed", 2)])
     first = yield
     assert {one["id"] for one in first.document["findings"] if one["topic"] == topic} == {
-        wire.event_id(key).hex() for key in ("late", "stuck")
+        event_id(key).hex() for key in ("late", "stuck")
     }
     assert (first.balance(topic)["stuck"], first.balance(topic)["accepted"]) == (2, 3)
     # A row of an earlier hour that a later run reads settles it too.
@@ -161,7 +164,7 @@ def the_key_of_a_stuck_id_comes_from_another_hour_only_with_the_pass_over_ids(st
     for key, before_ms in (("same", 1000), ("other", HOUR_MS)):
         (strange[key],) = history.send(history.plain, topic, [key], None, ts=hour_start_ms + 2000 - before_ms)
     history.answers([one.answer(504, at=hour_start_ms + 2000) for one in strange.values()])
-    key_of = {wire.event_id(key).hex(): key for key in strange}
+    key_of = {event_id(key).hex(): key for key in strange}
     for keys in ({"same", None}, {"same", None}, {"same", "other"}):
         ran = yield
         found = [one for one in ran.document["findings"] if one["topic"] == topic]
@@ -182,7 +185,7 @@ def a_driver_whose_clock_is_ahead_calls_no_record_lost_that_is_written_during_th
     def ends(
         self: KafkaAdmin, places: Sequence[TopicPartition], *, strict: bool = True
     ) -> Mapping[TopicPartition, Ends]:
-        if not written and any(name == wire.ledger_topic(history.namespace) for name, _ in places):
+        if not written and any(name == ledger_topic(history.namespace) for name, _ in places):
             written.append(history.deliver(producer, writer, topic, ["meanwhile"]))
         return whole(self, places, strict=strict)
 
@@ -202,9 +205,9 @@ def a_proven_loss_stays_when_a_compacted_log_grows(stage: GrowingStage) -> Story
     topic = history.topic(f"{history.namespace}-compacted", 1, {"cleanup.policy": "compact"})
     producer = history.transactional(writer)
     (there,) = history.deliver(producer, writer, topic, ["there"], record_key=b"k", value=b'"$key"')
-    history.answers([there.answer(id=wire.event_id("lost"), offset=7)])
+    history.answers([there.answer(id=event_id("lost"), offset=7)])
     # In two hours, so that it counts once by the pass over ids.
-    history.answers([there.answer(504, id=wire.event_id("lost"), at=history.now_ms - 3 * HOUR_MS)])
+    history.answers([there.answer(504, id=event_id("lost"), at=history.now_ms - 3 * HOUR_MS)])
     first = yield
     assert first.findings(topic) == {("lost", "answer", None)}
     history.deliver(producer, writer, topic, [f"more-{n}" for n in range(20)], record_key=b"k", value=b'"$key"')
@@ -307,7 +310,7 @@ def clocks_that_jump_change_no_verdict(stage: GrowingStage) -> Story:
     # A claim of the next hour is not lost now.
     slow.begin_transaction()
     (there,) = history.send(slow, topic, ["clocks-there"], behind)
-    promised = there.entry(id=wire.event_id("tomorrow"), offset=1_000_000, at=stage.now_ms + HOUR_MS)
+    promised = there.entry(id=event_id("tomorrow"), offset=1_000_000, at=stage.now_ms + HOUR_MS)
     history.ledger(slow, behind, [there.entry(), promised])
     slow.commit_transaction(TIMEOUT_S)
     found = {
@@ -338,7 +341,7 @@ def a_stuck_id_of_two_hours_is_pending_again_while_a_ledger_is_blocked(stage: Gr
     (topic,) = stage.topics("blocked")
     (there,) = history.deliver(history.transactional(writer), writer, topic, ["blocked-there"])
     for hours_ago in (20, 17):
-        answered = there.answer(504, id=wire.event_id("blocked-stuck"), at=history.now_ms - hours_ago * HOUR_MS)
+        answered = there.answer(504, id=event_id("blocked-stuck"), at=history.now_ms - hours_ago * HOUR_MS)
         # Not before the ledger is blocked, however long the runs take until then.
         history.answers([answered], timestamp=stage.now_ms)
     ran = yield

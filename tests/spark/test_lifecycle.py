@@ -15,7 +15,8 @@ from pyspark.sql import SparkSession
 
 from deploy import places
 from deploy.install import java
-from service.contract import wire
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER
+from service.contract.wire.names import ledger_topic
 from spark.errors import AnotherRun, CannotRun
 from spark.reading import decode
 from spark.reading.jvm import Py4JJavaError, hadoop_configuration
@@ -33,10 +34,10 @@ def test_an_older_job_refuses_the_records_of_a_newer_service_and_merges_nothing(
     topic = history.topic(f"{history.namespace}-t")
     history.send(history.plain, topic, ["own"], None)
     if part == "ledger":
-        history.raw(history.plain, wire.ledger_topic(history.namespace), b'{"v":3}')
-        what = f"{wire.ledger_topic(history.namespace)}[0]@0 is a ledger record of version 3"
+        history.raw(history.plain, ledger_topic(history.namespace), b'{"v":3}')
+        what = f"{ledger_topic(history.namespace)}[0]@0 is a ledger record of version 3"
     else:
-        history.raw(history.plain, topic, b"x", headers=[(wire.STAMP_HEADER, b"2;x"), (wire.KEY_HEADER, b"k")])
+        history.raw(history.plain, topic, b"x", headers=[(STAMP_HEADER, b"2;x"), (KEY_HEADER, b"k")])
         what = f"{topic}[0]@1 is a record with a fencepost header of version 2"
     with pytest.raises(CannotRun, match=f"^{re.escape(what)}, which a newer release has written: "):
         audit(history, topics=(topic,), lake=str(tmp_path / "lake"))

@@ -11,7 +11,8 @@ from unittest.mock import Mock
 import pytest
 from pyspark.sql import SparkSession
 
-from service.contract import Rules, SinkRule, wire
+from service.contract import Rules, SinkRule
+from service.contract.wire.headers import STAMP_HEADER, Stamp
 from spark import frames
 from spark.errors import CannotRun, Unreadable
 from spark.reading import mirror_logs, source
@@ -204,8 +205,8 @@ class Mirror(Warehouse):
     def copy(self, *names: str, at: int = BEGIN_MS) -> None:
         """Append a record of each event, with the header and the timestamp of the event's own record."""
         for name in names:
-            header = wire.Stamp(id_bytes(name), b"f" * 8, at, 0, 10, 0, "a:1").encode()
-            headers = [(wire.STAMP_HEADER, header)]
+            header = Stamp(id_bytes(name), b"f" * 8, at, 0, 10, 0, "a:1").encode()
+            headers = [(STAMP_HEADER, header)]
             self.history.raw(self.history.plain, self.topic, b"{}", headers=headers, timestamp=at)
 
     def take_over(self) -> None:

@@ -15,7 +15,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id
+from service.contract.wire.names import ledger_topic, requests_topic
 from spark import dry_run, job
 from spark.report.model import schema
 from spark.settings import Options, Settings, Webhook
@@ -156,8 +159,8 @@ class Faults:
             history.raw(history.plain, FOREIGN, b"x", partition)
         self.expected |= {("unkeyed", None, f"{FOREIGN}[0]"), ("unkeyed", None, f"{FOREIGN}[1]")}
         # Two fencepost headers: the first counts.
-        twice = wire.Stamp(wire.event_id("z"), bytes(8), self.at, 9, 9, 9, "other:1")
-        self.delivered("twice", self.new_writer(0), headers=[(wire.STAMP_HEADER, twice.encode())])
+        twice = Stamp(event_id("z"), bytes(8), self.at, 9, 9, 9, "other:1")
+        self.delivered("twice", self.new_writer(0), headers=[(STAMP_HEADER, twice.encode())])
         self.balance["delivered_once"] += 1
         phantom = self.new_writer(3)
         history.send(history.plain, ORDERS, ["phantom"], phantom, at=self.at)
@@ -169,12 +172,12 @@ class Faults:
         producer = history.transactional(writer)
         one = history.deliver(producer, writer, ORDERS, ["there"], at=self.at)[0]
         self.balance["delivered_once"] += 1
-        lost = {"id": wire.event_id("lost-other"), "fp": bytes(8)}
-        beyond = {"id": wire.event_id("lost-beyond"), "fp": bytes(8), "offset": 1_000_000}
+        lost = {"id": event_id("lost-other"), "fp": bytes(8)}
+        beyond = {"id": event_id("lost-beyond"), "fp": bytes(8), "offset": 1_000_000}
         producer.begin_transaction()
         history.ledger(producer, writer, [one.entry(**lost), one.entry(**beyond)])
         producer.commit_transaction(30)
-        history.answers([one.answer(id=wire.event_id("lost-answer"), offset=2_000_000)])
+        history.answers([one.answer(id=event_id("lost-answer"), offset=2_000_000)])
         self.expected |= {("lost", "ledger", None), ("lost", "answer", None)}
         self.balance["lost"] += 3
         # The first records of the archive are deleted before a run reads them.
@@ -190,7 +193,7 @@ class Faults:
         self.open = history.transactional(open_writer)
         self.open.begin_transaction()
         history.send(self.open, ORDERS, ["open"], open_writer, at=self.at, partition=3)
-        blocked_entry = {"id": wire.event_id("blocked-entry"), "partition": 3, "offset": 5}
+        blocked_entry = {"id": event_id("blocked-entry"), "partition": 3, "offset": 5}
         producer.begin_transaction()
         history.ledger(producer, writer, [one.entry(**blocked_entry)])
         producer.commit_transaction(30)
@@ -201,9 +204,7 @@ class Faults:
         model = history.send(history.plain, FOREIGN, ["f-model"], None)[0]
 
         def answered(key: str, *statuses: int) -> None:
-            history.answers(
-                [model.answer(status, id=wire.event_id(key), at=self.at, topic=ORDERS) for status in statuses]
-            )
+            history.answers([model.answer(status, id=event_id(key), at=self.at, topic=ORDERS) for status in statuses])
 
         answered("stuck-504", 504, 409)
         answered("stuck-202", 202)
@@ -218,14 +219,14 @@ class Faults:
 
     def unreadable(self) -> None:
         history = self.history
-        ledger, requests = wire.ledger_topic(history.namespace), wire.requests_topic(history.namespace)
+        ledger, requests = ledger_topic(history.namespace), requests_topic(history.namespace)
         for value in (b"", b"{", b"\xff\xfe", b'{"v":0,"slot":0,"pid":1,"epoch":0,"instance":"x","entries":[]}', None):
             history.raw(history.plain, ledger, value)
             history.raw(history.plain, requests, value)
         history.raw(
             history.plain, requests, b'{"v":1,"instance":"x","answers":[{"id":"12","fp":"","at":1,"status":201}]}'
         )
-        history.raw(history.plain, ORDERS, b"x", headers=[(wire.STAMP_HEADER, b"1;nonsense")])
+        history.raw(history.plain, ORDERS, b"x", headers=[(STAMP_HEADER, b"1;nonsense")])
         self.rejects = 12
         self.expected |= {("evidence_gap", "undecoded", f"{name}[0]") for name in (ledger, requests, ORDERS)}
 
@@ -292,8 +293,8 @@ def test_many_copies_are_counted_beyond_the_coordinates_that_are_kept(ran: Ran) 
 def test_a_lost_event_is_reported_with_its_claimed_coordinates(ran: Ran) -> None:
     lost = [one for one in ran.document["findings"] if one["kind"] == "lost"]
     claimed = {(one["id"], copy["offset"]) for one in lost for copy in one["coordinates"]}
-    assert (wire.event_id("lost-beyond").hex(), 1_000_000) in claimed
-    assert (wire.event_id("lost-answer").hex(), 2_000_000) in claimed
+    assert (event_id("lost-beyond").hex(), 1_000_000) in claimed
+    assert (event_id("lost-answer").hex(), 2_000_000) in claimed
     assert len(claimed) == 3
 
 
@@ -384,7 +385,7 @@ def test_a_missing_record_of_an_old_event_is_lost_once_its_grace_is_over(
     (there,) = history.deliver(producer, writer, topic, ["there"], at=at)
 
     def claimed_record(key: str) -> Written:
-        return dataclasses.replace(there, key=key, id=wire.event_id(key), offset=1000)
+        return dataclasses.replace(there, key=key, id=event_id(key), offset=1000)
 
     producer.begin_transaction()
     history.ledger(producer, writer, [claimed_record("entered").entry()])

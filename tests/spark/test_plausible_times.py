@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id
+from service.contract.wire.journal import encode_answer, encode_answers
+from service.contract.wire.ledger import LedgerRecord
+from service.contract.wire.ledger_entries import Entry
 from spark import job
 from spark.reading import decode, source
 from spark.settings import Options, Settings
@@ -37,10 +42,10 @@ TIMES: dict[str, tuple[int, int | None, tuple[int, int, int | None]]] = {
 
 def _record(nth: int, name: str) -> dict[str, Any]:
     timestamp_ms, at, _ = TIMES[name]
-    headers = [{"key": wire.KEY_HEADER, "value": name.encode()}]
+    headers = [{"key": KEY_HEADER, "value": name.encode()}]
     if at is not None:
-        stamp = wire.Stamp(wire.event_id(name), bytes(8), at, 0, 1, 0, "a:1")
-        headers.append({"key": wire.STAMP_HEADER, "value": stamp.encode()})
+        stamp = Stamp(event_id(name), bytes(8), at, 0, 1, 0, "a:1")
+        headers.append({"key": STAMP_HEADER, "value": stamp.encode()})
     return {"topic": "t", "partition": 0, "offset": nth, "timestamp_ms": timestamp_ms, "headers": headers}
 
 
@@ -62,9 +67,9 @@ def test_a_record_and_its_claims_have_the_same_acceptance_whatever_it_is(spark: 
     entries, answers, headers = [], [], []
     for nth, at in enumerate(times):
         id, fp = b"%d" % nth * 16, bytes(8)
-        headers.append({"key": wire.STAMP_HEADER, "value": wire.Stamp(id, fp, at, 0, 1, 0, "a:1").encode()})
-        entries.append(wire.Entry(id, fp, at, "t", 0, nth, ts))
-        answers.append(wire.encode_answer(id, fp, at, 201, None, False, 1.0, "t", 0, nth))
+        headers.append({"key": STAMP_HEADER, "value": Stamp(id, fp, at, 0, 1, 0, "a:1").encode()})
+        entries.append(Entry(id, fp, at, "t", 0, nth, ts))
+        answers.append(encode_answer(id, fp, at, 201, None, False, 1.0, "t", 0, nth))
 
     def records(*values: bytes, timestamp_ms: int) -> DataFrame:
         rows = [
@@ -79,21 +84,21 @@ def test_a_record_and_its_claims_have_the_same_acceptance_whatever_it_is(spark: 
 
     copies = acceptances(decode.copies(records(*(b"" for _ in times), timestamp_ms=ts), frozen_ms))
     # An entry has the timestamp of its record, an answer does not.
-    ledger = records(wire.LedgerRecord(0, 1, 0, "a:1", entries).encode(), timestamp_ms=NOW_MS + HOUR_MS)
+    ledger = records(LedgerRecord(0, 1, 0, "a:1", entries).encode(), timestamp_ms=NOW_MS + HOUR_MS)
     assert acceptances(decode.ledger(ledger, frozen_ms)) == copies
-    journal = records(wire.encode_answers("a:1", answers), timestamp_ms=ts)
+    journal = records(encode_answers("a:1", answers), timestamp_ms=ts)
     assert acceptances(decode.answers(journal, frozen_ms)) == copies
     assert copies[:3] == [times[0], times[1], ts]
 
 
 def test_an_entry_and_its_record_have_the_same_acceptance_also_if_no_time_is_plausible(spark: SparkSession) -> None:
     id, fp, frozen_ms = bytes(16), bytes(8), NOW_MS + HOUR_MS
-    stamp = wire.Stamp(id, fp, FAR_FUTURE_MS, 0, 1, 0, "a:1")
-    entry = wire.Entry(id, fp, FAR_FUTURE_MS, "t", 0, 0, FAR_FUTURE_MS)
+    stamp = Stamp(id, fp, FAR_FUTURE_MS, 0, 1, 0, "a:1")
+    entry = Entry(id, fp, FAR_FUTURE_MS, "t", 0, 0, FAR_FUTURE_MS)
     common = {"topic": "t", "partition": 0, "offset": 0}
-    header = {"key": wire.STAMP_HEADER, "value": stamp.encode()}
+    header = {"key": STAMP_HEADER, "value": stamp.encode()}
     record = {**common, "timestamp_ms": FAR_FUTURE_MS, "headers": [header]}
-    ledger = {**common, "timestamp_ms": NOW_MS, "value": wire.LedgerRecord(0, 1, 0, "a:1", [entry]).encode()}
+    ledger = {**common, "timestamp_ms": NOW_MS, "value": LedgerRecord(0, 1, 0, "a:1", [entry]).encode()}
     (copied,) = decode.copies(spark.createDataFrame([record], source.SCHEMA), frozen_ms).collect()
     (entered,) = decode.ledger(spark.createDataFrame([ledger], source.SCHEMA), frozen_ms).collect()
     assert copied["accepted_ms"] == entered["accepted_ms"] == frozen_ms

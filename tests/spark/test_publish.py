@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.names import findings_topic
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.report import publish
@@ -93,7 +94,7 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     assert len(history.published()) == len(sent)
     late = spark.createDataFrame([("lost:7", json.dumps(_finding("lost:7", 1)))], "finding_id string, value string")
     sent_late = late.selectExpr("CAST(finding_id AS BINARY) key", "CAST(value AS BINARY) value").write.format("kafka")
-    topic = wire.findings_topic(history.namespace)
+    topic = findings_topic(history.namespace)
     sent_late.option("kafka.bootstrap.servers", history.bootstrap).option("topic", topic).save()
     assert outbox.counts() == {**changed, "lost:7": 1}
     outbox.publish(changed)
@@ -112,7 +113,7 @@ def test_the_findings_topic_has_the_current_findings_and_each_change_is_sent_onc
     assert len(history.published()) == written
 
     # Records were deleted from the topic; later the topic itself, and the run that sent again was killed.
-    name = wire.findings_topic(history.namespace)
+    name = findings_topic(history.namespace)
     history.configure(name, "cleanup.policy", "compact,delete")
     history.delete_before(name, 0, written)
     outbox.publish({"lost:7": 5})
@@ -201,6 +202,6 @@ def _cut(*_: Any, **__: Any) -> None:
 def test_a_findings_topic_that_is_not_compacted_is_refused(
     spark: SparkSession, history: History, tmp_path: Path
 ) -> None:
-    name = history.topic(wire.findings_topic(history.namespace))
+    name = history.topic(findings_topic(history.namespace))
     with pytest.raises(CannotRun, match=f"topic '{name}' is not compacted: set its cleanup.policy .*--no-publish"):
         Outbox(spark, history, tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import wire
+from service.contract.wire.ids import event_id, member_id
 from spark.command_line import parse_rates
 from spark.rates import rates, row_of
 from spark.reading import decode
@@ -31,14 +31,14 @@ def root(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
     }
     events["e0"].append(copy(10, writer=(0, 11, 0, "b:1")))
     events["other"] = [copy(0, topic="u", writer=None)]
-    shop, member = wire.event_id("k", "shop"), wire.member_id("k", 0, "batches")
+    shop, member = event_id("k", "shop"), member_id("k", 0, "batches")
     of_callers = [
         *(copy(nth, topic="v", id=shop, writer=writer) for nth, writer in ((0, (0, 1, 0, "a:1")), (1, None))),
-        copy(2, topic="v", id=wire.event_id("k")),
+        copy(2, topic="v", id=event_id("k")),
         copy(3, topic="v", id=member),
         entry(3, topic="v", id=member),
     ]
-    batch = F.lit(bytearray(wire.event_id("k", "batches")))
+    batch = F.lit(bytearray(event_id("k", "batches")))
     of_member = F.when(F.col("id") == F.lit(bytearray(member)), decode.hash_of(batch))
     rows = reduced(spark, [*ids(events), *of_callers]).withColumn("batch_hash", of_member)
     tables.append_once("deliveries", rows, 1)

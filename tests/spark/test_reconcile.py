@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from service.contract import wire
+from service.contract.wire.ids import event_id
 from spark import session
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, RunContext, reads_nothing_new
 from spark.rules import current_findings
@@ -205,7 +205,7 @@ def test_a_run_of_nothing_new_would_find_what_the_last_run_found(spark: SparkSes
         }
     )
     for offset, key in ((7, "first"), (8, "second")):
-        by_key: dict[str, Any] = {"id": wire.event_id(key)}
+        by_key: dict[str, Any] = {"id": event_id(key)}
         evidence += [copy(offset, key=key, record_key_hash=7, **by_key), entry(offset, **by_key)]
     tables.append_once("deliveries", reduced(spark, evidence), 1)
     plan = a_plan()
@@ -254,7 +254,7 @@ def test_what_came_in_a_pause_longer_than_the_window_is_reported_for_a_window(
         }
     )
     for offset, key in ((8, "first"), (9, "second")):
-        by_key: dict[str, Any] = {"id": wire.event_id(key), "at": in_pause}
+        by_key: dict[str, Any] = {"id": event_id(key), "at": in_pause}
         evidence += [copy(offset, key=key, record_key_hash=7, **by_key), entry(offset, **by_key)]
     tables.append_once("deliveries", reduced(spark, evidence, 2), 2)
     day_ms = 24 * HOUR_MS

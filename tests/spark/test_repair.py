@@ -18,7 +18,11 @@ from pyspark.sql import SparkSession
 
 from deploy import places
 from deploy.stack import Kafka, Redis
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.headers import KEY_HEADER
+from service.contract.wire.ids import event_id, fingerprint
+from service.contract.wire.ledger_entries import Entry
+from service.contract.wire.names import ledger_topic, requests_topic
 from spark.command_line import parse_repair
 from spark.errors import CannotRun
 from spark.repair import command, copier, entries
@@ -72,7 +76,7 @@ def records(bootstrap: str, topic: str, partitions: int) -> list[Record]:
 
 
 def key_of(record: Record) -> str:
-    return dict(record[4])[wire.KEY_HEADER].decode()
+    return dict(record[4])[KEY_HEADER].decode()
 
 
 class Killed(BaseException):
@@ -123,7 +127,7 @@ class Faults:
         producer.begin_transaction()
         self.claim_nothing(producer, "remembered")
         producer.commit_transaction(TIMEOUT_S)
-        ledger, journal = wire.ledger_topic(history.namespace), wire.requests_topic(history.namespace)
+        ledger, journal = ledger_topic(history.namespace), requests_topic(history.namespace)
         for name in (ledger, journal):
             history.configure(name, "retention.ms", RETENTION_MS)
         history.grow(journal, 8)
@@ -136,9 +140,9 @@ class Faults:
 
     def claim_nothing(self, producer: Any, key: str) -> None:
         """Write a ledger entry whose record does not exist, as after a loss of the topic's newest records."""
-        at, id = self.history.now_ms, wire.event_id(key)
-        fp = wire.fingerprint(self.topic, None, b"customer", [], self.value)
-        self.history.ledger(producer, WRITER, [wire.Entry(id, fp, at, self.topic, 0, 1_000_000, at)])
+        at, id = self.history.now_ms, event_id(key)
+        fp = fingerprint(self.topic, None, b"customer", [], self.value)
+        self.history.ledger(producer, WRITER, [Entry(id, fp, at, self.topic, 0, 1_000_000, at)])
 
     def claim_after_recovery(self) -> None:
         """Write ledger entries that the service has not read."""
@@ -147,7 +151,7 @@ class Faults:
 
     def sink(self, spark: SparkSession, folder: Path) -> Path:
         """Make a sink with one of the two events; returns the rules that name it."""
-        rows = [{"event": wire.event_id("present").hex(), "at": self.history.now_ms}]
+        rows = [{"event": event_id("present").hex(), "at": self.history.now_ms}]
         spark.createDataFrame(rows, "event string, at bigint").write.parquet(str(folder / "sink"))
         rules = folder / "rules.toml"
         rules.write_text(
@@ -160,10 +164,10 @@ class Faults:
         """A plan sends nothing."""
         planned = repaired(*self.arguments)
         assert {entry.id: (entry.action, entry.reason) for entry in planned.entries} == {
-            wire.event_id("remembered").hex(): (entries.SEND, None),
-            wire.event_id("forgotten").hex(): (entries.SEND, None),
-            wire.event_id("nobody's").hex(): (entries.NONE, entries.NO_BYTES),
-            wire.event_id("unsunk").hex(): (entries.COPY, None),
+            event_id("remembered").hex(): (entries.SEND, None),
+            event_id("forgotten").hex(): (entries.SEND, None),
+            event_id("nobody's").hex(): (entries.NONE, entries.NO_BYTES),
+            event_id("unsunk").hex(): (entries.COPY, None),
         }
         assert planned.is_left
         (line,) = self.out.read_text().splitlines()
@@ -190,15 +194,15 @@ class Faults:
             repaired(*execute, transport=KilledBehindFirst())
         done = repaired(*execute)
         assert {entry.id: entry.outcome or entry.reason for entry in done.entries} == {
-            wire.event_id("remembered").hex(): entries.WRITTEN,
-            wire.event_id("forgotten").hex(): entries.WRITTEN,
-            wire.event_id("nobody's").hex(): entries.NO_BYTES,
-            wire.event_id("unsunk").hex(): entries.REPAIRED,
+            event_id("remembered").hex(): entries.WRITTEN,
+            event_id("forgotten").hex(): entries.WRITTEN,
+            event_id("nobody's").hex(): entries.NO_BYTES,
+            event_id("unsunk").hex(): entries.REPAIRED,
         }
         again = repaired(*execute)
         assert {entry.action for entry in again.entries} == {entries.NONE}
         added = Counter(records(self.history.bootstrap, self.topic, 2)) - Counter(self.before)
-        new_keys = {name: entries.new_key(wire.event_id(name).hex()) for name in ("remembered", "forgotten")}
+        new_keys = {name: entries.new_key(event_id(name).hex()) for name in ("remembered", "forgotten")}
         written = {key_of(record): record[2] for record in added.elements()}
         assert len(written) == added.total() == 2
         # A slot's recovery may have read the ledger meanwhile: then the service remembers the other one too.
@@ -255,7 +259,7 @@ class Orders:
         seen: set[bytes | None] = set()
         self.expected: list[Record] = []
         for record in records(history.bootstrap, self.topic, 2):
-            key = dict(record[4]).get(wire.KEY_HEADER)
+            key = dict(record[4]).get(KEY_HEADER)
             if key is None or key not in seen or record[2] == b"other":
                 self.expected.append(record)
             seen.add(key)

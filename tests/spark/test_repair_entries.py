@@ -8,7 +8,8 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from service.contract import wire
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id, fingerprint
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends, Topic
 from spark.repair import bodies, copier, entries, evidence, layouts, lost_and_missing, send
@@ -17,7 +18,7 @@ from spark.repair.entries import Claimed, Entry, Executed, History, LostEvidence
 from spark.settings import RepairOptions
 from tests.spark.rows import NOW_MS
 
-ID: Final = wire.event_id("k").hex()
+ID: Final = event_id("k").hex()
 LOST_AT: Final = {"topic": "t", "partition": 0, "offset": 7}
 LOST: Final[dict[str, Any]] = {
     "finding_id": f"lost:{ID}",
@@ -28,13 +29,13 @@ LOST: Final[dict[str, Any]] = {
     "coordinates": [LOST_AT],
 }
 VALUE: Final = b'{"a":  1.50}'
-FINGERPRINT: Final = wire.fingerprint("t", None, b"r", [("h", b"x")], VALUE).hex()
+FINGERPRINT: Final = fingerprint("t", None, b"r", [("h", b"x")], VALUE).hex()
 LINE: Final = b'{"topic":"t","key":"r","headers":{"h":"x"},"value":%b,"idempotency_key":"k"}\n'
 CLAIMED: Final = Claimed(frozenset({FINGERPRINT}))
 
 
 def read(line: bytes = LINE % VALUE, *scopes: str) -> dict[str, list[bodies.Body]]:
-    ids = {wire.event_id("k", scope).hex() for scope in ("", *scopes)}
+    ids = {event_id("k", scope).hex() for scope in ("", *scopes)}
     return bodies.read([b"\n", line], "f", ("", *scopes), ids)
 
 
@@ -120,10 +121,10 @@ def test_an_earlier_plan_tells_when_the_new_key_may_first_have_been_sent_and_wha
 
 def test_bytes_may_be_in_base64_or_a_tombstone_and_belong_to_a_caller() -> None:
     line = b'{"topic":"t","value_base64":"AAE=","partition":3,"idempotency_key":"k"}'
-    (body,) = read(line, "shop")[wire.event_id("k", "shop").hex()]
-    assert (body.scope, body.fingerprint) == ("shop", wire.fingerprint("t", 3, None, [], b"\0\1").hex())
+    (body,) = read(line, "shop")[event_id("k", "shop").hex()]
+    assert (body.scope, body.fingerprint) == ("shop", fingerprint("t", 3, None, [], b"\0\1").hex())
     (body,) = read(b'{"topic":"t","key":"r","value":null,"idempotency_key":"k"}')[ID]
-    assert body.fingerprint == wire.fingerprint("t", None, b"r", [], None).hex()
+    assert body.fingerprint == fingerprint("t", None, b"r", [], None).hex()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_a_record_is_proven_also_if_a_claim_on_its_offset_counts_in_another_hour
     rows = {ID: [{**at, **own}, {**at, **claim}]}
     monkeypatch.setattr(evidence, "rows_of_ids", lambda lake, ids: rows)
     monkeypatch.setattr(evidence, "history", lambda lake: History())
-    record = Record("t", 0, 7, 1, b"r", VALUE, ((wire.KEY_HEADER, b"k"), ("h", b"x")))
+    record = Record("t", 0, 7, 1, b"r", VALUE, ((KEY_HEADER, b"k"), ("h", b"x")))
     monkeypatch.setattr(copier, "records_at", lambda spark, shared, wanted: [record])
     described = {name: Topic(name, id, 1) for name, id in TOPIC_IDS.items()}
     monkeypatch.setattr(lost_and_missing, "KafkaAdmin", lambda *_: Mock(**{"describe.return_value": described}))
@@ -204,10 +205,10 @@ def test_a_record_is_proven_also_if_a_claim_on_its_offset_counts_in_another_hour
 
 
 def test_a_record_is_recognised_by_its_header_or_its_content() -> None:
-    stamp = wire.Stamp(bytes.fromhex(ID), bytes.fromhex(FINGERPRINT), 1, 2, 3, 4, "i").encode()
-    own = ((wire.KEY_HEADER, b"k"), ("h", b"x"))
+    stamp = Stamp(bytes.fromhex(ID), bytes.fromhex(FINGERPRINT), 1, 2, 3, 4, "i").encode()
+    own = ((KEY_HEADER, b"k"), ("h", b"x"))
     bare = Record("t", 0, 7, 1, b"r", VALUE, own)
-    stamped = Record("t", 0, 7, 1, b"r", VALUE, (*own, (wire.STAMP_HEADER, stamp)))
+    stamped = Record("t", 0, 7, 1, b"r", VALUE, (*own, (STAMP_HEADER, stamp)))
     assert is_record_of(stamped, ID, FINGERPRINT, has_header=True)
     assert is_record_of(bare, ID, FINGERPRINT, has_header=False)
     assert not is_record_of(bare, ID, FINGERPRINT, has_header=True)
@@ -293,7 +294,7 @@ def problem(status: int, code: str) -> httpx.Response:
 
 
 def written(key: str = "k", offset: int = 7, *, replayed: bool = False, scope: str = "") -> httpx.Response:
-    content = {"id": wire.event_id(key, scope).hex(), "topic": "t", "partition": 0, "offset": offset, "timestamp": 1}
+    content = {"id": event_id(key, scope).hex(), "topic": "t", "partition": 0, "offset": offset, "timestamp": 1}
     return httpx.Response(201, json=content, headers={"Idempotent-Replayed": "true"} if replayed else {})
 
 

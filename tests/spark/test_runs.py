@@ -22,7 +22,8 @@ from pyspark.sql import Row, SparkSession
 
 from deploy import places
 from deploy.stack import Kafka
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.names import ledger_topic
 from spark import before_spark, finished_runs, idle, job, maintenance, small_run
 from spark.__main__ import main
 from spark.errors import AnotherRun, CannotRun
@@ -66,7 +67,7 @@ def _second_stage(history: History) -> None:
     history.deliver(producer, OTHER_WRITER, topic, [f"k-{n}" for n in range(45, 60)], value=b'"changed"')
     history.send(history.plain, topic, ["k-1", "k-1", "k-2"], WRITER, value=b'"$key"', partition=1)
     history.raw(history.plain, topic, b"no key")
-    history.raw(history.plain, wire.ledger_topic(history.namespace), b"no entry")
+    history.raw(history.plain, ledger_topic(history.namespace), b"no entry")
 
 
 # Options of a run of nothing new that cannot do without Spark.
@@ -232,12 +233,12 @@ def test_kafka_is_asked_once_about_a_run_that_needs_spark(stages: Stages, monkey
     for request in ("names", "describe", "ends"):
         monkeypatch.setattr(LibrdkafkaAdmin, request, asked)
     assert small_run.is_small(known)
-    assert known.admin.listed.keys() >= {(wire.ledger_topic(settings.shared.namespace), slot) for slot in range(4)}
+    assert known.admin.listed.keys() >= {(ledger_topic(settings.shared.namespace), slot) for slot in range(4)}
 
 
 def test_both_clients_of_kafka_give_the_same_answers(spark: SparkSession, stages: Stages) -> None:
     shared = SharedSettings(kafka=stages.history.bootstrap, namespace=stages.history.namespace)
-    topic, ledger = f"{shared.namespace}-t", wire.ledger_topic(shared.namespace)
+    topic, ledger = f"{shared.namespace}-t", ledger_topic(shared.namespace)
     one = LibrdkafkaAdmin(shared)
     with closing(KafkaAdmin(spark, shared)) as other:
         topics = one.describe([topic, ledger, "none"])

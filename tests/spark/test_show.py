@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.ids import event_id
 from spark import show
 from spark.rules.findings import HOUR, IDS
 from spark.tables import lake, schemas
@@ -20,7 +21,7 @@ def test_a_finding_about_a_content_is_shown_of_each_id_with_a_record_in_it(
     """It is stored under the id of the first record."""
     monkeypatch.setattr(show, "read_records", lambda *_: [])
     tables = lake.Lake(spark, str(tmp_path))
-    keys = {key: wire.event_id(key) for key in ("first", "again", "apart")}
+    keys = {key: event_id(key) for key in ("first", "again", "apart")}
     evidence = [one for nth, id in enumerate(keys.values()) for one in (copy(nth, id=id), entry(nth, id=id))]
     tables.append_once("deliveries", reduced(spark, evidence), 1)
     coordinates = [{"topic": "t", "partition": 0, "offset": offset} for offset in (0, 1)]
@@ -41,7 +42,7 @@ def test_only_findings_that_no_pass_over_ids_has_revoked_are_shown(
     spark: SparkSession, tmp_path: Path, of_hour_run: int, shown: list[str]
 ) -> None:
     """The rule is that of the report: a verdict of one hour stands if it is newer than the last pass."""
-    id = wire.event_id("k")
+    id = event_id("k")
     tables = lake.Lake(spark, str(tmp_path))
     evidence = [answer(504, at=NOW_MS - 3 * HOUR_MS, id=id), answer(202, id=id)]
     tables.append_once("deliveries", reduced(spark, evidence), 1)

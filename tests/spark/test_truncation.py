@@ -13,7 +13,7 @@ from confluent_kafka import Consumer, TopicPartition
 from pyspark.sql import SparkSession
 
 from deploy.stack import Kafka
-from service.contract import wire
+from service.contract.wire.ids import event_id
 from spark.tables import view
 from tests.spark.conftest import Audit
 from tests.spark.history import TIMEOUT_S, WRITER, History
@@ -78,7 +78,7 @@ def test_records_that_a_new_leader_lacks_are_dropped_and_its_own_are_read(
     assert new[0].offset == 4
     assert new[-1].offset > gone[-1].offset
     producer.begin_transaction()
-    history.ledger(producer, WRITER, [new[0].entry(id=wire.event_id("lost"), offset=1000)])
+    history.ledger(producer, WRITER, [new[0].entry(id=event_id("lost"), offset=1000)])
     producer.commit_transaction(30)
     _wait_for_end(history, topic, 12)
     resumed = audit(history, later_s=LATER_S)

@@ -10,7 +10,9 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire import ids
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
 from spark import show
 from spark.errors import CannotRun
 from spark.reading import decode, source
@@ -203,11 +205,11 @@ def _record(
     partition: int, offset: int, key: str, value: bytes, *, ts: int, scope: str = "", ours: bool = True
 ) -> tuple[Any, ...]:
     """A record (source.SCHEMA), with Fencepost's header if it is `ours`."""
-    headers = [(wire.KEY_HEADER, key.encode())]
+    headers = [(KEY_HEADER, key.encode())]
     if ours:
-        fingerprint = wire.fingerprint("t", None, None, (), value)
-        stamp = wire.Stamp(wire.event_id(key, scope), fingerprint, NOW_MS, 0, 1, 0, "a:1")
-        headers.append((wire.STAMP_HEADER, stamp.encode()))
+        fingerprint = ids.fingerprint("t", None, None, (), value)
+        stamp = Stamp(ids.event_id(key, scope), fingerprint, NOW_MS, 0, 1, 0, "a:1")
+        headers.append((STAMP_HEADER, stamp.encode()))
     return ("t", partition, offset, NOW_MS + ts, None, value, headers)
 
 
@@ -267,10 +269,9 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
         }
 
     known = {
-        key: wire.event_id(key)
-        for key in ("kept", "twice", "gone", "rewritten", "named", "recreated", "new", "earlier")
+        key: ids.event_id(key) for key in ("kept", "twice", "gone", "rewritten", "named", "recreated", "new", "earlier")
     }
-    of_caller = wire.event_id("named", "caller")
+    of_caller = ids.event_id("named", "caller")
     assert shown().keys() == {*known.values(), of_caller} - {known["new"]}
 
     # A log was truncated, and has other records there; at one offset the same event. The other topic's offset has
@@ -327,12 +328,12 @@ def test_a_record_is_matched_to_a_row_by_its_own_headers_and_content(spark: Spar
     for name, ((stamped, id, value, key), (its_key, ours, its_value, _)) in RECORDS.items():
         headers = []
         if its_key is not None:
-            headers.append((wire.KEY_HEADER, its_key.encode()))
+            headers.append((KEY_HEADER, its_key.encode()))
         if ours:
-            stamp = wire.Stamp(wire.event_id(str(its_key)), bytes(8), 1, 0, 1, 0, "a:1")
-            headers.append((wire.STAMP_HEADER, stamp.encode()))
-        fp = wire.fingerprint("t", None, None, (), value)
-        row = (name, wire.event_id(id), stamped, fp, key, "t", 0, 0, 1, None, its_value, headers)
+            stamp = Stamp(ids.event_id(str(its_key)), bytes(8), 1, 0, 1, 0, "a:1")
+            headers.append((STAMP_HEADER, stamp.encode()))
+        fp = ids.fingerprint("t", None, None, (), value)
+        row = (name, ids.event_id(id), stamped, fp, key, "t", 0, 0, 1, None, its_value, headers)
         rows.append(row)
     written = spark.createDataFrame(
         rows,

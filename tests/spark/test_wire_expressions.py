@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from service.contract import wire
+from service.contract.wire.headers import STAMP_HEADER
 from spark import frames
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
@@ -72,7 +72,7 @@ def test_record_headers_are_decoded_and_invalid_ones_count_as_missing(spark: Spa
             "partition": 0,
             "offset": nth,
             "timestamp_ms": NOW_MS,
-            "headers": [{"key": wire.STAMP_HEADER, "value": text.encode()}],
+            "headers": [{"key": STAMP_HEADER, "value": text.encode()}],
         }
         for nth, text in enumerate(texts)
     ]
@@ -144,7 +144,7 @@ def test_a_record_of_a_later_version_stops_the_run_and_is_named(
     texts = vectors("records", f"{kind}_newer")
     assert texts
     for text in texts:
-        headers = [{"key": wire.STAMP_HEADER, "value": text.encode()}] if kind == "stamp" else []
+        headers = [{"key": STAMP_HEADER, "value": text.encode()}] if kind == "stamp" else []
         record = {"topic": "t.x", "partition": 4, "offset": 7, "timestamp_ms": NOW_MS, "value": text.encode()}
         (version,) = re.findall(r"^[^0-9]*([0-9]+)", text)
         named = f"t.x[4]@7 is {what} of version {version}, which a newer release has written: "

@@ -5,7 +5,8 @@ from pathlib import Path
 from delta.tables import DeltaTable
 from pyspark.sql import SparkSession
 
-from service.contract import SharedSettings, wire
+from service.contract import SharedSettings
+from service.contract.wire.ids import event_id
 from spark.tables import view
 from tests.spark.history import History
 
@@ -43,4 +44,4 @@ class Views:
 
 
 def id_of(key: str) -> str:
-    return wire.event_id(key).hex()
+    return event_id(key).hex()

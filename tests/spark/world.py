@@ -7,7 +7,12 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
 
-from service.contract import wire
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
+from service.contract.wire.ids import Header
+from service.contract.wire.journal import encode_answer, encode_answers
+from service.contract.wire.ledger import LedgerRecord
+from service.contract.wire.ledger_entries import Entry
+from service.contract.wire.names import ledger_topic, requests_topic
 from tests.spark.generator import Script
 from tests.spark.history import TIMEOUT_S, History, Writer
 from tests.spark.oracle import Plants, Record
@@ -176,7 +181,7 @@ class World:
             for entry in stage.entries:
                 one = entry.planted
                 fp = one.copies[0].fp if one.copies else bytes(8)
-                made = wire.Entry(one.id, fp, entry.at, *entry.coordinates(), entry.at)
+                made = Entry(one.id, fp, entry.at, *entry.coordinates(), entry.at)
                 ids = self.history.topic_ids([made.topic])
                 if entry.topic_id is not None:
                     ids = {made.topic: entry.topic_id} if entry.topic_id else {}
@@ -234,16 +239,16 @@ class World:
             return callback
 
         for record in records:
-            headers: list[wire.Header] = []
+            headers: list[Header] = []
             if record.key is not None:
-                headers.append((wire.KEY_HEADER, record.key.encode()))
+                headers.append((KEY_HEADER, record.key.encode()))
             if (writer := record.writer) is not None:
                 fingerprint, producer_fields = (
                     (record.forwarded or record).fp,
                     (writer.slot, writer.producer_id, writer.epoch, writer.instance),
                 )
-                header = wire.Stamp(record.id, fingerprint, record.at, *producer_fields)
-                headers.append((wire.STAMP_HEADER, header.encode()))
+                header = Stamp(record.id, fingerprint, record.at, *producer_fields)
+                headers.append((STAMP_HEADER, header.encode()))
             producer.produce(
                 record.topic,
                 value=record.value,
@@ -257,10 +262,10 @@ class World:
         producer.flush(TIMEOUT_S)
 
     def _ledger(
-        self, producer: Producer, writer: Writer, entries: Sequence[wire.Entry], ts: int, topic_ids: dict[str, str]
+        self, producer: Producer, writer: Writer, entries: Sequence[Entry], ts: int, topic_ids: dict[str, str]
     ) -> None:
-        record = wire.LedgerRecord(writer.slot, writer.producer_id, writer.epoch, writer.instance, entries, topic_ids)
-        ledger = wire.ledger_topic(self.history.namespace)
+        record = LedgerRecord(writer.slot, writer.producer_id, writer.epoch, writer.instance, entries, topic_ids)
+        ledger = ledger_topic(self.history.namespace)
 
         def landed(error: Any, message: Message) -> None:
             assert error is None, error
@@ -275,7 +280,7 @@ class World:
             topic, partition, offset = one.coordinates() if one.coordinates else (one.topic, None, None)
             code = None if one.status == 201 else "outcome-unknown"
             fields = (one.id, one.fp, one.at, one.status, code, one.replayed, 1.5, topic, partition, offset)
-            moments[one.ts].append(wire.encode_answer(*fields))
+            moments[one.ts].append(encode_answer(*fields))
         for ts, encoded in moments.items():
-            record = wire.encode_answers("host:8000", encoded)
-            producer.produce(wire.requests_topic(self.history.namespace), record, partition=ts % 2, timestamp=ts)
+            record = encode_answers("host:8000", encoded)
+            producer.produce(requests_topic(self.history.namespace), record, partition=ts % 2, timestamp=ts)

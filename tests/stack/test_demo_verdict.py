@@ -12,7 +12,7 @@ from deploy.demo.audit import Finding, Report
 from deploy.demo.client import Place, Tally
 from deploy.demo.delays import Delays, delays_of, results, totals
 from deploy.demo.truth import Topic
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 
 SENT = ["a", "b", "c"]
 TWICE = {"a": [Place(0, 1), Place(0, 7)]}

@@ -12,7 +12,7 @@ from service.__main__ import IDLE_S
 from service.claims.states import SLOT, SlotState
 from service.cli.doctor import MEASUREMENTS
 from service.contract import PREFIX
-from service.contract.wire import TOPIC_CHARS_MAX
+from service.contract.wire.names import TOPIC_CHARS_MAX
 from service.core.problems import Problem
 from service.core.settings import EVENT_BYTES_MAX, GROUP_EVENT_BYTES_MAX, Settings
 from service.events import event

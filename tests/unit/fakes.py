@@ -12,7 +12,7 @@ from prometheus_client import Counter
 from service.claims.keys import Heartbeat, StoreGeneration
 from service.claims.states import Claim, Claimed, Delivered, KeyState, Row, SlotEvent, SlotState
 from service.contract import Guarantee, Rules, TopicRule
-from service.contract.wire import event_id, fingerprint
+from service.contract.wire.ids import event_id, fingerprint
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaForbids, Kind, Problem
 from service.core.settings import Settings

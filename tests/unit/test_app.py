@@ -12,7 +12,7 @@ import service.app
 from service.app import Service, build_router
 from service.claims.keys import ServerIdentity, StoreGeneration
 from service.contract import Rules, SettingsError
-from service.contract.wire import NewerVersion
+from service.contract.wire.versions import NewerVersion
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaLoginFailed, KafkaRefusesSetting
 from service.core.settings import Settings

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from service.contract.wire import Stamp, event_id
+from service.contract.wire.headers import Stamp
+from service.contract.wire.ids import event_id
 from tests.integration.client import Asked, Attempt, Kind
 from tests.integration.judge import Delivered, faults_of_key, stamp_faults
 

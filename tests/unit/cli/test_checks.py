@@ -10,7 +10,7 @@ from service.claims.redis_seeds import View
 from service.cli import check_access, check_brokers, check_login, check_redis, check_topics, doctor
 from service.cli.finding import Finding, Level, grouped, judged, worst
 from service.contract import Rules, TopicRule
-from service.contract.wire import GENERATION_KEY, retention_key
+from service.contract.wire.control import GENERATION_KEY, retention_key
 from service.core.problems import StoreAway
 from service.core.settings import Settings
 from service.kafka.acl_inspector import ClusterSnapshot, Operation, VisibleTopic, supported_features

@@ -4,7 +4,7 @@ import pytest
 import typer
 
 from service.cli import commands
-from service.contract.wire import NewerVersion
+from service.contract.wire.versions import NewerVersion
 
 
 def test_data_of_a_later_version_end_a_command_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ from service.claims.keys import Found
 from service.cli import show
 from service.cli.look import KeyView, SlotRow, SlotsView, in_record
 from service.cli.redis_view import SlotView
-from service.contract.wire import CommittedOffset, LedgerOffsets, LedgerRecord
+from service.contract.wire.ledger import LedgerRecord
+from service.contract.wire.ledger_entries import CommittedOffset, LedgerOffsets
 from service.core.settings import Settings
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from service.claims.redis_connections import check_url
 from service.contract import SettingsError, SharedSettings
-from service.contract.wire import TOPIC, internal_topics
+from service.contract.wire.names import TOPIC, internal_topics
 from service.core.settings import Settings
 from tests.secured import Authority
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service import native
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 from service.core.problems import INVALID_EVENT, INVALID_JSON, INVALID_KEY, TOO_LARGE, Problem
 from service.events import cloudevents
 from service.events.event import BATCH_EVENTS_MAX, Event

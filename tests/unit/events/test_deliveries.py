@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from service.contract import KeyLocation, Rules, SettingsError, SignatureRule, SourceRule
 from service.contract.source_rules import INDEX_MOST, pointer_steps
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 from service.core.problems import Problem
 from service.core.settings import EVENT_BYTES_MAX
 from service.events.dead_letters import DeadLetter, body_fingerprint

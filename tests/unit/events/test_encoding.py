@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.contract import RegistryRule, Rules, SchemaRule, TopicRule
-from service.contract.wire import event_id, fingerprint
+from service.contract.wire.ids import event_id, fingerprint
 from service.core.bounded import Bounded
 from service.core.metrics import Telemetry
 from service.core.problems import Problem

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from service import native
 from service.contract import Guarantee
-from service.contract.wire import Header, event_id, fingerprint, stamp_writer
+from service.contract.wire.headers import stamp_writer
+from service.contract.wire.ids import Header, event_id, fingerprint
 from service.core.problems import Problem
 from service.events import cloudevents, strict_json
 from service.events import event as module

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from service.contract.wire import offsets_fingerprint
+from service.contract.wire.ids import offsets_fingerprint
 from service.core.problems import Problem
 from service.events.offsets import (
     METADATA_BYTES_MAX,

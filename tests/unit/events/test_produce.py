@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service import native
-from service.contract.wire import event_id, fingerprint, member_id
+from service.contract.wire.ids import event_id, fingerprint, member_id
 from service.core.problems import Problem
 from service.core.settings import EVENT_BYTES_MAX
 from service.events.event import BATCH_EVENTS_MAX, Event, parse_event

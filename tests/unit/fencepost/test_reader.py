@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.contract import wire
+from service.contract.wire import versions
+from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
+from service.contract.wire.ids import FINGERPRINT_BYTES, ID_BYTES, event_id
 from service.fencepost import Bounds, NewerVersion, Reader, ReaderPosition, id_of, reader
 from tests.unit.contract.test_wire import vectors
 
@@ -16,7 +18,7 @@ AGE = Bounds(ids=3, age_s=10)
 
 
 def _id(n: int) -> bytes:
-    return n.to_bytes(wire.ID_BYTES, "big")
+    return n.to_bytes(ID_BYTES, "big")
 
 
 def test_an_id_is_fresh_once_within_the_bounds() -> None:
@@ -55,23 +57,23 @@ class _Record:
 
 
 def test_the_id_is_that_of_the_stamp_else_of_the_key() -> None:
-    stamp = wire.Stamp(b"s" * 16, bytes(8), 1, 0, 1, 0, "a:1").encode()
-    assert id_of(_Record((wire.KEY_HEADER, b"k"), (wire.STAMP_HEADER, stamp), (wire.STAMP_HEADER, b"x"))) == b"s" * 16
-    assert id_of(_Record((wire.KEY_HEADER, b"k"), (wire.STAMP_HEADER, b"x"))) == wire.event_id("k")
-    assert id_of(_Record((wire.KEY_HEADER, b"\xff"))) == hashlib.sha256(b"\0\xff").digest()[:16]
-    assert id_of(_Record((wire.KEY_HEADER, b""))) is None
+    stamp = Stamp(b"s" * 16, bytes(8), 1, 0, 1, 0, "a:1").encode()
+    assert id_of(_Record((KEY_HEADER, b"k"), (STAMP_HEADER, stamp), (STAMP_HEADER, b"x"))) == b"s" * 16
+    assert id_of(_Record((KEY_HEADER, b"k"), (STAMP_HEADER, b"x"))) == event_id("k")
+    assert id_of(_Record((KEY_HEADER, b"\xff"))) == hashlib.sha256(b"\0\xff").digest()[:16]
+    assert id_of(_Record((KEY_HEADER, b""))) is None
     # A foreign header may have a null value.
-    assert id_of(_Record((wire.STAMP_HEADER, None), (wire.KEY_HEADER, b"k"))) == wire.event_id("k")
-    assert id_of(_Record((wire.KEY_HEADER, None))) is None
+    assert id_of(_Record((STAMP_HEADER, None), (KEY_HEADER, b"k"))) == event_id("k")
+    assert id_of(_Record((KEY_HEADER, None))) is None
     assert id_of(_Record()) is None
 
 
-STAMP = wire.Stamp(b"s" * 16, bytes(8), 1, 0, 1, 0, "a:1").encode()
+STAMP = Stamp(b"s" * 16, bytes(8), 1, 0, 1, 0, "a:1").encode()
 
 
 def test_the_reader_has_the_names_and_lengths_of_the_wire_contract() -> None:
     ours = (reader.KEY_HEADER, reader.STAMP_HEADER, reader.ID_BYTES, reader.FINGERPRINT_BYTES)
-    assert ours == (wire.KEY_HEADER, wire.STAMP_HEADER, wire.ID_BYTES, wire.FINGERPRINT_BYTES)
+    assert ours == (KEY_HEADER, STAMP_HEADER, ID_BYTES, FINGERPRINT_BYTES)
 
 
 @given(
@@ -80,21 +82,21 @@ def test_the_reader_has_the_names_and_lengths_of_the_wire_contract() -> None:
 def test_a_stamp_is_decoded_as_the_wire_contract_decodes_it(at: int, cut: int, put: bytes) -> None:
     changed = STAMP[:at] + put + STAMP[at + cut :]
     try:
-        expected = wire.Stamp.decode(changed).id
-    except wire.NewerVersion:
+        expected = Stamp.decode(changed).id
+    except versions.NewerVersion:
         with pytest.raises(NewerVersion):
-            id_of(_Record((wire.STAMP_HEADER, changed)))
+            id_of(_Record((STAMP_HEADER, changed)))
         return
-    except wire.WireError:
+    except versions.WireError:
         expected = None
-    assert id_of(_Record((wire.STAMP_HEADER, changed))) == expected
+    assert id_of(_Record((STAMP_HEADER, changed))) == expected
 
 
 @pytest.mark.parametrize("text", vectors("records", "stamp_newer"))
 def test_a_stamp_of_a_later_version_is_refused_also_beside_a_key(text: str) -> None:
     """The id of the key would be another one, where the event has a caller: a copy would pass for a new event."""
     with pytest.raises(NewerVersion, match="update the package fencepost"):
-        id_of(_Record((wire.STAMP_HEADER, text.encode()), (wire.KEY_HEADER, b"k")))
+        id_of(_Record((STAMP_HEADER, text.encode()), (KEY_HEADER, b"k")))
 
 
 @pytest.mark.parametrize("name", ["auto_offset_reset", "enable_auto_commit", "group_id", "isolation_level"])

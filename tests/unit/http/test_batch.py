@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from service import native
 from service.contract import CallerRule
-from service.contract.wire import event_id, member_id
+from service.contract.wire.ids import event_id, member_id
 from service.core.problems import (
     FORBIDDEN_GROUP,
     FORBIDDEN_TOPIC,

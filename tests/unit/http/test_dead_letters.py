@@ -15,7 +15,7 @@ import pytest
 from service.claims.keys import Found
 from service.claims.states import Delivered
 from service.contract import Rules, TopicRule
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 from service.core.metrics import Telemetry
 from service.core.problems import RECORD_REFUSED
 from service.events.deliveries import Source, read_sources

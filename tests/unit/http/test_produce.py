@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from service.contract import CallerRule, Rules, TopicRule
-from service.contract.wire import event_id, member_id
+from service.contract.wire.ids import event_id, member_id
 from service.core.problems import NOT_WRITTEN, Problem
 from service.http import produce_v3 as module
 from service.http.callers import Callers

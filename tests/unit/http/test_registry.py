@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from service.contract import RegistryRule, Rules, SchemaRule, TopicRule
 from service.contract.source_rules import KeyLocation, SourceRule
-from service.contract.wire import event_id, fingerprint
+from service.contract.wire.ids import event_id, fingerprint
 from service.events.deliveries import Source
 from service.http.asgi import AsgiEndpoint
 from service.http.callers import Callers

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from service.claims.states import Delivered
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 from service.http.responses import imf_fixdate
 from tests.durations import DAY_S
 from tests.unit.fakes import NOW_MS, World, ended

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiokafka.errors import KafkaConnectionError
 
-from service.contract.wire import STAMP_HEADER, Stamp
+from service.contract.wire.headers import STAMP_HEADER, Stamp
 from service.kafka import transaction_admin
 from service.kafka.client import Client
 from service.kafka.hanging import ActiveProducer, RecordCoordinates

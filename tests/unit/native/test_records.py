@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service import native
-from service.contract.wire import Header
+from service.contract.wire.ids import Header
 from service.kafka.records import COMPRESS, COMPRESSION_CODECS, BatchBuilder, LibraryBuilder, builder_of
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="installed without a compiler")

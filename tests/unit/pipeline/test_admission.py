@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from service.claims.states import Claimed, Delivered, DeliveredBatch, RequestEvent
 from service.contract import Rules
-from service.contract.wire import event_id, member_id
+from service.contract.wire.ids import event_id, member_id
 from service.core.problems import (
     FORBIDDEN_TOPIC,
     KEY_EXPIRED,

@@ -9,7 +9,8 @@ import pytest
 
 from service.claims.states import Claimed, Delivered, RequestState
 from service.contract import Guarantee
-from service.contract.wire import KEY_HEADER, event_id
+from service.contract.wire.headers import KEY_HEADER
+from service.contract.wire.ids import event_id
 from service.core.problems import (
     FINGERPRINT_MISMATCH,
     IN_PROGRESS,

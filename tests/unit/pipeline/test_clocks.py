@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from service.contract.wire import event_id, requests_topic
+from service.contract.wire.ids import event_id
+from service.contract.wire.names import requests_topic
 from service.core.problems import NOT_WRITTEN, RECORD_REFUSED
 from service.events.event import event_of
 from service.kafka.outcomes import OUTSIDE_BOUNDS, TransactionFailed, TransactionOutcome

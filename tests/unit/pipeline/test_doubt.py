@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from service.claims.keys import StoreGeneration
 from service.claims.states import Claimed, Delivered, SlotState
-from service.contract.wire import KEY_HEADER
+from service.contract.wire.headers import KEY_HEADER
 from service.core.problems import (
     IN_PROGRESS,
     NOT_WRITTEN,

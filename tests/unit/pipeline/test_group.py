@@ -4,7 +4,9 @@ import pytest
 
 from service.claims.states import Delivered, DeliveredBatch, RequestEvent
 from service.contract import Guarantee
-from service.contract.wire import Entry, Stamp, event_id, stamp_writer
+from service.contract.wire.headers import Stamp, stamp_writer
+from service.contract.wire.ids import event_id
+from service.contract.wire.ledger_entries import Entry
 from service.events.event import event_of
 from service.kafka.records import Record, RecordMetadata
 from service.kafka.topic_admin import Topic

@@ -13,7 +13,8 @@ from structlog.testing import capture_logs
 
 from service.claims.states import Delivered
 from service.contract import Guarantee
-from service.contract.wire import encode_answer, event_id
+from service.contract.wire.ids import event_id
+from service.contract.wire.journal import encode_answer
 from service.core.metrics import Telemetry
 from service.core.problems import NOT_WRITTEN, TOO_LARGE, KafkaAway, Problem
 from service.kafka.idempotent_producer import IdempotentProducer

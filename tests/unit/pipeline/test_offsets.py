@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Sequence
 import pytest
 
 from service.claims.states import Delivered, DeliveredBatch, SlotState
-from service.contract.wire import CommittedOffset, LedgerRecord, batch_fingerprint, decode_ledger, event_id
+from service.contract.wire.ids import batch_fingerprint, event_id
+from service.contract.wire.ledger import LedgerRecord, decode_ledger
+from service.contract.wire.ledger_entries import CommittedOffset
 from service.core.problems import (
     FORBIDDEN_TOPIC,
     KEY_EXPIRED,

@@ -13,7 +13,7 @@ import pytest
 
 from service.claims.keys import Heartbeat, StoreGeneration
 from service.claims.states import Claimed, Delivered, Row, SlotEvent, SlotState
-from service.contract.wire import event_id
+from service.contract.wire.ids import event_id
 from service.core.problems import IN_PROGRESS, KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.http.routes import describe
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome

@@ -10,7 +10,7 @@ from aiokafka.errors import KafkaConnectionError
 
 from service.claims.keys import StoreGeneration
 from service.claims.states import SlotEvent, SlotState
-from service.contract.wire import NewerVersion
+from service.contract.wire.versions import NewerVersion
 from service.core.problems import (
     Fenced,
     KafkaAway,

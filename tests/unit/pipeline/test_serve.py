@@ -7,7 +7,8 @@ import pytest
 
 from service.claims.keys import StoreGeneration
 from service.claims.states import Claim, Delivered, DeliveredBatch, RequestState
-from service.contract.wire import STAMP_HEADER, Stamp, event_id
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.ids import event_id
 from service.core.problems import OUTCOME_UNKNOWN, Fenced, KafkaAway, StoreAway
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.kafka.records import RecordMetadata, RecordResult

@@ -17,7 +17,8 @@ from structlog.testing import capture_logs
 
 from deploy.places import ROOT
 from deploy.stack import free_port
-from service.contract.wire import TRACE_HEADER, event_id
+from service.contract.wire.headers import TRACE_HEADER
+from service.contract.wire.ids import event_id
 from service.events.event import Event, event_of
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline.request import Committed

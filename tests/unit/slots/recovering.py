@@ -9,7 +9,8 @@ import pytest
 
 from service.claims.keys import StoreGeneration
 from service.claims.states import Delivered, Row, SlotEvent
-from service.contract.wire import Entry, LedgerRecord, decode_ledger
+from service.contract.wire.ledger import LedgerRecord, decode_ledger
+from service.contract.wire.ledger_entries import Entry
 from service.core.metrics import Telemetry
 from service.kafka.metadata import Partition
 from service.kafka.reader import Item, Span

@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 from aiokafka import errors
 
-from service.contract.wire import Begin, Stamp
+from service.contract.wire.headers import Stamp
+from service.contract.wire.ledger import Begin
 from service.core.problems import KafkaAway
 from service.core.settings import Settings
 from service.kafka.hanging import RecordCoordinates

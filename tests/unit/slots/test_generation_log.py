@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from service.claims.keys import StoreGeneration
-from service.contract.wire import GENERATION_KEY, Generation, NewerVersion
+from service.contract.wire.control import GENERATION_KEY, Generation
+from service.contract.wire.versions import NewerVersion
 from service.kafka.reader import Span
 from service.slots import generation_log as module
 from service.slots.generation_log import Control

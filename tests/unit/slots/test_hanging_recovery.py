@@ -9,15 +9,9 @@ import pytest
 from aiokafka import errors
 from structlog.testing import capture_logs
 
-from service.contract.wire import (
-    STAMP_HEADER,
-    Begin,
-    CommittedOffset,
-    Entry,
-    LedgerOffsets,
-    LedgerRecord,
-    Stamp,
-)
+from service.contract.wire.headers import STAMP_HEADER, Stamp
+from service.contract.wire.ledger import Begin, LedgerRecord
+from service.contract.wire.ledger_entries import CommittedOffset, Entry, LedgerOffsets
 from service.core.metrics import Telemetry
 from service.kafka.admin import KafkaAdmin
 from service.kafka.group_offsets import OFFSETS_TOPIC

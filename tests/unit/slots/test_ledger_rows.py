@@ -1,4 +1,4 @@
-"""Tests that a replay reads ledger records as wire.py does, which job and tests use."""
+"""Tests that a replay reads ledger records as service.contract.wire.ledger does, which job and tests use."""
 
 import json
 from typing import Any
@@ -10,7 +10,10 @@ from structlog.testing import capture_logs
 
 from service.claims.states import Delivered, DeliveredBatch, Row
 from service.contract.settings import KEY_TTL_MOST_S
-from service.contract.wire import Entry, LedgerRecord, NewerVersion, batch_fingerprint, decode_ledger
+from service.contract.wire.ids import batch_fingerprint
+from service.contract.wire.ledger import LedgerRecord, decode_ledger
+from service.contract.wire.ledger_entries import Entry
+from service.contract.wire.versions import NewerVersion
 from service.kafka.reader import Item
 from service.slots.ledger_rows import LedgerEntry, encode_entries, lowest_offsets, rows_of
 from tests.unit.contract.test_wire import vectors

@@ -7,7 +7,7 @@ import pytest
 
 from service.claims.keys import StoreGeneration
 from service.claims.states import SlotState
-from service.contract.wire import NewerVersion
+from service.contract.wire.versions import NewerVersion
 from service.core.problems import Fenced, KafkaAway, StoreLost
 from service.kafka.reader import Item, Span
 from service.slots import recovery

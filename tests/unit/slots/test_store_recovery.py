@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from service.claims.keys import ServerIdentity, StoreGeneration
-from service.contract.wire import transactional_id
+from service.contract.wire.names import transactional_id
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway, KafkaRefusesSetting, StoreAway, StoreLost, StoreUnanswered
 from service.kafka.transaction_admin import TransactionAdmin
