@@ -277,7 +277,7 @@ CUTS: Final = (
     Step(view.View, "advance"),
     Step(lake.Lake, "append_once", only="rejects", long=True),
     Step(lake.Lake, "replace", only="findings"),
-    Step(lake.Lake, "append_once", only="verdicts"),
+    Step(lake.Lake, "append_once", only="verdicts", long=True),
     Step(document, "write", posted=True, long=True),
     Step(lake.Lake, "replace", only="hourly_balance", posted=True),
     Step(lake.Lake, "append_once", after=False, only="runs", posted=True, long=True),
