@@ -1,15 +1,12 @@
 """Checks in Kafka that a topic takes the records of a plan, and that its sources have not changed."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 
-from pyspark.sql import SparkSession
-
-from service.contract import SharedSettings
 from service.contract.wire.names import internal_topics
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import Ends, KafkaAdmin, Topic, TopicPartition
 from spark.repair import copier, layouts
+from spark.repair.invocation import Invocation
 from spark.repair.layouts import Layout, ReadUntil
 
 
@@ -25,10 +22,10 @@ def check_target(admin: KafkaAdmin, namespace: str, topics: Mapping[str, Topic],
         raise CannotRun(f"--into {target}: set its message.timestamp.type to CreateTime: records keep their times")
 
 
-def decided_ends(spark: SparkSession, shared: SharedSettings, target: str, layout: Layout) -> dict[int, int]:
-    """Return the ends of the target's partitions once nothing is open there, after `init` has fenced others."""
-    with closing(KafkaAdmin(spark, shared)) as admin:
-        found = copier.await_decided(admin, [(target, number) for number in layout.parts])
+def decided_ends(invocation: Invocation, layout: Layout) -> dict[int, int]:
+    """Return the ends of the target's partitions once nothing is open there, after the copier has fenced others."""
+    with invocation.kafka() as admin:
+        found = copier.await_decided(admin, [(invocation.into, number) for number in layout.parts])
     return {number: end for (_, number), end in found.items()}
 
 
@@ -37,12 +34,10 @@ def truncated(admin: KafkaAdmin, read: Sequence[ReadUntil], ends: Mapping[TopicP
     return layouts.truncated(read, ends, admin.diverged(layouts.suspects(read, ends)))
 
 
-def check_intact(
-    spark: SparkSession, shared: SharedSettings, layout: Layout, plan: int
-) -> Mapping[TopicPartition, Ends]:
+def check_intact(invocation: Invocation, layout: Layout, plan: int) -> Mapping[TopicPartition, Ends]:
     """Check that no topic of a plan was deleted or recreated, and no source truncated, since it was made; CannotRun
     otherwise. Returns the ends of the sources."""
-    with closing(KafkaAdmin(spark, shared)) as admin:
+    with invocation.kafka() as admin:
         topics = admin.describe(sorted(layout.topic_ids))
         for name, topic_id in layout.topic_ids.items():
             if name not in topics or topics[name].topic_id != topic_id:
@@ -55,8 +50,8 @@ def check_intact(
     return ends
 
 
-def check_unchanged(spark: SparkSession, shared: SharedSettings, layout: Layout, plan: int) -> None:
+def check_unchanged(invocation: Invocation, layout: Layout, plan: int) -> None:
     """Check as `check_intact`, and that retention has deleted no record that is copied; CannotRun otherwise."""
-    ends = check_intact(spark, shared, layout, plan)
+    ends = check_intact(invocation, layout, plan)
     if why := layouts.deleted(layout.parts, ends):
         raise CannotRun(f"{why} since plan {plan}: name another --into")

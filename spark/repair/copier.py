@@ -3,7 +3,7 @@
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -234,13 +234,6 @@ class Copier:
     def close(self) -> None:
         """Close the connections."""
         self._copier.close()
-
-
-@contextmanager
-def opened(spark: SparkSession, shared: SharedSettings, target: str) -> Iterator[Copier]:
-    """Open a copier until the context ends."""
-    with closing(Copier(spark, shared, target)) as copier:
-        yield copier
 
 
 # By JVM. py4j looks up a method once for each name of a class, so that a class must be compiled once.

@@ -1,7 +1,6 @@
 """Writes a topic into another one without surplus copies (--clean)."""
 
 from collections.abc import Sequence
-from contextlib import closing
 
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import KafkaAdmin, Topic
@@ -22,8 +21,7 @@ def deduplicate(invocation: Invocation) -> Outcome:
         plan = plans.begin(made, layout)
         lines = [f"plan       {plan}: planned, nothing was written", *lines]
         return Outcome(plan, made, lines, is_left=any(entry.is_left for entry in made))
-    with copier.opened(invocation.spark, invocation.shared, options.into) as into:
-        into.init()
+    with invocation.copier() as into:
         stored = _stored(invocation)
         if stored is None:
             made, layout, lines = _new_layout(invocation)
@@ -33,10 +31,10 @@ def deduplicate(invocation: Invocation) -> Outcome:
             plan, layout = stored
             plans.take_number()
             lines = [f"plan       {plan} of an earlier command goes on"]
-            ends = checks.decided_ends(invocation.spark, invocation.shared, options.into, layout)
+            ends = checks.decided_ends(invocation, layout)
         invocation.on_progress(f"plan {plan}: copying {options.clean} into {options.into}")
         copied = into.copy(layout.parts, ends)
-        checks.check_intact(invocation.spark, invocation.shared, layout, plan)
+        checks.check_intact(invocation, layout, plan)
     plans.end(plan, copied.all)
     lines = [
         f"plan       {plan}: done",
@@ -58,7 +56,7 @@ def _new_layout(invocation: Invocation) -> tuple[list[Entry], Layout, list[str]]
             f"--clean {source}: the last run has not audited this topic: run python -m spark first, with --topics "
             "if neither the ledger nor the rules name it"
         )
-    with closing(KafkaAdmin(invocation.spark, invocation.shared)) as admin:
+    with invocation.kafka() as admin:
         topics = _check_topics(admin, invocation.shared.namespace, source, target, logs)
         ends = admin.ends([log.topic_partition for log in logs])
         bounds = {
@@ -115,18 +113,18 @@ def _stored(invocation: Invocation) -> tuple[int, Layout] | None:
     if stored is None:
         return None
     plan, layout = stored
-    with closing(KafkaAdmin(invocation.spark, invocation.shared)) as admin:
+    with invocation.kafka() as admin:
         described = admin.describe([target]).get(target)
     if described is None or described.topic_id != layout.topic_ids[target]:
         return None
-    checks.check_unchanged(invocation.spark, invocation.shared, layout, plan)
+    checks.check_unchanged(invocation, layout, plan)
     return plan, layout
 
 
 def _empty_ends(invocation: Invocation, layout: Layout) -> dict[int, int]:
     """Return the ends of a target that is empty; CannotRun if it is not, since no plan has written there."""
     target = invocation.options.into
-    ends = checks.decided_ends(invocation.spark, invocation.shared, target, layout)
+    ends = checks.decided_ends(invocation, layout)
     if any(ends.values()):
         raise CannotRun(
             f"--into {target}: the topic is not empty, and no plan of --lake {invocation.lake.root} has written it: "

@@ -2,14 +2,12 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Final
 
 import httpx
 
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import KafkaAdmin
 from spark.repair import checks, copier, entries, layouts, send
 from spark.repair.entries import Entry
 from spark.repair.invocation import Invocation
@@ -28,12 +26,11 @@ def execute(
     done, layout = list(made), Layout()
     copies = [entry for entry in made if entry.action == entries.COPY]
     if options.into and copies:
-        with copier.opened(invocation.spark, invocation.shared, options.into) as into:
-            into.init()
+        with invocation.copier() as into:
             ends, layout = _layout_at_ends(invocation, layouts.parts_of(copies))
             plans.store(plan, EXECUTING, layout, len(made))
             into.copy(layout.parts, ends)
-            checks.check_intact(invocation.spark, invocation.shared, layout, plan)
+            checks.check_intact(invocation, layout, plan)
         done = _copied(invocation, done)
         plans.store_entries(plan, done)
     if options.url and any(entry.action == entries.SEND for entry in made):
@@ -47,7 +44,7 @@ def _layout_at_ends(invocation: Invocation, parts: Mapping[int, copier.Part]) ->
     """Let the parts begin at the present ends of the target, after `init` has fenced others; return ends and layout."""
     target = invocation.options.into
     sources = sorted({topic for part in parts.values() for topic, _ in part.spans})
-    with closing(KafkaAdmin(invocation.spark, invocation.shared)) as admin:
+    with invocation.kafka() as admin:
         topics = admin.describe([*sources, target])
         checks.check_target(admin, invocation.shared.namespace, topics, target)
         if target in sources:
@@ -103,11 +100,10 @@ def finish_interrupted(invocation: Invocation) -> None:
         if not layout.parts or not any(entry.action == entries.COPY and entry.outcome is None for entry in made):
             continue
         invocation.on_progress(f"plan {plan} was interrupted: finishing its copies into {target}")
-        checks.check_unchanged(invocation.spark, invocation.shared, layout, plan)
-        with copier.opened(invocation.spark, invocation.shared, target) as into:
-            into.init()
-            into.copy(layout.parts, checks.decided_ends(invocation.spark, invocation.shared, target, layout))
-            checks.check_intact(invocation.spark, invocation.shared, layout, plan)
+        checks.check_unchanged(invocation, layout, plan)
+        with invocation.copier() as into:
+            into.copy(layout.parts, checks.decided_ends(invocation, layout))
+            checks.check_intact(invocation, layout, plan)
         done = _copied(invocation, made)
         plans.take_number()
         plans.store_entries(plan, done)

@@ -1,12 +1,15 @@
 """One invocation of the command `repair`, and what it returns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings
+from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.run_plan import Plan
+from spark.repair.copier import Copier
 from spark.repair.entries import Entry
 from spark.repair.plans import RepairPlans
 from spark.settings import RepairOptions
@@ -30,6 +33,25 @@ class Invocation:
     @property
     def spark(self) -> SparkSession:
         return self.lake.spark
+
+    @property
+    def into(self) -> str:
+        """The topic that gets records (--into); empty without one."""
+        return self.options.into
+
+    @contextmanager
+    def kafka(self) -> Iterator[KafkaAdmin]:
+        """Open a connection for requests to Kafka until the context ends."""
+        with closing(KafkaAdmin(self.spark, self.shared)) as admin:
+            yield admin
+
+    @contextmanager
+    def copier(self) -> Iterator[Copier]:
+        """Open a copier into `into` until the context ends, which fences an earlier one; CannotRun without the
+        permission."""
+        with closing(Copier(self.spark, self.shared, self.into)) as into:
+            into.init()
+            yield into
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Reads what is known of lost and missing events, and makes the entries of a plan (entries.py decides)."""
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ from pyspark.sql import Row
 
 from service.contract.wire.ids import event_id
 from spark.errors import CannotRun
-from spark.reading.kafka_admin import KafkaAdmin
 from spark.repair import bodies, copier, entries, evidence
 from spark.repair.bodies import Body
 from spark.repair.entries import Entry
@@ -69,7 +67,7 @@ def missing_events(invocation: Invocation, found: Sequence[Mapping[str, Any]]) -
             wanted.setdefault(at, set()).add(finding["id"])
     proven = _proven(invocation, wanted, known)
     done, into = evidence.history(invocation.lake), invocation.options.into
-    with closing(KafkaAdmin(invocation.spark, invocation.shared)) as admin:
+    with invocation.kafka() as admin:
         topics = admin.describe(sorted({into, *(topic for topic, _, _ in wanted)} - {""}))
     topic_ids = {name: topic.topic_id for name, topic in topics.items()}
     return [

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from typing import Any, Final
-from unittest.mock import Mock
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -198,9 +198,10 @@ def test_a_record_is_proven_also_if_a_claim_on_its_offset_counts_in_another_hour
     record = Record("t", 0, 7, 1, b"r", VALUE, ((KEY_HEADER, b"k"), ("h", b"x")))
     monkeypatch.setattr(copier, "records_at", lambda spark, shared, wanted: [record])
     described = {name: Topic(name, id, 1) for name, id in TOPIC_IDS.items()}
-    monkeypatch.setattr(lost_and_missing, "KafkaAdmin", lambda *_: Mock(**{"describe.return_value": described}))
     finding = {**LOST, "finding_id": f"missing_in_sink:w:{ID}", "kind": "missing_in_sink", "sink": "w"}
-    (entry,) = lost_and_missing.missing_events(Mock(options=RepairOptions(lake="l", into="into")), [finding])
+    invocation = MagicMock(options=RepairOptions(lake="l", into="into"))
+    invocation.kafka.return_value.__enter__.return_value.describe.return_value = described
+    (entry,) = lost_and_missing.missing_events(invocation, [finding])
     assert (entry.action, entry.reason, entry.offset) == (entries.COPY, None, 7)
 
 
