@@ -76,7 +76,7 @@ FROM java AS jars
 COPY --from=spark-packages /opt/fencepost /opt/fencepost
 WORKDIR /build
 COPY deploy deploy
-COPY spark/jars.lock spark/jars.lock
+COPY spark/engine/jars.lock spark/engine/jars.lock
 # Fetched by the Ivy in PySpark, each checked against its line in the lock.
 RUN FENCEPOST_CACHE=/build/cache /opt/fencepost/bin/python -c \
       'from deploy.install import jars; jars.ensure(jars.read_lock("spark", jars.LOCKS["spark"]))'

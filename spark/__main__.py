@@ -17,16 +17,17 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import before_spark, class_data, dry_run, export, follow, idle, job, rates, show, silences, small_run
+from spark import before_spark, dry_run, export, follow, idle, job, rates, show, silences, small_run
 from spark.command_line import parse, parse_about, parse_findings, parse_rates, parse_repair
 from spark.console import Console
+from spark.engine import class_data
+from spark.engine.jvm import Py4JError
+from spark.engine.session import JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS, open_session
 from spark.errors import CannotRun
-from spark.reading.jvm import Py4JError
 from spark.repair import command as repair
 from spark.report import model, terminal
 from spark.report.document import Report
 from spark.rules.kinds import kinds_of
-from spark.session import JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS, open_session
 from spark.settings import Options, Settings, read_webhook, rules_of
 from spark.tables import view
 

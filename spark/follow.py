@@ -19,9 +19,9 @@ from pyspark.sql import SparkSession
 
 from service.contract import SettingsError
 from spark import job
+from spark.engine.jvm import Py4JJavaError, checkpointed_ids, drop_checkpointed, is_stopped
 from spark.errors import AnotherRun, CannotRun, Stopped
 from spark.reading import run_plan, sinks
-from spark.reading.jvm import Py4JJavaError, checkpointed_ids, drop_checkpointed, is_stopped
 from spark.reading.run_plan import Plan, RunContext
 from spark.report import webhook
 from spark.rules.reconcile import classifies_old_hours, unchanged_balance

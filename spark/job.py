@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from pyspark.sql import SparkSession
 
-from spark import dry_run, finished_runs, frames, maintenance, run_report, session
+from spark import dry_run, finished_runs, maintenance, run_report
+from spark.engine import frames, session
 from spark.reading import decode, planning, run_plan, sinks
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Plan, RunContext, of_run

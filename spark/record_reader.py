@@ -7,7 +7,7 @@ from typing import Final
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame
 
-from spark import session
+from spark.engine import session
 from spark.reading import decode, run_plan, source
 from spark.reading.kafka_admin import TopicPartition
 from spark.reading.planning import NamedTopics

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from pyspark.sql import DataFrame
 
-from spark import finished_runs, frames
+from spark import finished_runs
+from spark.engine import frames
 from spark.reading.run_plan import RunContext
 from spark.report import document, publish, webhook
 from spark.rules import current_findings, sink_audit

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import dry_run, finished_runs, frames, maintenance, migrations
+from spark import dry_run, finished_runs, maintenance, migrations
+from spark.engine import frames
 from spark.errors import CannotRun
 from spark.finished_runs import EarlierRuns
 from spark.reading import planning, run_plan

@@ -11,7 +11,8 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
 from service.contract.wire.ids import ID_BYTES, event_id
-from spark import frames, rule_table
+from spark import rule_table
+from spark.engine import frames
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
 from spark.reading.decode import EVENT

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from spark.before_spark import BeforeSpark
+from spark.engine.session import INTERPRETED_RECORDS
 from spark.errors import CannotRun, NeedsSpark
 from spark.reading import planning
 from spark.reading.run_plan import Plan
-from spark.session import INTERPRETED_RECORDS
 from spark.tables import last_run_file
 from spark.tables.lake import SMALL_BYTES
 

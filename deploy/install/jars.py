@@ -12,7 +12,7 @@ from deploy import places
 from deploy.console import StackError, progress
 from deploy.install.fetchers import Fetcher, FetchError, fetchers
 
-LOCKS = {"kafka": Path(__file__).with_name("kafka.lock"), "spark": places.ROOT / "spark" / "jars.lock"}
+LOCKS = {"kafka": Path(__file__).with_name("kafka.lock"), "spark": places.ROOT / "spark" / "engine" / "jars.lock"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`python -m deploy.install.s3`: what the audit needs for a lake on S3, into the cache beside its other jars.
 
-These are hadoop-aws with the modules of the AWS SDK that it uses, by `spark/s3.lock`, and the log store for Delta. The
-compiler in Spark makes it of its source: no JDK is needed.
+These are hadoop-aws with the modules of the AWS SDK that it uses, by `spark/engine/s3.lock`, and the log store for
+Delta. The compiler in Spark makes it of its source: no JDK is needed.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ from typing import Final
 from deploy import places
 from deploy.console import StackError, call, progress, run
 from deploy.install import fetchers, jars, java
-from spark.jars import LOG_STORE_SOURCE, S3_LOCK, log_store
+from spark.engine.jars import LOG_STORE_SOURCE, S3_LOCK, log_store
 
 _COMPILER: Final = "org.codehaus.commons.compiler.samples.CompilerDemo"
 _TIMEOUT_S: Final = 120.0

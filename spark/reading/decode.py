@@ -16,10 +16,11 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract.wire.headers import KEY_HEADER, RESERVED_HEADERS, STAMP_HEADER, STAMP_VERSION, TRACE_HEADER
 from service.contract.wire.ids import FINGERPRINT_BYTES, ID_BYTES
 from service.contract.wire.versions import LEDGER_VERSIONS, VERSION, VERSION_MOST
-from spark import frames, rule_table
+from spark import rule_table
+from spark.engine import frames
+from spark.engine.jvm import Py4JError, is_deterministic
 from spark.errors import CannotRun
 from spark.reading import source, wire_expressions
-from spark.reading.jvm import Py4JError, is_deterministic
 
 EVENT: Final = "event"
 UNKEYED: Final = "unkeyed"

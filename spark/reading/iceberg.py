@@ -17,9 +17,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from service.contract import SinkRule
 from service.contract.sink_rules import ICEBERG
+from spark.engine.jvm import Py4JError
 from spark.errors import CannotRun, Unreadable
 from spark.reading.intervals import Interval
-from spark.reading.jvm import Py4JError
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -15,9 +15,9 @@ from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings
 from service.contract.wire.names import is_kafka_topic
+from spark.engine.jvm import Py4JJavaError, jvm, nested, reason
 from spark.errors import CannotRun
 from spark.reading import connection
-from spark.reading.jvm import Py4JJavaError, jvm, nested, reason
 
 # Longer than an election of leaders takes, and short enough for a user who waits for the error.
 CALL_MS: Final = 30_000

@@ -14,10 +14,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SettingsError, SharedSettings, SinkRule
-from spark import frames, rule_table
+from spark import rule_table
+from spark.engine import frames
+from spark.engine.jvm import Py4JError, Py4JJavaError, reason
 from spark.errors import CannotRun, Unreadable
 from spark.reading import decode, planning, source
-from spark.reading.jvm import Py4JError, Py4JJavaError, reason
 from spark.reading.kafka_admin import NO_LEADER_EPOCH, Ends, KafkaAdmin, Topic, TopicPartition
 from spark.reading.run_plan import Plan
 from spark.reading.sinks import ROW, shown

@@ -11,10 +11,10 @@ from pyspark.sql.types import DataType, IntegralType, TimestampNTZType, Timestam
 
 from service.contract import SinkRule
 from service.contract.sink_rules import DELTA, ICEBERG, JDBC, PARQUET
+from spark.engine.jvm import jvm
 from spark.errors import Unreadable
 from spark.reading.iceberg import IcebergTable
 from spark.reading.intervals import Interval, pieces
-from spark.reading.jvm import jvm
 
 CONNECTIONS: Final = 4
 """How many connections to a database a run has at most at a time."""

@@ -14,11 +14,11 @@ from pyspark.sql.types import BinaryType, DataType, IntegralType, StringType
 
 from service.contract import SinkRule
 from service.contract.wire.ids import ID_BYTES
-from spark import frames
+from spark.engine import frames
+from spark.engine.jvm import Py4JError, Py4JJavaError, is_deterministic, parse_expression, reason
 from spark.errors import CannotRun, Unreadable
 from spark.reading import iceberg
 from spark.reading.intervals import Interval
-from spark.reading.jvm import Py4JError, Py4JJavaError, is_deterministic, parse_expression, reason
 from spark.reading.sink_tables import TABLES, SinkTable, password_of, time_type, type_of
 
 ROW: Final = {

@@ -8,7 +8,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
-from spark import frames
+from spark.engine import frames
 from spark.reading import connection
 from spark.reading.kafka_admin import TopicPartition
 

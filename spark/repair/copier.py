@@ -16,9 +16,9 @@ from service.contract import SharedSettings
 from service.contract.wire import ids
 from service.contract.wire.headers import RESERVED_HEADERS, STAMP_HEADER, TRACE_HEADER, Stamp
 from service.contract.wire.versions import WireError
+from spark.engine.jvm import Py4JJavaError, gateway, jvm, reason
 from spark.errors import CannotRun
 from spark.reading import connection
-from spark.reading.jvm import Py4JJavaError, gateway, jvm, reason
 from spark.reading.kafka_admin import CALL_MS, POLL_MS, KafkaAdmin, TopicPartition
 from spark.reading.source import Span
 from spark.repair.entries import Coordinates

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
 from service.contract.wire.names import ledger_topic, requests_topic
-from spark import frames
+from spark.engine import frames
 from spark.errors import CannotRun
 from spark.reading import source, wire_expressions
 from spark.reading.decode import EVENT

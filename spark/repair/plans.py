@@ -10,7 +10,7 @@ from typing import Any, Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import frames
+from spark.engine import frames
 from spark.repair import layouts
 from spark.repair.entries import Entry
 from spark.repair.layouts import Layout

@@ -24,7 +24,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
 from service.contract.wire.names import findings_topic
-from spark import frames
+from spark.engine import frames
 from spark.errors import CannotRun
 from spark.reading import connection, source
 from spark.reading.kafka_admin import KafkaAdmin, Topic

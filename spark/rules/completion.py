@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from pyspark.sql import DataFrame
 
-from spark import frames, session
+from spark.engine import frames, session
 from spark.reading import run_plan
 from spark.reading.run_plan import RunContext
 from spark.rules import cross_hour

@@ -10,7 +10,8 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract.wire.ids import ID_BYTES
-from spark import frames, rule_table
+from spark import rule_table
+from spark.engine import frames
 from spark.reading import wire_expressions
 from spark.reading.decode import EVENT, hash_of
 from spark.rules import findings, kinds

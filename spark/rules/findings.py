@@ -6,7 +6,8 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import frames, rule_table
+from spark import rule_table
+from spark.engine import frames
 from spark.reading.decode import EVENT, REJECT, UNKEYED
 from spark.reading.run_plan import RETENTION, TRUNCATED, UNWANTED, Plan
 from spark.rule_table import LOST, PENDING

@@ -10,7 +10,7 @@ from typing import Any, Final
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import frames
+from spark.engine import frames
 from spark.rules.balance import Balance, ByHour, RecordCounts
 from spark.rules.record_counts import NO_PARTITION
 from spark.tables import hours, schemas

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import frames, rule_table
+from spark import rule_table
+from spark.engine import frames
 from spark.rules import current_findings
 from spark.rules.findings import HOUR, IDS
 from spark.tables import hours

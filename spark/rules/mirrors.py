@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SinkRule
-from spark import frames
+from spark.engine import frames
 from spark.errors import Unreadable
 from spark.reading import mirror_logs
 from spark.reading.intervals import Interval

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import frames, session
+from spark.engine import frames, session
 from spark.reading import run_plan
 from spark.reading.decode import EVENT, REJECT
 from spark.reading.run_plan import Plan, RunContext

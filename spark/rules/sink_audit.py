@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SinkRule
-from spark import frames
+from spark.engine import frames
 from spark.errors import CannotRun, Unreadable
 from spark.reading.decode import EVENT
 from spark.reading.run_plan import RunContext

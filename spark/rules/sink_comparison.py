@@ -13,7 +13,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SinkRule
-from spark import frames, rule_table
+from spark import rule_table
+from spark.engine import frames
 from spark.reading import mirror_logs
 from spark.reading.decode import EVENT
 from spark.reading.intervals import Interval, merged, without

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
-from spark.reading.jvm import gateway, hadoop_configuration, jvm, nested
+from spark.engine.jvm import gateway, hadoop_configuration, jvm, nested
 
 CHUNK_CHARS: Final = 1 << 20
 CREATES_IN_CLOSE: Final = "fs.option.create.in.close"

@@ -11,10 +11,10 @@ from delta.tables import DeltaMergeBuilder, DeltaTable
 from pyspark.sql import Column, DataFrame, DataFrameWriter, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import frames, session
+from spark.engine import frames, session
+from spark.engine.jvm import Snapshot, snapshot_of, table_property, transaction_number, version_of
 from spark.errors import CannotRun
 from spark.reading.decode import EVENT
-from spark.reading.jvm import Snapshot, snapshot_of, table_property, transaction_number, version_of
 from spark.reading.kafka_admin import TopicPartition
 from spark.tables import commits, deliveries, files, hours, lock, schemas
 

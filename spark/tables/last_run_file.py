@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from pyspark.errors import PySparkException
 
-from spark.reading.jvm import Py4JError
+from spark.engine.jvm import Py4JError
 from spark.tables import commits, files
 from spark.tables.lake import Lake
 

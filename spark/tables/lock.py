@@ -18,9 +18,9 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import frames
+from spark.engine import frames
+from spark.engine.jvm import Py4JJavaError, jvm, reason
 from spark.errors import AnotherRun, CannotRun
-from spark.reading.jvm import Py4JJavaError, jvm, reason
 from spark.tables import files, stores
 
 # A killed run keeps a lake on an object store locked for this long. The drivers' clocks may differ by half of that.

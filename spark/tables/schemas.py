@@ -5,7 +5,7 @@ from typing import Final
 
 from pyspark.sql.types import StructType
 
-from spark import frames
+from spark.engine import frames
 from spark.tables import deliveries
 
 COORDINATES: Final = (

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
-from spark import jars
+from spark.engine import jars
+from spark.engine.jvm import Py4JError, Py4JJavaError, hadoop_configuration, jvm, reason
 from spark.errors import CannotRun
-from spark.reading.jvm import Py4JError, Py4JJavaError, hadoop_configuration, jvm, reason
 
 SAFE: Final = (
     "file",  # the lock on the lake's file `_lock` keeps out all other processes

@@ -5,7 +5,8 @@ from typing import Any, Final, NamedTuple
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import frames, rule_table
+from spark import rule_table
+from spark.engine import frames
 from spark.rule_table import DELIVERED_ONCE, PENDING
 from spark.tables import schemas
 

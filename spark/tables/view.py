@@ -20,7 +20,8 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
-from spark import frames, rule_table
+from spark import rule_table
+from spark.engine import frames
 from spark.errors import CannotRun
 from spark.reading import decode, run_plan, source, wire_expressions
 from spark.reading.decode import EVENT, clamped

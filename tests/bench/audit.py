@@ -25,10 +25,11 @@ from service.contract import SharedSettings
 from service.contract.wire.headers import KEY_HEADER
 from service.contract.wire.ids import FINGERPRINT_BYTES, ID_BYTES
 from service.contract.wire.names import ledger_topic, requests_topic
-from spark import class_data, job
+from spark import job
+from spark.engine import class_data
+from spark.engine.session import open_session
 from spark.reading import decode
 from spark.report.document import EXIT_FINDINGS, Report
-from spark.session import open_session
 from spark.settings import Options, Settings
 from spark.tables import deliveries, schemas
 from tests.bench import bare_read, process_cpu
@@ -112,7 +113,7 @@ def _as_processes(stage: Stage, records: Records) -> list[Row]:
     """Measure the CPU of whole processes: the bare read, a first run over the same records, a run of nothing new.
 
     The bare read has a JVM with all its compilers that reads all its classes, and that of a small run for comparison.
-    The first small run on a machine records its classes (spark.class_data), and is measured by itself.
+    The first small run on a machine records its classes (spark.engine.class_data), and is measured by itself.
     """
     environ = {**os.environ, "FENCEPOST_JARS": str(places.jars("spark")), **java.environment()}
     environ |= {"FENCEPOST_KAFKA": stage.kafka.bootstrap, "FENCEPOST_NAMESPACE": records.namespace}

@@ -14,9 +14,9 @@ from service.contract import SharedSettings
 from service.contract.wire.headers import STAMP_HEADER
 from service.contract.wire.ids import ID_BYTES
 from service.contract.wire.names import ledger_topic, requests_topic
+from spark.engine.session import JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS, open_session
 from spark.reading import source
 from spark.reading.kafka_admin import KafkaAdmin, TopicPartition
-from spark.session import JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS, open_session
 from tests.bench.records import Records
 from tests.bench.rows import NotRealWork
 

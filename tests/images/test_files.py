@@ -120,7 +120,7 @@ def test_the_audit_gets_of_the_service_what_it_imports() -> None:
 def imported() -> set[str]:
     """List the modules and packages of the service that the job imports, directly or indirectly."""
     found: set[str] = set()
-    todo = list((ROOT / "spark").glob("*.py"))
+    todo = list((ROOT / "spark").rglob("*.py"))
     while todo:
         for name in re.findall(r"^(?:from|import) service\.(\w+)", todo.pop().read_text(), re.MULTILINE):
             package = ROOT / "service" / name

@@ -9,7 +9,7 @@ from typing import Any, Final
 from deploy import places
 from deploy.install import java
 from deploy.stack import Process
-from spark.session import INTERPRETED
+from spark.engine.session import INTERPRETED
 
 FINDINGS: Final = 3
 IDLE_S: Final = 300.0  # without output or CPU use

@@ -23,16 +23,16 @@ from service.http.routes import Parts, add_probes
 from service.kafka.topics import EXTRA_S, WEEK_S
 from spark.__main__ import EXIT_CANNOT_RUN
 from spark.command_line import parse
+from spark.engine.session import _ALWAYS, _LOCAL, UTC
 from spark.errors import CannotRun
 from spark.rules.balance import Balance
-from spark.session import _ALWAYS, _LOCAL, UTC
 from tests.kubernetes.rendering import HERE, Object, Rendered, container_of, render_with
 from tests.kubernetes.times import drain_s, way_out_s
 
 OF_SERVICE: Final = set(Settings.variables())
 # The job has no table of its own settings; these are the names that its modules read.
 OF_JOB: Final = {
-    name for file in (ROOT / "spark").glob("*.py") for name in re.findall(r"FENCEPOST_[A-Z_]+\b", file.read_text())
+    name for file in (ROOT / "spark").rglob("*.py") for name in re.findall(r"FENCEPOST_[A-Z_]+\b", file.read_text())
 }
 POD_NAME_CHARS: Final = 63  # the longest name of a Deployment's pod in Kubernetes
 # From the deletion of a pod until all nodes know of it; the preStop hook waits for this time.
@@ -257,7 +257,7 @@ def test_the_audits_command_is_one_that_it_takes(rendered: Rendered, operated: R
 
 def test_the_spark_operator_takes_the_cron_jobs_place(operated: Rendered) -> None:
     assert not operated.of("CronJob")
-    locked = re.findall(r"spark-sql-kafka-0-10_[\d.]+:([\d.]+)", (ROOT / "spark" / "jars.lock").read_text())
+    locked = re.findall(r"spark-sql-kafka-0-10_[\d.]+:([\d.]+)", (ROOT / "spark" / "engine" / "jars.lock").read_text())
     assert [operated.one("ScheduledSparkApplication", "fencepost-audit")["spec"]["template"]["sparkVersion"]] == locked
 
 

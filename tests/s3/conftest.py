@@ -7,7 +7,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from deploy import places
-from spark.session import open_session
+from spark.engine.session import open_session
 from tests.s3 import BUCKET, WHY_NOT, backends, wanted
 from tests.s3.server import Server
 from tests.s3.writers import Writer

@@ -14,9 +14,10 @@ from pyspark.sql import SparkSession
 from deploy import places
 from deploy.install import java
 from service.contract import Rules, SharedSettings
-from spark import frames, jars, job
+from spark import job
+from spark.engine import frames, jars
+from spark.engine.session import INTERPRETED
 from spark.errors import AnotherRun, CannotRun
-from spark.session import INTERPRETED
 from spark.settings import Options, Settings
 from spark.tables import files, lock, schemas, stores, view
 from spark.tables.lake import Lake

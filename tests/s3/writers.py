@@ -10,7 +10,7 @@ from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway  # 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 
 from deploy.install import java
-from spark import jars
+from spark.engine import jars
 from tests.s3 import BUCKET
 
 DELTAS_OWN: Final = "io.delta.storage.S3SingleDriverLogStore"

@@ -16,9 +16,10 @@ from pyspark.sql import SparkSession
 
 from deploy import places
 from service.contract import Rules, SharedSettings
-from spark import before_spark, idle, job, session
+from spark import before_spark, idle, job
+from spark.engine import session
+from spark.engine.session import INTERPRETED, open_session
 from spark.report.document import Report
-from spark.session import INTERPRETED, open_session
 from spark.settings import Options, Settings
 from spark.tables import lake
 from tests.spark.history import History

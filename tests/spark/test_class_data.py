@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spark import class_data, jars
-from spark.reading.jvm import Py4JError
+from spark.engine import class_data, jars
+from spark.engine.jvm import Py4JError
 
 RELEASE = 'JAVA_VERSION="17.0.15"\n'
 

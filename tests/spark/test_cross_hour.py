@@ -7,7 +7,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import frames, session
+from spark.engine import frames, session
 from spark.rules import cross_hour
 from spark.tables import deliveries, hours, lake
 from tests.spark.rows import NOW_MS, answer, copy, entry, ids, name_of, reduced

@@ -17,9 +17,10 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
 from service.contract import SharedSettings
-from spark import finished_runs, frames, migrations, session
+from spark import finished_runs, migrations
+from spark.engine import frames, session
+from spark.engine.jvm import table_property
 from spark.errors import CannotRun
-from spark.reading.jvm import table_property
 from spark.reading.run_plan import Log, Plan
 from spark.report import publish
 from spark.rules import cross_hour, findings, hourly

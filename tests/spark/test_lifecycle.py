@@ -17,10 +17,10 @@ from deploy import places
 from deploy.install import java
 from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER
 from service.contract.wire.names import ledger_topic
+from spark.engine.jvm import Py4JJavaError, hadoop_configuration
+from spark.engine.session import INTERPRETED
 from spark.errors import AnotherRun, CannotRun
 from spark.reading import decode
-from spark.reading.jvm import Py4JJavaError, hadoop_configuration
-from spark.session import INTERPRETED
 from spark.tables import lake, lock
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import WRITER, History

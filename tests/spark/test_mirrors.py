@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 from service.contract import Rules, SinkRule
 from service.contract.wire.headers import STAMP_HEADER, Stamp
-from spark import frames
+from spark.engine import frames
 from spark.errors import CannotRun, Unreadable
 from spark.reading import mirror_logs, source
 from spark.reading.kafka_admin import Ends, Topic

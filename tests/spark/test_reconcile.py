@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from service.contract.wire.ids import event_id
-from spark import session
+from spark.engine import session
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan, RunContext, reads_nothing_new
 from spark.rules import current_findings
 from spark.rules.balance import Balance

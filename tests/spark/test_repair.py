@@ -45,7 +45,7 @@ CHILD: Final = f"""
 import sys
 from service.contract import SharedSettings
 from spark.repair import command, copier
-from spark.session import INTERPRETED, open_session, settings
+from spark.engine.session import INTERPRETED, open_session, settings
 from spark.command_line import parse_repair
 copier.RECORDS_A_TRANSACTION = 2
 session = open_session({{"FENCEPOST_JARS": {str(places.jars("spark"))!r}}}, {BRIEF_JAVA_OPTIONS!r})

@@ -26,10 +26,10 @@ from service.contract import SharedSettings
 from service.contract.wire.names import ledger_topic
 from spark import before_spark, finished_runs, idle, job, maintenance, small_run
 from spark.__main__ import main
+from spark.engine.jvm import checkpointed_ids
 from spark.errors import AnotherRun, CannotRun
 from spark.follow import Follower
 from spark.reading import planning, source
-from spark.reading.jvm import checkpointed_ids
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.reading.run_plan import Plan

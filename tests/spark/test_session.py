@@ -14,9 +14,9 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 
 from deploy.install import java
-from spark import jars, session
+from spark.engine import jars, session
+from spark.engine.jvm import gateway, jvm, keep_classes
 from spark.reading import decode, source
-from spark.reading.jvm import gateway, jvm, keep_classes
 from spark.tables.lake import Lake
 
 

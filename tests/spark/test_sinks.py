@@ -15,7 +15,7 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import Rules, SinkRule
-from spark import frames
+from spark.engine import frames
 from spark.errors import CannotRun, Unreadable
 from spark.reading import iceberg
 from spark.reading.intervals import Interval, merged, without

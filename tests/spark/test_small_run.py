@@ -12,11 +12,12 @@ import pytest
 
 from service.contract import Rules, SharedSettings
 from spark import __main__ as command
-from spark import before_spark, class_data, small_run
+from spark import before_spark, small_run
+from spark.engine import class_data
+from spark.engine.session import INTERPRETED_RECORDS, JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS
 from spark.errors import CannotRun, NeedsSpark
 from spark.reading import librdkafka_admin
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
-from spark.session import INTERPRETED_RECORDS, JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS
 from spark.settings import Settings
 from spark.tables import files, last_run_file
 from spark.tables.lake import SMALL_BYTES

@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract.wire.headers import STAMP_HEADER
-from spark import frames
+from spark.engine import frames
 from spark.errors import CannotRun
 from spark.reading import decode, source, wire_expressions
 from tests.spark.rows import NOW_MS

@@ -9,7 +9,7 @@ from typing import Any, Final
 from pyspark.sql import SparkSession
 
 from service.contract import Rules, SinkRule
-from spark import frames
+from spark.engine import frames
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan, RunContext
 from spark.rules import current_findings, sink_audit
 from spark.rules.sink_audit import SinkReport

@@ -10,8 +10,8 @@ from deploy.console import StackError
 from deploy.install import fetchers, jars
 from deploy.install.fetchers import Artifact, FetchError
 from deploy.install.jars import Jar
+from spark.engine.jars import S3_LOCK, find_s3, locked, log_store, needs_s3
 from spark.errors import CannotRun
-from spark.jars import S3_LOCK, find_s3, locked, log_store, needs_s3
 from tests import kafka_versions
 
 GOOD = b"the right bytes"

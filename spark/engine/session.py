@@ -10,8 +10,8 @@ from typing import Final
 
 from pyspark.sql import SparkSession
 
-from spark import class_data, jars
-from spark.reading.jvm import keep_classes
+from spark.engine import class_data, jars
+from spark.engine.jvm import keep_classes
 
 APP: Final = "fencepost-audit"
 # About 100 MB of exchanged rows for the reduction, and of the hash tables that the join builds from these rows.
@@ -21,7 +21,8 @@ RECORDS_A_PARTITION: Final = 400_000
 INTERPRETED_RECORDS: Final = 50_000
 # From so many of them on Spark takes longer to interpret the expressions of a plan than to compile these one by one.
 COMPILED_EXPRESSIONS_RECORDS: Final = 20_000
-LOGGING: Final = Path(__file__).with_name("log4j2.properties")
+# Not beside this module: manifests of Kubernetes name the path.
+LOGGING: Final = Path(__file__).parents[1] / "log4j2.properties"
 
 _ALWAYS: Final = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",

@@ -15,8 +15,8 @@ from typing import Final
 
 from pyspark.sql import SparkSession
 
-from spark import jars
-from spark.reading.jvm import Py4JError, dump_classes
+from spark.engine import jars
+from spark.engine.jvm import Py4JError, dump_classes
 
 _RECORDING: Final = "-XX:+RecordDynamicDumpInfo"
 # How long other archives are kept: two installations with one folder of jars would delete each other's archive, and

@@ -14,7 +14,7 @@ LOCK: Final = Path(__file__).with_name("jars.lock")
 S3_LOCK: Final = Path(__file__).with_name("s3.lock")
 """What Spark needs besides to open `s3a:` URLs."""
 
-LOG_STORE_SOURCE: Final = Path(__file__).parent / "tables" / "ConditionalPutLogStore.java"
+LOG_STORE_SOURCE: Final = Path(__file__).parents[1] / "tables" / "ConditionalPutLogStore.java"
 LOG_STORE_CLASS: Final = "fencepost.ConditionalPutLogStore"
 """The log store by which Delta commits to tables on S3."""
 LOG_STORE_SETTING: Final = "spark.delta.logStore.s3a.impl"
