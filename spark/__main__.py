@@ -17,13 +17,14 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import before_spark, dry_run, export, follow, idle, job, rates, show, silences, small_run
+from spark import before_spark, dry_run, follow, idle, job, silences, small_run
 from spark.command_line import parse, parse_about, parse_findings, parse_rates, parse_repair
 from spark.console import Console
 from spark.engine import class_data
 from spark.engine.jvm import Py4JError
 from spark.engine.session import JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS, open_session
 from spark.errors import CannotRun
+from spark.queries import export, rates, show
 from spark.repair import command as repair
 from spark.report import model, terminal
 from spark.report.document import Report

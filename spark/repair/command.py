@@ -14,8 +14,8 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract import SharedSettings
-from spark import export
 from spark.errors import CannotRun
+from spark.queries import export
 from spark.reading.run_plan import Plan
 from spark.repair import deduplication, evidence, execution, lost_and_missing, records_file
 from spark.repair.entries import Entry

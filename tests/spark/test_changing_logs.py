@@ -14,7 +14,7 @@ from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
 from service.contract.wire.ids import event_id, fingerprint
 from service.contract.wire.ledger_entries import Entry
 from service.contract.wire.names import ledger_topic, requests_topic, transactional_id
-from spark import show
+from spark.queries import show
 from spark.reading import decode
 from spark.tables import lake
 from tests.spark.conftest import Audit

@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 
 from service.contract import SharedSettings
 from service.contract.wire.ids import event_id
-from spark import show
+from spark.queries import show
 from spark.rules.findings import HOUR, IDS
 from spark.tables import lake, schemas
 from tests.spark.rows import NOW_MS, answer, copy, entry, reduced

@@ -13,8 +13,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from service.contract import SharedSettings
 from service.contract.wire import ids
 from service.contract.wire.headers import KEY_HEADER, STAMP_HEADER, Stamp
-from spark import show
 from spark.errors import CannotRun
+from spark.queries import show
 from spark.reading import decode, source
 from spark.reading.run_plan import Plan
 from spark.rules import cross_hour

@@ -7,7 +7,7 @@ from typing import Any, Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import export
+from spark.queries import export
 from spark.reading.decode import EVENT
 from spark.rules import cross_hour, current_findings
 from spark.rules.kinds import with_surplus
