@@ -17,7 +17,7 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import before_spark, dry_run, follow, idle, job, silences, small_run
+from spark import dry_run, follow, job, silences
 from spark.command_line import parse, parse_about, parse_findings, parse_rates, parse_repair
 from spark.console import Console
 from spark.engine import class_data
@@ -31,6 +31,7 @@ from spark.report.document import Report
 from spark.rules.kinds import kinds_of
 from spark.settings import Options, Settings, read_webhook, rules_of
 from spark.tables import view
+from spark.without_spark import before_spark, idle, small_run
 
 EXIT_CANNOT_RUN: Final = 2
 EXIT_LEFT: Final = 3

@@ -14,7 +14,7 @@ class Unreadable(Exception):
 
 
 class NeedsSpark(Exception):
-    """A run needs Spark: it has more to do than to repeat the last report (spark.idle), or may have more to do."""
+    """A run needs Spark: it has more to do than to repeat the last report (without_spark.idle), or may have more."""
 
 
 class Stopped(Exception):

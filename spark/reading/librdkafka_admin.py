@@ -1,4 +1,4 @@
-"""Requests to Kafka without a JVM, by librdkafka: what a plan asks for if no log has changed (spark.idle).
+"""Requests to Kafka without a JVM, by librdkafka: what a plan asks for if no log has changed (without_spark.idle).
 
 A request that fails, or that only a changed log needs, raises NeedsSpark: the run with Spark asks again, by
 kafka-clients (kafka_admin), and reports what is wrong.

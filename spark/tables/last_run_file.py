@@ -4,8 +4,9 @@ The file repeats what the tables `runs`, `hourly_balance`, `hourly_records` and 
 commit to each of them. After any other commit (of an interrupted run, of a run that has deleted or compacted rows, by
 hand) the tables are read.
 
-Runs without Spark (spark.idle) are in this file only, until the next run with Spark adds their rows to `runs`. If the
-file is lost before, only their rows in the history of runs are lost: they have found nothing that the tables lack.
+Runs without Spark (without_spark.idle) are in this file only, until the next run with Spark adds their rows to `runs`.
+If the file is lost before, only their rows in the history of runs are lost: they have found nothing that the tables
+lack.
 """
 
 import json
@@ -39,7 +40,7 @@ class LastRun(NamedTuple):
 
     `plan` are the rows of its plan (`progress`), `unstored` the rows of runs since the last commit to `runs`
     (schemas.RUN, oldest first), `shown` what its report shows of the lake, as a run without Spark reads it
-    (spark.idle), or None.
+    (without_spark.idle), or None.
     """
 
     finished: dict[str, Any]

@@ -16,12 +16,13 @@ from pyspark.sql import SparkSession
 
 from deploy import places
 from service.contract import Rules, SharedSettings
-from spark import before_spark, idle, job
+from spark import job
 from spark.engine import session
 from spark.engine.session import INTERPRETED, open_session
 from spark.report.document import Report
 from spark.settings import Options, Settings
 from spark.tables import lake
+from spark.without_spark import before_spark, idle
 from tests.spark.history import History
 
 # The session runs the job some dozens of times: the optimising compiler is worth its time with a higher threshold than

@@ -13,7 +13,7 @@ from pyspark.errors import PySparkException
 
 from deploy.places import ROOT
 from service.contract import SharedSettings
-from spark import before_spark, idle, maintenance
+from spark import maintenance
 from spark.errors import AnotherRun, CannotRun, NeedsSpark
 from spark.finished_runs import Shown
 from spark.reading.connection import for_librdkafka
@@ -24,6 +24,7 @@ from spark.settings import Options
 from spark.silences import Silence
 from spark.tables import files, last_run_file, lock
 from spark.tables.commits import Commit
+from spark.without_spark import before_spark, idle
 from tests.spark.test_classify import settings
 from tests.spark.test_reconcile import IDLE_LAST, IDLE_RUN
 from tests.spark.times import DAY_MS, HOUR_MS

@@ -24,7 +24,7 @@ from deploy import places
 from deploy.stack import Kafka
 from service.contract import SharedSettings
 from service.contract.wire.names import ledger_topic
-from spark import before_spark, finished_runs, idle, job, maintenance, small_run
+from spark import finished_runs, job, maintenance
 from spark.__main__ import main
 from spark.engine.jvm import checkpointed_ids
 from spark.errors import AnotherRun, CannotRun
@@ -39,6 +39,7 @@ from spark.rules.classify import CATEGORIES
 from spark.settings import Options, Settings, Webhook
 from spark.silences import Silence
 from spark.tables import files, hours, lake, last_run_file, lock, schemas, view
+from spark.without_spark import before_spark, idle, small_run
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
 from tests.kubernetes.rendering import HERE, Rendered, render

@@ -12,7 +12,6 @@ import pytest
 
 from service.contract import Rules, SharedSettings
 from spark import __main__ as command
-from spark import before_spark, small_run
 from spark.engine import class_data
 from spark.engine.session import INTERPRETED_RECORDS, JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS
 from spark.errors import CannotRun, NeedsSpark
@@ -21,6 +20,7 @@ from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.settings import Settings
 from spark.tables import files, last_run_file
 from spark.tables.lake import SMALL_BYTES
+from spark.without_spark import before_spark, small_run
 from tests.spark.fake_cluster import LEDGER_TOPIC, FakeAdmin, ends, fake_cluster, freeze, settings
 
 SINK = """

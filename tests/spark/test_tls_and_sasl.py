@@ -20,12 +20,13 @@ from service.cli.doctor import examine
 from service.cli.finding import Level
 from service.contract import Rules, SharedSettings
 from service.core.settings import Settings as ServiceSettings
-from spark import before_spark, idle, job
+from spark import job
 from spark.errors import CannotRun
 from spark.reading.connection import MSK_HANDLER, for_kafka_clients
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.settings import Options, Settings
+from spark.without_spark import before_spark, idle
 from tests.integration.client import Client, events
 from tests.managed import SUBJECT, Issuer, ManagedKafka, TokenEndpoint
 from tests.secured import PASSWORD, USER, SecuredKafka, SecuredRedis, acls_of_job, acls_of_service

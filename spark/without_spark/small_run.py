@@ -9,13 +9,13 @@ import re
 from pathlib import Path
 from typing import Final
 
-from spark.before_spark import BeforeSpark
 from spark.engine.session import INTERPRETED_RECORDS
 from spark.errors import CannotRun, NeedsSpark
 from spark.reading import planning
 from spark.reading.run_plan import Plan
 from spark.tables import last_run_file
 from spark.tables.lake import SMALL_BYTES
+from spark.without_spark.before_spark import BeforeSpark
 
 # Delta's checksum file of a version. Those of Hadoop are hidden: `.{name}.crc` for a file.
 _CHECKSUM: Final = re.compile(r"\d{20}\.crc")
@@ -25,7 +25,7 @@ def is_small(known: BeforeSpark) -> bool:
     """Check whether the lake has few rows, and Kafka few records that are not in it; false if that is not known.
 
     Without a file of the last run all records of all topics count that the run may audit. Kafka is not asked if
-    spark.idle has listed the ends, or got no answer.
+    without_spark.idle has listed the ends, or got no answer.
     """
     settings = known.settings
     try:

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from service.contract.wire.names import findings_topic
 from spark import finished_runs, maintenance
-from spark.before_spark import BeforeSpark
 from spark.errors import CannotRun, NeedsSpark
 from spark.finished_runs import Shown
 from spark.reading import planning, run_plan
@@ -29,6 +28,7 @@ from spark.rules.reconcile import unchanged_balance
 from spark.step_timer import OnProgress, StepTimer
 from spark.tables import files, hours, lake_version, last_run_file, lock, view
 from spark.tables.last_run_file import LastRun, LocalFile
+from spark.without_spark.before_spark import BeforeSpark
 
 
 def run(known: BeforeSpark, on_progress: OnProgress, now_ms: int | None = None) -> document.Report | None:

@@ -1,7 +1,7 @@
 """What a process can know before it starts Spark: a lake in a local folder, and the logs by requests of librdkafka.
 
-A run that repeats the last one is made from these (spark.idle). Of any other run they tell whether it is small
-(spark.small_run).
+A run that repeats the last one is made from these (without_spark.idle). Of any other run they tell whether it is small
+(without_spark.small_run).
 """
 
 from collections.abc import Mapping
