@@ -17,7 +17,7 @@ from typing import Final
 from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
-from spark import dry_run, follow, job, silences
+from spark import follow, job, silences
 from spark.command_line import parse, parse_about, parse_findings, parse_rates, parse_repair
 from spark.console import Console
 from spark.engine import class_data
@@ -30,6 +30,7 @@ from spark.report import model, terminal
 from spark.report.document import Report
 from spark.rules.kinds import kinds_of
 from spark.settings import Options, Settings, read_webhook, rules_of
+from spark.steps import dry_run
 from spark.tables import view
 from spark.without_spark import before_spark, idle, small_run
 

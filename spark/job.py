@@ -1,7 +1,7 @@
 """One run of the audit, in order: plan, read, reduce, merge, classify, findings, report.
 
-Its parts: the start (spark.run_start), the records (spark.record_reader), their rows in the lake (spark.tables), the
-verdicts about these (spark.rules), and the report (spark.run_report).
+Its parts: the start (steps.run_start), the records (steps.record_reader), their rows in the lake (spark.tables), the
+verdicts about these (spark.rules), and the report (steps.run_report).
 """
 
 import json
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 
 from pyspark.sql import SparkSession
 
-from spark import dry_run, finished_runs, maintenance, run_report
 from spark.engine import frames, session
 from spark.reading import decode, planning, run_plan, sinks
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Plan, RunContext, of_run
-from spark.record_reader import RecordReader
 from spark.report import document
 from spark.rules import hourly, sink_audit
 from spark.rules.balance import Balance
 from spark.rules.completion import complete_rows
 from spark.rules.reconcile import reconcile, recount, unchanged_balance
-from spark.run_report import Reported
-from spark.run_start import Begun, RunStart
 from spark.settings import HOUR_MS, Settings
 from spark.step_timer import OnProgress, StepTimer
+from spark.steps import dry_run, finished_runs, maintenance, run_report
+from spark.steps.record_reader import RecordReader
+from spark.steps.run_report import Reported
+from spark.steps.run_start import Begun, RunStart
 from spark.tables import deliveries, hours, lake, last_run_file, lock, schemas, view
 
 

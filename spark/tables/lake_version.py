@@ -1,6 +1,6 @@
 """The version of a lake's layout, in the file FILE of the lake.
 
-A release reads lakes of its own version. `spark.migrations` upgrades an earlier one in place.
+A release reads lakes of its own version. `spark.steps.migrations` upgrades an earlier one in place.
 """
 
 import json

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from service.contract.wire.names import findings_topic
-from spark import finished_runs, maintenance
 from spark.errors import CannotRun, NeedsSpark
-from spark.finished_runs import Shown
 from spark.reading import planning, run_plan
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.reading.run_plan import LEDGER, REQUESTS, Log, Plan, RunContext
@@ -26,6 +24,8 @@ from spark.rules import hourly
 from spark.rules.balance import Balance
 from spark.rules.reconcile import unchanged_balance
 from spark.step_timer import OnProgress, StepTimer
+from spark.steps import finished_runs, maintenance
+from spark.steps.finished_runs import Shown
 from spark.tables import files, hours, lake_version, last_run_file, lock, view
 from spark.tables.last_run_file import LastRun, LocalFile
 from spark.without_spark.before_spark import BeforeSpark

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from spark import finished_runs
 from spark.rules import hourly
+from spark.steps import finished_runs
 from spark.tables import lake, lake_version, schemas
 
 

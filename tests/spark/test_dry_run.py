@@ -1,7 +1,7 @@
 """What `--dry-run` prints of a plan."""
 
-from spark import dry_run
 from spark.reading.run_plan import DATA, LEDGER, REQUESTS, Log, Plan
+from spark.steps import dry_run
 from tests.spark.rows import NOW_MS
 
 

@@ -12,13 +12,14 @@ from unittest.mock import Mock
 import pytest
 
 from service.contract import SettingsError
-from spark import follow, job, maintenance
+from spark import follow, job
 from spark.command_line import PAUSE_S_LEAST, PAUSE_S_MOST
 from spark.errors import AnotherRun, CannotRun, Stopped
 from spark.follow import RECHECK_S, SLOW_RECHECK_S, Known, Stop, pause_after, reason_to_run
 from spark.reading import sinks
 from spark.settings import HOUR_MS, Settings
 from spark.silences import Silence
+from spark.steps import maintenance
 from tests.spark.fake_cluster import LEDGER_TOPIC, FakeAdmin, ends, fake_cluster, freeze, settings
 
 HOUR = "2023-11-14 22:00:00"

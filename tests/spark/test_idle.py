@@ -13,15 +13,15 @@ from pyspark.errors import PySparkException
 
 from deploy.places import ROOT
 from service.contract import SharedSettings
-from spark import maintenance
 from spark.errors import AnotherRun, CannotRun, NeedsSpark
-from spark.finished_runs import Shown
 from spark.reading.connection import for_librdkafka
 from spark.reading.librdkafka_admin import LibrdkafkaAdmin
 from spark.reading.run_plan import Plan, RunContext
 from spark.report import document
 from spark.settings import Options
 from spark.silences import Silence
+from spark.steps import maintenance
+from spark.steps.finished_runs import Shown
 from spark.tables import files, last_run_file, lock
 from spark.tables.commits import Commit
 from spark.without_spark import before_spark, idle

@@ -17,7 +17,6 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from deploy.stack import Kafka
 from service.contract import SharedSettings
-from spark import finished_runs, migrations
 from spark.engine import frames, session
 from spark.engine.jvm import table_property
 from spark.errors import CannotRun
@@ -27,6 +26,7 @@ from spark.rules import cross_hour, findings, hourly
 from spark.rules.balance import Balance
 from spark.rules.classify import gather_evidence
 from spark.settings import OFFSETS_MOST
+from spark.steps import finished_runs, migrations
 from spark.tables import commits, hours, lake, lake_version, lock, schemas, view
 from spark.tables import deliveries as deliveries_table
 from tests.spark import delta_files

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from service.contract import SharedSettings
-from spark import maintenance
 from spark.errors import CannotRun, NeedsSpark
 from spark.reading import planning, run_plan
 from spark.reading.kafka_admin import Ends, TopicPartition
 from spark.reading.run_plan import DATA, LEDGER, Log, LogGap, Plan
 from spark.settings import HOUR_MS, OFFSETS_MOST, Settings
+from spark.steps import maintenance
 from spark.tables import hours
 from tests.spark.fake_cluster import LEDGER_TOPIC, REQUESTS_TOPIC, FakeAdmin, ends, fake_cluster, freeze, settings
 from tests.spark.rows import NOW_MS

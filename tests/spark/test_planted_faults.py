@@ -19,9 +19,10 @@ from service.contract import SharedSettings
 from service.contract.wire.headers import STAMP_HEADER, Stamp
 from service.contract.wire.ids import event_id
 from service.contract.wire.names import ledger_topic, requests_topic
-from spark import dry_run, job
+from spark import job
 from spark.report.model import schema
 from spark.settings import Options, Settings, Webhook
+from spark.steps import dry_run
 from tests.spark.conftest import Audit, Ran
 from tests.spark.history import History, Writer, Written
 from tests.spark.receiver import Receiver, receiving

@@ -24,7 +24,7 @@ from deploy import places
 from deploy.stack import Kafka
 from service.contract import SharedSettings
 from service.contract.wire.names import ledger_topic
-from spark import finished_runs, job, maintenance
+from spark import job
 from spark.__main__ import main
 from spark.engine.jvm import checkpointed_ids
 from spark.errors import AnotherRun, CannotRun
@@ -38,6 +38,7 @@ from spark.rules import balance
 from spark.rules.classify import CATEGORIES
 from spark.settings import Options, Settings, Webhook
 from spark.silences import Silence
+from spark.steps import finished_runs, maintenance
 from spark.tables import files, hours, lake, last_run_file, lock, schemas, view
 from spark.without_spark import before_spark, idle, small_run
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse

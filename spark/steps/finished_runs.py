@@ -7,12 +7,12 @@ from typing import Any, Final, NamedTuple
 from pyspark.sql import Row
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import maintenance
 from spark.reading.run_plan import Plan, RunContext, of_run
 from spark.report import document
 from spark.rules import hourly
 from spark.settings import Options
 from spark.step_timer import StepTimer
+from spark.steps import maintenance
 from spark.tables import lake, last_run_file, verdict_history
 
 # Number of earlier runs in the report's history.

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from pyspark.sql import DataFrame
 
-from spark import finished_runs
 from spark.engine import frames
 from spark.reading.run_plan import RunContext
 from spark.report import document, publish, webhook
 from spark.rules import current_findings, sink_audit
 from spark.rules.balance import Balance
-from spark.run_start import Begun
 from spark.step_timer import StepTimer
+from spark.steps import finished_runs
+from spark.steps.run_start import Begun
 from spark.tables import hours, schemas, verdict_history
 from spark.tables.lake import Lake
 

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812
 
-from spark import dry_run, finished_runs, maintenance, migrations
 from spark.engine import frames
 from spark.errors import CannotRun
-from spark.finished_runs import EarlierRuns
 from spark.reading import planning, run_plan
 from spark.reading.kafka_admin import KafkaAdmin
 from spark.reading.run_plan import LEDGER, Plan, RunContext, of_run
-from spark.record_reader import RecordReader
 from spark.report import publish
 from spark.settings import Settings
 from spark.step_timer import OnProgress
+from spark.steps import dry_run, finished_runs, maintenance, migrations
+from spark.steps.finished_runs import EarlierRuns
+from spark.steps.record_reader import RecordReader
 from spark.tables import lake_version, schemas, view
 from spark.tables.lake import Lake
 
