@@ -18,8 +18,8 @@ from pyspark.errors import PySparkException
 
 from service.contract import Rules, SettingsError, SharedSettings
 from spark import follow, job, silences
-from spark.command_line import parse, parse_about, parse_findings, parse_rates, parse_repair
-from spark.console import Console
+from spark.cli.command_line import parse, parse_about, parse_findings, parse_rates, parse_repair
+from spark.cli.console import Console
 from spark.engine import class_data
 from spark.engine.jvm import Py4JError
 from spark.engine.session import JAVA_OPTIONS, SMALL_RUN_JAVA_OPTIONS, open_session

@@ -12,7 +12,7 @@ from compose_spec import PyOptions
 from deploy.places import ROOT
 from service.contract import PREFIX, Rules
 from service.core.settings import Settings
-from spark.command_line import parse
+from spark.cli.command_line import parse
 from tests.kubernetes.rendering import HERE
 from tests.kubernetes.times import way_out_s
 

@@ -10,7 +10,7 @@ import yaml
 
 from deploy.places import ROOT
 from service.contract.settings import MECHANISMS
-from spark.command_line import parse
+from spark.cli.command_line import parse
 from tests.kubernetes.charts import CHART, comparable, helm, template, try_template, values
 from tests.kubernetes.rendering import HERE, Rendered, render_with
 from tests.kubernetes.test_code import selects

@@ -22,7 +22,7 @@ from service.core.settings import Settings
 from service.http.routes import Parts, add_probes
 from service.kafka.topics import EXTRA_S, WEEK_S
 from spark.__main__ import EXIT_CANNOT_RUN
-from spark.command_line import parse
+from spark.cli.command_line import parse
 from spark.engine.session import _ALWAYS, _LOCAL, UTC
 from spark.errors import CannotRun
 from spark.rules.balance import Balance

@@ -6,7 +6,7 @@ import time
 
 from pyspark.sql import SparkSession
 
-from spark.console import REFRESH_S, Console
+from spark.cli.console import REFRESH_S, Console
 
 
 class Terminal(io.StringIO):

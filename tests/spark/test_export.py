@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from spark.__main__ import main
-from spark.command_line import parse_findings
+from spark.cli.command_line import parse_findings
 from spark.rules import current_findings
 from spark.rules.findings import HOUR
 from spark.tables import lake, schemas

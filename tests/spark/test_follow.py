@@ -13,7 +13,7 @@ import pytest
 
 from service.contract import SettingsError
 from spark import follow, job
-from spark.command_line import PAUSE_S_LEAST, PAUSE_S_MOST
+from spark.cli.command_line import PAUSE_S_LEAST, PAUSE_S_MOST
 from spark.errors import AnotherRun, CannotRun, Stopped
 from spark.follow import RECHECK_S, SLOW_RECHECK_S, Known, Stop, pause_after, reason_to_run
 from spark.reading import sinks

@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from service.contract.wire.ids import event_id, member_id
-from spark.command_line import parse_rates
+from spark.cli.command_line import parse_rates
 from spark.queries.rates import rates, row_of
 from spark.reading import decode
 from spark.rules.findings import HOUR

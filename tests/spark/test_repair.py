@@ -23,7 +23,7 @@ from service.contract.wire.headers import KEY_HEADER
 from service.contract.wire.ids import event_id, fingerprint
 from service.contract.wire.ledger_entries import Entry
 from service.contract.wire.names import ledger_topic, requests_topic
-from spark.command_line import parse_repair
+from spark.cli.command_line import parse_repair
 from spark.errors import CannotRun
 from spark.repair import command, copier, entries
 from spark.repair.invocation import Outcome
@@ -46,7 +46,7 @@ import sys
 from service.contract import SharedSettings
 from spark.repair import command, copier
 from spark.engine.session import INTERPRETED, open_session, settings
-from spark.command_line import parse_repair
+from spark.cli.command_line import parse_repair
 copier.RECORDS_A_TRANSACTION = 2
 session = open_session({{"FENCEPOST_JARS": {str(places.jars("spark"))!r}}}, {BRIEF_JAVA_OPTIONS!r})
 with settings(session, INTERPRETED):

@@ -9,7 +9,7 @@ from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 
 import spark.__main__
 from service.contract import SettingsError, SharedSettings
-from spark.command_line import REPAIRED_KINDS, parse, parse_findings, parse_rates, parse_repair
+from spark.cli.command_line import REPAIRED_KINDS, parse, parse_findings, parse_rates, parse_repair
 from spark.engine import jars
 from spark.errors import CannotRun
 from spark.settings import FindingsOptions, Options, RatesOptions, RepairOptions, rules_of

@@ -12,7 +12,7 @@ import standardwebhooks
 
 from service.contract import SettingsError, SignatureRule
 from service.events.signatures import Verifier
-from spark.command_line import parse
+from spark.cli.command_line import parse
 from spark.report import webhook
 from spark.report.model import Document, Finding
 from spark.rules import current_findings
