@@ -27,7 +27,8 @@ from spark.steps import dry_run, finished_runs, maintenance, run_report
 from spark.steps.record_reader import RecordReader
 from spark.steps.run_report import Reported
 from spark.steps.run_start import Begun, RunStart
-from spark.tables import deliveries, hours, lake, last_run_file, lock, schemas, view
+from spark.tables import deliveries, hours, last_run_file, lock, schemas, view
+from spark.tables.lake import Lake
 
 
 class Finished(NamedTuple):
@@ -82,13 +83,13 @@ def finish_run(
         lock.held(spark, settings.options.lake) as check_held,
         session.restored(spark),
     ):
-        tables = lake.Lake(spark, settings.options.lake, check_held)
-        finished = _Run(tables, settings, StepTimer(on_progress, before, on_step), now_ms).carry_out()
+        lake = Lake(spark, settings.options.lake, check_held)
+        finished = _Run(lake, settings, StepTimer(on_progress, before, on_step), now_ms).carry_out()
         if finished.settings == settings:
             return finished
         # The interrupted run had other options, those of its plan: now a run with the options of this command line.
         timer = StepTimer(on_progress, on_step=on_step)
-        return _Run(tables, settings, timer, now_ms, finished.plan.run).carry_out()
+        return _Run(lake, settings, timer, now_ms, finished.plan.run).carry_out()
 
 
 def preview(spark: SparkSession, settings: Settings, on_progress: OnProgress) -> dry_run.Preview:
@@ -97,8 +98,8 @@ def preview(spark: SparkSession, settings: Settings, on_progress: OnProgress) ->
     No lock is needed, so that another run may be at work. CannotRun as for a run.
     """
     with decode.newer_versions_refused(), session.restored(spark):
-        tables = lake.Lake(spark, settings.options.lake)
-        return RunStart(tables, settings, RecordReader(tables, settings), on_progress, None).preview()
+        lake = Lake(spark, settings.options.lake)
+        return RunStart(lake, settings, RecordReader(lake, settings), on_progress, None).preview()
 
 
 def plan_after(spark: SparkSession, settings: Settings, plan: Plan, now_ms: int | None = None) -> Plan | None:
@@ -107,7 +108,7 @@ def plan_after(spark: SparkSession, settings: Settings, plan: Plan, now_ms: int 
     No topic is looked for in what ledger or journal have of new records: if there are any, the plan is not that of the
     next run. None if another run on the lake has made a plan since.
     """
-    if lake.Lake(spark, settings.options.lake).last_committed_run("progress") != plan.run:
+    if Lake(spark, settings.options.lake).last_committed_run("progress") != plan.run:
         return None
     with closing(KafkaAdmin(spark, settings.shared)) as admin:
         return planning.freeze(admin, settings, plan, planning.clock_ms(now_ms), planning.NONE_NAMED)
@@ -119,19 +120,19 @@ class _Run:
 
     def __init__(
         self,
-        tables: lake.Lake,
+        lake: Lake,
         settings: Settings,
         timer: StepTimer,
         now_ms: int | None,
         finished_first: int | None = None,
     ) -> None:
-        self.lake = tables
+        self.lake = lake
         self.settings = settings
         self.timer = timer
         self.on_progress = timer.on_progress
         self.now_ms = now_ms
         self.finished_first = finished_first
-        self.reader = RecordReader(tables, settings)
+        self.reader = RecordReader(lake, settings)
 
     def carry_out(self) -> Finished:
         """Carry out the steps that are not yet done."""

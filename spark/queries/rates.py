@@ -40,11 +40,11 @@ def rates(spark: SparkSession, options: RatesOptions, scopes: Sequence[str] = ()
     the options. `scopes` are those of the callers (Rules.scopes), by which the option `by_caller` knows them. CannotRun
     if the lake has no finished run, or is of an earlier version.
     """
-    tables = Lake(spark, options.lake)
-    lake_version.check(tables)
-    since_ms = export.since(tables, options.since_ms)
-    records = {_key(row): row.asDict() for row in _records(tables, options, since_ms, scopes).collect()}
-    copies = {_key(row): int(row["copies"]) for row in _surplus(tables, options, since_ms, scopes).collect()}
+    lake = Lake(spark, options.lake)
+    lake_version.check(lake)
+    since_ms = export.since(lake, options.since_ms)
+    records = {_key(row): row.asDict() for row in _records(lake, options, since_ms, scopes).collect()}
+    copies = {_key(row): int(row["copies"]) for row in _surplus(lake, options, since_ms, scopes).collect()}
     keys = sorted({*records, *copies}, key=lambda key: tuple((part is not None, part or "") for part in key))
     rows = [row_of(key, records.get(key), copies.get(key, 0)) for key in keys]
     if options.format == CSV:
@@ -65,9 +65,9 @@ def _key(row: Any) -> Key:
     return row["topic"], row["instance"], row["caller"]
 
 
-def _records(tables: Lake, options: RatesOptions, since_ms: int, scopes: Sequence[str]) -> DataFrame:
+def _records(lake: Lake, options: RatesOptions, since_ms: int, scopes: Sequence[str]) -> DataFrame:
     """Count the records by topic, instance and caller, with the time from acceptance to ledger record."""
-    rows = tables.read("deliveries").where(hours.since(hours.text_of(since_ms)))
+    rows = lake.read("deliveries").where(hours.since(hours.text_of(since_ms)))
     delivered = rows.where((F.col("kind") == EVENT) & (F.col("count") > 0) & (F.col("accepted_ms") >= since_ms))
     latency_ms = F.col("entry_seen_ms") - F.col("record_accepted_ms")
     caller = cross_hour.caller_of(scopes) if options.by_caller else _no_name()
@@ -82,16 +82,16 @@ def _records(tables: Lake, options: RatesOptions, since_ms: int, scopes: Sequenc
     )
 
 
-def _surplus(tables: Lake, options: RatesOptions, since_ms: int, scopes: Sequence[str]) -> DataFrame:
+def _surplus(lake: Lake, options: RatesOptions, since_ms: int, scopes: Sequence[str]) -> DataFrame:
     """Count the surplus copies of the current findings by topic, instance and caller; at most 128 of a finding are."""
-    found = current_findings.by_finding(current_findings.by_hour(tables.read("findings"), since_ms))
+    found = current_findings.by_finding(current_findings.by_hour(lake.read("findings"), since_ms))
     of_kinds = found.where(F.col("kind").isin(*with_surplus("with_cause")))
     copies = of_kinds.select(F.unhex("id").alias("id"), F.explode("coordinates").alias("copy"))
     each = copies.where("copy.cause is not null").select("id", "copy.topic", "copy.instance").where(_is_of(options))
     caller = _no_name()
     if options.by_caller:
         # Another writer's copy has the caller of the event that it repeats.
-        rows = tables.read("deliveries").where(F.col("kind") == EVENT)
+        rows = lake.read("deliveries").where(F.col("kind") == EVENT)
         of_ids = rows.join(F.broadcast(each.select("id").distinct()), "id", "left_semi")
         known = of_ids.groupBy("id").agg(F.max(cross_hour.caller_of(scopes)).alias("caller"))
         each, caller = each.join(known, "id", "left"), F.col("caller")

@@ -41,25 +41,25 @@ def carry_out(
     The lake is locked meanwhile, so that no run of the audit is at work. `transport` replaces the network for HTTP.
     """
     with lock.held(spark, options.lake) as check_held:
-        tables = Lake(spark, options.lake, check_held)
-        lake_version.check(tables)
-        audited = _last_plan(tables, shared.namespace)
-        plans = RepairPlans(tables, options, audited.run, now_ms)
-        invocation = Invocation(tables, shared, options, audited, plans, on_progress, now_ms)
+        lake = Lake(spark, options.lake, check_held)
+        lake_version.check(lake)
+        audited = _last_plan(lake, shared.namespace)
+        plans = RepairPlans(lake, options, audited.run, now_ms)
+        invocation = Invocation(lake, shared, options, audited, plans, on_progress, now_ms)
         return deduplication.deduplicate(invocation) if options.clean else _resend(invocation, transport)
 
 
-def _last_plan(tables: Lake, namespace: str) -> Plan:
+def _last_plan(lake: Lake, namespace: str) -> Plan:
     """Return the plan of the last finished run; CannotRun without one, or for another namespace."""
-    run = tables.read("runs").agg(F.max("run")).collect()[0][0]
-    rows = [] if run is None else tables.read("progress").where(F.col("run") == run).collect()
+    run = lake.read("runs").agg(F.max("run")).collect()[0][0]
+    rows = [] if run is None else lake.read("progress").where(F.col("run") == run).collect()
     plan = Plan.from_rows(row.asDict(recursive=True) for row in rows)
     if plan is None:
-        raise CannotRun(f"--lake {tables.root} has no finished run: give the --lake of a run")
+        raise CannotRun(f"--lake {lake.root} has no finished run: give the --lake of a run")
     audited = json.loads(plan.options)["namespace"]
     if audited != namespace:
         raise CannotRun(
-            f"--lake {tables.root} is of namespace {audited!r}, not {namespace!r}: set FENCEPOST_NAMESPACE to the "
+            f"--lake {lake.root} is of namespace {audited!r}, not {namespace!r}: set FENCEPOST_NAMESPACE to the "
             "namespace of the lake"
         )
     return plan

@@ -30,8 +30,8 @@ _NUMBERED: Final = (("repairs", "plan"), ("progress", "run"))
 class RepairPlans:
     """Stores the plans of one invocation of the command `repair`. `run` is the run of the audit that they are about."""
 
-    def __init__(self, tables: Lake, options: RepairOptions, run: int, now_ms: Callable[[], int]) -> None:
-        self._lake = tables
+    def __init__(self, lake: Lake, options: RepairOptions, run: int, now_ms: Callable[[], int]) -> None:
+        self._lake = lake
         self._options = options
         self._run = run
         self._now_ms = now_ms

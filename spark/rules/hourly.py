@@ -20,17 +20,17 @@ STORED: Final = ("hours", "adjustment", "record_counts")
 """The fields of a balance that are in the tables, and not in the summary of its run."""
 
 
-def load(tables: Lake, counted_run: int | None) -> dict[str, Any]:
+def load(lake: Lake, counted_run: int | None) -> dict[str, Any]:
     """Read the fields STORED of a balance that the run `counted_run` has written; without a run there are none."""
     if counted_run is None:
         return {}
     found: dict[str, ByHour] = {"hours": {}, "adjustment": {}}
-    for row in _of_run(tables, "hourly_balance", counted_run).collect():
+    for row in _of_run(lake, "hourly_balance", counted_run).collect():
         counts = {name: row[name] for name in schemas.HOURLY_COUNTS if row[name]}
         by_hour = found["adjustment" if row["is_adjustment"] else "hours"]
         by_hour.setdefault(row["hour"], {})[row["topic"]] = counts
     record_counts: RecordCounts = {}
-    for row in _of_run(tables, "hourly_records", counted_run).collect():
+    for row in _of_run(lake, "hourly_records", counted_run).collect():
         partition = NO_PARTITION if row["partition"] is None else row["partition"]
         record_counts.setdefault(row["hour"], {}).setdefault(row["topic"], {})[str(partition)] = row["records"]
     return {**found, "record_counts": record_counts}
@@ -48,13 +48,13 @@ def as_stored(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "record_counts": document["record_counts"]}
 
 
-def _of_run(tables: Lake, name: str, counted_run: int) -> DataFrame:
-    rows = tables.read(name).where(F.col("run") == counted_run)
+def _of_run(lake: Lake, name: str, counted_run: int) -> DataFrame:
+    rows = lake.read(name).where(F.col("run") == counted_run)
     return rows.withColumn("hour", hours.as_text(F.col("accepted_hour")))
 
 
 def store(
-    tables: Lake, balance: Balance, last_run: Mapping[str, Any] | None, run: int, *, commits_of: int | None = None
+    lake: Lake, balance: Balance, last_run: Mapping[str, Any] | None, run: int, *, commits_of: int | None = None
 ) -> int:
     """Write the balance of a run, and return the run that has written it: the last one, if nothing has changed.
 
@@ -69,9 +69,9 @@ def store(
     kept = "true" if counted_run is None else f"run <> {counted_run}"
     for name, of_table in rows.items():
         columns = {**schemas.TABLES[name], "accepted_hour": "string"}
-        frame = frames.rows_of(tables.spark, frames.ddl(columns), of_table)
+        frame = frames.rows_of(lake.spark, frames.ddl(columns), of_table)
         frame = frame.withColumn("accepted_hour", hours.of_text(F.col("accepted_hour"))).coalesce(1)
-        tables.replace(name, frame, kept, run if commits_of is None else commits_of)
+        lake.replace(name, frame, kept, run if commits_of is None else commits_of)
     return run
 
 

@@ -43,15 +43,15 @@ class MirrorState(NamedTuple):
 NEVER_READ: Final = MirrorState(0, ())
 
 
-def update(tables: Lake, context: RunContext, on_progress: OnProgress) -> dict[str, str]:
+def update(lake: Lake, context: RunContext, on_progress: OnProgress) -> dict[str, str]:
     """Add what is new in the mirrors of the rules to the lake; return why, by name, where one cannot be read.
 
     What is stored of mirrors that the rules no longer have is dropped.
     """
     rules = [rule for rule in context.settings.rules.sinks if rule.is_mirror]
-    if not rules and not tables.exists(TABLE):
+    if not rules and not lake.exists(TABLE):
         return {}
-    states = load(tables)
+    states = load(lake)
     plan = context.plan
     # Audited logs come last: a partition that a recreated topic no longer has keeps the id of the earlier topic.
     topic_ids = {log.topic: log.topic_id for log in sorted(plan.logs, key=lambda log: log.audited)}
@@ -67,7 +67,7 @@ def update(tables: Lake, context: RunContext, on_progress: OnProgress) -> dict[s
             continue  # a process that was killed on this run has read the mirror after the freeze, too
         try:
             read = mirror_logs.read(
-                tables.spark,
+                lake.spark,
                 rule,
                 {name: topic_ids[name] for name in topics},
                 state.logs,
@@ -78,11 +78,11 @@ def update(tables: Lake, context: RunContext, on_progress: OnProgress) -> dict[s
             errors[rule.name] = str(error)
             on_progress(f"the mirror {rule.name} cannot be read: {error}")
             continue
-        written.append(_rows(tables, rule, read, plan.run))
+        written.append(_rows(lake, rule, read, plan.run))
         replaced.append(_replaced(rule, read.plans, plan.run))
     if replaced:
-        nothing = frames.rows_of(tables.spark, schemas.of(TABLE), [])
-        tables.replace(TABLE, reduce(DataFrame.unionByName, written, nothing), " OR ".join(replaced), plan.run)
+        nothing = frames.rows_of(lake.spark, schemas.of(TABLE), [])
+        lake.replace(TABLE, reduce(DataFrame.unionByName, written, nothing), " OR ".join(replaced), plan.run)
     return errors
 
 
@@ -92,40 +92,40 @@ def topics_of(rule: SinkRule, plan: Plan) -> list[str]:
     return sorted(name for name in names if rule.expects(name))
 
 
-def load(tables: Lake) -> dict[str, MirrorState]:
+def load(lake: Lake) -> dict[str, MirrorState]:
     """Read what is known of each mirror, by name."""
-    rows = tables.read_cached(TABLE).where("accepted_hour IS NULL").select("sink", "run", "logs").collect()
+    rows = lake.read_cached(TABLE).where("accepted_hour IS NULL").select("sink", "run", "logs").collect()
     return {
         row["sink"]: MirrorState(row["run"], tuple(MirrorLog(**log) for log in json.loads(row["logs"]))) for row in rows
     }
 
 
-def newest_hours(tables: Lake, rule: SinkRule, since_run: int) -> dict[str, int]:
+def newest_hours(lake: Lake, rule: SinkRule, since_run: int) -> dict[str, int]:
     """Return the hours of a mirror's records that were read after the run `since_run`, each with the last run."""
-    recent = _of(tables, rule).where(F.col("run") > since_run)
+    recent = _of(lake, rule).where(F.col("run") > since_run)
     newest = recent.groupBy("accepted_hour").agg(F.max("run").alias("run"))
     rows = newest.select(hours.as_text(F.col("accepted_hour")).alias("hour"), "run").collect()
     return {row["hour"]: row["run"] for row in rows}
 
 
-def read(tables: Lake, rule: SinkRule, intervals: Sequence[Interval]) -> DataFrame:
+def read(lake: Lake, rule: SinkRule, intervals: Sequence[Interval]) -> DataFrame:
     """Return a mirror's records (sinks.ROW) whose events were accepted in these intervals; kept on the executors."""
     inside = F.lit(False)
     for first, end in intervals:
         inside = inside | ((F.col("event_ms") >= first) & (F.col("event_ms") < end))
-    return frames.checkpointed(_of(tables, rule).where(inside).select(*ROW))
+    return frames.checkpointed(_of(lake, rule).where(inside).select(*ROW))
 
 
-def _of(tables: Lake, rule: SinkRule) -> DataFrame:
+def _of(lake: Lake, rule: SinkRule) -> DataFrame:
     """Select the records of a mirror (schemas.MIRRORED)."""
-    return tables.read_cached(TABLE).where((F.col("sink") == rule.name) & F.col("accepted_hour").isNotNull())
+    return lake.read_cached(TABLE).where((F.col("sink") == rule.name) & F.col("accepted_hour").isNotNull())
 
 
-def _rows(tables: Lake, rule: SinkRule, read: MirrorRead, run: int) -> DataFrame:
+def _rows(lake: Lake, rule: SinkRule, read: MirrorRead, run: int) -> DataFrame:
     """Return the rows (schemas.MIRRORED) of what a run has read: the mirror's own, and its records."""
     logs = json.dumps([asdict(log) for log in read.logs])
     of_run = {"sink": F.lit(rule.name), "run": F.lit(run)}
-    own = frames.typed(tables.spark.range(1), schemas.MIRRORED, of_run | {"logs": F.lit(logs)})
+    own = frames.typed(lake.spark.range(1), schemas.MIRRORED, of_run | {"logs": F.lit(logs)})
     columns = {name: F.col(name) for name in read.rows.columns}
     hour = deliveries.hour_of(F.col("event_ms"))
     records = frames.typed(read.rows, schemas.MIRRORED, columns | of_run | {"accepted_hour": hour})

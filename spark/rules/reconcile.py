@@ -53,7 +53,7 @@ class Classified(NamedTuple):
     double_counted: Sequence[Any]
 
 
-def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
+def reconcile(lake: Lake, context: RunContext, timer: StepTimer) -> Balance:
     """Classify the hours that a run touched, and the ids of several hours; write the findings; return the balance.
 
     Writes the tables `rejects`, `findings` and `verdicts`, so that a process that repeats the run writes the same, and
@@ -65,11 +65,11 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
     balance.delete_before(context.kept_from)
     balance.evidence_changed |= run_plan.evidence_changed(plan, context.last_plan)
     balance.note_late_hours(window_from, plan.frozen_ms)
-    rows = _kept_rows(tables, context.kept_from)
+    rows = _kept_rows(lake, context.kept_from)
     with ExitStack() as cache:
         # Until the findings are written, plans are over all rows.
         many = cache.enter_context(ExitStack())
-        many.enter_context(session.compiling(tables.spark, plan.unread))
+        many.enter_context(session.compiling(lake.spark, plan.unread))
         with timer.step("classify ids"):
             touched = hours_to_classify(rows, context, balance)
             balance.note_read_late(_read_late(rows, touched, context), plan.frozen_ms)
@@ -82,11 +82,11 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
             classified = _classify_hours(in_hours, multi_row, touched, evidence, cache)
             balance.replace(touched, classified.sums, classified.double_counted)
             if any(row["rejects"] for row in classified.sums):
-                _write_rejects(tables, in_hours, plan.run)
+                _write_rejects(lake, in_hours, plan.run)
         with timer.step("count records"):
             counts = record_counts(in_hours, partitions=plan.partitions <= PARTITIONS_MAX)
             balance.replace_record_counts(touched, counts.collect() if touched else [])
-        found = findings.of_logs(tables.spark, plan) + _findings_of_hours(classified, in_hours, evidence)
+        found = findings.of_logs(lake.spark, plan) + _findings_of_hours(classified, in_hours, evidence)
         if compares_ids:
             with timer.step("compare ids"):
                 found += _client_duplicates(rows, _first_ms(balance, window_from), evidence, cache)
@@ -94,24 +94,24 @@ def reconcile(tables: Lake, context: RunContext, timer: StepTimer) -> Balance:
         many.close()
         with timer.step("write findings"):
             condition = _replaced_findings(touched, compares_ids)
-            _write_findings(tables, context, found, condition, balance.late_hours)
+            _write_findings(lake, context, found, condition, balance.late_hours)
         with timer.step("write verdicts"):
-            _write_verdicts(tables, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
+            _write_verdicts(lake, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
             of_other_hours = None if several_hours is None else several_hours.rows
             recent = _recent(rows, context.unread_since, evidence)
-            _mark_proven_lost(tables, classified, of_other_hours if compares_ids else recent, plan.run)
+            _mark_proven_lost(lake, classified, of_other_hours if compares_ids else recent, plan.run)
     balance.evidence_changed &= not compares_ids
     return balance
 
 
-def recount(tables: Lake, context: RunContext, balance: Balance) -> Balance:
+def recount(lake: Lake, context: RunContext, balance: Balance) -> Balance:
     """Count all hours of the lake again, in place of a balance that does not close; writes nothing.
 
     The sums of most hours are carried over from run to run, and with them a fault of any earlier run.
     """
     evidence = classify.gather_evidence(context.plan, context.settings)
     counted = Balance(late_hours=balance.late_hours, evidence_changed=balance.evidence_changed)
-    rows = _kept_rows(tables, context.kept_from)
+    rows = _kept_rows(lake, context.kept_from)
     all_hours = set(hours.of(rows))
     with ExitStack() as cache:
         multi_row = _multi_row(rows, cache)
@@ -124,9 +124,9 @@ def recount(tables: Lake, context: RunContext, balance: Balance) -> Balance:
     return counted
 
 
-def _kept_rows(tables: Lake, kept_from: str) -> DataFrame:
+def _kept_rows(lake: Lake, kept_from: str) -> DataFrame:
     """Read the rows (deliveries.ROW) of the hours that the lake keeps."""
-    rows = tables.read_cached("deliveries")
+    rows = lake.read_cached("deliveries")
     return rows.where(hours.since(kept_from)) if kept_from else rows
 
 
@@ -253,11 +253,11 @@ def _collect_sums(added: Sequence[DataFrame], subtracted: Sequence[DataFrame]) -
     return [row for row in sums if row["is_added"]], [row for row in sums if not row["is_added"]]
 
 
-def _write_rejects(tables: Lake, rows: DataFrame, run: int) -> None:
+def _write_rejects(lake: Lake, rows: DataFrame, run: int) -> None:
     """Append this run's undecoded records, and parts of records, to `rejects`."""
     rejected = rows.where((F.col("run") == run) & (F.col("kind") == REJECT) & (F.col("is_clean") == 0))
     columns = rejected.withColumn("seen_ms", F.col("last_ms")).select("*", "reject.*").select(*schemas.REJECT)
-    tables.append_once("rejects", columns.coalesce(1), run)
+    lake.append_once("rejects", columns.coalesce(1), run)
 
 
 def _findings_of_hours(classified: Classified, rows: DataFrame, evidence: LogEvidence) -> list[DataFrame]:
@@ -303,22 +303,22 @@ def _replaced_findings(touched: set[str], compares_ids: bool) -> str:
 
 
 def _write_findings(
-    tables: Lake, context: RunContext, found: Sequence[DataFrame], replaced: str, late_hours: Mapping[str, int]
+    lake: Lake, context: RunContext, found: Sequence[DataFrame], replaced: str, late_hours: Mapping[str, int]
 ) -> None:
     """Replace the findings that meet the condition `replaced` by those of this run (schemas.FINDING without `run`).
 
     Nothing is written if there are none, before and now. `late_hours` is Balance.late_hours.
     """
-    known = tables.read_cached("findings")
+    known = lake.read_cached("findings")
     if found:
         united = reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), found)
         rows = late_findings.with_late_ms(united, known, late_hours, context.window_from)
         rows = rows.withColumn("run", F.lit(context.plan.run).cast("bigint"))
-    elif tables.exists("findings") and known.where(replaced).isEmpty():
+    elif lake.exists("findings") and known.where(replaced).isEmpty():
         return
     else:
-        rows = frames.rows_of(tables.spark, schemas.of("findings"), [])
-    tables.replace("findings", rows, replaced, context.plan.run)
+        rows = frames.rows_of(lake.spark, schemas.of("findings"), [])
+    lake.replace("findings", rows, replaced, context.plan.run)
 
 
 def _hours_to_classify_again(several_hours: SeveralHours | None, balance: Balance) -> set[str]:
@@ -365,7 +365,7 @@ def _client_duplicates(rows: DataFrame, since_ms: int, evidence: LogEvidence, ca
     return [cross_hour.client_duplicates(recent, retried, spans, evidence)] if spans else []
 
 
-def _mark_proven_lost(tables: Lake, classified: Classified, other_rows: DataFrame | None, run: int) -> None:
+def _mark_proven_lost(lake: Lake, classified: Classified, other_rows: DataFrame | None, run: int) -> None:
     """Store which claims these rows prove to be lost: a log that is deleted or recreated later proves nothing more.
 
     `other_rows` (deliveries.ROW) are those that may have the record of a claim in another hour. The last write of the
@@ -376,7 +376,7 @@ def _mark_proven_lost(tables: Lake, classified: Classified, other_rows: DataFram
         if other_rows is not None:
             newly_lost = frames.checkpointed(findings.without_record(newly_lost, other_rows))
         if touched := hours.of(newly_lost):
-            tables.mark_proven_lost(newly_lost, touched, run)
+            lake.mark_proven_lost(newly_lost, touched, run)
 
 
 def _single_clean(rows: DataFrame, multi_row: MultiRow | None) -> DataFrame:
@@ -385,17 +385,17 @@ def _single_clean(rows: DataFrame, multi_row: MultiRow | None) -> DataFrame:
     return clean if multi_row is None else clean.join(multi_row.ids, "id", "left_anti")
 
 
-def _write_verdicts(tables: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, touched: set[str]) -> None:
+def _write_verdicts(lake: Lake, plan: Plan, classified: DataFrame, clean: DataFrame, touched: set[str]) -> None:
     """Append the ids whose verdict has changed to `verdicts`; `clean` are the clean rows of ids with a single row."""
     # No verdict of another hour is read: the table has the changes of all hours.
-    known = tables.read_cached("verdicts").where(hours.within(touched))
+    known = lake.read_cached("verdicts").where(hours.within(touched))
     last_verdicts = verdict_history.last_verdicts(known, plan.run)
     revisable = verdict_history.may_change(last_verdicts)
-    revised_hours = hours.of(revisable) if tables.exists("verdicts") else []
+    revised_hours = hours.of(revisable) if lake.exists("verdicts") else []
     settled = None
     if revised_hours:
         in_hours = clean.where(hours.within(revised_hours))
         settled = in_hours.join(revisable, ["accepted_hour", "id"], "left_semi")
     changes = frames.checkpointed(verdict_history.changed(classified, settled, last_verdicts, plan.run, plan.frozen_ms))
     if not changes.isEmpty():
-        tables.append_once("verdicts", changes.coalesce(1), plan.run)
+        lake.append_once("verdicts", changes.coalesce(1), plan.run)

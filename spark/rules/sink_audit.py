@@ -53,33 +53,33 @@ class SinkReport(NamedTuple):
     awaits_topics: bool = False
 
 
-def audit(tables: Lake, context: RunContext, on_progress: OnProgress) -> list[SinkReport]:
+def audit(lake: Lake, context: RunContext, on_progress: OnProgress) -> list[SinkReport]:
     """Compare the sinks of the rules with the lake, store the result in `sinks`, and return it by sink.
 
     A sink that cannot be read keeps its findings and its watermark, and has an evidence gap besides. What is stored of
     a sink that the rules no longer have is dropped. CannotRun if the stored counts do not agree.
     """
     rules = context.settings.rules.sinks
-    errors = mirrors.update(tables, context, on_progress)
+    errors = mirrors.update(lake, context, on_progress)
     if not rules:
-        if tables.exists(TABLE) and not tables.read_cached(TABLE).isEmpty():
-            nothing = frames.rows_of(tables.spark, schemas.of(TABLE), [])
-            tables.replace(TABLE, nothing, "true", context.plan.run)
+        if lake.exists(TABLE) and not lake.read_cached(TABLE).isEmpty():
+            nothing = frames.rows_of(lake.spark, schemas.of(TABLE), [])
+            lake.replace(TABLE, nothing, "true", context.plan.run)
         return []
-    states = _states(tables.read_cached(TABLE))
-    newest = _newest_hours(tables, context, states)
+    states = _states(lake.read_cached(TABLE))
+    newest = _newest_hours(lake, context, states)
     written: list[DataFrame] = []
     names = ", ".join(f"'{rule.name}'" for rule in rules)
     replaced = [f"sink NOT IN ({names})"]
-    of_mirrors = mirrors.load(tables) if any(rule.is_mirror for rule in rules) else {}
+    of_mirrors = mirrors.load(lake) if any(rule.is_mirror for rule in rules) else {}
     for rule in rules:
         mirror = of_mirrors.get(rule.name, mirrors.NEVER_READ)
-        compared = Comparison(tables, context, rule, states.get(rule.name, NEVER_READ), mirror)
+        compared = Comparison(lake, context, rule, states.get(rule.name, NEVER_READ), mirror)
         rows, condition = _rows_of(compared, newest.get(rule.name, {}), errors, on_progress)
         written.append(rows)
         replaced.append(condition)
-    tables.replace(TABLE, reduce(DataFrame.unionByName, written), " OR ".join(replaced), context.plan.run)
-    return reports(tables, context, errors)
+    lake.replace(TABLE, reduce(DataFrame.unionByName, written), " OR ".join(replaced), context.plan.run)
+    return reports(lake, context, errors)
 
 
 def _rows_of(
@@ -105,9 +105,9 @@ def _rows_of(
     return compared.unread(is_unreadable=rule.name in errors)
 
 
-def reports(tables: Lake, context: RunContext, errors: Mapping[str, str]) -> list[SinkReport]:
+def reports(lake: Lake, context: RunContext, errors: Mapping[str, str]) -> list[SinkReport]:
     """Read the sinks of a report from the table; `errors` are those of sinks that could not be read, by name."""
-    stored = tables.read_cached(TABLE)
+    stored = lake.read_cached(TABLE)
     first = hours.text_of(context.window_from)
     of_window = _findings_since(stored, context.window_from)
     found = of_window.groupBy("sink", "kind").agg(F.sum("events")).collect()
@@ -167,14 +167,14 @@ def _hour_state(row: Row) -> HourState:
     return HourState(row["run"], row["is_closed"], row["definition"], {name: row[name] for name in COUNTS_OF_SINK})
 
 
-def _newest_hours(tables: Lake, context: RunContext, states: Mapping[str, SinkState]) -> dict[str, dict[str, int]]:
+def _newest_hours(lake: Lake, context: RunContext, states: Mapping[str, SinkState]) -> dict[str, dict[str, int]]:
     """Return for each sink the last run that wrote a row about its topics into each hour of the window.
 
     Of hours that no run has written to since the sink was last read, nothing is read.
     """
     rules = context.settings.rules.sinks
     since_run = min(_since_run(rule, context, states) for rule in rules)
-    recent = tables.read_cached("deliveries").where(hours.since(hours.text_of(context.window_from)))
+    recent = lake.read_cached("deliveries").where(hours.since(hours.text_of(context.window_from)))
     written = recent.where((F.col("run") > since_run) & (F.col("kind") == EVENT))
     rows = written.groupBy("accepted_hour", "topic").agg(F.max("run").alias("run"))
     found: dict[str, dict[str, int]] = {}
@@ -192,12 +192,12 @@ def _since_run(rule: SinkRule, context: RunContext, states: Mapping[str, SinkSta
     return state.run if state.definition == sink_verdicts.definition(rule, context.settings) else 0
 
 
-def with_findings(tables: Lake, found: DataFrame, since_ms: int) -> DataFrame:
+def with_findings(lake: Lake, found: DataFrame, since_ms: int) -> DataFrame:
     """Add the findings about sinks, in the hours since a time (ms), to other findings.
 
     schemas.FINDING → schemas.FINDING; with current_findings.OF_SINKS if the lake has sinks.
     """
-    if not tables.exists(TABLE):
+    if not lake.exists(TABLE):
         return found
-    of_sinks = _findings_since(tables.read_cached(TABLE), since_ms).select(*schemas.FINDING, *OF_SINKS)
+    of_sinks = _findings_since(lake.read_cached(TABLE), since_ms).select(*schemas.FINDING, *OF_SINKS)
     return found.unionByName(of_sinks, allowMissingColumns=True)

@@ -75,12 +75,12 @@ class Comparison:
     """The comparison of one sink in a run."""
 
     def __init__(
-        self, tables: Lake, context: RunContext, rule: SinkRule, state: SinkState, mirror: mirrors.MirrorState
+        self, lake: Lake, context: RunContext, rule: SinkRule, state: SinkState, mirror: mirrors.MirrorState
     ) -> None:
-        self.tables = tables
-        self.spark = tables.spark
+        self.lake = lake
+        self.spark = lake.spark
         self.rule = rule
-        self.reader = SinkReader(tables.spark, rule)
+        self.reader = SinkReader(lake.spark, rule)
         self.state = state
         self.mirror = mirror
         plan, self.settings = context.plan, context.settings
@@ -99,8 +99,8 @@ class Comparison:
         self.compacted = mirror_logs.compacted_of(rule, mirror.logs, self.topics)
         self.first_ms = max(context.window_from, -(-rule.since_ms // HOUR_MS) * HOUR_MS)
         self.released = sink_verdicts.released(rule, plan, context.last_plan, state.released, context.window_from)
-        self.all_rows = tables.read_cached("deliveries").where(F.col("kind") == EVENT)
-        self.stored = tables.read_cached(TABLE).where(F.col("sink") == rule.name)
+        self.all_rows = lake.read_cached("deliveries").where(F.col("kind") == EVENT)
+        self.stored = lake.read_cached(TABLE).where(F.col("sink") == rule.name)
 
     def carry_out(self, newest: Mapping[str, int]) -> tuple[DataFrame, str]:
         """Compare the hours that are due. Raises Unreadable.
@@ -149,7 +149,7 @@ class Comparison:
     def _read(self, intervals: Sequence[Interval]) -> DataFrame:
         """Read the rows (sinks.ROW) of the sink in these intervals. Raises Unreadable."""
         if self.rule.is_mirror:
-            return mirrors.read(self.tables, self.rule, intervals)
+            return mirrors.read(self.lake, self.rule, intervals)
         return self.reader.read(intervals)
 
     def _condition(self, due: Iterable[str] = ()) -> str:
@@ -164,7 +164,7 @@ class Comparison:
             possible = [hours.text_of(ms) for ms in range(self.first_ms, self.evidence.seen_ms, HOUR_MS)]
         again = self.settings.options.recheck_sinks or self.mirror.reset_run > self.state.run
         if self.rule.is_mirror:
-            of_mirror = mirrors.newest_hours(self.tables, self.rule, self.state.run)
+            of_mirror = mirrors.newest_hours(self.lake, self.rule, self.state.run)
             newest = {hour: max(newest.get(hour, 0), of_mirror.get(hour, 0)) for hour in {*newest, *of_mirror}}
         due = sink_verdicts.due_hours(newest, self.state, self.definition, possible, again=again)
         return {hour for hour in due if hour >= first}

@@ -13,7 +13,8 @@ from spark.rules import hourly
 from spark.settings import Options
 from spark.step_timer import StepTimer
 from spark.steps import maintenance
-from spark.tables import lake, last_run_file, verdict_history
+from spark.tables import last_run_file, verdict_history
+from spark.tables.lake import Lake
 
 # Number of earlier runs in the report's history.
 HISTORY_RUNS: Final = 19
@@ -82,15 +83,15 @@ class EarlierRuns(NamedTuple):
         return max(self.interrupted, default=of_run(self.last_run, "run", 0))
 
 
-def earlier_runs(tables: lake.Lake) -> EarlierRuns:
+def earlier_runs(lake: Lake) -> EarlierRuns:
     """Read the earlier runs: from the file of the last run if its commits are the newest, else from the tables."""
-    kept = last_run_file.load(tables)
+    kept = last_run_file.load(lake)
     if kept is not None:
         return EarlierRuns(kept.finished, Plan.from_rows(kept.plan), {}, kept.unstored, is_complete=True)
-    last_run = last_finished_run(tables)
+    last_run = last_finished_run(lake)
     number = of_run(last_run, "run", 0)
-    planned = tables.read_cached("progress").where(F.col("run") >= number)
-    plans = _plans_of(planned.collect() if tables.exists("progress") else [])
+    planned = lake.read_cached("progress").where(F.col("run") >= number)
+    plans = _plans_of(planned.collect() if lake.exists("progress") else [])
     return EarlierRuns(last_run, plans.pop(number, None), plans)
 
 
@@ -103,14 +104,14 @@ def _plans_of(rows: Iterable[Row]) -> dict[int, Plan]:
     return {plan.run: plan for plan in plans if plan is not None}
 
 
-def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
+def last_finished_run(lake: Lake) -> dict[str, Any] | None:
     """Read the last finished run: its number, its summary, its sums by hour (hourly.STORED), and the newest reports.
 
     The newest number is read first, from Delta's statistics; by that number Delta prunes the files of older runs.
     """
-    if not tables.exists("runs"):
+    if not lake.exists("runs"):
         return None
-    runs = tables.read_cached("runs")
+    runs = lake.read_cached("runs")
     newest = runs.agg(F.max("run")).collect()[0][0]
     if newest is None:
         return None
@@ -123,7 +124,7 @@ def last_finished_run(tables: lake.Lake) -> dict[str, Any] | None:
         "reports": [json.loads(row["report"]) for row in rows],
         "counted_run": counted_run,
         **json.loads(rows[0]["summary"]),
-        **hourly.load(tables, counted_run),
+        **hourly.load(lake, counted_run),
     }
 
 

@@ -9,7 +9,8 @@ from spark.reading import run_plan
 from spark.reading.run_plan import Plan, RunContext, of_run
 from spark.rules.balance import Balance
 from spark.settings import HOUR_MS, Options, Settings
-from spark.tables import hours, lake, lock, schemas, view
+from spark.tables import hours, lock, schemas, view
+from spark.tables.lake import Lake
 
 DAY_MS: Final = 24 * HOUR_MS
 
@@ -80,20 +81,20 @@ def is_part_of(context: RunContext) -> bool:
     return not context.settings.options.follow or is_first_of_hour(last_frozen_ms, context.plan.frozen_ms)
 
 
-def carry_out(tables: lake.Lake, context: RunContext) -> None:
+def carry_out(lake: Lake, context: RunContext) -> None:
     """Delete old rows, compact and vacuum the lake, as the options say, if maintenance is part of the run."""
     options, plan, last_run = context.settings.options, context.plan, context.last_run
     if not is_part_of(context):
         return
     if options.follow:
-        tables.keep_short_logs([*schemas.TABLES, *view.tables(tables)])
+        lake.keep_short_logs([*schemas.TABLES, *view.tables(lake)])
     if options.keep_days is not None and context.kept_from != of_run(last_run, "kept_from"):
-        tables.delete_before(context.kept_from, plan.run)
+        lake.delete_before(context.kept_from, plan.run)
     if options.optimize:
         # An hour is compacted when it is over, and again after late rows.
         current_hour = hours.text_of(plan.frozen_ms)
-        late = hours.of(tables.read_cached("deliveries").where(F.col("run") > newest_maintenance(last_run)))
+        late = hours.of(lake.read_cached("deliveries").where(F.col("run") > newest_maintenance(last_run)))
         some_hours = sorted({hour for hour in late if hour < current_hour} | _hours_ended(last_run, plan))
-        tables.optimize(some_hours, [*schemas.COMPACTED, *view.of_topics(tables)])
+        lake.optimize(some_hours, [*schemas.COMPACTED, *view.of_topics(lake)])
     if options.vacuum_h is not None:
-        tables.vacuum(options.vacuum_h, [*schemas.TABLES, lock.TABLE, *view.tables(tables)])
+        lake.vacuum(options.vacuum_h, [*schemas.TABLES, lock.TABLE, *view.tables(lake)])

@@ -26,9 +26,9 @@ CLAIMS_A_RECORD: Final = 20
 class RecordReader:
     """Reads the records of one run. Few are read in few tasks, and Spark interprets the plans over them."""
 
-    def __init__(self, tables: Lake, settings: Settings) -> None:
-        self._spark = tables.spark
-        self._lake = tables
+    def __init__(self, lake: Lake, settings: Settings) -> None:
+        self._spark = lake.spark
+        self._lake = lake
         self._settings = settings
         # Whether Spark interprets plans now; None if that is not yet decided.
         self._interprets: bool | None = None

@@ -33,7 +33,7 @@ class Reported(NamedTuple):
 
 
 def write(
-    tables: Lake,
+    lake: Lake,
     begun: Begun,
     balance: Balance,
     compared: Sequence[sink_audit.SinkReport],
@@ -46,41 +46,41 @@ def write(
     window_from = context.window_from
     closed = balance.close(hours.text_of(window_from))
     with ExitStack() as cache:
-        by_hour = frames.cached(current_findings.by_hour(_findings(tables, window_from), window_from), cache)
+        by_hour = frames.cached(current_findings.by_hour(_findings(lake, window_from), window_from), cache)
         found = frames.cached(current_findings.by_finding(by_hour), cache)
         if findings_topic is not None:
             with timer.step("publish findings"):
-                findings_topic = _publish(tables, findings_topic, found, context)
+                findings_topic = _publish(lake, findings_topic, found, context)
         with timer.step("write the report"):
             collected = document.collect(by_hour, found, context)
-            revised = verdict_history.counted(tables.read_cached("verdicts"), window_from)
+            revised = verdict_history.counted(lake.read_cached("verdicts"), window_from)
             results = document.Results(collected, closed, revised.counts, compared)
             report = document.build(results, context, kind, timer)
             shown = None
             if collected.number <= finished_runs.SHOWN_MAX and not context.settings.rules.sinks:
                 oldest_ms = current_findings.oldest_ms(by_hour) if collected.number else None
                 shown = finished_runs.Shown.of(context, collected, revised, oldest_ms)
-            tables.check_held()
+            lake.check_held()
             report, webhook_state = _notify(report, context, timer)
-            document.write(tables.spark, context.settings.options.report, report)
+            document.write(lake.spark, context.settings.options.report, report)
     return Reported(report, findings_topic, webhook_state, shown)
 
 
-def _findings(tables: Lake, window_from: int) -> DataFrame:
+def _findings(lake: Lake, window_from: int) -> DataFrame:
     """Read the findings of the lake, those about sinks included."""
-    findings = tables.read_cached("findings")
+    findings = lake.read_cached("findings")
     if findings.isEmpty():
         # Without rows Spark plans next to nothing of what follows.
-        findings = frames.rows_of(tables.spark, schemas.of("findings"), [])
-    return sink_audit.with_findings(tables, findings, window_from)
+        findings = frames.rows_of(lake.spark, schemas.of("findings"), [])
+    return sink_audit.with_findings(lake, findings, window_from)
 
 
 def _publish(
-    tables: Lake, topic: publish.PublishedTopic, found: DataFrame, context: RunContext
+    lake: Lake, topic: publish.PublishedTopic, found: DataFrame, context: RunContext
 ) -> publish.PublishedTopic:
     """Send the changes of the current findings to their topic; returns the topic as it is then."""
     last = publish.PublishedTopic.of(context.of_last_run("published"))
-    return publish.publish(tables, context.settings.shared, found, topic, last, context.plan.run)
+    return publish.publish(lake, context.settings.shared, found, topic, last, context.plan.run)
 
 
 def _notify(

@@ -43,9 +43,9 @@ class RunStart:
     """Begins one run. `now_ms` replaces the clock, which is read when the plan is made."""
 
     def __init__(
-        self, tables: Lake, settings: Settings, reader: RecordReader, on_progress: OnProgress, now_ms: int | None
+        self, lake: Lake, settings: Settings, reader: RecordReader, on_progress: OnProgress, now_ms: int | None
     ) -> None:
-        self._lake = tables
+        self._lake = lake
         self._settings = settings
         self._reader = reader
         self._on_progress = on_progress

@@ -9,7 +9,8 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from spark.engine import frames, session
 from spark.rules import cross_hour
-from spark.tables import deliveries, hours, lake
+from spark.tables import deliveries, hours
+from spark.tables.lake import Lake
 from tests.spark.rows import NOW_MS, answer, copy, entry, ids, name_of, reduced
 from tests.spark.times import HOUR_MS
 
@@ -70,31 +71,31 @@ def test_many_unsettled_answers_are_joined_without_a_broadcast(
 
 def test_a_settled_answer_is_not_looked_up_again(spark: SparkSession, tmp_path: Any) -> None:
     """A run that reads no other answer is not the slower for those that its history has."""
-    tables = lake.Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     known = {"here": [answer(202), copy(1), entry(1)], "there": [answer(202), copy(2, at=EARLY), entry(2, at=EARLY)]}
-    tables.append_once("deliveries", reduced(spark, ids(known)), 1)
-    found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
+    lake.append_once("deliveries", reduced(spark, ids(known)), 1)
+    found = cross_hour.settled_elsewhere(lake.read("deliveries"), 1)
     assert found is not None
     found = found.localCheckpoint()
-    tables.settle_elsewhere(found, hours.of(found), 1)
-    assert cross_hour.settled_elsewhere(tables.read("deliveries"), 2) is None
+    lake.settle_elsewhere(found, hours.of(found), 1)
+    assert cross_hour.settled_elsewhere(lake.read("deliveries"), 2) is None
 
 
 def test_evidence_of_other_hours_is_noted_once_and_revoked_by_a_later_answer(
     spark: SparkSession, tmp_path: Any
 ) -> None:
-    tables = lake.Lake(spark, str(tmp_path))
-    tables.append_once("deliveries", reduced(spark, ids({name: case[0] for name, case in CASES.items()})), 1)
-    found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
+    lake = Lake(spark, str(tmp_path))
+    lake.append_once("deliveries", reduced(spark, ids({name: case[0] for name, case in CASES.items()})), 1)
+    found = cross_hour.settled_elsewhere(lake.read("deliveries"), 1)
     assert found is not None
     found = found.localCheckpoint()
-    tables.settle_elsewhere(found, hours.of(found), 1)
-    assert _settled(tables.read("deliveries")) == {}
+    lake.settle_elsewhere(found, hours.of(found), 1)
+    assert _settled(lake.read("deliveries")) == {}
     # Without new records: only the few rows in doubt are looked up.
-    assert cross_hour.settled_elsewhere(tables.read("deliveries").where("run > 1"), 2) is None
+    assert cross_hour.settled_elsewhere(lake.read("deliveries").where("run > 1"), 2) is None
     again = reduced(spark, ids({"freed": [answer(504, at=EARLY, timestamp_ms=NOW_MS)]}), 2)
-    tables.merge(again, hours.of(again), 2)
-    rows = tables.read("deliveries").where((F.col("answered_504") > 0) & (F.col("run") == 2)).collect()
+    lake.merge(again, hours.of(again), 2)
+    rows = lake.read("deliveries").where((F.col("answered_504") > 0) & (F.col("run") == 2)).collect()
     assert [(name_of(row["id"]), row["freed_ms"]) for row in rows] == [("freed", None)]
 
 
@@ -102,7 +103,7 @@ def test_a_doubt_is_open_again_when_the_record_that_settled_it_was_truncated(
     spark: SparkSession, tmp_path: Any
 ) -> None:
     """The ledger's entry settles it still, and so does another copy, also one that was read long ago."""
-    tables = lake.Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     known = {
         "gone": [copy(1, at=EARLY), answer(504)],
         "entered": [copy(2, at=EARLY), entry(2, at=EARLY), answer(504)],
@@ -110,20 +111,20 @@ def test_a_doubt_is_open_again_when_the_record_that_settled_it_was_truncated(
         "kept": [copy(8, at=EARLY), answer(504)],
         "same hour": [copy(1), answer(504)],
     }
-    tables.append_once("deliveries", reduced(spark, ids(known)), 1)
-    found = cross_hour.settled_elsewhere(tables.read("deliveries"), 1)
+    lake.append_once("deliveries", reduced(spark, ids(known)), 1)
+    found = cross_hour.settled_elsewhere(lake.read("deliveries"), 1)
     assert found is not None
     found = found.localCheckpoint()
-    tables.settle_elsewhere(found, hours.of(found), 1)
-    rows = deliveries.with_vanished(reduced(spark, [], 2), tables.read("deliveries"), {("t", 0): (1, 4)}, {}, 2)
+    lake.settle_elsewhere(found, hours.of(found), 1)
+    rows = deliveries.with_vanished(reduced(spark, [], 2), lake.read("deliveries"), {("t", 0): (1, 4)}, {}, 2)
     rows = rows.localCheckpoint()
-    tables.merge(rows, hours.of(rows), 2)
+    lake.merge(rows, hours.of(rows), 2)
     for _ in range(2):
-        found = cross_hour.settled_elsewhere(tables.read("deliveries"), 2, truncated=True)
+        found = cross_hour.settled_elsewhere(lake.read("deliveries"), 2, truncated=True)
         assert found is not None
         found = found.localCheckpoint()
-        tables.settle_elsewhere(found, hours.of(found), 2)
-        in_doubt = tables.read("deliveries").where(deliveries.in_doubt()).collect()
+        lake.settle_elsewhere(found, hours.of(found), 2)
+        in_doubt = lake.read("deliveries").where(deliveries.in_doubt()).collect()
         settled = {name_of(row["id"]): row["elsewhere"] for row in in_doubt}
         assert settled == {"gone": False, "entered": True, "copied": True, "kept": True, "same hour": False}
     assert found.isEmpty()

@@ -12,7 +12,8 @@ from spark.__main__ import main
 from spark.cli.command_line import parse_findings
 from spark.rules import current_findings
 from spark.rules.findings import HOUR
-from spark.tables import lake, schemas
+from spark.tables import schemas
+from spark.tables.lake import Lake
 from tests.spark.rows import NOW_MS
 from tests.spark.times import HOUR_MS
 
@@ -23,7 +24,7 @@ KEY = 'a "key", with\nlines'
 def root(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A lake with four findings, one of them from before the window of the last run."""
     folder = str(tmp_path_factory.mktemp("export") / "lake")
-    tables = lake.Lake(spark, folder)
+    lake = Lake(spark, folder)
     coordinates = [{"topic": "orders.eu", "partition": 0, "offset": 7}]
     found: dict[str, Any] = {"scope": HOUR, "count": 1, "last_ms": NOW_MS, "coordinates": coordinates, "run": 1}
     rows = [
@@ -32,10 +33,10 @@ def root(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
         {**found, "kind": "unkeyed", "topic": "payments", "partition": 3, "first_offset": 1, "last_offset": 9},
         {**found, "kind": "lost", "id": b"o" * 16, "topic": "orders.eu", "last_ms": NOW_MS - 9 * HOUR_MS},
     ]
-    tables.append_once("findings", spark.createDataFrame(rows, schemas.of("findings")), 1)
+    lake.append_once("findings", spark.createDataFrame(rows, schemas.of("findings")), 1)
     report = json.dumps({"run": {"window_from": "2023-11-14T17:00:00.000Z"}})
     row = {"run": 1, "frozen_ms": NOW_MS, "verdict": "findings", "summary": "{}", "report": report}
-    tables.append_once("runs", spark.createDataFrame([row], schemas.of("runs")), 1)
+    lake.append_once("runs", spark.createDataFrame([row], schemas.of("runs")), 1)
     return folder
 
 

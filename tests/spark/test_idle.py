@@ -219,18 +219,18 @@ def test_requests_that_only_a_changed_log_needs_are_left_to_spark() -> None:
 
 
 def test_a_run_is_finished_without_its_file(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    tables = Mock(root="/lake")
-    tables.newest_commit.return_value = Commit("id", None)
-    tables.own_commit.return_value = "id"
+    lake = Mock(root="/lake")
+    lake.newest_commit.return_value = Commit("id", None)
+    lake.own_commit.return_value = "id"
     run = last_run_file.LastRun({}, [], [], None)
     written = Mock(side_effect=[None, PySparkException("disk full")])
     monkeypatch.setattr(files, "write", written)
-    last_run_file.store(tables, run)
+    last_run_file.store(lake, run)
     assert not caplog.records
-    last_run_file.store(tables, run)
+    last_run_file.store(lake, run)
     assert written.call_count == 2
     assert "/lake/_last_run.json was not written" in caplog.text
     # A process that has lost the lake has not finished its run.
-    tables.check_held.side_effect = CannotRun("taken over")
+    lake.check_held.side_effect = CannotRun("taken over")
     with pytest.raises(CannotRun):
-        last_run_file.store(tables, run)
+        last_run_file.store(lake, run)

@@ -27,8 +27,9 @@ from spark.rules.balance import Balance
 from spark.rules.classify import gather_evidence
 from spark.settings import OFFSETS_MOST
 from spark.steps import finished_runs, migrations
-from spark.tables import commits, hours, lake, lake_version, lock, schemas, view
+from spark.tables import commits, hours, lake_version, lock, schemas, view
 from spark.tables import deliveries as deliveries_table
+from spark.tables.lake import LOG_RETENTION, Lake
 from tests.spark import delta_files
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
@@ -49,42 +50,42 @@ def _rows(spark: SparkSession, run: int, span: range, *, prefix: str = "id") -> 
     return reduced(spark, named(evidence), run)
 
 
-def _filled(spark: SparkSession, root: Path, length: int) -> lake.Lake:
-    tables = lake.Lake(spark, str(root))
-    tables.append_once(
+def _filled(spark: SparkSession, root: Path, length: int) -> Lake:
+    lake = Lake(spark, str(root))
+    lake.append_once(
         "deliveries", _rows(spark, 1, range(length)).hint("rebalance", *schemas.PARTITIONS["deliveries"]), 1
     )
-    return tables
+    return lake
 
 
-def _merge(tables: lake.Lake, run: int) -> dict[str, Any]:
+def _merge(lake: Lake, run: int) -> dict[str, Any]:
     """Merge copies of the ids of two hours, as a run does, and return Delta's metrics."""
-    new = _rows(tables.spark, run, range(2)).unionByName(_rows(tables.spark, run, range(2), prefix="new"))
+    new = _rows(lake.spark, run, range(2)).unionByName(_rows(lake.spark, run, range(2), prefix="new"))
     new = new.localCheckpoint()
-    tables.merge(new, hours.of(new), run)
-    return {"version": _version(tables), **delta_files.metrics(Path(tables.path("deliveries")))}
+    lake.merge(new, hours.of(new), run)
+    return {"version": _version(lake), **delta_files.metrics(Path(lake.path("deliveries")))}
 
 
-def _version(tables: lake.Lake, name: str = "deliveries") -> int:
-    return delta_files.version(Path(tables.path(name)))
+def _version(lake: Lake, name: str = "deliveries") -> int:
+    return delta_files.version(Path(lake.path(name)))
 
 
 @pytest.fixture(scope="module")
-def small(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> lake.Lake:
+def small(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Lake:
     return _filled(spark, tmp_path_factory.mktemp("small"), 4)
 
 
 @pytest.fixture(scope="module")
-def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> lake.Lake:
+def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Lake:
     return _filled(spark, tmp_path_factory.mktemp("large"), 40)
 
 
-def test_a_merge_touches_the_same_files_and_rows_however_long_the_history(small: lake.Lake, large: lake.Lake) -> None:
+def test_a_merge_touches_the_same_files_and_rows_however_long_the_history(small: Lake, large: Lake) -> None:
     costs = []
-    for tables in (small, large):
-        metrics = _merge(tables, 2)
-        rows = tables.read("deliveries").where(F.col("run") == 2)
-        read_rows = tables.read("deliveries").where(hours.within(hours.of(rows)))
+    for lake in (small, large):
+        metrics = _merge(lake, 2)
+        rows = lake.read("deliveries").where(F.col("run") == 2)
+        read_rows = lake.read("deliveries").where(hours.within(hours.of(rows)))
         touched = {name: metrics[name] for name in ("numTargetFilesRemoved", "numTargetRowsUpdated")}
         costs.append((touched, metrics["numTargetRowsCopied"], read_rows.count(), len(_scanned(read_rows))))
     assert costs[0] == costs[1]
@@ -97,7 +98,7 @@ def _scanned(rows: DataFrame) -> set[str]:
     return {row["file"] for row in rows.select(F.input_file_name().alias("file")).distinct().collect()}
 
 
-def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
+def test_a_write_is_idempotent_for_its_run(small: Lake) -> None:
     before = small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0]
     assert _merge(small, 7)["version"] == _version(small)
     merged = small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0]
@@ -105,20 +106,20 @@ def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
     version = _version(small)
     # Another process that has the same number.
     with pytest.raises(CannotRun, match=r"run 7 was taken over .* start the run again"):
-        _merge(lake.Lake(small.spark, small.root), 7)
+        _merge(Lake(small.spark, small.root), 7)
     assert _version(small) == version
     assert small.read("deliveries").agg(F.sum("entries_count")).collect()[0][0] == merged
     finding = small.spark.createDataFrame([{"scope": "log", "kind": "k", "run": 1}], schemas.of("findings"))
-    for tables in (small, lake.Lake(small.spark, small.root)):
-        if tables is not small:
-            tables.take_over(1, ["findings"])
-        tables.append_once("findings", finding, 1)
+    for lake in (small, Lake(small.spark, small.root)):
+        if lake is not small:
+            lake.take_over(1, ["findings"])
+        lake.append_once("findings", finding, 1)
         assert delta_files.count(Path(small.path("findings"))) == 1
     for _ in range(2):
         small.replace("findings", finding, "scope = 'log'", 2)
     assert delta_files.count(Path(small.path("findings"))) == 1
     small.check_committed("findings", 2)
-    late = lake.Lake(small.spark, small.root)
+    late = Lake(small.spark, small.root)
     late.take_over(1, ["findings"])
     late.replace("findings", finding, "scope = 'log'", 1)
     with pytest.raises(CannotRun, match="another process has written this table since"):
@@ -128,20 +129,20 @@ def test_a_write_is_idempotent_for_its_run(small: lake.Lake) -> None:
 def test_a_small_table_is_read_once_after_each_commit(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = lake.Lake(spark, str(tmp_path))
-    assert tables.is_small("deliveries")
-    assert tables.read_cached("deliveries").isEmpty()
+    lake = Lake(spark, str(tmp_path))
+    assert lake.is_small("deliveries")
+    assert lake.read_cached("deliveries").isEmpty()
     _filled(spark, tmp_path, 2)
-    rows = tables.read_cached("deliveries")
+    rows = lake.read_cached("deliveries")
     assert (rows.count(), _scanned(rows)) == (20, {""})
-    assert tables.read_cached("deliveries") is rows
-    _merge(tables, 2)
+    assert lake.read_cached("deliveries") is rows
+    _merge(lake, 2)
     assert rows.count() == 20
-    assert tables.read_cached("deliveries").count() == 40
-    monkeypatch.setattr(lake, "SMALL_BYTES", 0)
-    assert not tables.is_small("deliveries")
-    _merge(tables, 3)
-    assert "" not in _scanned(tables.read_cached("deliveries"))
+    assert lake.read_cached("deliveries").count() == 40
+    monkeypatch.setattr("spark.tables.lake.SMALL_BYTES", 0)
+    assert not lake.is_small("deliveries")
+    _merge(lake, 3)
+    assert "" not in _scanned(lake.read_cached("deliveries"))
 
 
 @pytest.mark.long
@@ -149,7 +150,7 @@ def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
     spark: SparkSession, kafka: Kafka, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a table that is not small."""
-    monkeypatch.setattr(lake, "SMALL_BYTES", 0)
+    monkeypatch.setattr("spark.tables.lake.SMALL_BYTES", 0)
     costs = []
     # `reads` finds a scan by its folder, which Spark truncates to a short text by default.
     with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
@@ -212,7 +213,7 @@ YOUNGEST: Final = ("record_topic_id_hash", "key_ttl_s")
 
 
 def test_columns_of_the_first_version_get_their_present_names(spark: SparkSession, tmp_path: Path) -> None:
-    tables, of_now = lake.Lake(spark, str(tmp_path)), plan()
+    lake, of_now = Lake(spark, str(tmp_path)), plan()
     written = {
         "deliveries": reduced(spark, [copy(1), entry(1), copy(2)]),
         "progress": spark.createDataFrame(of_now.rows(), schemas.of("progress")),
@@ -224,37 +225,37 @@ def test_columns_of_the_first_version_get_their_present_names(spark: SparkSessio
         assert sorted(first.columns) == sorted(FIRST_VERSION[name].split())
         writer = first.write.format("delta").option("txnAppId", commits.WRITER)
         parts = [old.get(column, column) for column in schemas.PARTITIONS.get(name, ())]
-        writer.option("txnVersion", "1").partitionBy(*parts).save(tables.path(name))
+        writer.option("txnVersion", "1").partitionBy(*parts).save(lake.path(name))
     with pytest.raises(CannotRun, match=r"of an earlier version \(0, not 2\): run python -m spark on it once"):
-        lake_version.check(tables)
-    _migrate(tables)
-    lake_version.check(tables)
+        lake_version.check(lake)
+    _migrate(lake)
+    lake_version.check(lake)
     for name, rows in written.items():
-        assert tables.read(name).columns == rows.columns
-        assert tables.read(name).exceptAll(rows).isEmpty()
-        assert tables.read(name).count() == rows.count()
-    version = _version(tables)
+        assert lake.read(name).columns == rows.columns
+        assert lake.read(name).exceptAll(rows).isEmpty()
+        assert lake.read(name).count() == rows.count()
+    version = _version(lake)
     # As after a run that was killed before it stored the version.
     (tmp_path / lake_version.FILE).unlink()
-    _migrate(tables)
-    assert _version(tables) == version
+    _migrate(lake)
+    assert _version(lake) == version
 
 
-def _migrate(tables: lake.Lake) -> None:
-    migrations.migrate(tables, lambda line: None, lambda options: None)
+def _migrate(lake: Lake) -> None:
+    migrations.migrate(lake, lambda line: None, lambda options: None)
 
 
 def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, tmp_path: Path) -> None:
     """Its tables lack columns; an unknown column is an error."""
-    tables, old = lake.Lake(spark, str(tmp_path)), plan()
+    lake, old = Lake(spark, str(tmp_path)), plan()
     assert old.logs
     rows = spark.createDataFrame(old.rows(), schemas.of("progress"))
     new = ("guarantees", "later_end", "caught_up_run", "behind_run", "behind_end", "first_record_ms", "leader_epoch")
     # A column that the present version does not read.
-    tables.append_once("progress", rows.drop(*new).withColumn("proven_ms", F.lit(7).cast("bigint")), 1)
+    lake.append_once("progress", rows.drop(*new).withColumn("proven_ms", F.lit(7).cast("bigint")), 1)
 
     def read(run: int) -> set[Log]:
-        found = tables.read("progress").where(F.col("run") == run).collect()
+        found = lake.read("progress").where(F.col("run") == run).collect()
         read = Plan.from_rows(row.asDict(recursive=True) for row in found)
         return set() if read is None else set(read.logs)
 
@@ -265,44 +266,44 @@ def test_a_lake_of_an_earlier_version_is_read_and_extended(spark: SparkSession, 
     assert read(1) == known
     deliveries = reduced(spark, [copy(1), entry(1)])
     more = ["freed_ms", "record_key_hash", "batch_hash", "topic_id_hash", "was_past_end", "elsewhere", "proven_lost"]
-    tables.append("deliveries", deliveries.drop(*more, *YOUNGEST), 1)
+    lake.append("deliveries", deliveries.drop(*more, *YOUNGEST), 1)
     finding = spark.createDataFrame([{"scope": "hour", "kind": "lost"}], schemas.of("findings"))
-    tables.append("findings", finding.drop("run", "late_ms"), 1)
-    _migrate(tables)
+    lake.append("findings", finding.drop("run", "late_ms"), 1)
+    _migrate(lake)
     marks: dict[str, Any] = {"behind_run": 1, "behind_end": 7, "first_record_ms": 8, "leader_epoch": 0}
     marked = [{**row, "run": 2, **marks} for row in old.rows()]
-    tables.append_once("progress", spark.createDataFrame(marked, schemas.of("progress")), 2)
+    lake.append_once("progress", spark.createDataFrame(marked, schemas.of("progress")), 2)
     assert read(1) == known
     assert read(2) == {replace(log, **marks) for log in old.logs}
-    assert set(tables.read("deliveries").columns) == set(deliveries_table.ROW)
-    assert [(row["run"], row["late_ms"]) for row in tables.read("findings").collect()] == [(None, None)]
+    assert set(lake.read("deliveries").columns) == set(deliveries_table.ROW)
+    assert [(row["run"], row["late_ms"]) for row in lake.read("findings").collect()] == [(None, None)]
     later = reduced(spark, [copy(1), answer(503), answer(201, 7)], 2, later_ends={("t", 0): 5})
-    tables.merge(later, hours.of(deliveries), 2)
-    merged = {row["offset"]: row.asDict() for row in tables.read("deliveries").collect()}
+    lake.merge(later, hours.of(deliveries), 2)
+    merged = {row["offset"]: row.asDict() for row in lake.read("deliveries").collect()}
     assert (merged[1]["entries_count"], merged[1]["freed_ms"]) == (1, None)
     assert merged[None]["freed_ms"] is not None
     assert (merged[1]["was_past_end"], merged[7]["was_past_end"]) == (None, True)
-    tables.append_once("runs", spark.createDataFrame([], schemas.of("runs")), 1)
+    lake.append_once("runs", spark.createDataFrame([], schemas.of("runs")), 1)
     with pytest.raises(AnalysisException, match="schema"):
-        tables.append_once("runs", spark.createDataFrame([], schemas.of("runs")).withColumn("more", F.lit(1)), 2)
+        lake.append_once("runs", spark.createDataFrame([], schemas.of("runs")).withColumn("more", F.lit(1)), 2)
 
 
 def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: SparkSession, tmp_path: Path) -> None:
     """Claims on its offset stay; the present record at that offset is in the same merge."""
-    tables = lake.Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     other: dict[str, Any] = {"id": b"o" * 16}
     known = [copy(1), entry(1), copy(2), entry(2), copy(3), entry(3), copy(4, writer=None, **other), copy(5), entry(5)]
     # And of another topic of this name, before the present one.
     earlier = reduced(spark, [copy(2, id=b"e" * 16)], topic_ids={"t": "earlier"})
     present = {"t": "one"}
-    tables.append_once("deliveries", reduced(spark, known, topic_ids=present).unionByName(earlier), 1)
+    lake.append_once("deliveries", reduced(spark, known, topic_ids=present).unionByName(earlier), 1)
     # At the second offset the same id with another content; at the third another id.
     read_again = [copy(2, fingerprint=b"n" * 8), copy(3, **other)]
-    merged_rows, spans = tables.read("deliveries"), {("t", 0): (2, 5)}
+    merged_rows, spans = lake.read("deliveries"), {("t", 0): (2, 5)}
     read_rows = reduced(spark, read_again, 2, topic_ids=present)
     rows = deliveries_table.with_vanished(read_rows, merged_rows, spans, present, 2).localCheckpoint()
-    tables.merge(rows, hours.of(rows), 2)
-    found = {(bytes(row["id"])[:1], row["offset"]): row for row in tables.read("deliveries").collect()}
+    lake.merge(rows, hours.of(rows), 2)
+    found = {(bytes(row["id"])[:1], row["offset"]): row for row in lake.read("deliveries").collect()}
     counts = {at: (row["count"], row["entries_count"], row["is_clean"], row["run"]) for at, row in found.items()}
     assert counts == {
         (b"e", 2): (1, 0, 0, 1),
@@ -319,33 +320,33 @@ def test_records_that_vanished_from_a_log_are_removed_from_the_lake(spark: Spark
 
 
 def test_a_claim_past_the_end_of_a_log_that_was_blocked_is_marked_once(spark: SparkSession, tmp_path: Path) -> None:
-    tables = lake.Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     hour_ago: dict[str, Any] = {"at": NOW_MS - HOUR_MS}
     known = [copy(1), entry(1), entry(99), entry(100), answer(201, 120), answer(504), entry(100, topic="u")]
     blocked = {("t", 0): OFFSETS_MOST}
-    tables.append_once("deliveries", reduced(spark, [*known, entry(101, **hour_ago)], later_ends=blocked), 1)
+    lake.append_once("deliveries", reduced(spark, [*known, entry(101, **hour_ago)], later_ends=blocked), 1)
     since = hours.text_of(NOW_MS)
-    tables.mark_past_end({("t", 0): 100}, since, 2)
-    found = {(row["topic"], row["offset"]): row for row in tables.read("deliveries").collect()}
+    lake.mark_past_end({("t", 0): 100}, since, 2)
+    found = {(row["topic"], row["offset"]): row for row in lake.read("deliveries").collect()}
     marked = {at for at, row in found.items() if row["was_past_end"]}
     assert marked == {("t", 100), ("t", 120)}
     assert {at for at, row in found.items() if row["run"] == 2} == marked
-    tables.mark_past_end({("t", 0): 100}, since, 3)
-    assert tables.read("deliveries").where("run = 3").isEmpty()
+    lake.mark_past_end({("t", 0): 100}, since, 3)
+    assert lake.read("deliveries").where("run = 3").isEmpty()
 
 
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_fenced_run_writes_no_deliveries_any_more(spark: SparkSession, tmp_path: Path, is_new: bool) -> None:
     """The next run has planned the same records again, under another number."""
-    fenced, tables = (lake.Lake(spark, str(tmp_path)) for _ in range(2))
+    fenced, lake = (Lake(spark, str(tmp_path)) for _ in range(2))
     if not is_new:
         fenced.append("deliveries", reduced(spark, [copy(1), entry(1)]), 1)
     # A registered view whose topic has no event yet has no table.
     names = ["deliveries", "findings", "published", "view/t"]
-    tables.take_over(2, names)
-    tables.fence(names, 2)
-    assert not tables.exists("view/t")
-    assert not tables.exists("published")
+    lake.take_over(2, names)
+    lake.fence(names, 2)
+    assert not lake.exists("view/t")
+    assert not lake.exists("published")
     stale = reduced(spark, [entry(1), copy(2), entry(2)], 2).localCheckpoint()
     if is_new:
         fenced.append("deliveries", stale, 2)
@@ -353,10 +354,10 @@ def test_a_fenced_run_writes_no_deliveries_any_more(spark: SparkSession, tmp_pat
         fenced.merge(stale, hours.of(stale), 2)
     finding = spark.createDataFrame([{"scope": "log", "kind": "k"}], schemas.of("findings"))
     fenced.replace("findings", finding, "scope = 'log'", 2)
-    assert tables.read("findings").isEmpty()
+    assert lake.read("findings").isEmpty()
     rows = reduced(spark, [entry(1), copy(2), entry(2)], 3).localCheckpoint()
-    tables.merge(rows, hours.of(rows), 3)
-    found = {row["offset"]: (row["entries_count"], row["run"]) for row in tables.read("deliveries").collect()}
+    lake.merge(rows, hours.of(rows), 3)
+    found = {row["offset"]: (row["entries_count"], row["run"]) for row in lake.read("deliveries").collect()}
     assert found == {1: (1 if is_new else 2, 3), 2: (1, 3)}
 
 
@@ -365,7 +366,7 @@ def test_no_commit_of_a_run_lands_after_another_process_has_taken_the_run_over(
 ) -> None:
     """A process that was suspended between its last check of the lease and its commit. Each commit of the process that
     has taken over lands, so that each would have changed its table."""
-    late, heir = (lake.Lake(spark, str(tmp_path)) for _ in range(2))
+    late, heir = (Lake(spark, str(tmp_path)) for _ in range(2))
     doubtful = b"d" * 16
     known = [copy(1), entry(1), entry(9), answer(202, id=doubtful)]
     late.append("deliveries", reduced(spark, known, later_ends={("t", 0): OFFSETS_MOST}), 1)
@@ -382,24 +383,24 @@ def test_no_commit_of_a_run_lands_after_another_process_has_taken_the_run_over(
     other_id = rows.where("offset = 1").withColumn("event_id", F.lit(bytearray(b"o" * 16)))
     settled = rows.where("offset IS NULL").selectExpr("accepted_hour", "id", "true elsewhere", "1L freed_ms")
     changed = a_view.withColumn("change", F.lit("new")).withColumn("id", F.lit(bytearray(b"n" * 16)))
-    commits: dict[str, tuple[str, Callable[[lake.Lake], object]]] = {
-        "append": ("view/t", lambda tables: tables.append("view/t", a_view, 2)),
-        "append_once": ("verdicts", lambda tables: tables.append_once("verdicts", verdict, 2)),
-        "overwrite": ("published", lambda tables: tables.overwrite("published", sent, 2)),
-        "replace": ("findings", lambda tables: tables.replace("findings", finding, "scope = 'log'", 2)),
-        "change_ids": ("deliveries", lambda tables: tables.change_ids(other_id, touched, 2)),
-        "settle_elsewhere": ("deliveries", lambda tables: tables.settle_elsewhere(settled, touched, 2)),
-        "mark_past_end": ("deliveries", lambda tables: tables.mark_past_end({("t", 0): 5}, hours.text_of(0), 2)),
+    commits: dict[str, tuple[str, Callable[[Lake], object]]] = {
+        "append": ("view/t", lambda lake: lake.append("view/t", a_view, 2)),
+        "append_once": ("verdicts", lambda lake: lake.append_once("verdicts", verdict, 2)),
+        "overwrite": ("published", lambda lake: lake.overwrite("published", sent, 2)),
+        "replace": ("findings", lambda lake: lake.replace("findings", finding, "scope = 'log'", 2)),
+        "change_ids": ("deliveries", lambda lake: lake.change_ids(other_id, touched, 2)),
+        "settle_elsewhere": ("deliveries", lambda lake: lake.settle_elsewhere(settled, touched, 2)),
+        "mark_past_end": ("deliveries", lambda lake: lake.mark_past_end({("t", 0): 5}, hours.text_of(0), 2)),
         "mark_proven_lost": (
             "deliveries",
-            lambda tables: tables.mark_proven_lost(rows.where("offset = 9"), touched, 2),
+            lambda lake: lake.mark_proven_lost(rows.where("offset = 9"), touched, 2),
         ),
-        "mark_unsent": ("published", lambda tables: publish.mark_unsent(tables, 2)),
-        "store": ("published", lambda tables: publish.store(tables, unsent, 2)),
-        "mark_sent": ("published", lambda tables: publish.mark_sent(tables, 2, with_tombstones=True)),
-        "view": ("view/t", lambda tables: view.View(tables, SharedSettings(), "t").merge(changed, None, 2)),
-        "merge": ("deliveries", lambda tables: tables.merge(merged, touched, 2)),
-        "delete_before": ("deliveries", lambda tables: tables.delete_before(hours.text_of(2**41), 2)),
+        "mark_unsent": ("published", lambda lake: publish.mark_unsent(lake, 2)),
+        "store": ("published", lambda lake: publish.store(lake, unsent, 2)),
+        "mark_sent": ("published", lambda lake: publish.mark_sent(lake, 2, with_tombstones=True)),
+        "view": ("view/t", lambda lake: view.View(lake, SharedSettings(), "t").merge(changed, None, 2)),
+        "merge": ("deliveries", lambda lake: lake.merge(merged, touched, 2)),
+        "delete_before": ("deliveries", lambda lake: lake.delete_before(hours.text_of(2**41), 2)),
     }
     names = ["deliveries", "published", "view/t", *schemas.WRITTEN_AFTER_MERGE]
     heir.take_over(2, names)
@@ -421,26 +422,26 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
         if not held:
             raise CannotRun("taken over")
 
-    tables = lake.Lake(spark, str(tmp_path), check_held)
+    lake = Lake(spark, str(tmp_path), check_held)
     rows, ends, first = _rows(spark, 2, range(1)), {("t", 0): 1}, hours.text_of(0)
     touched = hours.of(rows)
     commits: list[Callable[[], object]] = [
-        lambda: tables.append_once("deliveries", rows, 2),
-        lambda: tables.append("deliveries", rows, 2),
-        lambda: tables.append_unnumbered("deliveries", rows),
-        lambda: tables.replace("deliveries", rows, "true", 2),
-        lambda: tables.overwrite("deliveries", rows, 2),
-        lambda: tables.fence(["deliveries"], 2),
-        lambda: tables.merge(rows, touched, 2),
-        lambda: tables.change_ids(rows, touched, 2),
-        lambda: tables.settle_elsewhere(rows, touched, 2),
-        lambda: tables.mark_past_end(ends, first, 2),
-        lambda: tables.mark_proven_lost(rows, touched, 2),
-        lambda: tables.delete_before(hours.text_of(2**41), 2),
-        lambda: tables.optimize(touched, []),
-        lambda: tables.vacuum(1),
-        lambda: tables.rename_columns("deliveries", {"key": "k"}, 2),
-        lambda: _migrate(tables),
+        lambda: lake.append_once("deliveries", rows, 2),
+        lambda: lake.append("deliveries", rows, 2),
+        lambda: lake.append_unnumbered("deliveries", rows),
+        lambda: lake.replace("deliveries", rows, "true", 2),
+        lambda: lake.overwrite("deliveries", rows, 2),
+        lambda: lake.fence(["deliveries"], 2),
+        lambda: lake.merge(rows, touched, 2),
+        lambda: lake.change_ids(rows, touched, 2),
+        lambda: lake.settle_elsewhere(rows, touched, 2),
+        lambda: lake.mark_past_end(ends, first, 2),
+        lambda: lake.mark_proven_lost(rows, touched, 2),
+        lambda: lake.delete_before(hours.text_of(2**41), 2),
+        lambda: lake.optimize(touched, []),
+        lambda: lake.vacuum(1),
+        lambda: lake.rename_columns("deliveries", {"key": "k"}, 2),
+        lambda: _migrate(lake),
     ]
     held = False
     for commit in commits:
@@ -455,48 +456,48 @@ def test_a_lake_that_is_not_held_any_more_gets_no_commit(spark: SparkSession, tm
 @pytest.mark.parametrize("root", ["absolute", "relative, with `odd` [signs]%20"])
 def test_the_log_of_a_table_is_kept_for_a_day_on_request(spark: SparkSession, tmp_path: Path, root: str) -> None:
     folder = tmp_path / root
-    tables = lake.Lake(spark, str(folder) if root == "absolute" else os.path.relpath(folder))
-    tables.append("published", frames.rows_of(spark, schemas.of("published"), []), 5)
+    lake = Lake(spark, str(folder) if root == "absolute" else os.path.relpath(folder))
+    lake.append("published", frames.rows_of(spark, schemas.of("published"), []), 5)
     for _ in range(2):
-        tables.keep_short_logs(["published", "runs"])
-    assert _version(tables, "published") == 1
+        lake.keep_short_logs(["published", "runs"])
+    assert _version(lake, "published") == 1
     for name in ("delta.logRetentionDuration", "delta.deletedFileRetentionDuration"):
-        assert table_property(tables.read("published"), name) == lake.LOG_RETENTION
-    assert (tables.last_committed_run("published"), tables.last_committed_run("runs")) == (5, None)
+        assert table_property(lake.read("published"), name) == LOG_RETENTION
+    assert (lake.last_committed_run("published"), lake.last_committed_run("runs")) == (5, None)
 
 
 def test_a_proven_loss_is_marked_without_a_new_run_and_stays_so(spark: SparkSession, tmp_path: Path) -> None:
-    tables = lake.Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     rows = reduced(spark, [copy(1), entry(1), entry(99), entry(100)])
-    tables.append_once("deliveries", rows, 1)
+    lake.append_once("deliveries", rows, 1)
     lost = rows.where("offset = 99").select("accepted_hour", "id", "topic", "partition", "offset").localCheckpoint()
     for _ in range(2):
-        tables.mark_proven_lost(lost, hours.of(lost), 1)
+        lake.mark_proven_lost(lost, hours.of(lost), 1)
     again = reduced(spark, [answer(201, 99), answer(201, 100)], 2)
-    tables.merge(again, hours.of(again), 2)
-    found = {row["offset"]: (row["proven_lost"], row["run"]) for row in tables.read("deliveries").collect()}
+    lake.merge(again, hours.of(again), 2)
+    found = {row["offset"]: (row["proven_lost"], row["run"]) for row in lake.read("deliveries").collect()}
     assert found == {1: (None, 1), 99: (True, 2), 100: (None, 2)}
 
 
 def test_a_lake_of_a_newer_release_is_refused_in_a_line(spark: SparkSession, tmp_path: Path) -> None:
-    tables = lake.Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     newer = lake_version.VERSION + 1
-    lake_version.store(tables, newer)
+    lake_version.store(lake, newer)
     said = rf"^--lake {tmp_path} is of version {newer}, which a newer release has written: run that release [^\n]*$"
     for refuses in (_migrate, lake_version.check):
         with pytest.raises(CannotRun, match=said):
-            refuses(tables)
+            refuses(lake)
     assert [path.name for path in tmp_path.iterdir()] == [lake_version.FILE]
     (tmp_path / lake_version.FILE).write_text("{}")
     with pytest.raises(CannotRun, match=rf"{lake_version.FILE} has no version: restore this file"):
-        _migrate(tables)
+        _migrate(lake)
 
 
 def test_a_new_lake_has_the_version_of_this_release(spark: SparkSession, tmp_path: Path) -> None:
-    tables = lake.Lake(spark, str(tmp_path))
-    lake_version.check(tables)
-    _migrate(tables)
-    assert lake_version.stored(tables) == lake_version.VERSION == migrations.MIGRATIONS[-1].version
+    lake = Lake(spark, str(tmp_path))
+    lake_version.check(lake)
+    _migrate(lake)
+    assert lake_version.stored(lake) == lake_version.VERSION == migrations.MIGRATIONS[-1].version
     assert [step.version for step in migrations.MIGRATIONS] == list(range(1, lake_version.VERSION + 1))
 
 
@@ -521,60 +522,60 @@ def _killed_at(number: int) -> lock.CheckHeld:
 
 def test_sums_by_hour_move_from_the_summary_of_the_last_run_to_tables(spark: SparkSession, tmp_path: Path) -> None:
     """Also with the names of the first release, and if the upgrade is interrupted after any commit."""
-    tables = lake.Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     planned = [{**row, "run": 2} for row in plan().rows()]
-    tables.append("progress", spark.createDataFrame(planned, schemas.of("progress")), 2)
+    lake.append("progress", spark.createDataFrame(planned, schemas.of("progress")), 2)
     summary = {**SUMS_OF_RUN, "cells": COUNTED_RECORDS, "shifted": True, "options": "{}"}
     rows = [
         {"run": run, "frozen_ms": NOW_MS, "verdict": "clean", "summary": json.dumps(found), "report": "{}"}
         for run, found in ((1, {"hours": {}}), (2, summary))
     ]
-    tables.append("runs", spark.createDataFrame(rows, schemas.of("runs")).drop("counted_run"), 2)
+    lake.append("runs", spark.createDataFrame(rows, schemas.of("runs")).drop("counted_run"), 2)
     # Before it stores a version, after the new column, after one table, both tables, and the summary.
     for number in (1, 3, 2, 3, 4):
         with pytest.raises(CannotRun, match="killed"):
-            _migrate(lake.Lake(spark, str(tmp_path), _killed_at(number)))
-    _migrate(lake.Lake(spark, str(tmp_path), _killed_at(2)))
-    found = finished_runs.last_finished_run(tables)
+            _migrate(Lake(spark, str(tmp_path), _killed_at(number)))
+    _migrate(Lake(spark, str(tmp_path), _killed_at(2)))
+    found = finished_runs.last_finished_run(lake)
     assert found is not None
     assert {name: found[name] for name in SUMS_OF_RUN} == SUMS_OF_RUN
     assert (found["record_counts"], found["evidence_changed"]) == (COUNTED_RECORDS, True)
     assert (found["counted_run"], found["options"]) == (2, "{}")
-    assert "hours" not in json.loads(tables.read("runs").where("run = 2").collect()[0]["summary"])
+    assert "hours" not in json.loads(lake.read("runs").where("run = 2").collect()[0]["summary"])
     # A run that has counted the same writes nothing; another one replaces the sums, and keeps those of the last run.
     balance = Balance.of(found)
-    assert hourly.store(tables, balance, found, 3) == 2
+    assert hourly.store(lake, balance, found, 3) == 2
     balance.hours["2026-01-01 02:00:00"] = {"t": {"accepted": 5}}
-    assert hourly.store(tables, balance, found, 3) == 3
-    assert hourly.load(tables, 2)["hours"] == SUMS_OF_RUN["hours"]
-    assert hourly.load(tables, 3)["hours"] == balance.hours
-    found |= {"counted_run": 3, **hourly.load(tables, 3)}
+    assert hourly.store(lake, balance, found, 3) == 3
+    assert hourly.load(lake, 2)["hours"] == SUMS_OF_RUN["hours"]
+    assert hourly.load(lake, 3)["hours"] == balance.hours
+    found |= {"counted_run": 3, **hourly.load(lake, 3)}
     balance.hours.popitem()
-    assert hourly.store(tables, balance, found, 4) == 4
-    assert {row["run"] for row in tables.read("hourly_balance").collect()} == {3, 4}
+    assert hourly.store(lake, balance, found, 4) == 4
+    assert {row["run"] for row in lake.read("hourly_balance").collect()} == {3, 4}
 
 
 def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    tables = lake.Lake(spark, str(tmp_path))
-    assert finished_runs.last_finished_run(tables) is None
+    lake = Lake(spark, str(tmp_path))
+    assert finished_runs.last_finished_run(lake) is None
     for first, length in ((1, 1), (3, 40)):
         runs = [
             {"run": run, "frozen_ms": NOW_MS, "verdict": "clean", "summary": f'{{"n": {run}}}', "report": f"{run}"}
             for run in range(first, first + length)
         ]
-        tables.append_once(
+        lake.append_once(
             "runs", spark.createDataFrame(runs, schemas.of("runs")).repartitionByRange(length, "run"), first
         )
     with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
         reports = list(range(42, 23, -1))
-        assert finished_runs.last_finished_run(tables) == {"run": 42, "n": 42, "reports": reports, "counted_run": None}
+        assert finished_runs.last_finished_run(lake) == {"run": 42, "n": 42, "reports": reports, "counted_run": None}
     assert reads(spark, tmp_path, "runs")["number of files read"] == finished_runs.HISTORY_RUNS
-    assert len(tables.read("runs").inputFiles()) >= 2 * finished_runs.HISTORY_RUNS
+    assert len(lake.read("runs").inputFiles()) >= 2 * finished_runs.HISTORY_RUNS
 
 
-def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
+def test_the_pass_over_ids_reads_narrow_columns_only(small: Lake) -> None:
     rows, seen = small.read("deliveries"), gather_evidence(plan(), settings())
     folders = set(schemas.PARTITIONS["deliveries"])
     assert _columns(cross_hour.repeated(rows)) == {"kind", "id"} | folders
@@ -583,7 +584,7 @@ def test_the_pass_over_ids_reads_narrow_columns_only(small: lake.Lake) -> None:
 
 
 @pytest.mark.parametrize("last", ["first_hour", "first_hour + INTERVAL 1 HOUR"])
-def test_the_pass_over_ids_finds_an_id_in_any_spread_of_hours(small: lake.Lake, last: str) -> None:
+def test_the_pass_over_ids_finds_an_id_in_any_spread_of_hours(small: Lake, last: str) -> None:
     """An id with two rows in every other hour, or in every hour and the next, for some months."""
     first = F.timestamp_millis(F.lit(NOW_MS // HOUR_MS * HOUR_MS) - F.col("id") * 3 * HOUR_MS)
     hour = small.spark.range(1000).select(first.alias("first_hour")).withColumn("last_hour", F.expr(last))
@@ -595,25 +596,25 @@ def test_the_pass_over_ids_finds_an_id_in_any_spread_of_hours(small: lake.Lake, 
 def test_a_table_with_many_files_is_compacted(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lake, "SMALL_FILES", 2)
-    tables = lake.Lake(spark, str(tmp_path))
+    monkeypatch.setattr("spark.tables.lake.SMALL_FILES", 2)
+    lake = Lake(spark, str(tmp_path))
     verdict = spark.createDataFrame([{"run": 1, "verdict": "lost"}], schemas.of("verdicts")).coalesce(1)
     for number, files in ((1, 1), (2, 2), (3, 1)):
-        tables.append_once("verdicts", verdict, number)
-        tables.optimize([], ["verdicts", "rejects"])
-        assert len(tables.read("verdicts").inputFiles()) == files
-    assert delta_files.count(Path(tables.path("verdicts"))) == 3
+        lake.append_once("verdicts", verdict, number)
+        lake.optimize([], ["verdicts", "rejects"])
+        assert len(lake.read("verdicts").inputFiles()) == files
+    assert delta_files.count(Path(lake.path("verdicts"))) == 3
 
 
 def test_vacuum_uses_few_tasks_and_no_commit(spark: SparkSession, tmp_path: Path) -> None:
     """After a commit the next run would not find its last one in the file of the lake."""
-    tables = _filled(spark, tmp_path, 2)
-    newest = tables.newest_commit("deliveries")
+    lake = _filled(spark, tmp_path, 2)
+    newest = lake.newest_commit("deliveries")
     assert newest is not None
     context = spark.sparkContext
     context.setJobGroup("vacuum", "vacuum of a small table")
     try:
-        tables.vacuum(1)
+        lake.vacuum(1)
     finally:
         context.setJobGroup("", "none")
     tracker = context.statusTracker()
@@ -621,7 +622,7 @@ def test_vacuum_uses_few_tasks_and_no_commit(spark: SparkSession, tmp_path: Path
     tasks = [stage.numTasks for info in jobs for number in info.stageIds if (stage := tracker.getStageInfo(number))]
     assert tasks, "no job was seen"
     assert max(tasks) <= 100, tasks
-    assert tables.newest_commit("deliveries") == newest
+    assert lake.newest_commit("deliveries") == newest
 
 
 def _columns(rows: DataFrame) -> set[str]:

@@ -128,8 +128,8 @@ def test_a_recreated_topic_with_fewer_partitions_is_known_by_its_present_id(monk
     monkeypatch.setattr(mirror_logs, "read", read)
     logs = log_of(DATA, "t", 0, topic_id="present"), log_of(DATA, "t", 1, topic_id="earlier", audited=False)
     context = RunContext(Plan(2, FROZEN_MS, "{}", logs), replace(settings(), rules=Rules(sinks=(RULE,))))
-    tables = Mock(**{"read_cached.return_value.where.return_value.select.return_value.collect.return_value": []})
-    assert mirrors.update(tables, context, lambda line: None) == {"dr": "away"}
+    lake = Mock(**{"read_cached.return_value.where.return_value.select.return_value.collect.return_value": []})
+    assert mirrors.update(lake, context, lambda line: None) == {"dr": "away"}
     assert read.call_args.args[2] == {"t": "present"}
 
 
@@ -211,12 +211,12 @@ class Mirror(Warehouse):
 
     def take_over(self) -> None:
         killed = self.plans.pop()
-        self.tables = Lake(self.spark, self.tables.root)
-        self.tables.take_over(killed.run, ["deliveries", "mirrored", "sinks"])
+        self.lake = Lake(self.spark, self.lake.root)
+        self.lake.take_over(killed.run, ["deliveries", "mirrored", "sinks"])
 
     def places(self, kind: str) -> list[list[int]]:
         """Return the offsets in the mirror of each finding of a kind."""
-        rows = self.tables.read("sinks").where(f"kind = '{kind}'").collect()
+        rows = self.lake.read("sinks").where(f"kind = '{kind}'").collect()
         assert {place["topic"] for row in rows for place in row["sink_coordinates"]} <= {self.topic}
         return sorted([place["offset"] for place in row["sink_coordinates"]] for row in rows)
 

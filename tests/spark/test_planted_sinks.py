@@ -64,7 +64,7 @@ def test_what_a_crash_between_two_commits_does_is_found_and_one_transaction_leav
             (warehouse.rule,) = Rules.parse(orders.rule(program, LATE_S), str(tmp_path / "rules.toml")).sinks
             report = warehouse.run(frozen_ms, logs=[log(DATA, orders.topic, 0, decided_until_ms=frozen_ms)])
             assert (report.unreadable, report.counts["expected"]) == (None, EVENTS)
-            rows = warehouse.tables.read("sinks").where("kind IS NOT NULL").collect()
+            rows = warehouse.lake.read("sinks").where("kind IS NOT NULL").collect()
             found |= {(row["sink"], row["kind"], row["cause"], bytes(row["id"]).hex()) for row in rows}
         assert found == orders.faults()
     # A batch of each naive order, and nothing of the other kind.

@@ -13,7 +13,8 @@ from spark.queries.rates import rates, row_of
 from spark.reading import decode
 from spark.rules.findings import HOUR
 from spark.settings import RatesOptions
-from spark.tables import lake, schemas
+from spark.tables import schemas
+from spark.tables.lake import Lake
 from tests.spark.rows import NOW_MS, copy, entry, ids, reduced
 
 
@@ -21,7 +22,7 @@ from tests.spark.rows import NOW_MS, copy, entry, ids, reduced
 def root(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A lake with ten events of a topic by two processes, one of them written twice, and a record of another writer."""
     folder = str(tmp_path_factory.mktemp("rates") / "lake")
-    tables = lake.Lake(spark, folder)
+    lake = Lake(spark, folder)
     events = {
         f"e{nth}": [
             copy(nth, writer=(0, 10, 0, "a:1" if nth < 8 else "b:1")),
@@ -41,7 +42,7 @@ def root(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
     batch = F.lit(bytearray(event_id("k", "batches")))
     of_member = F.when(F.col("id") == F.lit(bytearray(member)), decode.hash_of(batch))
     rows = reduced(spark, [*ids(events), *of_callers]).withColumn("batch_hash", of_member)
-    tables.append_once("deliveries", rows, 1)
+    lake.append_once("deliveries", rows, 1)
     copies = [
         {"topic": "t", "partition": 0, "offset": 0, "instance": "a:1"},
         {"topic": "t", "partition": 0, "offset": 10, "instance": "b:1", "cause": "dual_producer"},
@@ -52,10 +53,10 @@ def root(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
         {**found, "run": 1, "coordinates": copies},
         {**found, "run": 1, "coordinates": foreign, "id": shop, "topic": "v"},
     ]
-    tables.append_once("findings", spark.createDataFrame(made, schemas.of("findings")), 1)
+    lake.append_once("findings", spark.createDataFrame(made, schemas.of("findings")), 1)
     report = json.dumps({"run": {"window_from": "2023-11-14T17:00:00.000Z"}})
     row = {"run": 1, "frozen_ms": NOW_MS, "verdict": "findings", "summary": "{}", "report": report}
-    tables.append_once("runs", spark.createDataFrame([row], schemas.of("runs")), 1)
+    lake.append_once("runs", spark.createDataFrame([row], schemas.of("runs")), 1)
     return folder
 
 

@@ -18,7 +18,7 @@ from spark.rules.reconcile import classifies_all, hours_to_classify, may_differ,
 from spark.rules.record_counts import PARTITIONS_MAX
 from spark.settings import OFFSETS_MOST
 from spark.step_timer import StepTimer
-from spark.tables import hours, lake, schemas
+from spark.tables import hours, schemas
 from spark.tables.lake import Lake
 from tests.spark.rows import NOW_MS, answer, copy, entry, ids, reduced
 from tests.spark.scans import reads
@@ -88,29 +88,29 @@ def test_a_loss_is_proven_only_if_the_record_counts_in_no_other_hour(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip_ids: bool
 ) -> None:
     """A clock was a day ahead: the acceptance was plausible only when a replayed 201 was read, hours later."""
-    tables = Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     replayed = answer(201, 5, at=NOW_MS - 2 * HOUR_MS, timestamp_ms=NOW_MS)
     rows = reduced(spark, [copy(5), entry(5), replayed, answer(201, 6, id=b"l" * 16)])
-    tables.append_once("deliveries", rows, 1)
+    lake.append_once("deliveries", rows, 1)
     # A verdict of another hour, which is not read, in a table that is not small.
-    monkeypatch.setattr(lake, "SMALL_BYTES", 0)
+    monkeypatch.setattr("spark.tables.lake.SMALL_BYTES", 0)
     known = {"run": 0, "accepted_hour": hours.at("2020-01-01 00:00:00"), "id": b"o" * 16, "verdict": "lost"}
-    tables.append_once("verdicts", spark.createDataFrame([known], schemas.of("verdicts")), 0)
+    lake.append_once("verdicts", spark.createDataFrame([known], schemas.of("verdicts")), 0)
     timer = StepTimer(lambda line: None)
     with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
-        reconcile(tables, RunContext(a_plan(), settings(skip_ids=skip_ids)), timer)
+        reconcile(lake, RunContext(a_plan(), settings(skip_ids=skip_ids)), timer)
     assert reads(spark, tmp_path, "verdicts")["number of files read"] == 0
-    found = {(row["offset"], row["count"]): row["proven_lost"] for row in tables.read("deliveries").collect()}
+    found = {(row["offset"], row["count"]): row["proven_lost"] for row in lake.read("deliveries").collect()}
     assert found == {(5, 1): None, (5, 0): None, (6, 0): True}
 
 
 def test_a_new_topic_lets_the_hours_be_classified_that_name_it(spark: SparkSession, tmp_path: Path) -> None:
     """A claim that an earlier run has merged is judged by the log of its topic once the topic is there."""
-    tables = Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     evidence = ids({"known": [copy(1), entry(1)], "claimed": [entry(2, topic="u", at=NOW_MS - HOUR_MS)]})
     evidence += ids({"elsewhere": [copy(3, at=NOW_MS - 2 * HOUR_MS), entry(3, at=NOW_MS - 2 * HOUR_MS)]})
-    tables.append_once("deliveries", reduced(spark, evidence), 1)
-    rows, balance = tables.read("deliveries"), Balance()
+    lake.append_once("deliveries", reduced(spark, evidence), 1)
+    rows, balance = lake.read("deliveries"), Balance()
     last_run = {"run": 1, "options": LAST.options, "topics": ["t"]}
     both = replace(LAST, run=2, logs=(log(DATA, "t", 0), log(DATA, "u", 0)))
     context = RunContext(both, settings(), LAST, last_run)
@@ -195,7 +195,7 @@ def test_a_run_is_unchanged_if_no_verdict_can_be_another_one(
 
 
 def test_a_run_of_nothing_new_would_find_what_the_last_run_found(spark: SparkSession, tmp_path: Path) -> None:
-    tables, earlier, other = Lake(spark, str(tmp_path)), NOW_MS - 2 * HOUR_MS, (0, 11, 0, "b:1")
+    lake, earlier, other = Lake(spark, str(tmp_path)), NOW_MS - 2 * HOUR_MS, (0, 11, 0, "b:1")
     evidence = ids(
         {
             "twice": [copy(1), entry(1), copy(2, writer=None)],
@@ -207,15 +207,15 @@ def test_a_run_of_nothing_new_would_find_what_the_last_run_found(spark: SparkSes
     for offset, key in ((7, "first"), (8, "second")):
         by_key: dict[str, Any] = {"id": event_id(key)}
         evidence += [copy(offset, key=key, record_key_hash=7, **by_key), entry(offset, **by_key)]
-    tables.append_once("deliveries", reduced(spark, evidence), 1)
+    lake.append_once("deliveries", reduced(spark, evidence), 1)
     plan = a_plan()
     first = RunContext(plan, settings())
     timer = StepTimer(lambda line: None)
-    last_balance = reconcile(tables, first, timer)
+    last_balance = reconcile(lake, first, timer)
     last_balance.close(hours.text_of(first.window_from))
-    findings_then = _findings(tables)
+    findings_then = _findings(lake)
     kinds = {("duplicate", "hour"), ("duplicate", "ids"), ("lost", "hour"), ("client_duplicate", "ids")}
-    assert {(row["kind"], row["scope"]) for row in tables.read("findings").collect()} >= kinds
+    assert {(row["kind"], row["scope"]) for row in lake.read("findings").collect()} >= kinds
     last_run: dict[str, Any] = {
         "run": plan.run,
         "options": plan.options,
@@ -228,20 +228,20 @@ def test_a_run_of_nothing_new_would_find_what_the_last_run_found(spark: SparkSes
     context = RunContext(later, settings(), plan, last_run)
     unchanged = unchanged_balance(context)
     assert unchanged is not None
-    assert unchanged == reconcile(tables, context, timer)
-    assert _findings(tables) == findings_then
+    assert unchanged == reconcile(lake, context, timer)
+    assert _findings(lake) == findings_then
 
 
 def test_what_came_in_a_pause_longer_than_the_window_is_reported_for_a_window(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    tables, plan, timer = Lake(spark, str(tmp_path)), a_plan(), StepTimer(lambda line: None)
+    lake, plan, timer = Lake(spark, str(tmp_path)), a_plan(), StepTimer(lambda line: None)
     before_pause = plan.frozen_ms - 3 * HOUR_MS
     evidence = ids({"known": [entry(1)], "repeated": [copy(2, at=before_pause), entry(2, at=before_pause)]})
-    tables.append_once("deliveries", reduced(spark, evidence), 1)
+    lake.append_once("deliveries", reduced(spark, evidence), 1)
     first = RunContext(plan, settings())
-    balance = reconcile(tables, first, timer)
-    assert {row["kind"] for row in tables.read("findings").collect()} >= {"lost"}
+    balance = reconcile(lake, first, timer)
+    assert {row["kind"] for row in lake.read("findings").collect()} >= {"lost"}
     in_pause, later_in_pause = plan.frozen_ms + HOUR_MS, plan.frozen_ms + 3 * HOUR_MS
     evidence = ids(
         {
@@ -256,7 +256,7 @@ def test_what_came_in_a_pause_longer_than_the_window_is_reported_for_a_window(
     for offset, key in ((8, "first"), (9, "second")):
         by_key: dict[str, Any] = {"id": event_id(key), "at": in_pause}
         evidence += [copy(offset, key=key, record_key_hash=7, **by_key), entry(offset, **by_key)]
-    tables.append_once("deliveries", reduced(spark, evidence, 2), 2)
+    lake.append_once("deliveries", reduced(spark, evidence, 2), 2)
     day_ms = 24 * HOUR_MS
     for run, later_ms, has_new in ((2, 20 * day_ms, True), (3, 21 * day_ms, True), (4, 28 * day_ms, False)):
         last_run = {
@@ -268,9 +268,9 @@ def test_what_came_in_a_pause_longer_than_the_window_is_reported_for_a_window(
         }
         last_plan, plan = plan, replace(plan, run=run, frozen_ms=first.plan.frozen_ms + later_ms)
         context = RunContext(plan, settings(), last_plan, last_run)
-        balance = reconcile(tables, context, timer)
+        balance = reconcile(lake, context, timer)
         balance.close(hours.text_of(context.window_from))
-        current = current_findings.by_hour(tables.read("findings"), context.window_from).where("topic = 't'")
+        current = current_findings.by_hour(lake.read("findings"), context.window_from).where("topic = 't'")
         found = {(row["kind"], row["scope"]) for row in current.where("kind <> 'evidence_gap'").collect()}
         new = {("lost", "hour"), ("duplicate", "hour"), ("duplicate", "ids"), ("client_duplicate", "ids")}
         assert found == (new if has_new else set())
@@ -278,6 +278,6 @@ def test_what_came_in_a_pause_longer_than_the_window_is_reported_for_a_window(
         assert {bytes(row["id"]) for row in lost} == ({b"lost".ljust(16)} if has_new else set())
 
 
-def _findings(tables: Lake) -> list[str]:
+def _findings(lake: Lake) -> list[str]:
     """Return the findings of a lake as text, without their run."""
-    return sorted(map(str, tables.read("findings").drop("run").collect()))
+    return sorted(map(str, lake.read("findings").drop("run").collect()))

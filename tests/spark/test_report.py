@@ -28,7 +28,8 @@ from spark.rules.sink_comparison import SCOPE
 from spark.settings import Options, Settings
 from spark.silences import Silence
 from spark.step_timer import StepTimer
-from spark.tables import hours, lake, schemas
+from spark.tables import hours, schemas
+from spark.tables.lake import Lake
 from tests.conftest import LONG
 from tests.spark import browser
 from tests.spark.rows import NOW_MS
@@ -54,7 +55,7 @@ NO_RULES = Rules()
 HOSTILE = '<img src=x onerror="document.title=1">'
 
 
-def _findings(tables: lake.Lake) -> None:
+def _findings(lake: Lake) -> None:
     """MANY findings of three kinds over 150 hours and 40 partitions, each with two copies."""
     n = F.col("id")
     hour = F.timestamp_seconds((F.lit(NOW_MS // HOUR_MS) - n % 150) * 3600)
@@ -85,10 +86,10 @@ def _findings(tables: lake.Lake) -> None:
         "last_ms": F.lit(NOW_MS),
         "coordinates": F.array(copy(0, None), copy(1, "producer_restart")),
     }
-    rows = tables.spark.range(MANY).select(
+    rows = lake.spark.range(MANY).select(
         *(columns.get(name, F.lit(None)).cast(kind).alias(name) for name, kind in schemas.FINDING.items())
     )
-    tables.append_once("findings", rows, 1)
+    lake.append_once("findings", rows, 1)
 
 
 def test_no_bars_are_drawn_of_copies_without_a_cause() -> None:
@@ -105,15 +106,15 @@ def test_no_bars_are_drawn_of_copies_without_a_cause() -> None:
 def large(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The document and the folder of a report with MANY findings."""
     root = tmp_path_factory.mktemp("large")
-    tables = lake.Lake(spark, str(root / "lake"))
-    _findings(tables)
-    made = _built(tables, tables.read("findings"), SILENCES, ("lost", "warning"))
+    lake = Lake(spark, str(root / "lake"))
+    _findings(lake)
+    made = _built(lake, lake.read("findings"), SILENCES, ("lost", "warning"))
     document.write(spark, str(root / "report"), made)
     return dict(made.document), root / "report"
 
 
 def _built(
-    tables: lake.Lake,
+    lake: Lake,
     findings: DataFrame,
     silences: tuple[Silence, ...] = (),
     fail_on: tuple[str, ...] = (),
@@ -124,7 +125,7 @@ def _built(
     # Blocked by a transaction that the broker does not name; its first record has a timestamp in microseconds.
     logs += (Log(DATA, TOPIC, 39, "topic_id", True, False, 0, 0, 0, 9, 9, 12, 0, NOW_MS * 1000),)
     plan = Plan(1, NOW_MS, "{}", logs)
-    options = Options(lake=tables.root, report="report", fail_on=fail_on)
+    options = Options(lake=lake.root, report="report", fail_on=fail_on)
     settings = Settings(shared=SharedSettings(), options=options, silences=silences, rules=rules)
     context = RunContext(plan, settings)
     held = current_findings.by_hour(findings, context.window_from)
@@ -147,9 +148,9 @@ def test_a_finding_of_each_kind_counts_in_report_exit_status_page_and_metrics(
         "sink": {"scope": SCOPE, "id": b"i" * 16, "sink": "warehouse"},
     }
     rows = [{"kind": name, **a_finding, **subjects[kind.subject]} for name, kind in KINDS.items()]
-    tables = lake.Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     with_sink = StructType([*schemas.of("findings"), StructField("sink", StringType())])
-    made = _built(tables, spark.createDataFrame(rows, with_sink))
+    made = _built(lake, spark.createDataFrame(rows, with_sink))
     jsonschema.Draft202012Validator(schema()).validate(json.loads(json.dumps(made.document)))
     assert made.document["kinds"] == dict.fromkeys(KINDS, 1)
     assert (made.document["run"]["findings"], made.status) == (len(KINDS), 3)
@@ -216,8 +217,8 @@ def test_a_kind_that_the_rule_of_its_topic_does_not_list_counts_nowhere(spark: S
     rows = [{"kind": kind, "topic": TOPIC, **a_finding} for kind in ("lost", "stuck")]
     rows.append({"kind": "stuck", "topic": "another", **a_finding, "id": b"a" * 16})
     rules = Rules((TopicRule("orders.*", findings=("error",)), TopicRule("*", findings=("lost",))))
-    tables = lake.Lake(spark, str(tmp_path))
-    made = _built(tables, spark.createDataFrame(rows, schemas.of("findings")), rules=rules)
+    lake = Lake(spark, str(tmp_path))
+    made = _built(lake, spark.createDataFrame(rows, schemas.of("findings")), rules=rules)
     # The other topic is not audited any more: its findings count.
     assert {kind: count for kind, count in made.document["kinds"].items() if count} == {"lost": 1, "stuck": 1}
     assert {kind: count for kind, count in made.document["silenced"].items() if count} == {"stuck": 1}

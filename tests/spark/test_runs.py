@@ -39,7 +39,8 @@ from spark.rules.classify import CATEGORIES
 from spark.settings import Options, Settings, Webhook
 from spark.silences import Silence
 from spark.steps import finished_runs, maintenance
-from spark.tables import files, hours, lake, last_run_file, lock, schemas, view
+from spark.tables import files, hours, last_run_file, lock, schemas, view
+from spark.tables.lake import Lake
 from spark.without_spark import before_spark, idle, small_run
 from tests.kubernetes.alerting import NOTHING, Scrape, check_metrics, parse
 from tests.kubernetes.alerting import Rules as AlertRules
@@ -163,12 +164,12 @@ def test_the_audits_alerts_fire_on_the_metrics_of_runs(stages: Stages, alert_rul
 
 def test_the_file_of_the_last_run_repeats_what_the_tables_say(spark: SparkSession, stages: Stages) -> None:
     for folder in (stages.clean, stages.again.lake, stages.whole.lake):
-        tables = lake.Lake(spark, str(folder))
-        kept = last_run_file.load(tables)
+        lake = Lake(spark, str(folder))
+        kept = last_run_file.load(lake)
         assert kept is not None
-        assert kept.finished == finished_runs.last_finished_run(tables)
+        assert kept.finished == finished_runs.last_finished_run(lake)
         number = kept.finished["run"]
-        rows = tables.read("progress").where(f"run = {number}").collect()
+        rows = lake.read("progress").where(f"run = {number}").collect()
         stored, plan = (Plan.from_rows(found) for found in ([row.asDict(recursive=True) for row in rows], kept.plan))
         assert stored is not None
         assert plan is not None
@@ -176,13 +177,13 @@ def test_the_file_of_the_last_run_repeats_what_the_tables_say(spark: SparkSessio
         assert dataclasses.replace(stored, logs=()) == dataclasses.replace(plan, logs=())
     # After any other commit the tables are read.
     for name in ("hourly_balance", "hourly_records", "progress", "runs"):
-        tables = lake.Lake(spark, str(stages.clean.with_name(stages.lake(f"after-{name}"))))
-        tables.append(name, tables.read(name).limit(0), 9)
-        assert last_run_file.load(tables) is None
-    tables = lake.Lake(spark, str(stages.clean.with_name(stages.lake("damaged"))))
+        lake = Lake(spark, str(stages.clean.with_name(stages.lake(f"after-{name}"))))
+        lake.append(name, lake.read(name).limit(0), 9)
+        assert last_run_file.load(lake) is None
+    lake = Lake(spark, str(stages.clean.with_name(stages.lake("damaged"))))
     for damaged in ("", "{", "[]", '{"version": 1}', '{"version": 2}'):
-        files.write(spark, tables.root, last_run_file.FILE, [damaged])
-        assert last_run_file.load(tables) is None
+        files.write(spark, lake.root, last_run_file.FILE, [damaged])
+        assert last_run_file.load(lake) is None
 
 
 def test_a_run_of_nothing_new_skips_steps_and_ends_with_the_same_report(spark: SparkSession, stages: Stages) -> None:
@@ -193,9 +194,9 @@ def test_a_run_of_nothing_new_skips_steps_and_ends_with_the_same_report(spark: S
     assert again["balance"]["delivered_once"] == 50
     for part in ("balance", "topics", "kinds", "causes", "map", "timeline", "findings", "verdicts", "requests"):
         assert again[part] == first[part], part
-    tables = [lake.Lake(spark, str(folder)) for folder in (stages.clean, stages.again.lake)]
+    lakes = [Lake(spark, str(folder)) for folder in (stages.clean, stages.again.lake)]
     for name, of_run in (("deliveries", 0), ("findings", 0), ("verdicts", 0), ("runs", 1)):
-        before, after = (one.read(name).count() for one in tables)
+        before, after = (lake.read(name).count() for lake in lakes)
         assert after == before + of_run, name
 
 
@@ -220,7 +221,7 @@ def test_a_run_without_spark_repeats_the_last_run_and_the_next_one_stores_it(
     # The run after it has found it, and has added its row.
     whole = stages.whole.document
     assert [run["number"] for run in whole["history"]] == [3, 2, 1]
-    rows = lake.Lake(spark, str(stages.whole.lake)).read("runs").select("run", "frozen_ms").collect()
+    rows = Lake(spark, str(stages.whole.lake)).read("runs").select("run", "frozen_ms").collect()
     assert {row["run"] for row in rows} == {1, 2, 3}
 
 
@@ -268,21 +269,21 @@ class Step(NamedTuple):
 
 # In this order: one lake goes through all of them, run after run.
 CUTS: Final = (
-    Step(lake.Lake, "append_once", only="progress"),
+    Step(Lake, "append_once", only="progress"),
     # The second of the two fences before a plan.
     Step(view, "of_topics", long=True),
     Step(planning, "freeze", after=False, long=True),
     Step(planning, "check_read", after=False),
-    Step(lake.Lake, "merge"),
+    Step(Lake, "merge"),
     # The view of a topic is registered, and has no table yet.
     Step(view.View, "advance", after=False, long=True),
     Step(view.View, "advance"),
-    Step(lake.Lake, "append_once", only="rejects", long=True),
-    Step(lake.Lake, "replace", only="findings"),
-    Step(lake.Lake, "append_once", only="verdicts", long=True),
+    Step(Lake, "append_once", only="rejects", long=True),
+    Step(Lake, "replace", only="findings"),
+    Step(Lake, "append_once", only="verdicts", long=True),
     Step(document, "write", posted=True, long=True),
-    Step(lake.Lake, "replace", only="hourly_balance", posted=True),
-    Step(lake.Lake, "append_once", after=False, only="runs", posted=True, long=True),
+    Step(Lake, "replace", only="hourly_balance", posted=True),
+    Step(Lake, "append_once", after=False, only="runs", posted=True, long=True),
 )
 
 
@@ -354,7 +355,7 @@ def test_a_run_that_is_resumed_after_any_step_ends_with_the_same_report(
     assert views[0] == views[1]
     assert _balance_by_sql(spark, cut_lake) == _balance_by_sql(spark, whole_lake) == whole.document["balance"]
     for table in ("rejects", "findings", "verdicts", "hourly_balance", "hourly_records"):
-        rows = [lake.Lake(spark, str(ran.lake)).read(table) for ran in (whole, again)]
+        rows = [Lake(spark, str(ran.lake)).read(table) for ran in (whole, again)]
         assert rows[0].count() == rows[1].count() > 0, table
 
 
@@ -383,14 +384,14 @@ def test_a_run_that_replaces_interrupted_runs_writes_its_own_rows(
     assert first.document["balance"]["pending"] == 1
     # Without new records, so that nothing is merged: interrupted twice, with other options each time.
     for grace_s in (7200, 7201):
-        with cut(monkeypatch, lake.Lake, "replace", after=True, only="findings"):
+        with cut(monkeypatch, Lake, "replace", after=True, only="findings"):
             audit(history, later_s=LATER_S, grace_s=grace_s)
     last = audit(history, later_s=LATER_S)
     assert last.findings() == {("lost", "answer", None)}
     assert (last.document["run"]["number"], last.document["run"]["resumed"]) == (4, False)
-    tables = lake.Lake(spark, str(last.lake))
-    assert {row["run"] for row in tables.read("runs").collect()} == {1, 4}
-    assert tables.read("verdicts").where("verdict = 'lost'").count() == 1
+    lake = Lake(spark, str(last.lake))
+    assert {row["run"] for row in lake.read("runs").collect()} == {1, 4}
+    assert lake.read("verdicts").where("verdict = 'lost'").count() == 1
 
 
 @pytest.mark.long
@@ -403,7 +404,7 @@ def test_the_run_after_an_interrupted_one_drops_the_expired_hours(
     last = audit(stages.history, later_s=3 * DAY_S + LATER_S, lake=name, keep_days=1)
     assert (last.document["run"]["number"], last.document["run"]["resumed"]) == (3, False)
     assert (last.findings(), last.document["balance"]["accepted"]) == (set(), 0)
-    assert lake.Lake(spark, str(last.lake)).read("deliveries").isEmpty()
+    assert Lake(spark, str(last.lake)).read("deliveries").isEmpty()
 
 
 # A process that holds a file as the JVM of another run does, until its standard input ends.
@@ -564,12 +565,12 @@ def test_turns_in_one_session_find_what_runs_find_and_write_nothing_without_a_re
     # Turns leave no checkpoint in memory.
     assert checkpointed_ids(spark) <= kept
     # What the decision takes for the last run is what the next process reads.
-    tables = lake.Lake(spark, str(folder))
-    read = finished_runs.last_finished_run(tables)
+    lake = Lake(spark, str(folder))
+    read = finished_runs.last_finished_run(lake)
     assert read is not None
     assert finished.last_run == {name: value for name, value in read.items() if name != "reports"}
     # Another process has begun a run.
-    tables.append("progress", tables.read("progress").limit(0), 3)
+    lake.append("progress", lake.read("progress").limit(0), 3)
     monkeypatch.setattr(job, "finish_run", unittest.mock.Mock(side_effect=Cut))
     with pytest.raises(Cut):
         following.turn(now_ms + 7 * MINUTE_S * 1000)
@@ -669,11 +670,11 @@ def test_a_run_whose_number_another_run_has_used_for_its_plan_stops(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both found the same last run, since one of them paused for longer than its lease; Delta skips the second plan."""
-    tables, ours = lake.Lake(spark, str(tmp_path)), a_plan()
+    lake, ours = Lake(spark, str(tmp_path)), a_plan()
 
     def freeze(*_: Any) -> Plan:
         theirs = dataclasses.replace(ours, frozen_ms=ours.frozen_ms - 1)
-        tables.append_once("progress", spark.createDataFrame(theirs.rows(), schemas.of("progress")), ours.run)
+        lake.append_once("progress", spark.createDataFrame(theirs.rows(), schemas.of("progress")), ours.run)
         return ours
 
     monkeypatch.setattr(planning, "freeze", freeze)
@@ -686,11 +687,11 @@ def test_a_run_whose_number_another_run_has_used_for_its_plan_stops(
 def test_a_balance_that_does_not_close_is_counted_again(spark: SparkSession, stages: Stages, audit: Audit) -> None:
     """The sums of earlier hours are carried over from the last run."""
     name = stages.lake("recounted")
-    tables = lake.Lake(spark, str(stages.clean.with_name(name)))
+    lake = Lake(spark, str(stages.clean.with_name(name)))
     # An hour that this run does not classify.
     hour = hours.at(hours.text_of(stages.history.now_ms - 5 * HOUR_S * 1000))
     wrong = {"run": 1, "accepted_hour": hour, "topic": "t", "is_adjustment": False, "accepted": 1}
-    tables.append_unnumbered("hourly_balance", spark.createDataFrame([wrong], schemas.of("hourly_balance")))
+    lake.append_unnumbered("hourly_balance", spark.createDataFrame([wrong], schemas.of("hourly_balance")))
     ran = audit(stages.history, later_s=LATER_S, lake=name)
     assert ran.document["run"]["recounted"]
     assert not stages.whole.document["run"]["recounted"]

@@ -10,7 +10,8 @@ from service.contract import SharedSettings
 from service.contract.wire.ids import event_id
 from spark.queries import show
 from spark.rules.findings import HOUR, IDS
-from spark.tables import lake, schemas
+from spark.tables import schemas
+from spark.tables.lake import Lake
 from tests.spark.rows import NOW_MS, answer, copy, entry, reduced
 from tests.spark.times import HOUR_MS
 
@@ -20,14 +21,14 @@ def test_a_finding_about_a_content_is_shown_of_each_id_with_a_record_in_it(
 ) -> None:
     """It is stored under the id of the first record."""
     monkeypatch.setattr(show, "read_records", lambda *_: [])
-    tables = lake.Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     keys = {key: event_id(key) for key in ("first", "again", "apart")}
     evidence = [one for nth, id in enumerate(keys.values()) for one in (copy(nth, id=id), entry(nth, id=id))]
-    tables.append_once("deliveries", reduced(spark, evidence), 1)
+    lake.append_once("deliveries", reduced(spark, evidence), 1)
     coordinates = [{"topic": "t", "partition": 0, "offset": offset} for offset in (0, 1)]
     found = {"kind": "client_duplicate", "cause": "new_key", "scope": IDS, "run": 1, "last_ms": NOW_MS, "count": 2}
     found |= {"id": keys["first"], "fingerprint": b"f" * 8, "coordinates": coordinates}
-    tables.append_once("findings", spark.createDataFrame([found], schemas.of("findings")), 1)
+    lake.append_once("findings", spark.createDataFrame([found], schemas.of("findings")), 1)
 
     def shown(key: str) -> list[str]:
         lines = show.show(spark, SharedSettings(), str(tmp_path), key)
@@ -43,16 +44,16 @@ def test_only_findings_that_no_pass_over_ids_has_revoked_are_shown(
 ) -> None:
     """The rule is that of the report: a verdict of one hour stands if it is newer than the last pass."""
     id = event_id("k")
-    tables = lake.Lake(spark, str(tmp_path))
+    lake = Lake(spark, str(tmp_path))
     evidence = [answer(504, at=NOW_MS - 3 * HOUR_MS, id=id), answer(202, id=id)]
-    tables.append_once("deliveries", reduced(spark, evidence), 1)
+    lake.append_once("deliveries", reduced(spark, evidence), 1)
     found: dict[str, Any] = {"kind": "stuck", "id": id, "count": 0, "last_ms": NOW_MS, "coordinates": []}
     rows = [
         {**found, "scope": HOUR, "cause": "202", "run": of_hour_run},
         {**found, "scope": IDS, "cause": "504", "run": 1},
         {**found, "scope": IDS, "kind": None, "run": 1},
     ]
-    tables.append_once("findings", spark.createDataFrame(rows, schemas.of("findings")), 1)
+    lake.append_once("findings", spark.createDataFrame(rows, schemas.of("findings")), 1)
     lines = list(show.show(spark, SharedSettings(), str(tmp_path), "k"))
     causes = sorted(line.split("/")[1].split(",")[0] for line in lines if line.startswith("finding "))
     assert causes == shown

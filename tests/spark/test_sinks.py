@@ -110,7 +110,7 @@ def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> N
     )
     proofs = {
         name_of(row["id"]): (row["count"], [one["offset"] for one in row["coordinates"]], row["sink_ms"])
-        for row in warehouse.tables.read("sinks").where("kind IS NOT NULL").collect()
+        for row in warehouse.lake.read("sinks").where("kind IS NOT NULL").collect()
     }
     assert proofs == {
         "gone": (1, [2], FROZEN_MS),
@@ -120,7 +120,7 @@ def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> N
     }
     # An hour that has left the window is not compared any more: its findings are no longer current.
     others = frames.rows_of(warehouse.spark, schemas.of("findings"), [])
-    of_hours = [sink_audit.with_findings(warehouse.tables, others, ms).count() for ms in (BEGIN_MS, BEGIN_MS + HOUR_MS)]
+    of_hours = [sink_audit.with_findings(warehouse.lake, others, ms).count() for ms in (BEGIN_MS, BEGIN_MS + HOUR_MS)]
     assert of_hours == [4, 0]
     first_of_window, later = (warehouse.run(BEGIN_MS + hour * HOUR_MS) for hour in (24, 25))
     assert first_of_window.counts["expected"] == 10
@@ -247,7 +247,7 @@ def test_what_no_delivered_event_has_is_extra_in_a_sink_of_its_own(warehouse: Wa
     assert report.counts["extra_in_sink"] == 3
     by_hour = {
         hours.text_at(row["accepted_hour"]): row["is_closed"]
-        for row in warehouse.tables.read("sinks").where("kind IS NULL AND accepted_hour IS NOT NULL").collect()
+        for row in warehouse.lake.read("sinks").where("kind IS NULL AND accepted_hour IS NOT NULL").collect()
     }
     assert by_hour[hours.text_of(BEGIN_MS + HOUR_MS)] is True
     assert by_hour[hours.text_of(decided)] is False
@@ -281,7 +281,7 @@ def test_rows_may_name_coordinates_in_place_of_an_id(spark: SparkSession, tmp_pa
         "extra_in_sink": 2,
         "unidentified": 1,
     }
-    (extra,) = warehouse.tables.read("sinks").where("kind = 'extra_in_sink'").collect()
+    (extra,) = warehouse.lake.read("sinks").where("kind = 'extra_in_sink'").collect()
     assert (extra["count"], extra["first_offset"], extra["last_offset"]) == (3, 77, 79)
 
 
@@ -360,8 +360,8 @@ def test_a_run_whose_rules_have_no_sink_forgets_it(warehouse: Warehouse) -> None
     assert warehouse.found() == {("missing_in_sink", None, "gone")}
     without = replace(settings(window_h=24), rules=Rules())
     context = RunContext(Plan(2, FROZEN_MS, "{}", ()), without)
-    assert sink_audit.audit(warehouse.tables, context, lambda line: None) == []
-    assert warehouse.tables.read("sinks").isEmpty()
+    assert sink_audit.audit(warehouse.lake, context, lambda line: None) == []
+    assert warehouse.lake.read("sinks").isEmpty()
 
 
 def test_events_before_the_beginning_of_a_sink_are_not_expected(warehouse: Warehouse) -> None:

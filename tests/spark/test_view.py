@@ -18,7 +18,8 @@ from spark.queries import show
 from spark.reading import decode, source
 from spark.reading.run_plan import Plan
 from spark.rules import cross_hour
-from spark.tables import deliveries, hours, lake, view
+from spark.tables import deliveries, hours, view
+from spark.tables.lake import Lake
 from tests.spark.conftest import Audit
 from tests.spark.history import OTHER_WRITER, WRITER, History
 from tests.spark.rows import NOW_MS
@@ -87,22 +88,20 @@ def test_a_view_has_each_id_once_and_equals_a_view_that_is_rebuilt(
 
     # Interrupted after its commit: the next run has nothing to do.
     version = views.version(topic)
-    tables = lake.Lake(spark, str(ran.lake))
+    lake = Lake(spark, str(ran.lake))
     last_plan, plan = (
-        Plan.from_rows(
-            row.asDict(recursive=True) for row in tables.read("progress").where(F.col("run") == run).collect()
-        )
+        Plan.from_rows(row.asDict(recursive=True) for row in lake.read("progress").where(F.col("run") == run).collect())
         for run in (1, 2)
     )
     assert plan is not None
-    view.update(tables, views.shared, plan, None)
+    view.update(lake, views.shared, plan, None)
     assert views.version(topic) == version
 
     _shown(spark, views.shared, str(ran.lake), topic)
 
     # Made again from all records, by the next update or by a new registration, it is the same.
     shutil.rmtree(ran.lake / view.FOLDER)
-    view.update(tables, views.shared, plan, last_plan)
+    view.update(lake, views.shared, plan, last_plan)
     assert views.rows(topic) == grown
     for name in (view.FOLDER, view.TABLE):
         shutil.rmtree(ran.lake / name)
@@ -254,14 +253,14 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
         ],
     )
     monkeypatch.setattr(source, "read", lambda spark, shared, spans: log.read(spans))
-    tables, shared = lake.Lake(spark, str(tmp_path)), SharedSettings()
-    a_view = view.View(tables, shared, "t")
+    lake, shared = Lake(spark, str(tmp_path)), SharedSettings()
+    a_view = view.View(lake, shared, "t")
     # An earlier topic of this name had another record at an offset that is truncated in the present one.
     earlier = [_record(0, 2, "earlier", b"earlier", ts=-9)]
     for run, (its_records, topic_id) in enumerate([(earlier, "earlier"), (log.records, "one")], 1):
         log.records = its_records
-        tables.append_once("deliveries", log.rows(log.spans, run, topic_id), run)
-        a_view.advance(tables.read("deliveries"), run - 1, view.TopicLogs(log.spans, log.spans), run)
+        lake.append_once("deliveries", log.rows(log.spans, run, topic_id), run)
+        a_view.advance(lake.read("deliveries"), run - 1, view.TopicLogs(log.spans, log.spans), run)
 
     def shown() -> dict[bytes, tuple[int, int, bytes]]:
         return {
@@ -281,15 +280,15 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
     vanished = {("t", 0): (1, 4)}
     read = vanished | {("t", 1): (3, 4)}
     topic_ids = {"t": "one"}
-    merged_rows = tables.read("deliveries")
+    merged_rows = lake.read("deliveries")
     rows = deliveries.with_vanished(log.rows(read, 3), merged_rows, vanished, topic_ids, 3).localCheckpoint()
-    tables.merge(rows, hours.of(rows), 3)
-    copies = cross_hour.copies_of_other_ids(tables.read("deliveries"), 2)
+    lake.merge(rows, hours.of(rows), 3)
+    copies = cross_hour.copies_of_other_ids(lake.read("deliveries"), 2)
     assert copies is not None
     copies = copies.localCheckpoint()
-    tables.change_ids(copies, hours.of(copies), 3)
+    lake.change_ids(copies, hours.of(copies), 3)
     for _ in range(2):  # The second time as after an interruption.
-        a_view.advance(tables.read("deliveries"), 2, view.TopicLogs(read, log.spans, vanished, topic_ids), 3)
+        a_view.advance(lake.read("deliveries"), 2, view.TopicLogs(read, log.spans, vanished, topic_ids), 3)
         followed = shown()
         assert followed == {
             known["kept"]: (0, 0, b"kept"),
@@ -301,7 +300,7 @@ def test_a_row_of_a_truncated_record_or_of_a_changed_id_leaves_the_view(
             known["earlier"]: (0, 2, b"earlier"),
         }
     shutil.rmtree(tmp_path / view.FOLDER)
-    a_view.advance(tables.read("deliveries"), 0, view.TopicLogs(log.spans, log.spans), 3)
+    a_view.advance(lake.read("deliveries"), 0, view.TopicLogs(log.spans, log.spans), 3)
     del followed[known["recreated"]], followed[known["earlier"]]
     assert shown() == followed
 

@@ -54,13 +54,13 @@ class Warehouse:
     def __init__(self, spark: SparkSession, root: Path, rule: SinkRule = RULE) -> None:
         self.spark = spark
         self.rule = replace(rule, path=str(root / "sink"))
-        self.tables = Lake(spark, str(root / "lake"))
+        self.lake = Lake(spark, str(root / "lake"))
         self.plans: list[Plan] = []
 
     def deliver(self, *evidence: Any) -> None:
         """Merge records and claims as the next run does."""
         run = len(self.plans) + 1
-        self.tables.append_once("deliveries", reduced(self.spark, evidence, run), run)
+        self.lake.append_once("deliveries", reduced(self.spark, evidence, run), run)
 
     def store(self, rows: Sequence[SinkRow]) -> None:
         """Append rows to the sink."""
@@ -80,22 +80,22 @@ class Warehouse:
         plan = Plan(len(self.plans) + 1, frozen_ms, "{}", (*(logs or default), *claims))
         last_plan = self.plans[-1] if self.plans else None
         context = RunContext(plan, self._settings(**options), last_plan, kept_from=kept_from)
-        (report,) = sink_audit.audit(self.tables, context, lambda line: None)
+        (report,) = sink_audit.audit(self.lake, context, lambda line: None)
         self.plans.append(plan)
         return report
 
     def take_over(self) -> None:
         """Let another process repeat the last run, which was killed after it had compared the sink."""
         killed = self.plans.pop()
-        self.tables = Lake(self.spark, self.tables.root)
-        self.tables.take_over(killed.run, ["deliveries", "sinks"])
+        self.lake = Lake(self.spark, self.lake.root)
+        self.lake.take_over(killed.run, ["deliveries", "sinks"])
 
     def _settings(self, **options: Any) -> Settings:
         return replace(settings(**{"window_h": 24, **options}), rules=Rules(sinks=(self.rule,)))
 
     def found(self) -> set[Found]:
         """Return kind, cause and event (or partition) of each finding."""
-        rows = delta_files.rows(Path(self.tables.path("sinks")), "kind", "cause", "id", "topic", "partition")
+        rows = delta_files.rows(Path(self.lake.path("sinks")), "kind", "cause", "id", "topic", "partition")
         return {
             (row["kind"], row["cause"], name_of(row["id"]) if row["id"] else f"{row['topic']}[{row['partition']}]")
             for row in rows
@@ -106,7 +106,7 @@ class Warehouse:
         """Return the ids of the findings in the report of the last run."""
         others = frames.rows_of(self.spark, schemas.of("findings"), [])
         since_ms = self.plans[-1].frozen_ms - 24 * HOUR_MS
-        current = current_findings.by_hour(sink_audit.with_findings(self.tables, others, since_ms), since_ms)
+        current = current_findings.by_hour(sink_audit.with_findings(self.lake, others, since_ms), since_ms)
         return sorted(row["finding_id"] for row in current_findings.by_finding(current).collect())
 
 
