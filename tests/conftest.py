@@ -19,7 +19,7 @@ from deploy import places
 from deploy.install import java
 from deploy.stack import Kafka, Redis
 from deploy.stack.kafka import BRIEF
-from tests import class_data, kafka_versions
+from tests import broker_classes, kafka_versions
 from tests.minutes import MinutesByFolder, folder
 from tests.secured import Authority, SecuredKafka, SecuredRedis
 
@@ -98,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
     kafka_versions.use()
     if home := java.find():
         os.environ["JAVA_HOME"] = str(home)
-        class_data.use()
+        broker_classes.use()
     Kafka.java_options = BRIEF
     if not hasattr(config, "workerinput"):  # a worker of xdist; the controller gets the reports of all tests
         config.pluginmanager.register(MinutesByFolder())

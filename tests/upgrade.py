@@ -23,7 +23,7 @@ from confluent_kafka import Producer
 from deploy import console
 from deploy.places import ROOT
 from deploy.stack import Service
-from tests import class_data
+from tests import broker_classes
 from tests.faults import history
 from tests.faults.cluster import Cluster
 from tests.faults.world import World
@@ -129,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.upgrade", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("revision", nargs="?", metavar="REV", help="a tag or a commit; default: the previous release")
     revision = parser.parse_args().revision or previous_release()
-    class_data.use()
+    broker_classes.use()
     folder = Path(tempfile.mkdtemp(prefix="fencepost-upgrade-"))
     with console.progress(f"installing {revision}"):
         other = checkout(revision, folder / "other")

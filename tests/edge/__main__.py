@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deploy import console
 from deploy.stack import Kafka, Redis
-from tests import class_data
+from tests import broker_classes
 from tests.edge.fuzz import Plan, run, table
 from tests.edge.stack import edge
 
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=200, help="random requests of each operation (200)")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    class_data.use()
+    broker_classes.use()
     with tempfile.TemporaryDirectory(prefix="fencepost-edge-") as name:
         folder = Path(name)
         with Kafka(folder / "kafka") as kafka, Redis(folder / "redis") as redis, edge(folder, kafka, redis) as target:

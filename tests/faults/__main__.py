@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from deploy import console, places
-from tests import class_data
+from tests import broker_classes
 from tests.faults import clock, hanging, matrix, network, soak
 
 
@@ -39,7 +39,7 @@ def main() -> int:
         "--service", type=Path, default=places.ROOT, help="a tree whose service runs, with its own .venv"
     )
     given = parser.parse_args()
-    class_data.use()
+    broker_classes.use()
     if given.command == "hanging":
         done = hanging.run(
             given.kills,

@@ -24,7 +24,7 @@ from deploy.console import StackError
 from deploy.install import jars
 from deploy.stack import Kafka
 from service.cli.check_brokers import RELEASES
-from tests import class_data
+from tests import broker_classes
 from tests.faults.cluster import Cluster
 from tests.faults.wire import Broker
 from tests.faults.world import World
@@ -48,7 +48,7 @@ _TIMEOUT_MS: Final = 10_000
 def run_as(release: str) -> None:
     """Let brokers that start from now on be of this release."""
     jars.LOCKS["kafka"] = LOCKS[release]
-    class_data.use()
+    broker_classes.use()
 
 
 def finalize(broker: Kafka, levels: dict[str, int]) -> None:

@@ -13,7 +13,7 @@ from deploy.install import debian, java
 from deploy.local.up import callers_settings
 from deploy.stack import StackError, free_port, port_or_free
 from deploy.stack.redis import find_server
-from tests import class_data
+from tests import broker_classes
 
 
 def _program(path: Path, text: str = "#!/bin/sh\n") -> Path:
@@ -143,18 +143,18 @@ def test_up_takes_the_callers_settings_but_no_address_and_no_password() -> None:
 
 def test_recorded_classes_are_those_of_one_java_and_its_jars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FENCEPOST_CACHE", str(tmp_path))
-    assert class_data.options() == []
-    class_data.archive().touch()
-    assert class_data.options() == [f"-XX:SharedArchiveFile={class_data.archive()}", "-Xshare:auto"]
+    assert broker_classes.options() == []
+    broker_classes.archive().touch()
+    assert broker_classes.options() == [f"-XX:SharedArchiveFile={broker_classes.archive()}", "-Xshare:auto"]
     monkeypatch.setattr(java, "home", lambda: _java(tmp_path / "another", "21"))
-    assert class_data.options() == []
+    assert broker_classes.options() == []
 
 
 def test_a_java_that_records_nothing_keeps_no_test_from_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FENCEPOST_CACHE", str(tmp_path))
-    monkeypatch.setattr(class_data, "record", Mock(side_effect=StackError("no such option")))
-    assert class_data.main() == 0
+    monkeypatch.setattr(broker_classes, "record", Mock(side_effect=StackError("no such option")))
+    assert broker_classes.main() == 0
     assert "brokers will start more slowly: no such option" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

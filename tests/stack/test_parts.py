@@ -10,7 +10,7 @@ import pytest
 
 from deploy import places
 from deploy.stack import Kafka, Redis, StackError
-from tests import class_data
+from tests import broker_classes
 from tests.conftest import MakeTopic, top_level
 
 
@@ -22,9 +22,9 @@ def test_kafka_answers_and_makes_topics(kafka: Kafka, make_topic: MakeTopic) -> 
 
 
 def test_a_broker_takes_its_classes_from_where_they_were_recorded(kafka: Kafka) -> None:
-    kept = class_data.archive()
+    kept = broker_classes.archive()
     if not kept.exists():
-        pytest.skip("python -m tests.class_data was not run here; ./tests/run does")
+        pytest.skip("python -m tests.broker_classes was not run here; ./tests/run does")
     assert str(kept.resolve()) in Path(f"/proc/{kafka.pid}/maps").read_text()
 
 

@@ -1,7 +1,7 @@
 """Class-data sharing (JEP 350): a broker whose classes were recorded starts in half the time.
 
-`python -m tests.class_data` records the classes; with `use`, every broker of this process takes them from the archive.
-Only the tests use it, because they start dozens of brokers.
+`python -m tests.broker_classes` records the classes; with `use`, every broker of this process takes them from the
+archive. Only the tests use it, because they start dozens of brokers.
 """
 
 import hashlib
