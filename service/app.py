@@ -39,6 +39,8 @@ from service.pipeline.admission import Admission
 from service.pipeline.checks import EventChecks
 from service.pipeline.clocks import Clocks
 from service.pipeline.journal import Journal
+from service.pipeline.lease_keeper import LeaseKeeper
+from service.pipeline.leases import Leases
 from service.pipeline.lso_watch import LsoWatch
 from service.pipeline.pool import Pool
 from service.pipeline.queue import Queue
@@ -102,11 +104,17 @@ class Service:
         self.journal = Journal(self.kafka_admin, self.topics.requests, settings.name, self.telemetry)
         self.clocks = Clocks(self.kafka_admin, self.keys, self.topics.requests, settings.name)
         self._make_pipeline(rules, schemas, encoder, transactions)
-        self.rates = Rates(self.keys, lambda: self.pool.members)
+        self.rates = Rates(self.keys, lambda: self.lease_keeper.members)
         self.tokens = CurrentTokenCallers(rules, telemetry, self.rates)
         former_ids = FormerIds(self.kafka_admin, topic_admin, transactions, self.topics.ledger, settings)
         self.lso_watch = LsoWatch(
-            settings, transactions, self.pool, former_ids, self.topics.ledger, self.topic_metadata, self.telemetry
+            settings,
+            transactions,
+            self.lease_keeper,
+            former_ids,
+            self.topics.ledger,
+            self.topic_metadata,
+            self.telemetry,
         )
         self.readiness = Readiness(self.kafka_admin, self.keys, self.store, self.pool, self.admission, self.clocks)
         self._show_states()
@@ -145,20 +153,9 @@ class Service:
         recovery = SlotRecovery(
             self.kafka_admin, transactions, self.keys, self.control, self.topics, self.settings, self.telemetry
         )
-        self.pool = Pool(
-            self.settings,
-            self.kafka_admin,
-            transactions,
-            self.keys,
-            self.store,
-            recovery,
-            self.queue,
-            self.topics,
-            self.telemetry,
-            heartbeat_now,
-            serve=self.writer.serve,
-            recovered=self.writer.unwritten.recovered,
-        )
+        leases = Leases(self.keys, self.store, self.settings)
+        self.pool = Pool(leases, self.store, recovery, self.writer, self.queue, self.telemetry)
+        self.lease_keeper = LeaseKeeper(self.settings, leases, self.store, self.pool, heartbeat_now)
 
     def _show_states(self) -> None:
         """Have each scrape read the parts' present states."""
@@ -230,7 +227,7 @@ class Service:
         # An event makes some hundred objects and no cycle: Python's threshold of 700 would collect several times a
         # group. A collection of 25,000 objects holds the loop for up to 15 ms.
         gc.set_threshold(*GC_THRESHOLDS)
-        await self.pool.keep()
+        await self.lease_keeper.keep()
 
     async def _watch(self) -> None:
         """Measure Redis and Kafka for the metrics, because a scrape must not wait for them.
@@ -255,7 +252,7 @@ class Service:
         self._give_up(SettingsError(str(why)))
         # Another ASGI server than that of `python -m service` goes on, and the process writes nothing: it has no slots.
         await self.admission.drain()
-        await self.pool.stop()
+        await self.lease_keeper.stop()
 
     def _note_faults(self, faults: Sequence[str]) -> None:
         """Show and log what was changed of the own topics since the start, which such a change would have stopped."""
@@ -276,7 +273,7 @@ class Service:
     async def stop(self) -> None:
         """Finish what was accepted, give the leases back, write the journal, close everything."""
         await self.admission.drain()
-        await self.pool.stop()
+        await self.lease_keeper.stop()
         await self.writer.wait_for_marks()
         await self.journal.close(JOURNAL_TIMEOUT_S)
         if self.tracing is not None:

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, Protocol
 
 import structlog
 
+from service.contract.wire.names import transactional_id
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
 from service.core.problems import KafkaAway
@@ -49,6 +50,10 @@ class Offsets(Protocol):
         """List the producers of each partition (DescribeProducers), except partitions that may not be described."""
         ...
 
+    async def producer_ids(self, transactional_ids: Iterable[str]) -> Mapping[str, int]:
+        """Find the producer ids of transactional ids, as far as Kafka knows them."""
+        ...
+
     async def transactional_ids(self, producer_ids: Collection[int]) -> Mapping[int, str]:
         """Find the transactional ids that have these producer ids, of any program, as far as brokers tell them."""
         ...
@@ -77,10 +82,10 @@ class Topics(Protocol):
 
 
 class Slots(Protocol):
-    """The watch's view of the pool."""
+    """The slots of the namespace, as this process knows them."""
 
-    async def of_producers(self, producer_ids: Collection[int]) -> Mapping[int, int]:
-        """Find the slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway."""
+    def held_producers(self) -> Mapping[int, int]:
+        """Return the slots that this process holds, by producer id."""
         ...
 
     def recover(self, n: int, partitions: Collection[Partition]) -> None:
@@ -145,6 +150,7 @@ class LsoWatch:
         timeout_s = settings.transaction_timeout_ms / 1000
         self.interval_s = timeout_s / LOOKS_A_TIMEOUT
         self.bound_s = timeout_s + ABORT_SCAN_S
+        self._names = {n: transactional_id(settings.namespace, n) for n in range(settings.slots_max)}
         self._offsets = offsets
         self._slots = slots
         self._former_ids = former_ids
@@ -190,7 +196,7 @@ class LsoWatch:
             return
         producers = await self._offsets.open_transactions(due)
         held_by = {partition: holders(stalled, producers.get(partition, ())) for partition, stalled in due.items()}
-        slots = await self._slots.of_producers(set().union(*held_by.values()))
+        slots = await self._slots_of(set().union(*held_by.values()))
         former = await self._former(held_by, slots)
         names = await self._names_of_others(held_by, slots, former)
         for partition, stalled in due.items():
@@ -212,6 +218,19 @@ class LsoWatch:
             )
             for n in theirs:
                 self._slots.recover(n, [partition])
+
+    async def _slots_of(self, producer_ids: Collection[int]) -> Mapping[int, int]:
+        """Find the slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway.
+
+        Asks Kafka only for ids of slots that this process does not hold.
+        """
+        held = self._slots.held_producers()
+        found = {producer: held[producer] for producer in producer_ids if producer in held}
+        if found.keys() >= set(producer_ids):
+            return found
+        others = {name: n for n, name in self._names.items() if n not in held.values()}
+        theirs = await self._offsets.producer_ids(others)
+        return found | {producer: others[name] for name, producer in theirs.items() if producer in producer_ids}
 
     async def _former(
         self, held_by: Mapping[Partition, Mapping[int, int]], slots: Collection[int]

@@ -1,20 +1,19 @@
-"""Takes, recovers, serves and gives back the slots of this process: a task for each slot, and one for the leases."""
+"""Holds the slots of this process: a task for each recovers and serves it, and gives it back.
+
+Which slots the process holds is decided in lease_keeper.py.
+"""
 
 import asyncio
-import contextlib
 import math
 import random
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from functools import cached_property
-from typing import Final
+from collections.abc import Collection, Sequence
+from typing import Final, Protocol
 
 import structlog
 
-from service.claims.keys import DEAD, FREE, MINE, Heartbeat, Keys, StoreGeneration
+from service.claims.keys import StoreGeneration
 from service.claims.states import SlotEvent, SlotState
-from service.contract.wire.names import transactional_id
 from service.contract.wire.versions import NewerVersion
 from service.core.logs import Incident
 from service.core.metrics import Telemetry
@@ -27,38 +26,21 @@ from service.core.problems import (
     StoreLost,
     StoreUnanswered,
 )
-from service.core.settings import Settings
 from service.core.supervision import failure_of, log_failure
-from service.kafka.admin import KafkaAdmin
-from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.metadata import Partition
 from service.kafka.outcomes import TransactionFailed
-from service.kafka.topics import InternalTopics
-from service.kafka.transaction_admin import TransactionAdmin
+from service.pipeline.leases import Leases
 from service.pipeline.queue import Queue
-from service.pipeline.slot_balance import balance, fair_share
 from service.slots.recovery import SlotRecovery
 from service.slots.slot import Slot
 from service.slots.store_recovery import CurrentStore
 
 log = structlog.get_logger(__name__)
 
-# Heartbeats in the time of a lease: a process keeps its slots although two of them were lost.
-HEARTBEATS_PER_LEASE: Final = 3
-# A heartbeat without an answer in this share of a lease is sent again at once, over another connection.
-HEARTBEAT_TIMEOUT_SHARE: Final = 1 / 6
-# A process without a slot cannot write, so it looks more often for a free one. After a crash, the slots of its former
-# leases become free when those expire.
-HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT: Final = 15
-# The shortest pause between two heartbeats: each runs a script over all slots.
-HEARTBEAT_PAUSE_LEAST_S: Final = 0.01
+# The pause between two recoveries of a slot, doubled each time.
 PAUSE_LEAST_S: Final = 0.05
 PAUSE_MOST_S: Final = 2.0
-# A slot that is down for this share of the request timeout is stuck: another slot is taken in its place.
-STUCK_SHARE: Final = 0.5
 CAN_WRITE: Final = frozenset({SlotState.READY, SlotState.WRITING})
-
-Serve = Callable[[Slot], Awaitable[None]]
 
 # Ends of a term after which the slot is recovered, by the name under which they are counted.
 ENDS: Final[dict[type[Exception], str]] = {
@@ -80,63 +62,47 @@ def _cause_of(error: Exception) -> str:
     return next((name for kind, name in ENDS.items() if isinstance(error, kind)), BUG)
 
 
+class SlotWriter(Protocol):
+    """Writes through the slots of the pool."""
+
+    async def serve(self, slot: Slot) -> None:
+        """Write groups through a READY slot until the slot drains. Raises the error that ends its term."""
+
+    def recovered(self) -> None:
+        """Claim again what waits for the recovery of a slot."""
+
+
 class Pool:
-    """Holds as many slots as the settings want, or the process's fair share if that is less."""
+    """The slots of this process, from `start` until each drains."""
 
     def __init__(
         self,
-        settings: Settings,
-        admin: KafkaAdmin,
-        transactions: TransactionAdmin,
-        keys: Keys,
+        leases: Leases,
         store: CurrentStore,
         recovery: SlotRecovery,
+        writer: SlotWriter,
         queue: Queue,
-        topics: InternalTopics,
         telemetry: Telemetry,
-        heartbeat_now: asyncio.Event,
-        serve: Serve,
-        recovered: Callable[[], None],
     ) -> None:
-        self._settings = settings
-        self._admin = admin
-        self._transactions = transactions
-        self._keys = keys
+        self._leases = leases
         self._store = store
         self._recovery = recovery
+        self._writer = writer
         self._queue = queue
-        self._topics = topics
         self._telemetry = telemetry
-        self._serve = serve
-        self._recovered = recovered
         self.trouble = ""  # why the last term or recovery of a slot failed; "" once a slot is ready again
         self.newer: NewerVersion | None = None  # what only a newer release can read: this process must end
         self.refused: KafkaRefusesSetting | None = None  # in the last recoveries; None once a slot is ready again
         self.was_ready = False  # whether a slot was ready at any time since the start
-        self.members = 1  # live processes, by the last heartbeat
+        self.stopping = False
         self.slots: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._last_heartbeat: tuple[StoreGeneration, float] | None = None  # its generation and time (monotonic)
-        self._take_not_before = 0.0
         self._troubles: dict[int, Incident] = {}  # by slot: repeated failures of a recovery are one incident
-        self._heartbeat_now = heartbeat_now  # set to send the next heartbeat at once
-        # Slots to take although they may be free, and the partitions in which they have open transactions.
-        self._to_recover: dict[int, set[Partition]] = {}
         self._flushing: asyncio.Task[None] | None = None  # tries pending marks again
         self._marks_trouble = Incident(log, "marks pending")
-        self._stopping = False
 
     def __repr__(self) -> str:
-        return f"<Pool {self._settings.name} {sorted(self.slots.values(), key=lambda slot: slot.n)}>"
-
-    @cached_property
-    def token(self) -> str:
-        """The name of this process in its leases.
-
-        It is made at its first use: a server may make the app before it forks its workers (gunicorn's `preload_app`),
-        and workers of one name would take each other's slots for their own.
-        """
-        return f"{self._settings.name}/{secrets.token_hex(6)}"
+        return f"<Pool {sorted(self.slots.values(), key=lambda slot: slot.n)}>"
 
     @property
     def ready(self) -> int:
@@ -172,93 +138,37 @@ class Pool:
         slot = self.slots.get(n)
         return slot is not None and slot.in_doubt > 0 and term <= slot.term
 
-    async def of_producers(self, producer_ids: Collection[int]) -> dict[int, int]:
-        """Find the slots whose transactional ids have these producer ids, by producer id. Raises KafkaAway.
+    def start(self, n: int, maybe_hanging: Collection[Partition] = ()) -> None:
+        """Start the task of a slot whose lease is taken; its recovery asks `maybe_hanging` for open transactions."""
+        slot = self._recovery.new_slot(n)
+        slot.maybe_hanging.update(maybe_hanging)
+        slot.move(SlotEvent.LEASE)
+        self.slots[n] = slot
+        task = self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
+        log_failure(task, "slot", self._telemetry)  # a later heartbeat takes the slot again
 
-        Asks Kafka only for ids of slots that this process does not hold.
+    def supersede(self, slot: Slot) -> None:
+        """Have a slot recovered after its current group."""
+        slot.superseded = True
+        self._queue.notify_all()
+
+    def let_go(self, slot: Slot) -> None:
+        """Have a slot given back after its current group."""
+        slot.draining = True
+        self._queue.notify_all()
+
+    def catch_up(self, generation: StoreGeneration) -> None:
+        """After a heartbeat, have the requests claimed again that wait for a recovery, and try pending marks again.
+
+        Another process may have recovered the slot for which a request waits.
         """
-        held = {slot.producer_id: n for n, slot in self.slots.items()}
-        found = {producer: held[producer] for producer in producer_ids if producer in held}
-        if found.keys() >= set(producer_ids):
-            return found
-        others = {
-            transactional_id(self._settings.namespace, n): n
-            for n in range(self._settings.slots_max)
-            if n not in self.slots
-        }
-        theirs = await self._transactions.producer_ids(others)
-        return found | {producer: others[name] for name, producer in theirs.items() if producer in producer_ids}
-
-    def recover(self, n: int, partitions: Collection[Partition]) -> None:
-        """Recover a slot whose transaction stays open in these partitions.
-
-        If this process holds the slot, its term ends after its current group. If nobody holds it, the next heartbeat
-        takes it. If another process holds it, nothing is done: that process sees the same.
-        """
-        slot = self.slots.get(n)
-        if slot is None:
-            self._to_recover.setdefault(n, set()).update(partitions)
-            self._heartbeat_now.set()
-        elif slot.state in CAN_WRITE:
-            slot.maybe_hanging.update(partitions)
-            slot.superseded = True
-            self._queue.notify_all()
-
-    # ------------------------------------------------------------------------------------------------- the leases
-
-    async def keep(self) -> None:
-        """Send heartbeats, for ever: renew leases, take slots, recover dead slots, give back those beyond the share."""
-        trouble = Incident(log, "no heartbeat")
-        while not self._stopping:
-            self._heartbeat_now.clear()  # if it is set during the heartbeat, another one follows at once
-            try:
-                generation = await self._store.wait_until_settled()
-                await self._heartbeat(generation)
-                if failures := trouble.end():
-                    log.info("heartbeat again", **failures)
-            except StoreLost:
-                self._store.lost(generation)
-            except (StoreAway, StoreUnanswered, KafkaAway) as error:
-                trouble.add(error)
-            except Exception as error:  # a bug must not end the heartbeats, which would lose all slots
-                trouble.add(error, bug=True)
-            with contextlib.suppress(TimeoutError):
-                heartbeats = HEARTBEATS_PER_LEASE if self.slots else HEARTBEATS_PER_LEASE_WITHOUT_A_SLOT
-                async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 / heartbeats):
-                    await self._heartbeat_now.wait()
-            await asyncio.sleep(HEARTBEAT_PAUSE_LEAST_S)
-
-    async def _heartbeat(self, generation: StoreGeneration) -> None:
-        """Renew the leases, supersede slots that must be recovered, and balance. Raises as Keys.heartbeat does."""
-        held = {n: slot for n, slot in self.slots.items() if not slot.draining}
-        applied = {n: slot.applied for n, slot in held.items()}
-        try:
-            async with asyncio.timeout(self._settings.lease_ttl_ms / 1000 * HEARTBEAT_TIMEOUT_SHARE):
-                heartbeat = await self._keys.heartbeat(generation, self.token, self._settings.slots_max, applied)
-        except TimeoutError as error:
-            self._heartbeat_now.set()
-            raise StoreUnanswered("Redis did not answer a heartbeat in time") from error
-        self._note_heartbeat(generation)
-        for n, slot in held.items():
-            if heartbeat.slots[n] != MINE:
-                log.warning("lease lost", slot=n)
-                self._let_go(slot)
-            elif slot.state in CAN_WRITE and (
-                slot.generation != generation or heartbeat.freed[n] > slot.term or slot.cut_off
-            ):
-                # The slot was fenced by a store recovery or by another holder. It is recovered now, and not when its
-                # next group fails, as other requests may wait for events in its ledger. Or a broker was away: then a
-                # transaction may hang, and delays all readers.
-                slot.superseded = True
-                self._queue.notify_all()
-        await self._balance(heartbeat, generation)
-        self._recovered()  # requests in doubt because of other processes' slots are claimed again
+        self._writer.recovered()
         self._start_flush(generation)
 
     def _start_flush(self, generation: StoreGeneration) -> None:
         """Try the pending marks again, in a task of their own: slow marks must not delay the next heartbeat."""
         slots = [slot for slot in self.slots.values() if slot.has_pending_marks and slot.generation == generation]
-        if slots and not self._stopping and (self._flushing is None or self._flushing.done()):
+        if slots and not self.stopping and (self._flushing is None or self._flushing.done()):
             self._flushing = asyncio.create_task(self._flush_marks(slots, generation), name="flush-marks")
             log_failure(self._flushing, "flush-marks", self._telemetry)  # the next heartbeat starts another
 
@@ -275,74 +185,6 @@ class Pool:
             if failures := self._marks_trouble.end():
                 log.info("pending marks written", **failures)
 
-    def _note_heartbeat(self, generation: StoreGeneration) -> None:
-        """Take no slot for a lease's time after a pause in which the leases expired, or after a new generation.
-
-        Other processes then return to their slots, as this one does. Slots that were down until now are not stuck.
-        """
-        now, lease_s = time.monotonic(), self._settings.lease_ttl_ms / 1000
-        if self._last_heartbeat is not None and (
-            self._last_heartbeat[0] != generation or self._last_heartbeat[1] < now - lease_s
-        ):
-            self._take_not_before = now + lease_s
-            for slot in self.slots.values():
-                slot.down_since = max(slot.down_since, now)
-        self._last_heartbeat = generation, now
-
-    async def _balance(self, heartbeat: Heartbeat, generation: StoreGeneration) -> None:
-        """Take and give up slots as `balance` decides. Raises as Keys.take does."""
-        held = [slot for slot in self.slots.values() if not slot.draining]
-        others = {n: mark for n, mark in enumerate(heartbeat.slots) if n not in self.slots}
-        self._to_recover = {
-            n: partitions for n, partitions in self._to_recover.items() if others.get(n) in (DEAD, FREE)
-        }
-        self.members = heartbeat.members
-        share = fair_share(
-            self._settings.slots, self._settings.slots_max, heartbeat.members, stuck=sum(map(self._is_stuck, held))
-        )
-        decision = balance(others, len(held), share, self._to_recover)
-        await self._take_each(decision.to_take, generation)
-        writable = [slot for slot in held if slot.state in CAN_WRITE]
-        for slot in writable[: max(0, min(decision.excess, len(writable) - 1))]:  # the process keeps one that can write
-            log.info("slot given up", slot=slot.n)
-            self._let_go(slot)
-
-    def _is_stuck(self, slot: Slot) -> bool:
-        return time.monotonic() - slot.down_since > STUCK_SHARE * self._settings.request_timeout_ms / 1000
-
-    async def _take_each(self, numbers: Sequence[int], generation: StoreGeneration) -> None:
-        """Take slots until the next heartbeat is due, which follows at once: slow takes must not delay the leases."""
-        due = time.monotonic() + self._settings.lease_ttl_ms / 1000 / HEARTBEATS_PER_LEASE
-        for n in numbers:
-            now = time.monotonic()
-            if self._stopping or now < self._take_not_before:
-                return
-            if now >= due:
-                self._heartbeat_now.set()
-                return
-            await self._take(n, generation)
-
-    async def _take(self, n: int, generation: StoreGeneration) -> None:
-        """Take the lease of a slot, and start the task that recovers and serves the slot. Raises as Keys.take does."""
-        is_taken = await self._keys.take(generation, n, self.token)
-        maybe_hanging = self._to_recover.pop(n, ())  # kept until here: the store may not answer
-        if not is_taken or n in self.slots:
-            return
-        if self._stopping:  # `stop` was called during `take`, and does not know of this slot
-            await self._keys.give_back(generation, n, self.token, clean=False)
-            return
-        idempotent = IdempotentProducer(self._admin, f"plain-{n}")
-        slot = Slot(n, self._keys, self._topics.ledger, self._settings.name, idempotent)
-        slot.maybe_hanging.update(maybe_hanging)
-        slot.move(SlotEvent.LEASE)
-        self.slots[n] = slot
-        task = self._tasks[n] = asyncio.create_task(self._live(slot), name=f"slot-{n}")
-        log_failure(task, "slot", self._telemetry)  # a later heartbeat takes the slot again
-
-    def _let_go(self, slot: Slot) -> None:
-        slot.draining = True
-        self._queue.notify_all()
-
     # ------------------------------------------------------------------------------------------------- one slot
 
     async def _live(self, slot: Slot) -> None:
@@ -354,12 +196,12 @@ class Pool:
                 try:
                     await self._recover(slot)
                     pause_s = PAUSE_LEAST_S
-                    await self._serve(slot)
+                    await self._writer.serve(slot)
                     idle = True
                 except (Exception, asyncio.CancelledError) as error:  # a bug too ends only the term
                     self._ended(slot, failure_of(error))
                     await slot.close_producers()
-                    if not slot.draining and not await self._still_mine(slot):
+                    if not slot.draining and not await self._leases.may_keep(slot.n):
                         return
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
                     pause_s = min(2 * pause_s, PAUSE_MOST_S)
@@ -383,7 +225,7 @@ class Pool:
         slot.down_since = math.inf
         self.trouble, self.refused, self.was_ready = "", None, True
         log.info("slot ready", slot=slot.n, term=slot.term, took_s=round(took_s, 3), **self._trouble_of(slot).end())
-        self._recovered()
+        self._writer.recovered()
 
     def _ended(self, slot: Slot, error: Exception) -> None:
         """Note the end of a term, or a failed recovery, by the error that caused it."""
@@ -407,32 +249,21 @@ class Pool:
     def _trouble_of(self, slot: Slot) -> Incident:
         return self._troubles.setdefault(slot.n, Incident(log, "term ended"))
 
-    async def _still_mine(self, slot: Slot) -> bool:
-        """Whether the lease is still this process's, or could be taken again; True if Redis does not answer."""
-        try:
-            return self._store.generation is None or await self._keys.take(self._store.generation, slot.n, self.token)
-        except (StoreAway, StoreUnanswered, StoreLost):
-            return True
-
     async def _give_back(self, slot: Slot, idle: bool) -> None:
         """Return the lease: clean if the slot is ready and idle, else another process has to recover it."""
         clean = idle and slot.state is SlotState.READY and not slot.has_pending_marks
         if slot.state is SlotState.WRITING:  # its task was cancelled
             slot.move(SlotEvent.FAIL)
         slot.move(SlotEvent.GIVE_BACK)
-        if self._store.generation is not None:
-            with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
-                await self._keys.give_back(self._store.generation, slot.n, self.token, clean)
+        await self._leases.give_back(slot.n, clean=clean)
 
     # ------------------------------------------------------------------------------------------------- stopping
 
-    async def stop(self) -> None:
-        """Give all slots back after their current groups, and leave. A slot that hangs is left to other processes."""
-        self._stopping = True
-        self._heartbeat_now.set()
+    async def stop(self, timeout_s: float) -> None:
+        """Give all slots back after their current groups. A slot that hangs is left to other processes."""
+        self.stopping = True
         for slot in self.slots.values():
-            self._let_go(slot)
-        timeout_s = self._settings.timeouts_ms / 1000
+            self.let_go(slot)
         if tasks := list(self._tasks.values()):
             _, unfinished = await asyncio.wait(tasks, timeout=timeout_s)
             for task in unfinished:  # Kafka or Redis are away
@@ -441,6 +272,3 @@ class Pool:
                 await asyncio.wait(unfinished, timeout=timeout_s)
         if self._flushing is not None:
             self._flushing.cancel()
-        if self._store.generation is not None:
-            with contextlib.suppress(StoreAway, StoreUnanswered, StoreLost):
-                await self._keys.leave(self._store.generation, self.token)

@@ -122,6 +122,10 @@ class Writer:
         if marking is not None:
             await asyncio.shield(marking)
 
+    def recovered(self) -> None:
+        """Claim parked requests again, after the recovery of a slot or a heartbeat."""
+        self.unwritten.recovered()
+
     async def _next_group(self, slot: Slot) -> Group | None:
         """Await the next group for a slot; None if another slot was faster.
 

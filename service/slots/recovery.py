@@ -14,6 +14,7 @@ from service.core.metrics import Telemetry
 from service.core.problems import StoreLost
 from service.core.settings import Settings
 from service.kafka.admin import KafkaAdmin
+from service.kafka.idempotent_producer import IdempotentProducer
 from service.kafka.producer import TransactionalProducer
 from service.kafka.reader import Span, read_through
 from service.kafka.topics import InternalTopics
@@ -26,7 +27,7 @@ from service.slots.slot import Slot
 
 
 class SlotRecovery:
-    """Takes a slot from LEASED to READY."""
+    """Makes slots, and takes a slot from LEASED to READY."""
 
     def __init__(
         self,
@@ -48,6 +49,11 @@ class SlotRecovery:
         self._hanging_ended = telemetry.recovery.hanging_ended
         self._replayed = telemetry.recovery.replayed.labels("slot")
         self._timeout_s = settings.timeouts_ms / 1000
+
+    def new_slot(self, n: int) -> Slot:
+        """Make a slot, which is VACANT."""
+        idempotent = IdempotentProducer(self._admin, f"plain-{n}")
+        return Slot(n, self._keys, self._topics.ledger, self._settings.name, idempotent)
 
     async def run(self, slot: Slot, generation: StoreGeneration) -> None:
         """Fence the older producers, end what hangs, check ledger, begin a term, check generation, replay and free.

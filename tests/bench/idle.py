@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from service.core.settings import Settings
-from service.pipeline.pool import HEARTBEATS_PER_LEASE
+from service.pipeline.lease_keeper import HEARTBEATS_PER_LEASE
 from tests.bench.rows import Goal, NotRealWork, Row
 from tests.bench.stage import Stage, Target
 

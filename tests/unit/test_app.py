@@ -49,12 +49,12 @@ async def test_an_unforeseen_error_of_the_start_is_logged_and_the_start_continue
     whole.topics.ensure = AsyncMock(side_effect=[KafkaAway("no broker"), TypeError("odd"), None])  # type: ignore[method-assign]
     whole.keys.check = AsyncMock()  # type: ignore[method-assign]
     whole.clocks.measure = AsyncMock()  # type: ignore[method-assign]
-    whole.pool.keep = AsyncMock()  # type: ignore[method-assign]
+    whole.lease_keeper.keep = AsyncMock()  # type: ignore[method-assign]
     try:
         with capture_logs() as logged:
             await whole._bring_up()
         assert [(line["why"], line["exc_info"] is not None) for line in logged] == [("no broker", False), ("odd", True)]
-        whole.pool.keep.assert_awaited_once()
+        whole.lease_keeper.keep.assert_awaited_once()
         assert given_up == []
     finally:
         await whole.stop()
@@ -77,10 +77,10 @@ async def test_a_longer_retention_by_rule_is_remembered_before_a_slot_is_held(
         keys = [call.args[2] for call in send.await_args_list]
         assert keys == ([] if key_ttl_s == 86_400 else [b"retention/86401"] * 2)
 
-    whole.pool.keep = AsyncMock(side_effect=keep)  # type: ignore[method-assign]
+    whole.lease_keeper.keep = AsyncMock(side_effect=keep)  # type: ignore[method-assign]
     try:
         await whole._bring_up()
-        whole.pool.keep.assert_awaited_once()
+        whole.lease_keeper.keep.assert_awaited_once()
     finally:
         await whole.stop()
 

@@ -17,6 +17,7 @@ from service.core.metrics import FastHistogram, Telemetry
 from service.core.settings import Settings
 from service.events.schemas import Schemas
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
+from service.pipeline.leases import Leases
 from service.pipeline.pool import Pool
 from service.slots.recovery import SlotRecovery
 from service.slots.slot import Slot
@@ -166,20 +167,8 @@ async def test_events_are_in_doubt_until_their_slot_has_been_recovered_however_l
     world = World(request_timeout_ms=60, transaction_timeout_ms=60)
     recovery = Recovery(world)
     telemetry = world.telemetry
-    pool = Pool(
-        world.settings,
-        world.kafka_admin,
-        world.transactions,
-        world.keys,
-        world.store,
-        recovery,
-        world.queue,
-        world.topics,
-        telemetry,
-        world.heartbeat_now,
-        serve=world.writer.serve,
-        recovered=world.writer.unwritten.recovered,
-    )
+    leases = Leases(world.keys, world.store, world.settings)
+    pool = Pool(leases, world.store, recovery, world.writer, world.queue, telemetry)
     slot = await world.slot()
     pool.slots[0] = slot
     assert isinstance(slot.producer, FakeProducer)

@@ -1,6 +1,6 @@
 """Tests the watch over last stable offsets: which ones it reports, which slots it recovers, and its requests."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import pytest
@@ -36,6 +36,7 @@ class Kafka:
         self.names: set[str] = {"orders"}  # the topics that the service was asked to write to
         self.forgotten: list[Collection[str]] = []
         self.written_by: dict[RecordCoordinates, int] = {}  # slots that have begun a transaction, by its first record
+        self.others: dict[str, int] = {}  # the producer ids of other processes' slots, by transactional id
         self.named: dict[int, str] = {}  # transactional ids, by producer id
 
     def forget_absent(self, absent: Collection[str]) -> None:
@@ -59,8 +60,11 @@ class Kafka:
     async def transactional_ids(self, producer_ids: Collection[int]) -> Mapping[int, str]:
         return {producer: self.named[producer] for producer in producer_ids if producer in self.named}
 
-    async def of_producers(self, producer_ids: Collection[int]) -> Mapping[int, int]:
-        return {OURS: 3} if OURS in producer_ids else {}
+    def held_producers(self) -> Mapping[int, int]:
+        return {OURS: 3}
+
+    async def producer_ids(self, transactional_ids: Iterable[str]) -> Mapping[str, int]:
+        return {name: self.others[name] for name in transactional_ids if name in self.others}
 
     def recover(self, n: int, partitions: Collection[Partition]) -> None:
         self.recovered.append(n)
@@ -108,6 +112,16 @@ async def test_a_slot_whose_transaction_stays_open_past_the_bound_is_recovered(
     kafka.ends = {ORDERS: Ends(974, 974), LEDGER: Ends(5, 5)}
     await watch.look(BOUND_S + 5)
     assert shown(telemetry, SLOT) == (0, 0)
+
+
+async def test_a_slot_of_another_process_is_found_by_its_transactional_id(watch: LsoWatch, kafka: Kafka) -> None:
+    """Perhaps no process holds it."""
+    kafka.ends = {ORDERS: Ends(691, 974)}
+    kafka.open = {ORDERS: [ActiveProducer(THEIRS, 0, 691)]}
+    kafka.others = {"fencepost.slot.3": THEIRS, "fencepost.slot.5": THEIRS}
+    await watch.look(0.0)
+    await watch.look(BOUND_S)
+    assert kafka.recovered == [5], "this process knows the producer id of slot 3"
 
 
 async def test_a_partition_of_a_topic_that_was_deleted_is_no_longer_reported(

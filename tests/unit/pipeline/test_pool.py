@@ -17,13 +17,26 @@ from service.contract.wire.ids import event_id
 from service.core.problems import IN_PROGRESS, KafkaAway, StoreAway, StoreLost, StoreUnanswered
 from service.http.routes import describe
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
-from service.pipeline import pool as module
+from service.pipeline import lease_keeper as module
+from service.pipeline.lease_keeper import LeaseKeeper
+from service.pipeline.leases import Leases
 from service.pipeline.pool import Pool
 from service.pipeline.request import Committed
 from service.pipeline.slot_balance import REPLACED_LEAST
 from service.slots.recovery import SlotRecovery
 from service.slots.slot import LedgerPosition, Slot
-from tests.unit.fakes import GENERATION, NOW_MS, FakeProducer, Trouble, World, ended, kind_of, make_event, until
+from tests.unit.fakes import (
+    GENERATION,
+    NOW_MS,
+    FakeIdempotent,
+    FakeProducer,
+    Trouble,
+    World,
+    ended,
+    kind_of,
+    make_event,
+    until,
+)
 from tests.unit.scrape import sample
 
 LATER = StoreGeneration(2, GENERATION.store)
@@ -43,33 +56,31 @@ class FakeRecovery(SlotRecovery):
         await self._world.bring_up(slot, generation)
         self.runs.append((slot.n, generation))
 
+    def new_slot(self, n: int) -> Slot:
+        return Slot(n, self._world.keys, self._world.topics.ledger, "test", FakeIdempotent())
+
 
 class Held:
-    """A pool and what it needs; `serve` is the work of its slots, `heartbeats` the number of heartbeats."""
+    """A pool, its keeper and what they need; `serve` is the work of slots, `heartbeats` the number of heartbeats."""
 
     def __init__(self, serve: Callable[[Slot], Awaitable[None]] | None = None, **settings: int) -> None:
         timing = {"lease_ttl_ms": 30, "request_timeout_ms": 50, "transaction_timeout_ms": 50}
         self.world = World(**(timing | settings))
         self.recovery = FakeRecovery(self.world)
         self.heartbeats = 0
-        self.pool = Pool(
-            self.world.settings,
-            self.world.kafka_admin,
-            self.world.transactions,
-            self.world.keys,
-            self.world.store,
-            self.recovery,
-            self.world.queue,
-            self.world.topics,
-            self.world.telemetry,
-            self.world.heartbeat_now,
-            serve=serve or self.world.writer.serve,
-            recovered=self._recovered,
+        self._serve = serve or self.world.writer.serve
+        self.leases = Leases(self.world.keys, self.world.store, self.world.settings)
+        self.pool = Pool(self.leases, self.world.store, self.recovery, self, self.world.queue, self.world.telemetry)
+        self.keeper = LeaseKeeper(
+            self.world.settings, self.leases, self.world.store, self.pool, self.world.heartbeat_now
         )
         self.world.keys.server.freed = dict.fromkeys(range(self.world.settings.slots_max), 0)
-        self.keeping = asyncio.create_task(self.pool.keep())
+        self.keeping = asyncio.create_task(self.keeper.keep())
 
-    def _recovered(self) -> None:
+    async def serve(self, slot: Slot) -> None:
+        await self._serve(slot)
+
+    def recovered(self) -> None:
         self.heartbeats += 1
 
     async def ready(self) -> Slot:
@@ -108,7 +119,7 @@ async def for_ever(_: Slot) -> None:
 async def test_a_process_takes_its_slots_and_gives_them_back(hold: Hold) -> None:
     held = hold(slots=2, slots_max=3)
     await until(lambda: held.pool.ready == 2)
-    await held.pool.stop()
+    await held.keeper.stop()
     assert sorted(clean for _, clean in held.world.keys.returned) == [True, True]
     assert held.pool.slots == {}
     assert not held.world.keys.server.members
@@ -117,10 +128,9 @@ async def test_a_process_takes_its_slots_and_gives_them_back(hold: Hold) -> None
 async def test_workers_that_a_server_forks_after_it_has_made_the_app_have_different_tokens(hold: Hold) -> None:
     """With one name for all, each would take the slots of the others for its own, and they would fence each other."""
     held = hold(slots=2, slots_max=4)
-    assert "<Pool" in repr(held.pool), "a log before the fork makes no token"
-    worker, made = copy(held.pool), held.pool  # a fork, before the pool has run
+    worker, made = copy(held.leases), held.leases  # a fork, before the pool has run
     assert worker.token != made.token
-    assert made.token == held.pool.token  # it stays the same
+    assert made.token == held.leases.token  # it stays the same
 
 
 async def test_a_pool_without_a_slot_sends_heartbeats_more_often(hold: Hold) -> None:
@@ -246,7 +256,7 @@ async def test_a_slot_with_a_pending_mark_is_not_given_back_as_clean(hold: Hold)
     held.world.keys.trouble.before["mark"].extend(StoreUnanswered("no answer") for _ in range(1_000))
     with pytest.raises(StoreUnanswered):
         await slot.mark(slot.without_ledger_record(), ROWS)
-    await held.pool.stop()
+    await held.keeper.stop()
     assert held.world.keys.returned == [(slot.n, False)]
 
 
@@ -647,7 +657,7 @@ async def test_a_stop_ends_although_a_slot_waits_for_a_store(hold: Hold) -> None
     await until(lambda: held.world.store.waiting == 2)  # the slot, and the heartbeat
     assert slot.state is SlotState.DOUBT
     async with asyncio.timeout(3.0):
-        await held.pool.stop()
+        await held.keeper.stop()
     assert held.pool.slots == {}
 
 
@@ -660,7 +670,7 @@ async def test_a_stop_ends_although_a_transaction_hangs(hold: Hold) -> None:
     slot = await held.ready()
     producer = slot.producer
     async with asyncio.timeout(3.0):
-        await held.pool.stop()
+        await held.keeper.stop()
     assert held.world.keys.returned == [(slot.n, False)], "another process is to recover it"
     assert isinstance(producer, FakeProducer)
     assert producer.closed
@@ -670,7 +680,7 @@ async def test_no_slot_is_taken_while_the_process_stops(hold: Hold) -> None:
     held = hold(slots=2)
     gate = held.world.keys.trouble.hold("take")
     await held.world.keys.trouble.reached["take"].wait()
-    stopping = asyncio.create_task(held.pool.stop())
+    stopping = asyncio.create_task(held.keeper.stop())
     await asyncio.sleep(0.01)
     gate.set()
     await stopping
@@ -683,7 +693,7 @@ async def test_a_held_slot_is_recovered_when_that_is_asked_for(hold: Hold) -> No
     """Although it waits for events, and nothing of it has failed."""
     held = hold()
     slot = await held.ready()
-    held.pool.recover(slot.n, [("orders", 1)])
+    held.keeper.recover(slot.n, [("orders", 1)])
     await until(lambda: len(held.recovery.runs) == 2 and held.pool.ready == 1)
     assert held.pool.slots[slot.n] is slot
     assert not slot.superseded
@@ -694,7 +704,7 @@ async def test_partitions_to_recover_are_kept_while_the_store_does_not_let_the_s
     slot = await held.ready()
     idle = next(n for n in range(4) if n != slot.n)
     held.world.keys.trouble.before["take"].append(StoreAway("no answer"))
-    held.pool.recover(idle, [("orders", 1)])
+    held.keeper.recover(idle, [("orders", 1)])
     await until(lambda: idle in {n for n, _ in held.recovery.runs})
     assert not held.world.keys.trouble.before["take"]
     assert held.pool.slots[idle].maybe_hanging == {("orders", 1)}
@@ -706,8 +716,8 @@ async def test_an_unheld_slot_is_taken_when_its_recovery_is_asked_for(hold: Hold
     slot = await held.ready()
     idle, others = [n for n in range(4) if n != slot.n][:2]
     held.world.keys.server.leases[others] = ("another", NOW_MS + 10**9)
-    held.pool.recover(idle, [("orders", 1)])
-    held.pool.recover(others, [("orders", 1)])
+    held.keeper.recover(idle, [("orders", 1)])
+    held.keeper.recover(others, [("orders", 1)])
     await until(lambda: idle in {n for n, _ in held.recovery.runs})
     await held.more_beats()
     assert others not in {n for n, _ in held.recovery.runs}

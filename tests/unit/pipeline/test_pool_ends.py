@@ -151,7 +151,7 @@ async def test_a_stop_ends_though_redis_takes_nothing_back() -> None:
 
         held.world.keys.give_back = refuse  # type: ignore[assignment,method-assign]
         held.world.keys.leave = refuse  # type: ignore[assignment,method-assign]
-        await asyncio.wait_for(held.pool.stop(), 3.0)
+        await asyncio.wait_for(held.keeper.stop(), 3.0)
         assert held.pool.slots == {}
 
 
