@@ -94,7 +94,7 @@ class Router:
         """Make all that the rules decide. Bounds of the process, and the rates of callers, are those of `before`."""
         service, rules = self._service, loaded.rules
         settings, telemetry = service.settings, service.telemetry
-        admission = service.admission if before is None else before.endpoint.admission.under(rules, loaded.schemas)
+        admission = service.admission if before is None else before.endpoint.admission.with_rules(rules, loaded.schemas)
         callers = Callers(
             rules.callers,
             tokens=self._tokens_of(rules, before),
@@ -102,7 +102,7 @@ class Router:
             with_sources=bool(rules.sources),
             before=None if before is None else before.callers,
         )
-        guard = RequestGuard(settings, callers) if before is None else before.endpoint.guard.under(callers)
+        guard = RequestGuard(settings, callers) if before is None else before.endpoint.guard.with_callers(callers)
         endpoint = EventsEndpoint(guard, admission, telemetry, settings.key_ttl_s)
         produce = ProduceRequests(
             guard, admission, telemetry, rules, settings.key_ttl_s, has_registry=bool(settings.registry)
@@ -124,4 +124,4 @@ class Router:
         """Return the callers with JSON Web Tokens: those of `before`, with their rates, while no issuer has changed."""
         if before is not None and before.loaded.rules.issuers == rules.issuers:
             return before.callers.tokens
-        return self._service.tokens.callers if before is None else self._service.tokens.under(rules)
+        return self._service.tokens.callers if before is None else self._service.tokens.make(rules)

@@ -147,7 +147,7 @@ class Encoder:
         self._unusable: Bounded[str] = Bounded(READY_MAX, READY_BYTES_MAX)  # why a schema cannot be made ready
         self._making: dict[Hashable, asyncio.Task[Codec]] = {}  # schemas that are being made ready
 
-    def under(self, rules: Rules) -> "Encoder":
+    def with_rules(self, rules: Rules) -> "Encoder":
         """Return an encoder by other rules, with the same schemas ready."""
         other = copy(self)
         other._rule = _encodings_by(rules)

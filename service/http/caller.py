@@ -51,7 +51,7 @@ class Caller:
         may = lru_cache(maxsize=TOPICS_MAX)(lambda topic: any(fnmatchcase(topic, glob) for glob in globs))
         return cls(rule.name, may, (rates or Rates()).buckets(rule.name, rule.rate, rule.rate_bytes), rule, rule.groups)
 
-    def under(self, rule: CallerRule, rates: Rates | None = None) -> "Caller":
+    def for_changed_rule(self, rule: CallerRule, rates: Rates | None = None) -> "Caller":
         """Return the caller of a changed rule: this one, with what is left of its rate, if only credentials changed."""
         is_same = self._rule is not None and _without_credentials(self._rule) == _without_credentials(rule)
         return self if is_same else Caller.of_rule(rule, rates)

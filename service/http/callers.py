@@ -45,7 +45,7 @@ class Callers:
         self._by_digest: dict[bytes, Caller] = {}
         self._by_certificate: dict[str, Caller] = {}
         for rule in rules:
-            caller = self._by_name[rule.name] = known.get(rule.name, ANYBODY).under(rule, rates)
+            caller = self._by_name[rule.name] = known.get(rule.name, ANYBODY).for_changed_rule(rule, rates)
             self._by_digest.update(dict.fromkeys(map(bytes.fromhex, rule.token_sha256), caller))
             self._by_certificate.update(dict.fromkeys(rule.certificates, caller))
         self.tokens = tokens

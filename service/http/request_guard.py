@@ -42,7 +42,7 @@ class RequestGuard:
         self._rules_path = settings.rules
         self._why_loopback = _why_loopback_only(settings.rules, callers)
 
-    def under(self, callers: Callers) -> "RequestGuard":
+    def with_callers(self, callers: Callers) -> "RequestGuard":
         """Return the guard of other rules, with the same bounds."""
         other = copy(self)
         other.callers = callers

@@ -158,7 +158,7 @@ class _SourceHandler:
 def _caller_of(rule: SourceRule, known: Mapping[str, Caller], rates: Rates) -> Caller:
     """Make the caller that stands for a source; it has the rates of the source."""
     of_source = CallerRule(rule.scope, (), rate=rule.rate, rate_bytes=rule.rate_bytes)
-    return known.get(rule.name, ANYBODY).under(of_source, rates)
+    return known.get(rule.name, ANYBODY).for_changed_rule(of_source, rates)
 
 
 class SourceResponder(Responder):

@@ -131,7 +131,7 @@ class CurrentTokenCallers:
         if self.callers is not None:
             self.callers.start()
 
-    def under(self, rules: Rules) -> TokenCallers | None:
+    def make(self, rules: Rules) -> TokenCallers | None:
         """Make the callers of changed rules; new keys are not read before `use`."""
         return TokenCallers.of_rules(rules, self._telemetry, self._rates, self.callers)
 

@@ -51,12 +51,6 @@ class _Handling(NamedTuple):
     is_refused: bool
 
 
-class Gate:
-    """Whether this process accepts requests, by whichever rules they are admitted."""
-
-    is_open = True
-
-
 class Admission:
     """The entrance of the pipeline: makes write requests of checked events, and puts them into the queue."""
 
@@ -81,12 +75,11 @@ class Admission:
         self._tracing = tracing
         self.load_shedder = resolver.load_shedder
         self.events_max = settings.queue_events_max  # a larger request could never be admitted
-        self.gate = Gate()  # closed while the process stops
 
-    def under(self, rules: Rules, schemas: Schemas) -> "Admission":
+    def with_rules(self, rules: Rules, schemas: Schemas) -> "Admission":
         """Return the admission by other rules into the same queue."""
         other = copy(self)
-        other.checks = self.checks.under(rules, schemas)
+        other.checks = self.checks.with_rules(rules, schemas)
         other._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)
         other._quarantine_topics = rules.quarantine_topics
         return other
@@ -94,7 +87,7 @@ class Admission:
     @property
     def is_accepting(self) -> bool:
         """False while the process stops."""
-        return self.gate.is_open
+        return not self._queue.is_closed
 
     @property
     def overload(self) -> Problem | None:
@@ -192,7 +185,7 @@ class Admission:
     def _count(self, request: WriteRequest) -> None:
         """Count a request into the queue's bounds. Raises and records Problem (503)."""
         try:
-            if not self.gate.is_open:
+            if self._queue.is_closed:
                 raise Problem(NOT_WRITTEN, "this process is stopping: send it again, to another")
             if self._store.generation is None:
                 raise Problem(NOT_WRITTEN, f"the key store is not complete ({self._store.status}): send it again")
@@ -205,7 +198,7 @@ class Admission:
 
     async def drain(self) -> None:
         """Stop accepting requests, and wait until all accepted ones are answered: until their deadlines, at most."""
-        self.gate.is_open = False
+        self._queue.close()
         ends_at = time.monotonic() + self._timeout_s + DRAIN_MARGIN_S
         while self._queue.events > 0 and time.monotonic() < ends_at:  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(SWEEP_S)

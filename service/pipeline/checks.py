@@ -63,13 +63,13 @@ class EventChecks:
         self._timeout_s = settings.request_timeout_ms / 1000
         self.keys = KeyChecks(settings, rules, store, now_ms)
 
-    def under(self, rules: Rules, schemas: Schemas) -> "EventChecks":
+    def with_rules(self, rules: Rules, schemas: Schemas) -> "EventChecks":
         """Return the checks by other rules, with the same caches of what is not made of rules."""
         other = copy(self)
-        other._encoder = None if self._encoder is None else self._encoder.under(rules)
+        other._encoder = None if self._encoder is None else self._encoder.with_rules(rules)
         other._rule = lru_cache(maxsize=TOPICS_MAX)(rules.rule)
         other._schemas = schemas
-        other.keys = self.keys.under(rules)
+        other.keys = self.keys.with_rules(rules)
         return other
 
     def check_now(self, event: Event, age: KeyAge = UNKNOWN_AGE) -> bool:

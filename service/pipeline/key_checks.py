@@ -102,7 +102,7 @@ class KeyChecks:
         # of brokers and Redis differ.
         self._margin_ms = 2 * settings.timeouts_ms
 
-    def under(self, rules: Rules) -> "KeyChecks":
+    def with_rules(self, rules: Rules) -> "KeyChecks":
         """Return the checks by other rules. Keys from before them may have been written for the retention before."""
         other = copy(self)
         other._retentions = _Retentions(rules, self._key_ttl_s)

@@ -56,6 +56,7 @@ class Queue:
         self._groups_taken = 0
         self._last_group_size = 0  # requests of the last group that was not isolated
         self._making_room: asyncio.TimerHandle | None = None
+        self.is_closed = False  # admits nothing more, because the process stops
         self.events = 0
         self.bytes = 0
         self.ledger_bytes_max = self._topic_bytes_max = GROUP_LEDGER_BYTES_MAX  # of a group, and by the topic's limit
@@ -71,6 +72,10 @@ class Queue:
             raise Problem(NOT_WRITTEN, f"the queue is full ({self._bytes_max} bytes): send it again a little later")
         self.events += events
         self.bytes += request.size
+
+    def close(self) -> None:
+        """Admit no further request, by whichever rules; those in the queue are still taken."""
+        self.is_closed = True
 
     def put(self, request: WriteRequest) -> None:
         """Append a counted request."""

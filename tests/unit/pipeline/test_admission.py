@@ -100,7 +100,7 @@ async def test_without_a_store_or_during_a_stop_events_are_refused_and_their_503
     world.store.generation, world.store.status = None, "recovering: 3 keys replayed"
     answers = [await asyncio.gather(world.submit("a"), return_exceptions=True)]
     world.store.generation = (await World().slot()).generation
-    world.admission.gate.is_open = False
+    world.queue.close()
     answers.append(await asyncio.gather(world.submit("b"), return_exceptions=True))
     details = [answer.detail for (answer,) in answers if isinstance(answer, Problem)]
     assert details == [
@@ -358,10 +358,10 @@ async def test_a_key_from_before_its_retention_grew_is_forgotten_after_the_reten
 
     now_ms = NOW_MS
     world.clock.read = lambda: now_ms
-    keys = world.checks.keys.under(RAISED)
+    keys = world.checks.keys.with_rules(RAISED)
     now_ms += 20 * HOUR_MS
     assert not await is_refused(keys, NOW_MS - 3 * HOUR_MS)
-    keys = keys.under(Rules()).under(RAISED)
+    keys = keys.with_rules(Rules()).with_rules(RAISED)
     now_ms = NOW_MS + 24 * HOUR_MS
     assert await is_refused(keys, NOW_MS - 3 * HOUR_MS), "written under the rules before, and forgotten after them"
     assert not await is_refused(keys, NOW_MS + HOUR_MS)
