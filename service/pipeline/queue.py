@@ -258,7 +258,12 @@ class Queue:
         if not can_take or self._at_capacity():
             waiter = asyncio.get_running_loop().create_future()
             self._idle_slots.append(waiter)
-            await waiter
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if waiter.done() and not waiter.cancelled():  # it was woken: another consumer takes the group
+                    self.notify()
+                raise
 
     def _at_capacity(self) -> bool:
         """Whether no further group may be started. Groups that take longer than GROUP_QUICK_S do not count.

@@ -291,6 +291,17 @@ async def test_a_cancelled_waiter_does_not_consume_a_wakeup() -> None:
         await here
 
 
+async def test_a_waiter_that_is_cancelled_after_its_wakeup_passes_the_wakeup_on() -> None:
+    queue = Queue(SETTINGS, MANY)
+    gone, here = asyncio.create_task(queue._wait()), asyncio.create_task(queue._wait())
+    await asyncio.sleep(0)
+    admit(queue, request("a"))
+    gone.cancel()  # before it has run
+    async with asyncio.timeout(3.0):
+        await here
+    assert gone.cancelled()
+
+
 # ------------------------------------------------------------------------------------------------- groups at once
 
 
