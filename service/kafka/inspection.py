@@ -34,6 +34,8 @@ FINAL: Final = frozenset({errors.TopicAuthorizationFailedError.errno, UNSUPPORTE
 UNSUPPORTED: Final = (errors.IncompatibleBrokerVersion, NotImplementedError)
 # What `fetch` raises where the log starts after the offset: the record was deleted, or the topic was created again.
 DELETED: Final = errors.OffsetOutOfRangeError
+# Errors of a partition that no longer has the offset, is gone, or may not be read: its entries cannot be found.
+UNREADABLE: Final = (DELETED, errors.TopicAuthorizationFailedError, errors.UnknownTopicOrPartitionError)
 MARKERS: Final = {0: Marker.ABORT, 1: Marker.COMMIT}  # by the type in a control record's key
 # The same bound as in kafka/reader.py: unpacking a larger response blocks the event loop.
 FETCH_BYTES: Final = 512 * 1024
@@ -361,11 +363,17 @@ async def is_ending(client: BaseClient, node: int, transactional_id: str) -> boo
     return state in ENDING
 
 
+def no_leader(partition: Partition) -> Exception:
+    """Make the error for a partition whose leader is unknown, or does not answer."""
+    error: Exception = errors.LeaderNotAvailableError(f"{partition}")
+    return error
+
+
 def _leader_of(client: BaseClient, partition: Partition) -> int:
     """Find a partition's leader in the cached metadata. Raises LeaderNotAvailableError."""
     node = client.cluster.leader_for_partition(TopicPartition(*partition))
     if node is None or node < 0:
-        raise errors.LeaderNotAvailableError(f"{partition}")
+        raise no_leader(partition)
     return int(node)
 
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import structlog
-from aiokafka import errors
 from prometheus_client import Counter
 
 from service.contract.wire.versions import NewerVersion, WireError
 from service.core.time_slice import TimeSlice
-from service.kafka.admin import KafkaAdmin
+from service.kafka.admin import UNANSWERED, KafkaAdmin
 from service.kafka.group_offsets import OFFSETS_TOPIC
 from service.kafka.hanging import (
     ActiveProducer,
@@ -28,7 +27,7 @@ from service.kafka.hanging import (
     verdicts,
 )
 from service.kafka.hanging_transactions import HangingTransactions
-from service.kafka.inspection import DELETED, LogEntry, fetch
+from service.kafka.inspection import DELETED, UNREADABLE, LogEntry, fetch, no_leader
 from service.kafka.metadata import Partition
 from service.kafka.reader import high_watermarks, offsets_since
 from service.slots.ledger_rows import lowest_offsets, names_producer
@@ -42,12 +41,6 @@ LOOK_BACK: Final = 32
 # appended after its events were claimed, so its time is at most this much before their accepted_at.
 CLOCKS_APART_MS: Final = 3_600_000
 RETRY_PAUSE_S: Final = 0.02
-# Errors of a partition that no longer has the offset, is gone, or may not be read: its markers cannot be found.
-UNREADABLE: Final = (
-    DELETED,
-    errors.TopicAuthorizationFailedError,
-    errors.UnknownTopicOrPartitionError,
-)
 
 
 @dataclass
@@ -153,7 +146,7 @@ class HangingRecovery:
         """
         try:
             return await self._run(applied, maybe_hanging)
-        except (errors.KafkaError, OSError, TimeoutError) as error:
+        except UNANSWERED as error:
             why = f"{self._ledger}: hanging transactions cannot be determined: {error!r}"
             raise self._admin.failed("end-hanging", why) from error
 
@@ -169,7 +162,7 @@ class HangingRecovery:
             {self._ledger, *named, *without_marker, *maybe_hanging}
         )
         if self._ledger in unanswered:
-            raise errors.LeaderNotAvailableError(f"{self._ledger}")
+            raise no_leader(self._ledger)
         if open_from:
             await self._end_hanging(open_from, tail, without_marker)
         former = {*tail.others, *self._transactions.former_ids}
@@ -420,7 +413,7 @@ class HangingRecovery:
                         return entries, following, end
                 except UNREADABLE:
                     raise
-                except (errors.KafkaError, OSError) as error:
+                except UNANSWERED as error:
                     if not getattr(error, "retriable", True):
                         raise
                 if partition[0] not in client.tracked_topics:
