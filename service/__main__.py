@@ -28,6 +28,7 @@ from service.http.limits import GuardedProtocol, ManagementProtocol, handshakes_
 from service.http.protocol import protocol_of
 from service.http.server import LingeringServer
 from service.http.tls import ServerTls
+from service.router import Router
 
 # After the deadline of the last accepted request: for its answer and its mark, the leases, and the journal.
 DRAIN_EXTRA_S = 5
@@ -57,27 +58,7 @@ def _serve(settings: Settings, loaded: LoadedRules) -> int:
         wrong.append(error)
         server.should_exit = True
 
-    router = build_router(settings, loaded, give_up)
-    stopping = router.current.endpoint.guard.stopping
-    tls = settings.http_tls
-    context = None
-    if tls is not None:
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        context = ServerTls(tls, handshakes_max(files), router.telemetry)
-    server = LingeringServer(
-        _config(
-            router.app,
-            settings.host,
-            settings.port,
-            # Without `posts` the connections hand all requests to the app.
-            protocol_of(None if settings.transport == "asgi" else router.posts, stopping),
-            lifespan="on",
-            timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,
-        ),
-        stopping,
-        context,
-        [_management(router.management, settings)] if router.management is not None else [],
-    )
+    server = _server_of(build_router(settings, loaded, give_up), settings)
 
     def stop(*_: object) -> None:
         server.should_exit = True
@@ -95,6 +76,26 @@ def _serve(settings: Settings, loaded: LoadedRules) -> int:
         last_line(str(wrong[0]))
         return 2
     return 0
+
+
+def _server_of(router: Router, settings: Settings) -> LingeringServer:
+    """Make the server of the app, with TLS and with the management port where the settings want them."""
+    stopping = router.current.endpoint.guard.stopping
+    tls = None
+    if settings.http_tls is not None:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        tls = ServerTls(settings.http_tls, handshakes_max(files), router.telemetry)
+    config = _config(
+        router.app,
+        settings.host,
+        settings.port,
+        # Without `posts` the connections hand all requests to the app.
+        protocol_of(None if settings.transport == "asgi" else router.posts, stopping),
+        lifespan="on",
+        timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,
+    )
+    management = [] if router.management is None else [_management(router.management, settings)]
+    return LingeringServer(config, stopping, tls, management)
 
 
 def _management(app: ASGIApp, settings: Settings) -> uvicorn.Config:

@@ -85,6 +85,23 @@ def from_binary(
     scope: str = "",
 ) -> Event:
     """Make an event from `ce-` headers (names in lower case) and a body. Raises Problem (400, 413)."""
+    attributes, content_type = _attributes_of(headers)
+    event = CloudEvent(
+        attributes["specversion"],
+        attributes["id"],
+        attributes["source"],
+        attributes["type"],
+        attributes.get("topic"),
+        attributes.get("partitionkey"),
+        attributes.get("time"),
+    )
+    carried: list[Header] = [] if content_type is None else [("content-type", content_type)]
+    carried += [(f"ce_{name}", text.encode()) for name, text in attributes.items()]
+    return _event(event, "ce-", carried, body, key, traceparent, scope)
+
+
+def _attributes_of(headers: Iterable[tuple[bytes, bytes]]) -> tuple[dict[str, str], bytes | None]:
+    """Read the attributes of an event, and its content type, from the headers of a request. Raises Problem (400)."""
     attributes: dict[str, str] = {}
     content_type = None
     for name, content in headers:
@@ -107,18 +124,7 @@ def from_binary(
     for required in ("specversion", "id", "source", "type"):
         if required not in attributes:
             raise invalid(f"ce-{required}", "send this header: every CloudEvent has the attribute")
-    event = CloudEvent(
-        attributes["specversion"],
-        attributes["id"],
-        attributes["source"],
-        attributes["type"],
-        attributes.get("topic"),
-        attributes.get("partitionkey"),
-        attributes.get("time"),
-    )
-    carried: list[Header] = [] if content_type is None else [("content-type", content_type)]
-    carried += [(f"ce_{name}", text.encode()) for name, text in attributes.items()]
-    return _event(event, "ce-", carried, body, key, traceparent, scope)
+    return attributes, content_type
 
 
 def _text_of(content: str) -> str:
