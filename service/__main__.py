@@ -89,8 +89,8 @@ def _server_of(router: Router, settings: Settings) -> LingeringServer:
         router.app,
         settings.host,
         settings.port,
-        # Without `posts` the connections hand all requests to the app.
-        protocol_of(None if settings.transport == "asgi" else router.posts, stopping),
+        # Without `direct` the connections hand all requests to the app.
+        protocol_of(None if settings.transport == "asgi" else router.direct, stopping),
         lifespan="on",
         timeout_graceful_shutdown=settings.request_timeout_ms // 1000 + DRAIN_EXTRA_S,
     )

@@ -17,7 +17,7 @@ from service.http.produce import ProduceRequests
 from service.http.produce_listing import ListingParts, ProduceListing
 from service.http.produce_v2 import ProduceV2
 from service.http.produce_v3 import ProduceV3
-from service.http.protocol import Posts
+from service.http.protocol import DirectRoutes
 from service.http.rates import Rates
 from service.http.request_guard import RequestGuard
 from service.http.routes import Parts, add_middleware, add_probes, event_routes
@@ -72,7 +72,8 @@ class Router:
         self._always = list(self.app.router.routes)
         self.current = self._made(loaded)
         endpoint = self.current.endpoint
-        self.posts = Posts(endpoint.routes, endpoint.guard.body_bytes_max, endpoint.guard.bodies, endpoint.streamed)
+        guard = endpoint.guard
+        self.direct = DirectRoutes(endpoint.routes, guard.body_bytes_max, guard.bodies, endpoint.streamed)
         self._swap(self.current)
 
     def build(self, loaded: LoadedRules) -> Callable[[], None]:
@@ -88,7 +89,7 @@ class Router:
         self.current = made
         self.app.router.routes = [*self._always, *made.routes]
         self.app.set_cors(cors)
-        self.posts.replace(made.endpoint.routes, cors=bool(cors))
+        self.direct.replace(made.endpoint.routes, cors=bool(cors))
 
     def _made(self, loaded: LoadedRules, before: RoutesOfRules | None = None) -> RoutesOfRules:
         """Make all that the rules decide. Bounds of the process, and the rates of callers, are those of `before`."""

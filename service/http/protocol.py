@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from service.http.headers import UsedHeaders, content_type_of, essence
 from service.http.limits import GuardedProtocol
 from service.http.request import OWN_BYTES, WRITE_BYTES, Bodies, Handler, PostRequest, StopSignal, reading_time_s
-from service.http.request_reader import Head, PlainPost, Rejection, RequestReader
+from service.http.request_reader import Head, Rejection, RequestReader, WholePost
 from service.http.responses import lines_of
 
 log = structlog.get_logger(__name__)
@@ -50,8 +50,8 @@ class ResponseBuffer:
 
 
 @dataclass(eq=False)
-class Posts:
-    """The POSTs that the transport hands to their handlers, by exact path.
+class DirectRoutes:
+    """The POSTs that the direct transport hands to their handlers, by exact path; all other requests go to the app.
 
     A body is kept up to `body_bytes_max` bytes, and within the bound that `bodies` holds over all of them. `streamed`
     has the paths whose bodies of one media type the ASGI app reads as they arrive. With `cors` the app also takes the
@@ -104,7 +104,7 @@ class HttpRequest(PostRequest):
 
     def __init__(
         self,
-        connection: "PostsProtocol",
+        connection: "DirectProtocol",
         handler: Handler,
         headers: list[tuple[bytes, bytes]],
         keep_alive: bool = True,
@@ -115,7 +115,7 @@ class HttpRequest(PostRequest):
         super().__init__(
             headers,
             client,
-            connection.posts.bodies,
+            connection.direct.bodies,
             keep_alive=keep_alive,
             chunked=chunked,
             certificate=connection.certificate,
@@ -188,7 +188,7 @@ class HttpRequest(PostRequest):
                 head += self.rated.rate_lines()
             lines = self.connection.head(self, status, head, b"content-length: %d\r\n" % len(body))
             self.finish()
-            self.connection.posts.responses.add(self, lines + body)
+            self.connection.direct.responses.add(self, lines + body)
 
     def cut(self) -> None:
         self.finish()
@@ -196,21 +196,21 @@ class HttpRequest(PostRequest):
         self.connection.transport.close()
 
 
-class PostsProtocol(GuardedProtocol):
+class DirectProtocol(GuardedProtocol):
     """Hand POSTs to the handlers of their routes, and all other requests to the ASGI app."""
 
-    posts: Posts
+    direct: DirectRoutes
     _unwritten: tuple[HttpRequest, memoryview] | None = None  # the rest of a long response
     _reading: asyncio.TimerHandle | None = None  # for the time that the client has to read it
     _rejection: Rejection | None = None  # comes after it
     _date: ClassVar[tuple[object, bytes]] = (None, b"")
 
-    def __init__(self, posts: Posts, *arguments: Any, **named: Any) -> None:
+    def __init__(self, direct: DirectRoutes, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.posts = posts
+        self.direct = direct
 
     def new_reader(self) -> RequestReader:
-        return RequestReader(self.loop.time(), self.posts.plain, min(OWN_BYTES, self.posts.body_bytes_max))
+        return RequestReader(self.loop.time(), self.direct.plain, min(OWN_BYTES, self.direct.body_bytes_max))
 
     def data_received(self, data: bytes) -> None:
         post = None if self.transport.is_closing() else self.reader.whole_post(data)
@@ -222,19 +222,19 @@ class PostsProtocol(GuardedProtocol):
             self._set_timer()
 
     def _reject(self, rejection: Rejection) -> None:
-        self.posts.responses.write()  # a rejection ends the connection, and comes after the answers
+        self.direct.responses.write()  # a rejection ends the connection, and comes after the answers
         if self._unwritten is None:
             super()._reject(rejection)
         else:
             self._rejection = rejection
 
-    def take_post(self, post: PlainPost) -> None:
-        request = HttpRequest(self, self.posts.routes[post.target], [])
+    def take_post(self, post: WholePost) -> None:
+        request = HttpRequest(self, self.direct.routes[post.target], [])
         self.cycle = request  # type: ignore[assignment]
         request.receive_complete(post.used, post.body)
 
     def begin(self, head: Head) -> None:
-        handler = self.posts.handler_of(head)
+        handler = self.direct.handler_of(head)
         if handler is None:
             super().begin(head)
             return
@@ -253,7 +253,7 @@ class PostsProtocol(GuardedProtocol):
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((post, self.app))  # type: ignore[arg-type]
-        post.reject_if_too_long(self.posts.body_bytes_max)
+        post.reject_if_too_long(self.direct.body_bytes_max)
         if post.started:
             post.send_continue()
 
@@ -262,7 +262,7 @@ class PostsProtocol(GuardedProtocol):
         if not isinstance(cycle, HttpRequest):
             super().on_body(body)
         elif not cycle.answered:
-            cycle.add(body, self.posts.body_bytes_max)
+            cycle.add(body, self.direct.body_bytes_max)
 
     def on_message_complete(self) -> None:
         cycle: object = self.cycle
@@ -338,10 +338,10 @@ class PostsProtocol(GuardedProtocol):
     def _dated(self) -> bytes:
         """Return the lines of uvicorn's default headers (Date), which uvicorn replaces each second."""
         headers = self.server_state.default_headers
-        made_of, lines = PostsProtocol._date
+        made_of, lines = DirectProtocol._date
         if made_of is not headers:
             lines = lines_of(headers)
-            PostsProtocol._date = headers, lines
+            DirectProtocol._date = headers, lines
         return lines
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -354,10 +354,10 @@ class PostsProtocol(GuardedProtocol):
         super().connection_lost(exc)
 
 
-def protocol_of(posts: Posts | None, stopping: StopSignal | None = None) -> type[GuardedProtocol]:
+def protocol_of(direct: DirectRoutes | None, stopping: StopSignal | None = None) -> type[GuardedProtocol]:
     """Return what makes the protocol of each connection, for uvicorn, whose type for it is a class.
 
-    Without `posts` the ASGI app gets all requests. Once `stopping` is set, each response is the last of its connection.
+    Without `direct` the app gets all requests. Once `stopping` is set, each response is the last of its connection.
     """
-    protocol = GuardedProtocol if posts is None else partial(PostsProtocol, posts)
+    protocol = GuardedProtocol if direct is None else partial(DirectProtocol, direct)
     return cast("type[GuardedProtocol]", partial(protocol, stopping=stopping))

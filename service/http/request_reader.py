@@ -45,7 +45,7 @@ class Head(msgspec.Struct, gc=False):
     expects_continue: bool  # the client asks whether to send the body (RFC 9110, section 10.1.1)
 
 
-class PlainPost(msgspec.Struct, gc=False):
+class WholePost(msgspec.Struct, gc=False):
     """A whole POST; `used` has the headers that the service uses."""
 
     target: bytes
@@ -234,7 +234,7 @@ class RequestReader:
         events, self._events = self._events, []
         return events
 
-    def whole_post(self, data: bytes) -> PlainPost | None:
+    def whole_post(self, data: bytes) -> WholePost | None:
         """Read a plain POST that is whole and alone; None for all else."""
         if self.unanswered or self.unread or not 0 < len(data) <= self._plain_bytes_max:
             return None
@@ -245,7 +245,7 @@ class RequestReader:
             return None
         self.state, self._head_bytes = "boundary", 0
         self.unanswered += 1
-        return PlainPost(*read)
+        return WholePost(*read)
 
     def _transition(self, what: Input, event: ReaderEvent | None = None) -> None:
         """Make the table's transition for an input; `event` describes the input."""

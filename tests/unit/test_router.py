@@ -49,7 +49,7 @@ def loaded(folder: Path, *names: str, more: str = "") -> LoadedRules:
 @pytest.fixture(params=["direct", "asgi"])
 async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Router, int]]:
     router = build_router(SETTINGS, loaded(tmp_path, "shop"), lambda _: None)
-    posts = router.posts if request.param == "direct" else None
+    posts = router.direct if request.param == "direct" else None
     config = uvicorn.Config(
         router.app, port=free_port(), http=protocol_of(posts), lifespan="on", log_config=None, loop="uvloop"
     )
@@ -245,7 +245,7 @@ async def test_nothing_that_decides_about_requests_refers_to_the_rules_before(tm
     router = build_router(SETTINGS, loaded(tmp_path, "shop"), lambda _: None)
     router.build(loaded(tmp_path, "till"))()
     current = router.current
-    parts = [current.callers, current.endpoint, current.sources, current.routes, router.posts.routes]
+    parts = [current.callers, current.endpoint, current.sources, current.routes, router.direct.routes]
     found = {id(each): each for each in reachable(parts) if isinstance(each, Rules)}
     assert [*found.values()] == [current.loaded.rules]
 

@@ -17,7 +17,7 @@ from service.http.application import Application
 from service.http.callers import Callers
 from service.http.cors import EXPOSED_HEADERS, REQUEST_HEADERS
 from service.http.events import EventsEndpoint
-from service.http.protocol import Posts
+from service.http.protocol import DirectRoutes
 from service.http.request_guard import RequestGuard
 from service.pipeline.admission import Admission
 from tests.unit.http.apps import add_routes
@@ -44,7 +44,7 @@ def app_of(rules: list[CorsRule]) -> tuple[FastAPI, EventsEndpoint]:
 @pytest.fixture(params=["direct", "asgi"])
 async def http(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
     app, posts = app_of(RULES)
-    direct = Posts(posts.routes, posts.guard.body_bytes_max, posts.guard.bodies, posts.streamed, cors=True)
+    direct = DirectRoutes(posts.routes, posts.guard.body_bytes_max, posts.guard.bodies, posts.streamed, cors=True)
     async with (
         serving(app, direct if request.param == "direct" else None) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,

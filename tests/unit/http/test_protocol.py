@@ -17,7 +17,7 @@ from service.http import asgi, limits, protocol, request_reader
 from service.http import request as request_module
 from service.http.asgi import AsgiEndpoint
 from service.http.limits import GuardedProtocol
-from service.http.protocol import Posts, PostsProtocol, protocol_of
+from service.http.protocol import DirectProtocol, DirectRoutes, protocol_of
 from service.http.request import Bodies, Handler, PostRequest
 from tests.unit.fakes import until
 
@@ -120,7 +120,7 @@ async def server(
     config = uvicorn.Config(
         app if direct else by_asgi(routes, bodies),
         port=free_port(),
-        http=protocol_of(Posts(routes, BODY_BYTES_MAX, bodies)) if direct else GuardedProtocol,
+        http=protocol_of(DirectRoutes(routes, BODY_BYTES_MAX, bodies)) if direct else GuardedProtocol,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -517,7 +517,7 @@ async def test_the_keep_alive_timer_is_set_again_for_a_connection_that_was_not_i
     await caller.say(whole[:-1])
     assert (await caller.hear())[0] == 201
     connection = next(iter(caller.server.server_state.connections))
-    assert isinstance(connection, PostsProtocol)
+    assert isinstance(connection, DirectProtocol)
     connection.timeout_keep_alive_handler()
     assert connection.timeout_keep_alive_task is not None
 
@@ -539,7 +539,7 @@ async def test_the_keep_alive_timer_ends_with_its_connection(caller: Caller) -> 
     await caller.say(post(b"/now", b"x"))
     assert (await caller.hear())[0] == 201
     connection = next(iter(caller.server.server_state.connections))
-    assert isinstance(connection, PostsProtocol)
+    assert isinstance(connection, DirectProtocol)
     timer = connection.timeout_keep_alive_task
     assert timer is not None
     connection.connection_lost(ConnectionResetError())
@@ -562,13 +562,13 @@ async def test_a_long_answer_is_written_in_slices_between_which_other_tasks_run(
 ) -> None:
     turn = 0
     written: list[tuple[int, int]] = []  # the turn of the loop, and the bytes
-    write = PostsProtocol.write
+    write = DirectProtocol.write
 
-    def seen(self: PostsProtocol, request: Any, content: bytes | memoryview) -> bool:
+    def seen(self: DirectProtocol, request: Any, content: bytes | memoryview) -> bool:
         written.append((turn, len(content)))
         return write(self, request, content)
 
-    monkeypatch.setattr(PostsProtocol, "write", seen)
+    monkeypatch.setattr(DirectProtocol, "write", seen)
 
     async def count_turns() -> None:
         nonlocal turn
@@ -589,7 +589,7 @@ async def test_a_long_answer_is_written_in_slices_between_which_other_tasks_run(
 @only_direct
 async def test_a_refusal_comes_after_all_slices_of_the_answer_before_it(caller: Caller) -> None:
     protocol = next(iter(caller.server.server_state.connections))
-    assert isinstance(protocol, PostsProtocol)
+    assert isinstance(protocol, DirectProtocol)
     protocol.data_received(post(b"/long", b""))
     await asyncio.sleep(0)  # the first slice is written
     protocol.data_received(b"no request\r\n\r\n")
@@ -748,7 +748,7 @@ async def test_a_large_read_is_parsed_in_slices(caller: Caller, kind: str, monke
     head = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     sent = head + 40_000 * b"1\r\na\r\n" if kind == "chunks" else 3_000 * post(b"/now", b"x", b"via: x")
     protocol = next(iter(caller.server.server_state.connections))
-    assert isinstance(protocol, PostsProtocol)
+    assert isinstance(protocol, DirectProtocol)
     protocol.data_received(sent)
     assert len(protocol.reader.unread) == len(sent) - request_reader.SLICE_BYTES
     async with asyncio.timeout(5.0):
@@ -761,7 +761,7 @@ async def test_a_large_read_is_parsed_in_slices(caller: Caller, kind: str, monke
 async def test_after_a_large_read_other_tasks_run_before_the_next_read(caller: Caller) -> None:
     """Also while the body of a refused request is dropped."""
     protocol = next(iter(caller.server.server_state.connections))
-    assert isinstance(protocol, PostsProtocol)
+    assert isinstance(protocol, DirectProtocol)
     protocol.data_received(b"POST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
     assert protocol.transport.is_reading()
     protocol.data_received(limits.READ_BYTES * b"x")
@@ -777,7 +777,7 @@ async def test_pipelined_requests_that_are_answered_at_once_are_read_one_slice_a
     """A turn of the loop reads one slice at most, however many requests of the last slice are answered."""
     monkeypatch.setattr(limits, "PARSE_MAX_S", 0.0)
     protocol = next(iter(caller.server.server_state.connections))
-    assert isinstance(protocol, PostsProtocol)
+    assert isinstance(protocol, DirectProtocol)
     protocol.data_received(3_000 * post(b"/now", b"x", b"via: x"))
     unread = len(protocol.reader.unread)
     read: list[int] = []

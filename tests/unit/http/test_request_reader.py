@@ -19,11 +19,11 @@ from service.http.request_reader import (
     TRANSITIONS,
     Body,
     Head,
-    PlainPost,
     ReaderEvent,
     ReaderState,
     Rejection,
     RequestReader,
+    WholePost,
 )
 
 TARGETS = {b"/events"}
@@ -41,9 +41,9 @@ class Connection:
     def __init__(self, answers: bool = True) -> None:
         self.reader = RequestReader(0.0, TARGETS, plain_bytes_max=1_000)
         self.answers = answers
-        self.events: list[ReaderEvent | PlainPost] = []
+        self.events: list[ReaderEvent | WholePost] = []
 
-    def feed(self, *pieces: bytes, now: float = 0.0) -> list[ReaderEvent | PlainPost]:
+    def feed(self, *pieces: bytes, now: float = 0.0) -> list[ReaderEvent | WholePost]:
         """Feed these pieces; returns the events, up to a request that waits."""
         first = len(self.events)
         for piece in pieces:
@@ -53,14 +53,14 @@ class Connection:
                 self.take(self.reader.feed(b"", now))
         return self.events[first:]
 
-    def take(self, events: Iterable[ReaderEvent | PlainPost]) -> None:
+    def take(self, events: Iterable[ReaderEvent | WholePost]) -> None:
         for event in events:
             self.events.append(event)
-            if self.answers and (event == "complete" or isinstance(event, PlainPost)):
+            if self.answers and (event == "complete" or isinstance(event, WholePost)):
                 self.reader.answered(0.0)
 
 
-def meant(events: Iterable[ReaderEvent | PlainPost]) -> list[Any]:
+def meant(events: Iterable[ReaderEvent | WholePost]) -> list[Any]:
     """Join events into whole requests, rejections, and the end, independent of the pieces."""
     said: list[Any] = []
     head: Head | None = None
@@ -74,7 +74,7 @@ def meant(events: Iterable[ReaderEvent | PlainPost]) -> list[Any]:
             case "complete":
                 assert head is not None
                 said.append((head.target, pick(head.headers), body))
-            case PlainPost():
+            case WholePost():
                 said.append((event.target, event.used, event.body))
             case Rejection(problem):
                 said.append((problem.kind, problem.detail))
@@ -181,7 +181,7 @@ def test_a_rejection_tells_whether_it_would_be_taken_for_an_earlier_request_s_an
     assert (rejection.unanswered == inside.reader.unanswered) is not answered
 
 
-def growing(start: bytes, line: bytes) -> tuple[ReaderEvent | PlainPost, int]:
+def growing(start: bytes, line: bytes) -> tuple[ReaderEvent | WholePost, int]:
     """Send such lines until the connection ends; returns the last event, and the number of bytes."""
     connection, sent = Connection(), len(start)
     connection.feed(start)

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from service.http import limits, request_reader, streamed_body, streamed_response
 from service.http.limits import GuardedProtocol
-from service.http.protocol import Posts, protocol_of
+from service.http.protocol import DirectRoutes, protocol_of
 from tests.unit.http.test_asgi import app_and_posts
 from tests.unit.http.test_events import Commits
 from tests.unit.http.test_streaming import line
@@ -33,7 +33,7 @@ CONNECTED: list[asyncio.StreamWriter] = []  # the clients of a test, which are c
 
 
 @contextlib.asynccontextmanager
-async def serving(app: FastAPI, posts: Posts | None) -> AsyncIterator[int]:
+async def serving(app: FastAPI, posts: DirectRoutes | None) -> AsyncIterator[int]:
     """Serve an app on a port of its own; `posts` are those that the direct transport takes."""
     listening = socket.create_server(("127.0.0.1", 0))
     for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # the kernel would hold megabytes of events and results
@@ -63,7 +63,7 @@ async def port(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     monkeypatch.setattr(limits, "UNREAD_MAX_S", 1.0)
     monkeypatch.setattr(streamed_response, "UNREAD_MAX_S", 1.0)
     app, posts = app_and_posts(Commits())
-    direct = Posts(posts.routes, posts.guard.body_bytes_max, posts.guard.bodies, posts.streamed)
+    direct = DirectRoutes(posts.routes, posts.guard.body_bytes_max, posts.guard.bodies, posts.streamed)
     async with serving(app, direct if request.param == "direct" else None) as port:
         yield port
         for writer in CONNECTED:

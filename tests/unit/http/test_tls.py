@@ -129,7 +129,7 @@ async def serving(
     router = build_router(settings, LoadedRules(rules, Schemas(rules), ()), lambda _: None)
     assert settings.http_tls is not None
     context = ServerTls(settings.http_tls, 4, router.telemetry)
-    protocol = protocol_of(router.posts if transport == "direct" else None)
+    protocol = protocol_of(router.direct if transport == "direct" else None)
     assert router.management is not None
     usual = {"log_config": None, "loop": "uvloop"}
     beside = uvicorn.Config(

@@ -73,7 +73,7 @@ def of_self(module: ModuleType) -> tuple[set[str], set[str]]:
 
 async def test_each_attribute_that_the_service_reads_of_a_connection_exists(protocol: HttpToolsProtocol) -> None:
     protocol.on_message_begin()
-    kinds = (GuardedProtocol, http_protocol.PostsProtocol)
+    kinds = (GuardedProtocol, http_protocol.DirectProtocol)
     ours = {name for kind in kinds for name in (*vars(kind), *kind.__annotations__)}
     for module in (limits, http_protocol):
         read, own = of_self(module)
@@ -100,7 +100,7 @@ async def test_each_attribute_that_the_service_reads_of_a_connection_exists(prot
 )
 def test_methods_that_are_overridden_or_called(name: str) -> None:
     """uvicorn would never call an override of a method that it no longer has."""
-    theirs, ours = (getattr(kind, name) for kind in (HttpToolsProtocol, http_protocol.PostsProtocol))
+    theirs, ours = (getattr(kind, name) for kind in (HttpToolsProtocol, http_protocol.DirectProtocol))
     assert len(inspect.signature(theirs).parameters) == len(inspect.signature(ours).parameters)
 
 

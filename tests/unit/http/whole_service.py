@@ -13,7 +13,7 @@ from service.core.settings import Settings
 from service.events.loaded_rules import LoadedRules
 from service.events.schemas import Schemas
 from service.http.limits import GuardedProtocol
-from service.http.protocol import Posts, protocol_of
+from service.http.protocol import DirectRoutes, protocol_of
 
 
 @contextlib.asynccontextmanager
@@ -22,7 +22,7 @@ async def serving(transport: str) -> AsyncIterator[int]:
     settings = Settings(kafka="127.0.0.1:1", redis="redis://127.0.0.1:1/0", instance="test", request_timeout_ms=1_000)
     router = build_router(settings, LoadedRules(Rules(), Schemas(Rules()), ()), lambda _: None)
     app, posts = router.app, router.current.endpoint
-    direct = protocol_of(Posts(posts.routes, posts.guard.body_bytes_max, posts.guard.bodies))
+    direct = protocol_of(DirectRoutes(posts.routes, posts.guard.body_bytes_max, posts.guard.bodies))
     port, protocol = free_port(), direct if transport == "direct" else GuardedProtocol
     server = uvicorn.Server(
         uvicorn.Config(app, port=port, http=protocol, lifespan="on", log_config=None, access_log=False, loop="uvloop")
