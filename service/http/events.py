@@ -1,7 +1,8 @@
 """The handlers of `POST /events` and `POST /events/batch`: from a request to an event, from a result to a response."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from functools import partial
+from typing import Any
 
 from service.contract.wire.ids import event_id
 from service.core.metrics import Telemetry
@@ -53,14 +54,12 @@ class EventsEndpoint:
         self.guard = guard
         self.admission = admission
         self.telemetry = telemetry
-        responder = Responder(telemetry, self._named)
-        self._single = SingleEventWriter(admission, responder, committed_lines, retention_s)
-        self._answer, self._fail = responder.answer, responder.fail
-        self._or_fail, self._refuse = responder.or_fail, responder.refuse
+        self._responder = Responder(telemetry, self._named)
+        self._single = SingleEventWriter(admission, self._responder, committed_lines, retention_s)
         self._retention_s = retention_s
         self.routes: dict[bytes, Handler] = {
-            b"/events": partial(guard.take, self._post_event, self._fail),
-            b"/events/batch": partial(guard.take, self._post_batch, self._fail),
+            b"/events": partial(guard.take, self._post_event, self._responder.fail),
+            b"/events/batch": partial(guard.take, self._post_batch, self._responder.fail),
         }
         # By path, the media type whose bodies are read as they arrive: service.http.streaming.
         self.streamed: dict[bytes, str] = {b"/events/batch": LINES}
@@ -68,7 +67,7 @@ class EventsEndpoint:
     def _post_event(self, post: PostRequest, used: UsedHeaders, caller: Caller) -> None:
         """Parse the event of a `POST /events`, or its batch of CloudEvents, and write it. Raises Problem."""
         if overload := self.admission.overload:
-            self._refuse(post, overload, self.admission.load_shedder)
+            self._responder.refuse(post, overload, self.admission.load_shedder)
             return
         traceparent = parse_traceparent(used.get(b"traceparent"))
         key, scope = raw_key_of(used), caller.scope
@@ -79,13 +78,16 @@ class EventsEndpoint:
         else:
             kind = JSON if content_type == JSON else media_type(content_type)
             if kind == cloudevents.BATCHED:
-                post.run_in_task(self._or_fail(post, self._write_cloudevents(post, key, traceparent, caller)))
+                self._run(post, self._write_cloudevents(post, key, traceparent, caller))
                 return
             event = _parse(kind, post.body, key, traceparent, scope)
         if isinstance(event, Event):
             self._write_event(post, used, caller, event)
         else:
-            post.run_in_task(self._or_fail(post, self._write_long(post, used, caller, event)))
+            self._run(post, self._write_long(post, used, caller, event))
+
+    def _run(self, post: PostRequest, work: Coroutine[Any, Any, None]) -> None:
+        post.run_in_task(self._responder.or_fail(post, work))
 
     async def _write_long(self, post: PostRequest, used: UsedHeaders, caller: Caller, event: Awaitable[Event]) -> None:
         """Write an event whose JSON is checked in a thread. Raises Problem."""
@@ -106,7 +108,7 @@ class EventsEndpoint:
         kind = media_type(used.get(b"content-type"))
         traceparent = parse_traceparent(used.get(b"traceparent"))
         if kind == JSON:
-            post.run_in_task(self._or_fail(post, self._write_batch(post, used, traceparent, caller)))
+            self._run(post, self._write_batch(post, used, traceparent, caller))
         else:
             raise unsupported(JSON, LINES)
 
@@ -134,7 +136,7 @@ class EventsEndpoint:
         lines = committed_lines(key, answer, self._retention_s)
         if b"repeatability-request-id" in used or sent_ms is not None:
             lines += REPEATABLE
-        self._answer(post, 201, lines, body)
+        self._responder.answer(post, 201, lines, body)
 
     async def _write_cloudevents(
         self, post: PostRequest, key: str | None, traceparent: bytes | None, caller: Caller
@@ -154,7 +156,7 @@ class EventsEndpoint:
         """Write events independently; answer 207 with their results in the order of `parts`. Raises Problem (429)."""
         caller.spend(len(parts), post.size)
         steps = in_steps(write_each(self.admission, parts, parse, post.arrived, caller))
-        self._answer(post, 207, JSON_LINE, join_results(await rendered(post, steps, render_results)))
+        self._responder.answer(post, 207, JSON_LINE, join_results(await rendered(post, steps, render_results)))
 
     def _named(self, post: PostRequest) -> dict[str, str]:
         """Return the log fields of a request: its key, and the id of the key in the caller's scope."""
