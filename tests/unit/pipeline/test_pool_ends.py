@@ -24,7 +24,7 @@ from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import pool as module
 from service.slots.slot import Slot
 from tests.unit.fakes import NOW_MS, ended, until
-from tests.unit.pipeline.test_pool import Held, for_ever
+from tests.unit.pipeline.held_slots import Held, for_ever
 from tests.unit.scrape import sample
 
 
