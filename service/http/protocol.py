@@ -30,13 +30,18 @@ class ResponseBuffer:
     """
 
     def __init__(self) -> None:
+        self.expected: set[HttpRequest] = set()  # whose handlers have returned without a response
         self._waiting: list[tuple[HttpRequest, bytes]] = []
 
     def add(self, post: "HttpRequest", content: bytes) -> None:
-        """Write a whole response in the next turn."""
-        if not self._waiting:
-            post.connection.loop.call_soon(self.write)
+        """Write a whole response: now if no other one was expected, else in the next turn."""
+        is_only = self.expected == {post} and not self._waiting
+        self.expected.discard(post)
         self._waiting.append((post, content))
+        if is_only:
+            self.write()
+        elif len(self._waiting) == 1:
+            post.connection.loop.call_soon(self.write)
 
     def write(self) -> None:
         """Write the responses now."""
@@ -142,7 +147,7 @@ class HttpRequest(PostRequest):
         self.size = len(body)
         self.arrived = time.monotonic()
         self.started = self.body_ended = True
-        self._handler(self)
+        self._handle()
 
     def reject_if_too_long(self, most: int) -> None:
         """Reject a body early whose Content-Length exceeds `most` bytes; the body is read and dropped.
@@ -161,7 +166,7 @@ class HttpRequest(PostRequest):
         self.started = True
         self.send_continue()
         if self.body_ended:
-            self.connection.loop.call_soon(self._handler, self)
+            self.connection.loop.call_soon(self._handle)
 
     def send_continue(self) -> None:
         """Send 100 if the client waits for it (RFC 9110, section 10.1.1)."""
@@ -174,7 +179,13 @@ class HttpRequest(PostRequest):
             self.body_ended = True
             self.arrived = time.monotonic()  # a deadline does not count the time of sending
             if self.started:
-                self._handler(self)
+                self._handle()
+
+    def _handle(self) -> None:
+        """Hand the request to its handler, which has it answered now or later."""
+        self._handler(self)
+        if not self.answered:
+            self.connection.direct.responses.expected.add(self)
 
     def run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
         tasks = self.connection.tasks
@@ -192,6 +203,7 @@ class HttpRequest(PostRequest):
 
     def cut(self) -> None:
         self.finish()
+        self.connection.direct.responses.expected.discard(self)
         self.response_complete = True
         self.connection.transport.close()
 

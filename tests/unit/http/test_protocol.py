@@ -17,7 +17,7 @@ from service.http import asgi, limits, protocol, request_reader
 from service.http import request as request_module
 from service.http.asgi import AsgiEndpoint
 from service.http.limits import GuardedProtocol
-from service.http.protocol import DirectProtocol, DirectRoutes, protocol_of
+from service.http.protocol import DirectProtocol, DirectRoutes, HttpRequest, protocol_of
 from service.http.request import Bodies, Handler, PostRequest
 from tests.unit.fakes import until
 
@@ -169,6 +169,12 @@ class Caller:
 
 @pytest.fixture
 async def caller(server: uvicorn.Server) -> AsyncIterator[Caller]:
+    async with another(server) as caller:
+        yield caller
+
+
+@contextlib.asynccontextmanager
+async def another(server: uvicorn.Server) -> AsyncIterator[Caller]:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
     await asyncio.sleep(0)
     yield Caller(reader, writer, server)
@@ -584,6 +590,32 @@ async def test_a_long_answer_is_written_in_slices_between_which_other_tasks_run(
     slices = [each for each in written if each[1] > 1_000]
     assert max(size for _, size in slices) <= request_module.WRITE_BYTES
     assert len({turn for turn, _ in slices}) == len(slices) == -(-LONG_BYTES // request_module.WRITE_BYTES)
+
+
+@only_direct
+async def test_the_answer_to_the_only_request_is_written_at_once(caller: Caller, kept: KeptRequests) -> None:
+    await caller.say(post(b"/later", b"1"))
+    (only,) = await kept.waiting(1)
+    only.answer(201, b"", b"1")
+    assert isinstance(only, HttpRequest)
+    assert only.response_complete
+    assert (await caller.hear())[2] == b"1"
+
+
+@only_direct
+async def test_answers_are_written_together_while_several_requests_wait(caller: Caller, kept: KeptRequests) -> None:
+    async with another(caller.server) as other:
+        await caller.say(post(b"/later", b"1"))
+        await other.say(post(b"/later", b"2"))
+        for one in await kept.waiting(2):
+            one.answer(201, b"", one.body)
+        assert not any(isinstance(one, HttpRequest) and one.response_complete for one in kept.posts)
+        assert [(await each.hear())[2] for each in (caller, other)] == [b"1", b"2"]
+        await caller.say(post(b"/later", b"3"))
+        *_, only = await kept.waiting(3)
+        only.answer(201, b"", b"3")
+        assert isinstance(only, HttpRequest)
+        assert only.response_complete, "the others have their answers"
 
 
 @only_direct
