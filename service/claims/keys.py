@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import msgspec
+
 from service.claims.states import Claim, KeyState, Row
 
 # Entries in one script call of a replay: some 10 ms of Redis's time, between which other calls are served.
 REPLAY_CHUNK: Final = 2_000
 
 
-@dataclass(frozen=True, slots=True)
-class StoreGeneration:
+class StoreGeneration(msgspec.Struct, frozen=True):
     """A generation: its number (the offset of its control record) and its store (run_id/master_replid).
 
     A script for a generation writes nothing into any other.

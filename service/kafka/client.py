@@ -254,13 +254,13 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         if reason in (CloseReason.CONNECTION_BROKEN, CloseReason.CONNECTION_TIMEOUT):
             self.force_metadata_update()
 
-    def _is_due(self, connection: Connection) -> bool:
-        """Check whether a session must be renewed before the next request."""
-        return time.monotonic() >= (connection.renew_at if self._renews_on_use else connection.ends_at)
+    def _is_due(self, connection: Connection, now: float) -> bool:
+        """Check whether a session must be renewed before the next request; `now` is time.monotonic."""
+        return now >= (connection.renew_at if self._renews_on_use else connection.ends_at)
 
     def _needs_check(self, connection: Connection) -> bool:
         """Check whether a connection may not be used before its check."""
-        return connection.is_in_check or self._is_due(connection)
+        return connection.check_task is not None or self._is_due(connection, time.monotonic())
 
     async def _check(self, connection: Connection) -> None:
         """Renew the session of a connection, which may be closed by it."""
@@ -288,7 +288,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         connection = self._connections.get((node_id, group))
         if connection is None or not connection.connected():
             return None
-        if connection.writer.is_closing():
+        if connection.transport.is_closing():
             connection.close(CloseReason.CONNECTION_BROKEN, errors.KafkaConnectionError("it has just ended"))
             return None
         return connection
@@ -373,11 +373,6 @@ class Client(BaseClient):
         connection = self._connections.get((node_id, ConnectionGroup.DEFAULT))
         return connection if connection is not None and connection.is_open else None
 
-    def transaction_version(self, node_id: int) -> int:
-        """Return the transaction.version that a broker reported on its open connection; 0 without one, or unasked."""
-        connection = self.connection(node_id)
-        return 0 if connection is None else connection.transaction_version
-
     def on_connection_closed(self, connection: AIOKafkaConnection, reason: CloseReason | None) -> None:
         if reason is CloseReason.CONNECTION_BROKEN:
             self.has_lost_connection = True
@@ -447,11 +442,12 @@ class Client(BaseClient):
 
         A connection with a pending response is not idle.
         """
-        return super()._needs_check(connection) or connection.is_idle
+        now = time.monotonic()
+        return connection.check_task is not None or self._is_due(connection, now) or connection.is_idle(now)
 
     async def _check(self, connection: Connection) -> None:
         """Renew the session where that is due, else probe the connection; a silent connection is closed."""
-        if self._is_due(connection):
+        if self._is_due(connection, time.monotonic()):
             await super()._check(connection)
         else:
             await connection.check_once(partial(connection.probe, self._probe_timeout_s))

@@ -65,10 +65,10 @@ _REFUSAL_READ: Final = b"\x01"
 class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no types
     """A connection to a broker. Times are by time.monotonic, and infinite if the session has no end.
 
-    `writer` is there once the connection is open.
+    `transport` is there once the connection is open.
     """
 
-    writer: asyncio.StreamWriter
+    transport: asyncio.WriteTransport
 
     def __init__(self, host: str, port: int, security: Security, **options: Any) -> None:
         super().__init__(host, port, **options, **security.tls_options())
@@ -78,18 +78,19 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
         self.versions: dict[int, tuple[int, int]] = {}  # the least and the last one of each API, by its key
         self.transaction_version = 0  # the finalized level of transaction.version, as the broker reported; 0: not asked
         # A probe, or the re-authentication of KIP-368; nothing else is sent meanwhile.
-        self._check: asyncio.Task[None] | None = None
+        self.check_task: asyncio.Task[None] | None = None
 
     async def connect(self) -> Any:
         """Open the connection, and log in. Raises KafkaError, OSError, and ValueError of SCRAM."""
-        reader, self.writer = await super().connect()
+        reader, writer = await super().connect()
+        self.transport = writer.transport
         if self._security.mechanism:
             try:
                 await self._log_in()
             except BaseException:
                 self.close(CloseReason.AUTH_FAILURE)
                 raise
-        return reader, self.writer
+        return reader, writer
 
     def send(self, request: Any, expect_response: bool = True) -> Coroutine[Any, Any, Any]:
         """Write a request; returns a coroutine that awaits its response. Raises KafkaError."""
@@ -152,7 +153,7 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
         A TLS shutdown waits for the broker's close_notify, which uvloop may miss: it then waits for 30 s.
         """
         ended = self.close(CloseReason.SHUTDOWN)
-        self.writer.transport.abort()
+        self.transport.abort()
         return ended
 
     # ------------------------------------------------------------------------------------------------------- checks
@@ -160,26 +161,21 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
     @property
     def is_open(self) -> bool:
         """Whether the connection can be written to; after a reset, `connected()` alone notices some steps later."""
-        return self.connected() and not self.writer.is_closing()
+        return self.connected() and not self.transport.is_closing()
 
-    @property
-    def is_idle(self) -> bool:
+    def is_idle(self, now: float) -> bool:
         """Whether no response is pending, and none has come for IDLE_S."""
-        return not self._requests and time.monotonic() - self._last_action > IDLE_S
-
-    @property
-    def is_in_check(self) -> bool:
-        return self._check is not None
+        return not self._requests and now - self._last_action > IDLE_S
 
     async def check_once(self, check: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `probe` or `renew`, or await the one that runs already. The connection may be closed by it."""
-        if self._check is None:
-            self._check = asyncio.create_task(check())
-            self._check.add_done_callback(self._end_check)
-        await shared(self._check)
+        if self.check_task is None:
+            self.check_task = asyncio.create_task(check())
+            self.check_task.add_done_callback(self._end_check)
+        await shared(self.check_task)
 
     def _end_check(self, _: asyncio.Task[None]) -> None:
-        self._check = None
+        self.check_task = None
 
     async def probe(self, timeout_s: float) -> None:
         """Close the connection if an ApiVersions request is not answered in time."""
@@ -191,7 +187,7 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
 
     def enable_keepalive(self) -> None:
         """Set TCP_OPTIONS on the socket."""
-        connected = self.writer.transport.get_extra_info("socket")
+        connected = self.transport.get_extra_info("socket")
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in TCP_OPTIONS.items():
             if (option := getattr(socket, name, None)) is not None:  # not every system has every option
@@ -203,12 +199,13 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
         An idle connection, which may be dead, is closed at once. Without a new token the renewal is postponed, for as
         long as the session lasts.
         """
-        if self.is_idle:
+        now = time.monotonic()
+        if self.is_idle(now):
             self.close(CloseReason.IDLE_DROP)
             return
-        if not self._security.is_ready and time.monotonic() < self.ends_at:
+        if not self._security.is_ready and now < self.ends_at:
             self._security.prepare()
-            self.renew_at = min(time.monotonic() + POSTPONED_S, self.ends_at)
+            self.renew_at = min(now + POSTPONED_S, self.ends_at)
             return
         try:
             async with asyncio.timeout(RENEW_TIMEOUT_S):
@@ -227,9 +224,9 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
         """Write a request; returns a future of its response."""
         size, pieces = codec.frame(request, correlation_id, client_id)
         if size <= _JOINED_MOST_BYTES:
-            self.writer.write(b"".join(pieces))
+            self.transport.write(b"".join(pieces))
         else:
-            self.writer.writelines(pieces)
+            self.transport.writelines(pieces)
         response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._requests.append((correlation_id, codec, response))
         return response
@@ -273,10 +270,9 @@ class ResponseReader(asyncio.Protocol):
     @classmethod
     def of(cls, connection: Connection) -> None:
         """Install a ResponseReader on a connection that has none."""
-        transport = connection.writer.transport
-        stream = transport.get_protocol()
+        stream = connection.transport.get_protocol()
         if not isinstance(stream, cls):
-            transport.set_protocol(cls(connection, stream))
+            connection.transport.set_protocol(cls(connection, stream))
 
     def data_received(self, data: bytes) -> None:
         if not self._parts and len(data) == _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "big"):

@@ -108,6 +108,11 @@ class TransactionalProducer:
         return self._session.epoch
 
     @property
+    def identity(self) -> tuple[int, int]:
+        """The producer id and epoch under which the next records are written."""
+        return self._session.producer_id, self._session.epoch
+
+    @property
     def throttled_s(self) -> float:
         """The longest throttle time in a response of the last transaction, in seconds; 0 without a quota (KIP-219)."""
         return self._session.throttle.longest_s
@@ -125,15 +130,14 @@ class TransactionalProducer:
         """
         if self._session.client.has_due_session:
             return
-        leaders = {partition: self._session.leader(partition) for partition in partitions}
-        known = {
-            partition: node
-            for partition, node in leaders.items()
-            if node is not None and self._open_check.is_clear(partition, node)
-        }
-        if len(known) == len(leaders):
-            response = self._session.try_send(self._session.coordinator, self._session.request_to_add(known))
-            self._early_begin = None if response is None else (known, response)
+        leaders: dict[Partition, int] = {}
+        for partition in partitions:
+            node = self._session.leader(partition)
+            if node is None or not self._open_check.is_clear(partition, node):
+                return
+            leaders[partition] = node
+        response = self._session.try_send(self._session.coordinator, self._session.request_to_add(leaders))
+        self._early_begin = None if response is None else (leaders, response)
 
     async def abandon(self) -> None:
         """Abort the transaction that `begin_early` began, if any. Raises TransactionFailed."""

@@ -11,6 +11,7 @@ from functools import lru_cache
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
+import msgspec
 from aiokafka.protocol import produce, transaction
 
 from service.core.varint import unsigned_varint
@@ -94,28 +95,28 @@ class ApiVersionsRequest:
     """ApiVersions request whose response has the finalized features (version 3)."""
 
 
-class Produced(NamedTuple):
+class Produced(msgspec.Struct, frozen=True, gc=False):
     """Produce response. Rows are (partition, error code, offset, time of append in ms, the log's first offset)."""
 
     topics: list[tuple[str, list[tuple[int, int, int, int, int]]]]
     throttle_time_ms: int
 
 
-class Added(NamedTuple):
+class Added(msgspec.Struct, frozen=True, gc=False):
     """AddPartitionsToTxn response. Rows are (partition, error code)."""
 
     throttle_time_ms: int
     errors: list[tuple[str, list[tuple[int, int]]]]
 
 
-class Ended(NamedTuple):
+class Ended(msgspec.Struct, frozen=True, gc=False):
     """EndTxn response."""
 
     throttle_time_ms: int
     error_code: int
 
 
-class EndedAndBumped(NamedTuple):
+class EndedAndBumped(msgspec.Struct, frozen=True, gc=False):
     """EndTxn response of version 5: the producer id and epoch of the next transaction, -1 for an error."""
 
     throttle_time_ms: int
@@ -124,7 +125,7 @@ class EndedAndBumped(NamedTuple):
     producer_epoch: int
 
 
-class Features(NamedTuple):
+class Features(msgspec.Struct, frozen=True, gc=False):
     """The part of an ApiVersions response that transactions need: the finalized transaction.version, 0 for none."""
 
     error_code: int

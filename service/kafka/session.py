@@ -16,6 +16,7 @@ from aiokafka.structs import TopicPartition
 from service.core.problems import KafkaAway
 from service.kafka.admin import TRANSACTIONS_1, KafkaAdmin
 from service.kafka.client import Client
+from service.kafka.connection import Connection
 from service.kafka.deadline import within
 from service.kafka.init_producer_id import remedy, timeout_refused
 from service.kafka.inspection import is_ending, last_transaction
@@ -133,24 +134,29 @@ class ProducerSession:
 
     def note_throttle(self, response: Any) -> Any:
         """Note a response's throttle time (KIP-219), and return the response."""
-        self.throttle.note(response.throttle_time_ms)
+        if response.throttle_time_ms:
+            self.throttle.note(response.throttle_time_ms)
         return response
 
     # ---------------------------------------------------------------------------------------- requests of a transaction
 
     def has_version_2(self, node: int) -> bool:
         """Check whether a broker reported, on its present connection, that transactions of version 2 are finalized."""
-        return self._asks_version and self.client.transaction_version(node) >= EPOCH_PER_TRANSACTION
+        return self._asks_version and _has_version_2(self.client.connection(node))
 
-    @property
-    def _awaits_version(self) -> bool:
-        """Whether version 2 is allowed and the coordinator's version is unknown, because its connection has ended."""
-        return self._asks_version and self.client.connection(self.coordinator) is None
+    async def _ends_in_version_2(self) -> bool:
+        """Check whether the EndTxn is one of version 2, by what the coordinator reported on its present connection.
 
-    async def _connect_to_coordinator(self) -> None:
-        """Open the connection on which the coordinator reports its version. Raises NodeNotReadyError."""
-        if not await self.client.ready(self.coordinator):
-            raise errors.NodeNotReadyError(f"the coordinator, node {self.coordinator}, cannot be reached")
+        Where its connection has ended, another is opened, on which it reports its version. Raises NodeNotReadyError.
+        """
+        if not self._asks_version:
+            return False
+        connection = self.client.connection(self.coordinator)
+        if connection is None:
+            if not await self.client.ready(self.coordinator):
+                raise errors.NodeNotReadyError(f"the coordinator, node {self.coordinator}, cannot be reached")
+            connection = self.client.connection(self.coordinator)
+        return _has_version_2(connection)
 
     def joining_of(self, leaders: Mapping[Partition, int]) -> set[Partition]:
         """Find the partitions that a Produce adds to the transaction: of leaders that have version 2.
@@ -189,12 +195,11 @@ class ProducerSession:
         In version 2 the session goes on with the producer id and epoch of the response. A transaction that a Produce
         has joined must not end in version 1: the version is never taken from a connection that has ended.
         """
-        if self._awaits_version:
-            await self._connect_to_coordinator()
+        in_version_2 = await self._ends_in_version_2()
         self.joining = set()
         self.has_ended = True
         producer = self.transactional_id, self.producer_id, self.epoch
-        if not self.has_version_2(self.coordinator):
+        if not in_version_2:
             ended = await self.request(self.coordinator, EndTxnRequest(*producer, commit))
             raise_if_error(ended.error_code, "EndTxn")
             return
@@ -211,9 +216,7 @@ class ProducerSession:
         In version 2 the epoch is raised in any case, so that no late request of this transaction can join the next. The
         coordinator would call the producer fenced while it writes the previous transaction's markers.
         """
-        if self._awaits_version:
-            await self._connect_to_coordinator()
-        if self.has_version_2(self.coordinator):
+        if await self._ends_in_version_2():
             await self.await_markers()
         await self.end_transaction(commit=False)
 
@@ -413,6 +416,10 @@ class ProducerSession:
         """Close the connections, in any state. Never raises, never hangs; pending requests fail."""
         with contextlib.suppress(Exception):
             await within(CLOSE_TIMEOUT_S, self.client.close())
+
+
+def _has_version_2(connection: Connection | None) -> bool:
+    return connection is not None and connection.transaction_version >= EPOCH_PER_TRANSACTION
 
 
 def codes_of_added(response: Any) -> dict[Partition, int]:

@@ -245,7 +245,7 @@ class Writer:
             await after_responses()
             return
         started = time.perf_counter()
-        events = sum(len(request.events) for request, _ in attempt.claimed)
+        events = sum([len(request.events) for request, _ in attempt.claimed])
         assert identity is not None
         with self._traced(attempt):
             if exactly_once:
@@ -263,7 +263,7 @@ class Writer:
         """
         if attempt.claimed and attempt.group.guarantee is Guarantee.IDEMPOTENT:
             return await attempt.slot.idempotent.unthrottled_identity()
-        return attempt.slot.producer.producer_id, attempt.slot.producer.epoch
+        return attempt.slot.producer.identity
 
     @staticmethod
     def _hold_back(attempt: Attempt) -> None:

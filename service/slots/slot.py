@@ -4,7 +4,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from service.claims.keys import Keys, StoreGeneration
 from service.claims.states import SLOT, Claim, Row, SlotEvent, SlotState
@@ -27,7 +29,7 @@ NO_RECORD: Final = -2
 PENDING_MARKS_MAX: Final = 16
 
 
-class LedgerPosition(NamedTuple):
+class LedgerPosition(msgspec.Struct, frozen=True):
     """Where a ledger record was written: its generation, term and offset, and the offset of the record before it."""
 
     generation: StoreGeneration
@@ -110,9 +112,7 @@ class Slot:
 
     async def begin_term(self, at_ms: int) -> int:
         """Commit the begin record, accepted at `at_ms`, and return its offset, the term. Raises TransactionFailed."""
-        begin = Begin(
-            self.n, self.producer.producer_id, self.producer.epoch, self._instance, self.generation.number, at_ms
-        )
+        begin = Begin(self.n, *self.producer.identity, self._instance, self.generation.number, at_ms)
         await self.producer.send([], (self._ledger, self.n))
         self.term = await self.producer.commit(begin.encode())
         self._last_record = self.term
@@ -192,7 +192,7 @@ class Slot:
         `topic_ids` has the known ids of the records' topics, by name; `offsets` those of a group, encoded.
         """
         try:
-            head = self.n, self.producer.producer_id, self.producer.epoch, self._instance
+            head = self.n, *self.producer.identity, self._instance
             value = encode_ledger(*head, [encode_entries(entries)], topic_ids, offsets)
             await yield_after(len(entries))
             offset = await self.producer.commit(value)

@@ -108,6 +108,10 @@ class MemoryProducer(TransactionalProducer):
         return self._mine[1]
 
     @property
+    def identity(self) -> tuple[int, int]:
+        return self._mine
+
+    @property
     def lost(self) -> bool:
         return False
 

@@ -74,6 +74,18 @@ class CommittedOffsets(NamedTuple):
     topics: list[tuple[str, list[tuple[int, int, dict[int, bytes]]], dict[int, bytes]]]
 
 
+class FakeConnection:
+    """A connection to a node of a FakeClient."""
+
+    def __init__(self, client: "FakeClient", node: int) -> None:
+        self._client = client
+        self._node = node
+
+    @property
+    def transaction_version(self) -> int:
+        return self._client.versions.get(self._node, 0)
+
+
 class FakeClient:
     """A Client as far as a session uses it, and its brokers."""
 
@@ -103,18 +115,16 @@ class FakeClient:
         self.versions: dict[int, int] = {}  # transaction.version, by the node that reports it
         # The next states of the transactional id's transaction, or an exception for the request; then "Ongoing".
         self.states: list[str | BaseException] = []
+        self._connections: dict[int, FakeConnection] = {}
         self.next_producer: tuple[int, int] | None = None  # in the response to an EndTxn of version 5
-
-    def transaction_version(self, node: int) -> int:
-        return self.versions.get(node, 0) if self.connected else 0
 
     async def ready(self, node: int) -> bool:
         await asyncio.sleep(0)
         self.connected = True
         return True
 
-    def connection(self, node: int) -> object | None:
-        return self if self.connected else None
+    def connection(self, node: int) -> "FakeConnection | None":
+        return self._connections.setdefault(node, FakeConnection(self, node)) if self.connected else None
 
     def leader_for_partition(self, partition: TopicPartition) -> int | None:
         if partition.topic in self.unknown | self.leaderless:

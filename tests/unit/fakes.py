@@ -203,8 +203,8 @@ class FakeProducer(TransactionalProducer):
         return 7
 
     @property
-    def epoch(self) -> int:
-        return 0
+    def identity(self) -> tuple[int, int]:
+        return 7, 0
 
     @property
     def has_lost_connection(self) -> bool:

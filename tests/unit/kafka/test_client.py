@@ -63,7 +63,7 @@ async def test_a_connection_that_the_client_makes_takes_the_short_way(connect: C
     second = client.connection(NODE)
     assert second is not None
     assert second is not first
-    assert isinstance(second.writer.transport.get_protocol(), ResponseReader)
+    assert isinstance(second.transport.get_protocol(), ResponseReader)
 
 
 @pytest.mark.parametrize("alike", [1, 3])
@@ -102,14 +102,14 @@ async def test_an_idle_connection_that_answers_its_probe_is_used(
 async def test_a_connection_that_was_reset_is_replaced_and_not_written_to(connect: Connect) -> None:
     """aiokafka notices the end some steps later, and uvloop raises RuntimeError for writes until then."""
     client, connection, _ = await connect()
-    connection.writer.transport.abort()
+    connection.transport.abort()
     assert connection.connected()
     assert client.try_send(NODE, END) is None
     assert await client.ready(NODE)  # also for aiokafka's own requests
     another = client.connection(NODE)
     assert another is not None
     assert another is not connection
-    assert not another.writer.is_closing()
+    assert not another.transport.is_closing()
     assert client.has_lost_connection
 
 

@@ -120,7 +120,7 @@ async def test_a_broker_that_hangs_up_fails_every_wait(connect: Connect) -> None
 
 async def test_the_kernel_watches_over_a_connection(connect: Connect) -> None:
     _, connection, _ = await connect()
-    its = connection.writer.transport.get_extra_info("socket")
+    its = connection.transport.get_extra_info("socket")
     assert its.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     for name, value in module.TCP_OPTIONS.items():
         if hasattr(socket, name):
@@ -140,7 +140,7 @@ async def test_a_request_on_a_connection_that_was_just_reset_fails_as_one_that_i
 ) -> None:
     """A login or a probe has steps between its look at the connection and its request."""
     connection = await connected_to((await connect())[2])
-    connection.writer.transport.abort()
+    connection.transport.abort()
     for _ in range(steps):
         await asyncio.sleep(0)
     with pytest.raises(errors.KafkaConnectionError):
@@ -151,7 +151,7 @@ async def test_a_request_on_a_connection_that_was_just_reset_fails_as_one_that_i
 async def test_an_unreferenced_connection_is_closed_with_a_warning(connect: Connect) -> None:
     connection = await connected_to((await connect())[2])
     ResponseReader.of(connection)
-    transport = connection.writer.transport
+    transport = connection.transport
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)

@@ -12,7 +12,7 @@ from service.kafka.inspection import DescribeProducers
 from service.kafka.outcomes import TransactionOutcome
 from service.kafka.records import RecordMetadata
 from service.slots.slot import Slot
-from tests.unit.fake_brokers import GONE, LEDGER, Met, failure, record, transactional, write
+from tests.unit.fake_brokers import GONE, LEDGER, FakeConnection, Met, failure, record, transactional, write
 from tests.unit.fakes import World
 
 
@@ -31,7 +31,7 @@ async def test_after_another_connection_the_leader_is_asked_again() -> None:
     """The broker may have been unreachable, and lack markers of this very term."""
     producer, kafka = transactional(clear=False)
     await write(producer, record("a"))
-    another = object()
+    another = FakeConnection(kafka, 1)
     kafka.connection = lambda node: another  # type: ignore[method-assign]
     await write(producer, record("a"))
     await write(producer, record("a"))

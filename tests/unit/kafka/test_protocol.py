@@ -3,6 +3,7 @@
 import struct
 from typing import Any, Final
 
+import msgspec
 import pytest
 from aiokafka.protocol.produce import ProduceResponse_v7
 from aiokafka.protocol.transaction import AddPartitionsToTxnResponse_v0, EndTxnResponse_v0
@@ -69,6 +70,6 @@ def test_a_response_is_decoded_as_aiokafka_decodes_it(answer: Any, cut: int) -> 
     codec = CODECS[KINDS[type(answer)]]
     read = codec.decode(encoded)
     theirs = type(answer).decode(encoded[4:])
-    assert read._asdict() == {name: getattr(theirs, name) for name in theirs.SCHEMA.names}
+    assert msgspec.structs.asdict(read) == {name: getattr(theirs, name) for name in theirs.SCHEMA.names}
     with pytest.raises((struct.error, UnicodeDecodeError)):
         codec.decode(encoded[: -min(cut, len(encoded))])
