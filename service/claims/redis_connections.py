@@ -1,7 +1,6 @@
 """Bounded pools of connections to Redis, last in first out, that close idle connections."""
 
 import asyncio
-import contextlib
 import ssl
 import time
 from collections import deque
@@ -99,9 +98,8 @@ class Connections:
         """Take the connection that was used last, if the server has not closed it."""
         while self._idle:
             connection, since = self._idle.pop()
-            with contextlib.suppress(RedisError):
-                if since > time.monotonic() - IDLE_S and connection.is_connected and not await connection.can_read():
-                    return connection
+            if since > time.monotonic() - IDLE_S and await _is_usable(connection):
+                return connection
             await connection.disconnect(nowait=True)
         return None
 
@@ -190,6 +188,14 @@ class FollowingConnections(Connections):
                 return (await self.seeds.newest()).primary
         except TimeoutError as error:
             raise StoreAway(NOBODY) from error
+
+
+async def _is_usable(connection: Connection) -> bool:
+    """Check that the server has neither closed a connection, nor sent anything on it."""
+    try:
+        return connection.is_connected and not await connection.can_read()
+    except RedisError:
+        return False
 
 
 def check_url(url: str) -> None:

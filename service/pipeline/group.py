@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from msgspec.structs import replace
@@ -37,10 +37,13 @@ class Group:
     number: int
     started: float
     isolated: bool = False  # whether its topic has failed a group
+    guarantee: Guarantee = field(init=False)  # of all its requests
+    atomic: bool = field(init=False)  # whether the group is one atomic batch
+    offsets: GroupOffsets | None = field(init=False)  # of a consumer group, to commit with its one atomic batch
 
-    @property
-    def guarantee(self) -> Guarantee:
-        return self.requests[0].guarantee
+    def __post_init__(self) -> None:
+        first = self.requests[0]
+        self.guarantee, self.atomic, self.offsets = first.guarantee, first.atomic, first.offsets
 
     @property
     def size(self) -> int:
@@ -56,16 +59,6 @@ class Group:
     def ledger_bytes(self) -> int:
         """The bytes of its ledger entries."""
         return sum([request.ledger_bytes for request in self.requests])
-
-    @property
-    def offsets(self) -> GroupOffsets | None:
-        """The offsets of a consumer group to commit in its transaction; it is one atomic batch then."""
-        return self.requests[0].offsets
-
-    @property
-    def atomic(self) -> bool:
-        """Whether the group is one atomic batch."""
-        return self.requests[0].atomic
 
 
 def route(

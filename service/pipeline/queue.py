@@ -310,7 +310,7 @@ class Queue:
         Takes nothing while an isolated group is in flight. Requests that failed alone come after the others of their
         topic: one of the others may commit, which releases the topic.
         """
-        if self._isolated_group is not None:
+        if self._isolated_group is not None or not (self._isolated or self._isolated_order):
             return []
         waiting = [request for request in self._isolated if not request.finished]
         if not waiting:

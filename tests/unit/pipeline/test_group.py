@@ -63,7 +63,7 @@ def test_an_attempt_retries_if_it_wrote_nothing_and_has_a_request_to_requeue(
             each.move(RequestEvent.ANSWER)
     committed = [(request("b", "orders"), Committed(1, (), replayed=False))] if delivered else []
     slot = Slot(0, FakeKeys(), "ledger", "test", FakeIdempotent())
-    attempt = Attempt(slot, Group([], 1, 0.0), delivered=committed)
+    attempt = Attempt(slot, Group([request("c", "orders")], 1, 0.0), delivered=committed)
     attempt.not_delivered = [ClaimToRelease(each, []) for each in claims_to_release]
     assert attempt.wrote_nothing_and_retries is (goes_round and not delivered)
 
