@@ -6,7 +6,6 @@ import pytest
 
 from service.pipeline import lease_keeper as module
 from service.slots.slot import Slot
-from tests.unit.fakes import ended
 from tests.unit.pipeline.held_slots import Held, Hold
 
 
@@ -22,6 +21,4 @@ async def hold(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hold]:
 
     yield make
     for held in made:
-        await ended(held.keeping)
-        for task in list(held.pool._tasks.values()):
-            await ended(task)
+        await held.end()

@@ -10,7 +10,7 @@ from service.pipeline.leases import Leases
 from service.pipeline.pool import Pool
 from service.slots.recovery import SlotRecovery
 from service.slots.slot import Slot
-from tests.unit.fakes import GENERATION, NOW_MS, FakeIdempotent, Trouble, World, until
+from tests.unit.fakes import GENERATION, NOW_MS, FakeIdempotent, Trouble, World, ended, until
 
 LATER = StoreGeneration(2, GENERATION.store)
 ROWS: list[Row] = [(b"i" * 16, Delivered(NOW_MS, b"f" * 8, "orders", 0, 3, NOW_MS))]
@@ -59,6 +59,16 @@ class Held:
     async def ready(self) -> Slot:
         await until(lambda: self.pool.ready > 0)
         return next(iter(self.pool.slots.values()))
+
+    async def cut_off(self, slot: Slot) -> None:
+        """Cancel the task of a slot, and await its end."""
+        await ended(self.pool._tasks[slot.n])
+
+    async def end(self) -> None:
+        """Cancel the heartbeats and all slots."""
+        await ended(self.keeping)
+        for task in list(self.pool._tasks.values()):
+            await ended(task)
 
     async def more_beats(self) -> None:
         seen = self.heartbeats

@@ -12,7 +12,7 @@ from service.http.routes import describe
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline.request import Committed
 from service.slots.slot import LedgerPosition, Slot
-from tests.unit.fakes import GENERATION, NOW_MS, FakeProducer, World, ended, make_event, until
+from tests.unit.fakes import GENERATION, NOW_MS, FakeProducer, World, make_event, until
 from tests.unit.pipeline.held_slots import LATER, ROWS, Hold, for_ever
 from tests.unit.scrape import sample
 
@@ -35,7 +35,7 @@ async def test_a_slot_task_that_fails_is_counted(hold: Hold, monkeypatch: pytest
     held = hold(slots_max=1)
     slot = await held.ready()
     monkeypatch.setattr(held.pool, "_give_back", AsyncMock(side_effect=KeyError("a bug")))
-    await ended(held.pool._tasks[slot.n])
+    await held.cut_off(slot)
     await until(lambda: sample(held.world.telemetry, "fencepost_task_failures_total", task="slot") >= 1)
 
 
@@ -59,7 +59,7 @@ async def test_a_slot_that_is_cut_off_in_a_claim_is_not_given_back_as_clean(hold
     gate = held.world.keys.trouble.hold("claim")
     waiting = held.world.submit("a")
     await held.world.keys.trouble.reached["claim"].wait()
-    await ended(held.pool._tasks[slot.n])
+    await held.cut_off(slot)
     assert held.world.keys.returned == [(slot.n, False)]
     assert [request.claimants for request in held.world.writer.unwritten.parked] == [((slot.n, slot.term),)]
     gate.set()

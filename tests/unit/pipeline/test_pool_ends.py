@@ -23,7 +23,7 @@ from service.core.problems import (
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline import pool as module
 from service.slots.slot import Slot
-from tests.unit.fakes import NOW_MS, ended, until
+from tests.unit.fakes import NOW_MS, until
 from tests.unit.pipeline.held_slots import Held, for_ever
 from tests.unit.scrape import sample
 
@@ -35,9 +35,7 @@ async def holding(serve: Callable[[Slot], Awaitable[None]] | None = None, **sett
     try:
         yield held
     finally:
-        await ended(held.keeping)
-        for task in list(held.pool._tasks.values()):
-            await ended(task)
+        await held.end()
 
 
 def failed_by(error: Exception) -> TransactionFailed:
