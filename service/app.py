@@ -106,16 +106,7 @@ class Service:
         self._make_pipeline(rules, schemas, encoder, transactions)
         self.rates = Rates(self.keys, lambda: self.lease_keeper.members)
         self.tokens = CurrentTokenCallers(rules, telemetry, self.rates)
-        former_ids = FormerIds(self.kafka_admin, topic_admin, transactions, self.topics.ledger, settings)
-        self.lso_watch = LsoWatch(
-            settings,
-            transactions,
-            self.lease_keeper,
-            former_ids,
-            self.topics.ledger,
-            self.topic_metadata,
-            self.telemetry,
-        )
+        self.lso_watch = self._lso_watch_of(topic_admin, transactions)
         self.readiness = Readiness(self.kafka_admin, self.keys, self.store, self.pool, self.admission, self.clocks)
         self._show_states()
         self._tasks: list[asyncio.Task[None]] = []
@@ -156,6 +147,14 @@ class Service:
         leases = Leases(self.keys, self.store, self.settings)
         self.pool = Pool(leases, self.store, recovery, self.writer, self.queue, self.telemetry)
         self.lease_keeper = LeaseKeeper(self.settings, leases, self.store, self.pool, heartbeat_now)
+
+    def _lso_watch_of(self, topic_admin: TopicAdmin, transactions: TransactionAdmin) -> LsoWatch:
+        """Make the watch that has slots recovered whose transactions hang."""
+        ledger = self.topics.ledger
+        former_ids = FormerIds(self.kafka_admin, topic_admin, transactions, ledger, self.settings)
+        return LsoWatch(
+            self.settings, transactions, self.lease_keeper, former_ids, ledger, self.topic_metadata, self.telemetry
+        )
 
     def _show_states(self) -> None:
         """Have each scrape read the parts' present states."""
