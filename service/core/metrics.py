@@ -42,17 +42,14 @@ class FastHistogram(Collector):
         """`known`: values of the label that are shown before their first observation."""
         self._name, self._text, self._bounds = name, text, bounds
         self._labels = [label] if label else []
-        self._buckets: dict[str, list[int]] = {}  # by the label's value
+        self._buckets = defaultdict[str, list[int]](lambda: [0] * (len(bounds) + 1))  # by the label's value
         self._sums: defaultdict[str, float] = defaultdict(float)
         for value in known if label else [""]:
             self.observe(0, value, 0)
 
     def observe(self, value: float, label_value: str = "", count: int = 1) -> None:
         """Count `count` observations of a value."""
-        buckets = self._buckets.get(label_value)
-        if buckets is None:
-            buckets = self._buckets[label_value] = [0] * (len(self._bounds) + 1)
-        buckets[bisect_left(self._bounds, value)] += count
+        self._buckets[label_value][bisect_left(self._bounds, value)] += count
         self._sums[label_value] += count * value
 
     def collect(self) -> Iterator[Metric]:

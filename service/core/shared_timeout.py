@@ -14,11 +14,11 @@ class SharedTimeout:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._waits: dict[TimedWait, None] = {}  # in the order of their ends
-        self._timer: asyncio.TimerHandle | None = None  # for the end of a wait that was the first
+        self.waits: dict[TimedWait, None] = {}  # in the order of their ends
+        self.timer: asyncio.TimerHandle | None = None  # for the end of a wait that was the first
 
     def __repr__(self) -> str:
-        return f"<SharedTimeout {len(self._waits)} waits, timer {'not ' if self._timer is None else ''}set>"
+        return f"<SharedTimeout {len(self.waits)} waits, timer {'not ' if self.timer is None else ''}set>"
 
     def wait(self) -> "TimedWait":
         """Make a wait that ends after the time of all."""
@@ -28,31 +28,27 @@ class SharedTimeout:
         """Make a wait that ends at another time, by the loop's clock, but not before those that began earlier."""
         return TimedWait(self, ends_at)
 
-    def add(self, wait: "TimedWait") -> None:
-        """Note a wait that begins; it ends no sooner than those before it."""
-        self._waits[wait] = None
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_at(wait.ends_at, self._expire)
-
-    def remove(self, wait: "TimedWait") -> None:
-        """Forget a wait that has ended."""
-        self._waits.pop(wait, None)
+    def set_timer(self, ends_at: float) -> None:
+        """Set the timer for the end of the first wait, by the loop's clock."""
+        self.timer = asyncio.get_running_loop().call_at(ends_at, self._expire)
 
     def _expire(self) -> None:
         """End the waits whose time is up, and set the timer for the first of the others."""
-        self._timer = None
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for wait in list(self._waits):
+        self.timer = None
+        now = asyncio.get_running_loop().time()
+        for wait in list(self.waits):
             if wait.ends_at > now:
-                self._timer = loop.call_at(wait.ends_at, self._expire)
+                self.set_timer(wait.ends_at)
                 return
-            del self._waits[wait]
+            del self.waits[wait]
             wait.end()
 
 
 class TimedWait:
-    """One wait of a SharedTimeout. Tells its own cancellation from one that comes from outside, as asyncio.Timeout."""
+    """One wait of a SharedTimeout, which ends no sooner than those before it.
+
+    Tells its own cancellation from one that comes from outside, as asyncio.Timeout.
+    """
 
     __slots__ = ("_cancelling", "_ended", "_of", "_task", "ends_at")
 
@@ -66,7 +62,9 @@ class TimedWait:
         assert task is not None, "only a task can be cancelled"
         self._task = task
         self._cancelling = task.cancelling()
-        self._of.add(self)
+        self._of.waits[self] = None
+        if self._of.timer is None:
+            self._of.set_timer(self.ends_at)
         return self
 
     def end(self) -> None:
@@ -75,6 +73,6 @@ class TimedWait:
         self._task.cancel()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._of.remove(self)
+        self._of.waits.pop(self, None)
         if self._ended and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error

@@ -26,9 +26,6 @@ _BOOTSTRAP: Final = ("bootstrap", ConnectionGroup.DEFAULT)
 # The time for the response to the probe of an idle connection.
 PROBE_TIMEOUT_S: Final = 1.0
 PROBE_SHARE: Final = 10  # a probe takes at most this fraction (1/n) of the request timeout
-# Correlation ids of transaction requests; aiokafka counts those of its own requests on a connection from 1.
-_CORRELATION_ID_LEAST: Final = 2**30
-_CORRELATION_IDS: Final = 2**30
 # A connection that is idle for longer is closed, before brokers do it (connections.max.idle.ms, 10 minutes).
 CLOSE_IDLE_MS: Final = 540_000
 # The metadata of all topics is fetched by the first request in this share of its highest age, and at that age.
@@ -56,7 +53,7 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
         """`renews_on_use`: a session is renewed by the next request, else only by `renew_sessions` or near its end."""
         super().__init__(client_id=client_id, request_timeout_ms=request_timeout_ms, **options)
         self.tracked_topics: set[str] = set()  # whose metadata is kept up to date
-        self._client_options = {"client_id": client_id, "request_timeout_ms": request_timeout_ms}
+        self._client_options: dict[str, Any] = {"client_id": client_id, "request_timeout_ms": request_timeout_ms}
         self._security = security
         self._renews_on_use = renews_on_use
         # By node and ConnectionGroup: a broker that does not answer must not delay the connections to others.
@@ -324,9 +321,7 @@ class Client(BaseClient):
     def __init__(self, *, client_id: str, request_timeout_ms: int, asks_features: bool = False, **options: Any) -> None:
         """`asks_features`: each new connection asks its broker for the finalized transaction.version (KIP-584)."""
         super().__init__(client_id=client_id, request_timeout_ms=request_timeout_ms, **options)
-        self._own_id = client_id
         self._asks_features = asks_features
-        self._requests_sent = 0  # of transactions
         self._probe_timeout_s = min(PROBE_TIMEOUT_S, request_timeout_ms / 1000 / PROBE_SHARE)
         self.has_lost_connection = False  # a connection has ended that this client did not close
         self._new_topics: set[str] = set()  # topics that the next Metadata request asks for
@@ -398,23 +393,13 @@ class Client(BaseClient):
     def try_send(self, node_id: int, request: Any) -> asyncio.Future[Any] | None:
         """Send a transaction request without waiting. Returns a future of its response, or None where `send` is needed.
 
-        None where there is no open connection, where the node does not support the codec's version (`send` negotiates
-        one), or where the connection must be checked first (`send` does so).
+        None where there is no open connection or no codec, where the node does not support the codec's version (`send`
+        negotiates one), or where the connection must be checked first (`send` does so).
         """
         connection = self._connections.get((node_id, ConnectionGroup.DEFAULT))
         if connection is None or not connection.is_open or self._needs_check(connection):
             return None
-        return self._send_by_codec(connection, request)
-
-    def _send_by_codec(self, connection: Connection, request: Any) -> asyncio.Future[Any] | None:
-        """Write a request to a connection; None where the broker does not support the codec's version."""
-        codec = CODECS[type(request)]
-        least, most = connection.versions.get(codec.api_key, (0, -1))
-        if not least <= codec.version <= most:
-            return None
-        self._requests_sent += 1
-        correlation_id = _CORRELATION_ID_LEAST + self._requests_sent % _CORRELATION_IDS
-        return connection.send_by(codec, request, correlation_id, self._own_id)
+        return connection.try_send(request)
 
     async def _connect_to(self, host: str, port: int, on_close: OnClose | None = None) -> Connection:
         connection = await super()._connect_to(host, port, on_close)
@@ -426,7 +411,7 @@ class Client(BaseClient):
 
     async def _ask_for_features(self, connection: Connection) -> None:
         """Note the broker's finalized transaction.version. Raises UNREACHABLE after closing the connection."""
-        response = self._send_by_codec(connection, ApiVersionsRequest())
+        response = connection.try_send(ApiVersionsRequest())
         if response is None:  # a broker older than 2.4 has no finalized features
             return
         try:

@@ -25,7 +25,7 @@ from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.protocol.admin import ApiVersionRequest, SaslAuthenticateRequest, SaslHandShakeRequest
 
 from service.kafka.deadline import shared
-from service.kafka.protocol import ApiCodec
+from service.kafka.protocol import CODECS, ApiCodec
 from service.kafka.security import Security
 from service.kafka.tokens import TokenRefused
 
@@ -36,6 +36,9 @@ UNREACHABLE: Final = (errors.KafkaError, OSError, ValueError)
 # Errors of a response that is malformed or truncated.
 BROKEN: Final = (errors.KafkaError, OSError, ValueError, struct.error)
 _SIZE_BYTES: Final = 4
+# Correlation ids of requests that have codecs; aiokafka counts those of its own requests from 1.
+_CORRELATION_ID_LEAST: Final = 2**30
+_CORRELATION_IDS: Final = 2**30
 # Larger requests are written in pieces instead of being copied into one buffer.
 _JOINED_MOST_BYTES: Final = 32 * 1024
 # A firewall may drop an idle connection without a reset. A connection that was idle for longer is therefore probed
@@ -70,9 +73,14 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
 
     transport: asyncio.WriteTransport
 
-    def __init__(self, host: str, port: int, security: Security, **options: Any) -> None:
-        super().__init__(host, port, **options, **security.tls_options())
+    def __init__(
+        self, host: str, port: int, security: Security, *, client_id: str = "aiokafka", **options: Any
+    ) -> None:
+        super().__init__(host, port, client_id=client_id, **options, **security.tls_options())
         self._security = security
+        self._own_id = client_id.encode()
+        self._requests_sent = 0  # that have codecs
+        self._new_future = asyncio.get_running_loop().create_future
         self.renew_at = math.inf  # from when on the session is renewed as soon as no transaction is open
         self.ends_at = math.inf  # from when on nothing else may be sent
         self.versions: dict[int, tuple[int, int]] = {}  # the least and the last one of each API, by its key
@@ -220,14 +228,25 @@ class Connection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka ships no
 
     # ------------------------------------------------------------------------------------------------- the fast path
 
-    def send_by(self, codec: ApiCodec, request: Any, correlation_id: int, client_id: str) -> asyncio.Future[Any]:
-        """Write a request; returns a future of its response."""
-        size, pieces = codec.frame(request, correlation_id, client_id)
+    def try_send(self, request: Any) -> asyncio.Future[Any] | None:
+        """Write a request; returns a future of its response.
+
+        Returns None for a request without a codec, and where the broker does not support the codec's version.
+        """
+        codec = CODECS.get(type(request))
+        if codec is None:
+            return None
+        least, most = self.versions.get(codec.api_key, (0, -1))
+        if not least <= codec.version <= most:
+            return None
+        self._requests_sent += 1
+        correlation_id = _CORRELATION_ID_LEAST + self._requests_sent % _CORRELATION_IDS
+        size, pieces = codec.frame(request, correlation_id, self._own_id)
         if size <= _JOINED_MOST_BYTES:
             self.transport.write(b"".join(pieces))
         else:
             self.transport.writelines(pieces)
-        response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        response = self._new_future()
         self._requests.append((correlation_id, codec, response))
         return response
 

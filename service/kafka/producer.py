@@ -164,6 +164,8 @@ class TransactionalProducer:
             return {}
         (leaders, response), self._early_begin = self._early_begin, None
         codes = codes_of_added(self._session.note_throttle(await response))
+        if not any(codes.values()):  # the usual case: no error
+            return leaders
         if CONCURRENT_TRANSACTIONS in codes.values():
             return {}
         write = Write([])

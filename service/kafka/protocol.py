@@ -144,12 +144,11 @@ class ApiCodec(NamedTuple):
     decode: Callable[[bytes], Any]
     header_end: bytes = b""  # of a flexible version (KIP-482): no tags
 
-    def frame(self, request: Any, correlation_id: int, client_id: str) -> tuple[int, list[bytes]]:
+    def frame(self, request: Any, correlation_id: int, client_id: bytes) -> tuple[int, list[bytes]]:
         """Encode a request with its header: the size in bytes without the size field itself, and the pieces."""
-        body, named = self.encode(request), client_id.encode()
-        end = self.header_end
-        size = _HEAD.size - _INT32.size + len(named) + len(end) + sum(map(len, body))
-        return size, [_HEAD.pack(size, self.api_key, self.version, correlation_id, len(named)) + named + end, *body]
+        body, end, named = self.encode(request), self.header_end, len(client_id)
+        size = _HEAD.size - _INT32.size + named + len(end) + sum(map(len, body))
+        return size, [_HEAD.pack(size, self.api_key, self.version, correlation_id, named) + client_id + end, *body]
 
 
 @lru_cache(maxsize=4096)

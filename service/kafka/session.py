@@ -130,7 +130,8 @@ class ProducerSession:
 
     async def request(self, node: int, request: Any) -> Any:
         """Send a request once and await its response. Raises KafkaError or OSError."""
-        return self.note_throttle(await self.client.send(node, request))
+        response = self.client.try_send(node, request) or self.client.send(node, request)
+        return self.note_throttle(await response)
 
     def note_throttle(self, response: Any) -> Any:
         """Note a response's throttle time (KIP-219), and return the response."""

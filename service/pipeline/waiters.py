@@ -1,7 +1,7 @@
 """Requests that wait for another request's write of their key. One for each key claims again, ever less often."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from service.pipeline.request import WriteRequest
@@ -39,6 +39,12 @@ class Waiters:
         if waiting is not None:
             waiting.timer.cancel()
             self._claim_again([request for request in waiting.requests if not request.finished])
+
+    def wake_all(self, ids: Iterable[bytes]) -> None:
+        """Claim these keys for all requests that wait for them."""
+        if self._waiting:
+            for id in ids:
+                self.wake(id)
 
     def _schedule(self, id: bytes, waiting: "_Waiting") -> None:
         waiting.timer = asyncio.get_running_loop().call_later(waiting.pause_s, self._claim_one, id, waiting)

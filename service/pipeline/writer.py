@@ -189,10 +189,9 @@ class Writer:
     def _carry_out(self, decision: ClaimDecision) -> None:
         """Carry out a decision, except for writing and releasing."""
         unwritten = self.unwritten
-        if unwritten.waiters:
-            for id in decision.final_keys:
-                unwritten.waiters.wake(id)
-        self._resolver.resolve_all(decision.results)
+        unwritten.waiters.wake_all(decision.final_keys)
+        if decision.results:
+            self._resolver.resolve_all(decision.results)
         if decision.next or decision.to_release:
             unwritten.take(decision)
         if decision.dead_holder_met:
@@ -362,7 +361,7 @@ class Writer:
             return before
         try:
             if before is not None:
-                await asyncio.shield(before)
+                await (before if before.done() else asyncio.shield(before))
         finally:  # also if the slot is cancelled, because the group is committed
             if attempt.delivered:
                 before = asyncio.create_task(self._mark(slot, position, attempt.delivered), name=f"mark-{slot.n}")
@@ -377,9 +376,7 @@ class Writer:
         rows = rows_to_mark(delivered)
         try:
             await slot.mark(position, rows)
-            if waiters := self.unwritten.waiters:
-                for id, _ in rows:
-                    waiters.wake(id)
+            self.unwritten.waiters.wake_all(id for id, _ in rows)
         except (StoreLost, StoreAway, StoreUnanswered) as error:
             # The events are committed and in the ledger, whatever Redis holds.
             self._telemetry.marks_failed.inc()

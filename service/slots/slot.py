@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -128,13 +128,13 @@ class Slot:
 
     # --------------------------------------------------------------------------------------------- within a term
 
-    async def claim(self, asked: Sequence[tuple[bytes, bytes]], ttls_s: Sequence[int] = ()) -> list[Claim]:
+    def claim(self, asked: Sequence[tuple[bytes, bytes]], ttls_s: Sequence[int] = ()) -> Awaitable[list[Claim]]:
         """Claim (id, fingerprint) pairs for this slot and term, as Keys.claim does. Raises what that raises."""
-        return await self._keys.claim(self.generation, self.n, self.term, asked, ttls_s)
+        return self._keys.claim(self.generation, self.n, self.term, asked, ttls_s)
 
-    async def claim_all(self, asked: Sequence[tuple[bytes, bytes]], ttl_s: int = 0) -> Claim:
+    def claim_all(self, asked: Sequence[tuple[bytes, bytes]], ttl_s: int = 0) -> Awaitable[Claim]:
         """Claim an atomic batch for this slot and term, all or nothing: the whole's pair first, then its members'."""
-        return await self._keys.claim_all(self.generation, self.n, self.term, asked, ttl_s)
+        return self._keys.claim_all(self.generation, self.n, self.term, asked, ttl_s)
 
     async def release(self, ids: Sequence[bytes]) -> None:
         """Release claims whose events were not sent."""
@@ -192,10 +192,11 @@ class Slot:
         `topic_ids` has the known ids of the records' topics, by name; `offsets` those of a group, encoded.
         """
         try:
-            head = self.n, *self.producer.identity, self._instance
+            producer = self.producer
+            head = self.n, *producer.identity, self._instance
             value = encode_ledger(*head, [encode_entries(entries)], topic_ids, offsets)
             await yield_after(len(entries))
-            offset = await self.producer.commit(value)
+            offset = await producer.commit(value)
         except TransactionAborted:
             self.move(SlotEvent.ABORT)
             raise
@@ -262,5 +263,5 @@ class Slot:
             if pending is self._pending_marks:  # else another term has begun meanwhile
                 self.applied = max(self.applied, position.offset)
 
-    async def _mark(self, position: LedgerPosition, rows: Sequence[Row]) -> None:
-        await self._keys.mark(position.generation, self.n, position.term, position.previous, position.offset, rows)
+    def _mark(self, position: LedgerPosition, rows: Sequence[Row]) -> Awaitable[int]:
+        return self._keys.mark(position.generation, self.n, position.term, position.previous, position.offset, rows)

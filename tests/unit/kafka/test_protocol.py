@@ -59,7 +59,7 @@ def test_a_request_is_encoded_as_aiokafka_encodes_it(request: Any, correlation_i
     prepared = request.prepare(VERSIONS)
     message = prepared.build_request_header(correlation_id, client_id).encode() + prepared.encode()
     codec = CODECS[type(request)]
-    size, pieces = codec.frame(request, correlation_id, client_id)
+    size, pieces = codec.frame(request, correlation_id, client_id.encode())
     assert (codec.api_key, codec.version) == (prepared.API_KEY, prepared.API_VERSION)
     assert (size, b"".join(pieces)) == (len(message), struct.pack(">i", len(message)) + message)
 

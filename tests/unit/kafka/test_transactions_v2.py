@@ -50,7 +50,7 @@ REPEATED_MOST = 5 + (200 - 31) // 20 + 2
 
 
 def framed(request: Any) -> bytes:
-    size, pieces = CODECS[type(request)].frame(request, 5, "me")
+    size, pieces = CODECS[type(request)].frame(request, 5, b"me")
     message = b"".join(pieces)
     assert struct.unpack(">i", message[:4]) == (size,) == (len(message) - 4,)
     return message[4:]
