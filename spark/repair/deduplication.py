@@ -1,6 +1,6 @@
 """Writes a topic into another one without surplus copies (--clean)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spark.errors import CannotRun
 from spark.reading.kafka_admin import KafkaAdmin, Topic
@@ -56,26 +56,17 @@ def _new_layout(invocation: Invocation) -> tuple[list[Entry], Layout, list[str]]
             f"--clean {source}: the last run has not audited this topic: run python -m spark first, with --topics "
             "if neither the ledger nor the rules name it"
         )
+    read = tuple(ReadUntil(log.topic, log.partition, log.end, log.leader_epoch) for log in logs)
     with invocation.kafka() as admin:
         topics = _check_topics(admin, invocation.shared.namespace, source, target, logs)
         ends = admin.ends([log.topic_partition for log in logs])
-        bounds = {
-            log.partition: (min(ends[log.topic_partition].log_start, log.end), log.end, ends[log.topic_partition])
-            for log in logs
-        }
-        read = tuple(ReadUntil(log.topic, log.partition, log.end, log.leader_epoch) for log in logs)
         if why := checks.truncated(admin, read, ends):
             raise CannotRun(f"--clean {source}: {why} since the last run: run it again")
+    bounds = {log.partition: (min(ends[log.topic_partition].log_start, log.end), log.end) for log in logs}
     copies, kept = evidence.surplus(invocation.lake, source, {source: topics[source].topic_id})
-    made = entries.surplus(copies, {number: (first, end) for number, (first, end, _) in bounds.items()})
-    dropped: dict[int, list[int]] = {number: [] for number in bounds}
-    for entry in made:
-        dropped[entry.partition or 0].append(entry.offset or 0)
-    parts = {
-        number: copier.Part(0, ((source, tuple(entries.spans_without(first, end, dropped[number]))),), exact=False)
-        for number, (first, end, _) in bounds.items()
-    }
-    later = sum(max(0, at.last_stable - end) for _, end, at in bounds.values())
+    made = entries.surplus(copies, bounds)
+    parts = _parts(source, bounds, made)
+    later = sum(max(0, ends[log.topic_partition].last_stable - log.end) for log in logs)
     layout = Layout({name: topic.topic_id for name, topic in topics.items()}, parts, read)
     lines = [f"left out   {len(made)} copies of {len({entry.id for entry in made})} ids"]
     if kept["conflicts"] or kept["unlisted"]:
@@ -86,6 +77,17 @@ def _new_layout(invocation: Invocation) -> tuple[list[Entry], Layout, list[str]]
     if later:
         lines.append(f"later      {later} offsets behind what the last run has read are not copied")
     return made, layout, lines
+
+
+def _parts(source: str, bounds: Mapping[int, tuple[int, int]], left_out: Sequence[Entry]) -> dict[int, copier.Part]:
+    """Return what is copied to each partition: the records of the source in these bounds that are not left out."""
+    dropped: dict[int, list[int]] = {number: [] for number in bounds}
+    for entry in left_out:
+        dropped[entry.partition or 0].append(entry.offset or 0)
+    return {
+        number: copier.Part(0, ((source, tuple(entries.spans_without(first, end, dropped[number]))),), exact=False)
+        for number, (first, end) in bounds.items()
+    }
 
 
 def _check_topics(admin: KafkaAdmin, namespace: str, source: str, target: str, logs: Sequence[Log]) -> dict[str, Topic]:

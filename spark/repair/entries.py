@@ -226,6 +226,14 @@ def lost(
         lost_at=lost_at,
         doubtful=history.unsettled_run.get(id, -1) >= run,
     )
+    return _decided(entry, known, bodies, history, now_ms)
+
+
+def _decided(
+    entry: Entry, known: LostEvidence, bodies: Mapping[str, Sequence[Body]], history: History, now_ms: int
+) -> Entry:
+    """Return the entry of a lost event with its action, or the reason why there is none."""
+    id = entry.id
     if known.record is not None:
         return _nothing(entry, RECORD_EXISTS, known.record)
     if id in history.written:

@@ -1,6 +1,6 @@
 """The data of the heat map: records and findings by hour and partition, reduced to the size of a page."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -42,11 +42,6 @@ def drawn(
     columns = -(-span // step)
     column_of = {hour: _hours_between(start, hour) // step for hour in with_counts}
     shown, folded = _shown(delivered, of_findings)
-    groups: list[tuple[str | None, int | None, list[RowKey]]] = [
-        (topic, None if partition == NO_PARTITION else partition, [(topic, partition)]) for topic, partition in shown
-    ]
-    if folded:
-        groups.append((None, None, folded))
     rows = [
         {
             "topic": topic,
@@ -54,7 +49,7 @@ def drawn(
             "records": _summed((delivered.get(row, {}) for row in rows_of), columns, column_of),
             "troubled": _summed((of_findings.get(row, {}) for row in rows_of), columns, column_of),
         }
-        for topic, partition, rows_of in groups
+        for topic, partition, rows_of in _lines(shown, folded)
     ]
     return {
         "from": start.isoformat().replace("+00:00", "Z"),
@@ -98,6 +93,17 @@ def _shown(
         return rows, []
     ranked = sorted(rows, key=lambda row: (-_total(of_findings, row), -_total(delivered, row), row))
     return sorted(ranked[: ROWS_MAX - 1]), ranked[ROWS_MAX - 1 :]
+
+
+def _lines(
+    shown: Iterable[RowKey], folded: Sequence[RowKey]
+) -> Iterator[tuple[str | None, int | None, Sequence[RowKey]]]:
+    """Yield topic and partition of each line of the map, and the rows that the line adds up; the folded rows make the
+    last line, which has neither topic nor partition."""
+    for topic, partition in shown:
+        yield topic, None if partition == NO_PARTITION else partition, [(topic, partition)]
+    if folded:
+        yield None, None, folded
 
 
 def _summed(counts: Iterable[HourCounts], columns: int, column_of: Mapping[str, int]) -> list[int]:

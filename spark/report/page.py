@@ -41,6 +41,12 @@ _CATEGORY_CLASSES: Final = {"delivered_once": "good", "pending": "wait", "unprov
 """The style class of a category of the balance; `bad` for all other categories."""
 _TOPIC_COUNTS: Final = ("records", "ids", "copies_extra", "accepted", "unrequested", "unkeyed", "rejects")
 _PAST_COUNTS: Final = ("findings", "accepted", "delivered_once", "pending", "records", "offsets")
+_HEAT_KEYS: Final = (
+    ("h1", "few records"),
+    (f"h{charts.SHADES}", "many, in equal steps of the logarithm"),
+    ("c1", "with findings (a dot)"),
+)
+"""The legend of the heat map: classes of the style sheet, and what they mean."""
 
 
 def render(document: Document) -> Iterator[str]:
@@ -63,11 +69,7 @@ def render(document: Document) -> Iterator[str]:
             "subline": _subline(document),
             "categories": [(name, _CATEGORY_CLASSES.get(name, "bad")) for name in CATEGORIES],
             "heat_map": Markup(charts.heat_map(chart)) if chart["rows"] else "",  # noqa: S704 - heat_map escapes its texts
-            "heat_keys": [
-                ("h1", "few records"),
-                (f"h{charts.SHADES}", "many, in equal steps of the logarithm"),
-                ("c1", "with findings (a dot)"),
-            ],
+            "heat_keys": _HEAT_KEYS,
             "bars": bars,
             "bar_keys": bar_keys,
             "groups": _groups(document),

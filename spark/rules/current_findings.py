@@ -238,11 +238,24 @@ def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
     finding without coordinates with partition null, both in the hour of acceptance. Without `partitions` every
     partition is null.
     """
+    found = _with_coordinates(current).unionByName(_without_coordinates(current))
+    partition = F.col("partition") if partitions else F.lit(None).cast("int")
+    return (
+        found.withColumn("partition", partition)
+        .groupBy("hour", "topic", "partition", "kind", "cause")
+        .agg(F.sum("records").alias("records"))
+        .withColumn("hour", hours.as_text(F.col("hour")))
+    )
+
+
+def _with_coordinates(current: DataFrame) -> DataFrame:
+    """Return a row for each record that a finding lists and that counts: of copies those with a cause, and of kinds
+    that allow a first record all others."""
     copy = F.col("copy")
     counts = F.when(F.col("kind").isin(*_COPIES), copy["cause"].isNotNull()).when(
         F.col("kind").isin(*with_surplus("after_first")), F.col("nth") > 0
     )
-    with_coordinates = (
+    return (
         current.select("accepted_hour", "kind", "cause", F.posexplode("coordinates").alias("nth", "copy"))
         .where(F.coalesce(counts, F.lit(True)))
         .select(
@@ -254,9 +267,12 @@ def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
             F.lit(1).cast("bigint").alias("records"),
         )
     )
-    # Records without kept coordinates count at the last kept ones.
+
+
+def _without_coordinates(current: DataFrame) -> DataFrame:
+    """Return a row for the records of each finding that it does not list: they count at the last coordinates listed."""
     last_copy = F.try_element_at("coordinates", F.lit(-1))
-    rest = current.select(
+    return current.select(
         F.coalesce(hour_of(last_copy["timestamp"]), F.col("accepted_hour"), hour_of(F.col("last_ms"))).alias("hour"),
         F.coalesce(last_copy["topic"], F.col("topic")).alias("topic"),
         F.coalesce(last_copy["partition"], F.col("partition")).alias("partition"),
@@ -264,11 +280,3 @@ def finding_counts(current: DataFrame, *, partitions: bool) -> DataFrame:
         "cause",
         (F.col("count") - F.coalesce(F.size("coordinates"), F.lit(0))).alias("records"),
     ).where("records > 0")
-    found = with_coordinates.unionByName(rest)
-    partition = F.col("partition") if partitions else F.lit(None).cast("int")
-    return (
-        found.withColumn("partition", partition)
-        .groupBy("hour", "topic", "partition", "kind", "cause")
-        .agg(F.sum("records").alias("records"))
-        .withColumn("hour", hours.as_text(F.col("hour")))
-    )

@@ -59,12 +59,9 @@ def update(lake: Lake, context: RunContext, on_progress: OnProgress) -> dict[str
     written: list[DataFrame] = []
     replaced = [_of_others(rules)] if states.keys() - {rule.name for rule in rules} else []
     for rule in rules:
-        state = states.get(rule.name, NEVER_READ)
-        topics = topics_of(rule, plan)
-        if not topics and not state.run:
-            continue  # nothing belongs into the mirror yet
-        if state.run == plan.run:
-            continue  # a process that was killed on this run has read the mirror after the freeze, too
+        state, topics = states.get(rule.name, NEVER_READ), topics_of(rule, plan)
+        if not _is_to_be_read(state, topics, plan.run):
+            continue
         try:
             read = mirror_logs.read(
                 lake.spark,
@@ -84,6 +81,12 @@ def update(lake: Lake, context: RunContext, on_progress: OnProgress) -> dict[str
         nothing = frames.rows_of(lake.spark, schemas.of(TABLE), [])
         lake.replace(TABLE, reduce(DataFrame.unionByName, written, nothing), " OR ".join(replaced), plan.run)
     return errors
+
+
+def _is_to_be_read(state: MirrorState, topics: Sequence[str], run: int) -> bool:
+    """Check whether a run reads a mirror of these topics: something belongs into the mirror, and no process that was
+    killed on the same run has read it after the freeze."""
+    return state.run != run and (bool(topics) or state.run > 0)
 
 
 def topics_of(rule: SinkRule, plan: Plan) -> list[str]:

@@ -61,10 +61,7 @@ def reconcile(lake: Lake, context: RunContext, timer: StepTimer) -> Balance:
     """
     plan, compares_ids, window_from = context.plan, context.compares_ids, context.window_from
     evidence = classify.gather_evidence(plan, context.settings)
-    balance = Balance.of(context.last_run)
-    balance.delete_before(context.kept_from)
-    balance.evidence_changed |= run_plan.evidence_changed(plan, context.last_plan)
-    balance.note_late_hours(window_from, plan.frozen_ms)
+    balance = _carried_over(context)
     rows = _kept_rows(lake, context.kept_from)
     with ExitStack() as cache:
         # Until the findings are written, plans are over all rows.
@@ -84,8 +81,7 @@ def reconcile(lake: Lake, context: RunContext, timer: StepTimer) -> Balance:
             if any(row["rejects"] for row in classified.sums):
                 _write_rejects(lake, in_hours, plan.run)
         with timer.step("count records"):
-            counts = record_counts(in_hours, partitions=plan.partitions <= PARTITIONS_MAX)
-            balance.replace_record_counts(touched, counts.collect() if touched else [])
+            _count_records(in_hours, touched, plan, balance)
         found = findings.of_logs(lake.spark, plan) + _findings_of_hours(classified, in_hours, evidence)
         if compares_ids:
             with timer.step("compare ids"):
@@ -118,10 +114,25 @@ def recount(lake: Lake, context: RunContext, balance: Balance) -> Balance:
         several_hours = _several_hours(multi_row, evidence, cache)
         classified = _classify_hours(rows, multi_row, all_hours, evidence, cache)
         counted.replace(all_hours, classified.sums, classified.double_counted)
-        counts = record_counts(rows, partitions=context.plan.partitions <= PARTITIONS_MAX)
-        counted.replace_record_counts(all_hours, counts.collect() if all_hours else [])
+        _count_records(rows, all_hours, context.plan, counted)
         _judge_per_id(several_hours, evidence, counted, cache)
     return counted
+
+
+def _carried_over(context: RunContext) -> Balance:
+    """Return the balance of the last run, without the hours that the lake no longer keeps."""
+    plan = context.plan
+    balance = Balance.of(context.last_run)
+    balance.delete_before(context.kept_from)
+    balance.evidence_changed |= run_plan.evidence_changed(plan, context.last_plan)
+    balance.note_late_hours(context.window_from, plan.frozen_ms)
+    return balance
+
+
+def _count_records(in_hours: DataFrame, counted_hours: set[str], plan: Plan, balance: Balance) -> None:
+    """Count the records of some hours, and put their numbers in the balance."""
+    counts = record_counts(in_hours, partitions=plan.partitions <= PARTITIONS_MAX)
+    balance.replace_record_counts(counted_hours, counts.collect() if counted_hours else [])
 
 
 def _kept_rows(lake: Lake, kept_from: str) -> DataFrame:
