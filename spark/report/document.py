@@ -34,7 +34,7 @@ EXIT_FINDINGS: Final = 3
 INSTANCES_MAX: Final = 100
 
 CauseRow = dict[str, Any]
-"""A row of current_findings.causes."""
+"""A row of current_findings.cause_counts."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def collect(by_hour: DataFrame, found: DataFrame, context: RunContext) -> Collec
     number is queried if there are none."""
     active = _active(context)
     found = current_findings.with_silence(found, active, uncounted(context.plan, context.settings.rules))
-    all_causes = current_findings.causes(found)
+    all_causes = current_findings.cause_counts(found)
     counted, silenced = _split_by_silence(all_causes)
     by_kind, silenced_by_kind = _by_kind(counted), _by_kind(silenced)
     silencing = [sum(row["findings"] for row in silenced if row["silence"] == nth) for nth in range(len(active))]
@@ -166,7 +166,7 @@ def collect(by_hour: DataFrame, found: DataFrame, context: RunContext) -> Collec
 
 
 def _split_by_silence(causes: Sequence[CauseRow]) -> tuple[list[CauseRow], list[CauseRow]]:
-    """Split rows of current_findings.causes into those that count, and those that are silenced."""
+    """Split rows of current_findings.cause_counts into those that count, and those that are silenced."""
     counted = [row for row in causes if row["silence"] is None]
     return counted, [row for row in causes if row["silence"] is not None]
 

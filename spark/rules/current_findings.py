@@ -197,7 +197,7 @@ def with_silence(
     return found.withColumn("silence", of_finding)
 
 
-def causes(found: DataFrame) -> list[dict[str, Any]]:
+def cause_counts(found: DataFrame) -> list[dict[str, Any]]:
     """Count findings (FIELDS with `silence`) and their records by kind, topic, cause and silence.
 
     The number of rows is bounded. For _COPIES the records are the surplus copies. Each counts for its own topic and

@@ -29,14 +29,14 @@ from spark.tables.lake import Lake
 
 class MultiRow(NamedTuple):
     """The ids with several rows: `ids` from cross_hour.repeated, `rows` their rows (deliveries.ROW), and whether any of
-    these ids may have rows in several hours (`has_several_hours`)."""
+    these ids may have rows in several hours (`has_multi_hour`)."""
 
     ids: DataFrame
     rows: DataFrame
-    has_several_hours: bool
+    has_multi_hour: bool
 
 
-class SeveralHours(NamedTuple):
+class MultiHour(NamedTuple):
     """The ids with rows in several hours: their `rows` (deliveries.ROW), and these classified for each hour by itself
     (`judged_per_hour`)."""
 
@@ -65,35 +65,33 @@ def reconcile(lake: Lake, context: RunContext, timer: StepTimer) -> Balance:
     rows = _kept_rows(lake, context.kept_from)
     with ExitStack() as cache:
         # Until the findings are written, plans are over all rows.
-        many = cache.enter_context(ExitStack())
-        many.enter_context(session.compiling(lake.spark, plan.unread))
-        with timer.step("classify ids"):
-            touched = hours_to_classify(rows, context, balance)
-            balance.note_read_late(_read_late(rows, touched, context), plan.frozen_ms)
-        with timer.step("compare ids"):
-            multi_row = _multi_row(rows if compares_ids else rows.where(hours.within(touched)), cache)
-            several_hours = _several_hours(multi_row, evidence, cache) if compares_ids else None
-            touched |= _hours_to_classify_again(several_hours, balance)
-        in_hours = rows.where(hours.within(touched))
-        with timer.step("classify ids"):
-            classified = _classify_hours(in_hours, multi_row, touched, evidence, cache)
-            balance.replace(touched, classified.sums, classified.double_counted)
-            if any(row["rejects"] for row in classified.sums):
-                _write_rejects(lake, in_hours, plan.run)
-        with timer.step("count records"):
-            _count_records(in_hours, touched, plan, balance)
-        found = findings.of_logs(lake.spark, plan) + _findings_of_hours(classified, in_hours, evidence)
-        if compares_ids:
+        with session.compiling(lake.spark, plan.unread):
+            with timer.step("classify ids"):
+                touched = hours_to_classify(rows, context, balance)
+                balance.note_read_late(_read_late(rows, touched, context), plan.frozen_ms)
             with timer.step("compare ids"):
-                found += _client_duplicates(rows, _first_ms(balance, window_from), evidence, cache)
-                found += _judge_per_id(several_hours, evidence, balance, cache)
-        many.close()
+                multi_row = _multi_row(rows if compares_ids else rows.where(hours.within(touched)), cache)
+                multi_hour = _multi_hour(multi_row, evidence, cache) if compares_ids else None
+                touched |= _hours_to_classify_again(multi_hour, balance)
+            in_hours = rows.where(hours.within(touched))
+            with timer.step("classify ids"):
+                classified = _classify_hours(in_hours, multi_row, touched, evidence, cache)
+                balance.replace(touched, classified.sums, classified.double_counted)
+                if any(row["rejects"] for row in classified.sums):
+                    _write_rejects(lake, in_hours, plan.run)
+            with timer.step("count records"):
+                _count_records(in_hours, touched, plan, balance)
+            found = findings.of_logs(lake.spark, plan) + _findings_of_hours(classified, in_hours, evidence)
+            if compares_ids:
+                with timer.step("compare ids"):
+                    found += _client_duplicates(rows, _first_ms(balance, window_from), evidence, cache)
+                    found += _judge_per_id(multi_hour, evidence, balance, cache)
         with timer.step("write findings"):
             condition = _replaced_findings(touched, compares_ids)
             _write_findings(lake, context, found, condition, balance.late_hours)
         with timer.step("write verdicts"):
             _write_verdicts(lake, plan, classified.rows, _single_clean(in_hours, multi_row), touched)
-            of_other_hours = None if several_hours is None else several_hours.rows
+            of_other_hours = None if multi_hour is None else multi_hour.rows
             recent = _recent(rows, context.unread_since, evidence)
             _mark_proven_lost(lake, classified, of_other_hours if compares_ids else recent, plan.run)
     balance.evidence_changed &= not compares_ids
@@ -111,11 +109,11 @@ def recount(lake: Lake, context: RunContext, balance: Balance) -> Balance:
     all_hours = set(hours.of(rows))
     with ExitStack() as cache:
         multi_row = _multi_row(rows, cache)
-        several_hours = _several_hours(multi_row, evidence, cache)
+        multi_hour = _multi_hour(multi_row, evidence, cache)
         classified = _classify_hours(rows, multi_row, all_hours, evidence, cache)
         counted.replace(all_hours, classified.sums, classified.double_counted)
         _count_records(rows, all_hours, context.plan, counted)
-        _judge_per_id(several_hours, evidence, counted, cache)
+        _judge_per_id(multi_hour, evidence, counted, cache)
     return counted
 
 
@@ -221,17 +219,17 @@ def _multi_row(rows: DataFrame, cache: ExitStack) -> MultiRow | None:
     spans = cross_hour.hour_spans(ids)
     if not spans:
         return None
-    several_hours = any(first_hour < last_hour for first_hour, last_hour in spans)
-    return MultiRow(ids, frames.cached(cross_hour.rows_of(rows, ids, spans), cache), several_hours)
+    multi_hour = any(first_hour < last_hour for first_hour, last_hour in spans)
+    return MultiRow(ids, frames.cached(cross_hour.rows_of(rows, ids, spans), cache), multi_hour)
 
 
-def _several_hours(multi_row: MultiRow | None, evidence: LogEvidence, cache: ExitStack) -> SeveralHours | None:
+def _multi_hour(multi_row: MultiRow | None, evidence: LogEvidence, cache: ExitStack) -> MultiHour | None:
     """Classify the ids with rows in several hours, for each hour by itself; None if there are none."""
-    if multi_row is None or not multi_row.has_several_hours:
+    if multi_row is None or not multi_row.has_multi_hour:
         return None
     rows = multi_row.rows.join(multi_row.ids.where("first_hour < last_hour"), "id", "left_semi")
     judged_per_hour = classify.classify(deliveries_table.gathered(rows, quarantine=evidence.quarantine), evidence)
-    return SeveralHours(rows, frames.cached(judged_per_hour, cache))
+    return MultiHour(rows, frames.cached(judged_per_hour, cache))
 
 
 def _classify_hours(
@@ -286,18 +284,18 @@ def _findings_of_hours(classified: Classified, rows: DataFrame, evidence: LogEvi
 
 
 def _judge_per_id(
-    several_hours: SeveralHours | None, evidence: LogEvidence, balance: Balance, cache: ExitStack
+    multi_hour: MultiHour | None, evidence: LogEvidence, balance: Balance, cache: ExitStack
 ) -> list[DataFrame]:
     """Classify the ids of several hours over all their rows, and make each count once in the balance.
 
     Returns the findings (schemas.FINDING) about these ids, and the revocations of those of single hours.
     """
-    if several_hours is None:
+    if multi_hour is None:
         balance.adjust([], [])
         return []
-    gathered = deliveries_table.gathered(several_hours.rows, quarantine=evidence.quarantine, by_hour=False)
+    gathered = deliveries_table.gathered(multi_hour.rows, quarantine=evidence.quarantine, by_hour=False)
     judged_per_id = frames.cached(classify.classify(gathered, evidence), cache)
-    per_id, per_hour = _collect_sums([judged_per_id], [several_hours.judged_per_hour])
+    per_id, per_hour = _collect_sums([judged_per_id], [multi_hour.judged_per_hour])
     balance.adjust(per_hour, per_id)
     suspicious = judged_per_id.where("suspicious")
     return [findings.of_ids(suspicious, evidence, findings.IDS), cross_hour.superseded(judged_per_id)]
@@ -332,11 +330,11 @@ def _write_findings(
     lake.replace("findings", rows, replaced, context.plan.run)
 
 
-def _hours_to_classify_again(several_hours: SeveralHours | None, balance: Balance) -> set[str]:
+def _hours_to_classify_again(multi_hour: MultiHour | None, balance: Balance) -> set[str]:
     """Return the hours of rows that `may_differ`; if no evidence has changed, only hours that the balance counts."""
-    if several_hours is None:
+    if multi_hour is None:
         return set()
-    found = set(hours.of(may_differ(several_hours.judged_per_hour, balance.evidence_changed)))
+    found = set(hours.of(may_differ(multi_hour.judged_per_hour, balance.evidence_changed)))
     return found if balance.evidence_changed else found & balance.hours.keys()
 
 
