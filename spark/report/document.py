@@ -282,25 +282,8 @@ def _files_of(report: Report) -> Iterator[tuple[str, Iterable[str]]]:
 def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:
     """Describe how far each log was read, what blocks a log, and what could not be read."""
     audited = [log for role in (DATA, LEDGER, REQUESTS) for log in plan.of(role)]
-    blocked = [
-        {
-            "role": log.role,
-            "topic": log.topic,
-            "partition": log.partition,
-            "offset": log.last_stable,
-            "high_watermark": log.high_watermark,
-            "transactional_id": log.blocking_transaction.transactional_id if log.blocking_transaction else None,
-            "producer_id": log.blocking_transaction.producer_id if log.blocking_transaction else None,
-            "epoch": log.blocking_transaction.epoch if log.blocking_transaction else None,
-            "open_since": _iso(since_ms) if since_ms else None,
-            "age_s": round((plan.frozen_ms - since_ms) / 1000, 3) if since_ms else None,
-        }
-        for log in audited
-        for since_ms in [_blocked_since_ms(log)]
-        if log.is_blocked
-    ]
     evidence = {
-        "held_up": blocked,
+        "held_up": [_blocked(log, plan.frozen_ms) for log in audited if log.is_blocked],
         "rejects": sum(counts["rejects"] for counts in topics.values()),
         "gaps": [
             {"topic": log.topic, "partition": log.partition, "first": gap.first, "last": gap.last, "cause": gap.cause}
@@ -321,6 +304,23 @@ def _evidence(plan: Plan, topics: ByTopic) -> model.Evidence:
         ],
     }
     return cast(model.Evidence, evidence)
+
+
+def _blocked(log: Log, frozen_ms: int) -> dict[str, Any]:
+    """Describe a log that an open transaction blocks (model.HeldUp)."""
+    transaction, since_ms = log.blocking_transaction, _blocked_since_ms(log)
+    return {
+        "role": log.role,
+        "topic": log.topic,
+        "partition": log.partition,
+        "offset": log.last_stable,
+        "high_watermark": log.high_watermark,
+        "transactional_id": transaction.transactional_id if transaction else None,
+        "producer_id": transaction.producer_id if transaction else None,
+        "epoch": transaction.epoch if transaction else None,
+        "open_since": _iso(since_ms) if since_ms else None,
+        "age_s": round((frozen_ms - since_ms) / 1000, 3) if since_ms else None,
+    }
 
 
 def _blocked_since_ms(log: Log) -> int | None:
