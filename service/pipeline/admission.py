@@ -251,10 +251,10 @@ class Admission:
     ) -> list[WriteRequest]:
         """Await the write of a part of a chunk, until its deadline. Returns the requests to split and send again."""
         collector = part.collect_in(results)
-        deadline = asyncio.get_running_loop().call_at(part.deadline, self._resolver.expire, part)
+        part.timer = asyncio.get_running_loop().call_at(part.deadline, self._resolver.expire, part)
         put(part)
-        failed = await collector.done  # if this is cancelled, the part goes on until its deadline
-        deadline.cancel()
+        failed = await collector.done  # if this is cancelled, the part goes on until its result or its deadline
+        part.timer.cancel()
         return failed
 
     def _split_by_handling(self, request: WriteRequest) -> list[WriteRequest]:

@@ -215,7 +215,7 @@ class WriteRequest(msgspec.Struct, eq=False):
     indexes: Sequence[int] = ()
     state: RequestState = RequestState.QUEUED
     wait_deadline: float = 0.0  # until when the request waits for another request's write of its key
-    waits: bool = False  # whether another request writes its key
+    timer: asyncio.TimerHandle | None = None  # for the end of its wait, or for a chunk's deadline, until its result
     on_claim: asyncio.Future[None] | None = None  # set when the request's claim stands
     ttl_s: int = 0  # retention of its keys by a rule, in seconds; 0 for the service's own
     accepted_at: int = 0
@@ -335,6 +335,7 @@ class WriteRequest(msgspec.Struct, eq=False):
             ledger_bytes=ledger_bytes,
             event_bytes=event_bytes,
             size=size,
+            timer=None,
             indexes=[self.indexes[index] for index in indexes],
             partitions=[self.partitions[index] for index in indexes] if self.partitions else (),
             spans=[self.spans[index] for index in indexes] if self.spans else (),
@@ -342,7 +343,7 @@ class WriteRequest(msgspec.Struct, eq=False):
 
     def to_send_again(self) -> "WriteRequest":
         """Make a request for the events of a chunk that failed: it is queued, and no transaction of it was aborted."""
-        return msgspec.structs.replace(self, state=RequestState.QUEUED, aborts=0)
+        return msgspec.structs.replace(self, state=RequestState.QUEUED, aborts=0, timer=None)
 
     def collect_in(self, results: list[WriteResult | None]) -> ResultCollector:
         """Have the results of a chunk's events collected in a list, which has one for each event of the whole chunk."""
@@ -366,9 +367,11 @@ class WriteRequest(msgspec.Struct, eq=False):
     def resolve(self, result: WriteResult) -> WriteResult:
         """Set the request's result, and drop the future, which holds the client's connection.
 
-        Returns the result as the client gets it.
+        Also cancels its timer, which would hold the events until then. Returns the result as the client gets it.
         """
         self.move(_ANSWER)
+        if self.timer is not None:
+            self.timer.cancel()
         future, self.future = self.future, None
         shown = self.shown(result)
         if self.collector is not None:

@@ -81,9 +81,8 @@ class Unwritten:
         request.move(RequestEvent.QUEUE)
         request.accepted_at = 0  # a claim of its own that stood before was released
         self.waiters.wait(request)
-        if not request.waits:
-            request.waits = True
-            asyncio.get_running_loop().call_at(request.wait_deadline, self._end_wait, request)
+        if request.timer is None:
+            request.timer = asyncio.get_running_loop().call_at(request.wait_deadline, self._end_wait, request)
 
     def _end_wait(self, request: WriteRequest) -> None:
         """Answer 409 at the wait deadline, also when no slot is there to claim the request again."""

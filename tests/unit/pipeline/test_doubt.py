@@ -355,7 +355,7 @@ async def test_a_wait_for_another_s_write_ends_with_409_in_time_also_after_an_ab
     world.keys.server.freed[5] = 1
     world.keys.server.keys[event.id] = Claimed(5, 1, NOW_MS, event.fp)  # another process has claimed it since
     serving = world.serve(other)
-    await until(lambda: world.resolver.by_deadline[0].waits)
+    await until(lambda: world.resolver.by_deadline[0].timer is not None)
     await ended(serving)
     assert kind_of(await asyncio.wait_for(answer, 3.0)) is IN_PROGRESS
 

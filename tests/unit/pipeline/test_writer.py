@@ -1,6 +1,7 @@
 """Tests the path of a group: which requests are answered, requeued, and never written."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ from service.pipeline import resolver
 from service.pipeline.group import Group
 from service.pipeline.load_shedding import ANSWERS_EACH, ANSWERS_MAX
 from service.pipeline.quota import LEAST_BYTES
-from service.pipeline.request import Committed
+from service.pipeline.request import Committed, WriteRequest
 from service.slots import slot as slot_module
 from tests.unit.fakes import GENERATION, NOW_MS, World, count_of, end_of_term, ended, kind_of, make_event, steps, until
 
@@ -416,7 +417,7 @@ async def test_a_wait_for_another_s_write_ends_with_409_in_time_without_a_slot(w
     serving = world.serve(await world.slot())
     began = loop.time()
     waiting = world.admission.submit(event, began, wait_s=0.5)
-    await until(lambda: world.resolver.by_deadline[0].waits)
+    await until(lambda: world.resolver.by_deadline[0].timer is not None)
     await ended(serving)
     if won:
         world.resolver.by_deadline[0].accepted_at = NOW_MS
@@ -426,6 +427,31 @@ async def test_a_wait_for_another_s_write_ends_with_409_in_time_without_a_slot(w
     assert kind_of(await waiting) is IN_PROGRESS
     assert 0.4 < loop.time() - began < 2.0
     await until(lambda: not world.queue.events)
+
+
+async def test_a_request_that_has_waited_does_not_stay_in_memory_after_its_answer() -> None:
+    """Not until the end of the time for which it would have waited: the queue no longer counts its bytes."""
+    world = World()
+    await world.topic_metadata.get("orders", time.monotonic())
+    slot, began = await world.slot(), asyncio.get_running_loop().time()
+    gate = world.keys.trouble.hold("mark")
+    serving, sweeping = world.serve(slot), asyncio.create_task(world.resolver.sweep())
+    writing = world.admission.submit(make_event("copied"), began)
+    await world.keys.trouble.reached["mark"].wait()
+    copies = [world.admission.submit(make_event("copied"), began, wait_s=4.0) for _ in range(3)]
+    await until(lambda: all(request.timer is not None for request in [*world.resolver.by_deadline][1:]))
+    gate.set()
+    assert all(isinstance(answer, Committed) for answer in await asyncio.gather(writing, *copies))
+    await world.submit("next")  # the writer holds the requests of its last group, and the sweep the last one
+    await until(lambda: not world.resolver.by_deadline)
+    await until(lambda: not [each for each in requests_in_memory() if each.events[0].key == "copied"], 2.0)
+    await ended(serving)
+    await ended(sweeping)
+
+
+def requests_in_memory() -> list[WriteRequest]:
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, WriteRequest)]
 
 
 async def test_requests_that_were_answered_do_not_stay_in_memory_behind_a_waiting_request(
