@@ -44,6 +44,7 @@ class LeaseKeeper:
         self._pool = pool
         self._heartbeat_now = heartbeat_now  # set to send the next heartbeat at once
         self.members = 1  # live processes, by the last heartbeat
+        self._renewing = asyncio.Lock()  # held while a heartbeat is on its way
         self._last_heartbeat: tuple[StoreGeneration, float] | None = None  # its generation and time (monotonic)
         self._take_not_before = 0.0
         # Slots to take although they may be free, and the partitions in which they have open transactions.
@@ -91,12 +92,15 @@ class LeaseKeeper:
 
     async def _heartbeat(self, generation: StoreGeneration) -> None:
         """Renew the leases, supersede slots that must be recovered, and balance. Raises as Keys.heartbeat does."""
-        held = {n: slot for n, slot in self._pool.slots.items() if not slot.draining}
-        try:
-            heartbeat = await self._leases.renew(generation, {n: slot.applied for n, slot in held.items()})
-        except TimeoutError as error:
-            self._heartbeat_now.set()
-            raise StoreUnanswered("Redis did not answer a heartbeat in time") from error
+        async with self._renewing:
+            if self._pool.stopping:
+                return
+            held = {n: slot for n, slot in self._pool.slots.items() if not slot.draining}
+            try:
+                heartbeat = await self._leases.renew(generation, {n: slot.applied for n, slot in held.items()})
+            except TimeoutError as error:
+                self._heartbeat_now.set()
+                raise StoreUnanswered("Redis did not answer a heartbeat in time") from error
         self._note_heartbeat(generation)
         for n, slot in held.items():
             if heartbeat.slots[n] != MINE:
@@ -171,7 +175,13 @@ class LeaseKeeper:
         self._pool.start(n, maybe_hanging)
 
     async def stop(self) -> None:
-        """Have the pool give all slots back, and leave."""
+        """Have the pool give all slots back, and leave.
+
+        Waits for a heartbeat that is on its way: Redis could run that one last, which would take the returned leases
+        again until they expire. One that had no answer in time may still do so.
+        """
         self._heartbeat_now.set()
+        async with self._renewing:
+            pass
         await self._pool.stop(self._settings.timeouts_ms / 1000)
         await self._leases.leave()

@@ -12,7 +12,7 @@ from service.http.routes import describe
 from service.kafka.outcomes import TransactionFailed, TransactionOutcome
 from service.pipeline.request import Committed
 from service.slots.slot import LedgerPosition, Slot
-from tests.unit.fakes import GENERATION, NOW_MS, FakeProducer, World, make_event, until
+from tests.unit.fakes import GENERATION, NOW_MS, FakeProducer, World, make_event, steps, until
 from tests.unit.pipeline.held_slots import LATER, ROWS, Hold, for_ever
 from tests.unit.scrape import sample
 
@@ -241,6 +241,24 @@ async def test_a_key_is_in_doubt_until_its_slot_has_been_recovered(hold: Hold) -
 
 
 # --------------------------------------------------------------------------------------------------------- the stop
+
+
+async def test_no_heartbeat_takes_a_lease_again_that_a_stop_has_returned(hold: Hold) -> None:
+    """Redis may run a heartbeat that is under way behind the return of the slots that the heartbeat names."""
+    held = hold(lease_ttl_ms=30_000, request_timeout_ms=5_000)
+    slot = await held.ready()
+    trouble = held.world.keys.trouble
+    gate = trouble.hold("heartbeat")
+    trouble.reached["heartbeat"].clear()
+    held.world.heartbeat_now.set()
+    await trouble.reached["heartbeat"].wait()
+    stopping = asyncio.create_task(held.keeper.stop())
+    await steps()
+    gate.set()
+    await asyncio.gather(stopping, held.keeping)
+    assert held.world.keys.returned == [(slot.n, True)]
+    assert not held.world.keys.server.leases
+    assert not held.world.keys.server.members
 
 
 async def test_a_stop_ends_although_a_slot_waits_for_a_store(hold: Hold) -> None:
