@@ -7,6 +7,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
@@ -61,14 +62,9 @@ def rules_file(settings: Settings, rules: Rules) -> list[Finding]:
     """Tell which rules a service would take now, to compare with `fencepost_rules_info`; nothing without a file."""
     if not settings.rules:
         return []
-    tables = {
-        "topics": rules.topics,
-        "callers": rules.callers,
-        "issuers": rules.issuers,
-        "sources": rules.sources,
-        "cors": rules.cors,
-    }
-    counts = ", ".join(f"{len(of)} {name}" for name, of in tables.items() if of)
+    counts = ", ".join(
+        f"{len(tables)} {section.name}" for section in fields(rules) if (tables := getattr(rules, section.name))
+    )
     digest = hashlib.sha256(Path(settings.rules).read_bytes()).hexdigest()
     return [Finding("rules.file", Level.OK, f"{settings.rules}: {counts or 'no tables'}; sha256 {digest}")]
 

@@ -1,7 +1,11 @@
 """Tests checks of the doctor that need servers which are not available here: old versions, and counts."""
 
+import re
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -215,6 +219,17 @@ def test_the_bytes_of_a_key_are_measured_once_the_server_has_many_keys() -> None
 def test_the_level_of_the_allocator_check_follows_the_allocator(fields: dict[str, str], level: Level) -> None:
     (found,) = check_redis.allocator({**INFO, **fields})
     assert (found.check, found.level) == ("redis.allocator", level)
+
+
+def test_each_kind_of_table_in_the_rules_is_counted(tmp_path: Path) -> None:
+    one_of_each: dict[str, Any] = dict.fromkeys((each.name for each in fields(Rules)), (Mock(),))
+    rules = Rules(**one_of_each)
+    path = tmp_path / "rules.toml"
+    path.write_text("")
+    (found,) = doctor.rules_file(Settings(rules=str(path)), rules)
+    assert {*re.findall(r"1 (\w+)", found.found)} == {each.name for each in fields(Rules)}
+    (found,) = doctor.rules_file(Settings(rules=str(path)), Rules(sinks=rules.sinks))
+    assert found.found.startswith(f"{path}: 1 sinks; sha256 ")
 
 
 def test_groups_that_may_not_be_read_are_reported() -> None:
