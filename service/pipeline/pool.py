@@ -260,10 +260,15 @@ class Pool:
     # ------------------------------------------------------------------------------------------------- stopping
 
     async def stop(self, timeout_s: float) -> None:
-        """Give all slots back after their current groups. A slot that hangs is left to other processes."""
+        """Give all slots back after their current groups.
+
+        Slots that cannot write, and one that hangs, are left to other processes, which recover them.
+        """
         self.stopping = True
-        for slot in self.slots.values():
+        for n, slot in self.slots.items():
             self.let_go(slot)
+            if slot.state not in CAN_WRITE:
+                self._tasks[n].cancel()
         if tasks := list(self._tasks.values()):
             _, unfinished = await asyncio.wait(tasks, timeout=timeout_s)
             for task in unfinished:  # Kafka or Redis are away

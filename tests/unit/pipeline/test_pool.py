@@ -279,6 +279,17 @@ async def test_a_stop_ends_although_a_slot_waits_for_a_store(hold: Hold) -> None
     assert held.pool.slots == {}
 
 
+async def test_a_stop_does_not_wait_for_slots_that_cannot_write(hold: Hold) -> None:
+    """While Kafka or Redis is away, their recoveries would hold up the process for all of its timeouts."""
+    held = hold(request_timeout_ms=30_000, transaction_timeout_ms=30_000)
+    held.recovery.trouble.hold("run")
+    await held.recovery.trouble.reached["run"].wait()
+    (slot,) = held.pool.slots.values()
+    async with asyncio.timeout(3.0):
+        await held.keeper.stop()
+    assert held.world.keys.returned == [(slot.n, False)], "another process is to recover it"
+
+
 async def test_a_stop_ends_although_a_transaction_hangs(hold: Hold) -> None:
     async def serve(slot: Slot) -> None:
         slot.move(SlotEvent.WRITE)
