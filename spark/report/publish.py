@@ -86,19 +86,23 @@ def prepare(admin: KafkaAdmin, namespace: str) -> PublishedTopic:
     return state_of(admin, topic)
 
 
-def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, run: int, *, replaces: bool) -> None:
-    """Take the topic's records as the outbox of a lake that has none; CannotRun if there are any, unless `replaces`."""
+def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, run: int, *, replaces: bool) -> bool:
+    """Take the topic's records as the outbox of a lake that has none; CannotRun if there are any, unless `replaces`.
+
+    Returns whether it has, so that the outbox has the records of the topic in this state.
+    """
     if lake.exists(TABLE) or topic.is_empty:
-        return
+        return False
     sent = _in_topic(lake, shared, topic)
     if sent.isEmpty():
-        return
+        return False
     if not replaces:
         raise CannotRun(
             f"topic {findings_topic(shared.namespace)!r} has findings that another lake has published: pass "
             f"--replace-findings if --lake {lake.root} takes the place of that lake, else --no-publish"
         )
     lake.append(TABLE, sent, run)
+    return True
 
 
 def _in_topic(lake: Lake, shared: SharedSettings, topic: PublishedTopic) -> DataFrame:
@@ -128,8 +132,8 @@ def publish(
 ) -> PublishedTopic:
     """Update the topic to the current findings (current_findings.FIELDS) of a run, and return the topic with these.
 
-    `topic` is its state before (`prepare`), `last` the state that the last run left. Unchanged findings are not sent,
-    unless the topic has lost or got records since.
+    `topic` is its state before (`prepare`), `last` the state whose records the outbox has (None: not known). Unchanged
+    findings are not sent, unless the topic has lost or got records since.
     """
     is_new = not lake.exists(TABLE)
     if is_new and found.isEmpty():

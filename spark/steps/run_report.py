@@ -50,7 +50,9 @@ def write(
         found = frames.cached(current_findings.by_finding(by_hour), cache)
         if findings_topic is not None:
             with timer.step("publish findings"):
-                findings_topic = _publish(lake, findings_topic, found, context)
+                findings_topic = publish.publish(
+                    lake, context.settings.shared, found, findings_topic, begun.published, context.plan.run
+                )
         with timer.step("write the report"):
             collected = document.collect(by_hour, found, context)
             revised = verdict_history.counted(lake.read_cached("verdicts"), window_from)
@@ -73,14 +75,6 @@ def _findings(lake: Lake, window_from: int) -> DataFrame:
         # Without rows Spark plans next to nothing of what follows.
         findings = frames.rows_of(lake.spark, schemas.of("findings"), [])
     return sink_audit.with_findings(lake, findings, window_from)
-
-
-def _publish(
-    lake: Lake, topic: publish.PublishedTopic, found: DataFrame, context: RunContext
-) -> publish.PublishedTopic:
-    """Send the changes of the current findings to their topic; returns the topic as it is then."""
-    last = publish.PublishedTopic.of(context.of_last_run("published"))
-    return publish.publish(lake, context.settings.shared, found, topic, last, context.plan.run)
 
 
 def _notify(

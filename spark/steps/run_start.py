@@ -29,13 +29,15 @@ from spark.tables.lake import Lake
 class Begun(NamedTuple):
     """A run that has its plan. `is_resumed`: the plan is that of an interrupted run, and its records are merged.
 
-    `findings_topic` is the topic of findings before this run, None if the run does not publish; `unstored` are rows of
-    `runs` that this run adds to its own (last_run_file.LastRun).
+    `findings_topic` is the topic of findings before this run, None if the run does not publish; `published` its state
+    whose records the outbox has, None if that is not known; `unstored` are rows of `runs` that this run adds to its own
+    (last_run_file.LastRun).
     """
 
     context: RunContext
     is_resumed: bool
     findings_topic: publish.PublishedTopic | None
+    published: publish.PublishedTopic | None
     unstored: Sequence[Mapping[str, Any]]
 
 
@@ -62,7 +64,7 @@ class RunStart:
         complete_plan = earlier.last_plan if earlier.is_complete else None
         kept_from = maintenance.kept_from(plan, complete_plan, settings, earlier.last_run)
         context = RunContext(plan, settings, earlier.last_plan, earlier.last_run, replaced, kept_from)
-        return Begun(context, is_resumed, self._findings_topic(context), earlier.unstored)
+        return Begun(context, is_resumed, *self._findings_topic(context), earlier.unstored)
 
     def preview(self) -> dry_run.Preview:
         """Make the plan that `begin` would make, without a write to the lake."""
@@ -166,14 +168,17 @@ class RunStart:
                 "set FENCEPOST_NAMESPACE to the namespace of the lake, or use another --lake"
             )
 
-    def _findings_topic(self, context: RunContext) -> publish.PublishedTopic | None:
-        """Create the topic of findings if needed, and check that this lake may publish; None if the run does not
-        publish."""
+    def _findings_topic(
+        self, context: RunContext
+    ) -> tuple[publish.PublishedTopic | None, publish.PublishedTopic | None]:
+        """Create the topic of findings if needed, and check that this lake may publish. Returns Begun.findings_topic
+        and Begun.published."""
         shared, options = context.settings.shared, context.settings.options
+        published = publish.PublishedTopic.of(context.of_last_run("published"))
         if not options.publish:
-            return None
+            return None, published
         with closing(KafkaAdmin(self._lake.spark, shared)) as admin:
             topic = publish.prepare(admin, shared.namespace)
-        replaces = options.replace_findings or context.of_last_run("published") is not None
-        publish.check_owner(self._lake, shared, topic, context.plan.run, replaces=replaces)
-        return topic
+        replaces = options.replace_findings or published is not None
+        has_taken = publish.check_owner(self._lake, shared, topic, context.plan.run, replaces=replaces)
+        return topic, topic if has_taken else published

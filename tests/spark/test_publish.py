@@ -39,7 +39,9 @@ class Outbox:
             return publish.prepare(broker, self.history.namespace)
 
     def own(self, *, replaces: bool) -> None:
-        publish.check_owner(self.lake, self.shared, self.prepare(), 1, replaces=replaces)
+        topic = self.prepare()
+        if publish.check_owner(self.lake, self.shared, topic, 1, replaces=replaces):
+            self.last = topic
 
     def publish(self, found: Found) -> None:
         fields = {name: kind for name, kind in schemas.FINDING.items() if name in current_findings.FIELDS} | {
@@ -155,14 +157,27 @@ def test_a_lake_replaces_the_findings_of_another_lake_only_if_that_was_asked_for
     with pytest.raises(CannotRun, match=r"findings'.* --replace-findings if --lake .*other.*, else --no-publish"):
         other.own(replaces=False)
     assert before.counts() == other.counts() == {"lost:1": 1, "lost:2": 1}
+    sent = len(history.published())
     other.own(replaces=True)
     other.publish({"lost:2": 1, "lost:4": 1})
+    assert sorted(key for key, _ in history.published()[sent:]) == ["lost:1", "lost:4"]
     other.publish({"lost:2": 1, "lost:4": 1})
     assert other.counts() == {"lost:2": 1, "lost:4": 1}
     # From now on it is this lake's; and an empty topic is anybody's.
     other.own(replaces=False)
     other.publish({})
     Outbox(spark, history, tmp_path / "third").own(replaces=False)
+
+
+def test_a_run_that_was_killed_after_it_had_taken_the_findings_of_another_lake_is_repeated(
+    spark: SparkSession, history: History, tmp_path: Path
+) -> None:
+    Outbox(spark, history, tmp_path / "before").publish({"lost:1": 1, "lost:2": 1})
+    Outbox(spark, history, tmp_path / "other").own(replaces=True)
+    again = Outbox(spark, history, tmp_path / "other")
+    again.own(replaces=True)
+    again.publish({"lost:2": 2})
+    assert again.counts() == {"lost:2": 2}
 
 
 def _finding(name: str, count: int) -> dict[str, Any]:
