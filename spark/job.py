@@ -73,8 +73,8 @@ def finish_run(
 
     Each step after the merge may be repeated by a process that resumes the run. The order of the tables is progress
     (the plan), deliveries, views, rejects, findings, verdicts, mirrored, sinks, published, hourly_balance,
-    hourly_records, runs; the maintenance comes last. A step reads the results of earlier steps from the lake, not from
-    memory, so that the same code resumes a run that was killed after its merge.
+    hourly_records, runs; the maintenance comes last. A step reads the results of earlier steps through the lake, so
+    that the same code resumes a run that was killed after its merge.
     """
     decode.check_identities(spark, settings.options.identity)
     sinks.check_rules(spark, settings.rules.sinks)
@@ -196,7 +196,8 @@ class _Run:
         with self.timer.step("merge records"):
             if last_plan is None or not self.lake.exists("deliveries"):
                 # There are no rows to merge into. Rebalanced by hour: a run over a long history writes few files.
-                self.lake.append("deliveries", rows.hint("rebalance", *schemas.PARTITIONS["deliveries"]), plan.run)
+                rebalanced = rows.hint("rebalance", *schemas.PARTITIONS["deliveries"])
+                self.lake.append("deliveries", rebalanced, plan.run, in_memory=rows)
             elif touched := hours.of(rows):
                 self.lake.merge(rows, touched, plan.run)
 

@@ -101,7 +101,7 @@ def check_owner(lake: Lake, shared: SharedSettings, topic: PublishedTopic, run: 
             f"topic {findings_topic(shared.namespace)!r} has findings that another lake has published: pass "
             f"--replace-findings if --lake {lake.root} takes the place of that lake, else --no-publish"
         )
-    lake.append(TABLE, sent, run)
+    lake.append(TABLE, sent, run, in_memory=sent)
     return True
 
 
@@ -197,7 +197,7 @@ def _unsent(lake: Lake, found: DataFrame) -> DataFrame:
     now = found.select("finding_id", value.alias("value"))
     if not lake.exists(TABLE):
         return frames.checkpointed(now.withColumn("is_changed", F.lit(True)))
-    stored = lake.read(TABLE).select("finding_id", F.col("value").alias("stored_value"), "sent")
+    stored = lake.read_cached(TABLE).select("finding_id", F.col("value").alias("stored_value"), "sent")
     is_changed = ~F.col("value").eqNullSafe(F.col("stored_value"))
     compared = now.join(stored, "finding_id", "full_outer").withColumn("is_changed", is_changed)
     return frames.checkpointed(compared.where("is_changed OR NOT sent").select("finding_id", "value", "is_changed"))

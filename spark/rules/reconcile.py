@@ -407,4 +407,4 @@ def _write_verdicts(lake: Lake, plan: Plan, classified: DataFrame, clean: DataFr
         settled = in_hours.join(revisable, ["accepted_hour", "id"], "left_semi")
     changes = frames.checkpointed(verdict_history.changed(classified, settled, last_verdicts, plan.run, plan.frozen_ms))
     if not changes.isEmpty():
-        lake.append_once("verdicts", changes.coalesce(1), plan.run)
+        lake.append_once("verdicts", changes.coalesce(1), plan.run, in_memory=changes)

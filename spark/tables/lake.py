@@ -51,6 +51,9 @@ class Lake:
         self._token = uuid.uuid4().hex
         # By table: the rows of its current version, which are kept in memory. Each commit drops those of its table.
         self._kept: dict[str, DataFrame] = {}
+        # By table: the rows in memory that the last commit of this object has appended. Those of the only commit to a
+        # table are all its rows.
+        self._appended: dict[str, DataFrame] = {}
         # By run: how many times the run was taken over, the last time by this process; 0 for a run that it began.
         self._takeovers: Counter[int] = Counter()
         # By table and run: the commits of this process.
@@ -82,7 +85,8 @@ class Lake:
 
         For each query on a table Delta first runs a query on its log, for the files to read. Of a small table both are
         done once, and the rows are kept in memory. A large table is read for each query, without the files that the
-        query's conditions prune. No other process commits to the lake that this process holds.
+        query's conditions prune. No other process commits to the lake that this process holds. A table whose only
+        commit is an `append` of this object, of rows in memory, is not read.
         """
         if name in self._kept:
             return self._kept[name]
@@ -92,9 +96,13 @@ class Lake:
         snapshot = snapshot_of(rows)
         if not snapshot.files and name in schemas.TABLES:
             return frames.rows_of(self.spark, schemas.of(name), [])
+        appended = self._appended.pop(name, None)
         if not _is_small(snapshot) or _is_scattered(snapshot):
             return rows
-        self._kept[name] = rows.localCheckpoint(eager=False)
+        if appended is not None and version_of(rows) == 0 and self.own_commit(name) is not None:
+            self._kept[name] = appended
+        else:
+            self._kept[name] = rows.localCheckpoint(eager=False)
         return self._kept[name]
 
     def _open(self, name: str) -> DeltaTable:
@@ -104,6 +112,7 @@ class Lake:
         """Drop the rows of a table that are kept; CannotRun if this process does not hold the lake any more."""
         self.check_held()
         self._kept.pop(name, None)
+        self._appended.pop(name, None)
 
     @contextmanager
     def _numbered(self, name: str, run: int) -> Iterator[None]:
@@ -194,17 +203,20 @@ class Lake:
             renamed_rows = renamed_rows.hint("rebalance", *schemas.PARTITIONS[name])
         self._write(name, renamed_rows.write.option("overwriteSchema", True), "overwrite", run)
 
-    def append(self, name: str, rows: DataFrame, run: int) -> None:
-        """Append rows in a commit of a run, at every call."""
+    def append(self, name: str, rows: DataFrame, run: int, *, in_memory: DataFrame | None = None) -> None:
+        """Append rows in a commit of a run, at every call. `in_memory` are the same rows if they are checkpointed, with
+        the columns of the table."""
         self._write(name, rows.write, "append", run)
+        if in_memory is not None:
+            self._appended[name] = in_memory
 
-    def append_once(self, name: str, rows: DataFrame, run: int) -> None:
-        """Append rows with the column `run`. If the run was taken over, rows that it has appended before are
-        replaced."""
+    def append_once(self, name: str, rows: DataFrame, run: int, *, in_memory: DataFrame | None = None) -> None:
+        """Append rows with the column `run`, as `append` does. If the run was taken over, rows that it has appended
+        before are replaced."""
         if self._takeovers[run] and self.exists(name):
             self.replace(name, rows, f"run = {run}", run)
         else:
-            self.append(name, rows, run)
+            self.append(name, rows, run, in_memory=in_memory)
 
     def append_unnumbered(self, name: str, rows: DataFrame) -> None:
         """Append rows in a commit that belongs to no run, at every call."""

@@ -75,11 +75,11 @@ def cut(
     """End a run before or after a step; `only` is the table of the step."""
     whole = getattr(owner, step)
 
-    def broken(self: Any, *arguments: Any) -> Any:
+    def broken(self: Any, *arguments: Any, **options: Any) -> Any:
         if only is not None and arguments[0] != only:
-            return whole(self, *arguments)
+            return whole(self, *arguments, **options)
         if after:
-            whole(self, *arguments)
+            whole(self, *arguments, **options)
         raise Cut
 
     with monkeypatch.context() as patch:

@@ -145,6 +145,38 @@ def test_a_small_table_is_read_once_after_each_commit(
     assert "" not in _scanned(lake.read_cached("deliveries"))
 
 
+def test_rows_in_memory_that_make_a_new_table_are_not_read_from_the_table(spark: SparkSession, tmp_path: Path) -> None:
+    rows, more = (_rows(spark, run, range(run)).localCheckpoint() for run in (1, 2))
+    lake = Lake(spark, str(tmp_path))
+    lake.append("deliveries", rows.hint("rebalance", *schemas.PARTITIONS["deliveries"]), 1, in_memory=rows)
+    assert lake.read_cached("deliveries") is rows
+    stored = lake.read("deliveries")
+    assert (stored.dtypes, stored.count()) == (rows.dtypes, rows.count())
+    assert stored.exceptAll(rows).isEmpty()
+    lake.append("deliveries", more, 2, in_memory=more)
+    assert lake.read_cached("deliveries").count() == 30
+    late = Lake(spark, str(tmp_path))
+    late.append("deliveries", more, 1, in_memory=more)
+    assert late.read_cached("deliveries").count() == 30
+
+
+def test_rows_in_memory_whose_commit_was_skipped_are_read_from_the_table(spark: SparkSession, tmp_path: Path) -> None:
+    rows, stale = (_rows(spark, run, range(run)).localCheckpoint() for run in (1, 2))
+    first, late = (Lake(spark, str(tmp_path)) for _ in range(2))
+    first.append("deliveries", rows, 2)
+    late.append("deliveries", stale, 1, in_memory=stale)
+    assert late.read_cached("deliveries").count() == rows.count()
+
+
+def test_the_checksum_of_a_version_has_no_list_of_files(spark: SparkSession, tmp_path: Path) -> None:
+    """Delta makes that list by a query in each commit."""
+    _filled(spark, tmp_path, 1)
+    (checksum,) = (tmp_path / "deliveries" / "_delta_log").glob("0*.crc")
+    stored = json.loads(checksum.read_text())
+    assert (stored["numFiles"], len(stored["setTransactions"])) == (1, 1)
+    assert "allFiles" not in stored
+
+
 @pytest.mark.long
 def test_a_run_reads_the_same_files_and_bytes_however_long_the_history(
     spark: SparkSession, kafka: Kafka, audit: Audit, monkeypatch: pytest.MonkeyPatch
