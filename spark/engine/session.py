@@ -40,6 +40,8 @@ _ALWAYS: Final = {
     "spark.sql.optimizer.excludedRules": "org.apache.spark.sql.catalyst.optimizer.InferFiltersFromGenerate",
     # The source of a MERGE is deterministic (frozen offsets, total order) and checkpointed already.
     "spark.databricks.delta.merge.materializeSource": "none",
+    # Nothing reads the files that Delta lists in its checksum of each version too. The list takes a query a commit.
+    "spark.databricks.delta.allFilesInCrc.enabled": "false",
     # Delta's own log store for S3 does not prevent that two processes commit the same version.
     jars.LOG_STORE_SETTING: jars.LOG_STORE_CLASS,
 }
@@ -52,6 +54,8 @@ _LOCAL: Final = {
     "spark.ui.retainedJobs": "50",
     "spark.ui.retainedStages": "50",
     "spark.sql.ui.retainedExecutions": "20",
+    # Spark describes each plan for its web server, also without one; by default each operator with all its fields.
+    "spark.sql.ui.explainMode": "simple",
     "spark.sql.shuffle.partitions": "4",
     "spark.default.parallelism": "2",
     "spark.databricks.delta.snapshotPartitions": "1",
@@ -83,8 +87,11 @@ JAVA_OPTIONS: Final = (
 )
 
 # A small run ends before the code of C2 has paid for its compilation. Without C2 the JVM has a small code cache by
-# default, and sweeps it all the time when it is nearly full.
-SMALL_RUN_JAVA_OPTIONS: Final = f"{UTC} -XX:+UseParallelGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m"
+# default, and sweeps it all the time when it is nearly full. It also begins with a small heap and a small space for
+# classes, and collects the whole heap each time that one of them grows. With one thread the collector costs less.
+SMALL_RUN_JAVA_OPTIONS: Final = (
+    f"{UTC} -XX:+UseSerialGC -Xms1g -XX:MetaspaceSize=256m -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m"
+)
 
 
 def open_session(
