@@ -263,7 +263,8 @@ def settings_of(options: str, given: Settings) -> Settings:
     """Restore the settings that a plan was made with from its `options` (options_of); the rest is taken from `given`.
 
     Plans of an earlier version lack the window, the callers, or the identities (which that version did not have). The
-    sinks are those of `given`: what a run has merged does not depend on them.
+    sinks are those of `given`: what a run has merged does not depend on them. So are the kinds of findings that count
+    in a topic, by the rule with the same pattern.
     """
     parsed = json.loads(options)
     options_then = replace(
@@ -279,7 +280,8 @@ def settings_of(options: str, given: Settings) -> Settings:
         given.shared, key_ttl_s=parsed["key_ttl_s"], request_timeout_ms=parsed["timeouts_ms"], transaction_timeout_ms=0
     )
     quarantine = parsed.get("quarantine", {})
-    topics = tuple(_rule_of(rule, quarantine.get(rule[0], "")) for rule in parsed["rules"])
+    counting = {rule.pattern: rule.findings for rule in given.rules.topics}
+    topics = tuple(_rule_of(rule, quarantine.get(rule[0], ""), counting.get(rule[0], ())) for rule in parsed["rules"])
     sources = tuple(map(_source_of, parsed.get("sources", [])))
     scopes = {source.scope for source in sources}
     callers = tuple(
@@ -290,10 +292,12 @@ def settings_of(options: str, given: Settings) -> Settings:
     )
 
 
-def _rule_of(stored: Sequence[Any], quarantine: str) -> TopicRule:
-    """Restore a topic's rule from the fields that a plan stores (_RULE), and its topic of refused events."""
+def _rule_of(stored: Sequence[Any], quarantine: str, findings: tuple[str, ...]) -> TopicRule:
+    """Restore a topic's rule from the fields that a plan stores (_RULE), its topic of refused events, and the kinds of
+    findings that count."""
     fields = dict(zip(_RULE, stored, strict=False))
-    return TopicRule(**{**fields, "guarantee": Guarantee(fields["guarantee"]), "quarantine": quarantine})
+    guarantee = Guarantee(fields["guarantee"])
+    return TopicRule(**{**fields, "guarantee": guarantee, "quarantine": quarantine, "findings": findings})
 
 
 def _source_of(stored: Mapping[str, Any]) -> SourceRule:

@@ -164,6 +164,17 @@ def test_the_settings_of_a_run_are_restored_from_its_plan(cluster: FakeAdmin) ->
     assert run_plan.options_of(settings(rules)) != run_plan.options_of(settings(rules.replace('"c"', '"d"')))
 
 
+def test_kinds_that_do_not_count_by_a_rule_do_not_count_in_a_run_that_is_finished_with_other_options() -> None:
+    """No verdict depends on them, so that a plan does not store them; else the run would send them to the webhook."""
+    rules = '[[topics]]\npattern = "metrics.*"\nfindings = ["error"]\n\n[[topics]]\npattern = "a*"'
+    found = run_plan.settings_of(run_plan.options_of(settings(rules, grace_s=7)), settings(rules))
+    assert found.options.grace_s == 7
+    assert [found.rules.rule(topic).findings for topic in ("metrics.cpu", "a")] == [("error",), ()]
+    # A rule that the command line no longer has is the plan's.
+    found = run_plan.settings_of(run_plan.options_of(settings(rules)), settings(grace_s=7))
+    assert found.rules.rule("metrics.cpu").findings == ()
+
+
 def test_what_a_plan_of_an_earlier_version_lacks_is_taken_from_the_command_line() -> None:
     rules = f'[[callers]]\nname = "c"\ntoken_sha256 = "{"0" * 64}"'
     parsed = json.loads(run_plan.options_of(settings(rules, topics=("a*",), grace_s=7, window_h=24)))
