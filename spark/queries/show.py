@@ -133,14 +133,14 @@ def _writer(copy: Mapping[str, Any]) -> str:
     place = "in the ledger" if copy["ledger_rank"] == rule_table.IN_LEDGER else "not in the ledger"
     if copy["slot"] is None:
         return f"{place}, without Fencepost's header"
-    return f"{place}, slot {copy['slot']}, producer {copy['pid']} epoch {copy['epoch']}, {copy['instance']}"
+    return f"{place}, slot {copy['slot']}, producer {copy['pid']} epoch {copy['epoch']}, {_escaped(copy['instance'])}"
 
 
 def _record(row: Row) -> Iterator[str]:
     yield f"  time     {_time(row['timestamp_ms'])}"
     yield f"  key      {_shown(row['key'])}"
     for header in row["headers"] or ():
-        yield f"  header   {header['key']}: {_shown(header['value'])}"
+        yield f"  header   {_escaped(header['key'])}: {_shown(header['value'])}"
     yield f"  value    {_shown(row['value'])}"
 
 
@@ -197,7 +197,15 @@ def _shown(content: bytes | None) -> str:
     if content is None:
         return "null"
     text = bytes(content).decode(errors="backslashreplace")
-    return text if len(text) <= VALUE_CHARS else f"{text[:VALUE_CHARS]}… ({len(content)} bytes)"
+    if len(text) <= VALUE_CHARS:
+        return _escaped(text)
+    return f"{_escaped(text[:VALUE_CHARS])}… ({len(content)} bytes)"
+
+
+def _escaped(text: str) -> str:
+    """Escape line breaks and control characters: what another program has written must neither look like a line of this
+    command nor control the terminal."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _time(ms: int) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import Row, SparkSession
 
 from service.contract import SharedSettings
 from service.contract.wire.ids import event_id
@@ -36,6 +36,25 @@ def test_a_finding_about_a_content_is_shown_of_each_id_with_a_record_in_it(
 
     assert shown("first") == shown("again") == ["finding    client_duplicate/new_key, 2 records"]
     assert shown("apart") == []
+
+
+def test_what_another_program_has_written_neither_makes_a_line_nor_controls_the_terminal(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forged = "\x1b[2J\nfinding    none\r\u2028"
+    escaped = r"\x1b[2J\nfinding    none\r\u2028"
+    header = {"key": forged, "value": f"{forged}é".encode()}
+    record = {"topic": "t", "partition": 0, "offset": 0, "timestamp_ms": NOW_MS, "is_its_record": True}
+    record |= {"key": f"{forged}\xff".encode("latin-1", "ignore"), "value": forged.encode(), "headers": [header]}
+    monkeypatch.setattr(show, "read_records", lambda *_: [Row(**record)])
+    lake = Lake(spark, str(tmp_path))
+    key = f"k{forged}"
+    lake.append_once("deliveries", reduced(spark, [copy(0, writer=(0, 1, 2, forged), key=key, id=event_id(key))]), 1)
+    lines = list(show.show(spark, SharedSettings(), str(tmp_path), key))
+    assert [line for line in lines if not line.isprintable()] == []
+    assert f"  header   {escaped}: {escaped}é" in lines
+    assert f"  value    {escaped}" in lines
+    assert any(line.startswith("record     t[0]@0") and line.endswith(f", {escaped}") for line in lines)
 
 
 @pytest.mark.parametrize(("of_hour_run", "shown"), [(1, ["504"]), (2, ["202", "504"])])
