@@ -414,14 +414,17 @@ _AGO: Final = re.compile(r"([0-9]{1,6})([hd])")
 
 
 def _since(now_ms: int) -> Callable[[str], int]:
-    """Return a parser for a time, or for how long ago it was; the result is in ms."""
+    """Return a parser for a time, or for how long ago it was; the result is in ms, 0 for any time before 1970.
+
+    No record counts before 2000 (decode.PLAUSIBLE_MS), and Spark has no literal for a time of the first centuries.
+    """
 
     def read(text: str) -> int:
         if ago := _AGO.fullmatch(text):
-            return now_ms - int(ago[1]) * HOUR_MS * (24 if ago[2] == "d" else 1)
+            return max(0, now_ms - int(ago[1]) * HOUR_MS * (24 if ago[2] == "d" else 1))
         try:
             time = datetime.fromisoformat(text)
-            return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
+            return max(0, int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000))
         except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(f"{text!r} is no time, as 2026-12-24T18:00, and no age, as 7d") from None
 

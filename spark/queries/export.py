@@ -52,13 +52,18 @@ def selected(lake: Lake, options: FindingsOptions) -> DataFrame:
 
 
 def since(lake: Lake, since_ms: int | None) -> int:
-    """Return the given time (ms), else the start of the window of the last run; CannotRun without a finished run."""
-    newest = lake.read("runs").orderBy(F.desc("run")).select("report").first()
+    """Return the given time (ms), else the start of the window of the last run; CannotRun without a finished run.
+
+    The newest number is read from Delta's statistics; by that number Delta prunes the files of all other runs.
+    """
+    runs = lake.read("runs")
+    newest = runs.agg(F.max("run")).collect()[0][0]
     if newest is None:
         raise CannotRun(f"--lake {lake.root} has no finished run: give the --lake of a run")
     if since_ms is not None:
         return since_ms
-    return int(datetime.fromisoformat(json.loads(newest["report"])["run"]["window_from"]).timestamp() * 1000)
+    (row,) = runs.where(F.col("run") == newest).select("report").collect()
+    return int(datetime.fromisoformat(json.loads(row["report"])["run"]["window_from"]).timestamp() * 1000)
 
 
 def _write(found: DataFrame, folder: str) -> None:

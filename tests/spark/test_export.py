@@ -10,12 +10,15 @@ from pyspark.sql import SparkSession
 
 from spark.__main__ import main
 from spark.cli.command_line import parse_findings
+from spark.engine import session
+from spark.queries import export
 from spark.rules import current_findings
 from spark.rules.findings import HOUR
 from spark.tables import schemas
 from spark.tables.lake import Lake
 from tests.spark.rows import NOW_MS
-from tests.spark.times import HOUR_MS
+from tests.spark.scans import reads
+from tests.spark.times import DAY_MS, HOUR_MS
 
 KEY = 'a "key", with\nlines'
 
@@ -104,11 +107,29 @@ def test_a_lake_without_a_finished_run_and_an_unknown_kind_are_refused(printed: 
     assert "--kind 'losst' is no kind of finding: write duplicate" in printed("--kind", "losst")[2]
 
 
+def test_the_window_of_the_last_run_is_read_from_the_file_of_that_run(spark: SparkSession, tmp_path: Path) -> None:
+    """The table of runs is not compacted: with --follow it has a file for each of thousands of runs."""
+    lake = Lake(spark, str(tmp_path))
+    for run in range(1, 5):
+        report = json.dumps({"run": {"window_from": f"1970-01-0{run}T00:00:00.000Z"}})
+        row = {"run": run, "frozen_ms": NOW_MS, "verdict": "clean", "summary": "{}", "report": report}
+        lake.append_once("runs", spark.createDataFrame([row], schemas.of("runs")), run)
+    with session.settings(spark, {"spark.sql.maxMetadataStringLength": "1000"}):
+        assert export.since(lake, None) == 3 * DAY_MS
+    assert reads(spark, tmp_path, "runs")["number of files read"] == 1
+
+
 @pytest.mark.parametrize(
     ("text", "ms"), [("24h", 76_000), ("1970-01-01T00:01:00+00:01", 0), ("1970-01-02", 86_400_000)]
 )
 def test_since_is_a_time_or_an_age(text: str, ms: int) -> None:
     assert parse_findings(["--lake", "l", "--since", text], 86_400_000 + 76_000).since_ms == ms
+
+
+@pytest.mark.parametrize("text", ["999999d", "0001-01-01T00:00", "0001-01-01T00:00+14:00", "1969-12-31"])
+def test_since_is_not_before_the_first_time_that_a_record_can_have(text: str) -> None:
+    """An hour before the year 1000 is no literal of Spark, one before the year 1 no time of Python."""
+    assert parse_findings(["--lake", "l", "--since", text], 86_400_000).since_ms == 0
 
 
 @pytest.mark.parametrize("text", ["yesterday", "7", "7w", "2023-13-01"])
