@@ -10,7 +10,7 @@ from service.slots.slot import LedgerPosition, Slot
 
 
 class Attempt(msgspec.Struct):
-    """The attempt to write a group in a term of a slot. `Writer.serve` makes one for each group."""
+    """The attempt to write a group in a term of a slot. `Writer._serve_next` makes one for each group."""
 
     slot: Slot
     group: Group

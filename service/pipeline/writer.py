@@ -102,25 +102,33 @@ class Writer:
         """Write groups through a READY slot until the slot drains. Raises the error that ends its term."""
         marking: asyncio.Task[None] | None = None  # of the previous group
         while not slot.draining:
-            group = await self._next_group(slot)
-            if group is None:
-                continue
-            attempt = Attempt(slot, group)
-            try:
-                await self._claim(attempt)
-                await self._write(attempt)
-                marking = await self._start_mark(attempt, marking)
-                if to_release := attempt.to_release:
-                    await self.unwritten.release(slot, to_release)
-            except BaseException as error:
-                await self.unwritten.end_term(attempt, error)
-                raise
-            finally:
-                self._queue.done(group)
-            if attempt.wrote_nothing_and_retries:
-                await asyncio.sleep(AWAY_PAUSE_S)
+            marking = await self._serve_next(slot, marking)
         if marking is not None:
             await asyncio.shield(marking)
+
+    async def _serve_next(self, slot: Slot, marking: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
+        """Await the next group, and write it. Returns the task that marks the last written group, at first `marking`.
+
+        The next call waits for another group, perhaps for long: nothing may hold this one's events by then.
+        """
+        group = await self._next_group(slot)
+        if group is None:
+            return marking
+        attempt = Attempt(slot, group)
+        try:
+            await self._claim(attempt)
+            await self._write(attempt)
+            marking = await self._start_mark(attempt, marking)
+            if to_release := attempt.to_release:
+                await self.unwritten.release(slot, to_release)
+        except BaseException as error:
+            await self.unwritten.end_term(attempt, error)
+            raise
+        finally:
+            self._queue.done(group)
+        if attempt.wrote_nothing_and_retries:
+            await asyncio.sleep(AWAY_PAUSE_S)
+        return marking
 
     def recovered(self) -> None:
         """Claim parked requests again, after the recovery of a slot or a heartbeat."""
