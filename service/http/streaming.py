@@ -163,24 +163,37 @@ class StreamEndpoint:
         self, head: StreamHead, exchange: Exchange, body: StreamedBody, response: StreamedResponse
     ) -> None:
         """Write the events of a body, window by window. Raises Problem where the body cannot be read on."""
+        while await self._write_window(head, exchange, body, response):
+            pass
+        if not response.started:
+            raise invalid("body", "send at least one event")
+        await response.end()
+
+    async def _write_window(
+        self, head: StreamHead, exchange: Exchange, body: StreamedBody, response: StreamedResponse
+    ) -> bool:
+        """Await the next window and write its events; return False at the end of the body. Raises as `_write`.
+
+        The next call may wait for long: nothing may hold the texts of this window by then.
+        """
         admission, caller = self._admission, head.caller
         # A larger window would be a debt of many seconds.
         events_max = min(WINDOW_EVENTS, caller.burst or WINDOW_EVENTS)
         bytes_max = min(WINDOW_BYTES, caller.burst_bytes or WINDOW_BYTES)
-        while window := await body.next_window(exchange.splitter, events_max, bytes_max):
-            head.check_validity()
-            await _wait_for_rate(caller, len(window), sum(map(_size_of, window)), body)
-            await self._wait_for_queue(body)
-            if not response.started:
-                self._telemetry.requested(exchange.status, "")
-                response.start(exchange.status, headers_of(exchange.head + caller.rate_lines()))
-            writing = write_each(admission, window, exchange.parse, time.monotonic(), caller, exchange.fresh_key)
-            async for results in in_steps(writing):
-                response.write(b"".join(map(exchange.render, results)))
-            await response.room()
+        window = await body.next_window(exchange.splitter, events_max, bytes_max)
+        if not window:
+            return False
+        head.check_validity()
+        await _wait_for_rate(caller, len(window), sum(map(_size_of, window)), body)
+        await self._wait_for_queue(body)
         if not response.started:
-            raise invalid("body", "send at least one event")
-        await response.end()
+            self._telemetry.requested(exchange.status, "")
+            response.start(exchange.status, headers_of(exchange.head + caller.rate_lines()))
+        writing = write_each(admission, window, exchange.parse, time.monotonic(), caller, exchange.fresh_key)
+        async for results in in_steps(writing):
+            response.write(b"".join(map(exchange.render, results)))
+        await response.room()
+        return True
 
     async def _wait_for_queue(self, body: StreamedBody) -> None:
         """Wait, for OVERLOAD_WAIT_S at most, until the queue takes events. Raises what StreamedBody.pause does."""

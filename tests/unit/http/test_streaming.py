@@ -1,6 +1,7 @@
 """Tests POSTs whose bodies are read as they arrive, message by message: order, bounds of memory, and bounds of time."""
 
 import asyncio
+import gc
 import hashlib
 import json
 import time
@@ -581,6 +582,18 @@ async def test_blank_lines_do_not_keep_a_window(
     wire.say(coder.compress(line(1), zstd.ZstdCompressor.FLUSH_FRAME), more=False)
     await wire.over()
     assert wire.statuses == statuses
+
+
+async def test_a_stream_that_waits_for_its_client_does_not_keep_its_last_window() -> None:
+    """Blank lines keep a stream open for any time, and the memory of its window counts as free by then."""
+    wire = Wire()
+    lines = [line(n, "x of the window") for n in range(20)]
+    wire.say(b"".join(lines))
+    await wire.until(lambda: wire.asked == 2 and len(wire.lines) == 20)
+    first = lines[0][:-1]
+    assert not [each for each in gc.get_objects() if type(each) is list and each and each[0] == first]
+    wire.say(b"", more=False)
+    await wire.over()
 
 
 @pytest.mark.parametrize("begun", [b"", line(2)[:10]])
