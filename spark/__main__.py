@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from pyspark.errors import PySparkException
@@ -79,7 +79,7 @@ def _run(arguments: Sequence[str]) -> int:
     if options.dry_run:
         with console.watching(session):
             preview = job.preview(session, settings, console)
-        sys.stdout.writelines(f"{line}\n" for line in dry_run.lines(preview))
+        _write(f"{line}\n" for line in dry_run.lines(preview))
         return 0
     if options.follow:
         stop = follow.Stop()
@@ -89,15 +89,24 @@ def _run(arguments: Sequence[str]) -> int:
     with console.watching(session):
         report = job.run(session, settings, console, before=before)
     status = _print(report, options)
-    sys.stdout.flush()
     class_data.record(session, os.environ)
     return status
 
 
 def _print(report: Report, options: Options) -> int:
     """Print a report in a few lines. Returns its exit status."""
-    sys.stdout.write(terminal.text_of(report, options.report))
+    _write([terminal.text_of(report, options.report)])
     return report.status
+
+
+def _write(texts: Iterable[str]) -> None:
+    """Write texts to stdout, until its reader has enough, as in `| head`: the command is carried out all the same."""
+    try:
+        sys.stdout.writelines(texts)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would flush once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _read_settings(options: Options) -> Settings:
@@ -121,7 +130,7 @@ def _view(arguments: Sequence[str]) -> int:
     topic, root = parse_about("view", "topic", "a topic that the last run has audited", described, arguments)
     shared = SharedSettings.from_env()
     rows = view.register(open_session(urls=(root,)), shared, root, topic)
-    sys.stdout.write(f"view       {root}/{view.FOLDER}/{topic}\nrows       {rows}\n")
+    _write([f"view       {root}/{view.FOLDER}/{topic}\nrows       {rows}\n"])
     return 0
 
 
@@ -129,28 +138,21 @@ def _show(arguments: Sequence[str]) -> int:
     described = "Show all data about an id: its rows in the lake, its findings, its records in Kafka."
     text, root = parse_about("show", "id", "an id (hexadecimal), or an idempotency key", described, arguments)
     shared = SharedSettings.from_env()
-    for line in show.show(open_session(urls=(root,)), shared, root, text):
-        sys.stdout.write(line + "\n")
+    _write(f"{line}\n" for line in show.show(open_session(urls=(root,)), shared, root, text))
     return 0
 
 
 def _findings(arguments: Sequence[str]) -> int:
     options = parse_findings(arguments, int(time.time() * 1000))
     kinds_of("--kind", options.kinds)
-    lines = export.export(open_session(urls=(options.lake, options.output)), options)
-    try:
-        sys.stdout.writelines(lines)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has enough, as in `| head`. Python would flush once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _write(export.export(open_session(urls=(options.lake, options.output)), options))
     return 0
 
 
 def _rates(arguments: Sequence[str]) -> int:
     options = parse_rates(arguments, int(time.time() * 1000))
     scopes = Rules.read(SharedSettings.from_env().rules).scopes if options.by_caller else ()
-    sys.stdout.writelines(rates.rates(open_session(urls=(options.lake,)), options, scopes))
+    _write(rates.rates(open_session(urls=(options.lake,)), options, scopes))
     return 0
 
 
@@ -160,13 +162,13 @@ def _repair(arguments: Sequence[str]) -> int:
     outcome = repair.carry_out(
         open_session(urls=(options.lake,)), SharedSettings.from_env(), options, Console(sys.stderr)
     )
-    sys.stdout.writelines(repair.lines(outcome))
+    _write(repair.lines(outcome))
     sys.stderr.writelines(f"{line}\n" for line in outcome.lines)
     return EXIT_LEFT if outcome.is_left else 0
 
 
 def _schema(arguments: Sequence[str]) -> int:
-    sys.stdout.write(json.dumps(model.schema(), indent=1) + "\n")
+    _write([json.dumps(model.schema(), indent=1) + "\n"])
     return 0
 
 

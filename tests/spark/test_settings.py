@@ -1,5 +1,6 @@
 """The command line: each mistake is one line that names the argument."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,6 +13,11 @@ from service.contract import SettingsError, SharedSettings
 from spark.cli.command_line import REPAIRED_KINDS, parse, parse_findings, parse_rates, parse_repair
 from spark.engine import jars
 from spark.errors import CannotRun
+from spark.queries import rates, show
+from spark.repair import command as repair
+from spark.repair.entries import Entry
+from spark.repair.invocation import Outcome
+from spark.report import model
 from spark.settings import FindingsOptions, Options, RatesOptions, RepairOptions, rules_of
 
 GIVEN = ["--lake", "l", "--report", "r"]
@@ -68,6 +74,7 @@ def test_a_wrong_argument_exits_with_2_and_is_named(
 
 VIEW = ["view", "orders", "--lake", "l"]
 SHOW = ["show", "a-key", "--lake", "l"]
+LEFT = Outcome(1, [Entry(finding_id="lost:i", kind="lost", id="i")], [], is_left=True)
 NAMESPACE = ("NAMESPACE", "x" * 249, "set 1 to 240 of letters, digits, '.', '_' and '-'")
 
 
@@ -113,6 +120,36 @@ def test_a_jvm_that_died_or_a_file_that_is_gone_exits_with_2_and_no_verdict(
     monkeypatch.setattr("sys.argv", ["spark", *GIVEN])
     assert spark.__main__.main() == 2
     assert "cannot run: Spark or a file failed, see above" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "function", "result", "status"),
+    [
+        (SHOW, show, "show", ["line"], 0),
+        (["rates", "--lake", "l"], rates, "rates", ["line"], 0),
+        (["repair", "--lake", "l"], repair, "carry_out", LEFT, 3),
+        (["schema"], model, "schema", {}, 0),
+    ],
+)
+def test_a_reader_that_has_enough_fails_no_command(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    module: object,
+    function: str,
+    result: object,
+    status: int,
+) -> None:
+    """As in `| head`. A repair that was executed must not look as if it had to be started again."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(spark.__main__, "open_session", Mock())
+    monkeypatch.setattr(module, function, Mock(return_value=result))
+    monkeypatch.setattr("sys.argv", ["spark", *command])
+    with os.fdopen(writing, "w", encoding="utf-8") as closed, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", closed)
+        assert spark.__main__.main() == status
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
