@@ -86,6 +86,8 @@ Action = Literal["skip", "emit", "reject", "complete", "withdraw", "last", "clos
 ReaderEvent = Head | Body | Rejection | Action
 Row = Mapping[Input, tuple[Action, ReaderState]]
 
+_NOTHING: Final = memoryview(b"")
+
 _REJECTIONS: Final[Row] = {
     "malformed": ("reject", "rejected"),
     "too large": ("reject", "rejected"),
@@ -133,7 +135,7 @@ class RequestReader:
         self._parser: Any = self._new_parser()
         self._events: list[ReaderEvent] = []
         self.state: ReaderState = "fresh"
-        self.unread = memoryview(b"")  # bytes for the next call of `feed`
+        self.unread = _NOTHING  # bytes for the next call of `feed`
         self.unanswered = 0  # requests whose heads were emitted
         self.ended = False  # the client has shut its sending side
         self._target = b""
@@ -182,7 +184,8 @@ class RequestReader:
             self.unread = memoryview(b"".join([self.unread, data]))
         if not self.ready:
             return []
-        piece, self.unread = self.unread[:SLICE_BYTES], self.unread[SLICE_BYTES:]
+        # An empty view of the bytes would keep them in memory for as long as the connection is idle.
+        piece, self.unread = self.unread[:SLICE_BYTES], self.unread[SLICE_BYTES:] or _NOTHING
         self._heard_at = now
         if self.state == "fresh":  # a client may open a connection in advance
             self._begun_at = now
@@ -227,7 +230,7 @@ class RequestReader:
     def stop(self) -> None:
         """Read nothing more."""
         self.state = "rejected"
-        self.unread = memoryview(b"")
+        self.unread = _NOTHING
         self._parser = None  # a reference cycle
 
     def _take_events(self) -> list[ReaderEvent]:

@@ -383,3 +383,11 @@ def test_every_open_state_can_be_rejected_and_an_ended_state_stays_ended() -> No
             assert after is (state if over else "rejected")
         if over:
             assert {after for _, after in row.values()} == {state}
+
+
+def test_bytes_that_were_read_do_not_stay_in_memory() -> None:
+    """A connection may be idle for long after a large body: an empty view would hold all bytes of its last read."""
+    connection = Connection()
+    connection.feed(post(b"x" * (3 * SLICE_BYTES)))
+    assert connection.events[-1] == "complete"
+    assert bytes(connection.reader.unread.obj) == b""
