@@ -111,8 +111,7 @@ class RulesReload:
             loaded = await self._usable(reading.found)
         except SettingsError as error:
             self._kafka_away.end()
-            self._telemetry.rules.read(applied=False)
-            log.error("the rules are refused, those before them stay in force", why=str(error)[:REASON_CHARS_MAX])
+            self._refuse(str(error))
         except (KafkaAway, TimeoutError) as error:
             self._kafka_away.add(error)
             return
@@ -151,8 +150,16 @@ class RulesReload:
         await self._control.remember_retention(found.rules.longest_ttl_s)
         return found
 
+    def _refuse(self, why: str, bug: Exception | None = None) -> None:
+        self._telemetry.rules.read(applied=False)
+        log.error("the rules are refused, those before them stay in force", why=why[:REASON_CHARS_MAX], exc_info=bug)
+
     async def _take(self, loaded: LoadedRules) -> None:
-        replace = await asyncio.to_thread(self._build, loaded)
+        try:
+            replace = await asyncio.to_thread(self._build, loaded)
+        except Exception as error:  # a bug, which would come again at each look
+            self._refuse(repr(error), error)
+            return
         replace()
         before, self._loaded = self._loaded, loaded
         self._telemetry.rules.in_force(loaded.sha256, loaded.schemas_sha256, time.time())

@@ -160,6 +160,21 @@ async def test_a_bad_file_keeps_the_rules_and_says_why_by_line_once(watched: Wat
     assert sample(watched.telemetry, "fencepost_rules_last_reload_successful") == 1
 
 
+async def test_a_bug_in_what_is_made_of_the_rules_refuses_them_until_they_change(watched: WatchedRules) -> None:
+    """Tried again at each look, it would never be counted as refused: nobody would know that old rules are in force."""
+    taken = watched.taken
+    watched.taken = cast(Any, None)  # `build` fails
+    watched.path.write_text(SHOP.replace("shop", "till"))
+    await watched.look(4)
+    assert watched.counted("refused") == 1
+    assert sample(watched.telemetry, "fencepost_rules_last_reload_successful") == 0
+    assert "AttributeError" in watched.logged[-1]["why"]
+    watched.taken = taken
+    watched.path.write_text(SHOP.replace("shop", "desk"))
+    await watched.look()
+    assert watched.callers == [["desk"]]
+
+
 async def test_the_link_of_a_mounted_config_map_may_be_replaced(tmp_path: Path) -> None:
     """As kubelet does: a new folder, a new link beside the old one, and a rename over it. Schemas come along."""
 
