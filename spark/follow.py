@@ -102,7 +102,9 @@ def _open(known: Known, context: RunContext) -> Iterator[tuple[str, int]]:
         yield "sinks", RECHECK_S if known.open_sinks else SLOW_RECHECK_S
     if any(log.audited and log.is_blocked for log in logs):
         yield "blocked partitions", SLOW_RECHECK_S
-    if any(state != webhook.SENT for state in known.last_run["webhook"].values()):
+    # A run without --webhook keeps the state that an earlier one left.
+    is_unsent = any(state != webhook.SENT for state in known.last_run["webhook"].values())
+    if context.settings.webhook is not None and is_unsent:
         yield "webhook", SLOW_RECHECK_S
 
 

@@ -17,7 +17,7 @@ from spark.cli.command_line import PAUSE_S_LEAST, PAUSE_S_MOST
 from spark.errors import AnotherRun, CannotRun, Stopped
 from spark.follow import RECHECK_S, SLOW_RECHECK_S, Known, Stop, pause_after, reason_to_run
 from spark.reading import sinks
-from spark.settings import HOUR_MS, Settings
+from spark.settings import HOUR_MS, Settings, Webhook
 from spark.silences import Silence
 from spark.steps import maintenance
 from tests.spark.fake_cluster import LEDGER_TOPIC, FakeAdmin, ends, fake_cluster, freeze, settings
@@ -115,9 +115,12 @@ def test_a_verdict_is_reported_within_two_minutes_of_its_time_at_any_pause_if_a_
 
 def test_sinks_blocked_partitions_and_a_webhook_that_failed_are_looked_at_again_now_and_then() -> None:
     cluster = fake_cluster()
-    unsent = known(cluster, last_run={"webhook": {"a": 0, "b": 2}})
+    hooked = replace(settings(), webhook=Webhook("http://127.0.0.1:1"))
+    unsent = known(cluster, last_run={"webhook": {"a": 0, "b": 2}}, settings=hooked)
     assert [reason(cluster, unsent, later_s) for later_s in (RECHECK_S, SLOW_RECHECK_S)] == [None, "webhook"]
-    sent = known(cluster, last_run={"webhook": {"a": 0}})
+    # A run without --webhook keeps what is known of the findings, and sends none.
+    assert reason(cluster, unsent._replace(settings=settings()), SLOW_RECHECK_S) is None
+    sent = known(cluster, last_run={"webhook": {"a": 0}}, settings=hooked)
     assert reason(cluster, sent, SLOW_RECHECK_S) is None
     with_sinks = known(cluster)._replace(settings=settings(SINK))
     assert [reason(cluster, with_sinks, later_s) for later_s in (RECHECK_S, SLOW_RECHECK_S)] == [None, "sinks"]
