@@ -27,6 +27,10 @@ POLL_MS: Final = 250
 TOPICS_A_CALL: Final = 500
 
 
+_OF_KAFKA: Final = "org.apache.kafka."
+_UNREACHED: Final = ("TimeoutException", "DisconnectException", "NetworkException", "AuthenticationException")
+"""How the errors of kafka-clients begin, and how those end by which it has no connection, or no answer in time."""
+
 NO_LEADER_EPOCH: Final = -1
 """The leader epoch of an offset, if the leader sent none (as in Kafka's protocol)."""
 
@@ -488,7 +492,15 @@ class KafkaAdmin:
             raise self._cannot_run(error) from error
 
     def _cannot_run(self, error: Py4JJavaError) -> CannotRun:
-        return self._no_answer(reason(error))
+        """Return the error for a failed call: Kafka has refused a request, or was not reached."""
+        why = reason(error)
+        name = why.partition(":")[0]
+        if not name.startswith(_OF_KAFKA) or name.endswith(_UNREACHED):
+            return self._no_answer(why)
+        return CannotRun(
+            f"Kafka at {self._address} refused a request: {why}; check the rights of its user, or start the run again "
+            "if a log has changed meanwhile"
+        )
 
     def _no_answer(self, why: str) -> CannotRun:
         return CannotRun(

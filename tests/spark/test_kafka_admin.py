@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from service.contract import SharedSettings
+from spark.engine.jvm import Py4JJavaError
 from spark.errors import CannotRun
 from spark.reading import kafka_admin
 from spark.reading.kafka_admin import CALL_MS, POLL_MS, KafkaAdmin
@@ -114,3 +115,41 @@ def test_a_log_without_an_answer_fails_the_call(monkeypatch: pytest.MonkeyPatch)
         CannotRun, match=r"did not answer: no record of silent\[0\] within 30 s; check that the brokers"
     ):
         _timestamps(monkeypatch, FakeConsumer({"has": 7}, {"has": 9, "silent": 9}))
+
+
+class Failure(Py4JJavaError):  # type: ignore[misc]
+    """An exception of Java with this text and no cause."""
+
+    def __init__(self, text: str) -> None:
+        self.java_exception = Mock()
+        self.java_exception.getCause.return_value = None
+        self.java_exception.toString.return_value = text
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        ("java.util.concurrent.TimeoutException", "did not answer: java.util.concurrent.TimeoutException; check that"),
+        ("org.apache.kafka.common.errors.TimeoutException: no node", "did not answer: "),
+        ("org.apache.kafka.common.errors.DisconnectException: cancelled", "did not answer: "),
+        ("org.apache.kafka.common.errors.SaslAuthenticationException: failed", "did not answer: "),
+        ("sun.security.validator.ValidatorException: PKIX path building failed", "did not answer: "),
+        (
+            "org.apache.kafka.common.errors.TopicAuthorizationException: Not authorized to access topics: [orders]",
+            "refused a request: org.apache.kafka.common.errors.TopicAuthorizationException: Not authorized to access "
+            "topics: [orders]; check the rights of its user, or start the run again if a log has changed meanwhile",
+        ),
+        ("org.apache.kafka.clients.consumer.OffsetOutOfRangeException: {orders-0=0}", "refused a request: "),
+    ],
+)
+def test_a_request_that_is_refused_is_not_reported_as_one_without_an_answer(
+    cause: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The brokers are up: what helps is a right, or another run."""
+    packages = Mock()
+    listed = packages.org.apache.kafka.clients.admin.AdminClient.create.return_value.listTopics.return_value
+    listed.names.return_value.get.side_effect = Failure(cause)
+    monkeypatch.setattr(kafka_admin, "jvm", lambda spark: packages)
+    with pytest.raises(CannotRun) as failed:
+        KafkaAdmin(Mock(), SharedSettings(kafka="k:1")).names()
+    assert f"Kafka at FENCEPOST_KAFKA='k:1' {said}" in str(failed.value)
