@@ -339,11 +339,11 @@ def is_of_earlier_topic(topic_ids: Mapping[str, str]) -> Column:
 
 def in_spans(spans: Mapping[tuple[str, int], tuple[int, int]]) -> Column:
     """Check whether the offset of a row lies in these spans of partitions (first offset, offset after the last)."""
-    inside = F.lit(False)
-    for (topic, partition), (first, end) in spans.items():
-        in_partition = (F.col("topic") == topic) & (F.col("partition") == partition)
-        inside = inside | (in_partition & rule_table.is_within(F.col("offset"), F.lit(first), F.lit(end)))
-    return inside
+    # JSON: a condition for each span would make an expression as deep as there are spans.
+    ends = by_partition({at: {"first": first, "end": end} for at, (first, end) in spans.items()})
+    constant = F.from_json(F.lit(json.dumps(ends)), "map<string, array<struct<first: bigint, `end`: bigint>>>")
+    span = wire_expressions.at_partition(constant, F.col("topic"), F.col("partition"))
+    return F.coalesce(rule_table.is_within(F.col("offset"), span["first"], span["end"]), F.lit(False))
 
 
 def with_vanished(

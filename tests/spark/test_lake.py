@@ -33,7 +33,7 @@ from spark.tables.lake import LOG_RETENTION, Lake
 from tests.spark import delta_files
 from tests.spark.conftest import Audit
 from tests.spark.history import History, Writer
-from tests.spark.rows import NOW_MS, answer, copy, entry, reduced
+from tests.spark.rows import NOW_MS, answer, copy, entry, name_of, reduced
 from tests.spark.rows import ids as named
 from tests.spark.scans import reads
 from tests.spark.test_classify import plan, settings
@@ -585,6 +585,14 @@ def test_sums_by_hour_move_from_the_summary_of_the_last_run_to_tables(spark: Spa
     balance.hours.popitem()
     assert hourly.store(lake, balance, found, 4) == 4
     assert {row["run"] for row in lake.read("hourly_balance").collect()} == {3, 4}
+
+
+def test_logs_of_thousands_of_partitions_may_be_truncated_between_two_runs(spark: SparkSession) -> None:
+    """As by an election of unclean leaders in the whole cluster: a run that could not drop the rows would never end."""
+    merged_rows = reduced(spark, named({"kept": [copy(4, partition=2999)], "gone": [copy(5, partition=2999)]}), 1)
+    spans = {("t", number): (5, 9) for number in range(3000)}
+    rows = deliveries_table.with_vanished(reduced(spark, [], 2), merged_rows, spans, {}, 2).collect()
+    assert [(name_of(row["id"]), row["offset"], row["vanished"]) for row in rows] == [("gone", 5, True)]
 
 
 def test_the_summary_of_the_last_run_is_read_from_the_files_of_the_last_runs(
