@@ -188,8 +188,13 @@ def with_silence(
         )
         of_topic = F.array_contains(F.try_element_at(by_topic, F.col("topic")), F.col("kind"))
         of_finding = F.when(of_topic, BY_RULE).otherwise(of_finding)
-    for nth, regex in reversed(globs):
-        of_finding = F.when(F.col("finding_id").rlike(regex), nth).otherwise(of_finding)
+    if globs:
+        # One expression with a branch for each glob: one within the other would be as deep as there are globs.
+        (nth, regex), *others = globs
+        of_glob = F.when(F.col("finding_id").rlike(regex), nth)
+        for nth, regex in others:
+            of_glob = of_glob.when(F.col("finding_id").rlike(regex), nth)
+        of_finding = of_glob.otherwise(of_finding)
     if exact:
         # JSON: a map of literals takes a call into the JVM for each of them.
         named = F.from_json(F.lit(json.dumps(exact)), "map<string, int>")

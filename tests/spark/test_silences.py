@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
 from service.contract import SettingsError
 from spark import silences
 from spark.errors import CannotRun
+from spark.rules.current_findings import BY_RULE, with_silence
 from spark.rules.kinds import KINDS, kinds_of
 from spark.silences import SILENCES_MAX, Silence, parse, read
 
@@ -57,6 +59,17 @@ def test_a_mistake_is_one_line_with_its_line_number(text: str, line: str) -> Non
 
 def test_many_silences_are_read_in_one_pass() -> None:
     assert len(parse(GOOD * (SILENCES_MAX // 2), "s.toml")) == SILENCES_MAX
+
+
+def test_as_many_globs_as_a_file_may_have_are_compared_with_each_finding(spark: SparkSession) -> None:
+    """The first glob that names a finding counts, an exact silence before any, and all before the rule of the topic."""
+    globs = [f"lost:{nth}*" for nth in range(SILENCES_MAX - 2)]
+    many = [Silence(finding, 1, "known") for finding in (*globs, "lost:1*", "lost:13")]
+    finding_ids = ["lost:0", "lost:13", "lost:16", "lost:999", "lost:x", "stuck:1"]
+    rows = [(finding_id, finding_id.partition(":")[0], "t") for finding_id in finding_ids]
+    found = spark.createDataFrame(rows, "finding_id string, kind string, topic string")
+    silenced = with_silence(found, many, {"t": ["stuck", "lost"]}).collect()
+    assert [row["silence"] for row in silenced] == [0, SILENCES_MAX - 1, 1, 9, BY_RULE, BY_RULE]
 
 
 def test_no_file_has_no_silences_and_a_missing_one_is_named(tmp_path: Path) -> None:
