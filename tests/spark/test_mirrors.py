@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ from spark.reading.kafka_admin import Ends, Topic
 from spark.reading.mirror_logs import ABSENT_MS, LogPlan, MirrorLog
 from spark.reading.run_plan import DATA, UNWANTED, Plan, RunContext
 from spark.rules import mirrors, sink_verdicts
+from spark.tables import schemas
 from spark.tables.lake import Lake
 from tests.spark.history import History
 from tests.spark.rows import id_bytes
@@ -329,3 +331,12 @@ def test_an_hour_with_events_that_nothing_can_prove_any_more_closes() -> None:
         BEGIN_MS + 3 * HOUR_MS,
         0,
     )
+
+
+def test_a_mirror_may_be_read_in_thousands_of_spans_of_time(spark: SparkSession, tmp_path: Path) -> None:
+    """The hours of a long window in which events are missing, each of them compared again in every run."""
+    lake, rule = Lake(spark, str(tmp_path)), SinkRule("m", ("t",), "kafka", "", 60)
+    rows = [{"sink": "m", "run": 1, "accepted_hour": datetime(2026, 1, 1), "event_ms": ms} for ms in (5000, 5001, 6000)]
+    lake.append(mirrors.TABLE, spark.createDataFrame(rows, schemas.of(mirrors.TABLE)), 1)
+    read = mirrors.read(lake, rule, [(2 * nth, 2 * nth + 1) for nth in range(3000)])
+    assert [row["event_ms"] for row in read.collect()] == [5000]
