@@ -39,13 +39,14 @@ class _Files:
 
     def parts(self, intervals: Sequence[Interval]) -> Iterator[DataFrame]:
         table = self.spark.read.format(self.rule.format).load(self.rule.path)
-        column = F.col(self.rule.event_time)
-        found = time_type(table, self.rule.event_time)
-        inside = F.lit(False)
-        for first, end in intervals:
-            after, before = (F.expr(_literal(ms, found, standard=False)) for ms in (first, end))
-            inside = inside | ((column >= after) & (column < before))
-        yield table.where(inside)
+        column, found = f"`{self.rule.event_time}`", time_type(table, self.rule.event_time)
+        # Spark's parser makes a balanced tree of the terms; columns joined by `|` are as deep as there are intervals.
+        terms = (
+            f"({column} >= {_literal(first, found, standard=False)} "
+            f"AND {column} < {_literal(end, found, standard=False)})"
+            for first, end in intervals
+        )
+        yield table.where(" OR ".join(terms) or "false")
 
 
 class _Database:

@@ -42,6 +42,14 @@ def warehouse(spark: SparkSession, tmp_path: Path) -> Warehouse:
     return Warehouse(spark, tmp_path)
 
 
+def test_a_table_may_be_read_in_thousands_of_spans_of_time(warehouse: Warehouse) -> None:
+    """The hours of a long window in which events are missing, each of them compared again in every run."""
+    warehouse.store([("first", BEGIN_MS, None), ("between", BEGIN_MS + 1, None), ("second", BEGIN_MS + 2, None)])
+    spans = [(BEGIN_MS + 2 * nth, BEGIN_MS + 2 * nth + 1) for nth in range(2000)]
+    read = SinkReader(warehouse.spark, warehouse.rule).read(spans)
+    assert sorted(row["event_ms"] for row in read.collect()) == [BEGIN_MS, BEGIN_MS + 2]
+
+
 def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> None:
     warehouse.rule = replace(warehouse.rule, arrived="loaded_at")
     due = BEGIN_MS + SETTLE_MS + 1000 * LATE_S
