@@ -28,6 +28,19 @@ def typed(rows: DataFrame, types: Mapping[str, str], columns: Mapping[str, Colum
     return rows.select(*(columns.get(name, null).cast(data_type).alias(name) for name, data_type in types.items()))
 
 
+def any_of(conditions: Sequence[Column]) -> Column:
+    """Join conditions by OR, false if there are none.
+
+    The pairs are joined first: Spark goes through an expression recursively, and one OR within the other is as deep as
+    there are conditions.
+    """
+    joined = list(conditions) or [F.lit(False)]
+    while len(joined) > 1:
+        pairs = zip(joined[::2], joined[1::2], strict=False)
+        joined = [first | second for first, second in pairs] + joined[len(joined) // 2 * 2 :]
+    return joined[0]
+
+
 def rows_of(spark: SparkSession, schema: str | StructType, items: Sequence[Mapping[str, Any]]) -> DataFrame:
     """Create a frame of a few rows from the driver, through JSON: `createDataFrame` would start Python on an executor.
 

@@ -11,6 +11,7 @@ from pyspark.sql.types import DataType, IntegralType, TimestampNTZType, Timestam
 
 from service.contract import SinkRule
 from service.contract.sink_rules import DELTA, ICEBERG, JDBC, PARQUET
+from spark.engine.frames import any_of
 from spark.engine.jvm import jvm
 from spark.errors import Unreadable
 from spark.reading.iceberg import IcebergTable
@@ -39,14 +40,12 @@ class _Files:
 
     def parts(self, intervals: Sequence[Interval]) -> Iterator[DataFrame]:
         table = self.spark.read.format(self.rule.format).load(self.rule.path)
-        column, found = f"`{self.rule.event_time}`", time_type(table, self.rule.event_time)
-        # Spark's parser makes a balanced tree of the terms; columns joined by `|` are as deep as there are intervals.
-        terms = (
-            f"({column} >= {_literal(first, found, standard=False)} "
-            f"AND {column} < {_literal(end, found, standard=False)})"
-            for first, end in intervals
-        )
-        yield table.where(" OR ".join(terms) or "false")
+        column, found = F.col(self.rule.event_time), time_type(table, self.rule.event_time)
+
+        def literal(ms: int) -> Column:
+            return F.expr(_literal(ms, found, standard=False))
+
+        yield table.where(any_of([(column >= literal(first)) & (column < literal(end)) for first, end in intervals]))
 
 
 class _Database:

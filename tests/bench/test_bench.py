@@ -28,7 +28,8 @@ def stage(tmp_path: Path, kafka: Kafka, redis: Redis) -> Stage:
 
 def test_post_is_measured_checked_and_shown(stage: Stage, make_topic: MakeTopic) -> None:
     found = post.measure(stage)
-    assert all(row.median > 0 for row in found)
+    # The JIT compiler of a broker may have nothing to do.
+    assert all(row.median > 0 or row.unit == "%" for row in found)
     assert [str(row.goal) for row in found if row.goal] == ["≥ 2", "≤ 50", "≥ 1.3"]
     results.keep(stage.results, "post", results.describe(stage), found)
     report.write(stage.results, ("post",))

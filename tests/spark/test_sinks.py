@@ -50,6 +50,15 @@ def test_a_table_may_be_read_in_thousands_of_spans_of_time(warehouse: Warehouse)
     assert sorted(row["event_ms"] for row in read.collect()) == [BEGIN_MS, BEGIN_MS + 2]
 
 
+def test_the_time_of_a_table_may_be_a_field_of_a_structure(warehouse: Warehouse) -> None:
+    warehouse.store([("first", BEGIN_MS, None), ("later", BEGIN_MS + 5, None)])
+    table = warehouse.spark.read.format("delta").load(warehouse.rule.path)
+    nested = replace(warehouse.rule, path=f"{warehouse.rule.path}-nested", event_time="event.at")
+    table.selectExpr("event_id", "struct(accepted_at at) event").write.format("delta").save(nested.path)
+    read = SinkReader(warehouse.spark, nested).read([(BEGIN_MS, BEGIN_MS + 1)])
+    assert [row["event_ms"] for row in read.collect()] == [BEGIN_MS]
+
+
 def test_each_event_is_judged_by_its_rows_in_the_sink(warehouse: Warehouse) -> None:
     warehouse.rule = replace(warehouse.rule, arrived="loaded_at")
     due = BEGIN_MS + SETTLE_MS + 1000 * LATE_S
