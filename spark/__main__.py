@@ -100,7 +100,7 @@ def _print(report: Report, options: Options) -> int:
 
 
 def _write(texts: Iterable[str]) -> None:
-    """Write texts to stdout, until its reader has enough, as in `| head`: the command is carried out all the same."""
+    """Write texts to stdout. If stdout is a pipe that was closed, as by `| head`, drop the rest: it is no failure."""
     try:
         sys.stdout.writelines(texts)
         sys.stdout.flush()

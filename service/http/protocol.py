@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 
 class ResponseBuffer:
-    """Whole responses of any connections, written together in the loop's next turn.
+    """Whole responses of any connections, written together in the loop's next turn, or at once if no other is expected.
 
     The results of a group come one after the other. Each write wakes its client, which takes the CPU from the next
     result if it runs on the same machine.
@@ -34,7 +34,7 @@ class ResponseBuffer:
         self._waiting: list[tuple[HttpRequest, bytes]] = []
 
     def add(self, post: "HttpRequest", content: bytes) -> None:
-        """Write a whole response: now if no other one was expected, else in the next turn."""
+        """Write a whole response: at once if `post` is the only request without one, else in the next turn."""
         is_only = self.expected == {post} and not self._waiting
         self.expected.discard(post)
         self._waiting.append((post, content))

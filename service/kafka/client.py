@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import structlog
 from aiokafka import AIOKafkaConsumer, errors
@@ -40,6 +40,8 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
     Connections and requests for metadata are its own: every method that would use those of AIOKafkaClient, and that
     aiokafka's consumer calls, is replaced; but `fetch_all_metadata`, of AIOKafkaConsumer.topics, which is not used.
     """
+
+    _probes_idle: ClassVar = False  # whether `_check` probes a connection that was idle before it is used
 
     def __init__(
         self,
@@ -257,7 +259,10 @@ class BaseClient(AIOKafkaClient):  # type: ignore[misc]  # aiokafka ships no typ
 
     def _needs_check(self, connection: Connection) -> bool:
         """Check whether a connection may not be used before its check."""
-        return connection.check_task is not None or self._is_due(connection, time.monotonic())
+        now = time.monotonic()
+        if connection.check_task is not None or self._is_due(connection, now):
+            return True
+        return self._probes_idle and connection.is_idle(now)
 
     async def _check(self, connection: Connection) -> None:
         """Renew the session of a connection, which may be closed by it."""
@@ -317,6 +322,8 @@ class Consumer(AIOKafkaConsumer):  # type: ignore[misc]
 
 class Client(BaseClient):
     """BaseClient with a fast path for transaction requests, whose time limit is set by their caller."""
+
+    _probes_idle: ClassVar = True
 
     def __init__(self, *, client_id: str, request_timeout_ms: int, asks_features: bool = False, **options: Any) -> None:
         """`asks_features`: each new connection asks its broker for the finalized transaction.version (KIP-584)."""
@@ -421,14 +428,6 @@ class Client(BaseClient):
             connection.close()
             raise
         connection.transaction_version = features.transaction_version
-
-    def _needs_check(self, connection: Connection) -> bool:
-        """Check whether a connection must be probed, or its session renewed, before use.
-
-        A connection with a pending response is not idle.
-        """
-        now = time.monotonic()
-        return connection.check_task is not None or self._is_due(connection, now) or connection.is_idle(now)
 
     async def _check(self, connection: Connection) -> None:
         """Renew the session where that is due, else probe the connection; a silent connection is closed."""

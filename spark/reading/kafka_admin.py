@@ -26,10 +26,10 @@ POLL_MS: Final = 250
 # Topics in one request: keeps a request small enough for a quick answer.
 TOPICS_A_CALL: Final = 500
 
-
-_OF_KAFKA: Final = "org.apache.kafka."
+_KAFKA_PACKAGE: Final = "org.apache.kafka."
+"""The begin of the class names of kafka-clients' errors."""
 _UNREACHED: Final = ("TimeoutException", "DisconnectException", "NetworkException", "AuthenticationException")
-"""How the errors of kafka-clients begin, and how those end by which it has no connection, or no answer in time."""
+"""The ends of the class names of its errors without a connection, or without an answer in time."""
 
 NO_LEADER_EPOCH: Final = -1
 """The leader epoch of an offset, if the leader sent none (as in Kafka's protocol)."""
@@ -495,7 +495,7 @@ class KafkaAdmin:
         """Return the error for a failed call: Kafka has refused a request, or was not reached."""
         why = reason(error)
         name = why.partition(":")[0]
-        if not name.startswith(_OF_KAFKA) or name.endswith(_UNREACHED):
+        if not name.startswith(_KAFKA_PACKAGE) or name.endswith(_UNREACHED):
             return self._no_answer(why)
         return CannotRun(
             f"Kafka at {self._address} refused a request: {why}; check the rights of its user, or start the run again "

@@ -2,8 +2,8 @@
 
 wrk loads two processes in turn, with the same requests of 250 bytes and a new key in each. The empty handler only
 answers; the service also checks, claims, writes in a transaction with a ledger record, marks, journals and counts. CPU
-is that of the process, of the broker and of Redis, from /proc/PID/stat. How warm the broker is, is told by its CPU
-before the rounds, and by its JIT compiler's part in each: while that compiles, a transaction costs up to twice as much.
+is that of the process, of the broker and of Redis, from /proc/PID/stat. Two rows tell how warm the broker is: its CPU
+before the rounds, and the part of its JIT compiler in the rounds. A broker that compiles needs up to twice the CPU.
 """
 
 from tests.bench.rows import Goal, Row, ratios
